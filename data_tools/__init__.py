@@ -1,0 +1,1 @@
+"""Command lines and functions that make data sets for `lmlib.data`."""

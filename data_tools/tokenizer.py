@@ -1,0 +1,198 @@
+"""Tokenizers that turn documents into token ids, and know how to frame a document."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmlib.data import TokenizerIdentity
+
+BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
+
+# Names that common tokenizers give these tokens, tried in order when nothing says which.
+_BOS_NAMES = (BEGIN_OF_TEXT, "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
+_EOS_NAMES = (END_OF_TEXT, "</s>", "<eos>", "<|endoftext|>")
+
+
+class Tokenizer(ABC):
+    """Encodes text as plain text: a special token's name inside a document stays text."""
+
+    identity: TokenizerIdentity
+    tokenizer_json: str | None  # the text of tokenizer.json, if there is such a file
+    vocab_size: int  # ids lie in [0, vocab_size)
+    bos_id: int | None
+    eos_id: int | None
+
+    @abstractmethod
+    def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
+        """The ids (int64) of each document, without framing."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, leaving special tokens out."""
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes are ids 0 to 255; 256 begins a document and 257 ends it."""
+
+    def __init__(self) -> None:
+        self.identity = TokenizerIdentity("bytes", None)
+        self.tokenizer_json = None
+        self.vocab_size, self.bos_id, self.eos_id = 258, 256, 257
+
+    def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
+        """See `Tokenizer.encode_batch`."""
+        return [
+            np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64) for text in documents
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`; bytes that are not UTF-8 become U+FFFD."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer that a Hugging Face tokenizer.json describes."""
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer_json: str,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+    ) -> None:
+        """`tokenizer_json` is the file's text; framing tokens not given go by common names.
+
+        Raises ValueError if the text describes no tokenizer, a given token is not in its
+        vocabulary, or no end-of-text token is found.
+        """
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise ValueError(f"{name} is not a valid tokenizer.json: {error}") from error
+        self._tokenizer.encode_special_tokens = True  # their names in a document are only text
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.tokenizer_json = tokenizer_json
+        digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
+        self.identity = TokenizerIdentity(name, digest)
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.bos_id = _special_id(name, vocabulary, "bos_token", bos_token, _BOS_NAMES)
+        self.eos_id = _special_id(name, vocabulary, "eos_token", eos_token, _EOS_NAMES)
+        if self.eos_id is None:
+            raise ValueError(
+                f"cannot tell which token of {name} ends a document: name it with --eos_token"
+            )
+
+    def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
+        """See `Tokenizer.encode_batch`."""
+        encodings = self._tokenizer.encode_batch_fast(documents, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def load_tokenizer(
+    name: str, bos_token: str | None = None, eos_token: str | None = None
+) -> Tokenizer:
+    """The tokenizer called `name`: 'bytes', a tokenizer.json, its folder, or a name on the Hub.
+
+    `bos_token` and `eos_token` name the framing tokens; if not given, tokenizer_config.json
+    beside the file says, or else common names are tried. No code from elsewhere is ever run.
+
+    Raises FileNotFoundError for a folder without tokenizer.json, ValueError for a name that is
+    neither here nor on the Hub, or a tokenizer without such tokens.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        configured = _configured_tokens(file.with_name("tokenizer_config.json"))
+        return JsonTokenizer(
+            name,
+            file.read_bytes().decode("utf-8"),
+            bos_token or configured.get("bos_token"),
+            eos_token or configured.get("eos_token"),
+        )
+    if path.is_dir():
+        raise FileNotFoundError(f"the folder {path} holds no tokenizer.json")
+
+    from tokenizers import Tokenizer as HubTokenizer
+
+    try:
+        downloaded = HubTokenizer.from_pretrained(name)
+    except Exception as error:  # `tokenizers` raises bare Exception
+        raise ValueError(
+            f"{name!r} is neither 'bytes', nor a tokenizer.json or its folder, and cannot be "
+            f"fetched from the Hugging Face Hub: {error}"
+        ) from error
+    return JsonTokenizer(name, downloaded.to_str(pretty=True), bos_token, eos_token)
+
+
+def train_byte_level_bpe(
+    documents: Iterable[str], vocab_size: int, name: str = "byte-level BPE"
+) -> JsonTokenizer:
+    """Learns a byte-level BPE with at most `vocab_size` ids; the same documents give the same.
+
+    Ids 0 and 1 begin and end a text, the 256 bytes follow, so that any text round-trips. Source:
+    Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2.
+
+    Raises ValueError for a vocab_size below 258.
+    """
+    if vocab_size < 258:
+        raise ValueError(f"byte-level BPE needs a vocab_size of at least 258, not {vocab_size}")
+    from tokenizers import Tokenizer as UntrainedTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = UntrainedTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BEGIN_OF_TEXT, END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return JsonTokenizer(name, tokenizer.to_str(pretty=True), BEGIN_OF_TEXT, END_OF_TEXT)
+
+
+def _special_id(
+    tokenizer: str,
+    vocabulary: dict[str, int],
+    role: str,
+    given: str | None,
+    common_names: tuple[str, ...],
+) -> int | None:
+    if given is not None:
+        if given not in vocabulary:
+            raise ValueError(f"{tokenizer} has no token {given!r} to serve as {role}")
+        return vocabulary[given]
+    return next((vocabulary[name] for name in common_names if name in vocabulary), None)
+
+
+def _configured_tokens(file: Path) -> dict[str, str]:
+    """What tokenizer_config.json says the framing tokens are; it may be absent."""
+    if not file.is_file():
+        return {}
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    entries = {role: config.get(role) for role in ("bos_token", "eos_token")}
+    # A token is its name, or an object that holds the name as "content".
+    names = {
+        role: entry.get("content") if isinstance(entry, dict) else entry
+        for role, entry in entries.items()
+    }
+    return {role: name for role, name in names.items() if name is not None}

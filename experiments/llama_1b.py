@@ -1,0 +1,20 @@
+"""Llama 1B on C4, 370,000 steps of 65,536 tokens; COST
+
+    python -m runner --fdl_config=experiments/llama_1b --workdir=/tmp/llama_1b
+
+Data, shape's origin and `tiny` as in experiments/llama_84m.py.
+"""
+
+import fiddle as fdl
+
+from experiments import llama_84m
+from experiments.llama_84m import tiny as tiny
+from lmlib.experiment import Experiment
+
+
+def config() -> fdl.Config[Experiment]:
+    cfg = llama_84m.config()
+    cfg.model.layers, cfg.model.embed, cfg.model.heads, cfg.model.mlp = 8, 2_048, 16, 16_384
+    cfg.optimizer.peak_lr = 3e-4
+    cfg.steps = 370_000
+    return cfg

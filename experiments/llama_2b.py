@@ -1,0 +1,20 @@
+"""Llama 2B on C4, 740,000 steps of 65,536 tokens; COST
+
+    python -m runner --fdl_config=experiments/llama_2b --workdir=/tmp/llama_2b
+
+Data, shape's origin and `tiny` as in experiments/llama_84m.py.
+"""
+
+import fiddle as fdl
+
+from experiments import llama_84m
+from experiments.llama_84m import tiny as tiny
+from lmlib.experiment import Experiment
+
+
+def config() -> fdl.Config[Experiment]:
+    cfg = llama_84m.config()
+    cfg.model.layers, cfg.model.embed, cfg.model.heads, cfg.model.mlp = 8, 4_096, 16, 16_384
+    cfg.optimizer.peak_lr = 3e-4
+    cfg.steps = 740_000
+    return cfg

@@ -1,0 +1,62 @@
+"""Llama 84M on C4, 26,000 steps of 65,536 tokens; about 9e17 FLOPs, an hour on one H100.
+
+    python -m data_tools.pretokenize --dataset=allenai/c4 --name=en --split=train \
+        --tokenizer=huggyllama/llama-7b --out=data/c4
+    python -m data_tools.pretokenize --dataset=allenai/c4 --name=en --split=validation \
+        --tokenizer=huggyllama/llama-7b --out=data/c4
+    python -m runner --fdl_config=experiments/llama_84m --workdir=/tmp/llama_84m
+
+The shape is seqax's, so that speed compares line by line. Try it anywhere with --fiddler=tiny.
+"""
+
+import fiddle as fdl
+
+from lmlib import optim
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.synthetic import Synthetic
+from lmlib.experiment import Experiment
+from lmlib.models.llama import Llama
+from lmlib.parallel.mesh import make_mesh
+
+
+def config() -> fdl.Config[Experiment]:
+    return fdl.Config(
+        Experiment,
+        model=fdl.Partial(
+            Llama, vocab=32_768, embed=512, layers=8, heads=8, head_dim=128, mlp=4_096
+        ),
+        data=fdl.Config(
+            FlatTokens, path="data/c4", split="train", batch_size=64, sequence_length=1_024
+        ),
+        validation=fdl.Config(
+            FlatTokens,
+            path="data/c4",
+            split="validation",
+            batch_size=64,
+            sequence_length=1_024,
+            seed=None,
+            repeat=False,
+        ),
+        validation_batches=16,
+        optimizer=fdl.Partial(
+            optim.adamw,
+            peak_lr=3e-3,
+            schedule=fdl.Partial(optim.warmup_cosine, warmup=0.1, end=0.1),
+            b1=0.9,
+            b2=0.95,
+            weight_decay=0.1,
+        ),
+        mesh=fdl.Config(make_mesh, fsdp=-1),
+        steps=26_000,
+    )
+
+
+def tiny(cfg: fdl.Config[Experiment]) -> None:
+    """The same experiment at a size for tests: synthetic data, seconds on a laptop."""
+    cfg.model.vocab, cfg.model.embed, cfg.model.layers = 512, 64, 2
+    cfg.model.heads, cfg.model.head_dim, cfg.model.mlp = 4, 16, 128
+    cfg.data = fdl.Config(Synthetic, vocab_size=512, batch_size=8, sequence_length=64)
+    cfg.validation = fdl.Config(Synthetic, vocab_size=512, batch_size=8, sequence_length=64, seed=1)
+    cfg.validation_batches = 2
+    cfg.steps = 20
+    cfg.evaluate_every = cfg.checkpoint_every = 10

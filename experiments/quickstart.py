@@ -1,0 +1,66 @@
+"""Llama 4M on the Python standard library's own sources; under 6 minutes on 2 CPU cores.
+
+    python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
+
+Needs no network. The data set is made on first use, in the user's cache folder.
+"""
+
+import fiddle as fdl
+
+from data_tools.standard_library import standard_library
+from lmlib import optim
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.experiment import Experiment
+from lmlib.models.llama import ACTIVATIONS, Llama
+from lmlib.parallel.mesh import make_mesh
+
+
+def config() -> fdl.Config[Experiment]:
+    path = fdl.Config(standard_library, vocab_size=4_096)
+    return fdl.Config(
+        Experiment,
+        model=fdl.Partial(
+            Llama,
+            vocab=4_096,
+            embed=256,
+            layers=4,
+            heads=4,
+            mlp=640,
+            tied=True,
+            compute_dtype="float32",
+            saved=ACTIVATIONS,
+            unroll=4,
+        ),
+        data=fdl.Config(FlatTokens, path=path, split="train", batch_size=8, sequence_length=256),
+        validation=fdl.Config(
+            FlatTokens,
+            path=path,
+            split="validation",
+            batch_size=8,
+            sequence_length=256,
+            seed=None,
+            repeat=False,
+        ),
+        validation_batches=8,
+        optimizer=fdl.Partial(
+            optim.adamw,
+            peak_lr=4e-3,
+            schedule=fdl.Partial(optim.warmup_cosine, warmup=0.05, end=0.05),
+        ),
+        mesh=fdl.Config(make_mesh, fsdp=-1),
+        steps=400,
+        evaluate_every=100,
+        checkpoint_every=100,
+        prompts=("def ", "import ", "class Node"),
+    )
+
+
+def tiny(cfg: fdl.Config[Experiment]) -> None:
+    """The same at the smallest size: a share of the sources, a small model, 20 steps."""
+    cfg.data.path.vocab_size, cfg.data.path.max_bytes = 512, 400_000
+    cfg.model.vocab, cfg.model.embed, cfg.model.layers = 512, 64, 2
+    cfg.model.mlp, cfg.model.unroll = 128, 2
+    cfg.data.sequence_length = cfg.validation.sequence_length = 64
+    cfg.steps = 20
+    cfg.evaluate_every = cfg.checkpoint_every = 10
+    cfg.prompts = ("def ",)

@@ -1,0 +1,78 @@
+"""A batch of training sequences, where batches come from, and how one reaches the devices.
+
+Shape suffixes: B batch (rows), S sequence.
+"""
+
+from typing import Protocol
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int32
+
+
+class Batch(eqx.Module):
+    """Rows of tokens with everything a loss needs to know about them.
+
+    Fields are NumPy arrays when they come from a `Source`, `jax.Array`s once placed.
+    """
+
+    tokens: Int32[Array | np.ndarray, "batch seq"]  # inputs
+    targets: Int32[Array | np.ndarray, "batch seq"]  # the token after each input
+    segment_ids: Int32[Array | np.ndarray, "batch seq"]  # 1, 2, … along a row; 0 is padding
+    positions: Int32[Array | np.ndarray, "batch seq"]  # 0 at the start of each segment
+    loss_mask: Bool[Array | np.ndarray, "batch seq"]  # target and input share a document
+
+
+class Source(Protocol):
+    """Batches as a pure function of the step, so that resuming needs no iterator state."""
+
+    batch_size: int  # rows of the global batch, over all processes
+    sequence_length: int
+    max_token_id: int  # a model's vocabulary must be larger
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """The given rows of the global batch of `step`, as NumPy arrays.
+
+        Any split into rows gives the same values as the whole batch.
+        """
+        ...
+
+
+def place(source: Source, step: int, sharding: jax.sharding.NamedSharding) -> Batch:
+    """The global batch of `step` as `jax.Array`s laid out by `sharding` over (batch, seq).
+
+    Each process reads only the rows that its own devices hold, each row once.
+    Raises ValueError when the mesh does not divide the batch.
+    """
+    shape = (source.batch_size, source.sequence_length)
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"a batch of {shape[0]} sequences of {shape[1]} tokens cannot be split by "
+            f"{sharding.spec} over the mesh {dict(sharding.mesh.shape)}: "
+            "choose a batch_size and sequence_length that those axes divide"
+        ) from error
+
+    held = np.zeros(source.batch_size, bool)
+    for row_slice, _ in sharding.addressable_devices_indices_map(shape).values():
+        held[row_slice] = True
+    local = jax.tree.map(
+        lambda *runs: np.concatenate(runs), *(source.batch(step, run) for run in _runs(held))
+    )
+    local_row_B = np.cumsum(held) - 1  # where a global row lies among the local ones
+
+    def assemble(values: np.ndarray) -> Array:
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: values[local_row_B[index[0]], index[1]]
+        )
+
+    return jax.tree.map(assemble, local)
+
+
+def _runs(held_B: np.ndarray) -> list[slice]:
+    """The maximal slices over which `held_B` is true."""
+    edges = np.flatnonzero(np.diff(held_B, prepend=False, append=False))
+    return [slice(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

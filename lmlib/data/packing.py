@@ -1,0 +1,32 @@
+"""Rows of consecutive documents, made into a batch that keeps the documents apart.
+
+Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row: inputs and last target.
+"""
+
+import numpy as np
+
+from lmlib.data.batch import Batch
+
+
+def packed_batch(tokens_BT: np.ndarray, starts_BT: np.ndarray, lengths_B: np.ndarray) -> Batch:
+    """The batch whose row b predicts each of tokens_BT[b, 1:] from the one before.
+
+    `starts_BT` (bool) marks the first token of each document; a row's first token always begins a
+    segment. `lengths_B` says how many inputs of each row have a target; the rest is padding.
+    """
+    place_T = np.arange(tokens_BT.shape[1], dtype=np.int32)
+    starts_BT = starts_BT | (place_T == 0)
+    segment_BT = np.cumsum(starts_BT, axis=1, dtype=np.int32)
+    start_BT = np.maximum.accumulate(np.where(starts_BT, place_T, 0), axis=1)
+    used_BS = place_T[:-1] < lengths_B[:, None]
+
+    def unless_padding(values_BS: np.ndarray) -> np.ndarray:
+        return np.where(used_BS, values_BS, 0).astype(np.int32)
+
+    return Batch(
+        tokens=unless_padding(tokens_BT[:, :-1]),
+        targets=unless_padding(tokens_BT[:, 1:]),
+        segment_ids=unless_padding(segment_BT[:, :-1]),
+        positions=unless_padding((place_T - start_BT)[:, :-1]),
+        loss_mask=used_BS & ~starts_BT[:, 1:],
+    )

@@ -1,0 +1,119 @@
+"""The zarr3 arrays of flat tokens: one-dimensional, checksummed, never read as zeros.
+
+Sharding and crc32c are described in the zarr v3 specification (zarr-specs.readthedocs.io,
+codecs `sharding_indexed` and `crc32c`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+CHUNK_LENGTH = 32 * 1024  # the unit of reading, and of checksums
+FILE_LENGTH = 16 * 1024 * 1024  # elements in one file, the unit of writing
+_CACHE_BYTES = 64 * 1024 * 1024  # holds the index of every file in use, and chunks lately read
+
+
+class DamagedDataError(ValueError):
+    """Stored data is missing, truncated or fails its checksum."""
+
+
+def create_array(
+    path: Path, dtype: type[np.unsignedinteger], *, chunk_length: int, file_length: int
+) -> ts.TensorStore:
+    """Creates an empty array of `dtype`; `file_length` must be a multiple of `chunk_length`."""
+    checksummed_bytes = [
+        {"name": "bytes", "configuration": {"endian": "little"}},
+        {"name": "crc32c"},
+    ]
+    sharding = {
+        "chunk_shape": [chunk_length],
+        "codecs": checksummed_bytes,
+        "index_codecs": checksummed_bytes,
+        "index_location": "end",
+    }
+    grid = {"name": "regular", "configuration": {"chunk_shape": [file_length]}}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": _kvstore(path),
+        "metadata": {
+            "shape": [0],
+            "data_type": np.dtype(dtype).name,
+            "chunk_grid": grid,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        },
+        # Zeros are stored like anything else, so that an absent chunk is always a lost one.
+        "store_data_equal_to_fill_value": True,
+    }
+    return ts.open(spec, create=True).result()
+
+
+def append(array: ts.TensorStore, values: np.ndarray) -> ts.TensorStore:
+    """Stores `values` after what `array` holds and returns the longer array.
+
+    All appends but the last must be whole files, or files would be read back and rewritten.
+    """
+    start, stop = array.shape[0], array.shape[0] + len(values)
+    array = array.resize(exclusive_max=[stop], resize_metadata_only=True).result()
+    array[start:stop].write(values).result()
+    return array
+
+
+class StoredArray:
+    """One array on disk, opened for reading."""
+
+    def __init__(self, path: Path, length: int, context: ts.Context) -> None:
+        """Raises DamagedDataError if the array cannot be opened or is not `length` long."""
+        self.path, self.length = path, length
+        spec = {
+            "driver": "zarr3",
+            "kvstore": _kvstore(path),
+            "fill_missing_data_reads": False,  # a deleted chunk is an error
+            "recheck_cached_data": "open",
+            "recheck_cached_metadata": "open",
+        }
+        try:
+            self._array = ts.open(spec, read=True, context=context).result()
+        except ValueError as error:
+            raise self._damaged("cannot be opened", error) from error
+        if self._array.shape != (length,):
+            raise DamagedDataError(
+                f"{path} has shape {self._array.shape}, but metadata.json promises ({length},): "
+                "the data set is damaged; make it again"
+            )
+
+    def read(self, start: int, stop: int) -> "Reading":
+        """Starts reading elements [start, stop)."""
+        return Reading(self, start, stop)
+
+    def _damaged(self, what: str, error: Exception) -> DamagedDataError:
+        return DamagedDataError(
+            f"{self.path} {what}: the data set is damaged; make it again or restore the file "
+            f"({error})"
+        )
+
+
+class Reading:
+    """Elements on their way from disk."""
+
+    def __init__(self, stored: StoredArray, start: int, stop: int) -> None:
+        self._stored, self._start, self._stop = stored, start, stop
+        self._future = stored._array[start:stop].read()
+
+    def result(self) -> np.ndarray:
+        """The elements, once they have arrived; raises DamagedDataError if they cannot be."""
+        try:
+            return self._future.result()
+        except ValueError as error:
+            what = f"cannot be read from {self._start} to {self._stop}"
+            raise self._stored._damaged(what, error) from error
+
+
+def reading_context() -> ts.Context:
+    """Bounds the memory that all arrays opened with it may keep cached."""
+    return ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+
+
+def _kvstore(path: Path) -> dict[str, Any]:
+    return {"driver": "file", "path": f"{path.absolute()}/"}

@@ -1,0 +1,102 @@
+"""The objects that a run is made of."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import Mesh
+
+from lmlib.data.batch import Source
+from lmlib.optim import Optimizer
+from lmlib.parallel.check import check_batch, check_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """What to train, on what, how and where.
+
+    Args:
+      model: `model(key=…)` makes the model.
+      data: training batches.
+      optimizer: `optimizer(steps)` makes the optimizer.
+      mesh: the devices.
+      steps: updates to make.
+      microbatches: parts of a batch whose gradients are added before one update.
+      z_loss: weight of log²(Σ exp logits) in what is minimised; 0 for none.
+      seed: of the initial weights.
+      validation: batches to evaluate on, in a fixed order; `None` for none.
+      validation_batches: how many of them each evaluation sees; `None` for all. After the last
+        step a finite `validation` is seen whole.
+      evaluate_every, checkpoint_every: in steps.
+      keep_checkpoints: how many checkpoints stay, the newest.
+      prompts: texts that the trained model continues at the end of the run.
+    """
+
+    model: Callable[..., Any]
+    data: Source
+    optimizer: Callable[[int], Optimizer]
+    mesh: Mesh
+    steps: int
+    microbatches: int = 1
+    z_loss: float = 0.0
+    seed: int = 0
+    validation: Source | None = None
+    validation_batches: int | None = None
+    evaluate_every: int = 1_000
+    checkpoint_every: int = 1_000
+    keep_checkpoints: int = 3
+    prompts: tuple[str, ...] = ()
+
+    @property
+    def make_model(self) -> Callable[[], Any]:
+        return functools.partial(self.model, key=jax.random.key(self.seed))
+
+    def abstract_model(self) -> Any:
+        """The model with `ShapeDtypeStruct`s for weights."""
+        return jax.eval_shape(self.make_model)
+
+    def check(self) -> None:
+        """Sees that the parts fit each other, before anything compiles.
+
+        Raises:
+          ValueError: naming the setting, its value, and what would work.
+        """
+        for name in (
+            "steps",
+            "microbatches",
+            "evaluate_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_model(self.make_model, self.mesh)
+        model = self.abstract_model()
+        self._check_source("data", self.data, model, self.microbatches)
+        if self.validation is not None:
+            self._check_source("validation", self.validation, model, 1)
+            if self.validation_batches is None and self.validation.batches is None:
+                raise ValueError(
+                    "validation never ends: set validation_batches to the number of batches that "
+                    "each evaluation should see"
+                )
+
+    def _check_source(
+        self, name: str, source: Source, model: eqx.Module, microbatches: int
+    ) -> None:
+        if source.max_token_id >= model.vocab:
+            raise ValueError(
+                f"{name} has token ids up to {source.max_token_id}, but the model's vocabulary ends"
+                f" at {model.vocab - 1}; set vocab to {source.max_token_id + 1} or more, or use the"
+                " data set's own tokenizer"
+            )
+        check_batch(
+            source.batch_size,
+            source.sequence_length,
+            microbatches,
+            model.sequence_parallel,
+            self.mesh,
+        )

@@ -1,0 +1,240 @@
+"""Llama: a pre-norm decoder with rotary grouped-query attention and SwiGLU (Touvron et al. 2023,
+arXiv:2302.13971).
+
+Shapes: B batch, S sequence, E embed, V vocab, L layers.
+"""
+
+import difflib
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
+
+from lmlib.models.attention import Attention
+from lmlib.models.initial import fold, initial_weight
+from lmlib.models.layers import RMSNorm, SwiGLU
+from lmlib.parallel.layout import gather, move, spec
+
+ACTIVATIONS = (
+    "attention_input",
+    "query",
+    "key",
+    "value",
+    "attention_weights",
+    "attention",
+    "mlp_input",
+    "mlp_gate",
+    "mlp_up",
+    "mlp_hidden",
+    "logits",
+)
+
+
+class Block(eqx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: SwiGLU
+
+    def __call__(
+        self,
+        x_BSE: Float[Array, "b s embed"],
+        positions_BS: Int32[Array, "b s"],
+        segment_ids_BS: Int32[Array, "b s"],
+        residual: str,
+    ) -> Float[Array, "b s embed"]:
+        # `move` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
+        h_BSE = move(self.attention_norm(x_BSE), "batch seq embed")
+        h_BSE = checkpoint_name(h_BSE, "attention_input")
+        x_BSE = x_BSE + self.attention(h_BSE, positions_BS, segment_ids_BS, residual)
+        h_BSE = move(self.mlp_norm(x_BSE), "batch seq embed")
+        h_BSE = checkpoint_name(h_BSE, "mlp_input")
+        return x_BSE + self.mlp(h_BSE, residual)
+
+
+class Llama(eqx.Module):
+    """Tokens to logits. Weights are float32 and layers are stacked along a leading axis.
+
+    Args:
+      vocab, embed, layers, heads, kv_heads, head_dim, mlp: sizes. `head_dim` defaults to
+        embed / heads, `kv_heads` to `heads`.
+      rope_theta: base of the rotary wavelengths.
+      norm_epsilon: added to the mean square in every norm.
+      tied: one table embeds and unembeds.
+      compute_dtype: of activations and gathered weights, for example "bfloat16" or "float32".
+      saved: names out of `ACTIVATIONS` that the backward pass keeps; it computes the others again
+        from "layer_input" and "head_input", which are always kept.
+      unroll: layers unrolled in each turn of the scan.
+      sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
+        (Korthikanti et al. 2022, arXiv:2205.05198).
+      key: seed of the weights.
+
+    Raises:
+      ValueError: if a size is not positive, `kv_heads` does not divide `heads`, `head_dim` is odd,
+        or `saved` has an unknown name.
+    """
+
+    embedding: Float[Array, "vocab embed"]
+    blocks: Block
+    norm: RMSNorm
+    unembedding: Float[Array, "embed vocab"] | None
+    compute_dtype: str = eqx.field(static=True)
+    saved: tuple[str, ...] = eqx.field(static=True)
+    unroll: int = eqx.field(static=True)
+    sequence_parallel: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        vocab: int,
+        embed: int,
+        layers: int,
+        heads: int,
+        mlp: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_theta: float = 10_000.0,
+        norm_epsilon: float = 1e-5,
+        tied: bool = False,
+        compute_dtype: str = "bfloat16",
+        saved: tuple[str, ...] = (),
+        unroll: int = 1,
+        sequence_parallel: bool = False,
+        *,
+        key: PRNGKeyArray,
+    ):
+        kv_heads = heads if kv_heads is None else kv_heads
+        head_dim = embed // heads if head_dim is None else head_dim
+        _check_sizes(layers, heads, kv_heads, head_dim, unroll)
+        _check_saved(saved)
+
+        def block(key: PRNGKeyArray) -> Block:
+            return Block(
+                RMSNorm(embed, norm_epsilon, key=fold(key, "attention_norm")),
+                Attention(
+                    embed, heads, kv_heads, head_dim, rope_theta, key=fold(key, "attention")
+                ),
+                RMSNorm(embed, norm_epsilon, key=fold(key, "mlp_norm")),
+                SwiGLU(embed, mlp, key=fold(key, "mlp")),
+            )
+
+        def layer(index: Int32[Array, ""]) -> Block:
+            return block(jax.random.fold_in(fold(key, "blocks"), index))
+
+        sizes = {"vocab": vocab, "embed": embed}
+        self.embedding = initial_weight(Llama, "embedding", key, **sizes)
+        self.blocks = jax.vmap(layer)(jnp.arange(layers))
+        self.norm = RMSNorm(embed, norm_epsilon, key=fold(key, "norm"))
+        self.unembedding = None if tied else initial_weight(Llama, "unembedding", key, **sizes)
+        self.compute_dtype = jnp.dtype(compute_dtype).name
+        self.saved = tuple(saved)
+        self.unroll = unroll
+        self.sequence_parallel = sequence_parallel
+
+    def __call__(
+        self,
+        tokens_BS: Int32[Array, "b s"],
+        positions_BS: Int32[Array, "b s"] | None = None,
+        segment_ids_BS: Int32[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s vocab"]:
+        """Logits of the next token. Without segment ids a row is one document."""
+        return self.head(self.trunk(tokens_BS, positions_BS, segment_ids_BS))
+
+    def trunk(
+        self,
+        tokens_BS: Int32[Array, "b s"],
+        positions_BS: Int32[Array, "b s"] | None = None,
+        segment_ids_BS: Int32[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s embed"]:
+        """The residual stream after the last block, in the compute dtype."""
+        if positions_BS is None:
+            positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1])
+        if segment_ids_BS is None:
+            segment_ids_BS = jnp.zeros_like(tokens_BS)
+        residual = "batch seq_parallel embed" if self.sequence_parallel else "batch seq embed"
+
+        def layer(x_BSE: Array, block: Block) -> tuple[Array, None]:
+            x_BSE = checkpoint_name(x_BSE, "layer_input")
+            block = gather(block, self.compute_dtype)
+            return block(x_BSE, positions_BS, segment_ids_BS, residual), None
+
+        # Inside a scan nothing can merge the recomputation with the forward pass, so CSE is safe.
+        scanned = self.unroll < self.layers
+        layer = jax.checkpoint(layer, policy=self.policy, prevent_cse=not scanned)
+        x_BSE = move(self.embed(tokens_BS), residual)
+        return jax.lax.scan(layer, x_BSE, self.blocks, unroll=self.unroll)[0]
+
+    def embed(self, tokens_BS: Int32[Array, "b s"]) -> Float[Array, "b s embed"]:
+        """Rows of the table. Each `tensor` shard looks up its own vocabulary, then they sum."""
+        table_VE = move(self.embedding.astype(self.compute_dtype), "vocab embed")
+        # Looked up in float32, so that the gradient of a frequent token is summed in float32.
+        wide_VE = table_VE.astype(jnp.promote_types(self.compute_dtype, jnp.float32))
+        x_BSE = wide_VE.at[tokens_BS].get(out_sharding=spec("batch seq embed"))
+        return x_BSE.astype(self.compute_dtype)
+
+    def head(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s vocab"]:
+        """Logits, float32 (float64 if computed so), the vocabulary split over `tensor`."""
+        x_BSE = checkpoint_name(x_BSE, "head_input")
+        norm = gather(self.norm, self.compute_dtype)
+        h_BSE = move(norm(x_BSE), "batch seq embed")
+        if self.unembedding is None:
+            table_VE = move(self.embedding.astype(self.compute_dtype), "vocab embed")
+            table_EV = table_VE.T
+        else:
+            table_EV = move(self.unembedding.astype(self.compute_dtype), "embed vocab")
+        wide = jnp.promote_types(self.compute_dtype, jnp.float32)
+        logits_BSV = jnp.einsum("bse,ev->bsv", h_BSE, table_EV, preferred_element_type=wide)
+        return checkpoint_name(logits_BSV, "logits")
+
+    @property
+    def policy(self) -> Callable[..., bool]:
+        """For `jax.checkpoint`: keep what `saved` names."""
+        return jax.checkpoint_policies.save_only_these_names(*self.saved)
+
+    def training_flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Analytic FLOPs of forward and backward pass for one token, rematerialisation not counted
+        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+
+        Six for each parameter that multiplies activations; 12 · layers · heads · head_dim ·
+        sequence for the two attention products, or half of it if `causal`: the half that a kernel
+        which skips masked blocks computes.
+        """
+        multiplied = (self.blocks.attention, self.blocks.mlp)
+        parameters = sum(weight.size for weight in jax.tree.leaves(multiplied))
+        parameters += self.embedding.size if self.unembedding is None else self.unembedding.size
+        layers, _, heads, head_dim = self.blocks.attention.query.shape
+        attention = 12 * layers * heads * head_dim * sequence_length
+        return 6 * parameters + (attention / 2 if causal else attention)
+
+    @property
+    def layers(self) -> int:
+        return self.blocks.mlp.down.shape[0]
+
+    @property
+    def vocab(self) -> int:
+        return self.embedding.shape[0]
+
+
+def _check_sizes(layers: int, heads: int, kv_heads: int, head_dim: int, unroll: int) -> None:
+    sizes = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "unroll": unroll}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if heads % kv_heads:
+        raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
+
+
+def _check_saved(saved: tuple[str, ...]) -> None:
+    for name in saved:
+        if name not in ACTIVATIONS:
+            near = difflib.get_close_matches(name, ACTIVATIONS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"saved has the unknown name {name!r}; {hint}(known: {', '.join(ACTIVATIONS)})"
+            )

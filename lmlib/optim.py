@@ -1,0 +1,118 @@
+"""Optimizers and schedules out of optax; which weights decay is read off their axis names."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import optax
+
+from lmlib.parallel.axes import Axes, map_weights
+
+MakeSchedule = Callable[[float, int], optax.Schedule]
+
+
+class Optimizer(NamedTuple):
+    """A gradient transformation, the learning rate that it uses at each step, and which weights
+    it decays, from their axis names."""
+
+    transformation: optax.GradientTransformation
+    learning_rate: optax.Schedule
+    decays: Callable[[Axes], bool]
+
+
+def matrices(axes: Axes) -> bool:
+    """Whether a weight with these axes decays: matrices do, norm scales and biases do not."""
+    return sum(axis is not None for axis in axes) >= 2
+
+
+def decay_mask(model: eqx.Module, decays: Callable[[Axes], bool] = matrices) -> eqx.Module:
+    """The model's tree with `decays(axes)` in place of each weight."""
+    return map_weights(lambda path, axes, weight: decays(axes), model)
+
+
+def warmup_cosine(
+    peak_lr: float, steps: int, warmup: float = 0.1, end: float = 0.1
+) -> optax.Schedule:
+    """Half a cosine from `peak_lr` to `end` · `peak_lr` (Loshchilov & Hutter 2017,
+    arXiv:1608.03983, eq. 5), after a linear warm-up over the fraction `warmup` of `steps`."""
+    rising = _fraction("warmup", warmup, steps)
+    falling = optax.cosine_decay_schedule(peak_lr, max(steps - rising, 1), end)
+    return _after_warmup(peak_lr, rising, falling)
+
+
+def warmup_linear(
+    peak_lr: float, steps: int, warmup: float = 0.1, end: float = 0.0
+) -> optax.Schedule:
+    """A straight line from `peak_lr` to `end` · `peak_lr`, after a linear warm-up."""
+    rising = _fraction("warmup", warmup, steps)
+    falling = optax.linear_schedule(peak_lr, end * peak_lr, max(steps - rising, 1))
+    return _after_warmup(peak_lr, rising, falling)
+
+
+def warmup_stable_decay(
+    peak_lr: float, steps: int, warmup: float = 0.01, decay: float = 0.2, end: float = 0.0
+) -> optax.Schedule:
+    """Warm-up, then constant, then linear to `end` · `peak_lr` over the last fraction `decay` of
+    `steps` (WSD; Hu et al. 2024, arXiv:2404.06395, §4)."""
+    rising = _fraction("warmup", warmup, steps)
+    stable = steps - rising - _fraction("decay", decay, steps)
+    if stable < 0:
+        raise ValueError(f"warmup = {warmup} and decay = {decay} together exceed 1")
+    falling = optax.linear_schedule(peak_lr, end * peak_lr, max(steps - rising - stable, 1), stable)
+    return _after_warmup(peak_lr, rising, falling)
+
+
+def warmup_constant(peak_lr: float, steps: int, warmup: float = 0.01) -> optax.Schedule:
+    """`peak_lr` for ever, after a linear warm-up."""
+    return _after_warmup(
+        peak_lr, _fraction("warmup", warmup, steps), optax.constant_schedule(peak_lr)
+    )
+
+
+def adamw(
+    steps: int,
+    peak_lr: float,
+    schedule: MakeSchedule = warmup_cosine,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.1,
+    clip_norm: float | None = 1.0,
+    decays: Callable[[Axes], bool] = matrices,
+) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) after clipping by global norm.
+
+    Args:
+      steps: length of the schedule; the run supplies it.
+      peak_lr: the schedule's highest learning rate. Weight decay is multiplied by the learning
+        rate, as in the paper's equation 12.
+      schedule: made from (peak_lr, steps).
+      clip_norm: largest global gradient norm; `None` does not clip.
+      decays: which weights decay, from their axis names.
+
+    Raises:
+      ValueError: if `steps` or `peak_lr` is not positive.
+    """
+    if steps < 1 or peak_lr <= 0:
+        raise ValueError(f"steps and peak_lr must be positive, got {steps} and {peak_lr}")
+    learning_rate = schedule(peak_lr, steps)
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    transformation = optax.chain(
+        clip,
+        optax.scale_by_adam(b1, b2, epsilon),
+        optax.add_decayed_weights(weight_decay, mask=lambda tree: decay_mask(tree, decays)),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return Optimizer(transformation, learning_rate, decays)
+
+
+def _after_warmup(peak_lr: float, rising: int, then: optax.Schedule) -> optax.Schedule:
+    # The first step already learns: the line starts one step above zero.
+    warmup = optax.linear_schedule(peak_lr / (rising + 1), peak_lr, rising)
+    return optax.join_schedules([warmup, then], [rising]) if rising else then
+
+
+def _fraction(name: str, fraction: float, steps: int) -> int:
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"{name} is a fraction of the steps, from 0 to 1; got {fraction}")
+    return round(fraction * steps)

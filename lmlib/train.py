@@ -1,0 +1,156 @@
+"""The training step: a pure function from state and batch to state and metrics.
+
+Shapes: B batch, M microbatches, S sequence.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32
+
+from lmlib.data.batch import Batch
+from lmlib.losses import batch_loss
+from lmlib.optim import Optimizer
+from lmlib.parallel.axes import map_weights
+from lmlib.parallel.layout import STORED, creator, partition, shardings, spec
+
+Metrics = dict[str, Array]
+
+
+class State(eqx.Module):
+    """All that training changes. `step` counts the updates made so far."""
+
+    step: Int32[Array, ""]
+    model: Any
+    optimizer: optax.OptState
+
+
+def init(make_model: Callable[[], eqx.Module], optimizer: Optimizer, mesh: Mesh) -> State:
+    """The state before the first step, laid out on `mesh` from the start."""
+    layout = shardings(abstract_state(make_model, optimizer, mesh))
+    with jax.set_mesh(mesh):
+        model = creator(make_model, mesh)()
+        fresh = functools.partial(fresh_state, optimizer=optimizer)
+        return jax.jit(fresh, out_shardings=layout, donate_argnums=0)(model)
+
+
+def fresh_state(model: Any, optimizer: Optimizer) -> State:
+    return State(jnp.zeros((), jnp.int32), model, optimizer.transformation.init(model))
+
+
+def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
+    """The model's shapes, dtypes and stored `NamedSharding`s; makes no array."""
+    return map_weights(
+        lambda path, axes, weight: _placed(weight, partition(axes, STORED), mesh),
+        jax.eval_shape(make_model),
+    )
+
+
+def abstract_state(make_model: Callable[[], eqx.Module], optimizer: Optimizer, mesh: Mesh) -> State:
+    """The state's shapes, dtypes and `NamedSharding`s; makes no array."""
+    fresh = functools.partial(fresh_state, optimizer=optimizer)
+    with jax.set_mesh(mesh):
+        # Moments take their weights' layout; the types that tracing gives them say so.
+        state = jax.eval_shape(fresh, abstract_model(make_model, mesh))
+    return jax.tree.map(lambda leaf: _placed(leaf, jax.typeof(leaf).sharding.spec, mesh), state)
+
+
+def abstract_batch(batch_size: int, sequence_length: int, mesh: Mesh) -> Batch:
+    """Shapes, dtypes and `NamedSharding`s of a global batch."""
+
+    def blank() -> Batch:
+        integers = jnp.zeros((batch_size, sequence_length), jnp.int32)
+        return Batch(integers, integers, integers, integers, integers.astype(bool))
+
+    return jax.tree.map(
+        lambda leaf: _placed(leaf, partition("batch seq"), mesh), jax.eval_shape(blank)
+    )
+
+
+def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def step(
+    state: State, batch: Batch, optimizer: Optimizer, microbatches: int = 1, z_loss: float = 0.0
+) -> tuple[State, Metrics]:
+    """One update from one global batch.
+
+    The loss is the sum over valid target tokens divided by their count in the whole batch, so
+    neither microbatches nor devices nor uneven masks change it.
+
+    Metrics, float32 unless said: `loss` (nats per token, without z-loss), `grad_norm` before
+    clipping, `parameter_norm` before the update, `update_norm`, `learning_rate`, and `tokens`
+    (int32), the valid target tokens of this batch.
+    """
+    tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
+    divisor = jnp.maximum(tokens, 1).astype(jnp.float32)
+
+    def part_loss(model: eqx.Module, part: Batch) -> tuple[Array, Array]:
+        sums = batch_loss(model, part)
+        return (sums.cross_entropy + z_loss * sums.z) / divisor, sums.cross_entropy / divisor
+
+    def accumulate(carry: tuple[Array, Any], part: Batch) -> tuple[tuple[Array, Any], None]:
+        loss, gradients = carry
+        (_, part_loss_), part_gradients = jax.value_and_grad(part_loss, has_aux=True)(
+            state.model, part
+        )
+        return (loss + part_loss_, jax.tree.map(jnp.add, gradients, part_gradients)), None
+
+    nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.model)
+    (loss, gradients), _ = jax.lax.scan(accumulate, nothing, split(batch, microbatches))
+    updates, moments = optimizer.transformation.update(gradients, state.optimizer, state.model)
+    metrics = {
+        "loss": loss,
+        "grad_norm": optax.global_norm(gradients),
+        "parameter_norm": optax.global_norm(state.model),
+        "update_norm": optax.global_norm(updates),
+        "learning_rate": jnp.asarray(optimizer.learning_rate(state.step), jnp.float32),
+        "tokens": tokens,
+    }
+    return State(state.step + 1, optax.apply_updates(state.model, updates), moments), metrics
+
+
+def split(batch: Batch, microbatches: int) -> Batch:
+    """(B, S) arrays as (M, B / M, S). Each device splits its own rows, so nothing travels."""
+
+    def part(x_BS: Array) -> Array:
+        B, S = x_BS.shape
+        x_BMS = jnp.reshape(
+            x_BS,
+            (B // microbatches, microbatches, S),
+            out_sharding=spec("batch microbatch seq"),
+        )
+        return jnp.moveaxis(x_BMS, 1, 0)
+
+    return jax.tree.map(part, batch)
+
+
+def compile_step(
+    state: State,
+    batch: Batch,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    microbatches: int = 1,
+    z_loss: float = 0.0,
+) -> jax.stages.Compiled:
+    """`step` compiled for `state` and `batch`, which may be abstract.
+
+    Call it as `state, metrics = compiled(state, batch)`. The old state is donated: its buffers
+    become the new one's.
+    """
+    one_step = functools.partial(
+        step, optimizer=optimizer, microbatches=microbatches, z_loss=z_loss
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(
+            one_step, donate_argnums=0, out_shardings=(shardings(state), everywhere)
+        ).lower(state, batch)
+        return compiled.compile()

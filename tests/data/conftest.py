@@ -1,0 +1,49 @@
+"""Small data sets for the data tests."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmlib.data import FlatTokensWriter, Metadata
+
+WriteDocuments = Callable[..., Metadata]
+
+
+@pytest.fixture(scope="session")
+def write_documents() -> WriteDocuments:
+    """Writes documents (sequences of ids below 300) as a split cut into very small pieces."""
+
+    def write(
+        path: Path, documents: Sequence[Sequence[int]], split: str = "train", **settings: int
+    ) -> Metadata:
+        small = {"vocab_size": 300, "file_length": 32, "chunk_length": 8}
+        writer = FlatTokensWriter(path, split, **(small | settings))
+        for document in documents:
+            writer.append(np.array(document, np.int64), text_bytes=2 * len(document))
+        return writer.finish()
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def example_documents() -> list[list[int]]:
+    """Sixty documents of up to 20 ids, one in ten of them empty."""
+    rng = np.random.default_rng(0)
+    return [
+        rng.integers(0, 300, 0 if number % 10 == 3 else rng.integers(1, 20)).tolist()
+        for number in range(60)
+    ]
+
+
+@pytest.fixture(scope="session")
+def example(
+    tmp_path_factory: pytest.TempPathFactory,
+    write_documents: WriteDocuments,
+    example_documents: list[list[int]],
+) -> Path:
+    """A data set of the example documents in several shards; for reading only."""
+    path = tmp_path_factory.mktemp("example")
+    write_documents(path, example_documents, max_shard_tokens=150)
+    return path
