@@ -1,9 +1,8 @@
 """What the user types, to a Fiddle config, to readable text.
 
 A config comes from an experiment (a module with `config()`) or from the `config.json` of an earlier
-run. Fiddlers, the experiment's public functions whose first parameter is `cfg`, change it first,
-in order; then overrides such as `optimizer.peak_lr=1e-3`. Whatever is misspelt fails here, before
-anything is built, with the closest real names.
+run. Fiddlers (the experiment's public functions whose first parameter is `cfg`) change it first,
+then overrides (`optimizer.peak_lr=1e-3`). Whatever is misspelt fails before anything is built.
 """
 
 import ast
@@ -43,12 +42,11 @@ def load(reference: str, fiddlers: Sequence[str] = (), overrides: Sequence[str] 
 
     `reference` is `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, a `.py` file
     anywhere, the `config.json` of an earlier run, or the folder that holds one. A fiddler is a name
-    or a call with literals (`scale(layers=4)`), an override is `path=literal`; the quotes of a
-    string may be left out where the parameter takes one.
+    or a call with literals (`scale(layers=4)`); an override is `path=literal`, the quotes optional.
 
-    A file outside `experiments` is imported under its own name; put its folder on the Python path
-    if it needs its neighbours, or if the saved config is to be launched. Raises `ConfigError` for
-    whatever the user can have got wrong, errors inside the experiment included.
+    A file outside `experiments` is imported under its own name; its folder must be on the Python
+    path if it needs its neighbours, or if a saved config names what it defines. Raises
+    `ConfigError` for whatever the user can have got wrong, inside the experiment too.
     """
     saved = Path(reference, "config.json") if Path(reference).is_dir() else Path(reference)
     if saved.suffix == ".json":
@@ -141,8 +139,8 @@ def _imported_file(file: Path) -> types.ModuleType:
     file, name = file.resolve(), file.stem
     if getattr(sys.modules.get(name), "__file__", None) == str(file):
         return sys.modules[name]
-    other = PathFinder.find_spec(name)
-    if name in sys.stdlib_module_names or (other and other.origin not in (None, str(file))):
+    other = (spec := PathFinder.find_spec(name)) and spec.origin
+    if name in sys.stdlib_module_names or (other and Path(other).resolve() != file):
         raise ConfigError(f"{file} has the name of another module, {name!r}; rename it")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
@@ -185,8 +183,9 @@ def _fiddlers(module: types.ModuleType) -> dict[str, tuple[Callable[..., Any], s
     """Name to fiddler and its first docstring line."""
     return {
         name: (function, (inspect.getdoc(function) or "").partition("\n")[0])
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if not name.startswith("_") and list(inspect.signature(function).parameters)[:1] == ["cfg"]
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and not name.startswith("_")
+        if list(inspect.signature(function).parameters)[:1] == ["cfg"]
     }
 
 
@@ -234,10 +233,7 @@ def _apply_override(text: str, cfg: fdl.Config) -> None:
 
 
 def _replaced(target: Any, path: Sequence[daglish.PathElement], literal: str) -> Any:
-    """`target` with what is at `path` replaced: configs change in place, containers are copied.
-
-    Copied, because a container may well be a default, or a constant of some module.
-    """
+    """`target` with `path` replaced: a config in place; containers, perhaps defaults, as copies."""
     element, *rest = path
     if isinstance(target, fdl.Buildable) and isinstance(element, daglish.Attr):
         key, name = element.name, _text(fdl.get_callable(target))
@@ -265,7 +261,7 @@ def _replaced(target: Any, path: Sequence[daglish.PathElement], literal: str) ->
 
 def _checked(literal: str, present: Any, accepted: set[type] | None) -> Any:
     """The value of `literal`, of one of the `accepted` types (None: of any)."""
-    takes = " or ".join(sorted(kind.__name__ for kind in accepted or ()))
+    takes = " or ".join(sorted(kind.__name__.removesuffix("Type") for kind in accepted or ()))
     takes = f"this parameter takes {takes or 'no literal: change it in a fiddler'}"
     takes += "" if present is fdl.NO_VALUE else f" (now {_text(present)})"
     string = f"""A string is quoted twice: "{literal!r}"."""
@@ -398,6 +394,6 @@ def _text(value: Any) -> str:
 
 def _did_you_mean(name: object, choices: Iterable[object]) -> str:
     names = [str(choice) for choice in choices]
-    if near := difflib.get_close_matches(str(name), names, n=3, cutoff=0.5):
+    if near := difflib.get_close_matches(str(name), names, n=3):
         return f"Did you mean {' or '.join(near)}?"
     return f"There are: {', '.join(names)}." if names else "There are none."

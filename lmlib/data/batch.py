@@ -3,7 +3,7 @@
 Shape suffixes: B batch (rows), S sequence.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -25,12 +25,15 @@ class Batch(eqx.Module):
     loss_mask: Bool[Array | np.ndarray, "batch seq"]  # target and input share a document
 
 
+@runtime_checkable
 class Source(Protocol):
     """Batches as a pure function of the step, so that resuming needs no iterator state."""
 
     batch_size: int  # rows of the global batch, over all processes
     sequence_length: int
     max_token_id: int  # a model's vocabulary must be larger
+    batches: int | None  # in one pass over the data; None if they never end
+    bytes_per_target: float | None  # of text, on average; None if there is no text
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the global batch of `step`, as NumPy arrays.

@@ -111,6 +111,23 @@ class FlatTokens:
         return -(-self.sequences // self.batch_size)
 
     @property
+    def batches(self) -> int | None:
+        """Steps until `repeat=False` has nothing left; `None` if it repeats."""
+        return None if self._repeat else self.steps_per_epoch
+
+    @property
+    def bytes_per_target(self) -> float | None:
+        """UTF-8 bytes for each target in an epoch: all tokens but the first of each document."""
+        targets = self.tokens - len(np.unique(self._document_starts_D))
+        return self.bytes / targets if targets else None
+
+    @property
+    def gzip_bits_per_byte(self) -> float | None:
+        """What `gzip -9` needs for these documents, each alone; `None` if it was not measured."""
+        compressed = self.metadata.gzip_bytes
+        return None if compressed is None else 8 * compressed / self.bytes
+
+    @property
     def tokenizer_path(self) -> Path | None:
         """The tokenizer.json that made the tokens, if the data set has one."""
         file = self._path / TOKENIZER_FILE

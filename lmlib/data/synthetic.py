@@ -39,6 +39,8 @@ class Synthetic:
         self.sequence_length = sequence_length
         self.seed = seed
         self.max_token_id = vocab_size - 1
+        self.batches = None
+        self.bytes_per_target = None
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the batch of `step`; see `Source.batch`."""

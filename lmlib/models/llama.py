@@ -127,7 +127,7 @@ class Llama(eqx.Module):
 
         sizes = {"vocab": vocab, "embed": embed}
         self.embedding = initial_weight(Llama, "embedding", key, **sizes)
-        self.blocks = jax.vmap(layer)(jnp.arange(layers))
+        self.blocks = jax.vmap(layer)(jnp.arange(layers, dtype=jnp.int32))
         self.norm = RMSNorm(embed, norm_epsilon, key=fold(key, "norm"))
         self.unembedding = None if tied else initial_weight(Llama, "unembedding", key, **sizes)
         self.compute_dtype = jnp.dtype(compute_dtype).name
@@ -152,7 +152,7 @@ class Llama(eqx.Module):
     ) -> Float[Array, "b s embed"]:
         """The residual stream after the last block, in the compute dtype."""
         if positions_BS is None:
-            positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1])
+            positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
         if segment_ids_BS is None:
             segment_ids_BS = jnp.zeros_like(tokens_BS)
         residual = "batch seq_parallel embed" if self.sequence_parallel else "batch seq embed"
@@ -208,7 +208,7 @@ class Llama(eqx.Module):
         parameters += self.embedding.size if self.unembedding is None else self.unembedding.size
         layers, _, heads, head_dim = self.blocks.attention.query.shape
         attention = 12 * layers * heads * head_dim * sequence_length
-        return 6 * parameters + (attention / 2 if causal else attention)
+        return 6.0 * parameters + attention * (0.5 if causal else 1.0)
 
     @property
     def layers(self) -> int:

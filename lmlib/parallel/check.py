@@ -24,15 +24,15 @@ def check_model(make: Callable[[], eqx.Module], mesh: Mesh) -> None:
       LayoutError: one line for each size that does not divide: the weights, the axis, both
         numbers, and what would work.
     """
-    misfits: dict[str, list[str]] = {}
+    misfits: dict[str, dict[str, None]] = {}  # to paths, each once and in order
 
     def check(path: str, axes: Axes, weight: jax.ShapeDtypeStruct) -> None:
         for axis, size in zip(axes, weight.shape, strict=True):
             for rules in (COMPUTE, STORED):
                 mesh_axes = partition((axis,), rules)[0]
                 if size % pieces(mesh_axes, mesh):
-                    paths = misfits.setdefault(_misfit(str(axis), size, mesh_axes, mesh), [])
-                    paths.append(path)
+                    misfit = _misfit(str(axis), size, mesh_axes, mesh)
+                    misfits.setdefault(misfit, {})[path] = None
 
     map_weights(check, jax.eval_shape(make))
     if misfits:

@@ -1,0 +1,236 @@
+"""Llama's logits and gradients against the equations, in float64."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmlib.models.llama import ACTIVATIONS, Llama
+
+V, E, L, H, K, D, F, B, S = 61, 32, 3, 4, 2, 8, 48, 2, 24
+
+make = functools.partial(
+    Llama, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F, compute_dtype="float32"
+)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    random = np.random.default_rng(0)
+    tokens_BS = random.integers(0, V, (B, S)).astype(np.int32)
+    segment_ids_BS = np.ones((B, S), np.int32)
+    segment_ids_BS[0, 7:] = 2
+    segment_ids_BS[0, 20:] = 3
+    positions_BS = np.broadcast_to(np.arange(S), (B, S)).copy().astype(np.int32)
+    positions_BS[0, 7:20] -= 7
+    positions_BS[0, 20:] -= 20
+    return jnp.asarray(tokens_BS), jnp.asarray(positions_BS), jnp.asarray(segment_ids_BS)
+
+
+def as_float64(model):
+    return jax.tree.map(lambda weight: np.asarray(weight, np.float64), model)
+
+
+def reference_logits(model, tokens_BS, positions_BS, segment_ids_BS, theta, epsilon):
+    """Loops over rows, heads and positions, as the papers write it."""
+    tokens_BS, positions_BS = np.asarray(tokens_BS), np.asarray(positions_BS)
+    segment_ids_BS = np.asarray(segment_ids_BS)
+
+    def norm(x_SE, scale_E):
+        return x_SE / np.sqrt((x_SE**2).mean(-1, keepdims=True) + epsilon) * scale_E
+
+    def turned(x_D, position):
+        out_D = np.empty_like(x_D)
+        for i in range(D // 2):
+            angle = position * theta ** (-2 * i / D)
+            a, b = x_D[i], x_D[i + D // 2]
+            out_D[i] = a * np.cos(angle) - b * np.sin(angle)
+            out_D[i + D // 2] = a * np.sin(angle) + b * np.cos(angle)
+        return out_D
+
+    def attention(x_SE, layer, positions_S, segments_S):
+        weights, out_SE = model.blocks.attention, np.zeros_like(x_SE)
+        for head in range(H):
+            group = head // (H // K)
+            q_SD = x_SE @ weights.query[layer, :, head]
+            k_SD = x_SE @ weights.key[layer, :, group]
+            v_SD = x_SE @ weights.value[layer, :, group]
+            for s in range(S):
+                seen = [t for t in range(s + 1) if segments_S[t] == segments_S[s]]
+                q_D = turned(q_SD[s], positions_S[s])
+                scores = np.array([q_D @ turned(k_SD[t], positions_S[t]) for t in seen]) / D**0.5
+                mix = np.exp(scores - scores.max())
+                mix /= mix.sum()
+                mixed_D = sum(p * v_SD[t] for p, t in zip(mix, seen, strict=True))
+                out_SE[s] += mixed_D @ weights.output[layer, head]
+        return out_SE
+
+    logits = []
+    for tokens_S, positions_S, segments_S in zip(
+        tokens_BS, positions_BS, segment_ids_BS, strict=True
+    ):
+        x_SE = model.embedding[tokens_S]
+        for layer in range(L):
+            h_SE = norm(x_SE, model.blocks.attention_norm.scale[layer])
+            x_SE = x_SE + attention(h_SE, layer, positions_S, segments_S)
+            h_SE = norm(x_SE, model.blocks.mlp_norm.scale[layer])
+            gate_SF = h_SE @ model.blocks.mlp.gate[layer]
+            hidden_SF = gate_SF / (1 + np.exp(-gate_SF)) * (h_SE @ model.blocks.mlp.up[layer])
+            x_SE = x_SE + hidden_SF @ model.blocks.mlp.down[layer]
+        table_EV = model.embedding.T if model.unembedding is None else model.unembedding
+        logits.append(norm(x_SE, model.norm.scale) @ table_EV)
+    return np.stack(logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+def test_logits_match_the_equations(inputs, tied, theta):
+    model = make(tied=tied, rope_theta=theta, key=jax.random.key(0))
+    # Norm scales start at one, where a misplaced scale would not show.
+    random = np.random.default_rng(1)
+    model = jax.tree.map(lambda w: w * random.uniform(0.5, 1.5, w.shape).astype(w.dtype), model)
+    expected = reference_logits(as_float64(model), *inputs, theta=theta, epsilon=1e-5)
+    with jax.default_matmul_precision("highest"):
+        found = np.asarray(model(*inputs), np.float64)
+    assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_without_segment_ids_a_row_is_one_document(inputs):
+    tokens_BS, _, _ = inputs
+    model = make(key=jax.random.key(0))
+    positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
+    given = model(tokens_BS, positions_BS, jnp.ones((B, S), jnp.int32))
+    np.testing.assert_array_equal(model(tokens_BS), given)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_match_central_differences_in_float64(inputs, tied):
+    with jax.enable_x64(True):
+        model = jax.tree.map(
+            lambda weight: weight.astype(jnp.float64),
+            make(tied=tied, compute_dtype="float64", key=jax.random.key(0)),
+        )
+        weights_BSV = jnp.asarray(np.random.default_rng(2).normal(size=(B, S, V)))
+
+        @jax.jit
+        def loss(model):
+            return jnp.sum(jax.nn.log_softmax(model(*inputs)) * weights_BSV)
+
+        gradients = jax.jit(jax.grad(loss))(model)
+        leaves, structure = jax.tree.flatten(model)
+        random = np.random.default_rng(3)
+        for index, gradient in enumerate(jax.tree.leaves(gradients)):
+            direction = random.normal(size=gradient.shape)
+
+            def moved(distance, index=index, direction=direction):
+                shifted = [*leaves]
+                shifted[index] = leaves[index] + distance * direction
+                return float(loss(jax.tree.unflatten(structure, shifted)))
+
+            step = 1e-5
+            difference = (moved(step) - moved(-step)) / (2 * step)
+            assert float(jnp.sum(gradient * direction)) == pytest.approx(difference, rel=1e-6)
+
+
+def influence(inputs):
+    """|d logits[b, s] / d embedding of token [b, t]|, for each b, s, t, from the gradients."""
+    tokens_BS, positions_BS, segment_ids_BS = inputs
+    model = make(key=jax.random.key(0))
+
+    def logits(x_BSE):
+        # One table row for each position, so that equal tokens stay apart.
+        rows = x_BSE.reshape(B * S, E)
+        numbered = jnp.arange(B * S, dtype=jnp.int32).reshape(B, S)
+        changed = eqx.tree_at(lambda m: m.embedding, model, rows)
+        return changed(numbered, positions_BS, segment_ids_BS)
+
+    x_BSE = model.embedding[tokens_BS]
+    direction_V = jax.random.normal(jax.random.key(5), (V,))
+    jacobian = jax.jacrev(lambda x: logits(x) @ direction_V)(x_BSE)  # (B, S, B, S, E)
+    return np.linalg.norm(jacobian, axis=-1)
+
+
+def test_gradients_reach_neither_the_future_nor_other_rows_nor_other_documents(inputs):
+    _, _, segment_ids_BS = inputs
+    reach = influence(inputs)
+    for b in range(B):
+        for s in range(S):
+            for other in range(B):
+                for t in range(S):
+                    allowed = (
+                        other == b and t <= s and segment_ids_BS[b, t] == segment_ids_BS[b, s]
+                    )
+                    assert (reach[b, s, other, t] > 0) == allowed, (b, s, other, t)
+
+
+def test_what_is_saved_changes_no_gradient(inputs):
+    def gradients(**settings):
+        model = make(**settings, key=jax.random.key(0))
+        return jax.jit(jax.grad(lambda m: jnp.sum(jnp.sin(m(*inputs)))))(model)
+
+    reference = jax.tree.leaves(gradients(saved=()))
+    variants = [
+        {"saved": ACTIVATIONS},
+        {"saved": ("query", "mlp_up")},
+        {"unroll": L},
+        {"unroll": L, "saved": ACTIVATIONS},
+        {"unroll": 2},
+    ]
+    for settings in variants:
+        for expected, found in zip(reference, jax.tree.leaves(gradients(**settings)), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_compute_dtype_is_that_of_the_residual_stream(inputs):
+    model = make(key=jax.random.key(0))
+    assert model.trunk(*inputs).dtype == jnp.float32
+    narrow = Llama(
+        vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F, key=jax.random.key(0)
+    )
+    assert narrow.trunk(*inputs).dtype == jnp.bfloat16
+    assert narrow(*inputs).dtype == jnp.float32
+    assert all(weight.dtype == jnp.float32 for weight in jax.tree.leaves(narrow))
+    np.testing.assert_allclose(narrow(*inputs), model(*inputs), atol=0.1)
+
+
+def test_a_weight_depends_on_the_seed_and_its_path_only():
+    model = make(key=jax.random.key(0))
+    deeper = Llama(
+        vocab=V, embed=E, layers=L + 2, heads=H, kv_heads=K, mlp=F, tied=True, key=jax.random.key(0)
+    )
+    np.testing.assert_array_equal(deeper.embedding, model.embedding)
+    np.testing.assert_array_equal(deeper.blocks.mlp.up[:L], model.blocks.mlp.up)
+    other_seed = make(key=jax.random.key(1))
+    assert not np.any(np.asarray(other_seed.embedding) == np.asarray(model.embedding))
+    first, second = model.blocks.mlp.up[:2]
+    assert not np.any(np.asarray(first) == np.asarray(second))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 6, "kv_heads": 4}, "heads = 6 must be a multiple of kv_heads = 4"),
+        ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
+        ({"layers": 0}, "layers must be at least 1, got 0"),
+        ({"saved": ("querry",)}, "did you mean 'query'"),
+        ({"mlp": 0}, "positive size for axis 'mlp'"),
+    ],
+)
+def test_impossible_sizes_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**settings, key=jax.random.key(0))
+
+
+def test_flops_count_every_multiplication():
+    model = make(key=jax.random.key(0))
+    per_layer = E * H * D + 2 * E * K * D + H * D * E + 3 * E * F
+    matmuls = 6 * (L * per_layer + E * V)
+    attention = 12 * L * H * D * S
+    assert model.training_flops_per_token(S, causal=False) == matmuls + attention
+    assert model.training_flops_per_token(S, causal=True) == matmuls + attention / 2
+    tied = make(tied=True, key=jax.random.key(0))
+    assert tied.training_flops_per_token(S, causal=False) == matmuls + attention

@@ -1,0 +1,83 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxtyping import Array, Float
+
+from lmlib.parallel.axes import LayoutError, annotated_axes, map_weights
+from lmlib.parallel.layout import COMPUTE, STORED, gather, partition
+
+
+class Inner(eqx.Module):
+    up: Float[Array, "embed mlp"]
+    bias: Float[Array, "mlp"] | None
+    rate: float = eqx.field(static=True)
+
+
+class Outer(eqx.Module):
+    first: Inner
+    table: Float[Array, "vocab embed"]
+
+
+def outer(stack=()):
+    inner = Inner(jnp.ones((*stack, 2, 3)), jnp.ones((*stack, 3)), 0.5)
+    return Outer(inner, jnp.ones((5, 2)))
+
+
+def test_every_array_is_visited_with_its_path_and_axes():
+    seen = {}
+    map_weights(lambda path, axes, weight: seen.update({path: (axes, weight.shape)}), outer())
+    assert seen == {
+        "first.up": (("embed", "mlp"), (2, 3)),
+        "first.bias": (("mlp",), (3,)),
+        "table": (("vocab", "embed"), (5, 2)),
+    }
+
+
+def test_stacked_axes_lead_without_a_name():
+    axes = map_weights(lambda path, axes, weight: "/".join(map(str, axes)), outer((4,)))
+    assert axes.first.up == "None/embed/mlp"
+    assert axes.first.bias == "None/mlp"
+
+
+def test_an_optional_weight_may_be_absent():
+    module = Inner(jnp.ones((2, 3)), None, 0.5)
+    assert map_weights(lambda path, axes, weight: path, module).bias is None
+
+
+def test_static_fields_survive():
+    assert gather(outer(), jnp.bfloat16).first.rate == 0.5
+
+
+def test_without_a_mesh_gather_only_casts():
+    gathered = gather(outer(), jnp.bfloat16)
+    assert {weight.dtype for weight in jax.tree.leaves(gathered)} == {jnp.dtype(jnp.bfloat16)}
+
+
+class Unannotated(eqx.Module):
+    weight: jax.Array
+
+
+class Container(eqx.Module):
+    weights: list[Array]
+
+
+def test_arrays_without_axis_names_are_refused():
+    with pytest.raises(LayoutError, match=r"Unannotated.weight holds an array but names no axes"):
+        map_weights(lambda *_: None, Unannotated(jnp.ones(3)))
+    with pytest.raises(LayoutError, match=r"weights.0 lies in a container"):
+        map_weights(lambda *_: None, Container([jnp.ones(3)]))
+    with pytest.raises(LayoutError, match=r"up has shape \(3,\) but names the axes embed mlp"):
+        shapes = eqx.tree_at(lambda m: m.first.up, outer(), jnp.ones(3))
+        map_weights(lambda *_: None, shapes)
+
+
+def test_an_axis_without_a_rule_is_named():
+    with pytest.raises(LayoutError, match=r"axis 'experts' has no rule; .*known: batch"):
+        partition("experts embed", COMPUTE)
+
+
+def test_fsdp_is_the_difference_between_the_tables():
+    assert {name for name in COMPUTE if COMPUTE[name] != STORED[name]} == {"embed"}
+    assert STORED["embed"] == "fsdp"
+    assert annotated_axes(Outer, "table") == ("vocab", "embed")

@@ -1,0 +1,69 @@
+import functools
+
+import jax
+import pytest
+
+from lmlib.models.llama import Llama
+from lmlib.parallel.axes import LayoutError
+from lmlib.parallel.check import check_batch, check_model
+from lmlib.parallel.mesh import make_mesh
+
+
+def model(**sizes):
+    settings = {"vocab": 64, "embed": 32, "layers": 2, "heads": 8, "kv_heads": 2, "mlp": 48}
+    return functools.partial(Llama, **(settings | sizes), key=jax.random.key(0))
+
+
+def test_what_fits_passes():
+    check_model(model(), make_mesh(fsdp=4, tensor=2))
+    check_batch(16, 32, 2, True, make_mesh(data=2, fsdp=2, tensor=2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh", "messages"),
+    [
+        (
+            {},
+            {"tensor": 4},
+            [
+                "blocks.attention.key, blocks.attention.value: axis 'kv_heads' of size 2",
+                "over tensor=4",
+                "use tensor of 1 or 2, or kv_heads a multiple of 4",
+            ],
+        ),
+        (
+            {"embed": 36, "head_dim": 8},
+            {"fsdp": 8},
+            ["embedding", "axis 'embed' of size 36", "fsdp=8", "use fsdp of 1, 2, 3, 4, 6, 9, 12"],
+        ),
+        (
+            {"vocab": 101, "mlp": 51},
+            {"tensor": 2},
+            ["axis 'vocab' of size 101", "axis 'mlp' of size 51", "use tensor of 1 or 101"],
+        ),
+    ],
+)
+def test_a_misfit_names_parameter_axis_both_numbers_and_a_remedy(sizes, mesh, messages):
+    with pytest.raises(LayoutError) as error:
+        check_model(model(**sizes), make_mesh(**mesh))
+    for message in messages:
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((12, 32, 1, False), r"axis 'batch' of size 12 .*data=2 x fsdp=4 .*multiple of 8"),
+        ((16, 32, 4, False), r"each of 4 microbatches: axis 'batch' of size 4"),
+        ((16, 32, 3, False), r"16 sequences do not divide into 3 microbatches; .*1, 2, 4, 8 or 16"),
+    ],
+)
+def test_a_batch_that_does_not_split_is_named(arguments, message):
+    with pytest.raises(LayoutError, match=message):
+        check_batch(*arguments, make_mesh(data=2, fsdp=4))
+
+
+def test_sequence_parallelism_needs_a_sequence_that_tensor_divides():
+    check_batch(8, 30, 1, False, make_mesh(tensor=4))
+    with pytest.raises(LayoutError, match=r"axis 'seq_parallel' of size 30 .*tensor=4"):
+        check_batch(8, 30, 1, True, make_mesh(tensor=4))

@@ -1,0 +1,175 @@
+"""Imports point one way. The table is the architecture; the code is checked against it, unimported.
+
+runner ──▶ experiments (by name) ──▶ lmlib          data_tools ──▶ lmlib.data
+inside lmlib: train ──▶ models ──▶ parallel; optim ──▶ parallel; data and checkpoint stand alone
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# What each part may import of ours, besides itself. "lmlib" stands for all of lmlib. A new module
+# of lmlib, or a new folder of code, gets a line here.
+MAY_IMPORT = {
+    "runner": {"lmlib"},  # experiments by name only, never by an import statement
+    "experiments": {"lmlib", "data_tools"},
+    "benchmarks": {"lmlib", "experiments", "runner", "data_tools"},
+    "data_tools": {"lmlib.data"},
+    "lmlib": set(),  # lmlib/__init__.py itself
+    "lmlib.data": set(),
+    "lmlib.checkpoint": set(),
+    "lmlib.hardware": set(),
+    "lmlib.table": set(),
+    "lmlib.parallel": set(),
+    "lmlib.models": {"lmlib.parallel"},
+    "lmlib.losses": {"lmlib.parallel", "lmlib.data"},
+    "lmlib.optim": {"lmlib.parallel"},
+    "lmlib.train": {"lmlib.models", "lmlib.losses", "lmlib.optim", "lmlib.parallel", "lmlib.data"},
+    "lmlib.experiment": {"lmlib.models", "lmlib.optim", "lmlib.parallel", "lmlib.data"},
+    "lmlib.metrics": {"lmlib.parallel", "lmlib.hardware"},
+    "lmlib.describe": {"lmlib.models", "lmlib.optim", "lmlib.parallel", "lmlib.table"},
+    "lmlib.activations": {"lmlib.experiment", "lmlib.losses", "lmlib.train", "lmlib.table"},
+    "lmlib.evaluate": {"lmlib.losses", "lmlib.models", "lmlib.parallel", "lmlib.data"},
+    "lmlib.generate": {"lmlib.models", "lmlib.parallel"},
+}
+MAY_IMPORT_FIDDLE = {"runner", "experiments"}
+NAMES_THAT_SAY_NOTHING = {"utils", "helpers", "common", "misc"}
+LONGEST_FILE = 400
+
+FOLDERS = sorted({part.partition(".")[0] for part in MAY_IMPORT})
+SOURCES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str:
+    """The part of the table that a module, or a name in a module, belongs to."""
+    parts = module.split(".")
+    in_lmlib = parts[0] == "lmlib" and len(parts) > 1
+    return f"lmlib.{parts[1]}" if in_lmlib else parts[0]
+
+
+def imported(source: str, module: str, is_package: bool = False) -> Iterator[str]:
+    """Every module that `source` imports, anywhere in it; `from a import b` counts as `a.b`."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def imports_of(file: Path) -> set[str]:
+    source = file.read_text(encoding="utf-8")
+    return set(imported(source, module_name(file), file.name == "__init__.py"))
+
+
+def wrong_imports(module: str, imports: set[str]) -> list[str]:
+    """One line for each import of `module` that the table does not allow."""
+    own, wrong = part_of(module), []
+    for name in sorted(imports):
+        part = part_of(name)
+        if part.partition(".")[0] not in FOLDERS or part == own:
+            continue
+        if part not in MAY_IMPORT:
+            wrong.append(f"{module} imports {name}: {part} is not in the table; add it")
+        elif not {part, part.partition(".")[0]} & MAY_IMPORT[own]:
+            wrong.append(f"{module} imports {name}: {own} may not import {part}")
+    return wrong
+
+
+def test_the_table_has_no_cycles():
+    modules = [part for part in MAY_IMPORT if part.startswith("lmlib.")]
+    graph = {
+        part: {name for each in may for name in (modules if each == "lmlib" else [each])}
+        for part, may in MAY_IMPORT.items()
+    }
+    assert set(TopologicalSorter(graph).static_order()) == set(MAY_IMPORT)
+
+
+def test_every_part_is_in_the_table():
+    unlisted = {part_of(module_name(file)) for file in SOURCES} - set(MAY_IMPORT)
+    assert not unlisted, f"add to MAY_IMPORT, with what they may import: {sorted(unlisted)}"
+    loose = {file.parent.name for file in ROOT.glob("[!.]*/*.py")} - {*FOLDERS, "tests"}
+    assert not loose, f"folders of code that are not in MAY_IMPORT: {sorted(loose)}"
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=names(SOURCES))
+def test_a_module_imports_only_what_the_table_allows(file):
+    assert not wrong_imports(module_name(file), imports_of(file))
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=names(SOURCES))
+def test_only_experiments_and_the_runner_import_fiddle(file):
+    uses_fiddle = any(name.partition(".")[0] == "fiddle" for name in imports_of(file))
+    assert not uses_fiddle or module_name(file).partition(".")[0] in MAY_IMPORT_FIDDLE
+
+
+@pytest.mark.parametrize("file", SOURCES + TESTS, ids=names(SOURCES + TESTS))
+def test_nothing_private_of_other_packages_is_used(file):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert "_src" not in attributes
+    assert not [name for name in imports_of(file) if "_src" in name.split(".")]
+
+
+def test_every_file_name_says_what_is_in_it():
+    assert not names([file for file in SOURCES + TESTS if file.stem in NAMES_THAT_SAY_NOTHING])
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=names(SOURCES))
+def test_a_file_can_be_read_in_one_go(file):
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import lmlib.train as t, jax", {"lmlib.train", "jax"}),
+        ("from lmlib import data", {"lmlib.data"}),
+        ("from lmlib.models.llama import Llama", {"lmlib.models.llama.Llama"}),
+        ("def f():\n    import runner", {"runner"}),
+        ("from . import layers", {"lmlib.models.layers"}),
+        ("from ..train import step", {"lmlib.train.step"}),
+    ],
+)
+def test_imports_are_seen_however_they_are_written(source, expected):
+    assert set(imported(source, "lmlib.models.llama")) == expected
+    assert set(imported(source, "lmlib.models", is_package=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        ("lmlib.models.llama", "lmlib.train.step", "lmlib.models may not import lmlib.train"),
+        ("lmlib.data.batch", "lmlib.parallel.mesh", "lmlib.data may not import lmlib.parallel"),
+        ("lmlib.train", "runner.configs", "lmlib.train may not import runner"),
+        ("lmlib.train", "lmlib.novelty", "lmlib.novelty is not in the table; add it"),
+        ("data_tools.tokenizer", "lmlib.models", "data_tools may not import lmlib.models"),
+        ("runner.plan", "experiments.llama_1b", "runner may not import experiments"),
+        ("runner.plan", "data_tools", "runner may not import data_tools"),
+    ],
+)
+def test_a_wrong_import_is_reported(module, name, expected):
+    assert wrong_imports(module, {name}) == [f"{module} imports {name}: {expected}"]
+
+
+def test_a_right_import_is_not_reported():
+    assert not wrong_imports("lmlib.train", {"jax.numpy", "lmlib.models.llama.Llama"})
+    assert not wrong_imports("runner.plan", {"lmlib.train.step", "runner.configs.load"})
+    assert not wrong_imports("data_tools.tokenizer", {"lmlib.data.FlatTokensWriter"})

@@ -1,0 +1,164 @@
+"""The same numbers on every mesh: initial weights, loss, gradients, and the training curve."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from lmlib import optim, train
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.losses import batch_loss
+from lmlib.models.llama import Llama
+from lmlib.parallel.layout import creator, partition
+from lmlib.parallel.mesh import make_mesh
+
+MESHES = {
+    "1": {},
+    "8 fsdp": {"fsdp": 8},
+    "4 fsdp, 2 tensor": {"fsdp": 4, "tensor": 2},
+    "2, 2, 2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "8 tensor": {"tensor": 8},
+}
+VARIANTS = {
+    "untied": {},
+    "tied": {"tied": True},
+    "sequence-parallel": {"sequence_parallel": True},
+}
+source = Synthetic(vocab_size=128, batch_size=16, sequence_length=32)
+
+
+def model_maker(**settings):
+    sizes = {"vocab": 128, "embed": 64, "layers": 2, "heads": 16, "kv_heads": 8, "mlp": 128}
+    return functools.partial(
+        Llama, **sizes, **settings, compute_dtype="float32", key=jax.random.key(3)
+    )
+
+
+def rows(mesh):
+    return NamedSharding(mesh, partition("batch seq"))
+
+
+@functools.cache
+def loss_and_gradients(mesh_name, variant):
+    mesh = make_mesh(**MESHES[mesh_name])
+    make = model_maker(**VARIANTS[variant])
+
+    def mean(model, batch):
+        return batch_loss(model, batch).cross_entropy / batch.loss_mask.sum()
+
+    with jax.set_mesh(mesh):
+        model = creator(make, mesh)()
+        loss, gradients = jax.jit(jax.value_and_grad(mean))(model, place(source, 0, rows(mesh)))
+    assert jax.tree.map(lambda leaf: leaf.sharding, gradients) == jax.tree.map(
+        lambda leaf: leaf.sharding, model
+    )
+    return jax.device_get(model), float(loss), jax.device_get(gradients)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mesh_name", list(MESHES)[1:])
+def test_weights_loss_and_gradients_equal_those_of_one_device(mesh_name, variant):
+    weights, loss, gradients = loss_and_gradients(mesh_name, variant)
+    expected_weights, expected_loss, expected_gradients = loss_and_gradients("1", "untied")
+    if variant == "tied":
+        expected_weights, expected_loss, expected_gradients = loss_and_gradients("1", "tied")
+    for found, expected in zip(
+        jax.tree.leaves(weights), jax.tree.leaves(expected_weights), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for found, expected in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True
+    ):
+        assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@functools.cache
+def curve(mesh_name, variant, microbatches=1, steps=20):
+    mesh = make_mesh(**MESHES[mesh_name])
+    optimizer = optim.adamw(steps, peak_lr=1e-2)
+    state = train.init(model_maker(**VARIANTS[variant]), optimizer, mesh)
+    batch = train.abstract_batch(source.batch_size, source.sequence_length, mesh)
+    compiled = train.compile_step(state, batch, optimizer, mesh, microbatches)
+    losses = []
+    for step in range(steps):
+        state, metrics = compiled(state, place(source, step, rows(mesh)))
+        losses.append(float(metrics["loss"]))
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("mesh_name", list(MESHES)[1:])
+def test_twenty_steps_give_the_same_curve(mesh_name):
+    expected = curve("1", "untied")
+    assert expected[-1] < expected[0] - 0.5
+    np.testing.assert_allclose(curve(mesh_name, "untied"), expected, rtol=1e-4)
+
+
+def test_twenty_steps_sequence_parallel_with_microbatches_give_the_same_curve():
+    found = curve("4 fsdp, 2 tensor", "sequence-parallel", microbatches=2)
+    np.testing.assert_allclose(found, curve("1", "untied"), rtol=1e-4)
+
+
+def test_initialisation_never_holds_an_unsharded_copy():
+    mesh = make_mesh(fsdp=8)
+    make = functools.partial(
+        Llama, vocab=4096, embed=512, layers=4, heads=8, mlp=2048, key=jax.random.key(0)
+    )
+    shapes = jax.tree.leaves(jax.eval_shape(make))
+    with jax.set_mesh(mesh):
+        compiled = creator(make, mesh).lower().compile()
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    total, largest = sum(leaf.size * 4 for leaf in shapes), max(leaf.size * 4 for leaf in shapes)
+    assert memory.output_size_in_bytes == pytest.approx(total / 8, rel=0.01)
+    bound = 1.5 * total / 8
+    assert memory.temp_size_in_bytes < bound < largest
+    for leaf in shapes:
+        assert f"f32[{','.join(map(str, leaf.shape))}]" not in program
+
+
+def test_the_state_is_donated_and_every_sharding_is_named():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    optimizer = optim.adamw(10, peak_lr=1e-2)
+    make = model_maker()
+    state = train.init(make, optimizer, mesh)
+    batch = train.abstract_batch(source.batch_size, source.sequence_length, mesh)
+    compiled = train.compile_step(state, batch, optimizer, mesh)
+    state_shardings, batch_shardings = compiled.input_shardings[0]
+    for sharding in jax.tree.leaves((state_shardings, batch_shardings, compiled.output_shardings)):
+        assert isinstance(sharding, NamedSharding)
+        assert sharding.mesh.axis_names == ("data", "fsdp", "tensor")
+    placed = place(source, 0, rows(mesh))
+    new_state, _ = compiled(state, placed)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new_state, placed)))
+    aliased = compiled.memory_analysis().alias_size_in_bytes
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(new_state))
+    assert aliased >= held
+
+
+def test_the_abstract_state_is_the_state():
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    optimizer = optim.adamw(10, peak_lr=1e-2)
+    make = model_maker(tied=True)
+    real, abstract = train.init(make, optimizer, mesh), train.abstract_state(make, optimizer, mesh)
+    assert jax.tree.structure(real) == jax.tree.structure(abstract)
+    for leaf, shape in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
+
+
+def test_a_tied_table_is_one_leaf_and_stays_one():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    optimizer = optim.adamw(10, peak_lr=1e-2)
+    state = train.init(model_maker(tied=True), optimizer, mesh)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state.model)]
+    assert shapes.count((128, 64)) == 1
+    assert (64, 128) not in shapes
+    batch = train.abstract_batch(source.batch_size, source.sequence_length, mesh)
+    new_state, _ = train.compile_step(state, batch, optimizer, mesh)(
+        state, place(source, 0, rows(mesh))
+    )
+    assert [leaf.shape for leaf in jax.tree.leaves(new_state.model)] == shapes
+    assert new_state.model.unembedding is None
