@@ -2,15 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from lmlib.data.batch import Batch
+from lmlib.data.batch import Batch, Source
+from lmlib.data.prefetch import Prefetch
 from lmlib.losses import batch_loss
+from lmlib.parallel.layout import partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,18 +32,27 @@ def evaluation_step(model: Any, batch: Batch) -> tuple[Array, Array]:
     return batch_loss(model, batch).cross_entropy, jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
 
-def evaluate(
-    compiled_step: Callable[[Any, Batch], tuple[Array, Array]], model: Any, batches: Iterable[Batch]
-) -> Evaluation:
-    """Evaluates `model` on `batches` with the compiled `evaluation_step`.
+class Evaluator:
+    """Evaluates models on the first batches of `source`, always the same ones."""
 
-    Raises:
-      ValueError: if no target token is valid.
-    """
-    sums = [compiled_step(model, batch) for batch in batches]
-    # Read once at the end, so that batches queue up on the devices; summed in float64.
-    losses, counts = zip(*jax.device_get(sums), strict=True)
-    tokens = sum(int(count) for count in counts)
-    if tokens == 0:
-        raise ValueError("the validation batches have no target token: every position is masked")
-    return Evaluation(sum(float(loss) for loss in losses) / tokens, tokens)
+    def __init__(self, source: Source, mesh: Mesh):
+        self._source = source
+        self._mesh = mesh
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._step = jax.jit(evaluation_step, out_shardings=(everywhere, everywhere))
+
+    def __call__(self, model: Any, batches: int) -> Evaluation:
+        """The loss of `model` over the first `batches` batches.
+
+        Raises:
+          ValueError: if no target token in them is valid.
+        """
+        rows = NamedSharding(self._mesh, partition("batch seq"))
+        with jax.set_mesh(self._mesh), Prefetch(self._source, rows, 0, batches) as placed:
+            sums = [self._step(model, batch) for _, batch in placed]
+        # Read once at the end, so that batches queue up on the devices; summed in float64.
+        losses, counts = zip(*jax.device_get(sums), strict=True)
+        tokens = sum(int(count) for count in counts)
+        if tokens == 0:
+            raise ValueError("the validation batches have no target: every position is masked")
+        return Evaluation(sum(float(loss) for loss in losses) / tokens, tokens)

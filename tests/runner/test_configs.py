@@ -8,7 +8,9 @@ import fiddle as fdl
 import pytest
 
 from runner import configs
-from runner.configs import ConfigError, difference, flattened, load, save
+from runner.config_text import difference, flattened
+from runner.configs import load, save
+from runner.errors import ConfigError
 
 LIBRARY = """
 import dataclasses

@@ -1,0 +1,68 @@
+"""From the device metrics of a step to a line of metrics.jsonl and of the terminal."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from lmlib.metrics import MetricsLog, mfu
+from runner.progress import Progress
+
+from lmlib.experiment import Experiment
+from lmlib.train import Metrics
+
+Line = dict[str, float | int | None]
+
+
+class Recorder:
+    """Times steps and writes their metrics.
+
+    `tokens` counts the target tokens trained on so far; it goes into the checkpoint.
+    `tokens_per_second` and MFU count every position that the devices process, padding included.
+    """
+
+    def __init__(self, experiment: Experiment, log: MetricsLog, progress: Progress, tokens: int):
+        data = experiment.data
+        self.tokens = tokens
+        self._positions = data.batch_size * data.sequence_length
+        self._flops_per_token = experiment.abstract_model().training_flops_per_token(
+            data.sequence_length, causal=False
+        )
+        self._devices = list(experiment.mesh.devices.flat)
+        self._log = log
+        self._progress = progress
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """What follows is timed; what came since the last step was read is not."""
+        self._clock = time.perf_counter()
+
+    def read(self, step: int, metrics: Metrics) -> Line:
+        """Waits for the step and times it: from the step before, or `restart_clock`, to here."""
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        seconds = time.perf_counter() - self._clock
+        self.restart_clock()
+        valid = int(values.pop("tokens"))
+        self.tokens += valid
+        tokens_per_second = self._positions / seconds
+        return {
+            "step": step,
+            **values,
+            "valid_tokens": valid,
+            "tokens": self.tokens,
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": seconds,
+            "mfu": mfu(self._flops_per_token, tokens_per_second, self._devices),
+        }
+
+    def write(self, line: Line, extra: Mapping[str, Any] | None = None) -> None:
+        """Writes the line, with `extra` behind it."""
+        step = int(line["step"] or 0)
+        values = {name: value for name, value in line.items() if name != "step"}
+        self._log.write(step, {**values, **(extra or {})})
+        self._progress.update(
+            step,
+            loss=line["loss"],
+            tokens_per_second=line["tokens_per_second"],
+            mfu=line["mfu"],
+        )
