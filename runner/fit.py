@@ -1,29 +1,31 @@
 """Training, from a Fiddle config to a result: `fit(cfg, workdir)`."""
 
-import contextlib
 import dataclasses
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
 import jax
-from jax.sharding import NamedSharding
-from lmlib.metrics import MetricsLog
-from runner.profiling import Profiler, dump_optimised_program
-from runner.progress import Progress, bytes_text
 
 from lmlib import train
 from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
-from lmlib.data.prefetch import Prefetch
 from lmlib.describe import describe
 from lmlib.evaluate import Evaluator
 from lmlib.experiment import Experiment
-from lmlib.parallel.layout import partition
-from runner import configs, report
+from lmlib.metrics import MetricsLog, read_metrics
+from lmlib.optim import Optimizer
+from runner import configs
+from runner.config_text import difference
+from runner.errors import ConfigError, user_errors
+from runner.loop import run_steps
+from runner.profiling import Profiler, dump_program
+from runner.progress import Progress, bytes_text, duration_text
 from runner.recorder import Recorder
+from runner.report import Summary, finished_summary, summarise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Result:
 
     state: train.State
     metrics: list[dict[str, Any]]
-    summary: report.Summary
+    summary: Summary
 
 
 def fit(
@@ -41,84 +43,111 @@ def fit(
     profile: range | None = None,
     dump_hlo: bool = False,
 ) -> Result:
-    """Trains the experiment of `cfg` until its last step, from the newest checkpoint if any.
+    """Trains the experiment of `cfg` to its last step, from the newest checkpoint if there is one.
 
     Args:
-      cfg: builds to an `Experiment`; not changed.
+      cfg: builds to an `Experiment`; stays as it is.
       workdir: receives config.json, config.txt, metrics.jsonl, tensorboard/, checkpoints/ and
         result.json.
       profile: steps to trace into workdir/profile.
-      dump_hlo: writes the optimised program into workdir/hlo.
+      dump_hlo: whether to write the optimised program into workdir/hlo.
 
     Raises:
       ConfigError: if the parts of the experiment do not fit each other, or the checkpoint does not
-        fit the experiment; before anything compiles.
+        fit them; before anything compiles.
     """
     workdir = Path(workdir)
-    with configs.user_errors():
+    primary = jax.process_index() == 0
+    with user_errors():
         experiment = fdl.build(cfg)
         experiment.check()
-    primary = jax.process_index() == 0
-    progress = Progress(experiment.steps, stream=sys.stderr if primary else None)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(progress))
-        checkpoints = stack.enter_context(
-            Checkpoints(workdir / "checkpoints", keep=experiment.keep_checkpoints)
-        )
+    with (
+        Progress(experiment.steps, stream=sys.stderr if primary else None) as progress,
+        Checkpoints(workdir / "checkpoints", keep=experiment.keep_checkpoints) as checkpoints,
+    ):
         if primary:
             _save_config(cfg, workdir, progress)
-        progress.message(describe(experiment.abstract_model(), experiment.mesh).short())
-        progress.message(
-            "the backward pass keeps "
-            f"{bytes_text(saved_activations(experiment).bytes_per_device)} of activations "
-            "on each device"
-        )
         optimizer = experiment.optimizer(experiment.steps)
-        target = train.abstract_state(experiment.make_model, optimizer, experiment.mesh)
-        start = checkpoints.newest()
-        if start is None:
-            state, tokens = train.init(experiment.make_model, optimizer, experiment.mesh), 0
-        else:
-            with configs.user_errors():
-                state, saved = checkpoints.restore(start, target)
-            tokens = saved["tokens"]
-            progress.message(f"resuming at step {start} of {experiment.steps}")
-        log = stack.enter_context(MetricsLog(workdir, start, enabled=primary))
-        recorder = Recorder(experiment, log, progress, tokens)
+        _announce(experiment, optimizer, progress)
+        state, start, tokens = _begin(experiment, optimizer, checkpoints, progress)
         evaluator = (
-            Evaluator(experiment.validation, experiment.mesh) if experiment.validation else None
+            None
+            if experiment.validation is None
+            else Evaluator(experiment.validation, experiment.mesh)
         )
-        if (start or 0) < experiment.steps:
-            compiled = _compile(experiment, target, optimizer, progress)
-            if dump_hlo and primary:
-                progress.message(dump_optimised_program(compiled, workdir))
-            profiler = stack.enter_context(Profiler(workdir, profile))
-            state = _train(
-                experiment, compiled, state, start or 0, checkpoints, recorder, evaluator, profiler
-            )
-        ...
+        with (
+            MetricsLog(workdir, start or None, enabled=primary) as log,
+            Profiler(workdir, profile) as profiler,
+        ):
+            if start < experiment.steps:
+                compiled = _compile(experiment, optimizer, state, progress)
+                if dump_hlo and primary:
+                    progress.message(dump_program(compiled, workdir))
+                recorder = Recorder(experiment, log, progress, tokens)
+                state = run_steps(
+                    experiment, compiled, state, start, checkpoints, recorder, evaluator, profiler
+                )
+        checkpoints.wait()
+        metrics = read_metrics(workdir)
+        summary = finished_summary(workdir, experiment.steps)
+        if summary is None:
+            summary = summarise(experiment, state, metrics, evaluator)
+            if primary:
+                summary.save(workdir)
+        else:
+            progress.message(f"this run finished all its {experiment.steps:,} steps before")
+    return Result(state, metrics, summary)
 
 
-def _train(
-    experiment: Experiment,
-    compiled: Any,
-    state: train.State,
-    start: int,
-    checkpoints: Checkpoints,
-    recorder: Recorder,
-    evaluator: Evaluator | None,
-    profiler: Profiler,
-) -> train.State:
-    rows = NamedSharding(experiment.mesh, partition("batch seq"))
-    unread = None
-    with Prefetch(experiment.data, rows, start, experiment.steps) as batches:
-        recorder.restart_clock()
-        for index, batch in batches:
-            step = index + 1
-            profiler.before(step)
-            state, metrics = compiled(state, batch)
-            profiler.after(step, wait_for=metrics)
-            if unread is not None:
-                # Read while the next step runs, so that the devices never wait for the host.
-                recorder.write(recorder.read(*unread))
-            unread = (step, metrics)
+def _save_config(cfg: fdl.Config[Experiment], workdir: Path, progress: Progress) -> None:
+    """Writes the config; says how it differs from the one that the workdir was begun with."""
+    if (workdir / "config.json").exists():
+        try:
+            changed = difference(configs.load(str(workdir)), cfg)
+        except ConfigError as error:
+            progress.message(f"the config of the run so far cannot be read: {error}")
+        else:
+            if changed:
+                progress.message(f"the config has changed since this run began:\n{changed}")
+    configs.save(cfg, workdir)
+
+
+def _announce(experiment: Experiment, optimizer: Optimizer, progress: Progress) -> None:
+    model = experiment.abstract_model()
+    progress.message(describe(model, experiment.mesh, optimizer.decays).short())
+    kept = saved_activations(experiment).bytes_per_device
+    progress.message(f"kept for the backward pass: {bytes_text(kept)} on each device")
+
+
+def _begin(
+    experiment: Experiment, optimizer: Optimizer, checkpoints: Checkpoints, progress: Progress
+) -> tuple[train.State, int, int]:
+    """The state to go on from, the steps already made, and the tokens they were trained on."""
+    newest = checkpoints.newest()
+    if newest is None:
+        return train.init(experiment.make_model, optimizer, experiment.mesh), 0, 0
+    target = train.abstract_state(experiment.make_model, optimizer, experiment.mesh)
+    with user_errors():
+        state, saved = checkpoints.restore(newest, target)
+    if newest < experiment.steps:
+        progress.message(f"resuming after step {newest:,} of {experiment.steps:,}")
+    return state, newest, saved["tokens"]
+
+
+def _compile(
+    experiment: Experiment, optimizer: Optimizer, state: train.State, progress: Progress
+) -> jax.stages.Compiled:
+    data = experiment.data
+    batch = train.abstract_batch(data.batch_size, data.sequence_length, experiment.mesh)
+    began = time.perf_counter()
+    compiled = train.compile_step(
+        state, batch, optimizer, experiment.mesh, experiment.microbatches, experiment.z_loss
+    )
+    seconds = time.perf_counter() - began
+    memory = compiled.memory_analysis()
+    progress.message(
+        f"compiled the step in {duration_text(seconds)}; on each device it needs "
+        f"{bytes_text(memory.argument_size_in_bytes)} for state and batch and "
+        f"{bytes_text(memory.temp_size_in_bytes)} for temporaries"
+    )
+    return compiled

@@ -1,0 +1,67 @@
+"""The loop over steps: dispatch a step, then read the metrics of the one before."""
+
+import jax
+from jax.sharding import NamedSharding
+
+from lmlib import train
+from lmlib.checkpoint import Checkpoints
+from lmlib.data.prefetch import Prefetch
+from lmlib.evaluate import Evaluator
+from lmlib.experiment import Experiment
+from lmlib.parallel.layout import partition
+from runner.profiling import Profiler
+from runner.recorder import Recorder
+
+
+def run_steps(
+    experiment: Experiment,
+    compiled: jax.stages.Compiled,
+    state: train.State,
+    start: int,
+    checkpoints: Checkpoints,
+    recorder: Recorder,
+    evaluator: Evaluator | None,
+    profiler: Profiler,
+) -> train.State:
+    """Makes the steps from `start` to the last; returns the final state.
+
+    The metrics of a step are on disk before its checkpoint is, so that a resumed run finds a line
+    for every step that it does not make again.
+    """
+    rows = NamedSharding(experiment.mesh, partition("batch seq"))
+    unread: tuple[int, train.Metrics] | None = None
+    with Prefetch(experiment.data, rows, start, experiment.steps) as batches:
+        recorder.restart_clock()
+        for index, batch in batches:
+            step = index + 1
+            profiler.before(step)
+            state, metrics = compiled(state, batch)
+            profiler.after(step, wait_for=metrics)
+            if unread is not None:
+                # Read while this step runs, so that the devices never wait for the host.
+                recorder.write(recorder.read(*unread))
+            unread = (step, metrics)
+
+            last = step == experiment.steps
+            evaluates = evaluator is not None and (step % experiment.evaluate_every == 0 or last)
+            saves = step % experiment.checkpoint_every == 0 or last
+            if evaluates or saves:
+                line = recorder.read(step, metrics)
+                recorder.write(line, validation(experiment, evaluator, state) if evaluates else {})
+                unread = None
+                if saves:
+                    checkpoints.save(step, state, {"tokens": recorder.tokens})
+                recorder.restart_clock()
+    return state
+
+
+def validation(
+    experiment: Experiment, evaluator: Evaluator, state: train.State
+) -> dict[str, float]:
+    """The metrics of one evaluation."""
+    source = experiment.validation
+    evaluation = evaluator(state.model, experiment.validation_batches or source.batches)
+    metrics = {"validation_loss": evaluation.loss}
+    if source.bytes_per_target is not None:
+        metrics["validation_bits_per_byte"] = evaluation.bits_per_byte(source.bytes_per_target)
+    return metrics
