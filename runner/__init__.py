@@ -1,5 +1,5 @@
 """Runs experiments: `python -m runner`, or from Python `from runner import fit`."""
 
-from runner.fit import Result, fit
+from runner.fitting import Result, fit
 
 __all__ = ["Result", "fit"]

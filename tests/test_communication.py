@@ -1,0 +1,159 @@
+"""What a step sends between devices, read off the program before and after XLA optimises it.
+
+The expected collectives are counted by hand from the shapes. XLA's CPU backend widens bf16
+collectives to float32, so dtypes are read off the lowered program.
+"""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lmlib.losses import batch_loss
+from lmlib.models.llama import Llama
+from lmlib.parallel.layout import gather
+from lmlib.parallel.mesh import make_mesh
+from lmlib.train import abstract_batch, abstract_model
+
+L, V, E, F, H, K, D = 3, 160, 64, 96, 8, 4, 8
+B, S = 16, 32
+DATA = 4  # devices that share the batch, and each weight's `embed` axis
+TENSOR = 2
+make = functools.partial(
+    Llama, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F, key=jax.random.key(0)
+)
+# One layer's weights as each device gathers them: whole along embed, split over tensor.
+GATHERED_LAYER = Counter(
+    {
+        (E,): 2,
+        (E, H // TENSOR, D): 1,
+        (E, K // TENSOR, D): 2,
+        (H // TENSOR, D, E): 1,
+        (E, F // TENSOR): 2,
+        (F // TENSOR, E): 1,
+    }
+)
+
+
+def lowered(loss=batch_loss, mesh=None, **settings):
+    mesh = mesh or make_mesh(fsdp=DATA, tensor=TENSOR)
+    model = abstract_model(functools.partial(make, **settings), mesh)
+
+    def scalar(model, batch):
+        return loss(model, batch).cross_entropy
+
+    with jax.set_mesh(mesh):
+        return jax.jit(jax.value_and_grad(scalar)).lower(model, abstract_batch(B, S, mesh))
+
+
+def compiled_collectives(program, kind):
+    """(computation, result shape) of each collective of `kind`, whole tuples taken apart."""
+    found, computation = [], ""
+    for line in program.compile().as_text().splitlines():
+        if line.startswith(("%", "ENTRY")):
+            computation = "entry" if line.startswith("ENTRY") else line.split()[0]
+        match = re.search(rf" = (.*?) {kind}(?:-start)?\(", line)
+        if match:
+            for shape in re.findall(r"\w+\[([\d,]*)\]", match.group(1)):
+                found.append((computation, tuple(int(n) for n in shape.split(",") if n)))
+    return found
+
+
+def moves(program):
+    """(shape, dtype, layout) of every layout that the lowered program asks for."""
+    pattern = r"sdy\.sharding_constraint \S+ <@mesh, \[(.*?)\]> : tensor<((?:\d+x)*)(\w+)>"
+    for layout, shape, dtype in re.findall(pattern, program.as_text()):
+        yield tuple(int(n) for n in shape.split("x") if n), dtype, layout
+
+
+def gathered_stacks(program):
+    """Moves of whole layer stacks to a layout without fsdp."""
+    model = jax.eval_shape(make)
+    stacks = {leaf.shape for leaf in jax.tree.leaves(model.blocks)}
+    return [
+        (shape, dtype) for shape, dtype, layout in moves(program)
+        if shape in stacks and '"fsdp"' not in layout
+    ]
+
+
+def test_each_layer_is_gathered_in_bfloat16_inside_the_scan():
+    program = lowered()
+    per_layer = Counter(
+        {leaf.shape[1:]: 0 for leaf in jax.tree.leaves(jax.eval_shape(make).blocks)}
+    )
+    for shape, dtype, layout in moves(program):
+        if shape in per_layer and '"fsdp"' not in layout and dtype == "bf16":
+            per_layer[shape] += 1
+    # Once in the forward scan, once where the backward scan computes the layer again; the
+    # cotangents are constrained to the same layout before they are reduced.
+    for shape, count in per_layer.items():
+        assert count >= 2, shape
+    assert not gathered_stacks(program)
+
+
+def test_compiled_scans_gather_one_layer_at_a_time():
+    by_computation = {}
+    for computation, shape in compiled_collectives(lowered(), "all-gather"):
+        by_computation.setdefault(computation, Counter())[shape] += 1
+    entry = by_computation.pop("entry")
+    assert list(by_computation.values()) == [GATHERED_LAYER, GATHERED_LAYER]
+    # Outside the scans: the table to embed; norm and unembedding, and again in the backward pass.
+    assert entry == Counter({(V // TENSOR, E): 1, (E,): 2, (E, V // TENSOR): 2})
+
+
+def test_compiled_scans_reduce_one_layer_at_a_time():
+    by_computation = {}
+    for computation, shape in compiled_collectives(lowered(), "all-reduce"):
+        # XLA may transpose a gradient before it sums it.
+        by_computation.setdefault(computation, Counter())[tuple(sorted(shape))] += 1
+    by_computation.pop("entry")
+    activation = tuple(sorted((B // DATA, S, E)))
+    forward, backward = by_computation.values()
+    # Over tensor: the outputs of attention and mlp.
+    assert forward == Counter({activation: 2})
+    # Over tensor: attention's output again, and the cotangents of the inputs of query, key, value,
+    # gate and up. Over fsdp: the gradient of each weight of the layer.
+    weights = Counter()
+    for shape, count in GATHERED_LAYER.items():
+        weights[tuple(sorted(shape))] += count
+    assert backward == weights + Counter({activation: 6})
+
+
+def test_tensor_parallelism_alone_gathers_no_weight():
+    mesh = make_mesh(tensor=4)
+    assert compiled_collectives(lowered(mesh=mesh), "all-gather") == []
+
+
+def test_sequence_parallelism_gathers_activations_and_never_the_table():
+    program = lowered(sequence_parallel=True)
+    shapes = Counter(shape for _, shape in compiled_collectives(program, "all-gather"))
+    assert shapes[(B // DATA, S, E)] >= 4
+    assert shapes[(V, E)] == 0
+    assert not gathered_stacks(program)
+
+
+def test_a_gathered_stack_would_be_seen():
+    def gathers_everything_first(model, batch):
+        def whole(model):
+            leaves, structure = jax.tree.flatten(model)
+            blocks = gather(model.blocks, jnp.bfloat16)
+            others = iter(jax.tree.leaves(blocks))
+            shapes = {id(leaf) for leaf in jax.tree.leaves(model.blocks)}
+            return jax.tree.unflatten(
+                structure, [next(others) if id(leaf) in shapes else leaf for leaf in leaves]
+            )
+
+        return batch_loss(whole(model), batch)
+
+    assert len(gathered_stacks(lowered(gathers_everything_first))) >= 9
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 8}])
+def test_gathers_follow_fsdp_alone(mesh):
+    gathered = compiled_collectives(lowered(mesh=make_mesh(**mesh)), "all-gather")
+    stacks = {leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(make).blocks)}
+    assert not stacks & {shape for _, shape in gathered}
+    assert bool(gathered) == (mesh.get("fsdp", 1) > 1)
