@@ -36,8 +36,10 @@ def warmup_cosine(
     """Half a cosine from `peak_lr` to `end` · `peak_lr` (Loshchilov & Hutter 2017,
     arXiv:1608.03983, eq. 5), after a linear warm-up over the fraction `warmup` of `steps`."""
     rising = _fraction("warmup", warmup, steps)
-    falling = optax.cosine_decay_schedule(peak_lr, max(steps - rising, 1), end)
-    return _after_warmup(peak_lr, rising, falling)
+    falling = steps - rising
+    return _joined(
+        peak_lr, rising, falling, lambda: optax.cosine_decay_schedule(peak_lr, falling, end)
+    )
 
 
 def warmup_linear(
@@ -45,8 +47,10 @@ def warmup_linear(
 ) -> optax.Schedule:
     """A straight line from `peak_lr` to `end` · `peak_lr`, after a linear warm-up."""
     rising = _fraction("warmup", warmup, steps)
-    falling = optax.linear_schedule(peak_lr, end * peak_lr, max(steps - rising, 1))
-    return _after_warmup(peak_lr, rising, falling)
+    falling = steps - rising
+    return _joined(
+        peak_lr, rising, falling, lambda: optax.linear_schedule(peak_lr, end * peak_lr, falling)
+    )
 
 
 def warmup_stable_decay(
@@ -54,19 +58,22 @@ def warmup_stable_decay(
 ) -> optax.Schedule:
     """Warm-up, then constant, then linear to `end` · `peak_lr` over the last fraction `decay` of
     `steps` (WSD; Hu et al. 2024, arXiv:2404.06395, §4)."""
-    rising = _fraction("warmup", warmup, steps)
-    stable = steps - rising - _fraction("decay", decay, steps)
+    rising, falling = _fraction("warmup", warmup, steps), _fraction("decay", decay, steps)
+    stable = steps - rising - falling
     if stable < 0:
         raise ValueError(f"warmup = {warmup} and decay = {decay} together exceed 1")
-    falling = optax.linear_schedule(peak_lr, end * peak_lr, max(steps - rising - stable, 1), stable)
-    return _after_warmup(peak_lr, rising, falling)
+    return _joined(
+        peak_lr,
+        rising,
+        falling,
+        lambda: optax.linear_schedule(peak_lr, end * peak_lr, falling, stable),
+    )
 
 
 def warmup_constant(peak_lr: float, steps: int, warmup: float = 0.01) -> optax.Schedule:
     """`peak_lr` for ever, after a linear warm-up."""
-    return _after_warmup(
-        peak_lr, _fraction("warmup", warmup, steps), optax.constant_schedule(peak_lr)
-    )
+    rising = _fraction("warmup", warmup, steps)
+    return _joined(peak_lr, rising, 0, lambda: optax.constant_schedule(peak_lr))
 
 
 def adamw(
@@ -106,7 +113,11 @@ def adamw(
     return Optimizer(transformation, learning_rate, decays)
 
 
-def _after_warmup(peak_lr: float, rising: int, then: optax.Schedule) -> optax.Schedule:
+def _joined(
+    peak_lr: float, rising: int, falling: int, fall: Callable[[], optax.Schedule]
+) -> optax.Schedule:
+    """A line up over `rising` steps, then `fall()`, or `peak_lr` if no step is left to fall in."""
+    then = fall() if falling else optax.constant_schedule(peak_lr)
     # The first step already learns: the line starts one step above zero.
     warmup = optax.linear_schedule(peak_lr / (rising + 1), peak_lr, rising)
     return optax.join_schedules([warmup, then], [rising]) if rising else then

@@ -1,0 +1,127 @@
+"""AdamW against its equations in NumPy, and the shapes of the schedules."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import Array, Float
+
+from lmlib import optim
+
+
+class Model(eqx.Module):
+    matrix: Float[Array, "embed mlp"]
+    scale: Float[Array, "embed"]
+
+
+SCHEDULES = {
+    "cosine": optim.warmup_cosine,
+    "linear": optim.warmup_linear,
+    "stable": optim.warmup_stable_decay,
+    "constant": optim.warmup_constant,
+}
+
+
+def test_updates_follow_the_equations():
+    random = np.random.default_rng(0)
+    weights = {"matrix": random.normal(size=(4, 3)), "scale": random.normal(size=4)}
+    optimizer = optim.adamw(
+        10, 0.1, optim.warmup_constant, 0.9, 0.95, 1e-8, weight_decay=0.2, clip_norm=1.5
+    )
+    model = Model(**{name: jnp.asarray(w, jnp.float32) for name, w in weights.items()})
+    state = optimizer.transformation.init(model)
+    first = {name: 0.0 for name in weights}
+    second = {name: 0.0 for name in weights}
+    for step in range(1, 6):
+        gradients = {name: random.normal(size=w.shape) * step for name, w in weights.items()}
+        norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
+        clip = min(1.0, 1.5 / norm)
+        learning_rate = float(optimizer.learning_rate(step - 1))
+        for name, gradient in gradients.items():
+            gradient = gradient * clip
+            first[name] = 0.9 * first[name] + 0.1 * gradient
+            second[name] = 0.95 * second[name] + 0.05 * gradient**2
+            update = (first[name] / (1 - 0.9**step)) / (
+                np.sqrt(second[name] / (1 - 0.95**step)) + 1e-8
+            )
+            decay = 0.2 * weights[name] if name == "matrix" else 0.0
+            weights[name] = weights[name] - learning_rate * (update + decay)
+        given_gradients = Model(**{n: jnp.asarray(g, jnp.float32) for n, g in gradients.items()})
+        updates, state = optimizer.transformation.update(given_gradients, state, model)
+        model = optax.apply_updates(model, updates)
+        np.testing.assert_allclose(model.matrix, weights["matrix"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(model.scale, weights["scale"], rtol=1e-5, atol=1e-6)
+
+
+def test_decay_follows_the_rule_given():
+    model = Model(jnp.ones((2, 3)), jnp.ones(2))
+    assert optim.decay_mask(model) == Model(True, False)
+    mask = optim.decay_mask(model, lambda axes: axes == ("embed",))
+    assert (mask.matrix, mask.scale) == (False, True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 3_000),
+    st.floats(0, 0.7),
+    st.floats(1e-5, 1.0),
+)
+def test_schedules_rise_to_the_peak_once_and_never_again(name, steps, warmup, peak):
+    schedule = functools.partial(SCHEDULES[name], warmup=warmup)(peak, steps)
+    rates = np.array([float(schedule(step)) for step in range(0, steps + 5, max(1, steps // 50))])
+    rising = round(warmup * steps)
+    after = rates[np.arange(0, steps + 5, max(1, steps // 50)) >= rising]
+    assert (np.diff(after) <= peak * 1e-6).all()
+    assert 0 < float(schedule(0)) <= peak * (1 + 1e-6)
+    assert rates.max() <= peak * (1 + 1e-6)
+    assert float(schedule(rising)) == pytest.approx(peak, rel=1e-5)
+    # After the end nothing moves.
+    assert float(schedule(steps)) == float(schedule(steps + 1)) == float(schedule(10 * steps + 7))
+
+
+def test_schedules_end_where_they_say():
+    assert float(optim.warmup_cosine(2.0, 100)(100)) == pytest.approx(0.2)
+    assert float(optim.warmup_cosine(2.0, 100)(55)) == pytest.approx(1.1)
+    assert float(optim.warmup_linear(2.0, 100, end=0.5)(100)) == pytest.approx(1.0)
+    stable = optim.warmup_stable_decay(2.0, 100, warmup=0.1, decay=0.2)
+    assert float(stable(79)) == float(stable(10)) == 2.0
+    assert float(stable(90)) == pytest.approx(1.0)
+    assert float(stable(100)) == 0.0
+    assert float(optim.warmup_constant(2.0, 100)(10**6)) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.adamw(0, 1e-3), "must be positive, got 0 and 0.001"),
+        (lambda: optim.adamw(10, -1.0), "must be positive, got 10 and -1.0"),
+        (lambda: optim.warmup_cosine(1.0, 10, warmup=20.0), "warmup is a fraction.* got 20"),
+        (lambda: optim.warmup_stable_decay(1.0, 10, 0.6, 0.6), "0.6 and decay = 0.6 together"),
+    ],
+)
+def test_senseless_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_moments_lie_as_their_weights():
+    from jax.sharding import NamedSharding
+
+    from lmlib.parallel.layout import STORED, partition
+    from lmlib.parallel.mesh import make_mesh
+
+    mesh = make_mesh(fsdp=4, tensor=2)
+    layout = NamedSharding(mesh, partition("embed mlp", STORED))
+    with jax.set_mesh(mesh):
+        model = Model(jax.device_put(jnp.ones((8, 6)), layout), jnp.ones(8))
+        state = jax.jit(optim.adamw(10, 1e-3).transformation.init)(model)
+    moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (8, 6)]
+    assert len(moments) == 2
+    assert all(moment.sharding == layout for moment in moments)
