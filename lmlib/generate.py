@@ -44,7 +44,7 @@ def sample(
     by_row = NamedSharding(mesh, partition("batch seq"))
 
     def extend(model: Any, tokens_BS: Array, lengths_B1: Array, key: PRNGKeyArray) -> Array:
-        def next_column(column: int, tokens_BS: Int32[Array, "b s"]) -> Int32[Array, "b s"]:
+        def next_column(column: Array, tokens_BS: Int32[Array, "b s"]) -> Int32[Array, "b s"]:
             logits_BSV = move(model(tokens_BS), "batch seq whole_vocab")
             logits_BV = jax.lax.dynamic_index_in_dim(logits_BSV, column - 1, 1, keepdims=False)
             chosen_B1 = choose(logits_BV, jax.random.fold_in(key, column), temperature)[:, None]

@@ -1,0 +1,87 @@
+"""Evaluation weighs every token once; sampling follows the model."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmlib.data.synthetic import Synthetic
+from lmlib.evaluate import Evaluation, Evaluator
+from lmlib.generate import sample
+from lmlib.models.llama import Llama
+from lmlib.parallel.layout import creator
+from lmlib.parallel.mesh import make_mesh
+
+V = 32
+make = functools.partial(
+    Llama, vocab=V, embed=32, layers=2, heads=4, mlp=48, compute_dtype="float32",
+    key=jax.random.key(0),
+)
+source = Synthetic(vocab_size=V, batch_size=8, sequence_length=16)
+
+
+def on(mesh):
+    with jax.set_mesh(mesh):
+        return creator(make, mesh)()
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_the_loss_is_the_mean_over_all_valid_tokens(mesh):
+    mesh = make_mesh(**mesh)
+    evaluation = Evaluator(source, mesh)(on(mesh), 3)
+    model, total, count = make(), 0.0, 0
+    for step in range(3):
+        batch = source.batch(step)
+        logits = model(
+            *(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids))
+        )
+        log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+        for b, s in np.argwhere(batch.loss_mask):
+            total -= log_p[b, s, batch.targets[b, s]]
+            count += 1
+    assert evaluation.tokens == count
+    assert evaluation.loss == pytest.approx(total / count, rel=1e-6)
+
+
+def test_bits_per_byte():
+    assert Evaluation(loss=math.log(2) * 6, tokens=1).bits_per_byte(3.0) == pytest.approx(2.0)
+
+
+def test_nothing_to_evaluate_is_an_error():
+    class Padding(Synthetic):
+        def batch(self, step, rows=slice(None)):
+            batch = super().batch(step, rows)
+            return jax.tree.map(lambda x: x & False if x.dtype == bool else x, batch)
+
+    mesh = make_mesh()
+    with pytest.raises(ValueError, match="every position is masked"):
+        Evaluator(Padding(V, 8, 16), mesh)(on(mesh), 1)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}])
+def test_greedy_sampling_takes_the_likeliest_token_each_time(mesh):
+    mesh = make_mesh(**mesh)
+    prompts = [[3, 1, 4], [1], [5, 9]]
+    found = sample(on(mesh), prompts, 6, jax.random.key(0), mesh, temperature=0.0)
+    model = make()
+    for prompt, tokens in zip(prompts, found, strict=True):
+        expected = [*prompt]
+        for _ in range(6):
+            expected.append(int(jnp.argmax(model(jnp.array([expected]))[0, -1])))
+        assert tokens == expected
+
+
+def test_sampling_follows_the_distribution():
+    mesh = make_mesh()
+    draws = sample(on(mesh), [[7]] * 4096, 1, jax.random.key(1), mesh, temperature=1.0)
+    counts = np.bincount([tokens[1] for tokens in draws], minlength=V)
+    p = np.asarray(jax.nn.softmax(make()(jnp.array([[7]]))[0, -1]))
+    assert (np.abs(counts - 4096 * p) <= 5 * np.sqrt(4096 * p * (1 - p)) + 1).all()
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="at least one token"):
+        sample(make(), [[]], 1, jax.random.key(0), make_mesh())

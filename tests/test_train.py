@@ -1,0 +1,178 @@
+"""One step: every valid token counts once, however the batch is split."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+
+from lmlib import optim, train
+from lmlib.data.batch import Batch
+from lmlib.data.synthetic import Synthetic
+from lmlib.models.llama import Llama
+from lmlib.optim import Optimizer
+from lmlib.parallel.layout import partition, shardings
+from lmlib.parallel.mesh import make_mesh
+
+B, S, V = 8, 12, 40
+make = functools.partial(
+    Llama, vocab=V, embed=16, layers=2, heads=2, mlp=24, compute_dtype="float32",
+    key=jax.random.key(0),
+)
+# Plain descent with rate one: the update is the gradient.
+descent = Optimizer(optax.sgd(1.0), optax.constant_schedule(1.0), optim.matrices)
+source = Synthetic(vocab_size=V, batch_size=B, sequence_length=S)
+
+
+def batch_with(mask_BS):
+    batch = source.batch(0)
+    return Batch(batch.tokens, batch.targets, batch.segment_ids, batch.positions, mask_BS)
+
+
+@functools.cache
+def compiled_step(microbatches, z_loss=0.0, **mesh):
+    mesh = make_mesh(**mesh)
+    state = train.abstract_state(make, descent, mesh)
+    batch = train.abstract_batch(B, S, mesh)
+    return train.compile_step(state, batch, descent, mesh, microbatches, z_loss), mesh
+
+
+@functools.cache
+def initial_state():
+    return jax.device_get(train.init(make, descent, make_mesh()))
+
+
+def gradient_and_metrics(mask_BS, microbatches, z_loss=0.0, **mesh):
+    compiled, mesh = compiled_step(microbatches, z_loss, **mesh)
+    layout = shardings(train.abstract_state(make, descent, mesh))
+    rows = NamedSharding(mesh, partition("batch seq"))
+    batch = jax.tree.map(lambda x: jax.device_put(x, rows), batch_with(mask_BS))
+    state, metrics = compiled(jax.device_put(initial_state(), layout), batch)
+    before, after = jax.tree.leaves(initial_state().model), jax.tree.leaves(state.model)
+    gradient = [one - np.asarray(other) for one, other in zip(before, after, strict=True)]
+    return gradient, jax.device_get(metrics)
+
+
+@functools.cache
+def token_gradients():
+    """For each position of the batch its loss and its gradient, each computed alone, float64."""
+    model, batch = make(), source.batch(0)
+
+    def losses_of(model):
+        logits_BSV = model(
+            *(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids))
+        )
+        log_p_BSV = jax.nn.log_softmax(logits_BSV)
+        return -jnp.take_along_axis(log_p_BSV, jnp.asarray(batch.targets)[..., None], -1)[..., 0]
+
+    @jax.jit
+    def one(model, b, s):
+        return jax.value_and_grad(lambda model: losses_of(model)[b, s])(model)
+
+    # One position after another: no batched backward pass that could share a fault with the step.
+    each = [[one(model, b, s) for s in range(S)] for b in range(B)]
+    losses_BS = np.array([[float(loss) for loss, _ in row] for row in each])
+    gradients = [[jax.tree.leaves(gradient) for _, gradient in row] for row in each]
+    return losses_BS, [
+        np.array([[leaves[i] for leaves in row] for row in gradients], np.float64)
+        for i in range(len(gradients[0][0]))
+    ]
+
+
+masks = st.integers(0, 2**32 - 1).flatmap(
+    lambda seed: st.sampled_from([0.02, 0.3, 0.9, 1.0]).map(
+        lambda share: np.random.default_rng(seed).random((B, S)) < share
+    )
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(masks, st.sampled_from([1, 2, 4, 8]))
+def test_any_split_gives_the_mean_over_valid_tokens(mask_BS, microbatches):
+    gradient, metrics = gradient_and_metrics(mask_BS, microbatches)
+    losses_BS, jacobian = token_gradients()
+    count = max(int(mask_BS.sum()), 1)
+    assert metrics["tokens"] == mask_BS.sum()
+    assert metrics["loss"] == pytest.approx((losses_BS * mask_BS).sum() / count, rel=1e-5)
+    for found, each in zip(gradient, jacobian, strict=True):
+        expected = np.tensordot(mask_BS, each, 2) / count
+        scale = max(np.linalg.norm(expected), 1e-6)
+        assert np.linalg.norm(found - expected) <= 2e-4 * scale
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_devices_with_uneven_masks_count_tokens_alike(microbatches):
+    mask_BS = np.ones((B, S), bool)
+    mask_BS[:4] = False
+    mask_BS[5, 3:] = False
+    expected, expected_metrics = gradient_and_metrics(mask_BS, 1)
+    found, metrics = gradient_and_metrics(mask_BS, microbatches, data=2, fsdp=2)
+    assert metrics["loss"] == pytest.approx(float(expected_metrics["loss"]), rel=1e-6)
+    for one, other in zip(found, expected, strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+def test_microbatches_spread_over_all_devices():
+    """Splitting moves no row to another device."""
+    mesh = make_mesh(data=2, fsdp=2)
+    with jax.set_mesh(mesh):
+        program = jax.jit(functools.partial(train.split, microbatches=2)).lower(
+            train.abstract_batch(B, S, mesh)
+        )
+    text = program.compile().as_text()
+    for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
+        assert f" {collective}(" not in text
+
+
+def test_metrics_are_what_they_say():
+    mask_BS = np.ones((B, S), bool)
+    gradient, metrics = gradient_and_metrics(mask_BS, 2)
+    weights = jax.tree.leaves(jax.device_get(make()))
+
+    def norm(leaves):
+        return np.sqrt(sum((np.asarray(leaf, np.float64) ** 2).sum() for leaf in leaves))
+
+    assert set(metrics) == {
+        "loss", "grad_norm", "parameter_norm", "update_norm", "learning_rate", "tokens"
+    }
+    assert metrics["grad_norm"] == pytest.approx(norm(gradient), rel=1e-4)
+    assert metrics["update_norm"] == pytest.approx(norm(gradient), rel=1e-4)
+    assert metrics["parameter_norm"] == pytest.approx(norm(weights), rel=1e-5)
+    assert metrics["learning_rate"] == 1.0
+
+
+def test_grad_norm_is_taken_before_clipping():
+    mesh = make_mesh()
+    optimizer = optim.adamw(10, 1e-3, clip_norm=1e-3)
+    state = train.init(make, optimizer, mesh)
+    compiled = train.compile_step(
+        state, train.abstract_batch(B, S, mesh), optimizer, mesh
+    )
+    rows = NamedSharding(mesh, partition("batch seq"))
+    batch = jax.tree.map(lambda x: jax.device_put(x, rows), source.batch(0))
+    state, metrics = compiled(state, batch)
+    assert metrics["grad_norm"] > 0.1
+    assert int(state.step) == 1
+
+
+def test_z_loss_pulls_the_normaliser_down_and_is_not_reported_as_loss():
+    batch = source.batch(0)
+    plain, metrics = gradient_and_metrics(batch.loss_mask, 1)
+    with_z, metrics_with_z = gradient_and_metrics(batch.loss_mask, 1, z_loss=0.1)
+    assert metrics_with_z["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
+
+    def mean_square(model):
+        logits = model(*(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids)))
+        log_z_BS = jax.nn.logsumexp(logits, axis=-1)
+        return jnp.sum(jnp.square(log_z_BS) * batch.loss_mask) / batch.loss_mask.sum()
+
+    expected = jax.grad(mean_square)(make())
+    for one, other, pull in zip(
+        with_z, plain, jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(one - other, 0.1 * pull, rtol=1e-3, atol=1e-5)
