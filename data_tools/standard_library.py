@@ -63,9 +63,7 @@ def standard_library(
         source = {"standard_library": _python_version(), "max_bytes": max_bytes}
         pretokenize(train, tokenizer, making, "train", source=source)
         report("wrote the split train")
-        pretokenize(
-            validation, tokenizer, making, "validation", source=source, gzip_baseline=True
-        )
+        pretokenize(validation, tokenizer, making, "validation", source=source, gzip_baseline=True)
         report("wrote the split validation")
         _move_into_place(making, folder)
     finally:

@@ -13,7 +13,7 @@ the time without them, and trained weights hardly compress.
 import logging
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -51,7 +51,7 @@ class Checkpoints:
             },
         )
 
-    def save(self, step: int, state: PyTree[jax.Array], progress: dict[str, Any]) -> None:
+    def save(self, step: int, state: PyTree, progress: dict[str, Any]) -> None:
         """Starts saving; returns once the arrays are copied, so `state` may be donated at once.
 
         An earlier save that still runs is waited for first. The saving itself may fail later: the
@@ -136,7 +136,7 @@ class Checkpoints:
         finally:
             logging.getLogger("absl").removeFilter(self._noise)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -59,9 +59,7 @@ def sample(
         )
         everywhere = NamedSharding(mesh, partition((None, None)))
         extended_BS = np.asarray(jax.device_put(extended_BS, everywhere))
-    return [
-        extended_BS[row, : length + new_tokens].tolist() for row, length in enumerate(lengths)
-    ]
+    return [extended_BS[row, : length + new_tokens].tolist() for row, length in enumerate(lengths)]
 
 
 def choose(

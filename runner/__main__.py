@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 from fiddle import absl_flags
 
 from runner import configs, fit
@@ -30,6 +30,7 @@ _DUMP_HLO = flags.DEFINE_bool(
 
 
 def main(arguments: Sequence[str]) -> None:
+    logging.set_verbosity(logging.WARNING)
     try:
         if len(arguments) > 1:
             raise ConfigError(f"unknown argument {arguments[1]!r}; flags begin with --")

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from lmlib.metrics import MetricsLog, mfu
-from runner.progress import Progress
 
 from lmlib.experiment import Experiment
+from lmlib.hardware import mfu
+from lmlib.metrics import MetricsLog
 from lmlib.train import Metrics
+from runner.progress import Progress
 
 Line = dict[str, float | int | None]
 
@@ -47,6 +48,7 @@ class Recorder:
         tokens_per_second = self._positions / seconds
         return {
             "step": step,
+            "loss": values.pop("loss"),
             **values,
             "valid_tokens": valid,
             "tokens": self.tokens,

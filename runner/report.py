@@ -12,9 +12,10 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.evaluate import Evaluator
 from lmlib.experiment import Experiment
 from lmlib.generate import sample
-from lmlib.metrics import mfu
+from lmlib.hardware import mfu
+from lmlib.table import columns
 from lmlib.train import State
-from runner.progress import count_text, table
+from runner.progress import count_text
 
 FILE_NAME = "result.json"
 LOSS_STEPS = 50
@@ -77,7 +78,7 @@ class Summary:
             ),
         ]
         samples = [f"sampled: {text!r}" for text in self.samples]
-        return "\n".join([*samples, table(rows)])
+        return "\n".join([*samples, columns(rows)])
 
 
 def finished_summary(workdir: Path, steps: int) -> Summary | None:

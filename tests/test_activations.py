@@ -22,8 +22,16 @@ from lmlib.train import abstract_batch, abstract_model
 def experiment(saved, mesh, sequence_parallel=False, microbatches=1, unroll=1):
     return Experiment(
         model=functools.partial(
-            Llama, vocab=160, embed=64, layers=3, heads=8, kv_heads=4, mlp=96,
-            saved=saved, sequence_parallel=sequence_parallel, unroll=unroll,
+            Llama,
+            vocab=160,
+            embed=64,
+            layers=3,
+            heads=8,
+            kv_heads=4,
+            mlp=96,
+            saved=saved,
+            sequence_parallel=sequence_parallel,
+            unroll=unroll,
         ),
         data=Synthetic(vocab_size=160, batch_size=16, sequence_length=32),
         optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
@@ -38,9 +46,7 @@ def kept_by_jax(experiment):
     weights, larger than a number for each position."""
     mesh, data = experiment.mesh, experiment.data
     model = abstract_model(experiment.make_model, mesh)
-    batch = abstract_batch(
-        data.batch_size // experiment.microbatches, data.sequence_length, mesh
-    )
+    batch = abstract_batch(data.batch_size // experiment.microbatches, data.sequence_length, mesh)
     with jax.set_mesh(mesh):
         pullback = jax.eval_shape(
             lambda m, b: jax.vjp(lambda m: batch_loss(m, b).cross_entropy, m)[1], model, batch
@@ -56,7 +62,9 @@ def kept_by_jax(experiment):
     return kept
 
 
-@pytest.mark.parametrize("saved", [(), ("query", "attention", "mlp_gate"), ("logits",), ACTIVATIONS])
+@pytest.mark.parametrize(
+    "saved", [(), ("query", "attention", "mlp_gate"), ("logits",), ACTIVATIONS]
+)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -70,7 +78,9 @@ def test_the_list_is_what_jax_keeps(saved, settings):
     mesh = make_mesh(**settings["mesh"])
     subject = experiment(saved, **(settings | {"mesh": mesh}))
     listed = saved_activations(subject)
-    assert Counter((a.shape, a.dtype.name, a.bytes_per_device) for a in listed) == kept_by_jax(subject)
+    assert Counter((a.shape, a.dtype.name, a.bytes_per_device) for a in listed) == kept_by_jax(
+        subject
+    )
     assert {a.name for a in listed} == {"layer_input", "head_input", *saved}
 
 

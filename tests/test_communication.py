@@ -74,7 +74,8 @@ def gathered_stacks(program):
     model = jax.eval_shape(make)
     stacks = {leaf.shape for leaf in jax.tree.leaves(model.blocks)}
     return [
-        (shape, dtype) for shape, dtype, layout in moves(program)
+        (shape, dtype)
+        for shape, dtype, layout in moves(program)
         if shape in stacks and '"fsdp"' not in layout
     ]
 

@@ -17,7 +17,13 @@ from lmlib.parallel.mesh import make_mesh
 
 V = 32
 make = functools.partial(
-    Llama, vocab=V, embed=32, layers=2, heads=4, mlp=48, compute_dtype="float32",
+    Llama,
+    vocab=V,
+    embed=32,
+    layers=2,
+    heads=4,
+    mlp=48,
+    compute_dtype="float32",
     key=jax.random.key(0),
 )
 source = Synthetic(vocab_size=V, batch_size=8, sequence_length=16)

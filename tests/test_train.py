@@ -21,7 +21,13 @@ from lmlib.parallel.mesh import make_mesh
 
 B, S, V = 8, 12, 40
 make = functools.partial(
-    Llama, vocab=V, embed=16, layers=2, heads=2, mlp=24, compute_dtype="float32",
+    Llama,
+    vocab=V,
+    embed=16,
+    layers=2,
+    heads=2,
+    mlp=24,
+    compute_dtype="float32",
     key=jax.random.key(0),
 )
 # Plain descent with rate one: the update is the gradient.
@@ -138,7 +144,12 @@ def test_metrics_are_what_they_say():
         return np.sqrt(sum((np.asarray(leaf, np.float64) ** 2).sum() for leaf in leaves))
 
     assert set(metrics) == {
-        "loss", "grad_norm", "parameter_norm", "update_norm", "learning_rate", "tokens"
+        "loss",
+        "grad_norm",
+        "parameter_norm",
+        "update_norm",
+        "learning_rate",
+        "tokens",
     }
     assert metrics["grad_norm"] == pytest.approx(norm(gradient), rel=1e-4)
     assert metrics["update_norm"] == pytest.approx(norm(gradient), rel=1e-4)
@@ -150,9 +161,7 @@ def test_grad_norm_is_taken_before_clipping():
     mesh = make_mesh()
     optimizer = optim.adamw(10, 1e-3, clip_norm=1e-3)
     state = train.init(make, optimizer, mesh)
-    compiled = train.compile_step(
-        state, train.abstract_batch(B, S, mesh), optimizer, mesh
-    )
+    compiled = train.compile_step(state, train.abstract_batch(B, S, mesh), optimizer, mesh)
     rows = NamedSharding(mesh, partition("batch seq"))
     batch = jax.tree.map(lambda x: jax.device_put(x, rows), source.batch(0))
     state, metrics = compiled(state, batch)
@@ -167,12 +176,12 @@ def test_z_loss_pulls_the_normaliser_down_and_is_not_reported_as_loss():
     assert metrics_with_z["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
 
     def mean_square(model):
-        logits = model(*(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids)))
+        logits = model(
+            *(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids))
+        )
         log_z_BS = jax.nn.logsumexp(logits, axis=-1)
         return jnp.sum(jnp.square(log_z_BS) * batch.loss_mask) / batch.loss_mask.sum()
 
     expected = jax.grad(mean_square)(make())
-    for one, other, pull in zip(
-        with_z, plain, jax.tree.leaves(expected), strict=True
-    ):
+    for one, other, pull in zip(with_z, plain, jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one - other, 0.1 * pull, rtol=1e-3, atol=1e-5)

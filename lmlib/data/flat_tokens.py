@@ -65,8 +65,7 @@ class FlatTokens:
         shards = self.metadata.shards
         self._offsets = [0, *accumulate(shard.tokens for shard in shards)]
         self._arrays = [
-            StoredArray(folder / shard.name / "tokens", shard.tokens, context)
-            for shard in shards
+            StoredArray(folder / shard.name / "tokens", shard.tokens, context) for shard in shards
         ]
         starts = [
             StoredArray(folder / shard.name / "document_starts", shard.documents, context)

@@ -87,9 +87,7 @@ class FlatTokensWriter:
         self._max_token_id = -1
         self._begin_shard()
 
-    def append(
-        self, tokens: np.ndarray, text_bytes: int, gzip_bytes: int | None = None
-    ) -> None:
+    def append(self, tokens: np.ndarray, text_bytes: int, gzip_bytes: int | None = None) -> None:
         """Adds one document: its integer `tokens` without framing, and its text's UTF-8 length.
 
         `gzip_bytes` is the length of the text under gzip -9; the split records the total only if

@@ -43,7 +43,9 @@ class SwiGLU(eqx.Module):
         self.up = initial_weight(SwiGLU, "up", key, **sizes)
         self.down = initial_weight(SwiGLU, "down", key, **sizes)
 
-    def __call__(self, x_BSE: Float[Array, "b s embed"], residual: str) -> Float[Array, "b s embed"]:
+    def __call__(
+        self, x_BSE: Float[Array, "b s embed"], residual: str
+    ) -> Float[Array, "b s embed"]:
         """Layouts: x whole along `seq`; the result as `residual` names (a sum over `tensor`)."""
         gate_BSF = checkpoint_name(x_BSE @ self.gate, "mlp_gate")
         up_BSF = checkpoint_name(x_BSE @ self.up, "mlp_up")

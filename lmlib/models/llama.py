@@ -115,9 +115,7 @@ class Llama(eqx.Module):
         def block(key: PRNGKeyArray) -> Block:
             return Block(
                 RMSNorm(embed, norm_epsilon, key=fold(key, "attention_norm")),
-                Attention(
-                    embed, heads, kv_heads, head_dim, rope_theta, key=fold(key, "attention")
-                ),
+                Attention(embed, heads, kv_heads, head_dim, rope_theta, key=fold(key, "attention")),
                 RMSNorm(embed, norm_epsilon, key=fold(key, "mlp_norm")),
                 SwiGLU(embed, mlp, key=fold(key, "mlp")),
             )
@@ -152,7 +150,9 @@ class Llama(eqx.Module):
     ) -> Float[Array, "b s embed"]:
         """The residual stream after the last block, in the compute dtype."""
         if positions_BS is None:
-            positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
+            positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(
+                tokens_BS.shape[1], dtype=jnp.int32
+            )
         if segment_ids_BS is None:
             segment_ids_BS = jnp.zeros_like(tokens_BS)
         residual = "batch seq_parallel embed" if self.sequence_parallel else "batch seq embed"

@@ -82,7 +82,10 @@ def test_an_epoch_predicts_every_token_but_the_first_once(
 def test_epochs_differ_and_repeat_the_same_sequences(example: Path) -> None:
     source = FlatTokens(str(example), "train", 1, 8, seed=0)
     first, second = (
-        [source.batch(epoch * source.sequences + i).tokens.tobytes() for i in range(source.sequences)]
+        [
+            source.batch(epoch * source.sequences + i).tokens.tobytes()
+            for i in range(source.sequences)
+        ]
         for epoch in (0, 1)
     )
     assert first != second

@@ -76,8 +76,18 @@ def test_a_large_permutation_looks_random() -> None:
 def test_the_order_never_changes_between_versions() -> None:
     assert permute(np.arange(10), 10, seed=0, epoch=0).tolist() == [5, 1, 7, 6, 8, 0, 9, 2, 4, 3]
     assert permute(np.arange(10), 10, seed=0, epoch=1).tolist() == [3, 6, 1, 4, 9, 7, 5, 8, 2, 0]
-    assert permute(np.arange(5), 2**40 + 1, seed=2**64 - 1, epoch=7).tolist() == [850229850070, 802349246375, 906823528305, 253641864409, 319563064050]
-    assert permute(np.arange(3), 2**63, seed=5, epoch=0).tolist() == [3161989766576481971, 7545692651890413972, 245894138108333782]
+    assert permute(np.arange(5), 2**40 + 1, seed=2**64 - 1, epoch=7).tolist() == [
+        850229850070,
+        802349246375,
+        906823528305,
+        253641864409,
+        319563064050,
+    ]
+    assert permute(np.arange(3), 2**63, seed=5, epoch=0).tolist() == [
+        3161989766576481971,
+        7545692651890413972,
+        245894138108333782,
+    ]
 
 
 @pytest.mark.parametrize(

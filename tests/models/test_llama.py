@@ -161,9 +161,7 @@ def test_gradients_reach_neither_the_future_nor_other_rows_nor_other_documents(i
         for s in range(S):
             for other in range(B):
                 for t in range(S):
-                    allowed = (
-                        other == b and t <= s and segment_ids_BS[b, t] == segment_ids_BS[b, s]
-                    )
+                    allowed = other == b and t <= s and segment_ids_BS[b, t] == segment_ids_BS[b, s]
                     assert (reach[b, s, other, t] > 0) == allowed, (b, s, other, t)
 
 
@@ -188,9 +186,7 @@ def test_what_is_saved_changes_no_gradient(inputs):
 def test_compute_dtype_is_that_of_the_residual_stream(inputs):
     model = make(key=jax.random.key(0))
     assert model.trunk(*inputs).dtype == jnp.float32
-    narrow = Llama(
-        vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F, key=jax.random.key(0)
-    )
+    narrow = Llama(vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F, key=jax.random.key(0))
     assert narrow.trunk(*inputs).dtype == jnp.bfloat16
     assert narrow(*inputs).dtype == jnp.float32
     assert all(weight.dtype == jnp.float32 for weight in jax.tree.leaves(narrow))
