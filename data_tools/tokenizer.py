@@ -32,7 +32,7 @@ class Tokenizer(ABC):
         """The ids (int64) of each document, without framing."""
 
     @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, leaving special tokens out."""
 
 
@@ -50,13 +50,15 @@ class ByteTokenizer(Tokenizer):
             np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64) for text in documents
         ]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`; bytes that are not UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer that a Hugging Face tokenizer.json describes."""
+
+    tokenizer_json: str
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class JsonTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch_fast(documents, add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 

@@ -1,62 +1,116 @@
-"""The metrics of a run on disk: metrics.jsonl, one object a line, and TensorBoard events."""
+"""The metrics of a run: `metrics.jsonl`, TensorBoard's copy of it, and MFU.
+
+`metrics.jsonl` holds one JSON object a line, `{"step": 10, "loss": 3.25, …}`, each step once and in
+order however often the run was killed. Strict JSON has no NaN: what is not finite is the string
+"NaN", "Infinity" or "-Infinity", which `float()` reads and `read_metrics` turns back. TensorBoard's
+copy leaves it out.
+"""
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, runtime_checkable
 
 from tensorboardX import SummaryWriter
 
+from lmlib.hardware import peak_flops
+
 FILE_NAME = "metrics.jsonl"
-Value = float | int | None
+_NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
+
+
+@runtime_checkable
+class Device(Protocol):
+    """All that is asked of a `jax.Device` here."""
+
+    @property
+    def device_kind(self) -> str: ...
+
+
+def mfu(
+    flops_per_token: float, tokens_per_second: float, devices: Sequence[Device]
+) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+
+    Args:
+      flops_per_token: what the model needs, forward and backward, recomputation not counted.
+      tokens_per_second: of all `devices` together.
+      devices: at least one.
+
+    Returns:
+      FLOP/s used over the devices' peak (0.4 for 40 %); `None` where a peak is not known.
+    """
+    peaks = [peak_flops(device.device_kind) for device in devices]
+    if None in peaks:
+        return None
+    return flops_per_token * tokens_per_second / sum(peak for peak in peaks if peak)
 
 
 class MetricsLog:
-    """Appends a line for each step; a context manager.
+    """Appends to `workdir/metrics.jsonl` and `workdir/tensorboard/`.
 
-    Begun again after `resume_step`, it first drops the lines of later steps and a line that a kill
-    cut short: those steps are made again, so that the file has each step once.
+    Every line is with the operating system when `write` returns. For a resumed run to miss no step,
+    write a step's metrics before its checkpoint is saved.
+
+        with MetricsLog(workdir, resume_step=None) as log:
+            log.write(1, {"loss": 3.25})
     """
 
     def __init__(
         self, workdir: str | os.PathLike[str], resume_step: int | None, enabled: bool = True
     ):
-        """`enabled=False`, for all processes but one, writes nothing."""
+        """Opens the log, first dropping lines of steps that will be made again.
+
+        Args:
+          workdir: made if absent.
+          resume_step: the step of the checkpoint that the run goes on from: later lines, and a line
+            that a kill cut short, are dropped. `None` for a run from the beginning: all are.
+          enabled: False on all processes but one; then nothing is read or written.
+        """
         self._enabled = enabled
         if not enabled:
             return
+        last = -1 if resume_step is None else resume_step
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_metrics(folder) if line["step"] <= (resume_step or 0)]
-        unfinished = folder / f".{FILE_NAME}.unfinished"
-        with open(unfinished, "w") as file:
-            file.writelines(_text(line) for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(folder / FILE_NAME)
-        self._file = open(folder / FILE_NAME, "a")  # noqa: SIM115 (closed by `close`)
-        # TensorBoard hides events from `purge_step` on that an earlier start wrote.
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=(resume_step or 0) + 1)
+        path = folder / FILE_NAME
+        lines = [_line(entry) for entry in _entries(path) if entry["step"] <= last]
+        _replace(path, "".join(lines))
+        self._file = path.open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(
+            str(folder / "tensorboard"),
+            purge_step=last + 1,
+            flush_secs=10,
+            # Its files are named by the second: a run resumed within one would overwrite its own.
+            filename_suffix=f".{last + 1}",
+        )
 
-    def write(self, step: int, metrics: Mapping[str, Value]) -> None:
-        """Appends {"step": step, **metrics}. `None` is left out; NaN and infinities, which JSON
-        does not have, are the strings "NaN", "Infinity" and "-Infinity"."""
+    def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        """Appends a line; metrics that are `None` are left out of it.
+
+        Raises:
+          ValueError: if a metric is called "step".
+          TypeError: if a value is no Python number.
+        """
+        if "step" in metrics:
+            raise ValueError('a metric cannot be called "step": the line has the step already')
         if not self._enabled:
             return
-        values = {name: value for name, value in metrics.items() if value is not None}
-        self._file.write(_text({"step": step, **values}))
+        present = {name: value for name, value in metrics.items() if value is not None}
+        self._file.write(_line({"step": step, **present}))
         self._file.flush()
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+        for name, value in present.items():
+            if math.isfinite(value):
+                self._tensorboard.add_scalar(name, float(value), step)
 
     def close(self) -> None:
         if self._enabled:
             self._file.close()
-            self._events.close()
+            self._tensorboard.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -64,26 +118,43 @@ class MetricsLog:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of `workdir`/metrics.jsonl; empty if there is none. A last line without its end,
-    which only a killed run leaves, is not read."""
-    file = Path(workdir) / FILE_NAME
-    if not file.exists():
-        return []
-    whole, _, _ = file.read_text().rpartition("\n")
-    return [_numbers(json.loads(line)) for line in whole.splitlines()]
+    """The lines of `workdir/metrics.jsonl`, also while a run writes it; none if it is absent.
+
+    `pandas.DataFrame(read_metrics(workdir)).set_index("step")` makes a table of them.
+    """
+    return list(_entries(Path(workdir) / FILE_NAME))
 
 
-_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def _numbers(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: _NAMES.get(value, value) for name, value in line.items()}
-
-
-def _text(line: Mapping[str, Any]) -> str:
-    def strict(value: Any) -> Any:
+def _line(entry: Mapping[str, float | int]) -> str:
+    def strict(value: float | int) -> float | int | str:
         if isinstance(value, float) and not math.isfinite(value):
-            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+            return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
         return value
 
-    return json.dumps({name: strict(value) for name, value in line.items()}) + "\n"
+    return json.dumps({name: strict(value) for name, value in entry.items()}) + "\n"
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line, parsed; half a line, which a kill or a power cut may leave, is skipped."""
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and "step" in entry:
+            yield {
+                name: float(value) if value in _NOT_FINITE else value
+                for name, value in entry.items()
+            }
+
+
+def _replace(path: Path, text: str) -> None:
+    """Puts `text` in the place of the file: all of it or, after a crash, the old one."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)

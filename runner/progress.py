@@ -1,111 +1,158 @@
-"""A run on the terminal: a live line while it goes on, plain lines where nobody watches."""
+"""What a run shows while it goes on: one live line on a terminal, plain lines in a log file."""
 
+import os
+import sys
 import time
-from typing import Self, TextIO
+from collections.abc import Callable
+from typing import TextIO
 
-BAR_WIDTH = 24
-LIVE_SECONDS = 0.1  # at least so long between two updates of the live line
-PLAIN_SECONDS = 10.0  # and so long between two plain lines
+BAR_WIDTH = 20
+REDRAW_SECONDS = 0.1  # of the live line
+PLAIN_LINES_AT_FIRST = 3
+PLAIN_LINE_SECONDS = 10.0  # between plain lines from then on
+_CLEAR_LINE = "\r\x1b[K"  # the end of what was there may be longer than what replaces it
 
 
 class Progress:
-    """Shows step, loss, speed and time left; a context manager.
+    """Bar, step, loss, tokens per second, MFU and time left.
 
-    On a terminal it rewrites one line. Elsewhere it prints a line for the first step, the last, and
-    every ten seconds. With `stream=None` it is silent.
+    On a terminal the line is redrawn in place. Elsewhere the first steps, then one step in about
+    ten seconds, and the last get a line each.
+
+        with Progress(steps=1000) as progress:
+            progress.update(1, loss=10.2, tokens_per_second=1e6)
     """
 
-    def __init__(self, steps: int, stream: TextIO | None):
+    def __init__(
+        self,
+        steps: int,
+        stream: TextIO | None = sys.stderr,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Shows nothing until the first `update`.
+
+        Args:
+          steps: the last step of the run.
+          stream: where to write; `None` writes nothing, for all processes but one.
+          clock: the time in seconds.
+        """
         self._steps = steps
         self._stream = stream
+        self._clock = clock
         self._live = stream is not None and stream.isatty()
-        self._shown = ""
-        self._last_time = -float("inf")
-        self._began: tuple[int, float] | None = None  # first step seen and when
+        self._line = ""
+        self._lines_written = 0
+        self._written_at = -float("inf")
+        self._first: tuple[int, float] | None = None
 
-    def update(self, step: int, loss: float, tokens_per_second: float, mfu: float | None) -> None:
-        """Called after each step; prints when it is time to."""
-        now = time.monotonic()
-        if self._began is None:
-            self._began = (step, now)
-        pause = LIVE_SECONDS if self._live else PLAIN_SECONDS
-        if self._stream is None or (now - self._last_time < pause and step < self._steps):
-            return
-        self._last_time = now
-        parts = [f"step {step:,}/{self._steps:,}", f"loss {loss:.4f}"]
-        parts.append(f"{count_text(tokens_per_second)} tokens/s")
-        if mfu is not None:
-            parts.append(f"MFU {mfu:.1%}")
-        parts.append(f"{self._time_left(step, now)} left")
-        line = "  ".join(parts)
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float,
+        tokens_per_second: float,
+        mfu: float | None = None,
+    ) -> None:
+        """Tells that `step` is done; writes unless a line was written just before.
+
+        Time left is that of the steps since the first update, so compilation is not in it.
+        """
+        now = self._clock()
+        if self._first is None:
+            self._first = (step, now)
+        bar = ""
         if self._live:
-            filled = BAR_WIDTH * step // self._steps
-            self._show(f"[{'=' * filled}{' ' * (BAR_WIDTH - filled)}] {line}")
-        else:
-            print(line, file=self._stream, flush=True)
+            done = BAR_WIDTH * step // max(self._steps, 1)
+            bar = f"[{'=' * done}{' ' * (BAR_WIDTH - done)}] "
+        parts = [
+            f"{bar}step {step:,}/{self._steps:,}",
+            f"loss {loss:.4f}",
+            f"{count_text(tokens_per_second)} tokens/s",
+            *([] if mfu is None else [f"MFU {mfu:.1%}"]),
+            *self._time_left(step, now),
+        ]
+        self._line = "  ".join(parts)
+        begins = not self._live and self._lines_written < PLAIN_LINES_AT_FIRST
+        interval = REDRAW_SECONDS if self._live else PLAIN_LINE_SECONDS
+        if begins or step >= self._steps or now - self._written_at >= interval:
+            self._written_at = now
+            self._lines_written += 1
+            self._write(f"{_CLEAR_LINE}{self._fitting()}" if self._live else f"{self._line}\n")
 
     def message(self, text: str) -> None:
-        """Prints `text` on lines of its own, above the live line."""
-        if self._stream is None:
-            return
-        shown = self._shown
-        self._show("")
-        print(text, file=self._stream, flush=True)
-        self._show(shown)
+        """Writes `text` on lines of its own, above the live line."""
+        if self._live:
+            self._write(f"{_CLEAR_LINE}{text}\n{self._fitting()}")
+        else:
+            self._write(f"{text}\n")
 
     def close(self) -> None:
-        """Leaves the live line as it is and goes to the next."""
-        if self._shown:
-            print(file=self._stream, flush=True)
-            self._shown = ""
+        """Leaves the last state of the live line on the screen, and the cursor below it."""
+        if self._live and self._line:
+            self._write(f"{_CLEAR_LINE}{self._fitting()}\n")
+        self._line = ""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _show(self, line: str) -> None:
-        if self._stream is not None and (line or self._shown):
-            # Spaces cover what a longer line left behind.
-            self._stream.write(f"\r{line.ljust(len(self._shown))}" + ("" if line else "\r"))
+    def _time_left(self, step: int, now: float) -> list[str]:
+        assert self._first is not None
+        first_step, first_time = self._first
+        if step <= first_step:
+            return []
+        seconds = round((now - first_time) / (step - first_step) * (self._steps - step))
+        return [f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"]
+
+    def _fitting(self) -> str:
+        """The live line, cut to the terminal: a line that wraps cannot be redrawn."""
+        assert self._stream is not None
+        width = os.get_terminal_size(self._stream.fileno()).columns
+        return self._line[: width - 1] if width else self._line  # 0: the terminal does not say
+
+    def _write(self, text: str) -> None:
+        if self._stream is not None:
+            self._stream.write(text)
             self._stream.flush()
-        self._shown = line
-
-    def _time_left(self, step: int, now: float) -> str:
-        assert self._began
-        first, then = self._began
-        if step == first:
-            return "0:00:00" if step == self._steps else "?"
-        return clock_text((now - then) / (step - first) * (self._steps - step))
-
-
-def clock_text(seconds: float) -> str:
-    """3:05:09 for hours, minutes and seconds."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-
-
-def duration_text(seconds: float) -> str:
-    """3 min 12 s, or 4.2 s below a minute."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def count_text(count: float) -> str:
-    """4.21 M; whole below a thousand."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= 0.9995 * size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f}"
+    """Three digits and thousands, millions, billions or trillions: 950, 4.21 M, 1.00 B."""
+    return _scaled(count, 1000, ["", "k", "M", "B", "T"])
 
 
 def bytes_text(size: float) -> str:
-    """1.25 GiB, in powers of 1,024."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1_000 or unit == "TiB":
-            return f"{size:.3g} {unit}"
-        size /= 1_024
-    raise AssertionError
+    """Three digits and a binary unit: 1.25 GiB, 512 B."""
+    return _scaled(size, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
+
+
+def duration_text(seconds: float) -> str:
+    """The two largest units: 3 min 12 s, 2 h 0 min, 4 d 6 h; 0.41 s and 8.2 s below a minute."""
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def _scaled(value: float, base: int, units: list[str]) -> str:
+    """Three digits of `value` in the largest unit that leaves 1 or more of it, rounded."""
+    if value < base and value == int(value):
+        return f"{value:.0f} {units[0]}".strip()
+    for unit in units[:-1]:
+        if float(_three_digits(value)) < base:
+            return f"{_three_digits(value)} {unit}".strip()
+        value /= base
+    return f"{_three_digits(value)} {units[-1]}"
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 
 from lmlib.experiment import Experiment
-from lmlib.hardware import mfu
-from lmlib.metrics import MetricsLog
+from lmlib.metrics import MetricsLog, mfu
 from lmlib.train import Metrics
 from runner.progress import Progress
 

@@ -12,7 +12,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.evaluate import Evaluator
 from lmlib.experiment import Experiment
 from lmlib.generate import sample
-from lmlib.hardware import mfu
+from lmlib.metrics import mfu
 from lmlib.table import columns
 from lmlib.train import State
 from runner.progress import count_text

@@ -11,6 +11,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
+_WHOLE = (slice(None), slice(None))  # JAX may write None for it
+
 
 class Batch(eqx.Module):
     """Rows of tokens with everything a loss needs to know about them.
@@ -29,18 +31,31 @@ class Batch(eqx.Module):
 class Source(Protocol):
     """Batches as a pure function of the step, so that resuming needs no iterator state."""
 
-    batch_size: int  # rows of the global batch, over all processes
-    sequence_length: int
-    max_token_id: int  # a model's vocabulary must be larger
-    batches: int | None  # in one pass over the data; None if they never end
-    bytes_per_target: float | None  # of text, on average; None if there is no text
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch, over all processes."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a row."""
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id that can occur; a model's vocabulary must be larger."""
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in one pass over the data; None if they never end."""
+
+    @property
+    def bytes_per_target(self) -> float | None:
+        """Bytes of text for each target, on average; None if there is no text."""
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the global batch of `step`, as NumPy arrays.
 
         Any split into rows gives the same values as the whole batch.
         """
-        ...
 
 
 def place(source: Source, step: int, sharding: jax.sharding.NamedSharding) -> Batch:
@@ -60,17 +75,19 @@ def place(source: Source, step: int, sharding: jax.sharding.NamedSharding) -> Ba
         ) from error
 
     held = np.zeros(source.batch_size, bool)
-    for row_slice, _ in sharding.addressable_devices_indices_map(shape).values():
-        held[row_slice] = True
+    for index in sharding.addressable_devices_indices_map(shape).values():
+        held[(index or _WHOLE)[0]] = True
     local = jax.tree.map(
         lambda *runs: np.concatenate(runs), *(source.batch(step, run) for run in _runs(held))
     )
     local_row_B = np.cumsum(held) - 1  # where a global row lies among the local ones
 
     def assemble(values: np.ndarray) -> Array:
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: values[local_row_B[index[0]], index[1]]
-        )
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            rows, columns = index or _WHOLE
+            return values[local_row_B[rows]][:, columns]
+
+        return jax.make_array_from_callback(shape, sharding, part)
 
     return jax.tree.map(assemble, local)
 

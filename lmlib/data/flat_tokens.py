@@ -117,14 +117,16 @@ class FlatTokens:
     @property
     def bytes_per_target(self) -> float | None:
         """UTF-8 bytes for each target in an epoch: all tokens but the first of each document."""
-        targets = self.tokens - len(np.unique(self._document_starts_D))
+        # Empty documents start where the next one does, or at the very end.
+        starts_D = np.unique(self._document_starts_D)
+        targets = self.tokens - np.count_nonzero(starts_D < self.tokens)
         return self.bytes / targets if targets else None
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
         """What `gzip -9` needs for these documents, each alone; `None` if it was not measured."""
         compressed = self.metadata.gzip_bytes
-        return None if compressed is None else 8 * compressed / self.bytes
+        return 8 * compressed / self.bytes if compressed is not None and self.bytes else None
 
     @property
     def tokenizer_path(self) -> Path | None:

@@ -111,8 +111,10 @@ class FlatTokensWriter:
         self._buffer.append(document.astype(self._dtype))
         self._buffered += len(document)
         self._bytes += text_bytes
-        known = self._gzip_bytes is not None and gzip_bytes is not None
-        self._gzip_bytes = self._gzip_bytes + gzip_bytes if known else None
+        if self._gzip_bytes is not None and gzip_bytes is not None:
+            self._gzip_bytes += gzip_bytes
+        else:
+            self._gzip_bytes = None
         if self._buffered >= self._file_length:
             self._write_buffer(self._buffered - self._buffered % self._file_length)
 

@@ -110,6 +110,19 @@ def test_properties(example: Path, example_documents: list[list[int]]) -> None:
     assert source.max_token_id == flat.max()
     assert source.tokenizer_path is None
     assert source.steps_per_epoch == int(np.ceil(source.sequences / 4))
+    assert source.batches is None
+    assert FlatTokens(str(example), "train", 4, 10, repeat=False).batches == source.steps_per_epoch
+    assert source.gzip_bits_per_byte is None
+
+
+@pytest.mark.parametrize("last", [[], [7, 8]])
+def test_bytes_per_target_counts_what_the_loss_counts(
+    tmp_path: Path, write_documents: Callable, last: list[int]
+) -> None:
+    write_documents(tmp_path, [[1, 2, 3], [], [4], last], max_shard_tokens=4)
+    source = FlatTokens(str(tmp_path), "train", 2, 2, repeat=False)
+    targets = sum(source.batch(step).loss_mask.sum() for step in range(source.steps_per_epoch))
+    assert source.bytes_per_target == source.bytes / targets
 
 
 def test_missing_data_set_says_how_to_make_it(tmp_path: Path) -> None:

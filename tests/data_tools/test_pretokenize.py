@@ -1,4 +1,5 @@
 import gzip
+import itertools
 import json
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def test_documents_are_framed_and_counted(tmp_path: Path) -> None:
     source = {"dataset": "by hand"}
     metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", source=source)
     framed = [[BOS, *text.encode(), EOS] for text in TEXTS]
-    assert tokens_of(tmp_path) == sum(framed, [])
+    assert tokens_of(tmp_path) == list(itertools.chain(*framed))
     assert metadata == read_metadata(tmp_path / "train")
     assert metadata.documents == 4
     assert metadata.bytes == sum(len(text.encode()) for text in TEXTS)
@@ -130,3 +131,11 @@ def test_the_writer_frames_like_pretokenize(tmp_path: Path) -> None:
     writer.append(np.array(list(b"ab")), 2)
     writer.finish()
     assert tokens_of(tmp_path / "one") == tokens_of(tmp_path / "two")
+
+
+def test_the_documented_example(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "flat-tokens.md").read_text(encoding="utf-8")
+    documented = page.split("```json\n")[1].split("```")[0]
+    source = json.loads(documented)["source"]
+    pretokenize(["hi", "a"], ByteTokenizer(), tmp_path, "train", source=source)
+    assert (tmp_path / "train" / "metadata.json").read_text() == documented

@@ -1,0 +1,80 @@
+"""The shipped experiments: their defaults as golden text, and two steps of each when tiny."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from lmlib.models.llama import Llama
+from runner import configs, fit
+from runner.config_text import flattened
+
+NAMES = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b", "quickstart")
+GOLDEN = Path(__file__).parent / "golden"
+
+# (layers, embed, heads, mlp, steps, peak_lr) of the five sizes whose speed is published.
+SHAPES = {
+    "llama_84m": (8, 512, 8, 4_096, 26_000, 3e-3),
+    "llama_270m": (8, 1_024, 16, 8_192, 92_000, 3e-4),
+    "llama_540m": (8, 2_048, 16, 8_192, 185_000, 3e-4),
+    "llama_1b": (8, 2_048, 16, 16_384, 370_000, 3e-4),
+    "llama_2b": (8, 4_096, 16, 16_384, 740_000, 3e-4),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory, monkeypatch):
+    # The quickstart's data set is made once for all tests, and not in the user's own cache.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def test_every_experiment_is_listed_with_a_command_and_a_cost():
+    listed = configs.experiments()
+    assert sorted(listed) == [f"experiments/{name}" for name in sorted(NAMES)]
+    for name in NAMES:
+        text = Path(configs.__file__).parents[1].joinpath("experiments", f"{name}.py").read_text()
+        assert f"python -m runner --fdl_config=experiments/{name} --workdir=" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_default_shows(name):
+    """After a wanted change: python tests/experiments/update.py, and look at the difference."""
+    expected = (GOLDEN / f"{name}.txt").read_text()
+    assert flattened(configs.load(f"experiments/{name}")) == expected
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sizes_are_the_published_ones(name):
+    cfg = configs.load(f"experiments/{name}")
+    model, optimizer = cfg.model, cfg.optimizer
+    layers, embed, heads, mlp, steps, peak_lr = SHAPES[name]
+    assert (model.layers, model.embed, model.heads, model.mlp) == (layers, embed, heads, mlp)
+    assert (cfg.steps, optimizer.peak_lr) == (steps, peak_lr)
+    assert (model.vocab, model.head_dim) == (32_768, 128)
+    assert (cfg.data.batch_size, cfg.data.sequence_length) == (64, 1_024)
+    assert (optimizer.b1, optimizer.b2, optimizer.weight_decay) == (0.9, 0.95, 0.1)
+    assert (optimizer.schedule.warmup, optimizer.schedule.end) == (0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("llama_84m", 8 * (4 * 512 * 1024 + 3 * 512 * 4096 + 2 * 512) + 2 * 32_768 * 512 + 512),
+     ("llama_8b", 8_030_261_248)],
+)
+def test_parameter_counts(name, parameters):
+    """Llama 3 8B's count is the published model's."""
+    cfg = configs.load(f"experiments/{name}")
+    settings = {k: getattr(cfg.model, k) for k in cfg.model.__arguments__}
+    model = jax.eval_shape(lambda: Llama(**settings, key=jax.random.key(0)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == parameters
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_tiny_steps_on_a_mesh_of_4_by_2(name, tmp_path):
+    overrides = ["steps=2", "mesh.fsdp=4", "mesh.tensor=2"]
+    cfg = configs.load(f"experiments/{name}", ["tiny"], overrides)
+    result = fit(cfg, tmp_path)
+    assert [line["step"] for line in result.metrics] == [1, 2]
+    assert int(result.state.step) == 2
+    assert result.state.model.blocks.mlp.up.sharding.mesh.shape["fsdp"] == 4
+    assert result.summary.validation_loss is not None

@@ -1,0 +1,155 @@
+"""The log against a strict JSON reader and a reader of event files, cut at every kind of place."""
+
+import dataclasses
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from lmlib.metrics import MetricsLog, mfu, read_metrics
+
+
+def strict_lines(workdir: Path) -> list[dict]:
+    """Every line, through a parser that refuses NaN and Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not strict JSON")
+
+    text = (workdir / "metrics.jsonl").read_text()
+    assert not text or text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def events(workdir: Path) -> list[Event]:
+    """All events, in TensorBoard's order; one is length (8), checksum (4), event, checksum (4)."""
+    found = []
+    for file in sorted((workdir / "tensorboard").iterdir()):
+        data = file.read_bytes()
+        while data:
+            end = 12 + int.from_bytes(data[:8], "little")
+            found.append(Event.FromString(data[12:end]))
+            data = data[end + 4 :]
+    return found
+
+
+def scalars(workdir: Path) -> list[tuple[int, str, float]]:
+    """What TensorBoard shows: a restart at a step hides what came before from that step on."""
+    shown: list[tuple[int, str, float]] = []
+    for event in events(workdir):
+        if event.session_log.status == SessionLog.START:
+            shown = [scalar for scalar in shown if scalar[0] < event.step]
+        shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return shown
+
+
+def test_lines_are_on_disk_at_once_and_read_back(tmp_path):
+    with MetricsLog(tmp_path / "run", resume_step=None) as log:
+        log.write(1, {"loss": 3.25, "tokens": 1 << 60, "mfu": None})
+        assert strict_lines(tmp_path / "run") == [{"step": 1, "loss": 3.25, "tokens": 1 << 60}]
+        log.write(2, {"loss": 0.1})
+        assert read_metrics(tmp_path / "run")[1] == {"step": 2, "loss": 0.1}
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert all(line.startswith('{"step": ') for line in lines)
+
+
+def test_what_is_not_finite_stays_strict_json_and_comes_back(tmp_path):
+    with MetricsLog(tmp_path, resume_step=None) as log:
+        log.write(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "loss": 1.0})
+    (line,) = strict_lines(tmp_path)
+    assert line == {"step": 1, "nan": "NaN", "up": "Infinity", "down": "-Infinity", "loss": 1.0}
+    with MetricsLog(tmp_path, resume_step=1):
+        (entry,) = read_metrics(tmp_path)
+    assert math.isnan(entry["nan"])
+    assert (entry["up"], entry["down"], entry["loss"]) == (math.inf, -math.inf, 1.0)
+    assert scalars(tmp_path) == [(1, "loss", 1.0)]
+
+
+def test_no_log_has_no_metrics(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_fresh_start_drops_the_lines_of_the_run_before(tmp_path):
+    for loss in (3.0, 2.0):
+        with MetricsLog(tmp_path, resume_step=None) as log:
+            log.write(0, {"loss": loss})
+            log.write(1, {"loss": loss})
+    assert strict_lines(tmp_path) == [{"step": 0, "loss": 2.0}, {"step": 1, "loss": 2.0}]
+    assert scalars(tmp_path) == [(0, "loss", 2.0), (1, "loss", 2.0)]
+
+
+def test_resuming_purges_tensorboard_from_the_next_step(tmp_path):
+    with MetricsLog(tmp_path, resume_step=None) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"loss": 5.0})
+    with MetricsLog(tmp_path, resume_step=2) as log:
+        log.write(3, {"loss": 4.0})
+    assert scalars(tmp_path) == [(1, "loss", 5.0), (2, "loss", 5.0), (3, "loss", 4.0)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_any_cut_and_any_resume_give_every_step_once(data):
+    """Resuming is from a step whose line was whole: metrics are written before the checkpoint."""
+    steps = data.draw(st.integers(1, 8), "steps")
+    number = st.one_of(st.floats(), st.integers(-(2**63), 2**63), st.none())
+    values = data.draw(st.lists(number, min_size=steps, max_size=steps), "values")
+    with tempfile.TemporaryDirectory() as folder:
+        workdir, path = Path(folder), Path(folder, "metrics.jsonl")
+
+        def write(resume_step: int | None) -> None:
+            with MetricsLog(workdir, resume_step) as log:
+                for step in range((resume_step or 0) + 1, steps + 1):
+                    log.write(step, {"loss": values[step - 1], "ü\n": 1})
+
+        write(None)
+        whole = path.read_bytes()
+        cut = data.draw(st.integers(0, len(whole)), "cut")
+        path.write_bytes(whole[:cut])
+        # A line that lacks only its newline is whole.
+        last = (whole[:cut] + b"\n").count(b"}\n")
+        write(data.draw(st.one_of(st.none(), st.integers(0, last)), "resume_step"))
+        assert path.read_bytes() == whole
+        assert [line["step"] for line in strict_lines(workdir)] == list(range(1, steps + 1))
+
+
+def test_a_damaged_line_is_skipped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\0\0\0\n\xff\n[2]\n7\n{"step": 2}\n')
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+    with MetricsLog(tmp_path, resume_step=2) as log:
+        log.write(3, {})
+    assert strict_lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_other_processes_write_nothing(tmp_path):
+    with MetricsLog(tmp_path / "run", resume_step=3, enabled=False) as log:
+        log.write(4, {"loss": 1.0})
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_metric_is_refused(tmp_path):
+    with MetricsLog(tmp_path, resume_step=None) as log, pytest.raises(ValueError, match='"step"'):
+        log.write(1, {"step": 2})
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    device_kind: str
+
+
+def test_mfu_is_a_fraction_of_the_peak_of_all_devices():
+    # 6 billion FLOPs a token, 1 million tokens a second: 6 PFLOP/s of 8 × 0.989.
+    assert mfu(6e9, 1e6, [Device("NVIDIA H200")] * 8) == pytest.approx(0.75834, abs=1e-5)
+    mixed = [Device("TPU v4"), Device("TPU v5 lite")]
+    assert mfu(1e9, 118e3, mixed) == pytest.approx(0.25)
+
+
+def test_without_every_peak_there_is_no_mfu():
+    cpu = jax.devices("cpu")[0]
+    assert mfu(6e9, 1e6, [cpu]) is None
+    assert mfu(6e9, 1e6, [Device("NVIDIA H200"), cpu]) is None
