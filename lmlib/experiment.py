@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 from jax.sharding import Mesh
 
@@ -84,9 +83,7 @@ class Experiment:
                     "each evaluation should see"
                 )
 
-    def _check_source(
-        self, name: str, source: Source, model: eqx.Module, microbatches: int
-    ) -> None:
+    def _check_source(self, name: str, source: Source, model: Any, microbatches: int) -> None:
         if source.max_token_id >= model.vocab:
             raise ValueError(
                 f"{name} has token ids up to {source.max_token_id}, but the model's vocabulary ends"

@@ -62,8 +62,13 @@ def batch_loss(model: Decoder, batch: Batch) -> LossSums:
     Logits are computed again in the backward pass unless the model saves "logits".
     """
 
-    def tail(x_BSE: Array) -> LossSums:
-        return loss_sums(model.head(x_BSE), batch.targets, batch.loss_mask)
+    # Straight from a source, a batch is NumPy's.
+    tokens_BS, positions_BS = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
+    segment_ids_BS = jnp.asarray(batch.segment_ids)
+    targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
 
-    x_BSE = model.trunk(batch.tokens, batch.positions, batch.segment_ids)
+    def tail(x_BSE: Array) -> LossSums:
+        return loss_sums(model.head(x_BSE), targets_BS, loss_mask_BS)
+
+    x_BSE = model.trunk(tokens_BS, positions_BS, segment_ids_BS)
     return jax.checkpoint(tail, policy=model.policy)(x_BSE)

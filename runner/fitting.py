@@ -14,7 +14,6 @@ from lmlib import train
 from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
 from lmlib.describe import describe
-from lmlib.evaluate import Evaluator
 from lmlib.experiment import Experiment
 from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.optim import Optimizer
@@ -26,6 +25,7 @@ from runner.profiling import Profiler, dump_program
 from runner.progress import Progress, bytes_text, duration_text
 from runner.recorder import Recorder
 from runner.report import Summary, finished_summary, summarise
+from runner.validation import Validation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +70,8 @@ def fit(
         optimizer = experiment.optimizer(experiment.steps)
         _announce(experiment, optimizer, progress)
         state, start, tokens = _begin(experiment, optimizer, checkpoints, progress)
-        evaluator = (
-            None
-            if experiment.validation is None
-            else Evaluator(experiment.validation, experiment.mesh)
-        )
+        source = experiment.validation
+        validation = None if source is None else Validation(source, experiment)
         with (
             MetricsLog(workdir, start or None, enabled=primary) as log,
             Profiler(workdir, profile) as profiler,
@@ -85,13 +82,13 @@ def fit(
                     progress.message(dump_program(compiled, workdir))
                 recorder = Recorder(experiment, log, progress, tokens)
                 state = run_steps(
-                    experiment, compiled, state, start, checkpoints, recorder, evaluator, profiler
+                    experiment, compiled, state, start, checkpoints, recorder, validation, profiler
                 )
         checkpoints.wait()
         metrics = read_metrics(workdir)
         summary = finished_summary(workdir, experiment.steps)
         if summary is None:
-            summary = summarise(experiment, state, metrics, evaluator)
+            summary = summarise(experiment, state, metrics, validation)
             if primary:
                 summary.save(workdir)
         else:
@@ -144,10 +141,11 @@ def _compile(
         state, batch, optimizer, experiment.mesh, experiment.microbatches, experiment.z_loss
     )
     seconds = time.perf_counter() - began
+    progress.message(f"compiled the step in {duration_text(seconds)}")
     memory = compiled.memory_analysis()
-    progress.message(
-        f"compiled the step in {duration_text(seconds)}; on each device it needs "
-        f"{bytes_text(memory.argument_size_in_bytes)} for state and batch and "
-        f"{bytes_text(memory.temp_size_in_bytes)} for temporaries"
-    )
+    if memory is not None:  # not every platform says
+        progress.message(
+            f"on each device it needs {bytes_text(memory.argument_size_in_bytes)} for state and "
+            f"batch and {bytes_text(memory.temp_size_in_bytes)} for temporaries"
+        )
     return compiled

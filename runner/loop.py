@@ -6,11 +6,11 @@ from jax.sharding import NamedSharding
 from lmlib import train
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
-from lmlib.evaluate import Evaluator
 from lmlib.experiment import Experiment
 from lmlib.parallel.layout import partition
 from runner.profiling import Profiler
 from runner.recorder import Recorder
+from runner.validation import Validation
 
 
 def run_steps(
@@ -20,7 +20,7 @@ def run_steps(
     start: int,
     checkpoints: Checkpoints,
     recorder: Recorder,
-    evaluator: Evaluator | None,
+    validation: Validation | None,
     profiler: Profiler,
 ) -> train.State:
     """Makes the steps from `start` to the last; returns the final state.
@@ -43,25 +43,15 @@ def run_steps(
             unread = (step, metrics)
 
             last = step == experiment.steps
-            evaluates = evaluator is not None and (step % experiment.evaluate_every == 0 or last)
+            evaluates = step % experiment.evaluate_every == 0 or last
             saves = step % experiment.checkpoint_every == 0 or last
             if evaluates or saves:
                 line = recorder.read(step, metrics)
-                recorder.write(line, validation(experiment, evaluator, state) if evaluates else {})
+                if validation is not None and evaluates:
+                    line |= validation.metrics(state.model)
+                recorder.write(line)
                 unread = None
                 if saves:
                     checkpoints.save(step, state, {"tokens": recorder.tokens})
                 recorder.restart_clock()
     return state
-
-
-def validation(
-    experiment: Experiment, evaluator: Evaluator, state: train.State
-) -> dict[str, float]:
-    """The metrics of one evaluation."""
-    source = experiment.validation
-    evaluation = evaluator(state.model, experiment.validation_batches or source.batches)
-    metrics = {"validation_loss": evaluation.loss}
-    if source.bytes_per_target is not None:
-        metrics["validation_bits_per_byte"] = evaluation.bits_per_byte(source.bytes_per_target)
-    return metrics

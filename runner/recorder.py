@@ -1,7 +1,6 @@
 """From the device metrics of a step to a line of metrics.jsonl and of the terminal."""
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from lmlib.metrics import MetricsLog, mfu
 from lmlib.train import Metrics
 from runner.progress import Progress
 
-Line = dict[str, float | int | None]
+Line = dict[str, Any]  # a metric that is None is not written
 
 
 class Recorder:
@@ -56,13 +55,13 @@ class Recorder:
             "mfu": mfu(self._flops_per_token, tokens_per_second, self._devices),
         }
 
-    def write(self, line: Line, extra: Mapping[str, Any] | None = None) -> None:
-        """Writes the line, with `extra` behind it."""
-        step = int(line["step"] or 0)
-        values = {name: value for name, value in line.items() if name != "step"}
-        self._log.write(step, {**values, **(extra or {})})
+    def write(self, line: Line) -> None:
+        """Writes the line."""
+        self._log.write(
+            line["step"], {name: value for name, value in line.items() if name != "step"}
+        )
         self._progress.update(
-            step,
+            line["step"],
             loss=line["loss"],
             tokens_per_second=line["tokens_per_second"],
             mfu=line["mfu"],

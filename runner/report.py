@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.evaluate import Evaluator
 from lmlib.experiment import Experiment
 from lmlib.generate import sample
 from lmlib.metrics import mfu
 from lmlib.table import columns
 from lmlib.train import State
 from runner.progress import count_text
+from runner.validation import Validation
 
 FILE_NAME = "result.json"
 LOSS_STEPS = 50
@@ -95,10 +95,10 @@ def summarise(
     experiment: Experiment,
     state: State,
     metrics: Sequence[Mapping[str, Any]],
-    evaluator: Evaluator | None,
+    validation: Validation | None,
 ) -> Summary:
     """Evaluates the final state, samples from it, and sums up the lines of metrics.jsonl."""
-    data, validation = experiment.data, experiment.validation
+    data = experiment.data
     positions = len(metrics) * data.batch_size * data.sequence_length
     tokens_per_second = positions / sum(line["step_seconds"] for line in metrics)
     flops = state.model.training_flops_per_token(data.sequence_length, causal=False)
@@ -116,19 +116,14 @@ def summarise(
         gzip_bits_per_byte=None,
         samples=_samples(experiment, state),
     )
-    if evaluator is None or validation is None:
+    if validation is None:
         return summary
-    batches = validation.batches or experiment.validation_batches
-    assert batches is not None  # Experiment.check saw to it
-    evaluation = evaluator(state.model, batches)
-    in_bytes = validation.bytes_per_target
+    evaluation = validation.whole(state.model)
     return dataclasses.replace(
         summary,
         validation_loss=evaluation.loss,
-        validation_bits_per_byte=in_bytes and evaluation.bits_per_byte(in_bytes),
-        gzip_bits_per_byte=(
-            validation.gzip_bits_per_byte if isinstance(validation, FlatTokens) else None
-        ),
+        validation_bits_per_byte=validation.bits_per_byte(evaluation),
+        gzip_bits_per_byte=validation.gzip_bits_per_byte,
     )
 
 

@@ -58,8 +58,10 @@ def test_sizes_are_the_published_ones(name):
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("llama_84m", 8 * (4 * 512 * 1024 + 3 * 512 * 4096 + 2 * 512) + 2 * 32_768 * 512 + 512),
-     ("llama_8b", 8_030_261_248)],
+    [
+        ("llama_84m", 8 * (4 * 512 * 1024 + 3 * 512 * 4096 + 2 * 512) + 2 * 32_768 * 512 + 512),
+        ("llama_8b", 8_030_261_248),
+    ],
 )
 def test_parameter_counts(name, parameters):
     """Llama 3 8B's count is the published model's."""

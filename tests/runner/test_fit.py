@@ -1,0 +1,236 @@
+"""Whole runs: what they write, how they resume, and how they refuse."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lmlib.metrics import read_metrics
+from runner import configs, fit
+from runner.errors import ConfigError
+
+TIMES = ("tokens_per_second", "step_seconds")
+ROOT = Path(configs.__file__).parents[1]
+
+
+def tiny(*overrides):
+    return configs.load("experiments/llama_84m", ["tiny"], overrides)
+
+
+def without_times(lines):
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def command(*arguments, **settings):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "runner", *arguments],
+        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Twenty steps on a mesh of 4 × 2, with the workdir they left."""
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    return fit(tiny("mesh.fsdp=4", "mesh.tensor=2"), workdir), workdir
+
+
+def test_a_run_describes_itself(undisturbed):
+    result, workdir = undisturbed
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    always = {
+        "step", "loss", "grad_norm", "parameter_norm", "update_norm", "learning_rate",
+        "valid_tokens", "tokens", "tokens_per_second", "step_seconds",
+    }
+    for line in lines:
+        evaluated = {"validation_loss"} if line["step"] in (10, 20) else set()
+        assert set(line) == always | evaluated
+        assert line["tokens_per_second"] == pytest.approx(8 * 64 / line["step_seconds"])
+    assert [line["tokens"] for line in lines] == np.cumsum(
+        [line["valid_tokens"] for line in lines]
+    ).tolist()
+    assert lines == result.metrics
+    assert sorted(path.name for path in workdir.iterdir()) == [
+        "checkpoints", "config.json", "config.txt", "metrics.jsonl", "result.json", "tensorboard",
+    ]
+    assert "optimizer.peak_lr = 0.003" in (workdir / "config.txt").read_text()
+    assert list((workdir / "tensorboard").glob("events.*"))
+
+
+def test_training_learns(undisturbed):
+    result, _ = undisturbed
+    losses = [line["loss"] for line in result.metrics]
+    assert losses[-1] < losses[0] - 0.3
+    assert result.summary.validation_loss < losses[0]
+
+
+def test_tokens_are_those_of_the_source(undisturbed):
+    result, _ = undisturbed
+    cfg = tiny()
+    from lmlib.data.synthetic import Synthetic
+
+    source = Synthetic(512, cfg.data.batch_size, cfg.data.sequence_length)
+    counted = [int(source.batch(step).loss_mask.sum()) for step in range(20)]
+    assert [line["valid_tokens"] for line in result.metrics] == counted
+
+
+def test_a_finished_run_says_so_and_changes_nothing(undisturbed, capsys):
+    result, workdir = undisturbed
+    before = (workdir / "metrics.jsonl").read_bytes()
+    again = fit(tiny("mesh.fsdp=4", "mesh.tensor=2"), workdir)
+    assert "finished all its 20 steps before" in capsys.readouterr().err
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert again.summary == result.summary
+    for one, other in zip(
+        jax.tree.leaves(again.state), jax.tree.leaves(result.state), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_resumed_on_another_mesh_the_curve_is_the_same(undisturbed, tmp_path):
+    expected, _ = undisturbed
+    fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "steps=10"), tmp_path)
+    # The learning rate is a function of `steps`, so the first ten steps are those of a shorter run.
+    first = without_times(read_metrics(tmp_path))
+    longer = fit(tiny("mesh.fsdp=8", "mesh.tensor=1", "steps=20"), tmp_path)
+    assert without_times(longer.metrics)[:10] == first
+    assert [line["step"] for line in longer.metrics] == list(range(1, 21))
+    assert longer.state.model.blocks.mlp.up.sharding.mesh.shape["fsdp"] == 8
+    assert longer.metrics[-1]["tokens"] == expected.metrics[-1]["tokens"]
+
+
+def start(workdir):
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "runner", "--fdl_config=experiments/llama_84m", "--fiddler=tiny",
+            f"--workdir={workdir}", "--fdl.mesh.fsdp=4", "--fdl.mesh.tensor=2",
+            "--fdl.checkpoint_every=4",
+        ],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )
+
+
+def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, tmp_path):
+    expected, _ = undisturbed
+    run = start(tmp_path)
+    deadline = time.monotonic() + 240
+    while len(read_metrics(tmp_path)) < 9:
+        assert run.poll() is None, run.stdout.read()
+        assert time.monotonic() < deadline
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    resumed_from = max(
+        int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()
+    )
+    assert resumed_from >= 4
+    finished = start(tmp_path)
+    output = finished.communicate(timeout=240)[0]
+    assert finished.returncode == 0, output
+    if resumed_from < 20:
+        assert re.search(r"resuming after step \d+ of 20", output)
+    # Compared with what a process of the same kind draws: same mesh, same bits.
+    assert without_times(read_metrics(tmp_path)) == without_times(expected.metrics)
+    state = fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "checkpoint_every=4"), tmp_path).state
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected.state), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_sweep_is_a_for_loop(tmp_path):
+    losses = {}
+    for peak_lr in (1e-4, 1e-2):
+        for layers in (1, 2):
+            cfg = tiny("steps=6")
+            cfg.optimizer.peak_lr, cfg.model.layers = peak_lr, layers
+            result = fit(cfg, tmp_path / f"{peak_lr}-{layers}")
+            losses[peak_lr, layers] = result.metrics[-1]["loss"]
+            assert result.state.model.layers == layers
+    assert losses[1e-2, 1] < losses[1e-4, 1]
+    assert losses[1e-2, 2] < losses[1e-4, 2]
+
+
+def test_a_saved_config_is_launched_again(undisturbed, tmp_path):
+    _, workdir = undisturbed
+    cfg = configs.load(str(workdir / "config.json"), overrides=["steps=2"])
+    assert len(fit(cfg, tmp_path).metrics) == 2
+
+
+def test_a_changed_config_is_shown_on_resume(tmp_path, capsys):
+    fit(tiny("steps=1"), tmp_path)
+    fit(tiny("steps=2", "optimizer.peak_lr=0.5"), tmp_path)
+    error = capsys.readouterr().err
+    assert "- optimizer.peak_lr = 0.003" in error
+    assert "+ optimizer.peak_lr = 0.5" in error
+
+
+def test_accumulated_microbatches_give_the_same_run(undisturbed, tmp_path):
+    expected, _ = undisturbed
+    result = fit(tiny("mesh.fsdp=2", "microbatches=4", "steps=20"), tmp_path)
+    for one, other in zip(result.metrics, expected.metrics, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=5e-3)  # bfloat16
+        assert one["tokens"] == other["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("mesh.fsdp=16",), "needs 16 devices and there are 8"),
+        (("mesh.tensor=8", "mesh.fsdp=1"), "axis 'kv_heads' of size 4 cannot be split"),
+        (("data.batch_size=6",), "axis 'batch' of size 6 cannot be split over data=1 x fsdp=8"),
+        (("model.vocab=256",), "data has token ids up to 511, but the model's vocabulary ends at 255"),
+        (("steps=0",), "steps must be at least 1, got 0"),
+        (("validation_batches=None",), "validation never ends: set validation_batches"),
+        (("model.saved=('query', 'keys')",), "did you mean 'key'"),
+        (("microbatches=3",), "8 sequences do not divide into 3 microbatches"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_anything_compiles(overrides, message, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        fit(tiny(*overrides), tmp_path / "workdir")
+    assert not (tmp_path / "workdir").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(undisturbed):
+    _, workdir = undisturbed
+    before = sorted(path.name for path in (workdir / "checkpoints").iterdir())
+    with pytest.raises(ConfigError, match=r"embedding as float32\[512, 64\]"):
+        fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "model.embed=128", "steps=30"), workdir)
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == before
+
+
+def test_the_command_line_shows_help_and_one_line_errors(tmp_path):
+    shown = command("--help")
+    assert "experiments/llama_8b" in shown.stdout
+    assert "--fdl.optimizer.peak_lr=1e-3" in shown.stdout
+    wrong = command("--fdl_config=experiments/lama_1b", f"--workdir={tmp_path}/run")
+    assert wrong.returncode == 2
+    assert "experiments/llama_1b" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+    missing = command("--fdl_config=experiments/llama_1b", f"--workdir={tmp_path}/run")
+    assert missing.returncode == 2
+    assert "data_tools.pretokenize" in missing.stderr
+    assert "Traceback" not in missing.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_line_profiles_and_dumps(tmp_path):
+    done = command(
+        "--fdl_config=experiments/llama_84m", "--fiddler=tiny", f"--workdir={tmp_path}",
+        "--fdl.steps=4", "--profile=2:3", "--dump_hlo",
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "profile").rglob("perfetto_trace.json.gz"))
+    assert "ENTRY" in (tmp_path / "hlo" / "train_step.txt").read_text()
+    assert re.search(r"^step 4/4  loss \d", done.stderr, re.MULTILINE)
+    for row in ("parameters", "tokens seen", "training loss", "validation loss", "try next"):
+        assert re.search(rf"^{row} ", done.stdout, re.MULTILINE)
