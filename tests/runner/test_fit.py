@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,12 @@ def command(*arguments, **settings):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", "runner", *arguments],
-        capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, **settings,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=300,
+        **settings,
     )
 
 
@@ -49,8 +55,16 @@ def test_a_run_describes_itself(undisturbed):
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 21))
     always = {
-        "step", "loss", "grad_norm", "parameter_norm", "update_norm", "learning_rate",
-        "valid_tokens", "tokens", "tokens_per_second", "step_seconds",
+        "step",
+        "loss",
+        "grad_norm",
+        "parameter_norm",
+        "update_norm",
+        "learning_rate",
+        "valid_tokens",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
     }
     for line in lines:
         evaluated = {"validation_loss"} if line["step"] in (10, 20) else set()
@@ -61,7 +75,12 @@ def test_a_run_describes_itself(undisturbed):
     ).tolist()
     assert lines == result.metrics
     assert sorted(path.name for path in workdir.iterdir()) == [
-        "checkpoints", "config.json", "config.txt", "metrics.jsonl", "result.json", "tensorboard",
+        "checkpoints",
+        "config.json",
+        "config.txt",
+        "metrics.jsonl",
+        "result.json",
+        "tensorboard",
     ]
     assert "optimizer.peak_lr = 0.003" in (workdir / "config.txt").read_text()
     assert list((workdir / "tensorboard").glob("events.*"))
@@ -91,33 +110,45 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed, capsys):
     assert "finished all its 20 steps before" in capsys.readouterr().err
     assert (workdir / "metrics.jsonl").read_bytes() == before
     assert again.summary == result.summary
-    for one, other in zip(
-        jax.tree.leaves(again.state), jax.tree.leaves(result.state), strict=True
-    ):
+    for one, other in zip(jax.tree.leaves(again.state), jax.tree.leaves(result.state), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_resumed_on_another_mesh_the_curve_is_the_same(undisturbed, tmp_path):
-    expected, _ = undisturbed
-    fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "steps=10"), tmp_path)
-    # The learning rate is a function of `steps`, so the first ten steps are those of a shorter run.
-    first = without_times(read_metrics(tmp_path))
-    longer = fit(tiny("mesh.fsdp=8", "mesh.tensor=1", "steps=20"), tmp_path)
-    assert without_times(longer.metrics)[:10] == first
-    assert [line["step"] for line in longer.metrics] == list(range(1, 21))
-    assert longer.state.model.blocks.mlp.up.sharding.mesh.shape["fsdp"] == 8
-    assert longer.metrics[-1]["tokens"] == expected.metrics[-1]["tokens"]
+def test_resumed_on_another_mesh_the_curve_is_the_same(tmp_path):
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    expected = fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "model.compute_dtype=float32"), whole)
+    # As if it had been killed after step 10: no later checkpoint, no result.
+    shutil.copytree(whole, parted)
+    shutil.rmtree(parted / "checkpoints" / "20")
+    (parted / "result.json").unlink()
+    found = fit(tiny("mesh.fsdp=8", "mesh.tensor=1", "model.compute_dtype=float32"), parted)
+    assert found.state.model.blocks.mlp.up.sharding.mesh.shape["fsdp"] == 8
+    assert without_times(found.metrics)[:10] == without_times(expected.metrics)[:10]
+    assert [line["step"] for line in found.metrics] == list(range(1, 21))
+    for one, other in zip(found.metrics, expected.metrics, strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert [line["loss"] for line in found.metrics] != [line["loss"] for line in expected.metrics]
 
 
 def start(workdir):
     return subprocess.Popen(
         [
-            sys.executable, "-m", "runner", "--fdl_config=experiments/llama_84m", "--fiddler=tiny",
-            f"--workdir={workdir}", "--fdl.mesh.fsdp=4", "--fdl.mesh.tensor=2",
+            sys.executable,
+            "-m",
+            "runner",
+            "--fdl_config=experiments/llama_84m",
+            "--fiddler=tiny",
+            f"--workdir={workdir}",
+            "--fdl.mesh.fsdp=4",
+            "--fdl.mesh.tensor=2",
             "--fdl.checkpoint_every=4",
         ],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -187,7 +218,7 @@ def test_accumulated_microbatches_give_the_same_run(undisturbed, tmp_path):
         (("mesh.fsdp=16",), "needs 16 devices and there are 8"),
         (("mesh.tensor=8", "mesh.fsdp=1"), "axis 'kv_heads' of size 4 cannot be split"),
         (("data.batch_size=6",), "axis 'batch' of size 6 cannot be split over data=1 x fsdp=8"),
-        (("model.vocab=256",), "data has token ids up to 511, but the model's vocabulary ends at 255"),
+        (("model.vocab=256",), "token ids up to 511, but the model's vocabulary ends at 255"),
         (("steps=0",), "steps must be at least 1, got 0"),
         (("validation_batches=None",), "validation never ends: set validation_batches"),
         (("model.saved=('query', 'keys')",), "did you mean 'key'"),
@@ -225,8 +256,12 @@ def test_the_command_line_shows_help_and_one_line_errors(tmp_path):
 
 def test_the_command_line_profiles_and_dumps(tmp_path):
     done = command(
-        "--fdl_config=experiments/llama_84m", "--fiddler=tiny", f"--workdir={tmp_path}",
-        "--fdl.steps=4", "--profile=2:3", "--dump_hlo",
+        "--fdl_config=experiments/llama_84m",
+        "--fiddler=tiny",
+        f"--workdir={tmp_path}",
+        "--fdl.steps=4",
+        "--profile=2:3",
+        "--dump_hlo",
     )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "profile").rglob("perfetto_trace.json.gz"))
