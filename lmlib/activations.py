@@ -48,8 +48,7 @@ class SavedActivations(tuple[SavedActivation, ...]):
 def saved_activations(experiment: Experiment) -> SavedActivations:
     """The tensors that one microbatch of `experiment` keeps, read off its traced forward pass.
 
-    Besides them the backward pass keeps only the weights and the batch, and for each batch row
-    a few numbers.
+    Besides them the backward pass keeps only the weights, and a few numbers for each position.
     """
     data, mesh = experiment.data, experiment.mesh
     model = abstract_model(experiment.make_model, mesh)

@@ -66,10 +66,12 @@ def fit(
         Checkpoints(workdir / "checkpoints", keep=experiment.keep_checkpoints) as checkpoints,
     ):
         if primary:
-            _save_config(cfg, workdir, progress)
+            _show_changes(cfg, workdir, progress)
         optimizer = experiment.optimizer(experiment.steps)
         _announce(experiment, optimizer, progress)
         state, start, tokens = _begin(experiment, optimizer, checkpoints, progress)
+        if primary:
+            configs.save(cfg, workdir)
         source = experiment.validation
         validation = None if source is None else Validation(source, experiment)
         with (
@@ -86,27 +88,30 @@ def fit(
                 )
         checkpoints.wait()
         metrics = read_metrics(workdir)
-        summary = finished_summary(workdir, experiment.steps)
+        summary = None
+        if start >= experiment.steps:
+            progress.message(f"this run finished all its {experiment.steps:,} steps before")
+            summary = finished_summary(workdir, experiment.steps)
         if summary is None:
+            if not metrics:
+                raise ConfigError(f"{workdir} has a finished checkpoint but no metrics.jsonl")
             summary = summarise(experiment, state, metrics, validation)
             if primary:
                 summary.save(workdir)
-        else:
-            progress.message(f"this run finished all its {experiment.steps:,} steps before")
     return Result(state, metrics, summary)
 
 
-def _save_config(cfg: fdl.Config[Experiment], workdir: Path, progress: Progress) -> None:
-    """Writes the config; says how it differs from the one that the workdir was begun with."""
-    if (workdir / "config.json").exists():
-        try:
-            changed = difference(configs.load(str(workdir)), cfg)
-        except ConfigError as error:
-            progress.message(f"the config of the run so far cannot be read: {error}")
-        else:
-            if changed:
-                progress.message(f"the config has changed since this run began:\n{changed}")
-    configs.save(cfg, workdir)
+def _show_changes(cfg: fdl.Config[Experiment], workdir: Path, progress: Progress) -> None:
+    """Says how the config differs from the one that the workdir was begun with."""
+    if not (workdir / "config.json").exists():
+        return
+    try:
+        changed = difference(configs.load(str(workdir)), cfg)
+    except ConfigError as error:
+        progress.message(f"the config of the run so far cannot be read: {error}")
+    else:
+        if changed:
+            progress.message(f"the config has changed since this run began:\n{changed}")
 
 
 def _announce(experiment: Experiment, optimizer: Optimizer, progress: Progress) -> None:

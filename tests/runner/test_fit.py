@@ -233,10 +233,23 @@ def test_parts_that_do_not_fit_are_refused_before_anything_compiles(overrides, m
 
 def test_a_checkpoint_of_another_model_is_refused(undisturbed):
     _, workdir = undisturbed
-    before = sorted(path.name for path in (workdir / "checkpoints").iterdir())
+
+    def on_disk():
+        return {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+
+    before = on_disk()
     with pytest.raises(ConfigError, match=r"embedding as float32\[512, 64\]"):
         fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "model.embed=128", "steps=30"), workdir)
-    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == before
+    assert on_disk() == before
+
+
+def test_without_its_checkpoints_a_run_begins_anew(tmp_path):
+    first = fit(tiny("steps=2"), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    second = fit(tiny("steps=2", "optimizer.peak_lr=0.1"), tmp_path)
+    assert [line["step"] for line in second.metrics] == [1, 2]
+    assert second.metrics[1]["learning_rate"] != first.metrics[1]["learning_rate"]
+    assert second.summary.training_loss != first.summary.training_loss
 
 
 def test_the_command_line_shows_help_and_one_line_errors(tmp_path):
