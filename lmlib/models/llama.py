@@ -18,6 +18,7 @@ from lmlib.models.initial import fold, initial_weight
 from lmlib.models.layers import RMSNorm, SwiGLU
 from lmlib.parallel.layout import gather, move, spec
 
+# What `Llama(saved=…)` may name, in the order of computing; see `checkpoint_name` in this folder.
 ACTIVATIONS = (
     "attention_input",
     "query",
@@ -76,7 +77,7 @@ class Llama(eqx.Module):
 
     Raises:
       ValueError: if a size is not positive, `kv_heads` does not divide `heads`, `head_dim` is odd,
-        or `saved` has an unknown name.
+        `compute_dtype` is no floating type, or `saved` has an unknown name.
     """
 
     embedding: Float[Array, "vocab embed"]
@@ -108,8 +109,9 @@ class Llama(eqx.Module):
         key: PRNGKeyArray,
     ):
         kv_heads = heads if kv_heads is None else kv_heads
+        _check_counts(layers=layers, heads=heads, kv_heads=kv_heads, unroll=unroll)
         head_dim = embed // heads if head_dim is None else head_dim
-        _check_sizes(layers, heads, kv_heads, head_dim, unroll)
+        _check_attention(heads, kv_heads, head_dim)
         _check_saved(saved)
 
         def block(key: PRNGKeyArray) -> Block:
@@ -128,7 +130,7 @@ class Llama(eqx.Module):
         self.blocks = jax.vmap(layer)(jnp.arange(layers, dtype=jnp.int32))
         self.norm = RMSNorm(embed, norm_epsilon, key=fold(key, "norm"))
         self.unembedding = None if tied else initial_weight(Llama, "unembedding", key, **sizes)
-        self.compute_dtype = jnp.dtype(compute_dtype).name
+        self.compute_dtype = _checked_dtype(compute_dtype)
         self.saved = tuple(saved)
         self.unroll = unroll
         self.sequence_parallel = sequence_parallel
@@ -219,15 +221,27 @@ class Llama(eqx.Module):
         return self.embedding.shape[0]
 
 
-def _check_sizes(layers: int, heads: int, kv_heads: int, head_dim: int, unroll: int) -> None:
-    sizes = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "unroll": unroll}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+
+
+def _check_attention(heads: int, kv_heads: int, head_dim: int) -> None:
     if heads % kv_heads:
         raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
+
+
+def _checked_dtype(name: str) -> str:
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"compute_dtype must be a floating type like 'bfloat16', got {name!r}")
+    return dtype.name
 
 
 def _check_saved(saved: tuple[str, ...]) -> None:
