@@ -28,7 +28,7 @@ def test_minus_one_takes_every_device_left(sizes, shape):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 16}, "needs 16 devices and there are 8.*device_count=16"),
+        ({"fsdp": 16}, "needs 16 devices and there are 8.*device_count=16 "),
         ({"fsdp": 3, "tensor": -1}, "8 devices do not divide by 3"),
         ({"fsdp": -1, "tensor": -1}, "only one size may be -1, not fsdp and tensor"),
         ({"data": 0}, "each size must be at least 1"),
