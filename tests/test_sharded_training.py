@@ -1,6 +1,8 @@
 """The same numbers on every mesh: initial weights, loss, gradients, and the training curve."""
 
 import functools
+import math
+import re
 
 import jax
 import numpy as np
@@ -110,13 +112,13 @@ def test_initialisation_never_holds_an_unsharded_copy():
     shapes = jax.tree.leaves(jax.eval_shape(make))
     with jax.set_mesh(mesh):
         compiled = creator(make, mesh).lower().compile()
-    memory, program = compiled.memory_analysis(), compiled.as_text()
-    total, largest = sum(leaf.size * 4 for leaf in shapes), max(leaf.size * 4 for leaf in shapes)
-    assert memory.output_size_in_bytes == pytest.approx(total / 8, rel=0.01)
-    bound = 1.5 * total / 8
-    assert memory.temp_size_in_bytes < bound < largest
-    for leaf in shapes:
-        assert f"f32[{','.join(map(str, leaf.shape))}]" not in program
+    memory = compiled.memory_analysis()
+    total, largest = sum(leaf.size for leaf in shapes), max(leaf.size for leaf in shapes)
+    assert memory.output_size_in_bytes == pytest.approx(4 * total / 8, rel=0.01)
+    assert memory.temp_size_in_bytes < 4 * total / 2
+    # No array anywhere in the program, random bits included, is larger than a device's share.
+    arrays = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", compiled.as_text())
+    assert max(math.prod(map(int, shape.split(","))) for shape in arrays) == largest / 8
 
 
 def test_the_state_is_donated_and_every_sharding_is_named():

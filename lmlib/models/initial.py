@@ -67,7 +67,9 @@ def bell(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> jax.Arr
     Integers are exact and one multiplication rounds once, so the bits are the same however XLA
     splits, fuses or vectorises, where those of a normal's logarithm and root are not.
     """
-    words = jax.random.bits(key, (2, *shape), jnp.uint32)
-    pairs = (words & 0xFFFF) + (words >> 16)
-    doubled = 2 * (pairs[0] + pairs[1]).astype(jnp.int32) - 4 * (2**16 - 1)
+    total = jnp.zeros(shape, jnp.uint32)
+    for half in jax.random.split(key):
+        words = jax.random.bits(half, shape, jnp.uint32)
+        total += (words & 0xFFFF) + (words >> 16)
+    doubled = 2 * total.astype(jnp.int32) - 4 * (2**16 - 1)
     return doubled.astype(jnp.float32) * jnp.float32(deviation / BELL_DEVIATION)

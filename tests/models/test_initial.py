@@ -23,8 +23,8 @@ def test_values_are_bell_shaped_with_the_deviation_asked_for():
 def test_the_bits_are_those_of_exact_integers():
     """A change here changes the initial weights of every experiment."""
     key, shape = jax.random.key(7), (5, 3)
-    words = np.asarray(jax.random.bits(key, (2, *shape), jnp.uint32)).astype(object)
-    sums = (words % 2**16 + words // 2**16).sum(axis=0)
+    words = np.array([jax.random.bits(half, shape, jnp.uint32) for half in jax.random.split(key)])
+    sums = (words.astype(object) % 2**16 + words.astype(object) // 2**16).sum(axis=0)
     exact = (2 * sums - 4 * (2**16 - 1)).astype(np.float32)
     expected = exact * np.float32(0.25 / np.sqrt(16 * (2**32 - 1) / 12))
     np.testing.assert_array_equal(bell(key, shape, 0.25), expected)

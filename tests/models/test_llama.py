@@ -131,7 +131,7 @@ def test_gradients_match_central_differences_in_float64(inputs, tied):
                 shifted[index] = leaves[index] + distance * direction
                 return float(loss(jax.tree.unflatten(structure, shifted)))
 
-            step = 1e-5
+            step = 3e-6
             difference = (moved(step) - moved(-step)) / (2 * step)
             assert float(jnp.sum(gradient * direction)) == pytest.approx(difference, rel=1e-6)
 
