@@ -115,7 +115,7 @@ def test_initialisation_never_holds_an_unsharded_copy():
     memory = compiled.memory_analysis()
     total, largest = sum(leaf.size for leaf in shapes), max(leaf.size for leaf in shapes)
     assert memory.output_size_in_bytes == pytest.approx(4 * total / 8, rel=0.01)
-    assert memory.temp_size_in_bytes < 4 * total / 2
+    assert memory.temp_size_in_bytes < 1.5 * 4 * total / 8 < 4 * largest
     # No array anywhere in the program, random bits included, is larger than a device's share.
     arrays = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", compiled.as_text())
     assert max(math.prod(map(int, shape.split(","))) for shape in arrays) == largest / 8
