@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from data_tools.pretokenize import pretokenize
+from data_tools.rows import Texts
 from data_tools.tokenizer import train_byte_level_bpe
 
 HELD_OUT_EVERY = 10  # one file in so many is for validation, whatever the other settings
@@ -17,7 +18,7 @@ HELD_OUT_EVERY = 10  # one file in so many is for validation, whatever the other
 _EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
-_RECIPE = 1  # to be raised when the same sources should give other data
+_RECIPE = 2  # to be raised when the same sources should give other data
 
 
 def standard_library(
@@ -61,9 +62,10 @@ def standard_library(
         report(f"trained a tokenizer of {tokenizer.vocab_size} ids")
 
         source = {"standard_library": _python_version(), "max_bytes": max_bytes}
-        pretokenize(train, tokenizer, making, "train", source=source)
+        pretokenize(Texts(train, source), tokenizer, making, "train")
         report("wrote the split train")
-        pretokenize(validation, tokenizer, making, "validation", source=source, gzip_baseline=True)
+        held_out = Texts(validation, source)
+        pretokenize(held_out, tokenizer, making, "validation", gzip_baseline=True)
         report("wrote the split validation")
         _move_into_place(making, folder)
     finally:

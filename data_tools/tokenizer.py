@@ -4,11 +4,14 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data_tools.encoders import Encoder, make_encoder
+from data_tools.encoders.hugging_face import read_tokenizer
 from lmlib.data import TokenizerIdentity
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
@@ -27,9 +30,14 @@ class Tokenizer(ABC):
     bos_id: int | None
     eos_id: int | None
 
+    @property
     @abstractmethod
+    def encoder(self) -> Encoder:
+        """What turns texts into ids; it can be sent to other processes."""
+
     def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
-        """The ids (int64) of each document, without framing."""
+        """The ids (uint32) of each document, without framing; see `Encoder.encode`."""
+        return self.encoder.encode(documents)
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -44,11 +52,10 @@ class ByteTokenizer(Tokenizer):
         self.tokenizer_json = None
         self.vocab_size, self.bos_id, self.eos_id = 258, 256, 257
 
-    def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
-        """See `Tokenizer.encode_batch`."""
-        return [
-            np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64) for text in documents
-        ]
+    @property
+    def encoder(self) -> Encoder:
+        """See `Tokenizer.encoder`."""
+        return make_encoder(None)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`; bytes that are not UTF-8 become U+FFFD."""
@@ -69,18 +76,13 @@ class JsonTokenizer(Tokenizer):
     ) -> None:
         """`tokenizer_json` is the file's text; framing tokens not given go by common names.
 
-        Raises ValueError if the text describes no tokenizer, a given token is not in its
-        vocabulary, or no end-of-text token is found.
+        Raises ValueError if the text describes no tokenizer, or a given token is not in its
+        vocabulary.
         """
-        import tokenizers
-
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-        except Exception as error:  # `tokenizers` raises bare Exception
-            raise ValueError(f"{name} is not a valid tokenizer.json: {error}") from error
-        self._tokenizer.encode_special_tokens = True  # their names in a document are only text
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+            self._tokenizer = read_tokenizer(tokenizer_json)
+        except ValueError as error:
+            raise ValueError(f"{name} is not a valid tokenizer.json: {error.__cause__}") from error
         self.tokenizer_json = tokenizer_json
         digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
         self.identity = TokenizerIdentity(name, digest)
@@ -88,15 +90,11 @@ class JsonTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         self.bos_id = _special_id(name, vocabulary, "bos_token", bos_token, _BOS_NAMES)
         self.eos_id = _special_id(name, vocabulary, "eos_token", eos_token, _EOS_NAMES)
-        if self.eos_id is None:
-            raise ValueError(
-                f"cannot tell which token of {name} ends a document: name it with --eos_token"
-            )
 
-    def encode_batch(self, documents: Sequence[str]) -> list[np.ndarray]:
-        """See `Tokenizer.encode_batch`."""
-        encodings = self._tokenizer.encode_batch_fast(documents, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+    @cached_property
+    def encoder(self) -> Encoder:
+        """See `Tokenizer.encoder`; made when first asked for, since it takes a second."""
+        return make_encoder(self.tokenizer_json)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -112,7 +110,7 @@ def load_tokenizer(
     beside the file says, or else common names are tried. No code from elsewhere is ever run.
 
     Raises FileNotFoundError for a folder without tokenizer.json, ValueError for a name that is
-    neither here nor on the Hub, or a tokenizer without such tokens.
+    neither here nor on the Hub, or a tokenizer without a token that was named.
     """
     if name == "bytes":
         return ByteTokenizer()

@@ -35,7 +35,7 @@ def config() -> fdl.Config[Experiment]:
             batch_size=64,
             sequence_length=1_024,
             seed=None,
-            repeat=False,
+            epochs=1,
         ),
         validation_batches=16,
         optimizer=fdl.Partial(

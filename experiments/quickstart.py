@@ -39,7 +39,7 @@ def config() -> fdl.Config[Experiment]:
             batch_size=32,
             sequence_length=128,
             seed=None,
-            repeat=False,
+            epochs=1,
         ),
         validation_batches=4,
         optimizer=fdl.Partial(

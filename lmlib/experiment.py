@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from lmlib.data.batch import Source
+from lmlib.data.metadata import tokenizers_differ
 from lmlib.optim import Optimizer
 from lmlib.parallel.check import check_batch, check_model
 
@@ -31,6 +32,7 @@ class Experiment:
         step a finite `validation` is seen whole.
       evaluate_every, checkpoint_every: in steps.
       keep_checkpoints: how many checkpoints stay, the newest.
+      prefetch_batches: how many batches are read and placed on the devices ahead of their step.
       prompts: texts that the trained model continues at the end of the run.
     """
 
@@ -47,6 +49,7 @@ class Experiment:
     evaluate_every: int = 1_000
     checkpoint_every: int = 1_000
     keep_checkpoints: int = 3
+    prefetch_batches: int = 2
     prompts: tuple[str, ...] = ()
 
     @property
@@ -69,14 +72,26 @@ class Experiment:
             "evaluate_every",
             "checkpoint_every",
             "keep_checkpoints",
+            "prefetch_batches",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         check_model(self.make_model, self.mesh)
         model = self.abstract_model()
         self._check_source("data", self.data, model, self.microbatches)
+        if self.data.batches is not None and self.data.batches < self.steps:
+            raise ValueError(
+                f"data ends after {self.data.batches} batches, but steps is {self.steps}: make "
+                "fewer steps, or let the data repeat (epochs=None)"
+            )
         if self.validation is not None:
             self._check_source("validation", self.validation, model, 1)
+            if tokenizers_differ(self.data.tokenizer, self.validation.tokenizer):
+                raise ValueError(
+                    f"data was made by {self.data.tokenizer}, but validation by "
+                    f"{self.validation.tokenizer}: their ids mean different texts; make both with "
+                    "one tokenizer"
+                )
             if self.validation_batches is None and self.validation.batches is None:
                 raise ValueError(
                     "validation never ends: set validation_batches to the number of batches that "

@@ -13,6 +13,7 @@ import jax
 from lmlib import train
 from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
+from lmlib.data.resumable import Resumable
 from lmlib.describe import describe
 from lmlib.experiment import Experiment
 from lmlib.metrics import MetricsLog, read_metrics
@@ -131,6 +132,13 @@ def _begin(
     target = train.abstract_state(experiment.make_model, optimizer, experiment.mesh)
     with user_errors():
         state, saved = checkpoints.restore(newest, target)
+        if isinstance(experiment.data, Resumable):
+            if "data" not in saved:
+                raise ConfigError(
+                    f"checkpoint {newest} does not say where the data stream was: it was saved "
+                    "with another kind of data source; train on that, or use another workdir"
+                )
+            experiment.data.restore(newest, saved["data"])
     if newest < experiment.steps:
         progress.message(f"resuming after step {newest:,} of {experiment.steps:,}")
     return state, newest, saved["tokens"]

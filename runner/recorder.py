@@ -36,8 +36,12 @@ class Recorder:
         """What follows is timed; what came since the last step was read is not."""
         self._clock = time.perf_counter()
 
-    def read(self, step: int, metrics: Metrics) -> Line:
-        """Waits for the step and times it: from the step before, or `restart_clock`, to here."""
+    def read(self, step: int, metrics: Metrics, data_wait_seconds: float) -> Line:
+        """Waits for the step and times it: from the step before, or `restart_clock`, to here.
+
+        `data_wait_seconds` is how long the loop waited for the step's batch, which delays the
+        step unless the devices are still busy with the one before.
+        """
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         seconds = time.perf_counter() - self._clock
         self.restart_clock()
@@ -52,6 +56,7 @@ class Recorder:
             "tokens": self.tokens,
             "tokens_per_second": tokens_per_second,
             "step_seconds": seconds,
+            "data_wait_seconds": data_wait_seconds,
             "mfu": mfu(self._flops_per_token, tokens_per_second, self._devices),
         }
 

@@ -135,7 +135,7 @@ def _samples(experiment: Experiment, state: State) -> tuple[str, ...]:
     from tokenizers import Tokenizer  # heavy, and only needed here
 
     tokenizer = Tokenizer.from_file(str(data.tokenizer_path))
-    begin = [] if data.metadata.bos_id is None else [data.metadata.bos_id]
+    begin = [] if data.metadata is None or data.metadata.bos_id is None else [data.metadata.bos_id]
     prompts = [begin + tokenizer.encode(prompt).ids for prompt in experiment.prompts]
     key = jax.random.key(experiment.seed)
     sampled = sample(state.model, prompts, SAMPLED_TOKENS, key, experiment.mesh)

@@ -3,25 +3,34 @@
     python -m data_tools.pretokenize --dataset=allenai/c4 --name=en --split=train \\
         --tokenizer=TOKENIZER --out=DIR --max_tokens=1e9
 
-About 0.5 to 1 million tokens per second and core.
+Killed and started again, it goes on where it was. With --shards=N the split is made of N parts;
+--shard=I/N makes one of them alone, for as many machines as there are, and --ray makes all of
+them on a Ray cluster. docs/data.md says more.
 """
 
+import os
+import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags
 
-from data_tools.documents import documents
-from data_tools.pretokenize import pretokenize
-from data_tools.tokenizer import load_tokenizer
-from lmlib.data import Metadata
+from data_tools.pretokenize.progress import ProgressLines
+from data_tools.pretokenize.report import SkippedRows, summary
+from data_tools.pretokenize.shard import pretokenize_shard
+from data_tools.pretokenize.split import pretokenize
+from data_tools.rows import RowSource, TextField, row_source
+from data_tools.tokenizer import Tokenizer, load_tokenizer
+from lmlib.data import ShardMetadata, SplitMetadata
 
 _DATASET = flags.DEFINE_list(
     "dataset",
     None,
-    "A folder, one or more comma-separated text or .jsonl files, or a Hugging Face data set.",
+    "Files and folders, separated by commas: .jsonl, .parquet, .arrow, or text, the first and the "
+    "last also as .gz or .zst; or the name of one Hugging Face data set.",
     required=True,
 )
 _NAME = flags.DEFINE_string("name", None, "Which configuration of the Hugging Face data set.")
@@ -38,81 +47,95 @@ _BOS_TOKEN = flags.DEFINE_string("bos_token", None, "The token that begins a doc
 _EOS_TOKEN = flags.DEFINE_string("eos_token", None, "The token that ends a document.")
 _OUT = flags.DEFINE_string("out", None, "The folder of the data set.", required=True)
 _MAX_TOKENS = flags.DEFINE_float(
-    "max_tokens", None, "Stop after the document that reaches so many tokens, for instance 1e9."
+    "max_tokens", None, "End with the document that reaches so many tokens, for instance 1e9."
 )
 _TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "The column that holds the text.")
+_TEXT_FUNCTION = flags.DEFINE_string(
+    "text_function", None, "package.module:function that makes the text from a row's dict."
+)
 _PATTERN = flags.DEFINE_string("pattern", "*", "Which files of a folder, for instance '*.py'.")
+_WORKERS = flags.DEFINE_integer(
+    "workers",
+    None,
+    "Processes that tokenise; by default one for each core, on Ray one a shard.",
+    lower_bound=0,
+)
+_ON_BAD_ROW = flags.DEFINE_enum(
+    "on_bad_row", "fail", ["fail", "skip"], "What to do with a row that has no usable text."
+)
+_SHARDS = flags.DEFINE_integer("shards", 1, "Parts to make the split of.", lower_bound=1)
+_SHARD = flags.DEFINE_string("shard", None, "Make one part alone: 'i/n' is number i, from 0, of n.")
+_RAY = flags.DEFINE_string(
+    "ray", None, "The address of a Ray cluster ('auto' if this machine is in it) for the shards."
+)
 _GZIP_BASELINE = flags.DEFINE_bool(
     "gzip_baseline", False, "Record the documents' length under gzip -9; slow."
 )
 
-_SECONDS_BETWEEN_LINES = 5.0
+
+def _shard_and_shards() -> tuple[int | None, int]:
+    if _SHARD.value is None:
+        return None, _SHARDS.value
+    match = re.fullmatch(r"(\d+)/(\d+)", _SHARD.value)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(
+            f"--shard={_SHARD.value} is not 'i/n' with i from 0 to n - 1, for instance 0/8"
+        )
+    return int(match[1]), int(match[2])
 
 
-class _ProgressLines:
-    """Prints a line to stderr every few seconds."""
-
-    def __init__(self) -> None:
-        self._begun = self._printed = time.monotonic()
-
-    def __call__(self, document_count: int, tokens: int, text_bytes: int) -> None:
-        now = time.monotonic()
-        if now - self._printed >= _SECONDS_BETWEEN_LINES:
-            self._printed = now
-            print(
-                f"{document_count:,} documents, {tokens:,} tokens, "
-                f"{tokens / (now - self._begun):,.0f} tokens/s, "
-                f"{text_bytes / tokens:.2f} bytes per token",
-                file=sys.stderr,
-            )
-
-
-def _summary(metadata: Metadata, folder: Path, seconds: float) -> str:
-    rows = {
-        "folder": str(folder),
-        "documents": f"{metadata.documents:,}",
-        "tokens": f"{metadata.tokens:,}",
-        "bytes": f"{metadata.bytes:,}",
-        "bytes per token": f"{metadata.bytes / metadata.tokens:.3f}",
-        "vocabulary": f"{metadata.vocab_size:,}",
-        "shards": f"{len(metadata.shards):,}",
-        "tokens per second": f"{metadata.tokens / seconds:,.0f}",
+def _make(
+    source: RowSource, tokenizer: Tokenizer, skipped: SkippedRows
+) -> SplitMetadata | ShardMetadata:
+    shard, shards = _shard_and_shards()
+    max_tokens = None if _MAX_TOKENS.value is None else int(_MAX_TOKENS.value)
+    progress = ProgressLines(max_tokens if shard is None else None)
+    cores = 0 if _RAY.value is not None else len(os.sched_getaffinity(0))
+    workers = cores if _WORKERS.value is None else _WORKERS.value
+    target = (source, tokenizer, _OUT.value, _SPLIT.value)
+    settings: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "workers": workers,
+        "on_bad_row": _ON_BAD_ROW.value,
+        "gzip_baseline": _GZIP_BASELINE.value,
     }
-    if metadata.gzip_bytes is not None and metadata.bytes:
-        bits = 8 * metadata.gzip_bytes / metadata.bytes
-        rows["gzip -9"] = f"{metadata.gzip_bytes:,} bytes, {bits:.3f} bits per byte"
-    return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
+    if _RAY.value is not None:
+        if shard is not None:
+            raise ValueError("--ray makes all shards: give --shards=n, not --shard=i/n")
+        from data_tools.pretokenize.on_ray import pretokenize_on_ray
+
+        return pretokenize_on_ray(
+            *target, address=_RAY.value, shards=shards, progress=progress, **settings
+        )
+    settings |= {"progress": progress, "skipped": skipped}
+    if shard is not None:
+        return pretokenize_shard(*target, shard=shard, shards=shards, **settings)
+    return pretokenize(*target, shards=shards, **settings)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0, or 2 after an error that is reported in one line."""
     begun = time.monotonic()
+    skipped = SkippedRows()
     try:
         if len(arguments) > 1:
             raise ValueError(f"unexpected argument {arguments[1]!r}: settings are --name=value")
-        source = {"dataset": _DATASET.value, "name": _NAME.value, "split": _SPLIT.value}
-        source |= {"text_column": _TEXT_COLUMN.value, "pattern": _PATTERN.value}
-        texts = documents(
+        source = row_source(
             _DATASET.value,
             name=_NAME.value,
             split=_SPLIT.value,
-            text_column=_TEXT_COLUMN.value,
+            field=TextField(_TEXT_COLUMN.value, _TEXT_FUNCTION.value),
             pattern=_PATTERN.value,
         )
-        metadata = pretokenize(
-            texts,
-            load_tokenizer(_TOKENIZER.value, _BOS_TOKEN.value, _EOS_TOKEN.value),
-            _OUT.value,
-            _SPLIT.value,
-            source=source,
-            gzip_baseline=_GZIP_BASELINE.value,
-            max_tokens=None if _MAX_TOKENS.value is None else int(_MAX_TOKENS.value),
-            progress=_ProgressLines(),
-        )
-    except (OSError, ValueError) as error:
+        tokenizer = load_tokenizer(_TOKENIZER.value, _BOS_TOKEN.value, _EOS_TOKEN.value)
+        made = _make(source, tokenizer, skipped)
+    except (OSError, RuntimeError, ValueError) as error:
         print("pretokenize:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    print(_summary(metadata, Path(_OUT.value) / _SPLIT.value, time.monotonic() - begun))
+    except KeyboardInterrupt:
+        print("pretokenize: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    print(summary(made, Path(_OUT.value) / _SPLIT.value, time.monotonic() - begun))
     return 0
 
 

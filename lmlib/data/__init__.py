@@ -2,10 +2,18 @@
 
 from lmlib.data.batch import Batch, Source, place
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.flat_tokens_writer import FlatTokensWriter
-from lmlib.data.metadata import Metadata, Shard, TokenizerIdentity, read_metadata
+from lmlib.data.metadata import (
+    ShardMetadata,
+    SplitMetadata,
+    TokenizerIdentity,
+    read_shard,
+    read_split,
+)
+from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.permutation import permute
 from lmlib.data.prefetch import Prefetch
+from lmlib.data.resumable import Resumable
+from lmlib.data.shard_writer import ShardWriter, finished_shard, shard_progress
 from lmlib.data.synthetic import Synthetic
 from lmlib.data.token_arrays import DamagedDataError
 
@@ -13,14 +21,20 @@ __all__ = [
     "Batch",
     "DamagedDataError",
     "FlatTokens",
-    "FlatTokensWriter",
-    "Metadata",
+    "Mixture",
     "Prefetch",
-    "Shard",
+    "Resumable",
+    "ShardMetadata",
+    "ShardWriter",
     "Source",
+    "SplitMetadata",
+    "Stage",
     "Synthetic",
     "TokenizerIdentity",
+    "finished_shard",
     "permute",
     "place",
-    "read_metadata",
+    "read_shard",
+    "read_split",
+    "shard_progress",
 ]

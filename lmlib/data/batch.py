@@ -11,6 +11,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
+from lmlib.data.metadata import TokenizerIdentity
+
 _WHOLE = (slice(None), slice(None))  # JAX may write None for it
 
 
@@ -42,6 +44,10 @@ class Source(Protocol):
     @property
     def max_token_id(self) -> int:
         """The largest id that can occur; a model's vocabulary must be larger."""
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity | None:
+        """What made the ids; None if unknown."""
 
     @property
     def batches(self) -> int | None:

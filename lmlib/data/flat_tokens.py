@@ -1,31 +1,32 @@
 """Batches from flat tokens on disk, in an order that is a function of (seed, step).
 
-The format is in docs/flat-tokens.md.
-Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row, D documents.
+The format is in docs/flat-tokens.md; seqax's is read as well.
+Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row.
 """
 
 import hashlib
-from bisect import bisect_right
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from lmlib.data.batch import Batch
-from lmlib.data.flat_tokens_writer import TOKENIZER_FILE
-from lmlib.data.metadata import FILE_NAME, Metadata, read_metadata
+from lmlib.data.metadata import TOKENIZER_FILE, SplitMetadata, TokenizerIdentity, shard_folders
 from lmlib.data.packing import packed_batch
 from lmlib.data.permutation import permute
-from lmlib.data.token_arrays import DamagedDataError, Reading, StoredArray, reading_context
+from lmlib.data.seqax import SeqaxSplit, is_seqax_split
+from lmlib.data.stored_split import StoredSplit
+from lmlib.data.token_arrays import DamagedDataError
 
 
 class FlatTokens:
-    """A split of flat tokens, cut into consecutive sequences and shuffled anew each epoch.
+    """A split of flat tokens, cut into sequences and shuffled anew each epoch.
 
-    Sequence i predicts tokens [i·S + 1, (i+1)·S] of the concatenated shards, so that an epoch
-    predicts every token but the very first exactly once; the last sequence is padded. Row r of
-    step t is number p = t·batch_size + r: of epoch p // sequences, and there the sequence that
-    the permutation keyed by (seed, epoch) puts at p % sequences.
+    Packed, sequence i predicts tokens [i·S + 1, (i+1)·S] of the concatenated shards, so that an
+    epoch predicts every token but the very first exactly once; the last sequence is padded. Not
+    packed, sequence i is document i, its first S + 1 tokens if it is longer.
+
+    Row r of step t is number p = t·batch_size + r: of epoch p // sequences, and there the sequence
+    that the permutation keyed by (seed, epoch) puts at p % sequences.
     """
 
     def __init__(
@@ -35,74 +36,83 @@ class FlatTokens:
         batch_size: int,
         sequence_length: int,
         seed: int | None = 0,
-        repeat: bool = True,
+        epochs: int | None = None,
+        packed: bool = True,
+        reset_positions: bool = True,
+        attend_across_documents: bool = False,
     ) -> None:
-        """Opens the split; `seed=None` keeps the stored order.
+        """Opens the split.
 
-        With `repeat=False` there is one epoch, and rows past its end are padding.
+        Args:
+          path: the data set's folder, in this library's format or seqax's.
+          batch_size: rows of the global batch.
+          sequence_length: tokens in a row.
+          seed: of the order; None keeps the stored one.
+          epochs: rows past so many are padding; None never ends.
+          packed: whether rows are cut from the concatenated documents, or hold one document each.
+          reset_positions: whether positions count from the start of each document, or of the row.
+          attend_across_documents: whether a row is one segment.
 
-        Raises FileNotFoundError if the data set or split is not there or unfinished, ValueError
-        for settings or metadata that make no sense, DamagedDataError (a ValueError) if the
-        stored arrays are damaged.
+        Raises:
+          FileNotFoundError: if the data set or split is not there or unfinished.
+          ValueError: for settings or metadata that make no sense.
+          DamagedDataError: (a ValueError) if the stored arrays are damaged.
         """
-        for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
+        for name, value in (
+            ("batch_size", batch_size),
+            ("sequence_length", sequence_length),
+            ("epochs", 1 if epochs is None else epochs),
+        ):
             if value < 1:
-                raise ValueError(f"FlatTokens needs a {name} of at least 1, not {value}")
+                raise ValueError(f"FlatTokens needs {name} of at least 1, not {value}")
         if seed is not None and not 0 <= seed < 2**64:
             raise ValueError(f"FlatTokens needs a seed in [0, 2**64) or None, not {seed}")
-        folder = _find_split(Path(path), split)
         self.batch_size = batch_size
         self.sequence_length = sequence_length
-        self.metadata = read_metadata(folder)
-        self._seed = seed
-        self._repeat = repeat
         self._path = Path(path)
-        _check_tokenizer(self._path / TOKENIZER_FILE, self.metadata)
+        self._seed, self._epochs, self._packed = seed, epochs, packed
+        self._reset_positions = reset_positions
+        self._attend_across_documents = attend_across_documents
 
+        folder = _find_split(self._path, split)
+        self._stored = SeqaxSplit(folder) if is_seqax_split(folder) else StoredSplit(folder)
+        if self.metadata is not None:
+            _check_tokenizer(self._path / TOKENIZER_FILE, self.metadata)
         if self.tokens < 2:
-            raise ValueError(f"{folder} holds {self.tokens} token: at least 2 make a sequence")
-        context = reading_context()
-        shards = self.metadata.shards
-        self._offsets = [0, *accumulate(shard.tokens for shard in shards)]
-        self._arrays = [
-            StoredArray(folder / shard.name / "tokens", shard.tokens, context) for shard in shards
-        ]
-        starts = [
-            StoredArray(folder / shard.name / "document_starts", shard.documents, context)
-            for shard in shards
-        ]
-        readings = [array.read(0, array.length) for array in starts]
-        self._document_starts_D = np.concatenate(
-            [
-                reading.result().astype(np.int64) + offset
-                for reading, offset in zip(readings, self._offsets, strict=False)
-            ]
-        )
+            raise ValueError(f"{folder} holds {self.tokens} tokens: at least 2 make a sequence")
+        if not packed:
+            self._stored.document_bounds(np.zeros(1, np.int64))  # can they be had?
+
+    @property
+    def metadata(self) -> SplitMetadata | None:
+        """What the data set says of itself; None in seqax's format."""
+        return self._stored.metadata if isinstance(self._stored, StoredSplit) else None
 
     @property
     def max_token_id(self) -> int:
         """The largest token id in the split."""
-        return self.metadata.max_token_id
+        described = self._stored if isinstance(self._stored, SeqaxSplit) else self._stored.metadata
+        return described.max_token_id
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity | None:
+        """What made the ids; None if unknown."""
+        return self.metadata.tokenizer if self.metadata is not None else None
 
     @property
     def tokens(self) -> int:
         """Tokens in the split, framing included."""
-        return self.metadata.tokens
+        return self._stored.tokens
 
     @property
     def documents(self) -> int:
         """Documents in the split."""
-        return self.metadata.documents
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the documents' UTF-8 text."""
-        return self.metadata.bytes
+        return self._stored.documents
 
     @property
     def sequences(self) -> int:
         """Sequences in an epoch."""
-        return -(-(self.tokens - 1) // self.sequence_length)
+        return -(-(self.tokens - 1) // self.sequence_length) if self._packed else self.documents
 
     @property
     def steps_per_epoch(self) -> int:
@@ -111,22 +121,29 @@ class FlatTokens:
 
     @property
     def batches(self) -> int | None:
-        """Steps until `repeat=False` has nothing left; `None` if it repeats."""
-        return None if self._repeat else self.steps_per_epoch
+        """Steps until the last epoch has nothing left; None without end."""
+        return (
+            None if self._epochs is None else -(-self._epochs * self.sequences // self.batch_size)
+        )
 
     @property
     def bytes_per_target(self) -> float | None:
-        """UTF-8 bytes for each target in an epoch: all tokens but the first of each document."""
-        # Empty documents start where the next one does, or at the very end.
-        starts_D = np.unique(self._document_starts_D)
-        targets = self.tokens - np.count_nonzero(starts_D < self.tokens)
-        return self.bytes / targets if targets else None
+        """UTF-8 bytes for each target of the split; None if unknown.
+
+        Targets are all tokens but the first of each document.
+        """
+        metadata = self.metadata
+        if metadata is None or not metadata.bytes or not metadata.targets:
+            return None
+        return metadata.bytes / metadata.targets
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """What `gzip -9` needs for these documents, each alone; `None` if it was not measured."""
-        compressed = self.metadata.gzip_bytes
-        return 8 * compressed / self.bytes if compressed is not None and self.bytes else None
+        """What `gzip -9` needs for these documents, each alone; None if it was not measured."""
+        metadata = self.metadata
+        if metadata is None or metadata.gzip_bytes is None or not metadata.bytes:
+            return None
+        return 8 * metadata.gzip_bytes / metadata.bytes
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -141,21 +158,32 @@ class FlatTokens:
         """
         if step < 0:
             raise ValueError(f"a batch's step must be at least 0, not {step}")
-        first_B = self._sequence_numbers(step, rows) * self.sequence_length
-        readings = [self._read(int(first)) for first in first_B]  # all under way before any wait
+        starts_B, stops_B = self._spans(self._sequence_numbers(step, rows))
+        spans = [  # all under way before any wait
+            self._stored.read(start, stop)
+            for start, stop in zip(starts_B.tolist(), stops_B.tolist(), strict=True)
+        ]
+        tokens_BT = np.zeros((len(spans), self.sequence_length + 1), np.int32)
+        begins_BT = np.zeros(tokens_BT.shape, bool)
+        for row, (span, length) in enumerate(zip(spans, stops_B - starts_B, strict=True)):
+            if length:
+                tokens_BT[row, :length], begins_BT[row, :length] = span.result()
+        return packed_batch(
+            tokens_BT,
+            begins_BT,
+            lengths_B=np.maximum(stops_B - starts_B - 1, 0),
+            reset_positions=self._reset_positions,
+            attend_across_documents=self._attend_across_documents,
+        )
 
-        tokens_BT = np.zeros((len(first_B), self.sequence_length + 1), np.int32)
-        starts_BT = np.zeros(tokens_BT.shape, bool)
-        for row, (first, pieces) in enumerate(zip(first_B, readings, strict=True)):
-            held = np.concatenate([np.array([], np.int32), *(piece.result() for piece in pieces)])
-            tokens_BT[row, : len(held)] = held
-            span = np.searchsorted(self._document_starts_D, [first, first + len(held)])
-            starts_BT[row, self._document_starts_D[slice(*span)] - first] = True
-        lengths_B = np.clip(self.tokens - 1 - first_B, 0, self.sequence_length)
-        return packed_batch(tokens_BT, starts_BT, lengths_B)
+    def sequence_numbers(self, step: int) -> np.ndarray:
+        """Which sequence of the split each row of the batch of `step` is; -1 for padding.
+
+        Not packed, these are the numbers of documents.
+        """
+        return self._sequence_numbers(step, slice(None))
 
     def _sequence_numbers(self, step: int, rows: slice) -> np.ndarray:
-        """The sequence in each of `rows`; `sequences`, one past the last, where there is none."""
         number_B = step * self.batch_size + np.arange(self.batch_size)[rows]
         epoch_B, sequence_B = np.divmod(number_B, self.sequences)
         if self._seed is not None:
@@ -164,18 +192,21 @@ class FlatTokens:
                 sequence_B[here] = permute(
                     sequence_B[here], self.sequences, seed=self._seed, epoch=int(epoch)
                 )
-        return sequence_B if self._repeat else np.where(epoch_B == 0, sequence_B, self.sequences)
+        return (
+            sequence_B if self._epochs is None else np.where(epoch_B < self._epochs, sequence_B, -1)
+        )
 
-    def _read(self, first: int) -> list[Reading]:
-        """Starts reading a row's tokens from `first`, shard by shard."""
-        stop = min(first + self.sequence_length + 1, self.tokens)
-        pieces = []
-        while first < stop:
-            shard = bisect_right(self._offsets, first) - 1
-            offset, end = self._offsets[shard], min(stop, self._offsets[shard + 1])
-            pieces.append(self._arrays[shard].read(first - offset, end - offset))
-            first = end
-        return pieces
+    def _spans(self, sequence_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which tokens belong to each sequence, [start, stop); none for sequence -1."""
+        is_padding_B = sequence_B < 0
+        sequence_B = np.where(is_padding_B, 0, sequence_B)
+        if self._packed:
+            start_B = sequence_B * self.sequence_length
+            end_B = np.full_like(start_B, self.tokens)
+        else:
+            start_B, end_B = self._stored.document_bounds(sequence_B)
+        stop_B = np.minimum(start_B + self.sequence_length + 1, end_B)
+        return start_B, np.where(is_padding_B, start_B, stop_B)
 
 
 def _find_split(path: Path, split: str) -> Path:
@@ -185,14 +216,18 @@ def _find_split(path: Path, split: str) -> Path:
             f"--dataset=… --split={split} --tokenizer=… --out={path}"
         )
     if not (path / split).is_dir():
-        present = sorted(file.parent.name for file in path.glob(f"*/{FILE_NAME}"))
+        present = [
+            entry.name
+            for entry in sorted(path.iterdir())
+            if entry.is_dir() and (shard_folders(entry) or is_seqax_split(entry))
+        ]
         raise FileNotFoundError(
             f"{path} has no split {split!r}; it has {', '.join(present) or 'none'}"
         )
     return path / split
 
 
-def _check_tokenizer(file: Path, metadata: Metadata) -> None:
+def _check_tokenizer(file: Path, metadata: SplitMetadata) -> None:
     if metadata.tokenizer is None or metadata.tokenizer.sha256 is None or not file.exists():
         return
     found = hashlib.sha256(file.read_bytes()).hexdigest()

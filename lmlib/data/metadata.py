@@ -1,15 +1,22 @@
-"""metadata.json: what a finished split of flat tokens holds, and how it was made."""
+"""metadata.json: what a finished shard of flat tokens holds, and its shards as a split."""
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 FORMAT = "lmlib flat tokens"
-VERSION = 1
+VERSION = 2
 FILE_NAME = "metadata.json"
+JOURNAL_FILE = "journal.json"  # what an unfinished shard holds instead
+TOKENIZER_FILE = "tokenizer.json"
+
+_SHARD_NAME = re.compile(r"shard_(\d{5})_of_(\d{5})")
+# What all shards of a split have in common.
+_SHARED = ("shards", "vocab_size", "tokenizer", "bos_id", "eos_id", "source")
 
 
 @dataclass(frozen=True)
@@ -20,68 +27,186 @@ class TokenizerIdentity:
     sha256: str | None  # of tokenizer.json; None for a tokenizer that has no such file
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One folder of tokens with the document starts that belong to it."""
+def tokenizers_differ(one: TokenizerIdentity | None, other: TokenizerIdentity | None) -> bool:
+    """Whether the same ids are known to mean different texts.
 
-    name: str
+    Told by the digests where both have one, else by the names; None is an unknown tokenizer.
+    """
+    if one is None or other is None:
+        return False
+    if one.sha256 is not None and other.sha256 is not None:
+        return one.sha256 != other.sha256
+    return one.name != other.name
+
+
+@dataclass(frozen=True)
+class ShardMetadata:
+    """The content of a shard's metadata.json; `docs/flat-tokens.md` describes each entry."""
+
+    shard: int
+    shards: int
     tokens: int
     documents: int
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """The content of metadata.json; `docs/flat-tokens.md` describes each entry."""
-
-    shards: tuple[Shard, ...]
-    tokens: int
-    documents: int
+    targets: int  # tokens that are not the first of their document
     bytes: int  # of the documents' UTF-8 text
     gzip_bytes: int | None  # sum over documents of gzip -9 of each alone, if it was asked for
+    skipped_rows: int  # rows of the source that held no usable text
     vocab_size: int
-    max_token_id: int  # the largest that occurs
+    max_token_id: int  # the largest that occurs; -1 if there are no tokens
     tokenizer: TokenizerIdentity | None
     bos_id: int | None  # put before each document
     eos_id: int | None  # put after each document
     source: Mapping[str, Any]  # where the documents came from, in JSON values
 
-    def write(self, split_folder: Path) -> None:
+    @property
+    def name(self) -> str:
+        return shard_name(self.shard, self.shards)
+
+    def write(self, shard_folder: Path) -> None:
         """Writes metadata.json atomically and durably: whole or absent, also after a crash."""
         content = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=2)
-        write_durably(split_folder / FILE_NAME, content + "\n")
+        write_durably(shard_folder / FILE_NAME, content + "\n")
 
 
-def read_metadata(split_folder: Path) -> Metadata:
-    """Reads metadata.json of a finished split.
+@dataclass(frozen=True)
+class SplitMetadata:
+    """A finished split: its shards in order."""
 
-    Raises FileNotFoundError when the split is unfinished, ValueError when the file is not valid
+    shards: tuple[ShardMetadata, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are not the first of their document."""
+        return sum(shard.targets for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the documents' UTF-8 text."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def gzip_bytes(self) -> int | None:
+        """What `gzip -9` makes of the documents, each alone; None if it was not measured."""
+        measured = [shard.gzip_bytes for shard in self.shards if shard.gzip_bytes is not None]
+        return sum(measured) if len(measured) == len(self.shards) else None
+
+    @property
+    def skipped_rows(self) -> int:
+        return sum(shard.skipped_rows for shard in self.shards)
+
+    @property
+    def max_token_id(self) -> int:
+        return max(shard.max_token_id for shard in self.shards)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.shards[0].vocab_size
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity | None:
+        return self.shards[0].tokenizer
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.shards[0].bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.shards[0].eos_id
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        return self.shards[0].source
+
+
+def shard_name(shard: int, shards: int) -> str:
+    """The folder of shard number `shard` of `shards`."""
+    return f"shard_{shard:05d}_of_{shards:05d}"
+
+
+def shard_number(folder: Path) -> tuple[int, int] | None:
+    """(shard, shards) from the name of a shard's folder; None for another name."""
+    match = _SHARD_NAME.fullmatch(folder.name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def shard_folders(split_folder: Path) -> list[Path]:
+    """The folders of all shards that are there, finished or not, in order."""
+    return sorted(entry for entry in split_folder.glob("shard_*") if shard_number(entry))
+
+
+def read_split(split_folder: Path) -> SplitMetadata:
+    """The metadata of a finished split.
+
+    Raises FileNotFoundError when a shard is missing or unfinished, ValueError when a metadata.json
+    is damaged or of another version, or the shards do not belong together.
+    """
+    folders = shard_folders(split_folder)
+    if not folders:
+        _refuse_version_1(split_folder)
+        raise FileNotFoundError(f"{split_folder} is unfinished: it holds no shard")
+    counts = {number[1] for number in map(shard_number, folders) if number}
+    if len(counts) > 1:
+        raise ValueError(
+            f"{split_folder} holds shards of splits into {' and '.join(map(str, sorted(counts)))}: "
+            "remove those that do not belong there"
+        )
+    (shards,) = counts
+    expected = [split_folder / shard_name(shard, shards) for shard in range(shards)]
+    missing = [folder.name for folder in expected if not (folder / FILE_NAME).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise FileNotFoundError(
+            f"{split_folder} is unfinished: {missing[0]}{more} of {shards} shards has no "
+            f"{FILE_NAME}, which is written last; run the command that was making it again"
+        )
+    found = tuple(map(read_shard, expected))
+    for shard in found[1:]:
+        for name in _SHARED:
+            if getattr(shard, name) != getattr(found[0], name):
+                raise ValueError(
+                    f"{split_folder / shard.name} has {name} {getattr(shard, name)!r}, but "
+                    f"{found[0].name} has {getattr(found[0], name)!r}: they are of different data "
+                    "sets; make one of them again"
+                )
+    return SplitMetadata(found)
+
+
+def read_shard(shard_folder: Path) -> ShardMetadata:
+    """Reads metadata.json of a finished shard.
+
+    Raises FileNotFoundError when the shard is unfinished, ValueError when the file is not valid
     or of another version.
     """
-    file = split_folder / FILE_NAME
+    file = shard_folder / FILE_NAME
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{split_folder} is unfinished: it has no {FILE_NAME}, which is written last; "
-            "run the command that was making it again"
-        )
+        raise FileNotFoundError(f"{shard_folder} is unfinished: it has no {FILE_NAME}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         found = content.pop("format"), content.pop("version")
         if found == (FORMAT, VERSION):
-            shards = tuple(Shard(**shard) for shard in content.pop("shards"))
             tokenizer = content.pop("tokenizer")
             identity = None if tokenizer is None else TokenizerIdentity(**tokenizer)
-            return Metadata(shards=shards, tokenizer=identity, **content)
+            metadata = ShardMetadata(tokenizer=identity, **content)
+            if shard_number(shard_folder) != (metadata.shard, metadata.shards):
+                raise ValueError(f"it is of shard {metadata.shard} of {metadata.shards}")
+            return metadata
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged ({error!r}): make the split again") from error
-    raise ValueError(
-        f"{file} has format {found[0]!r}, version {found[1]!r}, but this library reads "
-        f"{FORMAT!r}, version {VERSION}: make the data set again or use the matching library"
-    )
+        raise ValueError(f"{file} is damaged ({error!r}): make the shard again") from error
+    raise _other_version(file, *found)
 
 
-def write_durably(file: Path, content: str) -> None:
+def write_durably(file: Path, content: str, temporary: Path | None = None) -> None:
     """Replaces `file` by UTF-8 `content` in one step that survives a crash once it returns."""
-    temporary = file.with_name(file.name + ".tmp")
+    temporary = temporary or file.with_name(file.name + ".tmp")
     with open(temporary, "w", encoding="utf-8", newline="") as stream:
         stream.write(content)
         stream.flush()
@@ -92,3 +217,17 @@ def write_durably(file: Path, content: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _refuse_version_1(split_folder: Path) -> None:
+    """Version 1 had one metadata.json for the whole split."""
+    file = split_folder / FILE_NAME
+    if file.is_file():
+        raise _other_version(file, FORMAT, 1)
+
+
+def _other_version(file: Path, format_name: object, version: object) -> ValueError:
+    return ValueError(
+        f"{file} has format {format_name!r}, version {version!r}, but this library reads "
+        f"{FORMAT!r}, version {VERSION}: make the data set again or use the matching library"
+    )

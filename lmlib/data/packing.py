@@ -8,16 +8,32 @@ import numpy as np
 from lmlib.data.batch import Batch
 
 
-def packed_batch(tokens_BT: np.ndarray, starts_BT: np.ndarray, lengths_B: np.ndarray) -> Batch:
+def packed_batch(
+    tokens_BT: np.ndarray,
+    starts_BT: np.ndarray,
+    lengths_B: np.ndarray,
+    *,
+    reset_positions: bool = True,
+    attend_across_documents: bool = False,
+) -> Batch:
     """The batch whose row b predicts each of tokens_BT[b, 1:] from the one before.
 
     `starts_BT` (bool) marks the first token of each document; a row's first token always begins a
     segment. `lengths_B` says how many inputs of each row have a target; the rest is padding.
+
+    Positions count from the start of a segment, or of the row if not `reset_positions`. With
+    `attend_across_documents` a row is one segment; the first token of a document is no target
+    even then, since nothing before it tells which document comes.
     """
     place_T = np.arange(tokens_BT.shape[1], dtype=np.int32)
     starts_BT = starts_BT | (place_T == 0)
     segment_BT = np.cumsum(starts_BT, axis=1, dtype=np.int32)
     start_BT = np.maximum.accumulate(np.where(starts_BT, place_T, 0), axis=1)
+    position_BT = (
+        place_T - start_BT if reset_positions else np.broadcast_to(place_T, starts_BT.shape)
+    )
+    if attend_across_documents:
+        segment_BT = np.ones_like(segment_BT)
     used_BS = place_T[:-1] < lengths_B[:, None]
 
     def unless_padding(values_BS: np.ndarray) -> np.ndarray:
@@ -27,6 +43,6 @@ def packed_batch(tokens_BT: np.ndarray, starts_BT: np.ndarray, lengths_B: np.nda
         tokens=unless_padding(tokens_BT[:, :-1]),
         targets=unless_padding(tokens_BT[:, 1:]),
         segment_ids=unless_padding(segment_BT[:, :-1]),
-        positions=unless_padding((place_T - start_BT)[:, :-1]),
+        positions=unless_padding(position_BT[:, :-1]),
         loss_mask=used_BS & ~starts_BT[:, 1:],
     )

@@ -39,6 +39,7 @@ class Synthetic:
         self.sequence_length = sequence_length
         self.seed = seed
         self.max_token_id = vocab_size - 1
+        self.tokenizer = None
         self.batches = None
         self.bytes_per_target = None
 

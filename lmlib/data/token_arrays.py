@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-CHUNK_LENGTH = 32 * 1024  # the unit of reading, and of checksums
-FILE_LENGTH = 16 * 1024 * 1024  # elements in one file, the unit of writing
+CHUNK_LENGTH = 32 * 1024  # tokens; the unit of reading, and of checksums
+FILE_LENGTH = 16 * 1024 * 1024  # tokens in one file, the unit of writing
+INDEX_CHUNK_LENGTH = 1024  # the same for document_starts and first_documents
+INDEX_FILE_LENGTH = 1024 * 1024
 _CACHE_BYTES = 64 * 1024 * 1024  # holds the index of every file in use, and chunks lately read
 
 
@@ -22,7 +24,10 @@ class DamagedDataError(ValueError):
 def create_array(
     path: Path, dtype: type[np.unsignedinteger], *, chunk_length: int, file_length: int
 ) -> ts.TensorStore:
-    """Creates an empty array of `dtype`; `file_length` must be a multiple of `chunk_length`."""
+    """Makes an empty array of `dtype`, in place of what may be there.
+
+    `file_length` must be a multiple of `chunk_length`.
+    """
     checksummed_bytes = [
         {"name": "bytes", "configuration": {"endian": "little"}},
         {"name": "crc32c"},
@@ -46,28 +51,45 @@ def create_array(
         # Zeros are stored like anything else, so that an absent chunk is always a lost one.
         "store_data_equal_to_fill_value": True,
     }
-    return ts.open(spec, create=True).result()
+    return ts.open(spec, create=True, delete_existing=True).result()
 
 
-def append(array: ts.TensorStore, values: np.ndarray) -> ts.TensorStore:
-    """Stores `values` after what `array` holds and returns the longer array.
+def open_for_appending(path: Path, length: int) -> ts.TensorStore:
+    """Opens an array that a writer left, cut or stretched to `length` elements."""
+    spec = {"driver": "zarr3", "kvstore": _kvstore(path), "store_data_equal_to_fill_value": True}
+    array = ts.open(spec, open=True).result()
+    return array.resize(exclusive_max=[length], resize_metadata_only=True).result()
+
+
+def append(path: Path, array: ts.TensorStore, values: np.ndarray) -> ts.TensorStore:
+    """Stores `values` after what `array`, at `path`, holds and returns the longer array.
 
     All appends but the last must be whole files, or files would be read back and rewritten.
+    Raises OSError if that fails.
     """
     start, stop = array.shape[0], array.shape[0] + len(values)
-    array = array.resize(exclusive_max=[stop], resize_metadata_only=True).result()
-    array[start:stop].write(values).result()
+    try:
+        array = array.resize(exclusive_max=[stop], resize_metadata_only=True).result()
+        array[start:stop].write(values).result()
+    except ValueError as error:  # TensorStore's only kind of error
+        raise OSError(
+            f"{path} cannot be written: {error}; what was written before "
+            "is kept: free space or repair access, and run the same command again"
+        ) from error
     return array
 
 
 class StoredArray:
     """One array on disk, opened for reading."""
 
-    def __init__(self, path: Path, length: int, context: ts.Context) -> None:
-        """Raises DamagedDataError if the array cannot be opened or is not `length` long."""
+    def __init__(self, path: Path, length: int, context: ts.Context, driver: str = "zarr3") -> None:
+        """Raises DamagedDataError if the array cannot be opened or is not `length` long.
+
+        `driver` is TensorStore's name for the array's format.
+        """
         self.path, self.length = path, length
         spec = {
-            "driver": "zarr3",
+            "driver": driver,
             "kvstore": _kvstore(path),
             "fill_missing_data_reads": False,  # a deleted chunk is an error
             "recheck_cached_data": "open",
@@ -77,6 +99,8 @@ class StoredArray:
             self._array = ts.open(spec, read=True, context=context).result()
         except ValueError as error:
             raise self._damaged("cannot be opened", error) from error
+        chunk_shape: Any = self._array.chunk_layout.read_chunk.shape
+        self.chunk_length: int = chunk_shape[0]
         if self._array.shape != (length,):
             raise DamagedDataError(
                 f"{path} has shape {self._array.shape}, but metadata.json promises ({length},): "
@@ -88,9 +112,10 @@ class StoredArray:
         return Reading(self, start, stop)
 
     def _damaged(self, what: str, error: Exception) -> DamagedDataError:
+        cause = str(error).partition(" [")[0]  # TensorStore appends its whole specification
         return DamagedDataError(
             f"{self.path} {what}: the data set is damaged; make it again or restore the file "
-            f"({error})"
+            f"({cause})"
         )
 
 

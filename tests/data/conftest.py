@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from lmlib.data import FlatTokensWriter, Metadata
+from lmlib.data import ShardWriter, SplitMetadata, read_split
 
-WriteDocuments = Callable[..., Metadata]
+WriteDocuments = Callable[..., SplitMetadata]
 
 
 @pytest.fixture(scope="session")
@@ -16,13 +17,20 @@ def write_documents() -> WriteDocuments:
     """Writes documents (sequences of ids below 300) as a split cut into very small pieces."""
 
     def write(
-        path: Path, documents: Sequence[Sequence[int]], split: str = "train", **settings: int
-    ) -> Metadata:
+        path: Path,
+        documents: Sequence[Sequence[int]],
+        split: str = "train",
+        shards: int = 1,
+        **settings: Any,
+    ) -> SplitMetadata:
         small = {"vocab_size": 300, "file_length": 32, "chunk_length": 8}
-        writer = FlatTokensWriter(path, split, **(small | settings))
-        for document in documents:
-            writer.append(np.array(document, np.int64), text_bytes=2 * len(document))
-        return writer.finish()
+        borders = [len(documents) * shard // shards for shard in range(shards + 1)]
+        for shard in range(shards):
+            writer = ShardWriter(path, split, shard=shard, shards=shards, **(small | settings))
+            for document in documents[borders[shard] : borders[shard + 1]]:
+                writer.append(np.array(document, np.int64), text_bytes=2 * len(document))
+            writer.finish()
+        return read_split(path / split)
 
     return write
 
@@ -45,5 +53,5 @@ def example(
 ) -> Path:
     """A data set of the example documents in several shards; for reading only."""
     path = tmp_path_factory.mktemp("example")
-    write_documents(path, example_documents, max_shard_tokens=150)
+    write_documents(path, example_documents, shards=4)
     return path

@@ -18,7 +18,7 @@ class Recording:
         self._source = Synthetic(50, batch_size, sequence_length)
         self.batch_size, self.sequence_length = batch_size, sequence_length
         self.max_token_id = self._source.max_token_id
-        self.batches, self.bytes_per_target = None, None
+        self.batches = self.bytes_per_target = self.tokenizer = None
         self.rows_read: list[int] = []
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:

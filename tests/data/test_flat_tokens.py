@@ -65,7 +65,7 @@ def test_batches_match_a_loop_over_tokens(
 def test_an_epoch_predicts_every_token_but_the_first_once(
     example: Path, example_documents: list[list[int]], batch_size: int
 ) -> None:
-    source = FlatTokens(str(example), "train", batch_size, 13, seed=5, repeat=False)
+    source = FlatTokens(str(example), "train", batch_size, 13, seed=5, epochs=1)
     batches = [source.batch(step) for step in range(source.steps_per_epoch)]
     seen = np.concatenate([batch.targets[batch.segment_ids > 0] for batch in batches])
     flat = np.concatenate(example_documents)[1:]
@@ -103,15 +103,16 @@ def test_some_rows_equal_those_of_the_whole_batch(example: Path, rows: slice) ->
 def test_properties(example: Path, example_documents: list[list[int]]) -> None:
     source = FlatTokens(str(example), "train", 4, 10)
     flat = np.concatenate(example_documents)
-    assert len(source.metadata.shards) > 2
+    assert source.metadata is not None
+    assert len(source.metadata.shards) == 4
     assert source.tokens == len(flat)
     assert source.documents == len(example_documents)
-    assert source.bytes == 2 * len(flat)
+    assert source.metadata.bytes == 2 * len(flat)
     assert source.max_token_id == flat.max()
     assert source.tokenizer_path is None
     assert source.steps_per_epoch == int(np.ceil(source.sequences / 4))
     assert source.batches is None
-    assert FlatTokens(str(example), "train", 4, 10, repeat=False).batches == source.steps_per_epoch
+    assert FlatTokens(str(example), "train", 4, 10, epochs=1).batches == source.steps_per_epoch
     assert source.gzip_bits_per_byte is None
 
 
@@ -119,10 +120,10 @@ def test_properties(example: Path, example_documents: list[list[int]]) -> None:
 def test_bytes_per_target_counts_what_the_loss_counts(
     tmp_path: Path, write_documents: Callable, last: list[int]
 ) -> None:
-    write_documents(tmp_path, [[1, 2, 3], [], [4], last], max_shard_tokens=4)
-    source = FlatTokens(str(tmp_path), "train", 2, 2, repeat=False)
+    write_documents(tmp_path, [[1, 2, 3], [], [4], last], shards=3)
+    source = FlatTokens(str(tmp_path), "train", 2, 2, epochs=1)
     targets = sum(source.batch(step).loss_mask.sum() for step in range(source.steps_per_epoch))
-    assert source.bytes_per_target == source.bytes / targets
+    assert source.bytes_per_target == source.metadata.bytes / targets
 
 
 def test_missing_data_set_says_how_to_make_it(tmp_path: Path) -> None:
@@ -137,8 +138,8 @@ def test_missing_split_lists_those_present(example: Path) -> None:
 
 def test_unfinished_split_is_refused(tmp_path: Path, example: Path) -> None:
     shutil.copytree(example, tmp_path / "copy")
-    (tmp_path / "copy" / "train" / "metadata.json").unlink()
-    with pytest.raises(FileNotFoundError, match="unfinished"):
+    (tmp_path / "copy" / "train" / "shard_00002_of_00004" / "metadata.json").unlink()
+    with pytest.raises(FileNotFoundError, match="unfinished: shard_00002_of_00004 of 4 shards"):
         FlatTokens(str(tmp_path / "copy"), "train", 1, 1)
 
 
@@ -181,7 +182,9 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, write_documents: Callable
     write_documents(tmp_path, [list(range(1, 20)), [0] * 20], file_length=16)
     for file in data_files(tmp_path):
         whole = file.read_bytes()
-        for place in range(len(whole)):
+        # The unused part of an index repeats itself: its ends and some places between will do.
+        middle = np.random.default_rng(0).integers(0, len(whole), 30).tolist()
+        for place in {place % len(whole) for place in (*range(-60, 60), *middle)}:
             damaged = bytearray(whole)
             damaged[place] ^= 1 << place % 8
             file.write_bytes(damaged)
@@ -210,9 +213,9 @@ def test_truncated_and_deleted_files_are_noticed(tmp_path: Path, example: Path) 
 
 def test_arrays_that_contradict_the_metadata_are_noticed(tmp_path: Path, example: Path) -> None:
     shutil.copytree(example / "train", tmp_path / "train")
-    file = tmp_path / "train" / "metadata.json"
+    file = tmp_path / "train" / "shard_00000_of_00004" / "metadata.json"
     content = json.loads(file.read_text())
-    content["shards"][0]["tokens"] += 1
+    content["tokens"] += 1
     file.write_text(json.dumps(content))
     with pytest.raises(DamagedDataError, match=r"metadata\.json promises"):
         read_everything(tmp_path)
@@ -220,6 +223,6 @@ def test_arrays_that_contradict_the_metadata_are_noticed(tmp_path: Path, example
 
 def test_missing_array_is_noticed(tmp_path: Path, example: Path) -> None:
     shutil.copytree(example / "train", tmp_path / "train")
-    shutil.rmtree(tmp_path / "train" / "shard_00001" / "tokens")
-    with pytest.raises(DamagedDataError, match="shard_00001/tokens cannot be opened"):
+    shutil.rmtree(tmp_path / "train" / "shard_00001_of_00004" / "tokens")
+    with pytest.raises(DamagedDataError, match="shard_00001_of_00004/tokens cannot be opened"):
         read_everything(tmp_path)

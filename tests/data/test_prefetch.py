@@ -1,4 +1,6 @@
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -6,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lmlib.data import Batch, Prefetch, Synthetic
+from lmlib.data.prefetch import ReadAhead
 
 SHARDING = NamedSharding(
     jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1]),
@@ -25,6 +28,38 @@ class Failing(Synthetic):
         if step >= 3:
             raise OSError("the disk is gone")
         return super().batch(step, rows)
+
+
+class Gated(Synthetic):
+    """Synthetic data of which each batch must be let through."""
+
+    def __init__(self) -> None:
+        super().__init__(50, 2, 4)
+        self.asked = threading.Semaphore(0)
+        self.gate = threading.Semaphore(0)
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        self.asked.release()
+        self.gate.acquire()
+        return super().batch(step, rows)
+
+
+class Counting(Synthetic):
+    """Synthetic data whose state is the number of batches that it has given."""
+
+    def __init__(self) -> None:
+        super().__init__(50, 2, 4)
+        self.given = 0
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        self.given += 1
+        return super().batch(step, rows)
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {"step": step, "given": self.given}
+
+    def restore(self, step: int, states: list[dict[str, Any]]) -> None:
+        self.given = states[0]["given"]
 
 
 def prefetch_threads() -> list[str]:
@@ -72,3 +107,79 @@ def test_nothing_to_do() -> None:
 def test_depth_must_be_positive() -> None:
     with pytest.raises(ValueError, match="depth of at least 1"):
         Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=1, depth=0)
+
+
+def test_waiting_for_a_batch_is_measured() -> None:
+    # With a depth of 1 a batch is begun only when the one before is taken, and asked for at once.
+    with Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=20, depth=1) as batches:
+        assert any(batches.wait_seconds > 0 for _ in batches)
+
+
+def test_a_batch_that_is_ready_is_not_waited_for() -> None:
+    with Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=3, depth=4) as batches:
+        for thread in threading.enumerate():
+            if thread.name == "prefetch":  # it ends once all three are placed
+                thread.join(60)
+                assert not thread.is_alive()
+        assert [batches.wait_seconds for _ in batches] == [0.0, 0.0, 0.0]
+
+
+def test_the_state_is_that_after_the_batch_however_far_the_source_is_ahead() -> None:
+    source = Counting()
+    with Prefetch(source, SHARDING, start=5, stop=9, depth=4) as batches:
+        assert batches.state is None
+        states = [batches.state for _ in batches]
+    assert states == [{"step": 6 + n, "given": 1 + n} for n in range(4)]
+    with Prefetch(Synthetic(50, 2, 4), SHARDING, start=0, stop=1) as batches:
+        assert [batches.state for _ in batches] == [None]
+
+
+def test_a_source_that_hangs_can_be_left() -> None:
+    source = Gated()
+    with Prefetch(source, SHARDING, start=0, stop=4, close_seconds=0.01) as batches:
+        source.asked.acquire()
+    with pytest.raises(StopIteration):
+        next(batches)
+    threads = [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    assert [thread.daemon for thread in threads] == [True]
+    source.gate.release()
+    threads[0].join(60)
+    assert prefetch_threads() == []
+    assert not source.asked.acquire(blocking=False)  # nothing more was asked for
+
+
+def test_reading_ahead_stops_at_its_depth_and_repeats_its_error() -> None:
+    made: list[int] = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(5):
+            made.append(number)
+            yield number
+        raise OSError("no more")
+
+    numbers_ahead = ReadAhead(numbers(), depth=2, name="numbers")
+    for number in range(5):
+        assert next(numbers_ahead) == number
+        assert len(made) <= number + 3
+    for _ in range(2):
+        with pytest.raises(OSError, match="no more"):
+            next(numbers_ahead)
+    assert numbers_ahead.ready()
+    numbers_ahead.close()
+    with pytest.raises(StopIteration):
+        next(numbers_ahead)
+
+
+def test_reading_ahead_gives_up_waiting_after_a_time() -> None:
+    hang = threading.Event()
+
+    def hanging() -> Iterator[int]:
+        hang.wait()
+        yield 1
+
+    hanging_ahead = ReadAhead(hanging(), depth=1, name="hanging")
+    assert not hanging_ahead.ready()
+    with pytest.raises(TimeoutError, match=r"nothing came for 0\.01 s"):
+        hanging_ahead.next(timeout=0.01)
+    hang.set()
+    assert hanging_ahead.next(timeout=60.0) == 1

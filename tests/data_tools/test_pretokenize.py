@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_tools.pretokenize import pretokenize
-from data_tools.tokenizer import ByteTokenizer, train_byte_level_bpe
-from lmlib.data import FlatTokens, FlatTokensWriter, read_metadata
+from data_tools.pretokenize import Progress, pretokenize, pretokenize_shard
+from data_tools.rows import Files, Texts
+from data_tools.tokenizer import ByteTokenizer, JsonTokenizer, train_byte_level_bpe
+from lmlib.data import FlatTokens, ShardWriter, read_split
 
 TEXTS = ["hello", "", "ünï 🤖", "x" * 100]
 BOS, EOS = 256, 257
@@ -26,31 +27,32 @@ def tokens_of(path: Path, split: str = "train") -> list[int]:
 
 
 def test_documents_are_framed_and_counted(tmp_path: Path) -> None:
-    source = {"dataset": "by hand"}
-    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", source=source)
+    source = Texts(TEXTS, {"dataset": "by hand"})
+    metadata = pretokenize(source, ByteTokenizer(), tmp_path, "train")
     framed = [[BOS, *text.encode(), EOS] for text in TEXTS]
     assert tokens_of(tmp_path) == list(itertools.chain(*framed))
-    assert metadata == read_metadata(tmp_path / "train")
+    assert metadata == read_split(tmp_path / "train")
     assert metadata.documents == 4
     assert metadata.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert metadata.targets == sum(map(len, framed)) - 4
     assert (metadata.vocab_size, metadata.max_token_id) == (258, 257)
     assert (metadata.bos_id, metadata.eos_id) == (BOS, EOS)
-    assert metadata.source == source
+    assert metadata.source == {"dataset": "by hand", "max_tokens": None}
     assert metadata.gzip_bytes is None
 
 
 def test_gzip_baseline(tmp_path: Path) -> None:
-    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", source={}, gzip_baseline=True)
+    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", gzip_baseline=True)
     assert metadata.gzip_bytes == sum(len(gzip.compress(text.encode(), 9)) for text in TEXTS)
 
 
 def test_the_tokenizer_is_kept(tmp_path: Path) -> None:
     tokenizer = train_byte_level_bpe(TEXTS, 260)
-    pretokenize(TEXTS, tokenizer, tmp_path, "train", source={})
+    pretokenize(TEXTS, tokenizer, tmp_path, "train")
     source = FlatTokens(str(tmp_path), "train", 1, 4)
     assert source.tokenizer_path == tmp_path / "tokenizer.json"
     assert source.tokenizer_path.read_text(encoding="utf-8") == tokenizer.tokenizer_json
-    assert source.metadata.tokenizer == tokenizer.identity
+    assert source.tokenizer == tokenizer.identity
 
     source.tokenizer_path.write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json has sha256"):
@@ -58,42 +60,93 @@ def test_the_tokenizer_is_kept(tmp_path: Path) -> None:
 
 
 def test_max_tokens_ends_with_a_whole_document(tmp_path: Path) -> None:
-    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", source={}, max_tokens=8)
+    metadata = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train", max_tokens=8)
     assert (metadata.documents, metadata.tokens) == (2, 9)
     with pytest.raises(ValueError, match="max_tokens must be at least 1"):
-        pretokenize(TEXTS, ByteTokenizer(), tmp_path, "more", source={}, max_tokens=0)
+        pretokenize(TEXTS, ByteTokenizer(), tmp_path, "more", max_tokens=0)
+
+
+def test_max_tokens_is_shared_by_the_shards(tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text('{"text": "abc"}\n' * 100)
+    source = Files([str(tmp_path / "lines.jsonl")])
+    metadata = pretokenize(
+        source, ByteTokenizer(), tmp_path / "out", "train", shards=4, max_tokens=100
+    )
+    assert [shard.tokens for shard in metadata.shards] == [25, 25, 25, 25]
 
 
 def test_progress_counts_up(tmp_path: Path) -> None:
-    calls: list[tuple[int, int, int]] = []
-    pretokenize(
-        ["abc"] * 3000,
-        ByteTokenizer(),
-        tmp_path,
-        "train",
-        source={},
-        progress=lambda *counts: calls.append(counts),
-    )
-    assert calls == [(n, 5 * n, 3 * n) for n in (1024, 2048, 3000)]
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("a" * 2**20)
+    calls: list[Progress] = []
+    source = Files([str(tmp_path)])
+    for shards in (1, 3):
+        calls.clear()
+        out = tmp_path.parent / f"out{shards}"
+        pretokenize(source, ByteTokenizer(), out, "train", shards=shards, progress=calls.append)
+        counted = [(call.documents, call.tokens, call.bytes) for call in calls]
+        assert counted == [(n, n * (2**20 + 2), n * 2**20) for n in (1, 2, 3)]
+        fractions = [call.fraction for call in calls]
+        assert fractions == pytest.approx([1 / 3, 2 / 3, 1], abs=1e-5)
 
 
-def test_errors_leave_the_split_unfinished(tmp_path: Path) -> None:
-    for texts, message in (
-        (["good", "bad \ud800"], "document 1 holds a lone surrogate"),
-        ([], "no"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            pretokenize(texts, ByteTokenizer(), tmp_path, "train", source={})
-        with pytest.raises(FileNotFoundError, match="unfinished"):
-            read_metadata(tmp_path / "train")
-    pretokenize(["good"], ByteTokenizer(), tmp_path, "train", source={})
+def test_a_bad_row_leaves_the_split_unfinished(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="document 1 holds a lone surrogate at character 4"):
+        pretokenize(["good", "bad \ud800"], ByteTokenizer(), tmp_path, "train")
+    with pytest.raises(FileNotFoundError, match="unfinished"):
+        read_split(tmp_path / "train")
+    pretokenize(["good"], ByteTokenizer(), tmp_path, "train")
     assert tokens_of(tmp_path) == [BOS, *b"good", EOS]
+
+
+def test_a_tokenizer_that_cannot_end_a_document_is_an_error(tmp_path: Path) -> None:
+    tokenizer = train_byte_level_bpe(TEXTS, 260)
+    renamed = tokenizer.tokenizer_json.replace("<|end_of_text|>", "<|stop|>")
+    with pytest.raises(ValueError, match=r"which token of renamed ends a document.*--eos_token"):
+        pretokenize(TEXTS, JsonTokenizer("renamed", renamed), tmp_path, "train")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_to_write_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds 0 documents and no tokens"):
+        pretokenize([], ByteTokenizer(), tmp_path, "train")
+
+
+def test_a_finished_split_stays(tmp_path: Path) -> None:
+    made = pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train")
+    assert pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train") == made
+    with pytest.raises(FileExistsError, match="is finished, with source"):
+        pretokenize(Texts(["other"], {"dataset": "other"}), ByteTokenizer(), tmp_path, "train")
+    with pytest.raises(FileExistsError, match="is finished, with tokenizer"):
+        pretokenize(TEXTS, train_byte_level_bpe(TEXTS, 260), tmp_path, "train")
+
+
+def test_shards_are_made_one_by_one_or_together(tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text("".join(f'{{"text": "{n}"}}\n' for n in range(500)))
+    source, target = Files([str(tmp_path / "lines.jsonl")]), ByteTokenizer()
+    pretokenize(source, target, tmp_path / "together", "train", shards=3)
+    for shard in (2, 0, 1):
+        with pytest.raises(FileNotFoundError, match=r"unfinished|no data set"):
+            FlatTokens(str(tmp_path / "alone"), "train", 1, 4)
+        pretokenize_shard(source, target, tmp_path / "alone", "train", shard=shard, shards=3)
+    assert files_of(tmp_path / "together") == files_of(tmp_path / "alone")
+    assert tokens_of(tmp_path / "alone") == list(
+        itertools.chain(*([BOS, *str(n).encode(), EOS] for n in range(500)))
+    )
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
 
 
 def test_special_tokens_in_documents_never_split_them(tmp_path: Path) -> None:
     tokenizer = train_byte_level_bpe(TEXTS, 260)
     text = "quoting <|end_of_text|> and <|begin_of_text|>"
-    pretokenize([text], tokenizer, tmp_path, "train", source={})
+    pretokenize([text], tokenizer, tmp_path, "train")
     ids = tokens_of(tmp_path)
     assert (ids.count(0), ids.count(1)) == (1, 1)
     assert tokenizer.decode(ids) == text
@@ -108,34 +161,37 @@ def test_command_line(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("first")
     (tmp_path / "texts" / "b.txt").write_text("second")
-    (tmp_path / "texts" / "c.bin").write_bytes(b"\xff")
+    (tmp_path / "texts" / "c.txt").write_bytes(b"\xff")
+    (tmp_path / "texts" / "d.bin").write_bytes(b"\xff")
     out = tmp_path / "out"
     arguments = [f"--dataset={tmp_path / 'texts'}", "--tokenizer=bytes", f"--out={out}"]
-    arguments += ["--pattern=*.txt", "--gzip_baseline", "--max_tokens=1e9"]
-    done = command_line(*arguments)
+    arguments += ["--pattern=*.txt", "--gzip_baseline", "--max_tokens=1e9", "--workers=1"]
+    failed = command_line(*arguments)
+    assert failed.returncode == 2
+    assert failed.stderr.count("\n") == 1
+    assert "c.txt is not UTF-8 text (byte 0): repair it, or" in failed.stderr
+
+    done = command_line(*arguments, "--on_bad_row=skip")
     assert done.returncode == 0, done.stderr
+    assert done.stderr == f"skipped: {tmp_path / 'texts' / 'c.txt'} is not UTF-8 text (byte 0)\n"
     assert tokens_of(out) == [BOS, *b"first", EOS, BOS, *b"second", EOS]
-    assert json.loads((out / "train" / "metadata.json").read_text())["gzip_bytes"] > 0
-    for entry in ("documents         2\n", "tokens            15\n", "bits per byte"):
+    (metadata,) = out.glob("train/*/metadata.json")
+    assert json.loads(metadata.read_text())["gzip_bytes"] > 0
+    for entry in ("documents         2\n", "tokens            15\n", "skipped rows      1\n"):
         assert entry in done.stdout
+    assert "bits per byte" in done.stdout
 
     again = command_line(*arguments)
-    assert again.returncode == 2
-    assert again.stderr.count("\n") == 1
-    assert again.stderr.startswith("pretokenize: ") and "already finished" in again.stderr
+    assert again.returncode == 0
+    assert again.stdout.splitlines()[:4] == done.stdout.splitlines()[:4]
+    other = command_line(*arguments, "--max_tokens=5")
+    assert other.returncode == 2
+    assert other.stderr.startswith("pretokenize: ") and "is finished, with source" in other.stderr
 
 
 def test_the_writer_frames_like_pretokenize(tmp_path: Path) -> None:
-    pretokenize(["ab"], ByteTokenizer(), tmp_path / "one", "train", source={})
-    writer = FlatTokensWriter(tmp_path / "two", "train", vocab_size=258, bos_id=BOS, eos_id=EOS)
+    pretokenize(["ab"], ByteTokenizer(), tmp_path / "one", "train")
+    writer = ShardWriter(tmp_path / "two", "train", vocab_size=258, bos_id=BOS, eos_id=EOS)
     writer.append(np.array(list(b"ab")), 2)
     writer.finish()
     assert tokens_of(tmp_path / "one") == tokens_of(tmp_path / "two")
-
-
-def test_the_documented_example(tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs" / "flat-tokens.md").read_text(encoding="utf-8")
-    documented = page.split("```json\n")[1].split("```")[0]
-    source = json.loads(documented)["source"]
-    pretokenize(["hi", "a"], ByteTokenizer(), tmp_path, "train", source=source)
-    assert (tmp_path / "train" / "metadata.json").read_text() == documented

@@ -70,12 +70,12 @@ def test_gzip_covers_the_held_out_bytes(folder: Path) -> None:
 def test_it_is_made_once_for_each_setting(
     folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = (folder / "train" / "metadata.json").stat().st_mtime_ns
+    made = (folder / "train" / "shard_00000_of_00001" / "metadata.json").stat().st_mtime_ns
     capsys.readouterr()
     again = standard_library(vocab_size=300, max_bytes=MAX_BYTES, cache=str(cache))
     assert Path(again) == folder
     assert capsys.readouterr().err == ""
-    assert (folder / "train" / "metadata.json").stat().st_mtime_ns == made
+    assert (folder / "train" / "shard_00000_of_00001" / "metadata.json").stat().st_mtime_ns == made
     assert list(cache.iterdir()) == [folder]  # nothing left behind
 
     other = Path(standard_library(vocab_size=301, max_bytes=MAX_BYTES, cache=str(cache)))

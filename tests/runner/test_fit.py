@@ -18,7 +18,7 @@ from lmlib.metrics import read_metrics
 from runner import configs, fit
 from runner.errors import ConfigError
 
-TIMES = ("tokens_per_second", "step_seconds")
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds")
 ROOT = Path(configs.__file__).parents[1]
 
 
@@ -65,6 +65,7 @@ def test_a_run_describes_itself(undisturbed):
         "tokens",
         "tokens_per_second",
         "step_seconds",
+        "data_wait_seconds",
     }
     for line in lines:
         evaluated = {"validation_loss"} if line["step"] in (10, 20) else set()

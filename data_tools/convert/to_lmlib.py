@@ -1,0 +1,143 @@
+"""From seqax's flat tokens to this library's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_tools.inspect.progress import Progress, no_progress
+from data_tools.inspect.splits import BLOCK_LENGTH, blocks
+from lmlib.data.metadata import FILE_NAME, TOKENIZER_FILE, TokenizerIdentity, read_shard, shard_name
+from lmlib.data.seqax import SeqaxSplit, is_seqax_split
+from lmlib.data.shard_writer import ShardWriter
+from lmlib.data.token_arrays import FILE_LENGTH, DamagedDataError
+
+
+@dataclass(frozen=True)
+class ConvertedSplit:
+    """What a conversion wrote."""
+
+    folder: Path
+    documents: int
+    tokens: int
+    dropped_documents: int  # that had no tokens
+
+
+def to_lmlib(
+    source: Path,
+    out: Path,
+    *,
+    tokenizer: TokenizerIdentity | None = None,
+    tokenizer_json: str | None = None,
+    vocab_size: int | None = None,
+    progress: Progress = no_progress,
+    file_length: int = FILE_LENGTH,
+    block_length: int = BLOCK_LENGTH,
+) -> list[ConvertedSplit]:
+    """Writes each split of `source`, in seqax's format, as a split of one shard below `out`.
+
+    seqax frames no document and records no text, so the new splits have no BOS and EOS, 0 bytes of
+    text, and `tokenizer` only if it is given. `vocab_size` is then the tokenizer's; without it the
+    vocabulary ends at the largest id. Run again after being killed, it goes on where it was. Memory
+    holds a block and the longest document.
+
+    Raises FileExistsError if `out` is finished or holds anything else, ValueError if `source` has
+    no split in seqax's format or ids outside the vocabulary, DamagedDataError if it cannot be read.
+    """
+    folders = _seqax_folders(source)
+    splits = {folder.name: SeqaxSplit(folder) for folder in folders}
+    largest = max(split.max_token_id for split in splits.values())
+    if vocab_size is not None and vocab_size <= largest:
+        raise ValueError(
+            f"{source} has ids up to {largest}, but the tokenizer's end at {vocab_size - 1}: it is "
+            "not the one that made them"
+        )
+    _check_out(out, list(splits))
+    converted = []
+    for name, split in splits.items():
+        folder = out / name
+        if not (folder / shard_name(0, 1) / FILE_NAME).exists():  # else it was done before the kill
+            writer = ShardWriter(
+                out,
+                name,
+                vocab_size=vocab_size or largest + 1,
+                tokenizer=tokenizer,
+                tokenizer_json=tokenizer_json,
+                source=_source(source, name),
+                file_length=file_length,
+                chunk_length=min(file_length, 32 * 1024),
+            )
+            try:
+                _write(split, source / name, writer, progress, block_length)
+                writer.finish()
+            finally:
+                writer.close()
+        written = read_shard(folder / shard_name(0, 1))
+        if written.source != _source(source, name):
+            raise FileExistsError(f"{folder} was made from {dict(written.source)}")
+        converted.append(
+            ConvertedSplit(
+                folder=folder,
+                documents=written.documents,
+                tokens=written.tokens,
+                dropped_documents=split.documents - written.documents,
+            )
+        )
+    return converted
+
+
+def _write(
+    split: SeqaxSplit, folder: Path, writer: ShardWriter, progress: Progress, block_length: int
+) -> None:
+    done = writer.position or 0  # tokens, up to the end of a document
+    for tokens, lengths in _whole_documents(split, folder, done, block_length):
+        writer.extend(tokens, lengths, text_bytes=0)
+        done += len(tokens)
+        writer.mark(done)
+        progress(done, split.tokens, "tokens")
+
+
+def _whole_documents(
+    split: SeqaxSplit, folder: Path, start: int, block_length: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tokens (int64) of whole documents from `start` on, and the documents' lengths."""
+    begun: list[np.ndarray] = []  # the document whose end has not been seen
+    for tokens, begins in blocks(split, start, block_length):
+        if not begun and not begins[0]:
+            raise DamagedDataError(f"{folder} begins in the middle of a document")
+        starts = np.flatnonzero(begins)
+        if len(starts) and (begun or len(starts) > 1):
+            complete = np.concatenate([*begun, tokens[: starts[-1]]]).astype(np.int64)
+            begin = np.zeros(1 if begun else 0, np.int64)  # of the document begun before
+            yield complete, np.diff(starts + len(complete) - starts[-1], prepend=begin)
+            begun = []
+        begun.append(tokens[starts[-1] :] if len(starts) else tokens)
+    if begun:
+        last = np.concatenate(begun).astype(np.int64)
+        yield last, np.array([len(last)])
+
+
+def _seqax_folders(source: Path) -> list[Path]:
+    if not source.is_dir():
+        raise FileNotFoundError(f"there is no folder {source}")
+    found = [entry for entry in sorted(source.iterdir()) if is_seqax_split(entry)]
+    if not found:
+        raise ValueError(f"{source} holds no split in seqax's format, such as {source / 'train'}")
+    return found
+
+
+def _source(source: Path, split: str) -> dict[str, str]:
+    return {"converted from": "seqax flat tokens", "path": str(source), "split": split}
+
+
+def _check_out(out: Path, splits: list[str]) -> None:
+    """`out` may hold what this conversion has begun, and nothing else."""
+    if not out.exists():
+        return
+    shards = [out / split / shard_name(0, 1) for split in splits]
+    own = {out / TOKENIZER_FILE, *(out / split for split in splits), *shards}
+    entries = [*out.iterdir(), *(entry for split in splits for entry in (out / split).glob("*"))]
+    begun = any(shard.is_dir() for shard in shards)
+    if not begun or set(entries) - own or all((shard / FILE_NAME).exists() for shard in shards):
+        raise FileExistsError(f"{out} exists already: choose another folder")

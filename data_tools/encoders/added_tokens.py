@@ -1,0 +1,55 @@
+"""The added tokens of a tokenizer.json that are recognised inside a plain text."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from data_tools.encoders.unsuitable import UnsuitableError
+
+
+class AddedTokens:
+    """Cuts a text at its added tokens as `tokenizers` does with `encode_special_tokens` set.
+
+    First at those that are not `normalized`, then at the others in what is left; each time at the
+    leftmost and there the longest. A special token is text, but hides what overlaps with it.
+    """
+
+    def __init__(self, entries: list[dict[str, Any]], has_normalizer: bool) -> None:
+        """`entries` is "added_tokens" of a tokenizer.json.
+
+        Raises UnsuitableError for a token, not special, that takes whitespace around it, wants
+        to be a whole word or is looked for in normalized text.
+        """
+        recognised = [entry for entry in entries if entry["content"] and not entry["special"]]
+        for entry in recognised:
+            for flag in ("lstrip", "rstrip", "single_word"):
+                if entry[flag]:
+                    raise UnsuitableError(f"added token {entry['content']!r} has {flag}")
+            if has_normalizer and entry["normalized"]:
+                raise UnsuitableError(f"added token {entry['content']!r} is normalized")
+        self._ids = {entry["content"]: int(entry["id"]) for entry in recognised}
+        self._passes = []
+        for normalized in (False, True):
+            contents = [e["content"] for e in entries if e["normalized"] is normalized]
+            if any(content in self._ids for content in contents):
+                longest_first = sorted(filter(None, contents), key=len, reverse=True)
+                self._passes.append(re.compile("|".join(map(re.escape, longest_first))))
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """`text` in order: plain text and the ids of added tokens."""
+        if any(content in text for content in self._ids):
+            yield from self._split(text, self._passes)
+        else:
+            yield text
+
+    def _split(self, text: str, passes: list[re.Pattern[str]]) -> Iterator[str | int]:
+        if not passes:
+            yield text
+            return
+        start = 0
+        for found in passes[0].finditer(text):
+            if found.group() in self._ids:
+                yield from self._split(text[start : found.start()], passes[1:])
+                yield self._ids[found.group()]
+                start = found.end()
+        yield from self._split(text[start:], passes[1:])

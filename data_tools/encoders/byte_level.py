@@ -1,0 +1,129 @@
+"""A byte-level BPE of a tokenizer.json, run by tiktoken's engine with the same ids.
+
+It takes four to five times less processor time than `tokenizers`, and little memory.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import tiktoken
+from tokenizers.normalizers import NFC
+
+from data_tools.encoders.added_tokens import AddedTokens
+from data_tools.encoders.hugging_face import read_tokenizer
+from data_tools.encoders.merge_table import merge_table
+from data_tools.encoders.normalization import may_change
+from data_tools.encoders.pre_tokenization import GPT2, PreTokenization, known_pre_tokenization
+from data_tools.encoders.unsuitable import UnsuitableError
+from data_tools.encoders.utf8 import utf8_size
+
+_CHUNK = 1 << 20  # characters; bounds the memory, and the loss where a chunk is encoded twice
+
+
+class ByteLevelEncoder:
+    """Runs a byte-level BPE whose ids tiktoken's engine provably gives.
+
+    One pre-token of n bytes takes about 50 n bytes of memory; any other text takes little.
+    """
+
+    max_text_bytes: int | None = None
+
+    def __init__(self, tokenizer_json: str) -> None:
+        """Raises UnsuitableError for any other tokenizer, ValueError if the text describes none."""
+        self._tokenizer_json = tokenizer_json
+        # Written out again, the description has one form, whatever version wrote the file.
+        description = json.loads(read_tokenizer(tokenizer_json).to_str())
+        model = description["model"]
+        _check_model(model)
+        self._to_nfc = _normalizes_to_nfc(description["normalizer"])
+        self._added_tokens = AddedTokens(description["added_tokens"], self._to_nfc)
+        self._pre_tokenization = _pre_tokenization(description["pre_tokenizer"])
+        tokens, ids = merge_table(model)
+        # The bytes come first and are never the result of a merge: their ranks do not matter.
+        in_order = all(a < b for a, b in pairwise(ids[256:]))
+        ranks = ids if in_order else range(len(ids))
+        self._id_of_rank = None if in_order else np.array(ids, np.uint32)
+        self._engine = tiktoken.Encoding(
+            "byte-level BPE",
+            pat_str=self._pre_tokenization.pattern,
+            mergeable_ranks=dict(zip(tokens, ranks, strict=True)),
+            special_tokens={},
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """See `Encoder.encode`."""
+        encoded = []
+        for index, text in enumerate(texts):
+            utf8_size(text, index)  # raises for a lone surrogate, which tiktoken would replace
+            parts = list(self._parts(text))
+            encoded.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return encoded
+
+    def _parts(self, text: str) -> Iterator[np.ndarray]:
+        for part in self._added_tokens.split(text):
+            if isinstance(part, int):
+                yield np.array([part], np.uint32)
+                continue
+            # Chunks end at whitespace or newlines, with which NFC joins nothing.
+            for chunk in self._pre_tokenization.chunks(part, _CHUNK):
+                if self._to_nfc and not chunk.isascii() and may_change().search(chunk):
+                    chunk = NFC().normalize_str(chunk)
+                yield self._encode_chunk(chunk)
+
+    def _encode_chunk(self, chunk: str) -> np.ndarray:
+        try:
+            ranks = self._engine.encode_to_numpy(chunk, disallowed_special=())
+        except ValueError:  # whitespace too long for the backtracking of fancy-regex
+            apart = self._pre_tokenization.apart_from_whitespace(chunk)
+            ranks = np.concatenate(
+                [self._engine.encode_to_numpy(part, disallowed_special=()) for part in apart]
+            )
+        return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
+
+    def __reduce__(self) -> tuple[type["ByteLevelEncoder"], tuple[str]]:
+        """Pickles as the tokenizer.json."""
+        return ByteLevelEncoder, (self._tokenizer_json,)
+
+
+def _check_model(model: dict[str, Any]) -> None:
+    if model["type"] != "BPE":
+        raise UnsuitableError(f"the model is {model['type']}, not BPE")
+    settings = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    for setting in settings:
+        if model[setting]:
+            raise UnsuitableError(f"the model has {setting}")
+
+
+def _normalizes_to_nfc(normalizer: dict[str, Any] | None) -> bool:
+    if normalizer not in (None, {"type": "NFC"}):
+        raise UnsuitableError(f"the normalizer is {normalizer['type']}, not NFC")
+    return normalizer is not None
+
+
+def _pre_tokenization(pre_tokenizer: dict[str, Any] | None) -> PreTokenization:
+    """That of GPT-2 by `ByteLevel` alone, or one that a `Split` before it describes."""
+    match pre_tokenizer:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            expression = GPT2
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": expression},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        }:
+            pass
+        case _:
+            raise UnsuitableError("the pre-tokenizer is not a known one that ends in ByteLevel")
+    known = known_pre_tokenization(expression)
+    if known is None:
+        raise UnsuitableError(f"the pre-tokenizer's expression {expression!r} is unknown")
+    return known

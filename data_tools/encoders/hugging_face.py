@@ -1,0 +1,81 @@
+"""Any tokenizer.json, run by Hugging Face `tokenizers` itself."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tokenizers
+
+from data_tools.encoders.utf8 import utf8_size
+
+# `tokenizers` was measured to need up to 380 bytes of memory for a byte of text.
+_MAX_TEXT_BYTES = 2 << 20
+_BATCH_BYTES = 1 << 20
+
+
+def read_tokenizer(tokenizer_json: str) -> tokenizers.Tokenizer:
+    """The tokenizer that takes any text as plain and whole: no truncation, no padding.
+
+    Raises ValueError if the text describes no tokenizer.
+    """
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # `tokenizers` raises bare Exception
+        raise ValueError(f"the text is not a valid tokenizer.json: {error}") from error
+    tokenizer.encode_special_tokens = True  # their names in a text are only text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class HuggingFaceEncoder:
+    """Runs `tokenizers` on small batches, so that its memory stays below about 1 GB."""
+
+    max_text_bytes: int | None = _MAX_TEXT_BYTES
+
+    def __init__(self, tokenizer_json: str) -> None:
+        """Raises ValueError if the text describes no tokenizer."""
+        self._tokenizer_json = tokenizer_json
+        self._tokenizer = read_tokenizer(tokenizer_json)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """See `Encoder.encode`."""
+        encoded = []
+        for batch in _batches(texts):
+            for encoding in self._run(batch):
+                encoded.append(np.array(encoding.ids, np.uint32))
+        return encoded
+
+    def _run(self, batch: list[str]) -> list[tokenizers.Encoding]:
+        try:
+            return self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        except BaseException as error:
+            # A panic of Rust is no Exception, and has no public class to catch.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(
+                f"`tokenizers` cannot encode a batch that begins {batch[0][:40]!r} ({error}): "
+                "leave the text out or cut it"
+            ) from error
+
+    def __reduce__(self) -> tuple[type["HuggingFaceEncoder"], tuple[str]]:
+        """Pickles as the tokenizer.json."""
+        return HuggingFaceEncoder, (self._tokenizer_json,)
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    batch_size = 0
+    for index, text in enumerate(texts):
+        size = utf8_size(text, index)
+        if size > _MAX_TEXT_BYTES:
+            raise ValueError(
+                f"text {index} has {size} bytes, but this tokenizer takes at most "
+                f"{_MAX_TEXT_BYTES} at once: cut it"
+            )
+        if batch and batch_size + size > _BATCH_BYTES:
+            yield batch
+            batch, batch_size = [], 0
+        batch.append(text)
+        batch_size += size
+    if batch:
+        yield batch

@@ -1,0 +1,139 @@
+r"""Where a byte-level tokenizer cuts a text before it merges, in the language of tiktoken's engine.
+
+`tokenizers` matches with Oniguruma, tiktoken with the Rust crates regex and fancy-regex, which
+know other versions of Unicode. So `\p{L}`, `\p{N}` and `\s` are read from `tokenizers` itself and
+handed over as ranges of code points. Rewritten for speed, with the same matches:
+
+- The alternatives for words, numbers and so on form one group: an expression without look-ahead
+  inside runs on a linear-time automaton.
+- `\s*[\r\n]+` reaches the last newline of a stretch of whitespace, as does
+  `(?:[^\S\r\n]*[\r\n]+)+`, which is regular.
+- `\s+(?!\S)` takes whitespace at the end of the text whole, as does `\s+\z`. The last `\s+` is
+  tried only at a single whitespace character, so it is `\s`.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+_GPT2_PATTERN = (
+    r"(?:'(?:[stmd]|re|ve|ll)| ?(?:[{L}]+|[{N}]+|[^{S}{L}{N}]+))|[{S}]++\z|[{S}]+(?![^{S}])|[{S}]"
+)
+# U+017F is the one character beyond ASCII that equals one of these letters when case is ignored.
+_LLAMA3_PATTERN = (
+    r"(?:'(?:[sS\x{017F}tTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])|[^\r\n{L}{N}]?[{L}]+|[{N}]{1,3}|"
+    r" ?[^{S}{L}{N}]+[\r\n]*|(?:[{B}]*[\r\n]+)+)|[{S}]++\z|[{S}]+(?![^{S}])|[{S}]"
+)
+_QWEN2_PATTERN = _LLAMA3_PATTERN.replace("[{N}]{1,3}", "[{N}]")
+
+_LONG_WHITESPACE = 1000  # characters; far below what the backtracking of fancy-regex can take
+
+
+@dataclass(frozen=True)
+class PreTokenization:
+    """A pattern for tiktoken, and the places where a text may be cut without any effect on it."""
+
+    pattern: str
+    cut: re.Pattern[str]  # matches, empty, where one pre-token surely ends and another begins
+    long_whitespace: re.Pattern[str]
+    joins_newlines: bool  # newlines belong to the pre-token that ends with them
+
+    def chunks(self, text: str, size: int) -> Iterator[str]:
+        """`text` in parts of about `size` characters that encode independently of each other."""
+        start = 0
+        while len(text) - start > size:
+            found = self.cut.search(text, start + size)
+            if found is None:
+                break
+            yield text[start : found.start()]
+            start = found.start()
+        yield text[start:]
+
+    def apart_from_whitespace(self, text: str) -> Iterator[str]:
+        """`text` in independent parts, in which only the end can be long whitespace.
+
+        The last character of whitespace goes with what follows, unless it is a newline that
+        belongs to what precedes.
+        """
+        start = 0
+        for found in self.long_whitespace.finditer(text):
+            first, end = found.span()
+            if not (self.joins_newlines and text[first] in "\r\n"):
+                yield text[start:first]
+                start = first
+            if end < len(text):
+                cut = end if self.joins_newlines and text[end - 1] in "\r\n" else end - 1
+                yield text[start:cut]
+                start = cut
+        yield text[start:]
+
+
+@functools.cache
+def known_pre_tokenization(expression: str) -> PreTokenization | None:
+    """The pre-tokenization by the regular expression of a tokenizer.json; None if unknown."""
+    if expression not in (GPT2, LLAMA3, QWEN2):
+        return None
+    letters, numbers, whitespace = _classes()
+    blanks = _without_newlines(whitespace)
+    joins_newlines = expression != GPT2
+    pattern = {GPT2: _GPT2_PATTERN, LLAMA3: _LLAMA3_PATTERN, QWEN2: _QWEN2_PATTERN}[expression]
+    for name, ranges in (("L", letters), ("N", numbers), ("S", whitespace), ("B", blanks)):
+        pattern = pattern.replace(
+            f"{{{name}}}", "".join(rf"\x{{{a:X}}}-\x{{{b:X}}}" for a, b in ranges)
+        )
+    in_python = "".join(rf"\U{a:08X}-\U{b:08X}" for a, b in whitespace)
+    blank_in_python = "".join(rf"\U{a:08X}-\U{b:08X}" for a, b in blanks)
+    # No pre-token has whitespace after another character, newlines after punctuation apart;
+    # and where those are so joined, none has a newline before another character.
+    if joins_newlines:
+        cut = rf"(?<=[^{in_python}])(?=[{blank_in_python}])|(?<=[\r\n])(?=[^{in_python}])"
+    else:
+        cut = rf"(?<=[^{in_python}])(?=[{in_python}])"
+    return PreTokenization(
+        pattern,
+        re.compile(cut),
+        re.compile(rf"[{in_python}]{{{_LONG_WHITESPACE},}}"),
+        joins_newlines,
+    )
+
+
+Ranges = list[tuple[int, int]]  # of code points, both ends included
+
+
+@functools.cache
+def _classes() -> tuple[Ranges, Ranges, Ranges]:
+    r"""The code points that `\p{L}`, `\p{N}` and `\s` match in the installed `tokenizers`."""
+    # All characters are cut into runs of one class at once, and each run is named by its first.
+    characters = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
+    together = Split(Regex(r"\p{L}+|\p{N}+|\s+|[^\s\p{L}\p{N}]+"), "isolated")
+    runs = [run for run, _ in together.pre_tokenize_str(characters)]
+    first_characters = "".join(run[0] for run in runs)
+    classes = []
+    for expression in (r"\p{L}", r"\p{N}", r"\s"):
+        removed = Split(Regex(expression), "removed").pre_tokenize_str(first_characters)
+        others = {character for part, _ in removed for character in part}
+        classes.append([_ends(run) for run in runs if run[0] not in others])
+    return classes[0], classes[1], classes[2]
+
+
+def _ends(run: str) -> tuple[int, int]:
+    first, last = ord(run[0]), ord(run[-1])
+    if last - first + 1 != len(run):  # a run would reach across the surrogates
+        raise RuntimeError(f"characters U+{first:04X} to U+{last:04X} are no contiguous run")
+    return first, last
+
+
+def _without_newlines(ranges: Ranges) -> Ranges:
+    points = [point for first, last in ranges for point in range(first, last + 1)]
+    return [(point, point) for point in points if chr(point) not in "\r\n"]

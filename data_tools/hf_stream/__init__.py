@@ -1,0 +1,5 @@
+"""Batches streamed from Hugging Face data sets, without a copy on disk."""
+
+from data_tools.hf_stream.source import HFStream
+
+__all__ = ["HFStream"]

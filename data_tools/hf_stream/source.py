@@ -1,0 +1,279 @@
+"""Training batches streamed from a Hugging Face data set.
+
+Shape suffix: B batch (rows).
+"""
+
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from data_tools.hf_stream.blocks import Blocks
+from data_tools.hf_stream.records import OpenRecords, open_records
+from data_tools.hf_stream.steady import Patience, SteadyRecords
+from data_tools.hf_stream.tokens import DOCUMENTS_AT_A_TIME, Position, TokenStream
+from data_tools.tokenizer import load_tokenizer
+from lmlib.data.batch import Batch
+from lmlib.data.metadata import TokenizerIdentity
+
+
+@dataclass
+class _Opened:
+    """A stream and what it gave last."""
+
+    tokens: TokenStream
+    step: int
+    batch: Batch | None
+
+
+class HFStream:
+    """A `Source` and `Resumable`: trains on a data set while it is downloaded and tokenized.
+
+    For trying data sets out; pretokenized flat tokens are faster, shuffle over the whole data
+    set, and do not depend on the network.
+
+    The data set is split into `streams`, by files if their number allows and otherwise record by
+    record; each fills an equal share of the batch's rows, consecutive ones, with its documents
+    packed without a gap (`TokenStream`). A process reads the streams that its rows belong to:
+    with one stream for each process, as by default, and a mesh in the usual order, just one.
+    A batch therefore depends on the number of streams, but not on processes or devices.
+
+    Exact: the batches after resuming, whatever the step, and also with another number of
+    processes, since the checkpoint keeps the number of streams (a process may then read several,
+    or drop part of one); every document once per epoch of its stream; the order of documents.
+    Not exact: streams of different length are at different epochs after a while; without
+    `repeat`, the first token of each stream is never predicted and rows of a stream that has
+    ended are padding, for ever; a data set that changes on the Hub between a checkpoint and its
+    resumption goes on at the same place in other files, unnoticed.
+
+    `shuffle_documents` shuffles within blocks of so many consecutive documents of a stream, each
+    block differently; all documents of a block are in memory, and are read again on resuming.
+
+    Batches are asked for in order; asking for the first one again starts the streams anew, as
+    validation does.
+    """
+
+    batches = None  # how many is known only after reading
+    bytes_per_target = None  # likewise
+
+    def __init__(
+        self,
+        dataset: str | Sequence[str],
+        tokenizer: str,
+        batch_size: int,
+        sequence_length: int,
+        name: str | None = None,
+        split: str = "train",
+        text_column: str = "text",
+        shuffle_documents: int = 0,
+        seed: int = 0,
+        repeat: bool = True,
+        streams: int | None = None,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        threads: int = 2,
+        stall_seconds: float = 120.0,
+        retries: int = 5,
+        backoff_seconds: float = 1.0,
+        records: OpenRecords | None = None,
+    ) -> None:
+        """Loads the tokenizer and opens the data set; reads nothing yet.
+
+        Args:
+          dataset: a name on the Hub, a folder, or files; see `open_records`.
+          tokenizer: as for `load_tokenizer`, like `bos_token` and `eos_token`.
+          batch_size: rows of the global batch.
+          sequence_length: tokens of a row.
+          name, split: the part of the data set.
+          text_column: where a record has its text.
+          shuffle_documents: size of the blocks that are shuffled; 0 keeps the stored order.
+          seed: of the order in the blocks.
+          repeat: whether a stream begins again after its end.
+          streams: `None` for one for each process, or what the checkpoint says.
+          threads: for tokenizing.
+          stall_seconds: without a record, after which a stream is opened again.
+          retries: how often in a row, before `batch` raises `StreamFailure`.
+          backoff_seconds: before the first retry, doubled for each further one up to a minute.
+          records: opens stream i of n in the place of `dataset`, which then only names it.
+
+        Raises ValueError for settings that make no sense, a tokenizer or a data set that cannot
+        be opened.
+        """
+        for setting, value, least in (
+            ("batch_size", batch_size, 1),
+            ("sequence_length", sequence_length, 1),
+            ("shuffle_documents", shuffle_documents, 0),
+            ("seed", seed, 0),
+            ("threads", threads, 1),
+            ("retries", retries, 0),
+        ):
+            if value < least:
+                raise ValueError(f"HFStream needs {setting} of at least {least}, not {value}")
+        if streams is not None and streams < 1:
+            raise ValueError(f"HFStream needs streams of at least 1, not {streams}")
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
+        self._tokenizer = load_tokenizer(tokenizer, bos_token, eos_token)
+        self._dataset = dataset if isinstance(dataset, str) else list(dataset)
+        self._seed = seed if shuffle_documents else None
+        self._block_size = shuffle_documents or DOCUMENTS_AT_A_TIME
+        self._repeat = repeat
+        self._text_column = text_column
+        self._patience = Patience(float(stall_seconds), retries, float(backoff_seconds))
+        identity = self._tokenizer.identity
+        # What the meaning of a position depends on.
+        self._settings = {
+            "dataset": self._dataset,
+            "name": name,
+            "split": split,
+            "text_column": text_column,
+            "tokenizer": identity.sha256 or identity.name,
+            "bos_id": self._tokenizer.bos_id,
+            "eos_id": self._tokenizer.eos_id,
+            "shuffle_documents": shuffle_documents,
+            "seed": self._seed,
+        }
+        self._asked_streams = streams
+        self._streams = self._checked_streams(streams or jax.process_count())
+        if records is None:
+            records = partial(open_records, self._dataset, name, split)
+            records(0, self._streams)  # so that a misspelt name is an error now
+        self._open_records = records
+        self._first_step = 0
+        self._first_positions: dict[int, Position] = {}  # of each stream; absent: its beginning
+        self._opened: dict[int, _Opened] = {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        weakref.finalize(self, _close, self._opened, self._pool)
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id that the tokenizer can give."""
+        return self._tokenizer.vocab_size - 1
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity | None:
+        """Which tokenizer makes the ids."""
+        return self._tokenizer.identity
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """The given rows of the batch of `step`; see `Source.batch`.
+
+        Raises ValueError for a step out of order, a record without text or a stream without
+        records, `StreamFailure` for a stream that went on failing.
+        """
+        stream_B, row_B = np.divmod(np.arange(self.batch_size)[rows], self._rows_per_stream)
+        touched, place_B = np.unique(stream_B, return_inverse=True)
+        parts = [self._stream_batch(int(stream), step) for stream in touched]
+        index_B = place_B * self._rows_per_stream + row_B
+        return jax.tree.map(lambda *values: np.concatenate(values)[index_B], *parts)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """See `Resumable.state`."""
+        ahead = [opened.step for opened in self._opened.values() if opened.step != step - 1]
+        if ahead:
+            raise ValueError(
+                f"the state at step {step} is known only after the batch of step {step - 1}, "
+                f"not that of {ahead[0]}"
+            )
+        positions = self._first_positions | {
+            stream: opened.tokens.position for stream, opened in self._opened.items()
+        }
+        return {
+            "step": step,
+            "streams": self._streams,
+            "settings": self._settings,
+            "positions": {
+                str(stream): position.as_json() for stream, position in positions.items()
+            },
+        }
+
+    def restore(self, step: int, states: list[dict[str, Any]]) -> None:
+        """See `Resumable.restore`.
+
+        Raises ValueError if the states are those of another step, data set, tokenizer, order or
+        number of streams. Batch size and sequence length may have changed.
+        """
+        for state in states:
+            if state["step"] != step:
+                raise ValueError(f"the stream's state is of step {state['step']}, not {step}")
+            for setting, value in self._settings.items():
+                if state["settings"][setting] != value:
+                    raise ValueError(
+                        f"the stream was at step {step} of one with {setting} = "
+                        f"{state['settings'][setting]!r}, not {value!r}: it cannot go on there"
+                    )
+            if self._asked_streams not in (None, state["streams"]):
+                raise ValueError(
+                    f"the run was begun with {state['streams']} streams: set streams to that or "
+                    f"None, not {self._asked_streams}"
+                )
+        self._close_streams()
+        self._streams = self._checked_streams(states[0]["streams"])
+        self._first_step = step
+        self._first_positions = {
+            int(stream): Position.from_json(position)
+            for state in states
+            for stream, position in state["positions"].items()
+        }
+
+    def close(self) -> None:
+        """Ends the threads; the next batch can only be the first."""
+        self._close_streams()
+
+    @property
+    def _rows_per_stream(self) -> int:
+        return self.batch_size // self._streams
+
+    def _checked_streams(self, streams: int) -> int:
+        if self.batch_size % streams:
+            raise ValueError(
+                f"a batch_size of {self.batch_size} does not divide into {streams} streams of as "
+                "many rows each: change it, or set streams to a number that divides it"
+            )
+        return streams
+
+    def _stream_batch(self, stream: int, step: int) -> Batch:
+        """All rows of `stream` in the batch of `step`."""
+        opened = self._opened.get(stream)
+        if opened is not None and opened.batch is not None and opened.step == step:
+            return opened.batch
+        if step == self._first_step:
+            if opened is not None:
+                opened.tokens.close()
+            opened = self._opened[stream] = _Opened(self._open(stream), step - 1, None)
+        if opened is None or step != opened.step + 1:
+            last = "none" if opened is None else opened.step
+            raise ValueError(
+                f"a stream gives its batches in order: after {last} comes not {step} "
+                f"(the first is {self._first_step})"
+            )
+        opened.batch = opened.tokens.rows(self._rows_per_stream, self.sequence_length)
+        opened.step = step
+        return opened.batch
+
+    def _open(self, stream: int) -> TokenStream:
+        what = f"{self._dataset!r}"
+        if self._streams > 1:
+            what += f", stream {stream} of {self._streams}"
+        records = partial(self._open_records, stream, self._streams)
+        blocks = Blocks(self._block_size, self._seed, self._repeat, self._text_column, what)
+        position = self._first_positions.get(stream, Position())
+        steady = SteadyRecords(records, self._patience, what)
+        return TokenStream(steady, blocks, self._tokenizer, self._pool, position)
+
+    def _close_streams(self) -> None:
+        for opened in self._opened.values():
+            opened.tokens.close()
+        self._opened.clear()
+
+
+def _close(opened: dict[int, _Opened], pool: ThreadPoolExecutor) -> None:
+    """When a source is no longer used."""
+    for each in opened.values():
+        each.tokens.close()
+    pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,189 @@
+"""The tokens of a stream's documents, one after the other, and a place among them to go on from.
+
+Shape suffixes: B rows, S sequence, T = S + 1 tokens of a row, N tokens of several documents.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_tools.hf_stream.blocks import Block, Blocks, BlockStart
+from data_tools.hf_stream.steady import SteadyRecords
+from data_tools.tokenizer import Tokenizer
+from lmlib.data.batch import Batch
+from lmlib.data.packing import packed_batch
+from lmlib.data.prefetch import ReadAhead
+
+DOCUMENTS_AT_A_TIME = 64  # given to the tokenizer
+CALLS_AHEAD = 8  # of the tokenizer, made before their tokens are needed
+
+
+@dataclass(frozen=True)
+class Position:
+    """The place of a token; everything is a JSON value."""
+
+    block: BlockStart = field(default_factory=BlockStart)
+    document: int = 0  # documents of the block before it
+    token: int = 0  # tokens of the document before it
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, entries: dict[str, Any]) -> "Position":
+        """Raises TypeError or KeyError for entries that are not those of a position."""
+        return cls(BlockStart(**entries["block"]), entries["document"], entries["token"])
+
+
+class _Document(NamedTuple):
+    block: BlockStart
+    number: int  # in the block's order
+    tokens_N: np.ndarray  # with framing
+
+
+class TokenStream:
+    """Rows of the documents of one stream, packed without a gap.
+
+    Row i holds tokens [i·S, i·S + S] of the framed documents in their order: its last token is
+    the first of the next row, across batches and epochs, so that every token but the very first
+    is predicted once.
+    """
+
+    def __init__(
+        self,
+        records: SteadyRecords,
+        blocks: Blocks,
+        tokenizer: Tokenizer,
+        pool: ThreadPoolExecutor,
+        position: Position,
+    ) -> None:
+        """Starts reading at `position`; the tokenizer runs in `pool`."""
+        self._what = blocks.what
+        self._records = records
+        read = blocks.read(records.read, position.block)
+        encoded = _encoded(read, position.document, partial(_framed, tokenizer, blocks.what), pool)
+        self._encoded = ReadAhead(encoded, CALLS_AHEAD, name=f"blocks of {blocks.what}")
+        self._failure: Exception | None = None
+        self._held: deque[_Document] = deque()
+        self._held_tokens = 0  # in `_held`, used-up ones of its first document included
+        self._position = position  # of a token in the first of `_held`, if that has any
+
+    @property
+    def position(self) -> Position:
+        """Where the next row begins."""
+        return self._position
+
+    def rows(self, count: int, sequence_length: int) -> Batch:
+        """The next `count` rows; what lies past the end of the stream is padding.
+
+        Raises what went wrong in reading or tokenizing, now and whenever it is called again.
+        """
+        wanted = count * sequence_length + 1
+        tokens_N, starts_N, available = self._peek(wanted)
+        first_B = np.arange(count) * sequence_length
+        lengths_B = np.clip(available - 1 - first_B, 0, sequence_length)
+        window_BT = first_B[:, None] + np.arange(sequence_length + 1)
+        self._advance(min(available, wanted - 1))
+        return packed_batch(tokens_N[window_BT], starts_N[window_BT], lengths_B)
+
+    def close(self) -> None:
+        """Abandons the threads that read."""
+        self._records.close()
+        self._encoded.close()
+
+    def _fill(self, wanted: int) -> None:
+        """Holds at least `wanted` tokens from the position on, or all there are."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._hold(wanted)
+        except Exception as error:
+            self._failure = error  # what it stopped at is lost: nothing may follow
+            raise
+
+    def _hold(self, wanted: int) -> None:
+        while self._held_tokens - self._position.token < wanted:
+            try:
+                documents = next(self._encoded).result()
+            except StopIteration:
+                return
+            used = [document for document in documents if len(document.tokens_N)]
+            if not self._held and used and len(used[0].tokens_N) <= self._position.token:
+                raise ValueError(
+                    f"{self._what} has changed since its state was saved: a document of more than "
+                    f"{self._position.token} tokens has now {len(used[0].tokens_N)}"
+                )
+            self._held.extend(used)
+            self._held_tokens += sum(len(document.tokens_N) for document in used)
+
+    def _peek(self, wanted: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """The next tokens, whether each is the first of a document, and how many there are.
+
+        Zeros follow those.
+        """
+        self._fill(wanted)
+        tokens_N = np.zeros(wanted, np.int32)
+        starts_N = np.zeros(wanted, bool)
+        filled, offset = 0, self._position.token
+        for document in self._held:
+            if filled == wanted:
+                break
+            part_N = document.tokens_N[offset : offset + wanted - filled]
+            tokens_N[filled : filled + len(part_N)] = part_N
+            starts_N[filled] = offset == 0
+            filled, offset = filled + len(part_N), 0
+        return tokens_N, starts_N, filled
+
+    def _advance(self, count: int) -> None:
+        """Goes `count` tokens on, all of which are held."""
+        passed = self._position.token + count
+        while self._held and passed >= len(self._held[0].tokens_N):
+            block, number, tokens_N = self._held.popleft()
+            passed -= len(tokens_N)
+            self._held_tokens -= len(tokens_N)
+            self._position = Position(block, number + 1)
+        if self._held:
+            self._position = Position(self._held[0].block, self._held[0].number, passed)
+
+
+def _encoded(
+    blocks: Iterator[Block],
+    skipped: int,
+    framed: Callable[[BlockStart, int, Sequence[str]], list[_Document]],
+    pool: ThreadPoolExecutor,
+) -> Iterator[Future[list[_Document]]]:
+    """The documents of the blocks but for the first `skipped`; `framed` makes them in `pool`."""
+    for block in blocks:
+        for first in range(skipped, len(block.texts), DOCUMENTS_AT_A_TIME):
+            texts = block.texts[first : first + DOCUMENTS_AT_A_TIME]
+            yield pool.submit(framed, block.start, first, texts)
+        skipped = 0
+
+
+def _framed(
+    tokenizer: Tokenizer, what: str, block: BlockStart, first: int, texts: Sequence[str]
+) -> list[_Document]:
+    """The tokens of each text between the tokenizer's begin and end of text.
+
+    Raises ValueError for a text that cannot be encoded, saying in which block it is.
+    """
+    try:
+        encoded = tokenizer.encode_batch(texts)
+    except ValueError as error:
+        raise ValueError(
+            f"{what}, in the block that begins with record {block.record}: {error}"
+        ) from error
+    begin_N, end_N = (
+        np.array([] if token is None else [token], np.int32)
+        for token in (tokenizer.bos_id, tokenizer.eos_id)
+    )
+    return [
+        _Document(block, number, np.concatenate([begin_N, ids_N.astype(np.int32), end_N]))
+        for number, ids_N in enumerate(encoded, start=first)
+    ]

@@ -1,0 +1,74 @@
+"""A batch as the model sees it, row by row and document by document.
+
+Shape suffixes: S sequence.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmlib.data import Batch
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring places of a row: part of one document, or padding."""
+
+    start: int  # of the first place in the row
+    segment_id: int  # 0 is padding
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+    positions: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a batch, cut where the segment changes and after each masked target."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def places(self) -> int:
+        return sum(len(piece.tokens) for piece in self.pieces)
+
+    @property
+    def targets_in_loss(self) -> int:
+        return sum(sum(piece.loss_mask) for piece in self.pieces)
+
+
+def batch_rows(batch: Batch, first_row: int = 0) -> list[Row]:
+    """The rows of `batch`, numbered from `first_row`.
+
+    A target that is not the loss's belongs to another document than its token, so the cuts are
+    those between documents even where they share a segment.
+    """
+    return [_row(batch, row, first_row + row) for row in range(len(batch.tokens))]
+
+
+def _row(batch: Batch, row: int, number: int) -> Row:
+    fields = ("segment_ids", "tokens", "targets", "positions", "loss_mask")
+    segment_S, token_S, target_S, position_S, in_loss_S = (
+        np.asarray(getattr(batch, field)[row]) for field in fields
+    )
+    # Padding has no target in the loss either, but is one piece.
+    ends_S = (np.diff(segment_S, append=-1) != 0) | (~in_loss_S & (segment_S > 0))
+    cuts = [0, *(np.flatnonzero(ends_S) + 1).tolist()]
+    pieces = [
+        Piece(
+            start=start,
+            segment_id=int(segment_S[start]),
+            tokens=tuple(token_S[start:stop].tolist()),
+            targets=tuple(target_S[start:stop].tolist()),
+            positions=tuple(position_S[start:stop].tolist()),
+            loss_mask=tuple(in_loss_S[start:stop].tolist()),
+        )
+        for start, stop in itertools.pairwise(cuts)
+    ]
+    return Row(number, tuple(pieces))

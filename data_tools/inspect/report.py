@@ -1,0 +1,157 @@
+"""What the command prints: plain aligned text, with a unit at every number."""
+
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from data_tools.inspect.batch_rows import Piece, Row
+from data_tools.inspect.decoding import Decode
+from data_tools.inspect.description import SplitDescription
+from data_tools.inspect.lengths import DocumentLengths
+from data_tools.inspect.samples import Sample
+
+_WIDTH = 100
+_BAR = 40  # characters of the longest bar
+_PERCENTILES = (1, 10, 50, 90, 99, 100)
+_DISK_UNITS = ("KB", "MB", "GB", "TB")  # of 1000
+_BOUNDARY = "  ── a document begins ──"
+
+
+def description_text(split: SplitDescription) -> str:
+    """What the split says of itself, one property a line."""
+    rows = {
+        "format": "lmlib flat tokens" if split.format == "lmlib" else "seqax flat tokens",
+        "shards": _shards(split),
+        "documents": f"{split.documents:,} documents",
+        "tokens": f"{split.tokens:,} tokens",
+        "text": _text_size(split),
+        "gzip -9": None if split.gzip_bytes is None else f"{split.gzip_bytes:,} bytes",
+        "skipped rows": f"{split.skipped_rows:,} rows" if split.format == "lmlib" else None,
+        "vocabulary": "unknown" if split.vocab_size is None else f"{split.vocab_size:,} ids",
+        "largest id": f"{split.max_token_id:,}" if split.tokens else "none",
+        "tokenizer": split.tokenizer.name if split.tokenizer else "unknown",
+        "sha256": split.tokenizer.sha256 if split.tokenizer else None,
+        "framing": f"BOS {_id(split.bos_id)}, EOS {_id(split.eos_id)}",
+        "on disk": _disk_size(split.disk_bytes),
+    }
+    rows |= {f"source {name}": _one_line(value) for name, value in split.source.items()}
+    width = max(map(len, rows)) + 2
+    lines = [f"  {name:<{width}}{value}" for name, value in rows.items() if value is not None]
+    lines += [
+        f"  unfinished: {shard.name}, {shard.tokens:,} tokens on disk so far"
+        for shard in split.unfinished
+    ]
+    return "\n".join([str(split.folder), *lines])
+
+
+def lengths_text(lengths: DocumentLengths) -> str:
+    """A histogram over power-of-two bins, and percentiles."""
+    if not lengths.documents:
+        return "  no documents"
+    bins = lengths.bins()
+    ranges = [
+        f"{each.first:,}" if each.first == each.last else f"{each.first:,} to {each.last:,}"
+        for each in bins
+    ]
+    width, most = max(map(len, ranges)), max(each.documents for each in bins)
+    count_width = len(f"{most:,}")
+    lines = [
+        f"  {label:>{width}} tokens  {each.documents:>{count_width},} documents  "
+        f"{'█' * -(-_BAR * each.documents // most)}".rstrip()
+        for label, each in zip(ranges, bins, strict=True)
+    ]
+    percentiles = ", ".join(
+        f"{percent}% up to {lengths.percentile(percent):,}" for percent in _PERCENTILES
+    )
+    return "\n".join(["  document lengths", *lines, f"  of documents, {percentiles} tokens"])
+
+
+def sample_text(sample: Sample, decode: Decode | None) -> str:
+    """One stretch of text, or of ids without a decoder, with the document boundaries marked."""
+    lines = [f"  sample: tokens {sample.start:,} to {sample.stop - 1:,}"]
+    for number, piece in enumerate(sample.pieces):
+        if number or sample.begins_document:
+            lines.append(_BOUNDARY)
+        lines.append(_quoted(decode(piece)) if decode else _wrapped("", map(str, piece)))
+    return "\n".join(lines)
+
+
+def row_text(row: Row, decode: Decode | None, sequence: int | None, sequences: int | None) -> str:
+    """Everything the model sees of a row; a target that is not in the loss is in parentheses."""
+    known = sequence is not None and sequence >= 0
+    origin = f" (sequence {sequence:,} of {sequences:,})" if known else ""
+    lines = [
+        f"row {row.number}{origin}: {row.places:,} tokens, "
+        f"{row.targets_in_loss:,} targets in the loss"
+    ]
+    for number, piece in enumerate(row.pieces):
+        if number and piece.segment_id:
+            lines.append("  ── another document; its first token is no target in the loss ──")
+        lines += _piece_lines(piece, decode)
+    return "\n".join(lines)
+
+
+def _piece_lines(piece: Piece, decode: Decode | None) -> list[str]:
+    places = f"places {piece.start:,} to {piece.stop - 1:,}"
+    if not piece.segment_id:
+        return [f"  {places}: padding"]
+    targets = [
+        str(target) if in_loss else f"({target})"
+        for target, in_loss in zip(piece.targets, piece.loss_mask, strict=True)
+    ]
+    lines = [
+        f"  {places}: segment {piece.segment_id}, positions {_runs(piece.positions)}",
+        _wrapped("tokens", map(str, piece.tokens)),
+        _wrapped("targets", targets),
+    ]
+    return [*lines, _quoted(decode(piece.tokens))] if decode else lines
+
+
+def _shards(split: SplitDescription) -> str:
+    finished = split.shards - len(split.unfinished)
+    return f"{finished:,} of {split.shards:,} shards finished"
+
+
+def _text_size(split: SplitDescription) -> str:
+    if not split.bytes or not split.tokens:
+        return "unknown"
+    return f"{split.bytes:,} bytes, {split.bytes / split.tokens:.3f} bytes per token"
+
+
+def _disk_size(size: int) -> str:
+    unit = min(int(math.log10(max(size, 1))) // 3, len(_DISK_UNITS))
+    rounded = f" ({size / 1000**unit:.1f} {_DISK_UNITS[unit - 1]})" if unit else ""
+    return f"{size:,} bytes{rounded}"
+
+
+def _id(token_id: int | None) -> str:
+    return "none" if token_id is None else str(token_id)
+
+
+def _one_line(value: object) -> str:
+    return " ".join(str(value).split())
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Consecutive numbers as ranges: "0 to 11, 0 to 3"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs)
+
+
+def _wrapped(name: str, words: Iterable[str]) -> str:
+    return textwrap.fill(
+        " ".join(words),
+        width=_WIDTH,
+        initial_indent=f"    {name:<9}" if name else "    ",
+        subsequent_indent=" " * 13 if name else "    ",
+    )
+
+
+def _quoted(text: str) -> str:
+    """The lines of `text`, each behind a bar, so that they cannot be taken for ours."""
+    return "\n".join(f"    │ {line}" for line in text.split("\n"))

@@ -1,0 +1,233 @@
+"""Reads all of a split and lists whatever is damaged.
+
+Shape suffixes: N values of a block, C chunks of tokens and one more.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data_tools.inspect.array_files import ArrayFiles, Damage, Report, cause_of
+from data_tools.inspect.progress import Progress, no_progress
+from lmlib.data.metadata import (
+    TOKENIZER_FILE,
+    ShardMetadata,
+    TokenizerIdentity,
+    read_shard,
+    read_split,
+    shard_folders,
+    shard_name,
+    shard_number,
+)
+from lmlib.data.seqax import STARTS, TOKENS, SeqaxSplit, is_seqax_split
+from lmlib.data.token_arrays import DamagedDataError
+
+
+def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]:
+    """All that is wrong with the split in `folder`; empty if nothing is.
+
+    Reads every array of every shard, which checks every checksum, and compares what the arrays
+    hold with each other and with metadata.json, and tokenizer.json with its digest. An unfinished
+    shard counts as damage. seqax's format has no checksums: there it finds files that are missing,
+    cannot be decompressed, or contradict each other.
+    """
+    damages: list[Damage] = []
+    if is_seqax_split(folder):
+        _verify_seqax(folder, damages.append, progress)
+        return damages
+    shards = list(_readable_shards(folder, damages.append))
+    if not damages:
+        try:
+            read_split(folder)
+        except (OSError, ValueError) as error:  # they do not belong together
+            damages.append(Damage(folder, str(error)))
+    values = _Values(sum(map(_length, shards)), progress)
+    for metadata in shards:
+        _Shard(folder / metadata.name, metadata, damages.append, values).verify()
+    for tokenizer in {metadata.tokenizer for metadata in shards}:
+        _verify_tokenizer(folder.absolute().parent / TOKENIZER_FILE, tokenizer, damages.append)
+    return damages
+
+
+class _Values:
+    """Counts values as they are read."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    def read(self, count: int) -> None:
+        self._done += count
+        self._progress(self._done, self._total, "values")
+
+
+class _Shard:
+    """One shard with what its metadata.json promises."""
+
+    def __init__(
+        self, folder: Path, metadata: ShardMetadata, report: Report, values: _Values
+    ) -> None:
+        self._folder, self._metadata = folder, metadata
+        self._report, self._values = report, values
+        self._damaged = False
+
+    def verify(self) -> None:
+        metadata = self._metadata
+        tokens = self._array("tokens", metadata.tokens)
+        if tokens is None:
+            for name in ("document_starts", "first_documents"):
+                if not (self._folder / name).is_dir():
+                    self._say(name, "is missing")
+            return
+        largest = max((int(block_N.max()) for block_N in self._blocks(tokens)), default=-1)
+        if not self._damaged:
+            self._expect("max_token_id", metadata.max_token_id, largest)
+        if metadata.max_token_id >= metadata.vocab_size:
+            self._say(
+                "metadata.json",
+                f"has max_token_id {metadata.max_token_id}, outside the vocabulary of "
+                f"{metadata.vocab_size}",
+            )
+        self._verify_starts(tokens.chunk_length)
+
+    def _verify_starts(self, chunk_length: int) -> None:
+        metadata = self._metadata
+        chunk_start_C = np.arange(0, metadata.tokens + chunk_length, chunk_length)
+        before_C = np.zeros(len(chunk_start_C), np.int64)  # documents that start before a chunk
+        self._damaged = False
+        starts = self._array("document_starts", metadata.documents)
+        previous, nonempty = 0, 0
+        for number, start_N in enumerate(self._blocks(starts) if starts else ()):
+            start_N = start_N.astype(np.int64)
+            if number == 0 and start_N[0] != 0 and not self._damaged:
+                self._say("document_starts", f"begins with {start_N[0]}, not with 0")
+            if (np.diff(start_N, prepend=previous) < 0).any():
+                self._say("document_starts", "decreases")
+                break
+            if start_N[-1] > metadata.tokens:
+                self._say("document_starts", f"goes up to {start_N[-1]}, beyond the tokens")
+                break
+            before_C += np.searchsorted(start_N, chunk_start_C)
+            # A document is empty if the next one, or the end, has the same place.
+            new_N = np.diff(start_N, prepend=previous) > 0
+            nonempty += int(np.count_nonzero(new_N & (start_N < metadata.tokens)))
+            previous = int(start_N[-1])
+        if starts and not self._damaged:
+            nonempty += metadata.tokens > 0  # the document at place 0
+            self._expect("targets", metadata.targets, metadata.tokens - nonempty)
+        comparable = starts is not None and not self._damaged
+        firsts = self._array("first_documents", len(chunk_start_C))
+        blocks = list(self._blocks(firsts)) if firsts else []
+        if firsts and comparable and not self._damaged:
+            wrong_C = np.flatnonzero(np.concatenate(blocks).astype(np.int64) != before_C)
+            if len(wrong_C):
+                self._say("first_documents", f"disagrees with document_starts at {wrong_C[0]}")
+
+    def _array(self, name: str, length: int) -> ArrayFiles | None:
+        try:
+            return ArrayFiles(self._folder / name, length)
+        except DamagedDataError as error:
+            self._say(name, cause_of(error))
+            self._values.read(length)
+            return None
+
+    def _blocks(self, array: ArrayFiles) -> Iterator[np.ndarray]:
+        return array.blocks(self._remember, self._values.read)
+
+    def _remember(self, damage: Damage) -> None:
+        self._damaged = True
+        self._report(damage)
+
+    def _say(self, name: str, reason: str) -> None:
+        self._remember(Damage(self._folder / name, reason))
+
+    def _expect(self, name: str, promised: int, found: int) -> None:
+        if promised != found:
+            self._say("metadata.json", f"has {name} {promised}, but the arrays have {found}")
+
+
+def _readable_shards(folder: Path, report: Report) -> Iterator[ShardMetadata]:
+    """The shards whose metadata.json can be read, with the others reported."""
+    present = shard_folders(folder)
+    counts = {number[1] for number in map(shard_number, present) if number}
+    names = {shard_name(shard, count) for count in counts for shard in range(count)}
+    for name in sorted(names | {shard.name for shard in present}):
+        try:
+            yield read_shard(folder / name)
+        except FileNotFoundError:
+            there = (folder / name).is_dir()
+            report(Damage(folder / name, "is unfinished" if there else "is missing"))
+        except ValueError as error:
+            report(Damage(folder / name, str(error)))
+    if not present:
+        report(Damage(folder, "holds no shard"))
+
+
+def _length(metadata: ShardMetadata) -> int:
+    """Tokens and documents; the third array is negligible."""
+    return metadata.tokens + metadata.documents
+
+
+def _verify_tokenizer(file: Path, tokenizer: TokenizerIdentity | None, report: Report) -> None:
+    if tokenizer is None or tokenizer.sha256 is None:
+        return
+    if not file.is_file():
+        report(Damage(file, "is missing"))
+        return
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != tokenizer.sha256:
+        report(Damage(file, f"has sha256 {found}, but the tokens were made with another"))
+
+
+def _verify_seqax(folder: Path, report: Report, progress: Progress) -> None:
+    try:
+        split = SeqaxSplit(folder)
+        encoded = ArrayFiles(folder / TOKENS, split.tokens, driver="zarr")
+    except DamagedDataError as error:
+        report(Damage(folder, cause_of(error)))
+        return
+    intact = True
+
+    def remember(damage: Damage) -> None:
+        nonlocal intact
+        intact = False
+        report(damage)
+
+    values = _Values(split.tokens, progress)
+    documents, largest = 0, -1
+    for number, encoded_N in enumerate(encoded.blocks(remember, values.read)):
+        if number == 0 and intact and not encoded_N[0] & 1:
+            report(Damage(folder / TOKENS, "begins in the middle of a document"))
+        documents += int(np.count_nonzero(encoded_N & 1))
+        largest = max(largest, int(encoded_N.max() >> 1))
+    # Documents without tokens have a start, but no token that could mark it.
+    if intact and documents > split.documents:
+        reason = f"marks {documents} documents, but {STARTS} has {split.documents}"
+        report(Damage(folder / TOKENS, reason))
+    if largest > split.max_token_id:
+        reason = f"has the id {largest}, but max_token_id is {split.max_token_id}"
+        report(Damage(folder / TOKENS, reason))
+    _verify_seqax_starts(folder / STARTS, split, report)
+
+
+def _verify_seqax_starts(path: Path, split: SeqaxSplit, report: Report) -> None:
+    metadata = json.loads((path / ".zarray").read_text(encoding="utf-8"))
+    if metadata.get("filters"):  # as seqax writes it; TensorStore cannot read that
+        for number in range(-(-(split.documents + 1) // int(metadata["chunks"][0]))):
+            if not (path / str(number)).exists():
+                report(Damage(path / str(number), "is missing"))
+        return
+    try:
+        starts = ArrayFiles(path, split.documents + 1, driver="zarr")
+    except DamagedDataError as error:
+        report(Damage(path, cause_of(error)))
+        return
+    last = -1
+    for start_N in starts.blocks(report, lambda count: None):
+        if (np.diff(start_N.astype(np.int64), prepend=last) < 0).any():
+            report(Damage(path, "decreases"))
+        last = int(start_N[-1])
+    if last != split.tokens:
+        report(Damage(path, f"ends with {last}, but there are {split.tokens} tokens"))

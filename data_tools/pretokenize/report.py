@@ -1,0 +1,46 @@
+"""What a run of pretokenize says at its end, and of the rows that it left out."""
+
+import sys
+from pathlib import Path
+
+from data_tools.rows import Row
+from lmlib.data import ShardMetadata, SplitMetadata
+
+_SHOWN = 10
+
+
+class SkippedRows:
+    """Prints the first rows that are left out to stderr."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, row: Row) -> None:
+        self._count += 1
+        if self._count <= _SHOWN:
+            print(f"skipped: {row}", file=sys.stderr)
+        if self._count == _SHOWN:
+            print("further skipped rows are counted, not shown", file=sys.stderr)
+
+
+def summary(made: SplitMetadata | ShardMetadata, folder: Path, seconds: float) -> str:
+    """The counts of what was made, and the time that this run took."""
+    whole = isinstance(made, SplitMetadata)
+    rows = {
+        "folder": str(folder if isinstance(made, SplitMetadata) else folder / made.name),
+        "documents": f"{made.documents:,}",
+        "skipped rows": f"{made.skipped_rows:,}",
+        "tokens": f"{made.tokens:,}",
+        "bytes of text": f"{made.bytes:,}",
+        "bytes per token": f"{made.bytes / made.tokens:.3f}" if made.tokens else "no tokens",
+        "vocabulary": f"{made.vocab_size:,}",
+        "largest token id": f"{made.max_token_id:,}",
+        "shards": f"{len(made.shards):,}" if isinstance(made, SplitMetadata) else made.name,
+        "time of this run": f"{seconds:.1f} s",
+    }
+    if made.gzip_bytes is not None and made.bytes:
+        bits = 8 * made.gzip_bytes / made.bytes
+        rows["gzip -9"] = f"{made.gzip_bytes:,} bytes, {bits:.3f} bits per byte"
+    if not whole:
+        rows["complete"] = "when all other shards are"
+    return "\n".join(f"{name:<18}{value}" for name, value in rows.items())

@@ -1,0 +1,138 @@
+"""One shard of a split, from where it was left to its end."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from data_tools.encoding import EncodedBlock, Recipe, encode_in_order
+from data_tools.pretokenize.progress import Progress
+from data_tools.rows import Block, Row, RowSource
+from data_tools.tokenizer import Tokenizer
+from lmlib.data import ShardMetadata, ShardWriter, finished_shard
+
+OnBadRow = Literal["fail", "skip"]
+FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; what is lost at most when a run is killed
+
+
+def pretokenize_shard(
+    source: RowSource,
+    tokenizer: Tokenizer,
+    out: str | Path,
+    split: str,
+    *,
+    shard: int = 0,
+    shards: int = 1,
+    max_tokens: int | None = None,
+    workers: int = 0,
+    on_bad_row: OnBadRow = "fail",
+    gzip_baseline: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    skipped: Callable[[Row], None] | None = None,
+    file_length: int = FILE_LENGTH,
+) -> ShardMetadata:
+    """Writes shard number `shard` of `out`/`split`, or what is missing of it.
+
+    Each document is framed by the tokenizer's BOS and EOS; an empty one is nothing but its frame.
+    The bytes on disk depend on neither `workers` nor how often the writing was killed and begun
+    again, but for the last `file_length` tokens, which are made again each time.
+
+    Args:
+      source: the rows; the shard takes its share.
+      max_tokens: of the split: a shard ends with the document that reaches its equal part.
+      workers: processes that tokenise; 0 for the calling one.
+      on_bad_row: whether a row without a usable text is an error, or counted and left out.
+      gzip_baseline: whether to record the length of each document under gzip -9; slow.
+      progress: called after each block of about a megabyte.
+      skipped: called with each row that is left out.
+
+    Raises:
+      FileExistsError: if the shard was made or begun with other settings, or is being written.
+      ValueError: for a bad row, with its file and line, or settings that make no sense.
+      OSError: for a file that cannot be read or written.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    if tokenizer.eos_id is None:
+        raise ValueError(
+            f"cannot tell which token of {tokenizer.identity.name} ends a document: name it with "
+            "--eos_token"
+        )
+    described = source.description | {"max_tokens": max_tokens}
+    done = finished_shard(out, split, shard, shards, tokenizer.identity, described)
+    if done is not None:
+        return done
+    writer = ShardWriter(
+        out,
+        split,
+        shard=shard,
+        shards=shards,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        tokenizer=tokenizer.identity,
+        tokenizer_json=tokenizer.tokenizer_json,
+        source=described,
+        file_length=file_length,
+    )
+    recipe = Recipe(
+        tokenizer.tokenizer_json,
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        tokenizer.vocab_size,
+        source.field,
+        gzip_baseline,
+    )
+    limit = None if max_tokens is None else -(-max_tokens // shards)
+    blocks = source.blocks(shard, shards, writer.position)
+    encoding = encode_in_order(blocks, recipe, workers)
+    try:
+        for block, encoded in encoding:
+            full = False
+            if limit is not None:
+                encoded, full = _up_to(encoded, limit - writer.totals.tokens)
+            _judge(block, encoded, on_bad_row, skipped)
+            writer.mark(block.position)
+            _write(writer, encoded)
+            if progress is not None:
+                totals = writer.totals
+                progress(Progress(totals.documents, totals.tokens, totals.bytes, block.fraction))
+            if full:
+                break
+        return writer.finish()
+    finally:
+        encoding.close()
+        writer.close()
+
+
+def _up_to(encoded: EncodedBlock, tokens: int) -> tuple[EncodedBlock, bool]:
+    """The block cut after the document that reaches `tokens`, and whether one does."""
+    ends = encoded.lengths.cumsum()
+    if not ends.size or ends[-1] < tokens:
+        return encoded, False
+    return encoded.first(int(ends.searchsorted(tokens)) + 1), True
+
+
+def _judge(
+    block: Block,
+    encoded: EncodedBlock,
+    on_bad_row: OnBadRow,
+    skipped: Callable[[Row], None] | None,
+) -> None:
+    for _, row in encoded.bad_rows:
+        if on_bad_row == "fail":
+            raise ValueError(
+                f"{block.locate(row)}: repair it, or pass over such rows with --on_bad_row=skip"
+            )
+        if skipped is not None:
+            skipped(block.locate(row))
+
+
+def _write(writer: ShardWriter, encoded: EncodedBlock) -> None:
+    measured: Any = encoded.gzip_bytes
+    writer.extend(
+        encoded.tokens,
+        encoded.lengths,
+        int(encoded.text_bytes.sum()),
+        None if measured is None else int(measured.sum()),
+        skipped_rows=len(encoded.bad_rows),
+    )

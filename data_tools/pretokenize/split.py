@@ -1,0 +1,52 @@
+"""All shards of a split, one after the other."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from data_tools.pretokenize.progress import Progress
+from data_tools.pretokenize.shard import pretokenize_shard
+from data_tools.rows import RowSource, Texts
+from data_tools.tokenizer import Tokenizer
+from lmlib.data import SplitMetadata, read_split
+
+
+def pretokenize(
+    source: RowSource | Iterable[str],
+    tokenizer: Tokenizer,
+    out: str | Path,
+    split: str,
+    *,
+    shards: int = 1,
+    progress: Callable[[Progress], None] | None = None,
+    **settings: Any,
+) -> SplitMetadata:
+    """Writes `out`/`split`, or what is missing of it; see `pretokenize_shard` for the settings.
+
+    `source` may be any iterable of texts. `progress` is told of the whole split.
+
+    Raises what `pretokenize_shard` does, and ValueError if there are no tokens at all.
+    """
+    rows = source if isinstance(source, RowSource) else Texts(source)
+    before = Progress()
+
+    def in_split(in_shard: Progress) -> None:
+        if progress is not None:
+            progress(before.plus(in_shard, shards))
+
+    for shard in range(shards):
+        made = pretokenize_shard(
+            rows, tokenizer, out, split, shard=shard, shards=shards, progress=in_split, **settings
+        )
+        before = before.plus(Progress(made.documents, made.tokens, made.bytes, 1.0), shards)
+    return check_not_empty(read_split(Path(out) / split), Path(out) / split)
+
+
+def check_not_empty(metadata: SplitMetadata, folder: Path) -> SplitMetadata:
+    """Raises ValueError for a split without tokens."""
+    if metadata.tokens == 0:
+        raise ValueError(
+            f"{folder} holds {metadata.documents} documents and no tokens: check where the "
+            "documents come from, and delete it"
+        )
+    return metadata

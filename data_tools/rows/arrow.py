@@ -1,0 +1,153 @@
+"""Parquet and Arrow files, and record batches from elsewhere."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField, utf8_row
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_READ_BYTES = 8 * BLOCK_BYTES  # of rows that are decoded at once
+
+
+@dataclass(frozen=True)
+class ArrowBlock(Block):
+    """Rows as an Arrow stream of one record batch."""
+
+    path: str
+    first_row: int  # of these rows, within `unit`
+    unit: str  # "" for a whole file
+    stream: bytes
+
+    def rows(self, field: TextField) -> Iterator[Row]:
+        """See `Block.rows`."""
+        import pyarrow as pa
+
+        batch = pa.ipc.open_stream(self.stream).read_next_batch()
+        where = [
+            f"{self.path}, {self.unit}row {self.first_row + row}," for row in range(len(batch))
+        ]
+        text = field.load()
+        if field.function is None and field.column in batch.schema.names:
+            column = batch.column(field.column)
+            for place, found in zip(where, _strings(column), strict=True):
+                yield Row(place, found) if isinstance(found, str) else _bad(found, field, place)
+            return
+        for place, row in zip(where, batch.to_pylist(), strict=True):
+            yield field.row(row, text, place)
+
+
+def arrow_blocks(
+    path: Path, size: int, start: int, stop: int, position: list[int] | None, field: TextField
+) -> Iterator[ArrowBlock]:
+    """The rows of the file's parts that begin at bytes [start, stop) of `size`.
+
+    The parts are Parquet's row groups, taken to be of equal size, or a whole Arrow file;
+    `position` is [part, row]. Raises OSError, naming the file, if it cannot be read.
+    """
+    import pyarrow as pa
+
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet_blocks(path, size, start, stop, position, field)
+        elif start == 0:
+            skipped = position[1] if position else 0
+            yield from batch_blocks(_record_batches(path), str(path), "", 0, skipped)
+    except pa.ArrowException as error:
+        raise OSError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        if str(path) in str(error):
+            raise
+        raise OSError(f"{path} cannot be read: {error}") from error
+
+
+def batch_blocks(
+    batches: "Iterator[pyarrow.RecordBatch]", path: str, unit: str, part: int, skipped: int
+) -> Iterator[ArrowBlock]:
+    """The batches' rows, but for the first `skipped`, in blocks of a good size."""
+    row = 0
+    for batch in batches:
+        rows_per_block = max(1, int(len(batch) * BLOCK_BYTES / max(1, batch.nbytes)))
+        for begin in range(0, len(batch), rows_per_block):
+            piece = batch.slice(begin, rows_per_block)
+            if row + len(piece) > skipped:
+                piece = piece.slice(max(0, skipped - row))
+                first = max(row, skipped)
+                yield ArrowBlock([part, first], None, path, first, unit, _serialized(piece))
+                row = first
+            row += len(piece)
+
+
+def _parquet_blocks(
+    path: Path, size: int, start: int, stop: int, position: list[int] | None, field: TextField
+) -> Iterator[ArrowBlock]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        groups = file.num_row_groups
+        columns = None
+        if field.function is None:
+            if field.column not in file.schema_arrow.names:
+                raise ValueError(
+                    f"{path} has no column {field.column!r}; it has "
+                    f"{', '.join(map(repr, file.schema_arrow.names))}: choose one with "
+                    "--text_column"
+                )
+            columns = [field.column]
+        at_group, at_row = position or (0, 0)
+        for group in range(at_group, groups):
+            if not start <= size * group // groups < stop:
+                continue
+            metadata = file.metadata.row_group(group)
+            row_bytes = max(1, metadata.total_byte_size // max(1, metadata.num_rows))
+            batches = file.iter_batches(
+                batch_size=max(1, _READ_BYTES // row_bytes),
+                row_groups=[group],
+                columns=columns,
+                use_threads=False,
+            )
+            skipped = at_row if group == at_group else 0
+            yield from batch_blocks(batches, str(path), f"row group {group}, ", group, skipped)
+
+
+def _record_batches(path: Path) -> "Iterator[pyarrow.RecordBatch]":
+    """Of an Arrow file, or of an Arrow stream as `datasets` keeps it."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as content:
+        try:
+            file = pa.ipc.open_file(content)
+        except pa.ArrowInvalid:
+            content.seek(0)
+            yield from pa.ipc.open_stream(content)
+            return
+        for number in range(file.num_record_batches):
+            yield file.get_batch(number)
+
+
+def _serialized(batch: "pyarrow.RecordBatch") -> bytes:
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def _strings(column: "pyarrow.Array") -> list[Any]:
+    """The column's values; a string that is not UTF-8 is left as bytes."""
+    import pyarrow as pa
+
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return column.cast(pa.large_binary()).to_pylist()
+
+
+def _bad(found: Any, field: TextField, where: str) -> Row:
+    if isinstance(found, bytes):
+        return utf8_row(found, where)
+    return Row(where, None, f"has no string in column {field.column!r} but {found!r:.40}")

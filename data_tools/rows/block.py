@@ -1,0 +1,113 @@
+"""Blocks of rows, and how a text is taken out of a row."""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+BLOCK_BYTES = 1024 * 1024  # of text, about; a longer row makes a longer block
+
+
+class Row(NamedTuple):
+    """A row of the source, with its text or what is wrong with it."""
+
+    where: str  # the file and the line or row in it
+    text: str | None
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.problem}"
+
+
+@dataclass(frozen=True)
+class TextField:
+    """What of a row is the text: a column, or what a Python function makes of the whole row."""
+
+    column: str = "text"
+    function: str | None = None  # "package.module:function", called with the row's dict
+
+    def load(self) -> Callable[[Mapping[str, Any]], Any]:
+        """The function from a row to its text; raises ValueError if it cannot be imported."""
+        if self.function is None:
+            return self._of_column
+        module, _, name = self.function.partition(":")
+        try:
+            loaded = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"cannot import the text function {self.function!r}, which should be given as "
+                f"package.module:function: {error}"
+            ) from error
+        if not callable(loaded):
+            raise ValueError(f"the text function {self.function!r} is {loaded!r}, no function")
+        return loaded
+
+    def row(self, row: object, text: Callable[[Mapping[str, Any]], Any], where: str) -> Row:
+        """The row with its text; `text` comes from `load`."""
+        if not isinstance(row, Mapping):
+            return Row(where, None, f"is no JSON object but {type(row).__name__}")
+        try:
+            found = text(row)
+        except _NoColumnError as error:
+            return Row(where, None, str(error))
+        except Exception as error:  # whatever the user's function raises is about this row
+            return Row(where, None, f"makes {self.function} raise {error!r}")
+        if not isinstance(found, str):
+            what = f"column {self.column!r}" if self.function is None else self.function
+            return Row(where, None, f"has no string in {what} but {found!r:.40}")
+        return Row(where, found)
+
+    def _of_column(self, row: Mapping[str, Any]) -> Any:
+        try:
+            return row[self.column]
+        except KeyError:
+            raise _NoColumnError(
+                f"has no column {self.column!r}; it has {', '.join(map(repr, row))}: choose one "
+                "with --text_column"
+            ) from None
+
+
+class _NoColumnError(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class Block(ABC):
+    """Consecutive rows of a source, as they were read."""
+
+    position: Any  # where the block begins, in JSON values
+    fraction: float | None  # of what is to be read, after this block; None if unknown
+
+    @abstractmethod
+    def rows(self, field: TextField) -> Iterator[Row]:
+        """The rows, with their texts."""
+
+    def locate(self, row: Row) -> Row:
+        """The row with a better `where`, if one can be had at some cost."""
+        return row
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Rows in a fixed order, which can be cut into shards and entered in the middle."""
+
+    field: TextField
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the rows are and where they come from, in JSON values, for the record."""
+
+    def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
+        """The blocks of one shard, from the one that began at `position`.
+
+        The shards' rows, one after the other, are all rows once; `shards` may be any number.
+        """
+
+
+def utf8_row(content: bytes, where: str) -> Row:
+    """A row whose text is `content`."""
+    try:
+        return Row(where, content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Row(where, None, f"is not UTF-8 text (byte {error.start})")

@@ -1,0 +1,123 @@
+"""Files on this machine, of any mixture of kinds, as one source of rows."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_tools.rows.arrow import arrow_blocks
+from data_tools.rows.block import Block, TextField
+from data_tools.rows.compressed import COMPRESSIONS
+from data_tools.rows.json_lines import JsonLinesBlock, json_lines_blocks
+from data_tools.rows.text_files import text_file_blocks
+
+_JSON_LINES = (".jsonl", ".ndjson")
+_ARROW = (".parquet", ".arrow")
+
+
+class Files:
+    """The rows of files, in order: lines of .jsonl, rows of .parquet and .arrow, whole other files.
+
+    .jsonl and text files may end in .gz or .zst besides. Shards are equal shares of the files'
+    bytes: a part of a file that can be read alone (a line, a row group, a whole compressed file)
+    belongs to the shard in whose share it begins.
+    """
+
+    def __init__(
+        self, datasets: Sequence[str], *, field: TextField | None = None, pattern: str = "*"
+    ) -> None:
+        """`datasets` are files, and folders of which the files that match the glob `pattern` count,
+        sorted by path.
+
+        Raises FileNotFoundError for a path that is not there or a folder without matches.
+        """
+        self.field = field or TextField()
+        self._datasets, self._pattern = list(datasets), pattern
+        self._files = [file for name in datasets for file in _files_of(Path(name), pattern)]
+        self._sizes = [file.stat().st_size for file in self._files]
+        # One more than its size, so that an empty file lies in a share too.
+        self._offsets = [0, *accumulate(size + 1 for size in self._sizes)]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """See `RowSource.description`."""
+        listing = "".join(
+            f"{size} {file}\n" for file, size in zip(self._files, self._sizes, strict=True)
+        )
+        return {
+            "datasets": self._datasets,
+            "pattern": self._pattern,
+            "text": self.field.function or self.field.column,
+            "files": len(self._files),
+            "bytes": sum(self._sizes),
+            "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
+        }
+
+    def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
+        """See `RowSource.blocks`. Raises OSError, naming the file, for what cannot be read."""
+        total = self._offsets[-1]
+        low, high = total * shard // shards, total * (shard + 1) // shards
+        first, inner = position or (0, None)
+        shares = [
+            _Share(number, min(max(0, low - begin), size + 1), min(max(0, high - begin), size + 1))
+            for number, (begin, size) in enumerate(zip(self._offsets, self._sizes, strict=False))
+            if number >= first
+        ]
+        shares = [share for share in shares if share.start < share.stop]
+
+        def placed(block: Block, number: int, inner: Any, done: int) -> Block:
+            fraction = (self._offsets[number] + done - low) / (high - low)
+            return replace(block, position=[number, inner], fraction=min(1.0, max(0.0, fraction)))
+
+        for is_text, group in groupby(shares, key=lambda share: self._is_text(share.number)):
+            if is_text:
+                numbers = [share.number for share in group if share.start == 0]
+                for block in text_file_blocks(self._files[number] for number in numbers):
+                    last = numbers[block.position + len(block.paths) - 1]
+                    yield placed(block, numbers[block.position], None, self._sizes[last])
+                continue
+            for number, start, stop in group:
+                within = inner if number == first else None
+                for rows in self._file_blocks(number, start, stop, within):
+                    done = start  # known better only where lines are read as they are stored
+                    if isinstance(rows, JsonLinesBlock) and not self._is_compressed(number):
+                        done = rows.offset + len(rows.lines)
+                    yield placed(rows, number, rows.position, done)
+
+    def _file_blocks(self, number: int, start: int, stop: int, position: Any) -> Iterator[Block]:
+        file = self._files[number]
+        if _kind(file) in _JSON_LINES:
+            return json_lines_blocks(file, start, stop, position)
+        return arrow_blocks(file, self._sizes[number], start, stop, position, self.field)
+
+    def _is_compressed(self, number: int) -> bool:
+        return self._files[number].suffix in COMPRESSIONS
+
+    def _is_text(self, number: int) -> bool:
+        return _kind(self._files[number]) not in _JSON_LINES + _ARROW
+
+
+class _Share(NamedTuple):
+    """The part of a file, in bytes, that belongs to a shard."""
+
+    number: int
+    start: int
+    stop: int
+
+
+def _files_of(path: Path, pattern: str) -> list[Path]:
+    if path.is_dir():
+        found = sorted(file for file in path.rglob(pattern) if file.is_file())
+        if not found:
+            raise FileNotFoundError(f"no file below {path} matches the pattern {pattern!r}")
+        return found
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    return [path]
+
+
+def _kind(file: Path) -> str:
+    """The suffix that tells how to read the file: that before .gz or .zst, if it has one."""
+    return file.with_suffix("").suffix if file.suffix in COMPRESSIONS else file.suffix

@@ -1,0 +1,119 @@
+"""JSON Lines: a JSON object in each line."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField
+from data_tools.rows.compressed import COMPRESSIONS, open_bytes
+
+
+@dataclass(frozen=True)
+class JsonLinesBlock(Block):
+    """Whole lines of a file. Blank lines are no rows."""
+
+    path: str
+    offset: int  # of the first line, in the decompressed file
+    lines: bytes
+
+    def rows(self, field: TextField) -> Iterator[Row]:
+        """See `Block.rows`; a row is located by its byte, see `locate`."""
+        text = field.load()
+        begin = 0
+        while begin < len(self.lines):
+            end = self.lines.find(b"\n", begin)
+            end = len(self.lines) if end < 0 else end
+            line = self.lines[begin:end]
+            where = f"{self.path}, byte {self.offset + begin}"
+            begin = end + 1
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                yield Row(where, None, f"is not UTF-8 text (byte {error.start} of the line)")
+            except (ValueError, RecursionError) as error:
+                yield Row(where, None, f"is not JSON: {error}")
+            else:
+                yield field.row(row, text, where)
+
+    def locate(self, row: Row) -> Row:
+        """The row with its line number, for which the file is read up to there."""
+        place = int(row.where.rpartition(" ")[2])
+        number = 1
+        with open_bytes(Path(self.path)) as stream:
+            while place > 0 and (content := stream.read(min(place, BLOCK_BYTES))):
+                number += content.count(b"\n")
+                place -= len(content)
+        return row._replace(where=f"{self.path}, line {number},")
+
+
+def json_lines_blocks(
+    path: Path, start: int, stop: int, position: int | None
+) -> Iterator[JsonLinesBlock]:
+    """The lines that begin at bytes [start, stop) of the file, from byte `position` on.
+
+    A compressed file has all its lines in the range that holds byte 0; `position` counts
+    decompressed bytes there. `Block.fraction` is left to the caller.
+    """
+    compressed = path.suffix in COMPRESSIONS
+    if compressed and start > 0:
+        return
+    with open_bytes(path) as stream:
+        begin = _skip_to(stream, start if position is None else position, compressed, position)
+        for offset, lines in _line_blocks(stream, begin, None if compressed else stop):
+            yield JsonLinesBlock(offset, None, str(path), offset, lines)
+
+
+def _skip_to(stream: BinaryIO, start: int, compressed: bool, position: int | None) -> int:
+    """Puts the stream at the first line that begins at `start` or later, and says where it is."""
+    if start == 0:
+        return 0
+    if compressed:
+        left = start
+        while left > 0 and (content := stream.read(min(left, BLOCK_BYTES))):
+            left -= len(content)
+        return start
+    if position is not None:
+        return stream.seek(start)
+    stream.seek(start - 1)
+    begin = start - 1
+    while content := stream.read(BLOCK_BYTES):
+        end = content.find(b"\n")
+        if end >= 0:
+            return stream.seek(begin + end + 1)
+        begin += len(content)
+    return begin
+
+
+def _line_blocks(stream: BinaryIO, begin: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    """(offset, whole lines) of those that begin before `stop`; the last may lack its newline."""
+    kept: list[bytes] = []  # lines of which the end was not read yet
+    kept_bytes = 0
+    while stop is None or begin < stop:
+        content = stream.read(BLOCK_BYTES)
+        if not content:
+            if kept:
+                yield begin, b"".join(kept)
+            return
+        # The last line that belongs here is the one that holds byte stop - 1.
+        last_byte = None if stop is None else stop - 1 - begin - kept_bytes
+        if last_byte is not None and last_byte < len(content):
+            end = content.find(b"\n", max(last_byte, 0)) + 1
+            done = end > 0
+        else:
+            end = content.rfind(b"\n") + 1
+            done = False
+        if end == 0:
+            kept.append(content)
+            kept_bytes += len(content)
+            continue
+        lines = b"".join([*kept, content[:end]])
+        yield begin, lines
+        if done:
+            return
+        begin += len(lines)
+        kept = [content[end:]] if end < len(content) else []
+        kept_bytes = len(content) - end

@@ -1,0 +1,45 @@
+"""Which source of rows a command line means."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_tools.rows.block import RowSource, TextField
+from data_tools.rows.files import Files
+from data_tools.rows.hub import HubDataset
+
+
+def row_source(
+    datasets: Sequence[str],
+    *,
+    name: str | None = None,
+    split: str = "train",
+    field: TextField | None = None,
+    pattern: str = "*",
+) -> RowSource:
+    """The rows of `datasets`: files and folders, or one Hugging Face data set.
+
+    What is no path on this machine is taken for the name of a Hugging Face data set, of which
+    `name` and `split` choose a part; a path does not have these.
+
+    Raises FileNotFoundError for a path that is not there, ValueError for a data set that cannot
+    be opened.
+    """
+    (field or TextField()).load()
+    if len(datasets) == 1 and not Path(datasets[0]).exists() and _may_be_hub_name(datasets[0]):
+        return HubDataset(datasets[0], name, split=split, field=field)
+    if name is not None:
+        raise ValueError(
+            f"--name={name} chooses a part of a Hugging Face data set, but {datasets[0]!r} is a "
+            "path: leave it out"
+        )
+    return Files(datasets, field=field, pattern=pattern)
+
+
+def _may_be_hub_name(entry: str) -> bool:
+    """Hub names are `name` or `owner/name`, and never end like a data file."""
+    suffixes = (".json", ".jsonl", ".ndjson", ".gz", ".zst", ".parquet", ".arrow", ".txt", ".py")
+    return (
+        entry.count("/") <= 1
+        and not entry.startswith(("/", ".", "~"))
+        and not entry.endswith((*suffixes, ".md"))
+    )

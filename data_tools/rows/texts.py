@@ -1,0 +1,45 @@
+"""Texts that a Python program has already."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField
+
+
+class Texts:
+    """A source made of any iterable of texts; one that can be iterated over once is enough."""
+
+    def __init__(self, texts: Iterable[str], description: Mapping[str, Any] | None = None) -> None:
+        self.field = TextField()
+        self.description = dict(description or {})
+        self._texts = texts
+
+    def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
+        """See `RowSource.blocks`; there is one shard. Raises ValueError for more."""
+        if shards != 1:
+            raise ValueError(f"texts from Python make one shard, not {shards}")
+        number = position or 0
+        texts = islice(iter(self._texts), number, None)
+        while True:
+            block, characters = [], 0
+            for text in texts:
+                block.append(text)
+                characters += len(text)
+                if characters >= BLOCK_BYTES:
+                    break
+            if not block:
+                return
+            yield TextsBlock(number, None, tuple(block))
+            number += len(block)
+
+
+@dataclass(frozen=True)
+class TextsBlock(Block):
+    texts: tuple[str, ...]
+
+    def rows(self, field: TextField) -> Iterator[Row]:
+        """See `Block.rows`."""
+        for number, text in enumerate(self.texts, start=self.position):
+            yield Row(f"document {number}", text)

@@ -1,0 +1,116 @@
+"""journal.json: how far the writing of a shard has come, so that it goes on after being killed."""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmlib.data.metadata import JOURNAL_FILE, write_durably
+
+LOCK_FILE = "writer.lock"
+STARTS_FILE = "document_starts.partial"  # little-endian uint64, of the marked documents
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a shard holds up to some document."""
+
+    tokens: int = 0
+    documents: int = 0
+    targets: int = 0
+    bytes: int = 0
+    gzip_bytes: int | None = 0
+    skipped_rows: int = 0
+    max_token_id: int = -1
+
+    def plus(self, lengths: np.ndarray, **more: Any) -> "Totals":
+        """With documents of `lengths` tokens added; `more` replaces other entries."""
+        tokens = int(lengths.sum())
+        return replace(
+            self,
+            tokens=self.tokens + tokens,
+            documents=self.documents + len(lengths),
+            targets=self.targets + tokens - int(np.count_nonzero(lengths)),
+            **more,
+        )
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A state of a shard that a writer can go on from.
+
+    `written` tokens are on disk in whole files. The first of them that `marked` does not count
+    come again when the documents from `position` on are appended again.
+    """
+
+    settings: Mapping[str, Any]  # of the writer; another writer must have the same
+    position: Any = None  # where in the source the mark is, in JSON values; None at its beginning
+    marked: Totals = Totals()
+    written: int = 0
+
+    def save(self, folder: Path) -> None:
+        write_durably(folder / JOURNAL_FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def read_journal(shard_folder: Path) -> Journal:
+    """Raises FileNotFoundError if there is none, ValueError if it is damaged."""
+    file = shard_folder / JOURNAL_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return Journal(marked=Totals(**content.pop("marked")), **content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is damaged ({error!r}): delete {shard_folder} to make the shard from its "
+            "beginning"
+        ) from error
+
+
+class MarkedStarts:
+    """The starts of the marked documents, kept in a file until the shard is finished."""
+
+    def __init__(self, shard_folder: Path, documents: int) -> None:
+        """Opens the file and cuts it to `documents`; raises ValueError if it holds fewer."""
+        self._file = shard_folder / STARTS_FILE
+        with open(self._file, "ab") as stream:
+            if stream.tell() < 8 * documents:
+                raise ValueError(
+                    f"{self._file} lost its end: delete {shard_folder} to make the shard from its "
+                    "beginning"
+                )
+            stream.truncate(8 * documents)
+
+    def append(self, starts: np.ndarray) -> None:
+        """Adds `starts` durably."""
+        with open(self._file, "ab") as stream:
+            stream.write(starts.astype("<u8").tobytes())
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def all(self) -> np.ndarray:
+        """All starts, uint64, mapped from the file and not read."""
+        if self._file.stat().st_size == 0:
+            return np.zeros(0, "<u8")
+        return np.memmap(self._file, "<u8", mode="r")
+
+
+class WriterLock:
+    """Keeps a second writer away from a shard while the first one lives."""
+
+    def __init__(self, shard_folder: Path) -> None:
+        """Raises FileExistsError if another process holds the lock."""
+        self._stream = open(shard_folder / LOCK_FILE, "ab")  # noqa: SIM115 (held until release)
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._stream.close()
+            raise FileExistsError(
+                f"another process is writing {shard_folder}: wait for it, or end it"
+            ) from error
+
+    def release(self) -> None:
+        self._stream.close()

@@ -1,0 +1,265 @@
+"""Sources mixed in exact proportions, which may change as training goes on.
+
+Which sequence comes from which source is arithmetic on its number, so that a mixture resumes, and
+splits over processes, as its sources do.
+
+Shape suffixes: B batch (rows), P places of the pattern, N sources of a stage.
+"""
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import jax
+import numpy as np
+
+from lmlib.data.batch import Batch, Source
+from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
+from lmlib.data.resumable import Resumable
+
+PERIOD = 1024  # sequences after which a stage's pattern repeats
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The weights of some of a mixture's sources, by name, from the step `begin` on.
+
+    Weights are positive and only their ratios matter. A source without a weight rests.
+
+    Raises ValueError for a negative step, no weight at all, a weight that is not positive and
+    finite, or one too small for a single sequence in 1,024.
+    """
+
+    weights: Mapping[str, float | int]
+    begin: int = 0
+
+    def __post_init__(self) -> None:
+        if self.begin < 0:
+            raise ValueError(f"a stage must begin at step 0 or later, not {self.begin}")
+        if not self.weights:
+            raise ValueError(f"{self.title} has no weights: give one to at least one source")
+        for name, weight in self.weights.items():
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(
+                    f"{self.title} gives {name!r} the weight {weight}: weights are positive; "
+                    "leave out a source that is not wanted"
+                )
+        total = sum(self.weights.values())
+        for name, count in self.counts.items():
+            if count == 0:
+                weight = self.weights[name]
+                raise ValueError(
+                    f"{self.title} gives {name!r} the weight {weight} of {total}, less than one "
+                    f"sequence in {PERIOD:,}: give it at least "
+                    f"{(total - weight) / (PERIOD - 1):.4g}, or leave it out"
+                )
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"the stage that begins at step {self.begin}"
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Sequences from each source among any 1,024 consecutive ones, in the order of names."""
+        names = sorted(self.weights)
+        return dict(zip(names, apportion([self.weights[name] for name in names]), strict=True))
+
+
+class Mixture:
+    """Sequences from several sources, in proportions set stage by stage.
+
+    Sequence p = t·batch_size + r of the mixture is row r of step t. Any 1,024 consecutive
+    sequences of a stage hold exactly `Stage.counts`, and any run of them holds within two
+    sequences of its share (see `interleave`). Each source is seen in its own order: the k-th
+    sequence taken from it is row k % batch_size of its step k // batch_size, and a later stage
+    goes on where an earlier one left it. A further stage never changes the batches before it.
+
+    Neither the order of `sources` nor that of a stage's weights matters; names break ties.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], stages: Sequence[Stage]) -> None:
+        """Mixes `sources`, by name, as `stages` say.
+
+        Raises ValueError if sources differ in batch_size, sequence_length or tokenizer, end, or
+        are `Resumable`; if stages do not begin at step 0 and then ever later; if a stage names no
+        source of the mixture, or no stage a source.
+        """
+        _check_sources(sources)
+        _check_stages(sources, stages)
+        first = next(iter(sources.values()))
+        self.batch_size = first.batch_size
+        self.sequence_length = first.sequence_length
+        self.max_token_id = max(source.max_token_id for source in sources.values())
+        self.batches = None
+        # Sources do not tell targets per sequence, so their bytes per target have no exact mean.
+        self.bytes_per_target = None
+        self._sources = dict(sources)
+        self._begins = [stage.begin for stage in stages]
+        self._orders: list[_Order] = []
+        for stage in stages:
+            self._orders.append(_Order(stage, self.sequences_before(stage.begin)))
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity | None:
+        """The tokenizer of those sources that know theirs, with its sha256 if one knows that."""
+        known = [source.tokenizer for source in self._sources.values() if source.tokenizer]
+        return next((each for each in known if each.sha256), known[0] if known else None)
+
+    def sequences_before(self, step: int) -> dict[str, int]:
+        """How many sequences steps 0 … `step` - 1 take from each source."""
+        taken = dict.fromkeys(self._sources, 0)
+        ends = [*self._begins[1:], step]
+        for begin, end, order in zip(self._begins, ends, self._orders, strict=False):
+            if begin < step:
+                number_B = np.array([(min(step, end) - begin) * self.batch_size])
+                taken |= dict(zip(order.names, order.taken(number_B)[0].tolist(), strict=True))
+        return taken
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """The given rows of the batch of `step`; see `Source.batch`.
+
+        Reads no other row of any source. Raises ValueError for a negative step.
+        """
+        if step < 0:
+            raise ValueError(f"a batch's step must be at least 0, not {step}")
+        stage = bisect_right(self._begins, step) - 1
+        order = self._orders[stage]
+        row_B = np.arange(self.batch_size)[rows]
+        if len(row_B) == 0:
+            return self._sources[order.names[0]].batch(0, slice(0, 0))
+
+        number_B = (step - self._begins[stage]) * self.batch_size + row_B
+        source_B, sequence_B = order.locate(number_B)
+        source_step_B, source_row_B = np.divmod(sequence_B, self.batch_size)
+
+        # Rows that are neighbours in a source are read together. Those of one source are at most
+        # batch_size sequences apart, so that a row and the next are always of the same step.
+        sorted_B = np.lexsort((sequence_B, source_B))
+        same_source = np.diff(source_B[sorted_B]) == 0
+        neighbours = same_source & (np.diff(source_row_B[sorted_B]) == 1)
+        parts = []
+        for run in np.split(sorted_B, 1 + np.flatnonzero(~neighbours)):
+            source = self._sources[order.names[source_B[run[0]]]]
+            first_row = int(source_row_B[run[0]])
+            run_rows = slice(first_row, first_row + len(run))
+            parts.append(source.batch(int(source_step_B[run[0]]), run_rows))
+        unsorted_B = np.argsort(sorted_B)
+        return jax.tree.map(lambda *values: np.concatenate(values)[unsorted_B], *parts)
+
+
+class _Order:
+    """Where each sequence of a stage comes from; sequences are numbered from the stage's first."""
+
+    def __init__(self, stage: Stage, taken: Mapping[str, int]) -> None:
+        """`taken` says how many sequences earlier stages took from each source."""
+        self.names = list(stage.counts)
+        self._counts_N = np.array(list(stage.counts.values()))
+        self._taken_N = np.array([taken[name] for name in self.names])
+        self._source_P = np.array(interleave(self._counts_N.tolist()))
+        is_source_PN = self._source_P[:, None] == np.arange(len(self.names))
+        self._taken_PN = np.cumsum(is_source_PN, axis=0) - is_source_PN  # in the period, so far
+
+    def taken(self, number_B: np.ndarray) -> np.ndarray:
+        """(B, N): how many sequences each source gave, earlier stages included, before each."""
+        period_B, place_B = np.divmod(number_B, PERIOD)
+        return self._taken_N + period_B[:, None] * self._counts_N + self._taken_PN[place_B]
+
+    def locate(self, number_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each sequence, an index into `names`, and its number in that source."""
+        source_B = self._source_P[number_B % PERIOD]
+        return source_B, self.taken(number_B)[np.arange(len(number_B)), source_B]
+
+
+def apportion(weights: Sequence[float | int]) -> list[int]:
+    """1,024 places shared in proportion to positive `weights`, by the largest remainder.
+
+    Each weight gets its quota rounded down; the places left go, one each, to the quotas that lost
+    most, the earlier of equal ones first (Hamilton's method, 1792). Exact: no float is rounded.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    quotas = [PERIOD * weight / sum(exact) for weight in exact]
+    counts = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda each: counts[each] - quotas[each])
+    for each in by_remainder[: PERIOD - sum(counts)]:
+        counts[each] += 1
+    return counts
+
+
+def interleave(counts: Sequence[int]) -> list[int]:
+    """Index i `counts[i]` times, spread evenly; `counts` are positive with the sum 1,024.
+
+    With N > 1 counts, the first k places hold each index within 1 - 1/(2N - 2) of
+    k·counts[i]/1,024, the best bound that holds for all counts: Tijdeman, "The chairman assignment
+    problem" (Discrete Mathematics 32, 1980). Of the indices that may come without exceeding the
+    bound, his algorithm takes the one that must come soonest to keep it; here the lower of equals.
+    The order is part of a run's definition: it never changes between versions.
+    """
+    scale = max(1, 2 * len(counts) - 2)  # the bound is 1 - 1/scale
+    taken = [0] * len(counts)
+
+    def may_come(index: int, place: int) -> bool:
+        return scale * (place * counts[index] - PERIOD * taken[index]) >= PERIOD
+
+    def must_come(index: int) -> int:
+        """The first place that breaks the bound if `index` has not come by then."""
+        return PERIOD * (scale * (taken[index] + 1) - 1) // (scale * counts[index]) + 1
+
+    pattern = []
+    for place in range(1, PERIOD + 1):
+        ready = [index for index in range(len(counts)) if may_come(index, place)]
+        pattern.append(min(ready, key=must_come))
+        taken[pattern[-1]] += 1
+    return pattern
+
+
+def _check_sources(sources: Mapping[str, Source]) -> None:
+    if not sources:
+        raise ValueError("a Mixture needs at least one source")
+    for name, source in sources.items():
+        if source.batches is not None:
+            raise ValueError(
+                f"source {name!r} ends after {source.batches} batches; a Mixture needs sources "
+                "that never end, such as FlatTokens with epochs=None"
+            )
+        if isinstance(source, Resumable):
+            raise ValueError(
+                f"source {name!r} is a {type(source).__name__}, whose batches depend on those "
+                "before; a Mixture needs batches that are a function of the step: pretokenize it"
+            )
+    for (name, source), (other_name, other) in itertools.combinations(sources.items(), 2):
+        for setting in ("batch_size", "sequence_length"):
+            value, other_value = getattr(source, setting), getattr(other, setting)
+            if value != other_value:
+                raise ValueError(
+                    f"source {name!r} has {setting} {value}, but {other_name!r} has {other_value}: "
+                    "give all sources of a Mixture the same"
+                )
+        if tokenizers_differ(source.tokenizer, other.tokenizer):
+            raise ValueError(
+                f"source {name!r} was made by {source.tokenizer}, but {other_name!r} by "
+                f"{other.tokenizer}: pretokenize both with one tokenizer"
+            )
+
+
+def _check_stages(sources: Mapping[str, Source], stages: Sequence[Stage]) -> None:
+    if not stages:
+        raise ValueError("a Mixture needs at least one stage")
+    if stages[0].begin != 0:
+        raise ValueError(f"a Mixture's first stage begins at step 0, not {stages[0].begin}")
+    for stage, following in itertools.pairwise(stages):
+        if following.begin <= stage.begin:
+            raise ValueError(
+                f"a stage that begins at step {following.begin} comes after one that begins at "
+                f"step {stage.begin}: put stages in order, each with a step of its own"
+            )
+    known = ", ".join(sorted(sources))
+    for stage in stages:
+        for name in sorted(stage.weights.keys() - sources.keys()):
+            raise ValueError(f"{stage.title} weighs {name!r}, which is none of: {known}")
+    unused = sources.keys() - set().union(*(stage.weights for stage in stages))
+    for name in sorted(unused):
+        raise ValueError(f"source {name!r} has a weight in no stage: give it one or leave it out")

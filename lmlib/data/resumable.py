@@ -1,0 +1,51 @@
+"""Sources that remember: what they must tell so that a killed run goes on with the same batches."""
+
+import json
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A `Source` whose batches are no function of the step alone, such as a stream.
+
+    Its batches are asked for in order of their steps, all rows that a process needs of one step
+    before the next. Asking for the first one again starts it anew: so does each evaluation, if it
+    is used for validation, whose state no checkpoint keeps.
+    """
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What `restore` needs for the batches from `step` on to come again; JSON values.
+
+        Called right after this process's rows of the batch of `step - 1`; each process has its
+        own state.
+        """
+
+    def restore(self, step: int, states: list[dict[str, Any]]) -> None:
+        """Makes `step` the next batch.
+
+        `states` are those of all processes at that step, in order; there may have been another
+        number of them. Called before any batch. Raises ValueError for states that do not fit.
+        """
+
+
+def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The state of each process, the same list on all; every process must call it.
+
+    Raises TypeError if a state holds what is no JSON value.
+    """
+    text = json.dumps(state)
+    if jax.process_count() == 1:
+        return [json.loads(text)]
+    content = np.frombuffer(text.encode("utf-8"), np.uint8)
+    lengths = np.ravel(multihost_utils.process_allgather(np.int32(content.size)))
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: content.size] = content
+    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    return [
+        json.loads(row[:length].tobytes().decode("utf-8"))
+        for row, length in zip(gathered, lengths, strict=True)
+    ]

@@ -1,0 +1,377 @@
+"""Writes one shard of flat tokens; the format is in docs/flat-tokens.md.
+
+A writer can be killed at any moment. The next one for the same shard takes up the journal, and is
+given the documents from `position` on again; the bytes on disk are then those of a writer that
+was never disturbed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmlib.data.journal import (
+    LOCK_FILE,
+    STARTS_FILE,
+    Journal,
+    MarkedStarts,
+    Totals,
+    WriterLock,
+    read_journal,
+)
+from lmlib.data.metadata import (
+    FILE_NAME,
+    JOURNAL_FILE,
+    TOKENIZER_FILE,
+    ShardMetadata,
+    TokenizerIdentity,
+    read_shard,
+    shard_folders,
+    shard_name,
+    shard_number,
+    write_durably,
+)
+from lmlib.data.token_arrays import (
+    CHUNK_LENGTH,
+    FILE_LENGTH,
+    INDEX_CHUNK_LENGTH,
+    INDEX_FILE_LENGTH,
+    append,
+    create_array,
+    open_for_appending,
+)
+
+
+class ShardWriter:
+    """Writes shard number `shard` of the `shards` of a split; `finish` makes it readable."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        split: str,
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        vocab_size: int,
+        bos_id: int | None = None,
+        eos_id: int | None = None,
+        tokenizer: TokenizerIdentity | None = None,
+        tokenizer_json: str | None = None,
+        source: Mapping[str, Any] | None = None,
+        file_length: int = FILE_LENGTH,
+        chunk_length: int = CHUNK_LENGTH,
+    ) -> None:
+        """Begins the shard, or goes on with one that was left unfinished with the same settings.
+
+        Args:
+          path: the data set's folder.
+          vocab_size: ids lie in [0, vocab_size).
+          bos_id, eos_id: what precedes and follows each document, for the record and `append`.
+          tokenizer, source: for the record; `source` in JSON values.
+          tokenizer_json: the text of the tokenizer's file, kept beside the splits.
+          file_length, chunk_length: tokens in a file, and in its smallest readable part.
+
+        Raises:
+          FileExistsError: if the shard is finished, being written, or begun with other settings,
+            or its folder holds what no writer put there.
+          ValueError: for settings that make no sense, or a tokenizer that is not that of the
+            data set's other shards.
+        """
+        _check_settings(vocab_size, bos_id, eos_id, shard, shards, split)
+        if chunk_length < 1 or file_length < 1 or file_length % chunk_length:
+            raise ValueError(
+                f"file_length {file_length} must be a positive multiple of chunk_length "
+                f"{chunk_length}"
+            )
+        self.folder = Path(path) / split / shard_name(shard, shards)
+        _check_folder(self.folder)
+        _check_neighbours(Path(path), split, shards, tokenizer)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = WriterLock(self.folder)
+        self._identity: dict[str, Any] = {
+            "shard": shard,
+            "shards": shards,
+            "vocab_size": vocab_size,
+            "tokenizer": tokenizer,
+            "bos_id": bos_id,
+            "eos_id": eos_id,
+            "source": dict(source or {}),
+        }
+        identity = self._identity | {"tokenizer": asdict(tokenizer) if tokenizer else None}
+        self._journal = Journal(identity | {"lengths": [file_length, chunk_length]})
+        self._vocab_size = vocab_size
+        self._frame = [np.array([] if i is None else [i], np.int64) for i in (bos_id, eos_id)]
+        self._file_length, self._chunk_length = file_length, chunk_length
+        self._dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+        try:
+            if (self.folder / JOURNAL_FILE).exists():
+                self._resume()
+            else:
+                self._begin(path, tokenizer_json)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._totals = self._journal.marked
+        self._unmarked_lengths: list[np.ndarray] = []
+        self._unsaved_starts: list[np.ndarray] = []  # marked, but not in the file yet
+        self._buffer: list[np.ndarray] = []
+        self._buffered = 0
+        self._stored_before = self._journal.written
+
+    @property
+    def position(self) -> Any:
+        """Where in the source to go on: what `mark` was last given before the writer was killed."""
+        return self._journal.position
+
+    @property
+    def totals(self) -> Totals:
+        """What the shard holds with all that was appended so far."""
+        return self._totals
+
+    def mark(self, position: Any) -> None:
+        """Says that the next document is the one at `position` (JSON values) of the source."""
+        self._journal = replace(self._journal, position=position, marked=self._totals)
+        self._unsaved_starts.append(self._unmarked_starts())
+        self._unmarked_lengths = []
+
+    def append(self, tokens: np.ndarray, text_bytes: int, gzip_bytes: int | None = None) -> None:
+        """Adds one document: its integer `tokens` without framing, and its text's UTF-8 length.
+
+        `gzip_bytes` is the length of the text under gzip -9; the shard records the total only if
+        every document gave one. Raises as `extend` does.
+        """
+        document = np.concatenate([self._frame[0], tokens, self._frame[1]])
+        self.extend(document, np.array([len(document)]), text_bytes, gzip_bytes)
+
+    def extend(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        text_bytes: int,
+        gzip_bytes: int | None = None,
+        skipped_rows: int = 0,
+    ) -> None:
+        """Adds documents, framed already: their tokens one after the other, and how many each has.
+
+        Raises ValueError for a token outside the vocabulary, or, after a restart, if these are
+        not the documents that were appended before.
+        """
+        low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, -1)
+        if low < 0 or high >= self._vocab_size:
+            raise ValueError(
+                f"documents from number {self._totals.documents} on have token ids from {low} to "
+                f"{high}, outside the vocabulary of {self._vocab_size}: pass the tokenizer's real "
+                "vocab_size"
+            )
+        before = self._totals
+        known = before.gzip_bytes is not None and gzip_bytes is not None
+        self._totals = before.plus(
+            lengths,
+            bytes=before.bytes + text_bytes,
+            gzip_bytes=before.gzip_bytes + gzip_bytes if known else None,  # type: ignore[operator]
+            skipped_rows=before.skipped_rows + skipped_rows,
+            max_token_id=max(before.max_token_id, high),
+        )
+        self._unmarked_lengths.append(lengths)
+        fresh = self._verify(tokens.astype(self._dtype), before.tokens)
+        self._buffer.append(fresh)
+        self._buffered += len(fresh)
+        if self._buffered >= self._file_length:
+            self._write_buffer(self._buffered - self._buffered % self._file_length)
+            self._save_starts()
+            self._journal.save(self.folder)
+
+    def finish(self) -> ShardMetadata:
+        """Writes what is buffered, then metadata.json. No other method works afterwards."""
+        self._write_buffer(self._buffered)
+        self._unsaved_starts.append(self._unmarked_starts())
+        self._save_starts()
+        starts = self._starts.all()
+        tokens = self._totals.tokens
+        chunk_starts = np.arange(0, tokens + self._chunk_length, self._chunk_length)
+        self._write_index("document_starts", starts)
+        self._write_index("first_documents", np.searchsorted(starts, chunk_starts))
+        metadata = ShardMetadata(**self._identity, **asdict(self._totals))
+        metadata.write(self.folder)
+        remove_leftovers(self.folder)
+        self._lock.release()
+        return metadata
+
+    def close(self) -> None:
+        """Lets another writer go on with the shard."""
+        self._lock.release()
+
+    def _begin(self, path: str | Path, tokenizer_json: str | None) -> None:
+        if tokenizer_json is not None:
+            # Other shards may be writing the same file.
+            temporary = self.folder / f"{TOKENIZER_FILE}.tmp"
+            write_durably(Path(path) / TOKENIZER_FILE, tokenizer_json, temporary)
+        self._tokens = create_array(
+            self.folder / "tokens",
+            self._dtype,
+            chunk_length=self._chunk_length,
+            file_length=self._file_length,
+        )
+        self._starts = MarkedStarts(self.folder, 0)
+        self._journal.save(self.folder)
+
+    def _resume(self) -> None:
+        found = read_journal(self.folder)
+        for name, value in self._journal.settings.items():
+            if found.settings.get(name) != value:
+                raise FileExistsError(
+                    f"{self.folder} was begun with {name} {found.settings.get(name)!r}, not "
+                    f"{value!r}: give the same settings, or another folder, or delete it"
+                )
+        self._journal = found
+        self._starts = MarkedStarts(self.folder, found.marked.documents)
+        self._tokens = open_for_appending(self.folder / "tokens", found.written)
+
+    def _verify(self, tokens: np.ndarray, start: int) -> np.ndarray:
+        """What of `tokens`, which begin at `start`, is not on disk yet; the rest must be equal."""
+        again = min(max(self._stored_before - start, 0), len(tokens))
+        if again:
+            stored = self._tokens[start : start + again].read().result()
+            if not np.array_equal(stored, tokens[:again]):
+                raise ValueError(
+                    f"the documents differ from those that {self.folder} was begun with: the "
+                    "source or the tokenizer has changed; delete it to make the shard anew"
+                )
+        return tokens[again:]
+
+    def _write_buffer(self, length: int) -> None:
+        """Writes the first `length` buffered tokens and keeps the rest."""
+        if length:
+            buffered = np.concatenate(self._buffer)
+            self._tokens = append(self.folder / "tokens", self._tokens, buffered[:length])
+            self._journal = replace(self._journal, written=self._journal.written + length)
+            self._buffer, self._buffered = [buffered[length:]], len(buffered) - length
+
+    def _save_starts(self) -> None:
+        self._starts.append(np.concatenate([np.zeros(0, np.int64), *self._unsaved_starts]))
+        self._unsaved_starts = []
+
+    def _unmarked_starts(self) -> np.ndarray:
+        lengths = np.concatenate([np.zeros(1, np.int64), *self._unmarked_lengths])
+        ends = self._totals.tokens - int(lengths.sum()) + np.cumsum(lengths)
+        return ends[:-1]
+
+    def _write_index(self, name: str, values: np.ndarray) -> None:
+        array = create_array(
+            self.folder / name,
+            np.uint64,
+            chunk_length=INDEX_CHUNK_LENGTH,
+            file_length=INDEX_FILE_LENGTH,
+        )
+        for start in range(0, len(values), INDEX_FILE_LENGTH):
+            array = append(
+                self.folder / name,
+                array,
+                values[start : start + INDEX_FILE_LENGTH].astype(np.uint64),
+            )
+
+
+def finished_shard(
+    path: str | Path,
+    split: str,
+    shard: int,
+    shards: int,
+    tokenizer: TokenizerIdentity,
+    source: Mapping[str, Any],
+) -> ShardMetadata | None:
+    """The shard if it is finished, None if not.
+
+    Raises FileExistsError if it was made by another tokenizer or from another source.
+    """
+    folder = Path(path) / split / shard_name(shard, shards)
+    if not (folder / FILE_NAME).exists():
+        return None
+    found = read_shard(folder)
+    for name, wanted in (("tokenizer", tokenizer), ("source", source)):
+        if getattr(found, name) != wanted:
+            raise FileExistsError(
+                f"{folder} is finished, with {name} {getattr(found, name)!r}, not {wanted!r}: "
+                "choose another folder, or delete it to make it again"
+            )
+    remove_leftovers(folder)  # of a writer killed between its last two steps
+    return found
+
+
+def shard_progress(split_folder: Path, shard: int, shards: int) -> tuple[bool, Totals]:
+    """Whether a shard is finished, and what it is sure to hold by now."""
+    folder = split_folder / shard_name(shard, shards)
+    if (folder / FILE_NAME).exists():
+        metadata = read_shard(folder)
+        return True, Totals(
+            **{entry.name: getattr(metadata, entry.name) for entry in fields(Totals)}
+        )
+    try:
+        return False, read_journal(folder).marked
+    except FileNotFoundError:
+        return False, Totals()
+
+
+def remove_leftovers(shard_folder: Path) -> None:
+    """Removes what only an unfinished shard needs."""
+    temporary = shard_folder.rglob("*.__lock")  # of a killed TensorStore write
+    for file in (
+        *(shard_folder / name for name in (JOURNAL_FILE, STARTS_FILE, LOCK_FILE)),
+        shard_folder / f"{JOURNAL_FILE}.tmp",
+        shard_folder / f"{TOKENIZER_FILE}.tmp",
+        *temporary,
+    ):
+        file.unlink(missing_ok=True)
+
+
+def _check_settings(
+    vocab_size: int, bos_id: int | None, eos_id: int | None, shard: int, shards: int, split: str
+) -> None:
+    if not 1 <= vocab_size <= 2**31:
+        raise ValueError(f"vocab_size must be in [1, 2**31], not {vocab_size}")
+    for name, token_id in (("bos_id", bos_id), ("eos_id", eos_id)):
+        if token_id is not None and not 0 <= token_id < vocab_size:
+            raise ValueError(f"{name} {token_id} is outside the vocabulary of {vocab_size}")
+    if not 0 <= shard < shards <= 99_999:
+        raise ValueError(
+            f"there is no shard {shard} of {shards}: shards are numbered from 0, and at most 99,999"
+        )
+    if split in ("", ".", "..") or "/" in split:
+        raise ValueError(f"a split is named by a plain folder name, not {split!r}")
+
+
+def _check_folder(folder: Path) -> None:
+    """Never touch what no writer put there, nor a finished shard."""
+    if not folder.exists():
+        return
+    if (folder / FILE_NAME).exists():
+        raise FileExistsError(f"{folder} is already finished: delete it first to make it again")
+    own = {JOURNAL_FILE, STARTS_FILE, LOCK_FILE}
+    own |= {f"{name}.tmp" for name in (JOURNAL_FILE, FILE_NAME, TOKENIZER_FILE)}
+    own |= {"tokens", "document_starts", "first_documents"}
+    strangers = sorted({entry.name for entry in folder.iterdir()} - own)
+    if strangers:
+        raise FileExistsError(
+            f"{folder} holds {strangers[0]!r}, which is no part of a shard: choose another folder"
+        )
+
+
+def _check_neighbours(
+    path: Path, split: str, shards: int, tokenizer: TokenizerIdentity | None
+) -> None:
+    """All shards of a split agree in their number, all splits of a data set in their tokenizer."""
+    for folder in shard_folders(path / split):
+        number = shard_number(folder)
+        if number is not None and number[1] != shards:
+            raise FileExistsError(
+                f"{path / split} holds {folder.name}, so the split is made of {number[1]} shards, "
+                f"not {shards}: choose another folder, or delete it first"
+            )
+    for file in sorted(path.glob(f"*/shard_*/{FILE_NAME}")):
+        other = read_shard(file.parent).tokenizer
+        if other != tokenizer:
+            raise ValueError(
+                f"{file.parent} was made with {other}, not {tokenizer}: all splits of a data set "
+                "share one tokenizer, so choose another folder or the same tokenizer"
+            )

@@ -1,0 +1,113 @@
+"""A split of flat tokens on disk, opened for reading: spans of tokens, and where documents begin.
+
+Nothing but one number for every 32 Ki tokens is held in memory. A span is one read of tokens and
+one of document starts in each shard that it touches.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from lmlib.data.metadata import SplitMetadata, read_split
+from lmlib.data.token_arrays import Reading, StoredArray, reading_context
+
+
+@runtime_checkable
+class Span(Protocol):
+    """Tokens on their way from disk."""
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens (any unsigned integer), and whether each begins a document (bool).
+
+        Raises DamagedDataError for what cannot be read.
+        """
+
+
+class StoredSplit:
+    """A split in the format of docs/flat-tokens.md."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises FileNotFoundError for an unfinished split, DamagedDataError for a damaged one."""
+        self.metadata: SplitMetadata = read_split(folder)
+        context = reading_context()
+        shards = self.metadata.shards
+
+        def open_arrays(name: str, lengths: Sequence[int]) -> list[StoredArray]:
+            return [
+                StoredArray(folder / shard.name / name, length, context)
+                for shard, length in zip(shards, lengths, strict=True)
+            ]
+
+        self._tokens = open_arrays("tokens", [shard.tokens for shard in shards])
+        self._starts = open_arrays("document_starts", [shard.documents for shard in shards])
+        entries = [-(-array.length // array.chunk_length) + 1 for array in self._tokens]
+        indexes = [array.read(0, array.length) for array in open_arrays("first_documents", entries)]
+        self._first_documents = [index.result().astype(np.int64) for index in indexes]
+        self._offsets = [0, *accumulate(shard.tokens for shard in shards)]
+        self._document_offsets = [0, *accumulate(shard.documents for shard in shards)]
+        self.tokens = self._offsets[-1]
+        self.documents = self._document_offsets[-1]
+
+    def read(self, start: int, stop: int) -> Span:
+        """Starts reading tokens [start, stop)."""
+        pieces = []
+        while start < stop:
+            shard = bisect_right(self._offsets, start) - 1
+            offset, end = self._offsets[shard], min(stop, self._offsets[shard + 1])
+            pieces.append(self._read_in_shard(shard, start - offset, end - offset))
+            start = end
+        return pieces[0] if len(pieces) == 1 else _Joined(pieces)
+
+    def document_bounds(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where each of `documents` (int64 numbers) starts and stops, in tokens."""
+        readings = []
+        for document in documents.tolist():
+            shard = bisect_right(self._document_offsets, document) - 1
+            number = document - self._document_offsets[shard]
+            starts = self._starts[shard]
+            last = number + 1 == starts.length
+            readings.append((shard, last, starts.read(number, number + (1 if last else 2))))
+        bounds = []
+        for shard, last, reading in readings:
+            ends = [self._tokens[shard].length] if last else []
+            bounds.append([*reading.result().tolist(), *ends])
+            bounds[-1] = [place + self._offsets[shard] for place in bounds[-1]]
+        starts_stops = np.array(bounds, np.int64).reshape(-1, 2)
+        return starts_stops[:, 0], starts_stops[:, 1]
+
+    def _read_in_shard(self, shard: int, start: int, stop: int) -> "_SpanInShard":
+        chunk_length = self._tokens[shard].chunk_length
+        first_documents = self._first_documents[shard]
+        first = int(first_documents[start // chunk_length])
+        last = int(first_documents[-(-stop // chunk_length)])
+        starts = self._starts[shard].read(first, last) if first < last else None
+        return _SpanInShard(self._tokens[shard].read(start, stop), starts, start)
+
+
+class _SpanInShard:
+    def __init__(self, tokens: Reading, starts: Reading | None, first: int) -> None:
+        self._tokens, self._starts, self._first = tokens, starts, first
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        tokens = self._tokens.result()
+        begins = np.zeros(len(tokens), bool)
+        if self._starts is not None:
+            places = self._starts.result().astype(np.int64) - self._first
+            begins[places[(places >= 0) & (places < len(tokens))]] = True
+        return tokens, begins
+
+
+class _Joined:
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        results = [span.result() for span in self._spans]
+        if not results:
+            return np.zeros(0, np.uint16), np.zeros(0, bool)
+        tokens, begins = zip(*results, strict=True)
+        return np.concatenate(tokens), np.concatenate(begins)

@@ -1,0 +1,107 @@
+"""Documents one by one, epochs, positions and attention, against loops over documents."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmlib.data import Batch, FlatTokens, permute
+
+S = 9
+
+
+def document_row(document: list[int], length: int) -> dict[str, list]:
+    """A row that holds one document, cut to the sequence length, token by token."""
+    cut = document[: length + 1]
+    used = max(0, len(cut) - 1)
+    padding = [0] * (length - used)
+    return {
+        "tokens": cut[:used] + padding,
+        "targets": cut[1:] + padding,
+        "segment_ids": [1] * used + padding,
+        "positions": list(range(used)) + padding,
+        "loss_mask": [True] * used + [False] * (length - used),
+    }
+
+
+def assert_rows(batch: Batch, rows: list[dict[str, list]]) -> None:
+    for field in rows[0]:
+        np.testing.assert_array_equal(
+            getattr(batch, field), [row[field] for row in rows], err_msg=field
+        )
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_one_document_in_each_row(
+    example: Path, example_documents: list[list[int]], seed: int | None
+) -> None:
+    source = FlatTokens(str(example), "train", 7, S, seed=seed, packed=False)
+    assert source.sequences == len(example_documents)
+    for step in range(2 * source.steps_per_epoch):
+        expected, numbers = [], []
+        for p in range(step * 7, step * 7 + 7):
+            epoch, number = divmod(p, len(example_documents))
+            if seed is not None:
+                points = np.array(number)
+                number = int(permute(points, len(example_documents), seed=seed, epoch=epoch))
+            numbers.append(number)
+            expected.append(document_row(example_documents[number], S))
+        assert_rows(source.batch(step), expected)
+        assert source.sequence_numbers(step).tolist() == numbers
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_so_many_epochs(example: Path, packed: bool, epochs: int) -> None:
+    source = FlatTokens(str(example), "train", 4, S, epochs=epochs, packed=packed)
+    assert source.batches is not None
+    rows = np.concatenate([source.sequence_numbers(step) for step in range(source.batches)])
+    counted = np.bincount(rows[rows >= 0], minlength=source.sequences)
+    assert (counted == epochs).all()
+    # What is past the last epoch is padding, and only the last batch has any.
+    assert (rows[: epochs * source.sequences] >= 0).all()
+    assert len(rows) - epochs * source.sequences < 4
+    beyond = source.batch(source.batches)
+    assert not beyond.loss_mask.any() and not beyond.segment_ids.any()
+
+
+def test_positions_along_the_row(example: Path) -> None:
+    reset = FlatTokens(str(example), "train", 3, S)
+    along = FlatTokens(str(example), "train", 3, S, reset_positions=False)
+    for step in range(3):
+        batch = along.batch(step)
+        used = batch.segment_ids > 0
+        np.testing.assert_array_equal(batch.positions, np.where(used, np.arange(S)[None], 0))
+        for field in ("tokens", "targets", "segment_ids", "loss_mask"):
+            np.testing.assert_array_equal(getattr(batch, field), getattr(reset.batch(step), field))
+
+
+def test_attention_across_documents_is_for_those_who_ask(example: Path) -> None:
+    apart = FlatTokens(str(example), "train", 3, S)
+    across = FlatTokens(str(example), "train", 3, S, attend_across_documents=True)
+    for step in range(apart.steps_per_epoch):
+        batch = across.batch(step)
+        used = apart.batch(step).segment_ids > 0
+        np.testing.assert_array_equal(batch.segment_ids, used)
+        np.testing.assert_array_equal(batch.loss_mask, apart.batch(step).loss_mask)
+    assert max(apart.batch(step).segment_ids.max() for step in range(5)) > 1
+
+
+def test_settings_that_make_no_sense(example: Path) -> None:
+    with pytest.raises(ValueError, match="epochs of at least 1, not 0"):
+        FlatTokens(str(example), "train", 1, 1, epochs=0)
+
+
+def test_no_document_starts_are_kept_in_memory(tmp_path: Path, write_documents: Callable) -> None:
+    """A batch reads the starts near its tokens only: damage elsewhere is not met."""
+    documents = [[n % 300] for n in range(3000)]
+    write_documents(tmp_path, documents, chunk_length=8, file_length=4096)
+    (file,) = tmp_path.glob("train/*/document_starts/c/0")
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1  # of the first thousand
+    file.write_bytes(content)
+    source = FlatTokens(str(tmp_path), "train", 1, 8, seed=None)
+    assert source.batch(300).tokens.tolist() == [[n % 300 for n in range(2400, 2408)]]
+    with pytest.raises(ValueError, match="document_starts cannot be read"):
+        source.batch(0)

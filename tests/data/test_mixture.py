@@ -1,0 +1,399 @@
+"""Mixtures against a walk from the first sequence, which is how one would do it with history."""
+
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmlib.data import Batch, FlatTokens, Source, Synthetic, TokenizerIdentity
+from lmlib.data.mixture import PERIOD, Mixture, Stage, apportion, interleave
+
+NUMBER = 10**7  # more sequences than any test takes from a source
+
+
+class Numbered:
+    """Sequence k of source `code` is the token code·NUMBER + k; remembers what was read."""
+
+    def __init__(
+        self,
+        code: int,
+        batch_size: int = 4,
+        sequence_length: int = 1,
+        batches: int | None = None,
+        tokenizer: TokenizerIdentity | None = None,
+    ) -> None:
+        self.code = code
+        self.batch_size, self.sequence_length = batch_size, sequence_length
+        self.max_token_id = (code + 1) * NUMBER - 1
+        self.batches, self.bytes_per_target, self.tokenizer = batches, None, tokenizer
+        self.reads: list[list[int]] = []  # sequence numbers, call by call
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        number_B = step * self.batch_size + np.arange(self.batch_size)[rows]
+        self.reads.append(number_B.tolist())
+        token_BS = np.repeat(self.code * NUMBER + number_B[:, None], self.sequence_length, 1)
+        token_BS = token_BS.astype(np.int32)
+        return Batch(token_BS, token_BS + 1, token_BS + 2, token_BS + 3, token_BS % 2 == 0)
+
+
+def numbered(names: str, batch_size: int = 4) -> dict[str, Source]:
+    return {name: Numbered(ord(name) - ord("a"), batch_size) for name in names}
+
+
+def taken(batch: Batch) -> list[str]:
+    """The batch's rows as "a0": source a, its sequence 0."""
+    code_and_number = (divmod(int(token), NUMBER) for token in batch.tokens[:, 0])
+    return [f"{chr(ord('a') + code)}{number}" for code, number in code_and_number]
+
+
+def reference_pattern(counts: Sequence[int]) -> list[int]:
+    """Tijdeman's algorithm as he states it, in fractions and by search."""
+    shares = [Fraction(each, sum(counts)) for each in counts]
+    slack = Fraction(1, 2 * len(counts) - 2) if len(counts) > 1 else Fraction(1)
+    so_far, pattern = [0] * len(counts), []
+    for place in range(1, sum(counts) + 1):
+        deadlines = {
+            index: next(k for k in count(place) if k * share - so_far[index] > 1 - slack)
+            for index, share in enumerate(shares)
+            if place * share - so_far[index] >= slack
+        }
+        pattern.append(min(deadlines, key=lambda index: (deadlines[index], index)))
+        so_far[pattern[-1]] += 1
+    return pattern
+
+
+def reference_batches(stages: Sequence[Stage], batch_size: int, steps: int) -> list[list[str]]:
+    """The first batches as `taken` gives them, walking from the first sequence."""
+    batches, given_out, place = [], Counter(), 0
+    for step in range(steps):
+        for stage in stages:
+            if stage.begin == step:
+                names, place = sorted(stage.weights), 0
+                pattern = reference_pattern([stage.counts[name] for name in names])
+        batches.append([])
+        for _ in range(batch_size):
+            name = names[pattern[place % len(pattern)]]
+            batches[-1].append(f"{name}{given_out[name]}")
+            given_out[name] += 1
+            place += 1
+    return batches
+
+
+weights = st.dictionaries(
+    st.sampled_from("abcde"), st.integers(1, 9) | st.floats(0.5, 9.0), min_size=1
+)
+
+
+@st.composite
+def compositions(draw: st.DrawFn) -> list[int]:
+    """Positive counts with the sum 1,024, in any proportions."""
+    cuts = sorted(draw(st.sets(st.integers(1, PERIOD - 1), max_size=9)))
+    return np.diff([0, *cuts, PERIOD]).tolist()
+
+
+@st.composite
+def stage_arguments(draw: st.DrawFn) -> list[tuple[dict[str, float | int], int]]:
+    begins = [0, *np.cumsum(draw(st.lists(st.integers(1, 5), max_size=3))).tolist()]
+    return [(draw(weights), begin) for begin in begins]
+
+
+def mixture_of(stages: Sequence[Stage], batch_size: int) -> Mixture:
+    names = sorted(set().union(*(stage.weights for stage in stages)))
+    return Mixture(numbered("".join(names), batch_size), stages)
+
+
+def test_values_known_by_hand() -> None:
+    # 3 : 1 is a a b a; equal weights alternate; b rests while c is alone, then goes on.
+    mixture = Mixture(
+        numbered("abc"),
+        [
+            Stage({"a": 3, "b": 1}),
+            Stage({"a": 0.5, "b": 0.5}, begin=2),
+            Stage({"c": 7}, begin=4),
+            Stage({"c": 2, "b": 2}, begin=5),
+        ],
+    )
+    assert [" ".join(taken(mixture.batch(step))) for step in range(6)] == [
+        "a0 a1 b0 a2",
+        "a3 a4 b1 a5",
+        "a6 b2 a7 b3",
+        "a8 b4 a9 b5",
+        "c0 c1 c2 c3",
+        "b6 c4 b7 c5",
+    ]
+    assert mixture.sequences_before(0) == {"a": 0, "b": 0, "c": 0}
+    assert mixture.sequences_before(1) == {"a": 3, "b": 1, "c": 0}
+    assert mixture.sequences_before(5) == {"a": 10, "b": 6, "c": 4}
+    assert mixture.sequences_before(6) == {"a": 10, "b": 8, "c": 6}
+
+
+def test_counts_known_by_hand() -> None:
+    # Quotas 146.29, 292.57 and 585.14: the place left goes to the second.
+    assert apportion([1, 2, 4]) == [146, 293, 585]
+    assert apportion([1.0, 2.0, 4.0]) == apportion([10**30, 2 * 10**30, 4 * 10**30])
+    assert apportion([1, 1, 1]) == [342, 341, 341]
+    assert apportion([5]) == [1024]
+    assert apportion([1, 1023]) == [1, 1023]
+    assert apportion([0.9996, 0.0009771]) == [1023, 1]  # what the message below recommends
+    assert Stage({"z": 1, "y": 1, "x": 1}).counts == {"x": 342, "y": 341, "z": 341}
+
+
+@given(st.lists(st.integers(1, 10**6) | st.floats(1e-3, 1e3), min_size=1, max_size=50))
+def test_counts_are_quotas_rounded_up_or_down(weights: list[float | int]) -> None:
+    counts = apportion(weights)
+    assert sum(counts) == PERIOD
+    total = sum(map(Fraction, weights))
+    lost = [PERIOD * Fraction(w) / total - n for w, n in zip(weights, counts, strict=True)]
+    assert all(-1 < each < 1 for each in lost)
+    assert max(lost) <= min(lost) + 1  # otherwise a place would be better elsewhere
+
+
+@settings(max_examples=40, deadline=None)
+@given(compositions())
+def test_every_prefix_of_the_pattern_keeps_the_proven_bound(counts: list[int]) -> None:
+    pattern = np.array(interleave(counts))
+    taken_PN = np.cumsum(pattern[:, None] == np.arange(len(counts)), axis=0)
+    share_PN = np.arange(1, PERIOD + 1)[:, None] * np.array(counts)  # in units of 1 / PERIOD
+    deviation = int(np.abs(PERIOD * taken_PN - share_PN).max())
+    bound = 1 - Fraction(1, 2 * len(counts) - 2) if len(counts) > 1 else 0
+    assert Fraction(deviation, PERIOD) <= bound
+
+
+@settings(max_examples=8, deadline=None)
+@given(compositions())
+def test_the_pattern_is_that_of_the_paper(counts: list[int]) -> None:
+    assert interleave(counts) == reference_pattern(counts)
+
+
+@settings(max_examples=25, deadline=None)
+@given(weights, st.sampled_from([3, 64, 100, 1024, 1500]), st.integers(0, 2000))
+def test_every_window_of_1024_has_exactly_the_counts(
+    weights: dict[str, float | int], batch_size: int, start: int
+) -> None:
+    """From any step on, in a later stage."""
+    begin = 5
+    mixture = mixture_of([Stage({"a": 1}), Stage(weights, begin)], batch_size)
+    steps = range(begin + start, begin + start + -(-3 * PERIOD // batch_size))
+    names = np.array([row[0] for step in steps for row in taken(mixture.batch(step))])
+    for name, number in Stage(weights).counts.items():
+        so_far = np.cumsum(np.concatenate([[0], names == name]))
+        assert set(so_far[PERIOD:] - so_far[:-PERIOD]) == {number}
+        # And any batch is within two sequences of its share.
+        in_batch = np.diff(so_far[::batch_size])
+        assert np.abs(in_batch - batch_size * number / PERIOD).max() < 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(stage_arguments(), st.sampled_from([1, 7, 32, 300]))
+def test_equals_a_walk_from_the_first_sequence(
+    arguments: list[tuple[dict[str, float | int], int]], batch_size: int
+) -> None:
+    stages = [Stage(*each) for each in arguments]
+    mixture = mixture_of(stages, batch_size)
+    steps = stages[-1].begin + 4
+    expected = reference_batches(stages, batch_size, steps)
+    order = reversed(range(steps))  # history plays no part
+    assert {step: taken(mixture.batch(step)) for step in order} == dict(enumerate(expected))
+
+    # No sequence of a source is lost, repeated or out of its order.
+    names = [row[0] for batch in expected for row in batch]
+    totals = mixture.sequences_before(steps)
+    assert Counter(names) == Counter(totals)
+    for name, total in totals.items():
+        mine = [row for batch in expected for row in batch if row[0] == name]
+        assert mine == [f"{name}{number}" for number in range(total)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(stage_arguments(), weights, st.integers(1, 5))
+def test_a_later_stage_leaves_earlier_batches_alone(
+    arguments: list[tuple[dict[str, float | int], int]],
+    weights: dict[str, float | int],
+    pause: int,
+) -> None:
+    stages = [Stage(*each) for each in arguments]
+    begin = stages[-1].begin + pause
+    before, after = mixture_of(stages, 6), mixture_of([*stages, Stage(weights, begin)], 6)
+    for step in range(begin):
+        assert taken(before.batch(step)) == taken(after.batch(step))
+
+
+def test_the_order_of_the_names_does_not_matter() -> None:
+    one = Mixture(numbered("abc"), [Stage({"a": 1, "b": 1, "c": 1})])
+    other = Mixture(numbered("cab"), [Stage({"b": 2, "c": 2, "a": 2})])
+    for step in (0, 300, 10**9):
+        assert taken(one.batch(step)) == taken(other.batch(step))
+
+
+def test_a_step_far_away() -> None:
+    # 2**40 steps of 4 are 2**32 periods; of each, a gives 768 sequences.
+    mixture = Mixture(
+        {"a": Synthetic(9, 4, 3), "b": Synthetic(9, 4, 3, 1)}, [Stage({"a": 3, "b": 1})]
+    )
+    assert mixture.sequences_before(2**40) == {"a": 3 * 2**40, "b": 2**40}
+    expected = Synthetic(9, 4, 3).batch(3 * 2**38, slice(0, 2))
+    jax.tree.map(np.testing.assert_array_equal, mixture.batch(2**40, slice(0, 2)), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights, st.integers(0, 600), st.slices(9))
+def test_some_rows_equal_those_of_the_whole_batch_and_no_other_row_is_read(
+    weights: dict[str, float | int], step: int, rows: slice
+) -> None:
+    sources = numbered("".join(weights), batch_size=9)
+    mixture = Mixture(sources, [Stage(weights)])
+    whole = mixture.batch(step)
+    # A source's rows lie in one or two of its batches.
+    assert all(len(source.reads) <= 2 for source in sources.values())
+    for source in sources.values():
+        source.reads.clear()
+    part = mixture.batch(step, rows)
+    jax.tree.map(lambda w, p: np.testing.assert_array_equal(w[rows], p), whole, part)
+    assert [array.dtype for array in jax.tree.leaves(part)] == [np.int32] * 4 + [np.bool_]
+    read = [f"{name}{k}" for name in sources for run in sources[name].reads for k in run]
+    assert sorted(read) == sorted(taken(part))
+
+
+def test_sources_from_disk_and_made_up(example: Path) -> None:
+    stored = FlatTokens(str(example), "train", 8, 10, seed=3)
+    made_up = Synthetic(300, 8, 10)
+    mixture = Mixture({"stored": stored, "made up": made_up}, [Stage({"stored": 1, "made up": 1})])
+    for step in (0, 5, 2000):
+        batch = mixture.batch(step)
+        # Names break ties: "made up" comes first.
+        for source, rows in ((made_up, slice(0, None, 2)), (stored, slice(1, None, 2))):
+            half = source.batch(step // 2, slice(0, 4) if step % 2 == 0 else slice(4, 8))
+            jax.tree.map(lambda m, s, r=rows: np.testing.assert_array_equal(m[r], s), batch, half)
+
+
+def test_a_config_holds_sources_by_name() -> None:
+    cfg = fdl.Config(
+        Mixture,
+        sources={
+            "web": fdl.Config(Synthetic, vocab_size=50, batch_size=4, sequence_length=8),
+            "code": fdl.Config(Synthetic, vocab_size=70, batch_size=4, sequence_length=8, seed=1),
+        },
+        stages=[
+            fdl.Config(Stage, weights={"web": 9, "code": 1}),
+            fdl.Config(Stage, weights={"web": 1, "code": 1}, begin=256),
+        ],
+    )
+    cfg.stages[0].weights["code"] = 3
+    mixture = fdl.build(cfg)
+    assert isinstance(mixture, Source)
+    assert mixture.sequences_before(512) == {"web": 768 + 512, "code": 256 + 512}
+
+
+def tokenized(*identities: tuple[str, str | None] | None) -> Mixture:
+    """A mixture of a, b, … with these tokenizers."""
+    sources = {
+        name: Numbered(0, tokenizer=TokenizerIdentity(*identity) if identity else None)
+        for name, identity in zip("ab", identities, strict=True)
+    }
+    return Mixture(sources, [Stage(dict.fromkeys(sources, 1))])
+
+
+def test_properties() -> None:
+    mixture = Mixture(numbered("ab"), [Stage({"a": 1, "b": 1})])
+    assert (mixture.batch_size, mixture.sequence_length) == (4, 1)
+    assert mixture.max_token_id == 2 * NUMBER - 1
+    assert mixture.batches is None and mixture.bytes_per_target is None
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ([None, None], None),
+        ([None, ("t", None)], ("t", None)),
+        ([("t", None), ("t", "12")], ("t", "12")),
+        ([("t", "12"), ("a copy of t", "12")], ("t", "12")),
+    ],
+)
+def test_tokenizers_that_may_be_the_same(
+    known: list[tuple[str, str | None] | None], expected: tuple[str, str | None] | None
+) -> None:
+    assert tokenized(*known).tokenizer == (TokenizerIdentity(*expected) if expected else None)
+
+
+@pytest.mark.parametrize(
+    "identities",
+    [[("t", "12"), ("t", "34")], [("t", None), ("u", "12")], [("t", None), ("u", None)]],
+)
+def test_tokenizers_that_differ(identities: list[tuple[str, str | None]]) -> None:
+    with pytest.raises(ValueError, match=r"'a' was made by .* but 'b' by .* with one tokenizer"):
+        tokenized(*identities)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"batch_size": 8}, "'a' has batch_size 4, but 'b' has 8: give all sources"),
+        ({"sequence_length": 2}, "'a' has sequence_length 1, but 'b' has 2: give all sources"),
+        ({"batches": 10}, "'b' ends after 10 batches.* sources that never end"),
+    ],
+)
+def test_sources_that_do_not_fit(other: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mixture({"a": Numbered(0), "b": Numbered(1, **other)}, [Stage({"a": 1, "b": 1})])
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([], "at least one stage"),
+        ([({"a": 1, "b": 1}, 2)], "first stage begins at step 0, not 2"),
+        ([({"a": 1}, 0), ({"b": 1}, 5), ({"a": 1}, 5)], "begins at step 5 comes after .* step 5"),
+        ([({"a": 1}, 0), ({"d": 1}, 5)], "begins at step 5 weighs 'd', which is none of: a, b"),
+        ([({"a": 1}, 0), ({"a": 2}, 5)], "source 'b' has a weight in no stage"),
+    ],
+)
+def test_stages_that_make_no_sense(stages: list[tuple[dict[str, int], int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mixture(numbered("ab"), [Stage(weights, begin) for weights, begin in stages])
+
+
+@pytest.mark.parametrize(
+    ("weights", "begin", "message"),
+    [
+        ({"a": 1}, -1, "step 0 or later, not -1"),
+        ({}, 3, "begins at step 3 has no weights"),
+        ({"a": 1, "b": 0}, 0, "gives 'b' the weight 0: weights are positive; leave out"),
+        ({"a": float("nan")}, 0, "gives 'a' the weight nan"),
+        ({"a": float("inf"), "b": 1}, 0, "gives 'a' the weight inf"),
+        # Of the quotas 1,023.59 and 0.41 the first gets the last place.
+        ({"a": 0.9996, "b": 0.0004}, 7, "'b' the weight 0.0004 .* at least 0.0009771, or leave"),
+    ],
+)
+def test_weights_that_make_no_sense(
+    weights: dict[str, float | int], begin: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Stage(weights, begin)
+
+
+def test_a_source_with_history() -> None:
+    class Stream(Numbered):
+        def state(self, step: int) -> dict[str, Any]:
+            return {}
+
+        def restore(self, step: int, states: list[dict[str, Any]]) -> None:
+            pass
+
+    with pytest.raises(ValueError, match="'a' is a Stream, whose batches depend on those before"):
+        Mixture({"a": Stream(0)}, [Stage({"a": 1})])
+
+
+def test_no_sources_and_no_such_step() -> None:
+    with pytest.raises(ValueError, match="at least one source"):
+        Mixture({}, [Stage({"a": 1})])
+    with pytest.raises(ValueError, match="step must be at least 0, not -1"):
+        Mixture(numbered("a"), [Stage({"a": 1})]).batch(-1)

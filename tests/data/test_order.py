@@ -1,0 +1,205 @@
+"""The order is the law: processes, meshes, microbatches and resumes never change a global batch.
+
+Real processes share eight devices and write down what each device holds (this file is also their
+program); the tests put the global batches together and compare them with `Source.batch`.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from lmlib import train
+from lmlib.data import Batch, FlatTokens, Prefetch, Source, Synthetic, place
+from lmlib.data.mixture import Mixture, Stage
+from lmlib.parallel.layout import partition
+from lmlib.parallel.mesh import make_mesh
+
+BATCH_SIZE, SEQUENCE_LENGTH = 32, 12
+DEVICES = 8
+MESHES = [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)]  # data, fsdp, tensor
+STARTS = [0, 3, 130]  # where runs begin or resume; each makes two steps
+FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
+SECONDS = 100  # that the processes may take
+
+
+def sources(data_set: str) -> dict[str, Source]:
+    """Those under test. `data_set` has fewer than 64 sequences: most steps are past an epoch."""
+
+    def stored(seed: int) -> FlatTokens:
+        return FlatTokens(data_set, "train", BATCH_SIZE, SEQUENCE_LENGTH, seed=seed)
+
+    def made_up(seed: int) -> Synthetic:
+        return Synthetic(300, BATCH_SIZE, SEQUENCE_LENGTH, seed=seed)
+
+    mixture = Mixture(
+        {"one": stored(1), "two": stored(2), "three": made_up(3)},
+        [
+            Stage({"one": 5, "two": 2, "three": 1}),
+            Stage({"one": 1, "three": 1}, begin=4),  # inside the second run
+        ],
+    )
+    return {"stored": stored(0), "made up": made_up(0), "mixture": mixture}
+
+
+class Recording:
+    """A source that remembers which rows were read of each step."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.batch_size, self.sequence_length = source.batch_size, source.sequence_length
+        self.max_token_id, self.tokenizer = source.max_token_id, source.tokenizer
+        self.batches, self.bytes_per_target = source.batches, source.bytes_per_target
+        self.rows_read: dict[int, list[int]] = {}
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        self.rows_read.setdefault(step, []).extend(range(self.batch_size)[rows])
+        return self._source.batch(step, rows)
+
+
+def case(source: str, mesh: tuple[int, ...], step: int) -> str:
+    return f"{source}, mesh {mesh}, step {step}"
+
+
+def work(port: int, processes: int, process: int, data_set: str, out: str) -> None:
+    """One process: writes the rows it read and each of its shards with its place, case by case."""
+    jax.distributed.initialize(f"localhost:{port}", processes, process)
+    assert (jax.device_count(), jax.local_device_count()) == (DEVICES, DEVICES // processes)
+    held: dict[str, np.ndarray] = {}
+    for (name, source), sizes in itertools.product(sources(data_set).items(), MESHES):
+        sharding = NamedSharding(make_mesh(*sizes), partition("batch seq"))
+        for start in STARTS:
+            recording = Recording(source)
+            with Prefetch(recording, sharding, start, start + 2) as batches:
+                for step, batch in batches:
+                    key = case(name, sizes, step)
+                    held[f"{key}/rows"] = np.array(recording.rows_read[step])
+                    for field in FIELDS:
+                        shards = getattr(batch, field).addressable_shards
+                        for number, shard in enumerate(shards):
+                            held[f"{key}/{field}/{number}"] = np.asarray(shard.data)
+                            spans = zip(shard.index, batch.tokens.shape, strict=True)
+                            held[f"{key}/{field}/{number}/span"] = np.array(
+                                [span.indices(size)[:2] for span, size in spans]
+                            )
+    np.savez(out, **held)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def held_by_processes(
+    request: pytest.FixtureRequest, example: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, np.ndarray]]:
+    """What each of 1, 2 or 4 processes wrote."""
+    count = request.param
+    out = tmp_path_factory.mktemp(f"processes_{count}")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count}",
+    }
+    logs = [out / f"{process}.log" for process in range(count)]
+    running = []
+    for process, log in enumerate(logs):
+        arguments = json.dumps([port, count, process, str(example), str(out / f"{process}.npz")])
+        with log.open("w") as stream:
+            command = [sys.executable, __file__, arguments]
+            running.append(
+                subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+            )
+    try:
+        for each in running:
+            each.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        pass  # told below, with the output
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+    outputs = "\n".join(f"{log.name}:\n{log.read_text()}" for log in logs)
+    assert [each.returncode for each in running] == [0] * count, outputs
+    return [dict(np.load(out / f"{process}.npz")) for process in range(count)]
+
+
+def shards(held: dict[str, np.ndarray], prefix: str) -> Iterator[tuple[slice, slice, np.ndarray]]:
+    """The rows, columns and values of each shard of one array."""
+    for number in itertools.count():
+        if f"{prefix}/{number}" not in held:
+            return
+        rows, columns = held[f"{prefix}/{number}/span"]
+        yield slice(*rows), slice(*columns), held[f"{prefix}/{number}"]
+
+
+def cases() -> Iterator[tuple[str, tuple[int, ...], int]]:
+    steps = [step for start in STARTS for step in (start, start + 1)]
+    return itertools.product(["stored", "made up", "mixture"], MESHES, steps)
+
+
+def test_the_global_batch_is_the_same_for_any_processes_mesh_and_resume(
+    held_by_processes: list[dict[str, np.ndarray]], example: Path
+) -> None:
+    expected = sources(str(example))
+    for name, mesh, step in cases():
+        for field in FIELDS:
+            whole = getattr(expected[name].batch(step), field)
+            copies = np.zeros(whole.shape, int)
+            for held in held_by_processes:
+                for rows, columns, values in shards(held, f"{case(name, mesh, step)}/{field}"):
+                    assert values.dtype == whole.dtype
+                    np.testing.assert_array_equal(
+                        values, whole[rows, columns], err_msg=f"{case(name, mesh, step)}: {field}"
+                    )
+                    copies[rows, columns] += 1
+            assert (copies == mesh[2]).all()  # nothing is missing; `tensor` holds copies
+
+
+def test_each_process_reads_the_rows_of_its_devices_once(
+    held_by_processes: list[dict[str, np.ndarray]],
+) -> None:
+    for name, mesh, step in cases():
+        key = case(name, mesh, step)
+        read = [held[f"{key}/rows"].tolist() for held in held_by_processes]
+        for rows_read, held in zip(read, held_by_processes, strict=True):
+            spans = [rows for rows, _, _ in shards(held, f"{key}/tokens")]
+            mine = {row for rows in spans for row in range(BATCH_SIZE)[rows]}
+            assert sorted(rows_read) == sorted(mine), key
+        if mesh[0] * mesh[1] >= len(read):  # the mesh gives each process rows of its own
+            assert sorted(itertools.chain(*read)) == list(range(BATCH_SIZE)), key
+        else:
+            assert all(rows_read == list(range(BATCH_SIZE)) for rows_read in read), key
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 2, 2)])
+def test_microbatches_hold_the_rows_of_the_batch(example: Path, mesh: tuple[int, ...]) -> None:
+    devices = make_mesh(*mesh)
+    for source in sources(str(example)).values():
+        batch = place(source, 3, NamedSharding(devices, partition("batch seq")))
+        whole = sorted(rows_of(batch))
+        assert whole == sorted(rows_of(source.batch(3)))
+        for microbatches in (1, 2, 4):
+            with jax.set_mesh(devices):
+                split = jax.jit(train.split, static_argnums=1)(batch, microbatches)
+            parts = [jax.tree.map(lambda x, m=m: x[m], split) for m in range(microbatches)]
+            assert {len(part.tokens) for part in parts} == {BATCH_SIZE // microbatches}
+            assert sorted(row for part in parts for row in rows_of(part)) == whole
+
+
+def rows_of(batch: Batch) -> list[bytes]:
+    """Each row with all its fields."""
+    fields = [np.asarray(getattr(batch, field)) for field in FIELDS]
+    return [b"".join(field[row].tobytes() for field in fields) for row in range(len(fields[0]))]
+
+
+if __name__ == "__main__":
+    work(*json.loads(sys.argv[1]))

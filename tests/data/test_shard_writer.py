@@ -1,0 +1,288 @@
+import filecmp
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmlib.data import FlatTokens, ShardWriter, TokenizerIdentity, finished_shard, read_shard
+
+IDS = st.integers(0, 299) | st.just(0)  # zeros, the fill value, come often
+DOCUMENTS = st.lists(st.lists(IDS, max_size=70), max_size=12)
+ALONE = "shard_00000_of_00001"
+
+
+def stored(path: Path) -> np.ndarray:
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+    return ts.open(spec | {"fill_missing_data_reads": False}).result().read().result()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def same_files(one: Path, other: Path) -> bool:
+    compared = filecmp.dircmp(one, other)
+    return files_of(one) == files_of(other) and not compared.left_only and not compared.right_only
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    documents=DOCUMENTS,
+    bos_id=st.none() | st.just(0),
+    eos_id=st.none() | st.just(1),
+    chunk_length=st.integers(1, 9),
+    chunks_per_file=st.integers(1, 4),
+)
+def test_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[int]],
+    bos_id: int | None,
+    eos_id: int | None,
+    chunk_length: int,
+    chunks_per_file: int,
+) -> None:
+    path = tmp_path_factory.mktemp("round_trip")
+    writer = ShardWriter(
+        path,
+        "train",
+        vocab_size=300,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        chunk_length=chunk_length,
+        file_length=chunk_length * chunks_per_file,
+    )
+    for document in documents:
+        writer.append(np.array(document, np.int64), len(document), 1)
+    prefix = [] if bos_id is None else [bos_id]
+    suffix = [] if eos_id is None else [eos_id]
+    framed = [prefix + document + suffix for document in documents]
+    flat = [token for document in framed for token in document]
+    assert (writer.totals.tokens, writer.totals.documents) == (len(flat), len(documents))
+
+    metadata = writer.finish()
+    folder = path / "train" / ALONE
+    assert read_shard(folder) == metadata
+    assert (metadata.tokens, metadata.documents) == (len(flat), len(documents))
+    assert metadata.targets == sum(max(0, len(document) - 1) for document in framed)
+    assert metadata.bytes == sum(map(len, documents))
+    assert metadata.gzip_bytes == len(documents)
+    assert metadata.max_token_id == max(flat, default=-1)
+
+    arrays = {
+        name: stored(folder / name) for name in ("tokens", "document_starts", "first_documents")
+    }
+    assert [array.dtype for array in arrays.values()] == [np.uint16, np.uint64, np.uint64]
+    assert arrays["tokens"].tolist() == flat
+    starts = [sum(map(len, framed[:number])) for number in range(len(framed))]
+    assert arrays["document_starts"].tolist() == starts
+    chunks = -(-len(flat) // chunk_length)
+    assert arrays["first_documents"].tolist() == [
+        sum(start < chunk * chunk_length for start in starts) for chunk in range(chunks + 1)
+    ]
+    assert sorted(entry.name for entry in folder.iterdir()) == sorted([*arrays, "metadata.json"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), documents=DOCUMENTS.filter(bool))
+def test_an_abandoned_shard_is_continued_to_the_same_bytes(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, documents: list[list[int]]
+) -> None:
+    """Written in blocks, left several times at any document, taken up at the mark each time."""
+    path = tmp_path_factory.mktemp("continued")
+    blocks = [documents[i : i + 3] for i in range(0, len(documents), 3)]
+    sizes = {"vocab_size": 300, "chunk_length": 4, "file_length": 16}
+
+    def write(where: Path, stop_after: int | None) -> None:
+        writer = ShardWriter(where, "train", **sizes)
+        appended = 0
+        for number in range(writer.position or 0, len(blocks)):
+            writer.mark(number)
+            for document in blocks[number]:
+                if appended == stop_after:
+                    writer.close()
+                    return
+                writer.append(np.array(document, np.int64), len(document))
+                appended += 1
+        writer.finish()
+
+    write(path / "whole", None)
+    for _ in range(data.draw(st.integers(1, 4))):
+        write(path / "continued", data.draw(st.integers(0, len(documents))))
+        if (path / "continued" / "train" / ALONE / "metadata.json").exists():
+            break
+    else:
+        write(path / "continued", None)
+    assert same_files(path / "whole", path / "continued")
+
+
+def test_files_are_zarr_3_with_checksums(tmp_path: Path, write_documents: Callable) -> None:
+    write_documents(tmp_path, [[1, 2, 3]] * 30)
+    folder = tmp_path / "train" / ALONE / "tokens"
+    array = json.loads((folder / "zarr.json").read_text())
+    assert (array["zarr_format"], array["node_type"], array["shape"]) == (3, "array", [90])
+    assert array["chunk_grid"]["configuration"]["chunk_shape"] == [32]
+    (codec,) = array["codecs"]
+    assert codec["name"] == "sharding_indexed"
+    assert codec["configuration"]["chunk_shape"] == [8]
+    for part in ("codecs", "index_codecs"):
+        assert [inner["name"] for inner in codec["configuration"][part]] == ["bytes", "crc32c"]
+    assert sorted(file.name for file in (folder / "c").iterdir()) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
+def test_width_of_a_token(
+    tmp_path: Path, write_documents: Callable, vocab_size: int, dtype: type
+) -> None:
+    write_documents(tmp_path, [[0, vocab_size - 1]], vocab_size=vocab_size)
+    tokens = stored(tmp_path / "train" / ALONE / "tokens")
+    assert tokens.dtype == dtype
+    assert tokens.tolist() == [0, vocab_size - 1]
+
+
+@pytest.mark.parametrize("bad", [-1, 300])
+def test_token_outside_the_vocabulary(tmp_path: Path, bad: int) -> None:
+    writer = ShardWriter(tmp_path, "train", vocab_size=300)
+    writer.append(np.array([5]), 1)
+    with pytest.raises(ValueError, match="documents from number 1 on have token ids"):
+        writer.append(np.array([3, bad]), 2)
+
+
+def test_gzip_bytes_are_unknown_unless_all_are_known(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "train", vocab_size=300)
+    for gzip_bytes in (3, None, 4):
+        writer.append(np.array([5]), 1, gzip_bytes)
+    assert writer.finish().gzip_bytes is None
+
+
+def test_a_finished_shard_is_never_overwritten(tmp_path: Path, write_documents: Callable) -> None:
+    write_documents(tmp_path, [[1, 2]])
+    with pytest.raises(FileExistsError, match="already finished"):
+        write_documents(tmp_path, [[3, 4]])
+    assert stored(tmp_path / "train" / ALONE / "tokens").tolist() == [1, 2]
+
+
+def abandoned(path: Path, **settings: object) -> None:
+    """A shard of which one file was written."""
+    small = {"vocab_size": 300, "file_length": 4, "chunk_length": 2}
+    writer = ShardWriter(path, "train", **(small | settings))  # type: ignore[arg-type]
+    for _ in range(2):
+        writer.append(np.array([7, 8, 9]), 1)
+    writer.close()
+
+
+def test_other_settings_cannot_go_on_with_a_shard(tmp_path: Path) -> None:
+    abandoned(tmp_path)
+    with pytest.raises(FileExistsError, match="was begun with vocab_size 300, not 301"):
+        abandoned(tmp_path, vocab_size=301)
+
+
+def test_other_documents_cannot_go_on_with_a_shard(tmp_path: Path) -> None:
+    abandoned(tmp_path)
+    writer = ShardWriter(tmp_path, "train", vocab_size=300, file_length=4, chunk_length=2)
+    with pytest.raises(ValueError, match="documents differ from those"):
+        writer.append(np.array([7, 8, 10]), 1)
+        writer.append(np.array([9]), 1)
+        writer.append(np.array([7, 8, 9]), 1)
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    first = ShardWriter(tmp_path, "train", vocab_size=300)
+    with pytest.raises(FileExistsError, match="another process is writing"):
+        ShardWriter(tmp_path, "train", vocab_size=300)
+    first.close()
+    ShardWriter(tmp_path, "train", vocab_size=300).close()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]"])
+def test_a_damaged_journal_is_an_error(tmp_path: Path, content: str) -> None:
+    abandoned(tmp_path)
+    (tmp_path / "train" / ALONE / "journal.json").write_text(content)
+    with pytest.raises(ValueError, match=r"journal\.json is damaged.*delete"):
+        abandoned(tmp_path)
+
+
+def test_lost_document_starts_are_an_error(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "train", vocab_size=300, file_length=4, chunk_length=2)
+    for number in range(4):
+        writer.mark(number)
+        writer.append(np.array([7, 8, 9]), 1)
+    writer.close()
+    (tmp_path / "train" / ALONE / "document_starts.partial").write_bytes(b"")
+    with pytest.raises(ValueError, match="lost its end"):
+        ShardWriter(tmp_path, "train", vocab_size=300, file_length=4, chunk_length=2)
+
+
+def test_foreign_files_are_never_touched(tmp_path: Path, write_documents: Callable) -> None:
+    folder = tmp_path / "train" / ALONE
+    folder.mkdir(parents=True)
+    (folder / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(FileExistsError, match=r"thesis\.txt"):
+        write_documents(tmp_path, [[1, 2]])
+    assert (folder / "thesis.txt").exists()
+
+
+def test_a_split_has_one_number_of_shards(tmp_path: Path, write_documents: Callable) -> None:
+    write_documents(tmp_path, [[1, 2]], shards=2)
+    with pytest.raises(FileExistsError, match="made of 2 shards, not 3"):
+        ShardWriter(tmp_path, "train", shard=1, shards=3, vocab_size=300)
+
+
+def test_splits_share_one_tokenizer(tmp_path: Path) -> None:
+    def write(split: str, tokenizer: TokenizerIdentity | None) -> None:
+        writer = ShardWriter(tmp_path, split, vocab_size=300, tokenizer=tokenizer)
+        writer.append(np.array([1, 2]), 2)
+        writer.finish()
+
+    write("train", TokenizerIdentity("bytes", None))
+    write("validation", TokenizerIdentity("bytes", None))
+    for other in (None, TokenizerIdentity("other", "00")):
+        with pytest.raises(ValueError, match="share one tokenizer"):
+            write("test", other)
+
+
+def test_finished_shard(tmp_path: Path) -> None:
+    tokenizer, source = TokenizerIdentity("bytes", None), {"datasets": ["a"]}
+    target = (tmp_path, "train", 0, 1)
+    assert finished_shard(*target, tokenizer, source) is None
+    writer = ShardWriter(tmp_path, "train", vocab_size=300, tokenizer=tokenizer, source=source)
+    writer.append(np.array([1, 2]), 2)
+    assert finished_shard(*target, tokenizer, source) is None
+    assert writer.finish() == finished_shard(*target, tokenizer, source)
+    with pytest.raises(FileExistsError, match="is finished, with source"):
+        finished_shard(*target, tokenizer, {"datasets": ["b"]})
+
+
+def test_a_shard_without_documents(tmp_path: Path) -> None:
+    for shard, documents in enumerate(([[5, 6]], [], [[7]])):
+        writer = ShardWriter(tmp_path, "train", shard=shard, shards=3, vocab_size=300)
+        for document in documents:
+            writer.append(np.array(document), 1)
+        writer.finish()
+    batch = FlatTokens(str(tmp_path), "train", 1, 4, seed=None).batch(0)
+    assert batch.tokens.tolist() == [[5, 6, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"bos_id": 300}, "bos_id 300"),
+        ({"eos_id": -1}, "eos_id -1"),
+        ({"chunk_length": 7}, "multiple of chunk_length"),
+        ({"shard": 2, "shards": 2}, "no shard 2 of 2"),
+        ({"split": "../elsewhere"}, "plain folder name"),
+    ],
+)
+def test_settings_that_make_no_sense(tmp_path: Path, setting: dict, message: str) -> None:
+    settings = {"path": tmp_path, "split": "train", "vocab_size": 300}
+    with pytest.raises(ValueError, match=message):
+        ShardWriter(**(settings | setting))

@@ -1,0 +1,395 @@
+import functools
+import json
+import multiprocessing
+import pickle
+import random
+import subprocess
+import sys
+import sysconfig
+import unicodedata
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+
+from data_tools.encoders import Encoder, make_encoder
+from data_tools.encoders.byte_level import ByteLevelEncoder
+from data_tools.encoders.hugging_face import HuggingFaceEncoder
+from data_tools.encoders.pre_tokenization import GPT2, LLAMA3, QWEN2
+
+STYLES = ("gpt2", "llama3", "qwen2")
+SPECIAL = "<|endoftext|>"
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+@functools.cache
+def standard_library() -> list[str]:
+    """About 3 MB of source text, part of it not ASCII."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(file for file in folder.rglob("*.py") if "site-packages" not in file.parts)
+    texts = [file.read_bytes().decode("utf-8", errors="replace") for file in files]
+    beyond_ascii = [text for text in texts if not text.isascii() and len(text) < 100_000]
+    return beyond_ascii[:60] + texts[:120]
+
+
+@functools.cache
+def multilingual() -> list[str]:
+    """Made-up words of many scripts; the same ones on every call."""
+    generator = random.Random(0)
+    blocks = [(0xC0, 0x17F), (0x300, 0x36F), (0x400, 0x450), (0x900, 0x970), (0x1100, 0x1200)]
+    blocks += [(0x600, 0x660), (0x3040, 0x30FF), (0x4E00, 0x5000), (0xAC00, 0xAE00)]
+    texts = []
+    for first, last in blocks * 4:
+        words = [
+            "".join(chr(generator.randrange(first, last)) for _ in range(generator.randint(1, 4)))
+            for _ in range(30)
+        ]
+        texts.append(" ".join(generator.choices(words, k=500)))
+    return texts
+
+
+@functools.cache
+def trained(style: str) -> str:
+    """A tokenizer.json of 4000 ids, of the kind that GPT-2, Llama 3 or Qwen 2 has."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=style == "llama3"))
+    if style == "gpt2":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        expression = Regex(LLAMA3 if style == "llama3" else QWEN2)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(expression, "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    if style == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4000, special_tokens=[SPECIAL], initial_alphabet=ALPHABET, show_progress=False
+    )
+    tokenizer.train_from_iterator(standard_library()[:300] + multilingual(), trainer)
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    if style == "qwen2":
+        tokenizer.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    return tokenizer.to_str()
+
+
+def changed(tokenizer_json: str, **parts: Any) -> str:
+    """The tokenizer.json with parts of its model, or else of itself, replaced."""
+    content = json.loads(tokenizer_json)
+    for name, value in parts.items():
+        (content["model"] if name in content["model"] else content)[name] = value
+    return json.dumps(content)
+
+
+def byte_level(merges: list[tuple[str, str]], **parts: Any) -> str:
+    """A GPT-2-like tokenizer.json of the 256 bytes and these merges, ids in their order."""
+    tokens = dict.fromkeys([*ALPHABET, *(left + right for left, right in merges)])
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return changed(tokenizer.to_str(), **parts)
+
+
+def reference(tokenizer_json: str, texts: list[str]) -> list[list[int]]:
+    """The ids that `tokenizers` itself gives."""
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    tokenizer.encode_special_tokens = True
+    return [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def assert_same_ids(encoder: Encoder, tokenizer_json: str, texts: list[str]) -> None:
+    """The encoder gives the ids that `tokenizers` itself gives."""
+    encoded = encoder.encode(texts)
+    assert len(encoded) == len(texts) and all(ids.dtype == np.uint32 for ids in encoded)
+    for text, ids, expected in zip(texts, encoded, reference(tokenizer_json, texts), strict=True):
+        # Compared as arrays: a list of a million ids would make a huge message.
+        assert np.array_equal(ids, np.array(expected, np.uint32)), text[:200]
+
+
+@functools.cache
+def encoder(style: str) -> Encoder:
+    return make_encoder(trained(style))
+
+
+CHARACTERS = st.characters(exclude_categories=["Cs"])  # any code point, unassigned ones too
+HOSTILE = st.lists(
+    st.one_of(
+        st.text(CHARACTERS, max_size=5),
+        st.text(st.characters(categories=["Mn", "Mc", "Lo"]), max_size=5),
+        st.text(st.sampled_from(" \n\r\t\v\f\x1c\x85\xa0\u2000\u2028\u3000"), max_size=6),
+        st.sampled_from(["'ſ", "'S", "'LL", "'lL", "'Re", "'VE", "'m", "''t", "don't", "'ﬆ"]),
+        st.sampled_from([SPECIAL, "<|im_end|>", "<think>", "<think", "</think>", "think>\u0338"]),
+        st.builds(lambda c, n: c * n, CHARACTERS, st.integers(1, 300)),
+        st.binary(max_size=8).map(lambda octets: octets.decode("utf-8", errors="replace")),
+        st.sampled_from(["1", "12", "1234567", "a", "Hello", " world", "e\u0301", "각"]),
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@settings(deadline=None, max_examples=150)
+@given(texts=st.lists(HOSTILE, max_size=3))
+def test_hostile_text(style: str, texts: list[str]) -> None:
+    assert_same_ids(encoder(style), trained(style), texts)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_real_text_and_round_trip(style: str) -> None:
+    assert isinstance(encoder(style), ByteLevelEncoder)
+    texts = standard_library() + multilingual()
+    assert_same_ids(encoder(style), trained(style), texts)
+    tokenizer = tokenizers.Tokenizer.from_str(trained(style))
+    for text, ids in zip(texts[:50], encoder(style).encode(texts[:50]), strict=True):
+        expected = unicodedata.normalize("NFC", text) if style == "qwen2" else text
+        assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == expected
+
+
+@functools.cache
+def all_pairs(style: str) -> str:
+    """A tokenizer in which any two bytes merge unless a cut is between them: it shows the cuts."""
+    merges = list(product(ALPHABET, repeat=2))
+    random.Random(0).shuffle(merges)
+    return changed(byte_level(merges), pre_tokenizer=json.loads(trained(style))["pre_tokenizer"])
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama3"])
+def test_every_code_point_is_cut_alike(style: str) -> None:
+    characters = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    texts = ["".join(f"{c}1" for c in characters[i : i + 5000]) for i in range(0, 1 << 20, 5000)]
+    # All neighbours for a part: the lower ones, and where a class begins.
+    category = [unicodedata.category(c)[0] for c in characters]
+    first = [c for c, a, b in zip(characters[1:], category, category[1:], strict=False) if a != b]
+    for c in [*characters[:0x300], *first]:
+        texts.append(f"{c}a{c}{c} {c} 1{c}12{c}{c}'{c}'{c}t\n{c}\n{c}!{c}\r\n {c}'l{c}'s{c}  {c}")
+    fast = make_encoder(all_pairs(style))
+    assert isinstance(fast, ByteLevelEncoder)
+    assert_same_ids(fast, all_pairs(style), texts)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_texts_longer_than_a_chunk(style: str) -> None:
+    text = "".join(multilingual() + standard_library())[: 5 << 19]
+    assert_same_ids(encoder(style), trained(style), [text, text.replace(" ", "")[: 3 << 19]])
+
+
+@pytest.mark.parametrize(
+    ("style", "run"),
+    [*product(["gpt2", "llama3"], [" ", "\n", "\t\r\n "]), ("llama3", "\u3000"), ("qwen2", "\t")],
+)
+def test_long_whitespace(style: str, run: str) -> None:
+    repeated = run * (1_010_000 // len(run))  # fancy-regex gives up at a million
+    assert_same_ids(encoder(style), trained(style), [f"a {repeated}b", f"!{repeated}"])
+
+
+@pytest.mark.parametrize("run", ["a", "0", "中", "!", "'s", "가", "é"])
+def test_long_runs_of_other_characters(run: str) -> None:
+    texts = [run * 100_000 + " end"]
+    for style in STYLES:
+        assert_same_ids(encoder(style), trained(style), texts)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_a_large_text_takes_little_memory() -> None:
+    script = """
+import re, sys
+from pathlib import Path
+from data_tools.encoders import make_encoder
+encoder = make_encoder(sys.stdin.read())
+text = "The quick brown fox jumps over the lazy dog. It's 1234 o'clock!\\n" * (1 << 19)
+(ids,) = encoder.encode([text])
+peak = re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())
+print(len(text), len(ids), int(peak.group(1)) // 1024)
+"""
+    command = [sys.executable, "-c", script]
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command, input=trained("llama3"), capture_output=True, text=True, check=True, env=path
+    )
+    size, count, mebibytes = map(int, done.stdout.split())
+    assert size > 30e6 and count > 5e6 and mebibytes < 700
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_pickling(style: str) -> None:
+    texts = ["Hello world", "naïve café"]
+    again = pickle.loads(pickle.dumps(encoder(style)))
+    assert_same_ids(again, trained(style), texts)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert np.array_equal(
+            pool.apply(encoder(style).encode, (texts,))[0], again.encode(texts)[0]
+        )
+
+
+def test_raw_bytes() -> None:
+    raw = make_encoder(None)
+    texts = ["", "a", "é中\x00"]
+    encoded = pickle.loads(pickle.dumps(raw)).encode(texts)
+    assert [bytes(ids.tolist()).decode() for ids in encoded] == texts
+    assert all(ids.dtype == np.uint32 for ids in encoded) and raw.max_text_bytes is None
+
+
+# Features that the fast engine does not have.
+MERGES = [("a", "b"), ("c", "d"), ("ab", "cd"), ("l", "o"), ("lo", "w")]
+TEXTS = [
+    "abcd low lowab ab cdab",
+    "",
+    "ABCD \u1e9b\u0323 é",
+    "x<keep> y < keep> <keep>abcd",
+    " abcd",
+]
+
+
+def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": list(parts)}
+
+
+def split(expression: str, **parts: Any) -> dict[str, Any]:
+    rest = {"behavior": "Isolated", "invert": False} | parts
+    return {"type": "Split", "pattern": {"Regex": expression}} | rest
+
+
+def byte_level_part(**parts: Any) -> dict[str, Any]:
+    return json.loads(byte_level([]))["pre_tokenizer"] | {"use_regex": False} | parts
+
+
+def added(**parts: Any) -> list[dict[str, Any]]:
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), False)
+    return [{"id": 300, "content": "<keep>", **flags, **parts}]
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"continuing_subword_prefix": ""},
+        {"dropout": 0.0},
+        {"pre_tokenizer": byte_level_part()},
+        {"pre_tokenizer": byte_level_part(add_prefix_space=True, use_regex=True)},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": sequence(split(r"\w+|\W+"), byte_level_part())},
+        {"pre_tokenizer": sequence(split(GPT2, invert=True), byte_level_part())},
+        {"pre_tokenizer": sequence(split(GPT2, behavior="Removed"), byte_level_part())},
+        {"pre_tokenizer": sequence(split(GPT2), byte_level_part(add_prefix_space=True))},
+        {"normalizer": {"type": "NFKC"}},
+        {"normalizer": {"type": "Lowercase"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}},
+        {"added_tokens": added(lstrip=True)},
+        {"added_tokens": added(rstrip=True)},
+        {"added_tokens": added(single_word=True)},
+        {"added_tokens": added(normalized=True), "normalizer": {"type": "NFC"}},
+    ],
+    ids=str,
+)
+def test_other_features_fall_back(feature: dict[str, Any]) -> None:
+    tokenizer_json = byte_level(MERGES, **feature)
+    chosen = make_encoder(tokenizer_json)
+    # Settings that have no effect need not fall back.
+    if feature not in ({"continuing_subword_prefix": ""}, {"dropout": 0.0}):
+        assert isinstance(chosen, HuggingFaceEncoder)
+    assert_same_ids(pickle.loads(pickle.dumps(chosen)), tokenizer_json, TEXTS)
+
+
+def test_other_models_fall_back() -> None:
+    word_level = tokenizers.Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    short = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    short.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for tokenizer in (word_level, short):
+        chosen = make_encoder(tokenizer.to_str())
+        assert isinstance(chosen, HuggingFaceEncoder)
+        assert_same_ids(chosen, tokenizer.to_str(), ["ab", "a", "ba"])
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+@pytest.mark.parametrize(
+    ("name", "merges", "more_tokens", "fast"),
+    [
+        ("plain", MERGES, [], {False, True}),
+        ("two splits together", [("a", "b"), ("b", "c"), ("a", "bc"), ("ab", "c")], [], {0, 1}),
+        ("two splits apart", [("b", "c"), ("a", "bc"), ("a", "b"), ("ab", "c")], [], set()),
+        ("a part that is made later", [("a", "b"), ("abc", "d"), ("ab", "c")], [], {0, 1}),
+        ("three pieces", MERGES, ["xyz"], {0, 1}),
+        ("two pieces that do not merge", MERGES, ["abx", "dc"], {False}),
+        ("merges that never apply", [("b", "c"), ("a", "b"), ("ab", "c")], [], {False}),
+        ("token that hides a longer one", [("a", "b"), ("c", "d"), ("b", "c")], ["abcd"], {0}),
+        ("not made of bytes", MERGES, ["词", "a b"], {0, 1}),
+    ],
+)
+def test_merges(
+    ignore_merges: bool,
+    name: str,
+    merges: list[tuple[str, str]],
+    more_tokens: list[str],
+    fast: set[bool],
+) -> None:
+    vocabulary = json.loads(byte_level(merges))["model"]["vocab"]
+    for token in more_tokens:
+        vocabulary[token] = len(vocabulary)
+    reversed_ids = {token: len(vocabulary) - 1 - place for token, place in vocabulary.items()}
+    letters = ["".join(word) for length in range(1, 6) for word in product("abcd", repeat=length)]
+    texts = [*letters, *TEXTS, "xyz", "abx", "dc", "xyzabx abxdc dc xyz", " ".join(letters[::-1])]
+    for vocab in (vocabulary, reversed_ids):
+        tokenizer_json = byte_level(merges, vocab=vocab, ignore_merges=ignore_merges)
+        chosen = make_encoder(tokenizer_json)
+        assert isinstance(chosen, ByteLevelEncoder) == (ignore_merges in fast), name
+        assert_same_ids(chosen, tokenizer_json, texts)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    merges=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=12, unique=True
+    ),
+    ignore_merges=st.booleans(),
+)
+def test_any_merges(merges: list[tuple[int, int]], ignore_merges: bool) -> None:
+    tokens = ["a", "b", "c"]
+    named = []
+    for left, right in merges:
+        named.append((tokens[left % len(tokens)], tokens[right % len(tokens)]))
+        tokens.append("".join(named[-1]))
+    tokenizer_json = byte_level(list(dict.fromkeys(named)), ignore_merges=ignore_merges)
+    texts = ["".join(word) for length in range(1, 7) for word in product("abc", repeat=length)]
+    assert_same_ids(make_encoder(tokenizer_json), tokenizer_json, texts)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    parts=st.lists(
+        st.sampled_from(["<x>", "<xy>", "y>", "<S>", "S", "<N>", "N≯", "ab", "<"]), max_size=9
+    )
+)
+def test_added_tokens_in_text(parts: list[str]) -> None:
+    text = "".join(parts)
+    entries = [
+        *added(id=300, content="<x>"),
+        *added(id=301, content="<x><xy>"),
+        *added(id=302, content="<S>", special=True),
+        *added(id=303, content="<S>S<N>"),
+        *added(id=304, content="<N>", normalized=True),
+        *added(id=305, content="y><", special=True),
+    ]
+    tokenizer_json = byte_level(MERGES, added_tokens=entries)
+    chosen = make_encoder(tokenizer_json)
+    assert isinstance(chosen, ByteLevelEncoder)
+    assert_same_ids(chosen, tokenizer_json, [text, f"a{text} "])
+
+
+def test_bad_texts_are_named() -> None:
+    slow = make_encoder(byte_level(MERGES, normalizer={"type": "NFKC"}))
+    assert slow.max_text_bytes is not None
+    with pytest.raises(ValueError, match=r"text 1 has .* cut it"):
+        slow.encode(["a", "é" * (slow.max_text_bytes // 2 + 1)])
+    for chosen in (slow, encoder("gpt2"), make_encoder(None)):
+        with pytest.raises(ValueError, match=r"text 1 holds the lone surrogate U\+D800 at .* 2"):
+            chosen.encode(["fine", "ab\ud800"])
+    with pytest.raises(ValueError, match=r"not a valid tokenizer\.json"):
+        make_encoder("{}")

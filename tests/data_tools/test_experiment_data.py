@@ -1,0 +1,65 @@
+"""Data that does not fit the experiment stops it before anything compiles."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from data_tools.pretokenize import pretokenize
+from data_tools.tokenizer import ByteTokenizer, train_byte_level_bpe
+from experiments import llama_84m
+from lmlib.data import FlatTokens
+from lmlib.experiment import Experiment
+
+TEXTS = ["some text to learn from", "and a little more"] * 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    pretokenize(TEXTS, ByteTokenizer(), folder / "bytes", "train")
+    pretokenize(TEXTS, train_byte_level_bpe(TEXTS, 280), folder / "bpe", "train")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experiment() -> Experiment:
+    import fiddle as fdl
+
+    cfg = llama_84m.config()
+    llama_84m.tiny(cfg)
+    cfg.model.vocab = 300
+    cfg.data.vocab_size = cfg.validation.vocab_size = 300
+    return fdl.build(cfg)
+
+
+def test_what_fits_is_taken(folder: Path, experiment: Experiment) -> None:
+    for name in ("bytes", "bpe"):
+        data = FlatTokens(str(folder / name), "train", 8, 16)
+        dataclasses.replace(experiment, data=data, validation=None).check()
+
+
+def test_a_vocabulary_that_is_too_small(folder: Path, experiment: Experiment) -> None:
+    data = FlatTokens(str(folder / "bytes"), "train", 8, 16)
+
+    def small_model(**settings: object) -> object:
+        return experiment.model(**settings, vocab=257)
+
+    small = dataclasses.replace(experiment, model=small_model, data=data, validation=None)
+    with pytest.raises(ValueError, match=r"ids up to 257, but the model's vocabulary ends at 256"):
+        small.check()
+
+
+def test_validation_with_another_tokenizer(folder: Path, experiment: Experiment) -> None:
+    data, other = (FlatTokens(str(folder / name), "train", 8, 16) for name in ("bytes", "bpe"))
+    with pytest.raises(ValueError, match=r"name='bytes'.*validation by .*byte-level BPE"):
+        dataclasses.replace(experiment, data=data, validation=other, validation_batches=1).check()
+
+
+def test_more_steps_than_epochs(folder: Path, experiment: Experiment) -> None:
+    data = FlatTokens(str(folder / "bytes"), "train", 8, 16, epochs=2)
+    assert data.batches is not None
+    fitting = dataclasses.replace(experiment, data=data, validation=None, steps=data.batches)
+    fitting.check()
+    with pytest.raises(ValueError, match=f"data ends after {data.batches} batches, but steps is"):
+        dataclasses.replace(fitting, steps=data.batches + 1).check()

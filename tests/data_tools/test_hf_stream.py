@@ -1,0 +1,495 @@
+"""Streams against a packing written out here; in shapes, B rows, S sequence, N tokens."""
+
+import gc
+import gzip
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from data_tools.hf_stream import HFStream
+from data_tools.hf_stream.steady import StreamFailure
+from lmlib.data.batch import Batch, Source
+from lmlib.data.metadata import TokenizerIdentity
+from lmlib.data.resumable import Resumable, gather_states
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
+
+BATCH, SEQUENCE = 4, 16
+BOS, EOS = 256, 257  # of the tokenizer 'bytes'
+# Documents of 0 to 60 bytes, some of several bytes a character; each is different.
+TEXTS = [f"{n}:" + "aé漢😀"[n % 4] * (n * 7 % 15) for n in range(47)]
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the texts in order, in two files of different length."""
+    folder = tmp_path_factory.mktemp("jsonl")
+    for name, texts in (("a", TEXTS[:30]), ("b", TEXTS[30:])):
+        lines = (json.dumps({"text": text, "id": 1}) + "\n" for text in texts)
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same in one file of row groups that no block size divides."""
+    import pyarrow
+    import pyarrow.parquet
+
+    file = tmp_path_factory.mktemp("parquet") / "texts.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), file, row_group_size=11)
+    return str(file)
+
+
+def stream(dataset: str | Sequence[str], **settings: Any) -> HFStream:
+    settings = {"batch_size": BATCH, "sequence_length": SEQUENCE, **settings}
+    return HFStream(dataset, "bytes", **settings)
+
+
+def framed(texts: list[str]) -> list[int]:
+    return [token for text in texts for token in (BOS, *text.encode("utf-8"), EOS)]
+
+
+def tokens_in(batches: list[Batch]) -> list[int]:
+    """The first input and all targets that are not padding: what went in, if it was packed well."""
+    targets = [batch.targets[batch.segment_ids > 0] for batch in batches]
+    return [int(batches[0].tokens[0, 0]), *map(int, np.concatenate(targets))]
+
+
+def documents_in(batches: list[Batch]) -> list[str]:
+    """The whole documents, decoded."""
+    tokens, texts = tokens_in(batches), []
+    ends = [place for place, token in enumerate(tokens) if token == EOS]
+    for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
+        assert tokens[start] == BOS
+        texts.append(bytes(tokens[start + 1 : end]).decode("utf-8"))
+    return texts
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def steps_of(texts: list[str]) -> int:
+    """Batches that hold them all."""
+    return -(-(len(framed(texts)) - 1) // (BATCH * SEQUENCE))
+
+
+def all_batches(source: HFStream, count: int) -> list[Batch]:
+    return [source.batch(step) for step in range(count)]
+
+
+def test_it_is_a_resumable_source(jsonl: str) -> None:
+    source = stream(jsonl)
+    assert isinstance(source, Source)
+    assert isinstance(source, Resumable)
+    assert (source.batch_size, source.sequence_length, source.batches) == (BATCH, SEQUENCE, None)
+    assert source.max_token_id == EOS
+    assert source.tokenizer == TokenizerIdentity("bytes", None)
+
+
+def test_rows_are_consecutive_tokens_of_the_documents_in_order(parquet: str) -> None:
+    source = stream(parquet, repeat=False)
+    expected_N = np.array(framed(TEXTS))
+    for step in range(steps_of(TEXTS) + 2):
+        batch = source.batch(step)
+        for row in range(BATCH):
+            first = (step * BATCH + row) * SEQUENCE
+            window = expected_N[first : first + SEQUENCE + 1]
+            length = max(len(window) - 1, 0)
+            np.testing.assert_array_equal(batch.tokens[row, :length], window[:-1])
+            np.testing.assert_array_equal(batch.targets[row, :length], window[1:])
+            np.testing.assert_array_equal(batch.loss_mask[row, :length], window[1:] != BOS)
+            starts = [0, *(n for n in range(1, length) if window[n] == BOS)]
+            segment = [sum(n >= start for start in starts) for n in range(length)]
+            position = [n - max(s for s in starts if s <= n) for n in range(length)]
+            np.testing.assert_array_equal(batch.segment_ids[row, :length], segment)
+            np.testing.assert_array_equal(batch.positions[row, :length], position)
+            assert not any(values[row, length:].any() for values in jax.tree.leaves(batch))
+
+
+@pytest.mark.parametrize("kind", ["folder", "files", "pattern", "gzip"])
+def test_folders_and_files_are_read(jsonl: str, tmp_path: Path, kind: str) -> None:
+    files = [f"{jsonl}/a.jsonl", f"{jsonl}/b.jsonl"]
+    compressed = tmp_path / "texts.jsonl.gz"
+    compressed.write_bytes(gzip.compress(b"".join(Path(file).read_bytes() for file in files)))
+    dataset = {
+        "folder": jsonl,
+        "files": files,
+        "pattern": f"{jsonl}/*.jsonl",
+        "gzip": str(compressed),
+    }[kind]
+    source = stream(dataset, repeat=False)
+    assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS
+
+
+def test_rows_may_be_asked_for_in_pieces(jsonl: str) -> None:
+    whole, pieces = stream(jsonl, streams=2), stream(jsonl, streams=2)
+    for step in range(5):
+        expected = whole.batch(step)
+        for rows in (slice(3, 4), slice(0, 3), slice(1, None, 2), slice(None)):
+            part = pieces.batch(step, rows)
+            jax.tree.map(
+                lambda a, b, r=rows: np.testing.assert_array_equal(a, b[r]), part, expected
+            )
+
+
+def test_each_epoch_has_every_document_once_in_another_order(jsonl: str) -> None:
+    source = stream(jsonl, shuffle_documents=10, seed=3)
+    batches = all_batches(source, steps_of(3 * TEXTS))
+    seen = documents_in(batches)[: 3 * len(TEXTS)]
+    epochs = [seen[start : start + len(TEXTS)] for start in range(0, len(seen), len(TEXTS))]
+    for epoch in epochs:
+        for first in range(0, len(TEXTS), 10):  # shuffled within blocks
+            assert sorted(epoch[first : first + 10]) == sorted(TEXTS[first : first + 10])
+    assert len({tuple(epoch) for epoch in [TEXTS, *epochs]}) == 4
+    other = stream(jsonl, shuffle_documents=10, seed=4)
+    assert documents_in(all_batches(other, steps_of(TEXTS))) != seen[: len(TEXTS)]
+
+
+def test_unshuffled_epochs_follow_each_other_without_a_gap(jsonl: str) -> None:
+    batches = all_batches(stream(jsonl), steps_of(3 * TEXTS))
+    expected = framed(4 * TEXTS)
+    tokens = tokens_in(batches)
+    assert tokens == expected[: len(tokens)]
+    assert len(tokens) == steps_of(3 * TEXTS) * BATCH * SEQUENCE + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("jsonl", {}),
+        ("jsonl", {"shuffle_documents": 10}),
+        ("jsonl", {"shuffle_documents": 47, "repeat": False}),
+        ("jsonl", {"shuffle_documents": 5, "streams": 2}),
+        ("jsonl", {"shuffle_documents": 4, "streams": 4, "repeat": False}),
+        ("parquet", {"shuffle_documents": 1}),
+        ("parquet", {"shuffle_documents": 10, "streams": 2}),
+    ],
+    ids=str,
+)
+def test_resumed_at_any_step_the_batches_are_the_same(
+    request: pytest.FixtureRequest, kind: str, settings: dict[str, Any]
+) -> None:
+    dataset = request.getfixturevalue(kind)
+    steps = steps_of(TEXTS) + 3  # into the next epoch, or past the end
+    uninterrupted = stream(dataset, **settings)
+    states, expected = [gather_states(uninterrupted.state(0))], []
+    for step in range(steps):
+        expected.append(uninterrupted.batch(step))
+        states.append(gather_states(uninterrupted.state(step + 1)))
+    resumed_state = states[0]
+    for step in range(steps - 1):
+        resumed = stream(dataset, **settings)
+        resumed.restore(step, states[step])
+        assert_same(resumed.batch(step), expected[step])
+        assert_same(resumed.batch(step + 1), expected[step + 1])
+        # Resumed at each step anew, from the state that a resumed stream gave.
+        resumed = stream(dataset, **settings)
+        resumed.restore(step, resumed_state)
+        assert_same(resumed.batch(step), expected[step])
+        resumed_state = gather_states(resumed.state(step + 1))
+
+
+def test_datasets_state_is_exact_after_every_example(jsonl: str, parquet: str) -> None:
+    """What the rest relies on, on the library's own interface."""
+    from datasets import load_dataset
+    from datasets.distributed import split_dataset_by_node
+
+    for kind, files in (("json", f"{jsonl}/*.jsonl"), ("parquet", parquet)):
+        for streams in (1, 2, 3):
+            found = []
+            for index in range(streams):
+
+                def opened(kind: str = kind, files: str = files, index: int = index) -> Any:
+                    dataset = load_dataset(kind, data_files=files, split="train", streaming=True)
+                    return split_dataset_by_node(dataset, index, streams)  # noqa: B023
+
+                dataset = opened()
+                examples = [(example["text"], dataset.state_dict()) for example in dataset]
+                texts = [text for text, _ in examples]
+                found += texts
+                for number, (_, state) in enumerate(examples, start=1):
+                    again = opened()
+                    again.load_state_dict(json.loads(json.dumps(state)))
+                    assert [example["text"] for example in again] == texts[number:]
+            assert sorted(found) == sorted(TEXTS)
+
+
+def test_streams_share_the_documents(jsonl: str) -> None:
+    source = stream(jsonl, streams=4, repeat=False)
+    batches = all_batches(source, 2 * steps_of(TEXTS))  # the streams are not equally long
+    seen = []
+    for row in range(4):
+        rows = [jax.tree.map(lambda v, r=row: v[r : r + 1], batch) for batch in batches]
+        seen += documents_in(rows)
+    assert sorted(seen) == sorted(TEXTS)
+
+
+def test_another_number_of_processes_continues_with_the_streams_of_the_first(jsonl: str) -> None:
+    first = stream(jsonl, streams=2, shuffle_documents=5)
+    # Two processes, each with the rows and the state of its own stream.
+    halves = [stream(jsonl, streams=2, shuffle_documents=5) for _ in range(2)]
+    for step in range(3):
+        first.batch(step)
+        halves[0].batch(step, slice(0, 2))
+        halves[1].batch(step, slice(2, 4))
+    states = [half.state(3) for half in halves]
+    alone = stream(jsonl, shuffle_documents=5)
+    alone.restore(3, states)
+    for step in range(3, 8):
+        assert_same(alone.batch(step), first.batch(step))
+
+
+def test_batch_shape_may_change_at_a_checkpoint(jsonl: str) -> None:
+    first = stream(jsonl, repeat=False)
+    before = all_batches(first, 2)
+    second = stream(jsonl, batch_size=2, sequence_length=8, repeat=False)
+    second.restore(2, [first.state(2)])
+    after = [second.batch(step) for step in range(2, 2 + 4 * steps_of(TEXTS))]
+    assert tokens_in(before)[:-1] + tokens_in(after) == framed(TEXTS)
+
+
+def test_asking_for_the_first_batch_again_starts_anew(jsonl: str) -> None:
+    source = stream(jsonl)
+    first = all_batches(source, 3)
+    for one, other in zip(first, all_batches(source, 3), strict=True):
+        assert_same(one, other)
+    with pytest.raises(ValueError, match="after 2 comes not 7"):
+        source.batch(7)
+    with pytest.raises(ValueError, match="after none comes not 4"):
+        stream(jsonl).batch(4)
+    with pytest.raises(ValueError, match="known only after the batch of step 4, not that of 2"):
+        source.state(5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"shuffle_documents": 7}, "shuffle_documents = 5, not 7"),
+        ({"seed": 1}, "seed = 0, not 1"),
+        ({"text_column": "id"}, "text_column = 'text', not 'id'"),
+        ({"streams": 2}, "begun with 1 streams: set streams to that or None, not 2"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(
+    jsonl: str, changed: dict[str, Any], message: str
+) -> None:
+    source = stream(jsonl, shuffle_documents=5)
+    source.batch(0)
+    other = stream(jsonl, **{"shuffle_documents": 5, **changed})
+    with pytest.raises(ValueError, match=message):
+        other.restore(1, [source.state(1)])
+    with pytest.raises(ValueError, match="of step 1, not 2"):
+        source.restore(2, [source.state(1)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "batch_size of at least 1, not 0"),
+        ({"threads": 0}, "threads of at least 1, not 0"),
+        ({"streams": 0}, "streams of at least 1, not 0"),
+        ({"streams": 3}, "batch_size of 4 does not divide into 3 streams"),
+        ({"split": "test"}, "cannot open .*split 'test'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    jsonl: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        stream(jsonl, **settings)
+
+
+def test_a_data_set_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot open"):
+        stream(str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match="no file of a known format"):
+        stream([str(tmp_path / "texts.csv")])
+
+
+class Texts:
+    """Records from a list: what HFStream uses of a `datasets` stream. `before` may get in its way.
+
+    `before(number)` is called before record `number` is given.
+    """
+
+    def __init__(self, records: Sequence[Any], before: Callable[[int], None]) -> None:
+        self._records = records
+        self._before = before
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self._before(self._next)
+            if self._next == len(self._records):
+                return
+            self._next += 1
+            yield self._records[self._next - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._next = state_dict["next"]
+
+
+def from_list(
+    records: Sequence[Any], before: Callable[[int], None] = lambda number: None, **settings: Any
+) -> HFStream:
+    settings = {"repeat": False, "retries": 3, "backoff_seconds": 0.0, **settings}
+    return stream("a list", records=lambda index, streams: Texts(records, before), **settings)
+
+
+def columns(texts: list[str]) -> list[dict[str, str]]:
+    return [{"text": text} for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"content": "x"}, r"'a list', record 5 has no column 'text'; it has 'content'"),
+        ({"text": None}, r"'a list', record 5: column 'text' is no string but None"),
+        ("x", r"'a list', record 5 is no mapping of columns but str"),
+    ],
+)
+def test_records_without_text_are_named(record: Any, message: str) -> None:
+    source = from_list([*columns(TEXTS[:5]), record], shuffle_documents=2)
+    with pytest.raises(ValueError, match=message):
+        all_batches(source, 100)
+
+
+def test_a_text_that_cannot_be_encoded_stops_the_stream() -> None:
+    source = from_list(
+        [*columns(TEXTS[:5]), {"text": "\ud800"}], shuffle_documents=3, batch_size=16
+    )
+    for _ in range(2):  # asked again, it does not go on behind it
+        with pytest.raises(ValueError, match="'a list', in the block that begins with record 3: "):
+            source.batch(0)
+
+
+def test_an_empty_stream_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'a list' has no records"):
+        from_list([], repeat=True).batch(0)
+
+
+@pytest.mark.parametrize("shuffle_documents", [0, 10])
+def test_a_stream_that_fails_now_and_then_loses_nothing(
+    shuffle_documents: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {5: 2, 20: 1, 21: 3, 47: 2}  # how often before record n; 47 is the end
+
+    def fails(number: int) -> None:
+        if failures.get(number):
+            failures[number] -= 1
+            raise ConnectionError(f"lost at {number}")
+
+    count = steps_of(TEXTS)
+    flaky = from_list(columns(TEXTS), fails, shuffle_documents=shuffle_documents)
+    steady = from_list(columns(TEXTS), shuffle_documents=shuffle_documents)
+    for one, other in zip(all_batches(flaky, count), all_batches(steady, count), strict=True):
+        assert_same(one, other)
+    told = capsys.readouterr().err.splitlines()
+    assert told[:3] == [
+        "'a list': ConnectionError: lost at 5; retry 1 of 3 in 0 s",
+        "'a list': ConnectionError: lost at 5; retry 2 of 3 in 0 s",
+        "'a list': ConnectionError: lost at 20; retry 1 of 3 in 0 s",
+    ]
+    assert len(told) == 8
+
+
+def test_pauses_grow(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(number: int) -> None:
+        raise ConnectionError("no network")
+
+    with pytest.raises(StreamFailure):
+        from_list([], fails, backoff_seconds=0.001).batch(0)
+    told = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" in ")[2] for line in told] == ["0.001 s", "0.002 s", "0.004 s"]
+
+
+def test_a_stream_that_fails_for_ever_is_given_up() -> None:
+    tries = itertools.count()
+
+    def fails(number: int) -> None:
+        if number == 30:
+            next(tries)
+            raise ConnectionError("gone")
+
+    source = from_list(columns(TEXTS), fails, shuffle_documents=10)
+    message = "'a list' failed 4 times in a row, at last with ConnectionError: gone"
+    with pytest.raises(StreamFailure, match=message) as raised:
+        for step in itertools.count():
+            source.batch(step)
+    assert step > 0
+    assert isinstance(raised.value.__cause__, ConnectionError)
+    with pytest.raises(StreamFailure, match=message):  # asked again, it says so again
+        source.batch(step)
+    assert next(tries) == 4
+
+
+def test_opening_is_retried_too(jsonl: str) -> None:
+    failures = iter([OSError("no route"), OSError("no route")])
+
+    def opened(index: int, streams: int) -> Texts:
+        for error in failures:
+            raise error
+        return Texts(columns(TEXTS), lambda number: None)
+
+    source = stream("a list", records=opened, repeat=False, retries=2, backoff_seconds=0.0)
+    assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS
+
+
+def test_a_stalled_stream_is_opened_again_and_then_given_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    release = threading.Event()
+    stalls = [20, 33]
+
+    def stalls_once(number: int) -> None:
+        if number in stalls:
+            stalls.remove(number)
+            release.wait()
+
+    def stalls_always(number: int) -> None:
+        if number == 20:
+            release.wait()
+
+    try:
+        source = from_list(columns(TEXTS), stalls_once, stall_seconds=0.5)
+        assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS
+        assert capsys.readouterr().err.splitlines() == 2 * [
+            "'a list': TimeoutError: nothing came for 0.5 s; retry 1 of 3 in 0 s"
+        ]
+        source = from_list(columns(TEXTS), stalls_always, stall_seconds=0.1, retries=1)
+        with pytest.raises(StreamFailure, match=r"TimeoutError: nothing came for 0\.1 s"):
+            all_batches(source, 100)
+    finally:
+        release.set()
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "'a dropped list'" in thread.name]
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_source_no_longer_used_leaves_no_thread(how: str) -> None:
+    source = stream("a dropped list", records=lambda i, n: Texts(columns(TEXTS), lambda k: None))
+    source.batch(0)
+    running = reading_threads()
+    assert running
+    if how == "closed":
+        source.close()
+    del source
+    gc.collect()
+    for thread in running:
+        thread.join(60)
+        assert not thread.is_alive()

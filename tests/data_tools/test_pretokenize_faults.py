@@ -1,0 +1,193 @@
+"""Killed, disturbed, out of space: the same bytes in the end, or an error that says what to do."""
+
+import json
+import os
+import random
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_tools.pretokenize import pretokenize, pretokenize_shard
+from data_tools.rows import Files
+from data_tools.tokenizer import ByteTokenizer, train_byte_level_bpe
+
+REPOSITORY = Path(__file__).parents[2]
+FILE_LENGTH = 32 * 1024  # tokens: a journal is written after each
+
+DRIVER = f"""
+import sys
+from data_tools.pretokenize import pretokenize
+from data_tools.rows import Files
+from data_tools.tokenizer import ByteTokenizer
+
+if __name__ == "__main__":
+    source, out, workers = sys.argv[1:]
+    print("begun", flush=True)
+    pretokenize(
+        Files([source]), ByteTokenizer(), out, "train",
+        shards=2, workers=int(workers), file_length={FILE_LENGTH}, on_bad_row="skip",
+    )
+"""
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def write_lines(file: Path, total_bytes: int) -> None:
+    """JSON Lines of documents of very different lengths, and one bad line in a hundred."""
+    rng = random.Random(0)
+    written = 0
+    with open(file, "w") as lines:
+        while written < total_bytes:
+            text = chr(97 + rng.randrange(26)) * rng.choice([0, 1, 100, 5_000, 90_000])
+            line = json.dumps({"text": text}) + "\n" if rng.randrange(100) else "not JSON\n"
+            written += lines.write(line)
+
+
+def drive(driver: Path, *arguments: object) -> subprocess.Popen[bytes]:
+    """The driver, once it has begun."""
+    process = subprocess.Popen(
+        [sys.executable, str(driver), *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    return process
+
+
+def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path: Path) -> None:
+    write_lines(tmp_path / "lines.jsonl", 8_000_000)
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    begun = time.monotonic()
+    whole = drive(driver, tmp_path / "lines.jsonl", tmp_path / "whole", 0)
+    assert whole.wait(timeout=120) == 0
+    seconds = time.monotonic() - begun
+
+    rng = random.Random()
+    killed = 0
+    while killed < 10:
+        process = drive(driver, tmp_path / "lines.jsonl", tmp_path / "killed", 0)
+        try:
+            process.wait(timeout=rng.uniform(0, seconds / 4))
+            break  # it went to its end before it could be killed
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            killed += 1
+    assert drive(driver, tmp_path / "lines.jsonl", tmp_path / "killed", 0).wait(timeout=120) == 0
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+
+
+def test_workers_end_with_the_killed_process(tmp_path: Path) -> None:
+    write_lines(tmp_path / "lines.jsonl", 30_000_000)
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    process = drive(driver, tmp_path / "lines.jsonl", tmp_path / "out", 2)
+    journal = tmp_path / "out" / "train" / "shard_00000_of_00002" / "journal.json"
+    while not (journal.exists() and json.loads(journal.read_text())["written"]):
+        assert process.poll() is None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    handles = [os.pidfd_open(int(child)) for child in children]
+    assert len(handles) >= 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    for handle in handles:
+        assert select.select([handle], [], [], 30)[0], "a worker outlived its parent"
+        os.close(handle)
+
+
+def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path) -> None:
+    write_lines(tmp_path / "lines.jsonl", 4_000_000)
+    source = Files([str(tmp_path / "lines.jsonl")])
+    tokenizer = train_byte_level_bpe(["a" * 300, "some words and others"], 270)
+    for workers in (0, 1, 3):
+        pretokenize(
+            source,
+            tokenizer,
+            tmp_path / str(workers),
+            "train",
+            workers=workers,
+            on_bad_row="skip",
+            max_tokens=300_000,
+        )
+    assert files_of(tmp_path / "0") == files_of(tmp_path / "1") == files_of(tmp_path / "3")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_row_is_fatal_or_skipped_and_counted(tmp_path: Path, workers: int) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_bytes(
+        b'{"text": "one"}\n{"text": 2}\n{"body": "three"}\n{"text": "\\ud800"}\n'
+        b'{"text": "five"}\n\n{"text": "\xff"}\nsix\n{"text": ""}\n'
+    )
+    shown: list[str] = []
+    target = (Files([str(file)]), ByteTokenizer(), tmp_path / "out", "train")
+    with pytest.raises(ValueError, match=r"lines\.jsonl, line 2, has no string.*--on_bad_row=skip"):
+        pretokenize_shard(*target, workers=workers)
+    metadata = pretokenize(
+        *target, workers=workers, on_bad_row="skip", skipped=lambda row: shown.append(str(row))
+    )
+    assert (metadata.documents, metadata.skipped_rows) == (3, 5)
+    assert [line.split(", ")[1] for line in shown] == [f"line {n}" for n in (2, 3, 4, 7, 8)]
+    assert metadata.bytes == len("onefive")
+
+
+def test_a_changed_source_cannot_go_on(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"text": "a"}\nnot JSON\n')
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="line 2"):
+        pretokenize(Files([str(file)]), ByteTokenizer(), out, "train")
+    file.write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(FileExistsError, match="was begun with source"):
+        pretokenize(Files([str(file)]), ByteTokenizer(), out, "train")
+
+
+def test_a_document_of_100_megabytes(tmp_path: Path) -> None:
+    text = "a line of ordinary text, and then some more of it\n" * 2_000_000
+    (tmp_path / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in ("before", text, "after"))
+    )
+    source = Files([str(tmp_path / "lines.jsonl")])
+    metadata = pretokenize(source, ByteTokenizer(), tmp_path / "out", "train", workers=1)
+    assert metadata.documents == 3
+    assert metadata.tokens == len("before" + text + "after") + 6
+
+
+@pytest.fixture
+def files_of_at_most_300_kb():
+    """Writing beyond that fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_named_and_nothing_is_lost(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    write_lines(tmp_path / "lines.jsonl", 1_000_000)
+    target = (Files([str(tmp_path / "lines.jsonl")]), ByteTokenizer())
+    settings = {"on_bad_row": "skip", "file_length": 8 * FILE_LENGTH}
+    request.getfixturevalue("files_of_at_most_300_kb")
+    with pytest.raises(OSError, match=r"shard_00000_of_00001/tokens cannot be written.*again"):
+        pretokenize(*target, tmp_path / "out", "train", **settings)  # type: ignore[arg-type]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    pretokenize(*target, tmp_path / "out", "train", **settings)  # type: ignore[arg-type]
+    pretokenize(*target, tmp_path / "whole", "train", **settings)  # type: ignore[arg-type]
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")

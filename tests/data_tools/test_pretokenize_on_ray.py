@@ -1,0 +1,92 @@
+"""On a real Ray of two workers on this machine."""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from data_tools.pretokenize import Progress, pretokenize
+from data_tools.pretokenize.on_ray import pretokenize_on_ray
+from data_tools.rows import Files, TextField
+from data_tools.tokenizer import ByteTokenizer
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Ray of two workers that also find the modules of the folder."""
+    modules = tmp_path_factory.mktemp("modules")
+    path = {"PYTHONPATH": f"{REPOSITORY}:{modules}"}
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 * 2**20,
+        runtime_env={"env_vars": path},
+    )
+    yield modules
+    ray.shutdown()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(f'{{"text": "document {n}"}}\n' for n in range(2000)))
+    return file
+
+
+def test_the_same_bytes_as_on_one_machine(cluster: Path, tmp_path: Path, lines: Path) -> None:
+    target = (Files([str(lines)]), ByteTokenizer())
+    calls: list[Progress] = []
+    pretokenize(*target, tmp_path / "alone", "train", shards=5)
+    metadata = pretokenize_on_ray(
+        *target, tmp_path / "ray", "train", shards=5, progress=calls.append
+    )
+    assert metadata.documents == 2000
+    assert files_of(tmp_path / "alone") == files_of(tmp_path / "ray")
+    assert calls[-1] == Progress(2000, metadata.tokens, metadata.bytes, 1.0)
+
+
+def test_a_lost_worker_is_replaced(
+    cluster: Path, tmp_path: Path, lines: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lost = tmp_path / "lost"
+    (cluster / "losing.py").write_text(
+        "import os\n"
+        "def text(row):\n"
+        f"    if row['text'] == 'document 1500' and not os.path.exists({str(lost)!r}):\n"
+        f"        open({str(lost)!r}, 'w').close()\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return row['text']\n"
+    )
+    source = Files([str(lines)], field=TextField(function="losing:text"))
+    metadata = pretokenize_on_ray(source, ByteTokenizer(), tmp_path / "out", "train", shards=3)
+    assert lost.exists()
+    assert metadata.documents == 2000
+    assert "of 3 failed" in capfd.readouterr().err
+
+
+def test_what_fails_for_good_is_an_error(cluster: Path, tmp_path: Path, lines: Path) -> None:
+    (cluster / "dying.py").write_text("import os\ndef text(row): os.kill(os.getpid(), 9)\n")
+    importlib.invalidate_caches()
+    source = Files([str(lines)], field=TextField(function="dying:text"))
+    with pytest.raises(RuntimeError, match=r"shard \d of 2 failed .* 2 times"):
+        pretokenize_on_ray(source, ByteTokenizer(), tmp_path / "dead", "train", shards=2, retries=1)
+
+    with open(lines, "a") as file:
+        file.write("not JSON\n")
+    with pytest.raises(ValueError, match=r"lines\.jsonl, line 2001, is not JSON"):
+        pretokenize_on_ray(
+            Files([str(lines)]), ByteTokenizer(), tmp_path / "bad", "train", shards=2
+        )

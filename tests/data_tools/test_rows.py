@@ -1,0 +1,253 @@
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_tools.rows import Files, HubDataset, Row, RowSource, TextField, row_source
+from data_tools.rows import json_lines as json_lines_module
+
+TEXTS = ["first", "", "zwei\nLinien", "ünï 🤖", "x" * 3000]
+
+
+def json_lines(texts: Sequence[str], column: str = "text") -> bytes:
+    return "".join(json.dumps({"id": 1, column: text}) + "\n" for text in texts).encode()
+
+
+def rows_of(source: RowSource, shard: int = 0, shards: int = 1) -> list[Row]:
+    return [
+        block.locate(row) if row.text is None else row
+        for block in source.blocks(shard, shards)
+        for row in block.rows(source.field)
+    ]
+
+
+def texts_of(source: RowSource, shard: int = 0, shards: int = 1) -> list[str | None]:
+    return [row.text for row in rows_of(source, shard, shards)]
+
+
+def write_arrow(path: Path, texts: Sequence[object], *, stream: bool) -> None:
+    table = pa.table({"text": texts})
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_kind(folder: Path, kind: str) -> Path:
+    """A file that holds TEXTS."""
+    file = folder / f"data{kind}"
+    if kind == ".parquet":
+        pq.write_table(pa.table({"text": TEXTS, "other": [1] * 5}), file, row_group_size=2)
+    elif kind == ".stream.arrow":
+        write_arrow(file, TEXTS, stream=True)
+    elif kind == ".arrow":
+        write_arrow(file, TEXTS, stream=False)
+    else:
+        content = json_lines(TEXTS)
+        half = len(content) // 2
+        members = [content[:half], content[half:]]
+        compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(file.suffix, bytes)
+        file.write_bytes(b"".join(map(compress, members)))
+    return file
+
+
+KINDS = [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_file_gives_its_rows(tmp_path: Path, kind: str) -> None:
+    assert texts_of(Files([str(write_kind(tmp_path, kind))])) == TEXTS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shards", [1, 2, 3, 50])
+def test_shards_are_all_rows_once_and_in_order(tmp_path: Path, kind: str, shards: int) -> None:
+    (tmp_path / "a.txt").write_text("before")
+    write_kind(tmp_path, kind)
+    (tmp_path / "z.txt").write_text("")
+    source = Files([str(tmp_path)])
+    found = [text for shard in range(shards) for text in texts_of(source, shard, shards)]
+    assert found == ["before", *TEXTS, ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reading_goes_on_from_any_block(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("json_lines", "arrow", "text_files"):
+        monkeypatch.setattr(f"data_tools.rows.{module}.BLOCK_BYTES", 16)
+    (tmp_path / "a.txt").write_text("before")
+    write_kind(tmp_path, kind)
+    source = Files([str(tmp_path)])
+    entered = 0
+    for shards in (1, 2):
+        for shard in range(shards):
+            blocks = list(source.blocks(shard, shards))
+            entered += len(blocks)
+            for number, block in enumerate(blocks):
+                position = json.loads(json.dumps(block.position))
+                rest = [
+                    row.text
+                    for later in source.blocks(shard, shards, position)
+                    for row in later.rows(source.field)
+                ]
+                expected = [
+                    row.text for later in blocks[number:] for row in later.rows(source.field)
+                ]
+                assert rest == expected
+            fractions = [block.fraction for block in blocks]
+            assert fractions == sorted(fractions)
+    assert entered > 4
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    lines=st.lists(st.text("ab", max_size=12), max_size=12),
+    ends=st.booleans(),
+    block_bytes=st.integers(1, 30),
+    shards=st.integers(1, 6),
+)
+def test_lines_are_cut_at_any_byte(
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[str],
+    ends: bool,
+    block_bytes: int,
+    shards: int,
+) -> None:
+    file = tmp_path_factory.mktemp("lines") / "lines.jsonl"
+    content = b"".join(json.dumps({"text": line}).encode() + b"\n" for line in lines)
+    file.write_bytes(content if ends else content.removesuffix(b"\n"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_lines_module, "BLOCK_BYTES", block_bytes)
+        source = Files([str(file)])
+        found = [text for shard in range(shards) for text in texts_of(source, shard, shards)]
+    assert found == lines
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', "is not JSON"),
+        (b'{"body": "x"}', "has no column 'text'; it has 'body': choose one with --text_column"),
+        (b'{"text": 5}', "has no string in column 'text' but 5"),
+        (b'{"text": null}', "has no string in column 'text' but None"),
+        (b'["text"]', "is no JSON object but list"),
+        (b'{"text": "\xff"}', "is not UTF-8 text"),
+    ],
+)
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz"])
+def test_bad_lines_are_named(tmp_path: Path, line: bytes, message: str, kind: str) -> None:
+    content = json_lines(["good"]) + b"\n" + line + b"\n" + json_lines(["good"])
+    file = tmp_path / f"lines{kind}"
+    file.write_bytes(gzip.compress(content) if kind == ".jsonl.gz" else content)
+    good, bad, also_good = rows_of(Files([str(file)]))
+    assert (good.text, also_good.text) == ("good", "good")
+    assert str(bad).startswith(f"{file}, line 3, {message}")
+
+
+def test_bad_rows_of_parquet_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    strings = pa.array([b"a", b"\xff", b"c", None], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": strings}), file, row_group_size=3)
+    rows = rows_of(Files([str(file)]))
+    assert [row.text for row in rows] == ["a", None, "c", None]
+    assert str(rows[1]) == f"{file}, row group 0, row 1, is not UTF-8 text (byte 0)"
+    assert str(rows[3]) == f"{file}, row group 1, row 0, has no string in column 'text' but None"
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"ok\xff")
+    (row,) = rows_of(Files([str(tmp_path)]))
+    assert str(row) == f"{tmp_path / 'a.bin'} is not UTF-8 text (byte 2)"
+
+
+def test_missing_columns_of_parquet_are_an_error(tmp_path: Path) -> None:
+    file = write_kind(tmp_path, ".parquet")
+    with pytest.raises(ValueError, match=r"no column 'body'; it has 'text', 'other'.*--text_col"):
+        rows_of(Files([str(file)], field=TextField("body")))
+
+
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage"])
+def test_damaged_files_are_named(tmp_path: Path, kind: str, damage: str) -> None:
+    file = write_kind(tmp_path, kind)
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] if damage == "truncated" else b"?" * 100)
+    with pytest.raises(OSError, match=f"data{kind}"):
+        rows_of(Files([str(file)]))
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".parquet"])
+def test_a_function_makes_the_text(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rendering.py").write_text(
+        "def render(row):\n    return f\"{row['title']}: {row['body']}\"\n"
+        "def fails(row):\n    raise RuntimeError('no')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    records = [{"title": "A", "body": "b"}, {"title": "C", "body": "d"}]
+    file = tmp_path / f"records{kind}"
+    if kind == ".jsonl":
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        pq.write_table(pa.Table.from_pylist(records), file)
+    field = TextField(function="rendering:render")
+    assert texts_of(Files([str(file)], field=field)) == ["A: b", "C: d"]
+    (bad, _) = rows_of(Files([str(file)], field=TextField(function="rendering:fails")))
+    assert "makes rendering:fails raise RuntimeError('no')" in str(bad)
+    for name in ("rendering:nothing", "nowhere:render", "render", "json:__doc__"):
+        with pytest.raises(ValueError, match="text function"):
+            row_source([str(file)], field=TextField(function=name))
+
+
+def test_missing_paths(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        row_source([str(tmp_path / "nothing.jsonl")])
+    with pytest.raises(FileNotFoundError, match="matches the pattern"):
+        row_source([str(tmp_path)], pattern="*.py")
+    with pytest.raises(ValueError, match=r"--name=en.*leave it out"):
+        row_source([str(tmp_path)], name="en")
+
+
+def test_a_changed_file_changes_the_description(tmp_path: Path) -> None:
+    file = write_kind(tmp_path, ".jsonl")
+    before = Files([str(file)]).description
+    assert json.loads(json.dumps(before)) == before
+    file.write_bytes(file.read_bytes() + b"\n")
+    assert Files([str(file)]).description != before
+
+
+def test_a_hugging_face_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder, since there may be no network; `datasets` reads both alike."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for number in range(3):
+        texts = [f"{number}.{row}" for row in range(5)]
+        pq.write_table(pa.table({"body": texts}), folder / f"train-{number}.parquet")
+    source = HubDataset(str(folder), field=TextField("body"))
+    expected = [f"{number}.{row}" for number in range(3) for row in range(5)]
+    assert texts_of(source) == expected
+    for shards in (2, 3):
+        found = [text for shard in range(shards) for text in texts_of(source, shard, shards)]
+        assert found == expected
+    with pytest.raises(ValueError, match="stored in 3 files, which cannot make 4 shards"):
+        rows_of(source, 0, 4)
+    for block in source.blocks(0, 1):
+        rest = [
+            row.text
+            for later in source.blocks(0, 1, block.position)
+            for row in later.rows(source.field)
+        ]
+        assert rest == expected[expected.index(next(iter(block.rows(source.field))).text) :]
+    with pytest.raises(ValueError, match="no column 'text'; it has 'body'"):
+        HubDataset(str(folder))
+    with pytest.raises(ValueError, match="cannot be opened as a Hugging Face data set"):
+        HubDataset(str(tmp_path / "nowhere"))

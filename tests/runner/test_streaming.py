@@ -1,0 +1,207 @@
+"""Runs on a streamed data set: resumed, and with more than one process."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+
+from data_tools.hf_stream import HFStream
+from lmlib.data.synthetic import Synthetic
+from lmlib.experiment import Experiment
+from runner import configs, fit
+from runner.errors import ConfigError
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
+
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds")
+ROOT = Path(configs.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of 60 different documents of 10 to 66 bytes: six steps see each more than twice."""
+    folder = tmp_path_factory.mktemp("texts")
+    lines = (json.dumps({"text": f"{n:03}" + "abcdefg" * (1 + n // 7)}) for n in range(60))
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    return str(folder)
+
+
+def streamed(texts: str, **settings: Any) -> fdl.Config[Experiment]:
+    """A Llama of one layer on two devices, six steps, a checkpoint after every second."""
+    cfg = configs.load("experiments/llama_84m", ["tiny"])
+    cfg.data = fdl.Config(
+        HFStream, texts, tokenizer="bytes", batch_size=16, sequence_length=64, shuffle_documents=25
+    )
+    cfg.validation = fdl.Config(
+        HFStream, texts, tokenizer="bytes", batch_size=8, sequence_length=64, repeat=False
+    )
+    cfg.steps, cfg.checkpoint_every, cfg.evaluate_every = 6, 2, 3
+    cfg.model.layers, cfg.mesh.fsdp = 1, 2
+    for setting, value in settings.items():
+        setattr(cfg, setting, value)
+    return cfg
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def stop_after(step: int, workdir: Path) -> None:
+    """Leaves of a finished run what one killed after `step` would have left."""
+    for checkpoint in (workdir / "checkpoints").iterdir():
+        if int(checkpoint.name) > step:
+            shutil.rmtree(checkpoint)
+    (workdir / "result.json").unlink()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(texts: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    return fit(streamed(texts), workdir), workdir
+
+
+def test_resumed_from_a_checkpoint_the_run_is_bitwise_the_undisturbed_one(
+    undisturbed: tuple[Any, Path], texts: str, tmp_path: Path
+) -> None:
+    expected, workdir = undisturbed
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    stop_after(2, tmp_path)
+    found = fit(streamed(texts, prefetch_batches=9), tmp_path)
+    assert without_times(found.metrics) == without_times(expected.metrics)
+    for one, other in zip(
+        jax.tree.leaves(found.state), jax.tree.leaves(expected.state), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_waits_for_its_data_and_says_so(undisturbed: tuple[Any, Path]) -> None:
+    result, _ = undisturbed
+    waits = [line["data_wait_seconds"] for line in result.metrics]
+    assert len(waits) == 6
+    assert all(wait >= 0 for wait in waits)
+
+
+def test_validation_restarts_the_stream_each_time(undisturbed: tuple[Any, Path]) -> None:
+    result, _ = undisturbed
+    losses = [line["validation_loss"] for line in result.metrics if "validation_loss" in line]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+
+
+def test_other_data_than_the_checkpoint_was_made_with_is_refused(
+    undisturbed: tuple[Any, Path], texts: str, tmp_path: Path
+) -> None:
+    _, workdir = undisturbed
+    shutil.copytree(workdir, tmp_path / "run")
+    stop_after(4, tmp_path / "run")
+    shuffled = streamed(texts)
+    shuffled.data.shuffle_documents = 7
+    with pytest.raises(ConfigError, match="shuffle_documents = 25, not 7"):
+        fit(shuffled, tmp_path / "run")
+
+    made_up = fdl.Config(Synthetic, vocab_size=512, batch_size=2, sequence_length=8)
+    fit(streamed(texts, data=made_up, validation=None, steps=1), tmp_path / "synthetic")
+    with pytest.raises(ConfigError, match="checkpoint 1 does not say where the data stream was"):
+        fit(streamed(texts), tmp_path / "synthetic")
+
+
+def test_a_batch_must_be_prefetched(texts: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prefetch_batches must be at least 1, got 0"):
+        fit(streamed(texts, prefetch_batches=0), tmp_path)
+
+
+PROCESS = """
+import json, os, sys
+port, process, folder, out = sys.argv[1:]
+os.environ["JAX_PLATFORMS"], os.environ["HF_HUB_OFFLINE"] = "cpu", "1"
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=2"
+    " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+)
+import jax
+jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from data_tools.hf_stream import HFStream
+from lmlib.data.prefetch import Prefetch
+from lmlib.data.resumable import gather_states
+
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+sharding = NamedSharding(mesh, PartitionSpec("data"))
+
+def source():
+    return HFStream(folder, "bytes", batch_size=8, sequence_length=16, repeat=False)
+
+def rows(batch):
+    parts = sorted(batch.tokens.addressable_shards, key=lambda part: part.index[0].start)
+    masks = sorted(batch.segment_ids.addressable_shards, key=lambda part: part.index[0].start)
+    values = np.concatenate([part.data for part in parts])
+    return np.where(np.concatenate([mask.data for mask in masks]) > 0, values, -1).tolist()
+
+found, states = [], []
+with Prefetch(source(), sharding, 0, 30) as batches:
+    for step, batch in batches:
+        found.append(rows(batch))
+        states.append(gather_states(batches.state))
+for step in (1, 10, 27):
+    resumed = source()
+    resumed.restore(step, states[step - 1])
+    with Prefetch(resumed, sharding, step, step + 2) as batches:
+        for index, batch in batches:
+            assert rows(batch) == found[index], (step, index)
+json.dump({"rows": found, "states": states}, open(out, "w"))
+"""
+
+
+def test_two_processes_share_the_data_and_know_both_states(texts: str, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    outputs = [tmp_path / f"{process}.json" for process in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(port), str(process), texts, str(outputs[process])],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+    one, other = (json.loads(output.read_text()) for output in outputs)
+    assert one["states"] == other["states"]
+    assert [set(state["positions"]) for state in one["states"][0]] == [{"0"}, {"1"}]
+
+    seen: list[str] = []
+    for result in (one, other):
+        tokens = [t for batch in result["rows"] for row in batch for t in row if t >= 0]
+        documents = bytes_between(tokens, begin=256)
+        seen += [document.decode() for document in documents]
+    lines = (Path(texts) / "texts.jsonl").read_text().splitlines()
+    assert sorted(seen) == sorted(json.loads(line)["text"] for line in lines)
+
+
+def bytes_between(tokens: list[int], begin: int) -> list[bytes]:
+    """The bytes of each document; the last end of text is a target only."""
+    starts = [place for place, token in enumerate(tokens) if token == begin]
+    return [
+        bytes(token for token in tokens[start:end] if token < begin)
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True)
+    ]
