@@ -1,6 +1,6 @@
 """A split of flat tokens on disk, opened for reading: spans of tokens, and where documents begin.
 
-Nothing but one number for every 32 Ki tokens is held in memory. A span is one read of tokens and
+Nothing but one number for every 16 Ki tokens is held in memory. A span is one read of tokens and
 one of document starts in each shard that it touches.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-CHUNK_LENGTH = 32 * 1024  # tokens; the unit of reading, and of checksums
+CHUNK_LENGTH = 16 * 1024  # tokens; the unit of reading, and of checksums
 FILE_LENGTH = 16 * 1024 * 1024  # tokens in one file, the unit of writing
 INDEX_CHUNK_LENGTH = 1024  # the same for document_starts and first_documents
 INDEX_FILE_LENGTH = 1024 * 1024

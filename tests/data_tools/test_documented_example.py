@@ -1,0 +1,92 @@
+"""The worked example of docs/flat-tokens.md, built byte by byte from what the page says."""
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from data_tools.pretokenize import pretokenize
+from data_tools.rows import Files, Texts
+from data_tools.tokenizer import ByteTokenizer
+from lmlib.data import FlatTokens
+
+PAGE = Path(__file__).parents[2] / "docs" / "flat-tokens.md"
+FOLDER = Path("two/train/shard_00000_of_00001")
+INNER_CHUNK = 16 * 1024  # tokens
+INNER_CHUNKS = 1024  # in a file
+ABSENT = struct.pack("<2Q", 2**64 - 1, 2**64 - 1)
+
+
+def crc32c(content: bytes) -> bytes:
+    """Castagnoli's CRC bit by bit (RFC 3720, appendix B.4), little-endian."""
+    remainder = 0xFFFFFFFF
+    for byte in content:
+        remainder ^= byte
+        for _ in range(8):
+            remainder = (remainder >> 1) ^ (0x82F63B78 if remainder & 1 else 0)
+    return struct.pack("<I", remainder ^ 0xFFFFFFFF)
+
+
+def file_of(values: bytes, inner_chunk_bytes: int) -> bytes:
+    """A file with one inner chunk."""
+    chunk = values.ljust(inner_chunk_bytes, b"\0")
+    chunk += crc32c(chunk)
+    index = struct.pack("<2Q", 0, len(chunk)) + ABSENT * (INNER_CHUNKS - 1)
+    return chunk + index + crc32c(index)
+
+
+@pytest.fixture(scope="module")
+def documented_metadata() -> str:
+    return PAGE.read_text(encoding="utf-8").split("```json\n")[1].split("```")[0]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    (folder / "two.jsonl").write_text('{"text": "hi"}\n{"text": "a"}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # the page's command names a file in the current folder
+        pretokenize(Files(["two.jsonl"]), ByteTokenizer(), "two", "train")
+    return folder
+
+
+def test_the_arrays_have_the_documented_bytes(written: Path) -> None:
+    tokens = struct.pack("<7H", 256, 104, 105, 257, 256, 97, 257)
+    expected = {
+        "tokens": file_of(tokens, 2 * INNER_CHUNK),
+        "document_starts": file_of(struct.pack("<2Q", 0, 4), 8 * 1024),
+        "first_documents": file_of(struct.pack("<2Q", 0, 2), 8 * 1024),
+    }
+    for name, content in expected.items():
+        assert (written / FOLDER / name / "c" / "0").read_bytes() == content, name
+
+    page = PAGE.read_text(encoding="utf-8")
+    assert f"{len(expected['tokens']):,} bytes long" in page
+    shown = [bytes.fromhex(found) for found in re.findall(r"`((?:[0-9a-f]{2} *)+)`", page)]
+    chunk_end = 2 * INNER_CHUNK + 4
+    file = expected["tokens"]
+    assert shown == [tokens, file[chunk_end - 4 : chunk_end], file[-4:]]
+
+
+def test_the_metadata_is_the_documented_one(written: Path, documented_metadata: str) -> None:
+    assert (written / FOLDER / "metadata.json").read_text() == documented_metadata
+    names = sorted(entry.name for entry in (written / FOLDER).iterdir())
+    assert names == ["document_starts", "first_documents", "metadata.json", "tokens"]
+
+
+def test_the_sequences_are_the_documented_ones(written: Path) -> None:
+    rows = re.findall(r"^\| (\d) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [row[0] for row in rows] == ["0", "1"]
+    batch = FlatTokens(str(written / "two"), "train", 2, 4, seed=None).batch(0)
+    fields = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+    for number, cells in rows:
+        for field, cell in zip(fields, cells.split(" | "), strict=True):
+            found = getattr(batch, field)[int(number)].astype(int).tolist()
+            assert found == [int(value) for value in cell.split()], field
+
+
+def test_texts_from_python_give_the_same_arrays(written: Path, tmp_path: Path) -> None:
+    pretokenize(Texts(["hi", "a"]), ByteTokenizer(), tmp_path / "two", "train")
+    for file in (tmp_path / FOLDER).glob("*/c/0"):
+        assert file.read_bytes() == (written / file.relative_to(tmp_path)).read_bytes()
