@@ -10,14 +10,16 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 import numpy as np
 
-from data_tools.encoders import make_encoder
-from data_tools.rows.block import Block, Row, TextField
+from data_tools.encoders import Encoder
+from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField
 
 _QUEUED_BLOCKS = 3  # for each worker, so that it has work while others are waited for
 
@@ -26,7 +28,7 @@ _QUEUED_BLOCKS = 3  # for each worker, so that it has work while others are wait
 class Recipe:
     """How the texts of a block become tokens; small enough to send to other processes."""
 
-    tokenizer_json: str | None  # None for bytes
+    encoder: Encoder
     bos_id: int | None
     eos_id: int | None
     vocab_size: int
@@ -60,7 +62,7 @@ class BlockEncoder:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._encoder = make_encoder(recipe.tokenizer_json)
+        self._encoder = recipe.encoder
         self._dtype = np.uint16 if recipe.vocab_size <= 2**16 else np.uint32
 
     def encode(self, block: Block) -> EncodedBlock:
@@ -73,7 +75,7 @@ class BlockEncoder:
             text, problem = row.text, row.problem
             if text is not None:
                 try:
-                    size = self._size(text)
+                    size = self._encoder.size(text)
                 except ValueError as error:
                     text, problem = None, str(error)
             if text is None:
@@ -86,22 +88,6 @@ class BlockEncoder:
         tokens, lengths = self._framed(self._encoder.encode(texts))
         measured = np.array(compressed, np.int64) if self._recipe.gzip_baseline else None
         return EncodedBlock(tokens, lengths, np.array(sizes, np.int64), measured, tuple(bad_rows))
-
-    def _size(self, text: str) -> int:
-        """Bytes of UTF-8; raises ValueError for a text that cannot be encoded."""
-        try:
-            size = len(text) if text.isascii() else len(text.encode("utf-8"))
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"holds a lone surrogate at character {error.start}, which UTF-8 cannot express"
-            ) from error
-        limit = self._encoder.max_text_bytes
-        if limit is not None and size > limit:
-            raise ValueError(
-                f"has {size:,} bytes of text, but this tokenizer takes at most {limit:,} at once: "
-                "cut it into several rows"
-            )
-        return size
 
     def _framed(self, documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         recipe = self._recipe
@@ -120,48 +106,105 @@ def encode_in_order(
 ) -> Generator[tuple[Block, EncodedBlock], None, None]:
     """Each block with its documents, in order, encoded by `workers` processes or, for 0, here.
 
-    A few blocks for each worker are read ahead. Raises RuntimeError if a worker is killed.
+    A few blocks for each worker are read ahead. When the generator is closed the workers end too,
+    whatever they are at. Raises ChildProcessError if a worker is killed.
     """
     if workers == 0:
         encoder = BlockEncoder(recipe)
         for block in blocks:
             yield block, encoder.encode(block)
         return
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),  # threads do not survive a fork
-        initializer=_begin_worker,
-        initargs=(recipe,),
-    )
+    processes: list[_WorkerProcess] = []
+    idle: SimpleQueue[_WorkerProcess] = SimpleQueue()
+
+    def encode(block: Block) -> EncodedBlock:
+        process = idle.get()
+        try:
+            return process.encode(block)
+        finally:
+            idle.put(process)
+
+    threads = ThreadPoolExecutor(workers)  # one waits for each worker
     try:
+        for _ in range(workers):
+            processes.append(_WorkerProcess(recipe))
+            idle.put(processes[-1])
         pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
+        pending_bytes = 0
+        most = _QUEUED_BLOCKS * workers
         for block in blocks:
-            pending.append((block, pool.submit(_encode_in_worker, block)))
-            if len(pending) > _QUEUED_BLOCKS * workers:
+            pending.append((block, threads.submit(encode, block)))
+            pending_bytes += block.size
+            while len(pending) > most or pending_bytes > 2 * BLOCK_BYTES * most:
                 first, encoded = pending.popleft()
+                pending_bytes -= first.size
                 yield first, encoded.result()
         while pending:
             first, encoded = pending.popleft()
             yield first, encoded.result()
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            "a worker process was killed, perhaps for want of memory: run the same command again "
-            "to go on, with fewer --workers if it happens again"
-        ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for process in processes:
+            process.end()
+        threads.shutdown(cancel_futures=True)
 
 
-_encoder_of_this_worker: BlockEncoder
+class _WorkerProcess:
+    """A `BlockEncoder` in a process of its own."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        context = multiprocessing.get_context("spawn")  # threads do not survive a fork
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, recipe), daemon=True)
+        resource_tracker.ensure_running()  # where it is started, signals are unblocked
+        # The process inherits this: Ctrl-C is for the calling one, which ends the others.
+        signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
+        theirs.close()  # so that reading ends with the process
+
+    def encode(self, block: Block) -> EncodedBlock:
+        """See `BlockEncoder.encode`. Raises ChildProcessError if the process is gone."""
+        try:
+            self._connection.send(block)
+            answer: EncodedBlock | Exception = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise ChildProcessError(
+                "a worker process was killed, perhaps for want of memory: run the same command "
+                "again to go on, with fewer --workers if it happens again"
+            ) from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        """Ends the process, whatever it does; it holds nothing that could be lost."""
+        self._process.kill()
+        self._process.join()
 
 
-def _begin_worker(recipe: Recipe) -> None:
-    global _encoder_of_this_worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees to it
+def _serve(connection: Connection, recipe: Recipe) -> None:
+    """Encodes the blocks that come until no more can."""
     # The workers are as many as the cores: more threads in each would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder_of_this_worker = BlockEncoder(recipe)
+    encoder = BlockEncoder(recipe)
+    while True:
+        try:
+            block = connection.recv()
+        except EOFError:  # the calling process is gone
+            return
+        answer: EncodedBlock | Exception
+        try:
+            answer = encoder.encode(block)
+        except (OSError, ValueError) as error:
+            answer = error
+        except Exception as error:  # to be raised again there, where its class may be unknown
+            answer = RuntimeError(f"a worker process failed: {error!r}")
+        del block
+        connection.send(answer)
+        del answer
 
 
 def _end_with_parent() -> None:
@@ -169,7 +212,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _encode_in_worker(block: Block) -> EncodedBlock:
-    return _encoder_of_this_worker.encode(block)

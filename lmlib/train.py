@@ -15,33 +15,39 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
 from lmlib.data.batch import Batch
+from lmlib.guard import Guard, GuardState, choose
 from lmlib.losses import batch_loss
 from lmlib.optim import Optimizer
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import STORED, creator, partition, shardings, spec
 
 Metrics = dict[str, Array]
+NO_SPIKES = Guard()  # skips what is not finite, and nothing else
 
 
 class State(eqx.Module):
-    """All that training changes. `step` counts the updates made so far."""
+    """All that training changes. `step` counts the batches seen so far."""
 
     step: Int32[Array, ""]
     model: Any
     optimizer: optax.OptState
+    guard: GuardState
 
 
-def init(make_model: Callable[[], eqx.Module], optimizer: Optimizer, mesh: Mesh) -> State:
+def init(
+    make_model: Callable[[], eqx.Module], optimizer: Optimizer, mesh: Mesh, guard: Guard = NO_SPIKES
+) -> State:
     """The state before the first step, laid out on `mesh` from the start."""
-    layout = shardings(abstract_state(make_model, optimizer, mesh))
+    layout = shardings(abstract_state(make_model, optimizer, mesh, guard))
     with jax.set_mesh(mesh):
         model = creator(make_model, mesh)()
-        fresh = functools.partial(fresh_state, optimizer=optimizer)
+        fresh = functools.partial(fresh_state, optimizer=optimizer, guard=guard)
         return jax.jit(fresh, out_shardings=layout, donate_argnums=0)(model)
 
 
-def fresh_state(model: Any, optimizer: Optimizer) -> State:
-    return State(jnp.zeros((), jnp.int32), model, optimizer.transformation.init(model))
+def fresh_state(model: Any, optimizer: Optimizer, guard: Guard = NO_SPIKES) -> State:
+    moments = optimizer.transformation.init(model)
+    return State(jnp.zeros((), jnp.int32), model, moments, guard.init())
 
 
 def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
@@ -52,9 +58,11 @@ def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
     )
 
 
-def abstract_state(make_model: Callable[[], eqx.Module], optimizer: Optimizer, mesh: Mesh) -> State:
+def abstract_state(
+    make_model: Callable[[], eqx.Module], optimizer: Optimizer, mesh: Mesh, guard: Guard = NO_SPIKES
+) -> State:
     """The state's shapes, dtypes and `NamedSharding`s; makes no array."""
-    fresh = functools.partial(fresh_state, optimizer=optimizer)
+    fresh = functools.partial(fresh_state, optimizer=optimizer, guard=guard)
     with jax.set_mesh(mesh):
         # Moments take their weights' layout; the types that tracing gives them say so.
         state = jax.eval_shape(fresh, abstract_model(make_model, mesh))
@@ -78,16 +86,23 @@ def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def step(
-    state: State, batch: Batch, optimizer: Optimizer, microbatches: int = 1, z_loss: float = 0.0
+    state: State,
+    batch: Batch,
+    optimizer: Optimizer,
+    microbatches: int = 1,
+    z_loss: float = 0.0,
+    guard: Guard = NO_SPIKES,
 ) -> tuple[State, Metrics]:
     """One update from one global batch.
 
     The loss is the sum over valid target tokens divided by their count in the whole batch, so
-    neither microbatches nor devices nor uneven masks change it.
+    neither microbatches nor devices nor uneven masks change it. An update that `guard` finds
+    unsound is not made: weights, moments and the learning rate's schedule stay where they are.
 
     Metrics, float32 unless said: `loss` (nats per token, without z-loss), `grad_norm` before
-    clipping, `parameter_norm` before the update, `update_norm`, `learning_rate`, and `tokens`
-    (int32), the valid target tokens of this batch.
+    clipping, `parameter_norm` before the update, `update_norm`, `learning_rate`, and, int32,
+    `tokens`, the valid target tokens of this batch, `skipped_updates` in all and
+    `skipped_in_a_row`.
     """
     tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
     divisor = jnp.maximum(tokens, 1).astype(jnp.float32)
@@ -105,16 +120,22 @@ def step(
 
     nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.model)
     (loss, gradients), _ = jax.lax.scan(accumulate, nothing, split(batch, microbatches))
+    grad_norm = optax.global_norm(gradients)
+    sound, guarded = guard.judge(state.guard, loss, grad_norm)
     updates, moments = optimizer.transformation.update(gradients, state.optimizer, state.model)
+    updated = choose(sound, optax.apply_updates(state.model, updates), state.model)
+    updates_made = state.step - state.guard.skipped
     metrics = {
         "loss": loss,
-        "grad_norm": optax.global_norm(gradients),
+        "grad_norm": grad_norm,
         "parameter_norm": optax.global_norm(state.model),
-        "update_norm": optax.global_norm(updates),
-        "learning_rate": jnp.asarray(optimizer.learning_rate(state.step), jnp.float32),
+        "update_norm": jnp.where(sound, optax.global_norm(updates), 0),
+        "learning_rate": jnp.asarray(optimizer.learning_rate(updates_made), jnp.float32),
         "tokens": tokens,
+        "skipped_updates": guarded.skipped,
+        "skipped_in_a_row": guarded.skipped_in_a_row,
     }
-    return State(state.step + 1, optax.apply_updates(state.model, updates), moments), metrics
+    return State(state.step + 1, updated, choose(sound, moments, state.optimizer), guarded), metrics
 
 
 def split(batch: Batch, microbatches: int) -> Batch:
@@ -139,6 +160,7 @@ def compile_step(
     mesh: Mesh,
     microbatches: int = 1,
     z_loss: float = 0.0,
+    guard: Guard = NO_SPIKES,
 ) -> jax.stages.Compiled:
     """`step` compiled for `state` and `batch`, which may be abstract.
 
@@ -146,7 +168,7 @@ def compile_step(
     become the new one's.
     """
     one_step = functools.partial(
-        step, optimizer=optimizer, microbatches=microbatches, z_loss=z_loss
+        step, optimizer=optimizer, microbatches=microbatches, z_loss=z_loss, guard=guard
     )
     everywhere = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh):

@@ -9,19 +9,25 @@ from typing import Any
 
 import fiddle as fdl
 import jax
+from jax.sharding import NamedSharding
 
 from lmlib import train
 from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
+from lmlib.data.batch import Batch
+from lmlib.data.prefetch import Prefetch
 from lmlib.data.resumable import Resumable
 from lmlib.describe import describe
 from lmlib.experiment import Experiment
 from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.optim import Optimizer
+from lmlib.parallel.layout import partition
 from runner import configs
-from runner.config_text import difference
-from runner.errors import ConfigError, user_errors
+from runner.agreement import agreed, from_first, require_same
+from runner.config_text import difference, flattened
+from runner.errors import ConfigError, ends_other_processes, user_errors
 from runner.loop import run_steps
+from runner.processes import limited
 from runner.profiling import Profiler, dump_program
 from runner.progress import Progress, bytes_text, duration_text
 from runner.recorder import Recorder
@@ -38,11 +44,14 @@ class Result:
     summary: Summary
 
 
+@ends_other_processes()
 def fit(
     cfg: fdl.Config[Experiment],
     workdir: str | os.PathLike[str],
     profile: range | None = None,
     dump_hlo: bool = False,
+    reports: bool | None = None,
+    data_seconds: float = 600.0,
 ) -> Result:
     """Trains the experiment of `cfg` to its last step, from the newest checkpoint if there is one.
 
@@ -52,6 +61,8 @@ def fit(
         result.json.
       profile: steps to trace into workdir/profile.
       dump_hlo: whether to write the optimised program into workdir/hlo.
+      reports: whether this process shows its progress on stderr; `None`: if it is process 0.
+      data_seconds: if it waits longer for a batch, this process ends, with a message.
 
     Raises:
       ConfigError: if the parts of the experiment do not fit each other, or the checkpoint does not
@@ -59,11 +70,13 @@ def fit(
     """
     workdir = Path(workdir)
     primary = jax.process_index() == 0
-    with user_errors():
+    with agreed(), user_errors():
         experiment = fdl.build(cfg)
         experiment.check()
+    require_same("the config", flattened(cfg))
+    shown = primary if reports is None else reports
     with (
-        Progress(experiment.steps, stream=sys.stderr if primary else None) as progress,
+        Progress(experiment.steps, stream=sys.stderr if shown else None) as progress,
         Checkpoints(workdir / "checkpoints", keep=experiment.keep_checkpoints) as checkpoints,
     ):
         if primary:
@@ -80,19 +93,28 @@ def fit(
             Profiler(workdir, profile) as profiler,
         ):
             if start < experiment.steps:
-                compiled = _compile(experiment, optimizer, state, progress)
-                if dump_hlo and primary:
-                    progress.message(dump_program(compiled, workdir))
-                recorder = Recorder(experiment, log, progress, tokens)
-                state = run_steps(
-                    experiment, compiled, state, start, checkpoints, recorder, validation, profiler
-                )
+                # Prefetching begins here, so that it goes on while the step compiles.
+                with _LimitedPrefetch(experiment, start, data_seconds) as batches:
+                    compiled = _compile(experiment, optimizer, state, progress)
+                    if dump_hlo and primary:
+                        progress.message(dump_program(compiled, workdir))
+                    recorder = Recorder(experiment, log, progress, tokens)
+                    state = run_steps(
+                        experiment,
+                        compiled,
+                        state,
+                        checkpoints,
+                        batches,
+                        recorder,
+                        validation,
+                        profiler,
+                    )
         checkpoints.wait()
-        metrics = read_metrics(workdir)
+        metrics = from_first(read_metrics(workdir))
         summary = None
         if start >= experiment.steps:
             progress.message(f"this run finished all its {experiment.steps:,} steps before")
-            summary = finished_summary(workdir, experiment.steps)
+            summary = _finished_summary(workdir, experiment.steps)
         if summary is None:
             if not metrics:
                 raise ConfigError(f"{workdir} has a finished checkpoint but no metrics.jsonl")
@@ -142,6 +164,28 @@ def _begin(
     if newest < experiment.steps:
         progress.message(f"resuming after step {newest:,} of {experiment.steps:,}")
     return state, newest, saved["tokens"]
+
+
+class _LimitedPrefetch(Prefetch):
+    """The experiment's batches from step `start` on, each within `data_seconds`."""
+
+    def __init__(self, experiment: Experiment, start: int, data_seconds: float):
+        rows = NamedSharding(experiment.mesh, partition("batch seq"))
+        super().__init__(
+            experiment.data, rows, start, experiment.steps, experiment.prefetch_batches
+        )
+        self._data_seconds = data_seconds
+
+    def __next__(self) -> tuple[int, Batch]:
+        with limited(self._data_seconds, "waiting for its data source"):
+            return super().__next__()
+
+
+def _finished_summary(workdir: Path, steps: int) -> Summary | None:
+    """What process 0 finds: the file systems of the others may not show it yet."""
+    found = finished_summary(workdir, steps)
+    saved = from_first(None if found is None else dataclasses.asdict(found))
+    return saved and Summary(**{**saved, "samples": tuple(saved["samples"])})
 
 
 def _compile(

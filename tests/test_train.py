@@ -150,6 +150,8 @@ def test_metrics_are_what_they_say():
         "update_norm",
         "learning_rate",
         "tokens",
+        "skipped_updates",
+        "skipped_in_a_row",
     }
     assert metrics["grad_norm"] == pytest.approx(norm(gradient), rel=1e-4)
     assert metrics["update_norm"] == pytest.approx(norm(gradient), rel=1e-4)

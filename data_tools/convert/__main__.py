@@ -8,12 +8,12 @@ seqax knows neither documents without tokens, which are dropped, nor tokenizers;
 the new data set which one made the ids.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
+from data_tools import command_line
 from data_tools.convert import ConvertedSplit, to_lmlib, to_seqax
 from data_tools.inspect.progress import ProgressLines
 from data_tools.tokenizer import load_tokenizer
@@ -27,17 +27,12 @@ _TOKENIZER = flags.DEFINE_string(
 )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0, or 2 after an error that is reported in one line."""
-    try:
-        if len(arguments) != 3:
-            raise ValueError("give the folder to convert and a new one; see --help")
-        source, out = Path(arguments[1]), Path(arguments[2])
-        for split in _convert(source, out):
-            print(_summary(split))
-    except (OSError, ValueError) as error:
-        print("convert:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+def convert(arguments: Sequence[str]) -> int:
+    """Returns the exit status."""
+    if len(arguments) != 2:
+        raise ValueError("give the folder to convert and a new one; see --help")
+    for split in _convert(Path(arguments[0]), Path(arguments[1])):
+        print(_summary(split))
     return 0
 
 
@@ -60,13 +55,11 @@ def _convert(source: Path, out: Path) -> list[ConvertedSplit]:
 
 
 def _summary(split: ConvertedSplit) -> str:
-    dropped = (
-        f"; dropped {split.dropped_documents:,} documents without tokens"
-        if split.dropped_documents
-        else ""
-    )
-    return f"{split.folder}: {split.documents:,} documents, {split.tokens:,} tokens{dropped}"
+    kept = f"{split.folder}: {split.documents:,} documents, {split.tokens:,} tokens"
+    if not split.dropped_documents:
+        return kept
+    return f"{kept}; documents without tokens that were dropped: {split.dropped_documents:,}"
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run("convert", convert)

@@ -21,19 +21,19 @@ from data_tools.encoders.unsuitable import UnsuitableError
 from data_tools.encoders.utf8 import utf8_size
 
 _CHUNK = 1 << 20  # characters; bounds the memory, and the loss where a chunk is encoded twice
+_LONG_RUN = 1 << 20  # characters of one kind; such a pre-token takes too much memory
 
 
 class ByteLevelEncoder:
     """Runs a byte-level BPE whose ids tiktoken's engine provably gives.
 
-    One pre-token of n bytes takes about 50 n bytes of memory; any other text takes little.
+    One pre-token of n bytes takes about 50 n bytes of memory, so very long ones are refused.
     """
 
     max_text_bytes: int | None = None
 
     def __init__(self, tokenizer_json: str) -> None:
         """Raises UnsuitableError for any other tokenizer, ValueError if the text describes none."""
-        self._tokenizer_json = tokenizer_json
         # Written out again, the description has one form, whatever version wrote the file.
         description = json.loads(read_tokenizer(tokenizer_json).to_str())
         model = description["model"]
@@ -53,11 +53,21 @@ class ByteLevelEncoder:
             special_tokens={},
         )
 
+    def size(self, text: str) -> int:
+        """See `Encoder.size`."""
+        size = utf8_size(text)
+        if self._pre_tokenization.has_run(text, _LONG_RUN):
+            raise ValueError(
+                f"has more than {_LONG_RUN:,} characters of one kind, such as letters or spaces, "
+                "one after the other, which would take too much memory: cut it or leave it out"
+            )
+        return size
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See `Encoder.encode`."""
         encoded = []
-        for index, text in enumerate(texts):
-            utf8_size(text, index)  # raises for a lone surrogate, which tiktoken would replace
+        for text in texts:
+            self.size(text)  # raises for a lone surrogate, which tiktoken would replace
             parts = list(self._parts(text))
             encoded.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
         return encoded
@@ -82,10 +92,6 @@ class ByteLevelEncoder:
                 [self._engine.encode_to_numpy(part, disallowed_special=()) for part in apart]
             )
         return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
-
-    def __reduce__(self) -> tuple[type["ByteLevelEncoder"], tuple[str]]:
-        """Pickles as the tokenizer.json."""
-        return ByteLevelEncoder, (self._tokenizer_json,)
 
 
 def _check_model(model: dict[str, Any]) -> None:

@@ -8,8 +8,7 @@ import tokenizers
 from data_tools.encoders.utf8 import utf8_size
 
 # `tokenizers` was measured to need up to 380 bytes of memory for a byte of text.
-_MAX_TEXT_BYTES = 2 << 20
-_BATCH_BYTES = 1 << 20
+_MAX_TEXT_BYTES = 1 << 20  # also of a batch
 
 
 def read_tokenizer(tokenizer_json: str) -> tokenizers.Tokenizer:
@@ -28,7 +27,7 @@ def read_tokenizer(tokenizer_json: str) -> tokenizers.Tokenizer:
 
 
 class HuggingFaceEncoder:
-    """Runs `tokenizers` on small batches, so that its memory stays below about 1 GB."""
+    """Runs `tokenizers` on small batches, so that its memory stays below 0.5 GB."""
 
     max_text_bytes: int | None = _MAX_TEXT_BYTES
 
@@ -37,13 +36,36 @@ class HuggingFaceEncoder:
         self._tokenizer_json = tokenizer_json
         self._tokenizer = read_tokenizer(tokenizer_json)
 
+    def size(self, text: str) -> int:
+        """See `Encoder.size`."""
+        size = utf8_size(text)
+        if size > _MAX_TEXT_BYTES:
+            raise ValueError(
+                f"has {size:,} bytes of text, but this tokenizer takes at most "
+                f"{_MAX_TEXT_BYTES:,} at once: cut it into several rows"
+            )
+        return size
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See `Encoder.encode`."""
         encoded = []
-        for batch in _batches(texts):
+        for batch in self._batches(texts):
             for encoding in self._run(batch):
                 encoded.append(np.array(encoding.ids, np.uint32))
         return encoded
+
+    def _batches(self, texts: Sequence[str]) -> Iterator[list[str]]:
+        batch: list[str] = []
+        batch_size = 0
+        for text in texts:
+            size = self.size(text)
+            if batch and batch_size + size > _MAX_TEXT_BYTES:
+                yield batch
+                batch, batch_size = [], 0
+            batch.append(text)
+            batch_size += size
+        if batch:
+            yield batch
 
     def _run(self, batch: list[str]) -> list[tokenizers.Encoding]:
         try:
@@ -60,22 +82,3 @@ class HuggingFaceEncoder:
     def __reduce__(self) -> tuple[type["HuggingFaceEncoder"], tuple[str]]:
         """Pickles as the tokenizer.json."""
         return HuggingFaceEncoder, (self._tokenizer_json,)
-
-
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    batch_size = 0
-    for index, text in enumerate(texts):
-        size = utf8_size(text, index)
-        if size > _MAX_TEXT_BYTES:
-            raise ValueError(
-                f"text {index} has {size} bytes, but this tokenizer takes at most "
-                f"{_MAX_TEXT_BYTES} at once: cut it"
-            )
-        if batch and batch_size + size > _BATCH_BYTES:
-            yield batch
-            batch, batch_size = [], 0
-        batch.append(text)
-        batch_size += size
-    if batch:
-        yield batch

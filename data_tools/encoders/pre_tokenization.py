@@ -47,6 +47,7 @@ class PreTokenization:
     pattern: str
     cut: re.Pattern[str]  # matches, empty, where one pre-token surely ends and another begins
     long_whitespace: re.Pattern[str]
+    one_kind: str  # matches characters that can all belong to one pre-token
     joins_newlines: bool  # newlines belong to the pre-token that ends with them
 
     def chunks(self, text: str, size: int) -> Iterator[str]:
@@ -59,6 +60,20 @@ class PreTokenization:
             yield text[start : found.start()]
             start = found.start()
         yield text[start:]
+
+    def has_run(self, text: str, length: int) -> bool:
+        """Whether `text` has a run of `length` characters or more that may be one pre-token.
+
+        Every run of twice that length is found, since it holds a whole stretch that is looked at.
+        """
+        if len(text) < length:
+            return False
+        one_kind = re.compile(self.one_kind)
+        for start in range(0, len(text), length):
+            found = one_kind.match(text, start, start + length)
+            if found is not None and len(found.group()) == length:
+                return True
+        return False
 
     def apart_from_whitespace(self, text: str) -> Iterator[str]:
         """`text` in independent parts, in which only the end can be long whitespace.
@@ -92,8 +107,14 @@ def known_pre_tokenization(expression: str) -> PreTokenization | None:
         pattern = pattern.replace(
             f"{{{name}}}", "".join(rf"\x{{{a:X}}}-\x{{{b:X}}}" for a, b in ranges)
         )
-    in_python = "".join(rf"\U{a:08X}-\U{b:08X}" for a, b in whitespace)
-    blank_in_python = "".join(rf"\U{a:08X}-\U{b:08X}" for a, b in blanks)
+    in_python, blank_in_python, letters_in_python, numbers_in_python = (
+        "".join(rf"\U{a:08X}-\U{b:08X}" for a, b in ranges)
+        for ranges in (whitespace, blanks, letters, numbers)
+    )
+    kinds = [f"[{in_python}]+", f"[{letters_in_python}]+"]
+    kinds.append(f"[^{in_python}{letters_in_python}{numbers_in_python}]+")
+    if expression == GPT2:
+        kinds.append(f"[{numbers_in_python}]+")  # others take three numbers at most
     # No pre-token has whitespace after another character, newlines after punctuation apart;
     # and where those are so joined, none has a newline before another character.
     if joins_newlines:
@@ -104,6 +125,7 @@ def known_pre_tokenization(expression: str) -> PreTokenization | None:
         pattern,
         re.compile(cut),
         re.compile(rf"[{in_python}]{{{_LONG_WHITESPACE},}}"),
+        "|".join(kinds),
         joins_newlines,
     )
 

@@ -12,10 +12,14 @@ class RawBytesEncoder:
 
     max_text_bytes: int | None = None
 
+    def size(self, text: str) -> int:
+        """See `Encoder.size`."""
+        return utf8_size(text)
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See `Encoder.encode`."""
         encoded = []
-        for index, text in enumerate(texts):
-            utf8_size(text, index)  # raises for a lone surrogate
+        for text in texts:
+            self.size(text)  # raises for a lone surrogate
             encoded.append(np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint32))
         return encoded

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.hf_stream.records import text_of
+from data_tools.hf_stream.texts import BadRecords, TextColumn
 from lmlib.data.permutation import permute
 
 # Of records, each with the state after it, from a state on (`None`: from the beginning).
@@ -29,10 +29,10 @@ class BlockStart:
 
 @dataclass(frozen=True)
 class Block:
-    """Texts in the order in which they are to be used."""
+    """Texts in the order in which they are to be used; None for a record that is left out."""
 
     start: BlockStart
-    texts: list[str]
+    texts: list[str | None]
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,29 @@ class Blocks:
       seed: of the order in each block, which differs from block to block and epoch to epoch;
         `None` keeps the stream's order.
       repeat: whether the stream begins again after its end, for ever.
-      text_column: where a record has its text.
+      column: where a record has its text.
+      bad_records: what becomes of one without.
       what: names the stream in errors.
     """
 
     size: int
     seed: int | None
     repeat: bool
-    text_column: str
+    column: TextColumn
+    bad_records: BadRecords
     what: str
 
     def read(self, read_records: ReadRecords, start: BlockStart) -> Iterator[Block]:
         """The blocks from `start` on.
 
-        Raises ValueError for a record without text or a stream without records.
+        Raises ValueError for a record that must not be left out, or a stream without usable ones.
         """
         while True:
-            texts: list[str] = []
+            texts: list[str | None] = []
+            usable = start.record > 0  # what came before may have been
             for record, state in read_records(start.records):
-                where = f"{self.what}, record {start.record + len(texts)}"
-                texts.append(text_of(record, self.text_column, where))
+                texts.append(self._text(record, start.record + len(texts)))
+                usable = usable or texts[-1] is not None
                 if len(texts) == self.size:
                     yield Block(start, self._ordered(texts, start.block))
                     start = BlockStart(
@@ -72,13 +75,20 @@ class Blocks:
                     texts = []
             if texts:
                 yield Block(start, self._ordered(texts, start.block))
-            elif start.record == 0:
-                raise ValueError(f"{self.what} has no records")
+            if not usable:  # nothing would ever come
+                raise ValueError(f"{self.what} has no records with a usable text")
             if not self.repeat:
                 return
             start = BlockStart(epoch=start.epoch + 1, block=start.block + bool(texts))
 
-    def _ordered(self, texts: list[str], block: int) -> list[str]:
+    def _text(self, record: object, number: int) -> str | None:
+        try:
+            return self.column.text(record)
+        except ValueError as error:
+            self.bad_records.meet(f"{self.what}, record {number} {error}")
+            return None
+
+    def _ordered(self, texts: list[str | None], block: int) -> list[str | None]:
         if self.seed is None:
             return texts
         order = permute(np.arange(len(texts)), len(texts), seed=self.seed, epoch=block)

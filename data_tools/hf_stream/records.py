@@ -56,21 +56,6 @@ def open_records(
     return split_dataset_by_node(records, stream, streams)
 
 
-def text_of(record: object, column: str, where: str) -> str:
-    """The text in a record; raises ValueError, saying `where`, if there is none."""
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is no mapping of columns but {type(record).__name__}")
-    if column not in record:
-        raise ValueError(
-            f"{where} has no column {column!r}; it has {', '.join(map(repr, record)) or 'none'}: "
-            "choose one as text_column"
-        )
-    text = record[column]
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: column {column!r} is no string but {text!r:.40}")
-    return text
-
-
 def _file_format(dataset: str | Sequence[str]) -> str | None:
     """What `datasets` calls the files' format; `None` for what is no file."""
     last = dataset if isinstance(dataset, str) else dataset[-1]

@@ -4,11 +4,11 @@ Shape suffix: B batch (rows).
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from data_tools.hf_stream.blocks import Blocks
 from data_tools.hf_stream.records import OpenRecords, open_records
 from data_tools.hf_stream.steady import Patience, SteadyRecords
+from data_tools.hf_stream.texts import BadRecords, OnBadRow, TextColumn
 from data_tools.hf_stream.tokens import DOCUMENTS_AT_A_TIME, Position, TokenStream
 from data_tools.tokenizer import load_tokenizer
 from lmlib.data.batch import Batch
@@ -76,6 +77,7 @@ class HFStream:
         streams: int | None = None,
         bos_token: str | None = None,
         eos_token: str | None = None,
+        on_bad_row: OnBadRow = "fail",
         threads: int = 2,
         stall_seconds: float = 120.0,
         retries: int = 5,
@@ -95,6 +97,9 @@ class HFStream:
           seed: of the order in the blocks.
           repeat: whether a stream begins again after its end.
           streams: `None` for one for each process, or what the checkpoint says.
+          on_bad_row: what to do with a record that has no text, or one that cannot be encoded, such
+            as one longer than the tokenizer takes: raise ValueError, or tell of it on stderr and
+            leave it out. A checkpoint may be resumed with the other choice.
           threads: for tokenizing.
           stall_seconds: without a record, after which a stream is opened again.
           retries: how often in a row, before `batch` raises `StreamFailure`.
@@ -110,12 +115,16 @@ class HFStream:
             ("shuffle_documents", shuffle_documents, 0),
             ("seed", seed, 0),
             ("threads", threads, 1),
+            ("stall_seconds", stall_seconds, 1e-3),
             ("retries", retries, 0),
+            ("backoff_seconds", backoff_seconds, 0),
         ):
             if value < least:
                 raise ValueError(f"HFStream needs {setting} of at least {least}, not {value}")
         if streams is not None and streams < 1:
             raise ValueError(f"HFStream needs streams of at least 1, not {streams}")
+        if on_bad_row not in get_args(OnBadRow):
+            raise ValueError(f"HFStream's on_bad_row is 'fail' or 'skip', not {on_bad_row!r}")
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         self._tokenizer = load_tokenizer(tokenizer, bos_token, eos_token)
@@ -123,7 +132,8 @@ class HFStream:
         self._seed = seed if shuffle_documents else None
         self._block_size = shuffle_documents or DOCUMENTS_AT_A_TIME
         self._repeat = repeat
-        self._text_column = text_column
+        self._column = TextColumn(text_column, self._tokenizer.encoder.max_text_bytes)
+        self._on_bad_row = on_bad_row
         self._patience = Patience(float(stall_seconds), retries, float(backoff_seconds))
         identity = self._tokenizer.identity
         # What the meaning of a position depends on.
@@ -160,11 +170,15 @@ class HFStream:
         """Which tokenizer makes the ids."""
         return self._tokenizer.identity
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, without special tokens."""
+        return self._tokenizer.decode(ids)
+
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the batch of `step`; see `Source.batch`.
 
-        Raises ValueError for a step out of order, a record without text or a stream without
-        records, `StreamFailure` for a stream that went on failing.
+        Raises ValueError for a step out of order, a bad record or a stream without usable ones,
+        `StreamFailure` for a stream that went on failing.
         """
         stream_B, row_B = np.divmod(np.arange(self.batch_size)[rows], self._rows_per_stream)
         touched, place_B = np.unique(stream_B, return_inverse=True)
@@ -221,6 +235,13 @@ class HFStream:
             for stream, position in state["positions"].items()
         }
 
+    def begin_like(self, states: list[dict[str, Any]]) -> None:
+        """Makes step 0 the next batch, as in the run that had these `states` at any step.
+
+        That is one with as many streams; raises ValueError as `restore` does.
+        """
+        self.restore(0, [{**state, "step": 0, "positions": {}} for state in states])
+
     def close(self) -> None:
         """Ends the threads; the next batch can only be the first."""
         self._close_streams()
@@ -247,10 +268,10 @@ class HFStream:
                 opened.tokens.close()
             opened = self._opened[stream] = _Opened(self._open(stream), step - 1, None)
         if opened is None or step != opened.step + 1:
-            last = "none" if opened is None else opened.step
+            following = self._first_step if opened is None else opened.step + 1
             raise ValueError(
-                f"a stream gives its batches in order: after {last} comes not {step} "
-                f"(the first is {self._first_step})"
+                f"a stream gives its batches in order: the next step is {following}, or "
+                f"{self._first_step} to begin again, not {step}"
             )
         opened.batch = opened.tokens.rows(self._rows_per_stream, self.sequence_length)
         opened.step = step
@@ -261,7 +282,14 @@ class HFStream:
         if self._streams > 1:
             what += f", stream {stream} of {self._streams}"
         records = partial(self._open_records, stream, self._streams)
-        blocks = Blocks(self._block_size, self._seed, self._repeat, self._text_column, what)
+        blocks = Blocks(
+            size=self._block_size,
+            seed=self._seed,
+            repeat=self._repeat,
+            column=self._column,
+            bad_records=BadRecords(self._on_bad_row),
+            what=what,
+        )
         position = self._first_positions.get(stream, Position())
         steady = SteadyRecords(records, self._patience, what)
         return TokenStream(steady, blocks, self._tokenizer, self._pool, position)

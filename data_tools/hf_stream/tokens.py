@@ -67,7 +67,7 @@ class TokenStream:
         self._what = blocks.what
         self._records = records
         read = blocks.read(records.read, position.block)
-        encoded = _encoded(read, position.document, partial(_framed, tokenizer, blocks.what), pool)
+        encoded = _encoded(read, position.document, partial(_framed, tokenizer), pool)
         self._encoded = ReadAhead(encoded, CALLS_AHEAD, name=f"blocks of {blocks.what}")
         self._failure: Exception | None = None
         self._held: deque[_Document] = deque()
@@ -155,7 +155,7 @@ class TokenStream:
 def _encoded(
     blocks: Iterator[Block],
     skipped: int,
-    framed: Callable[[BlockStart, int, Sequence[str]], list[_Document]],
+    framed: Callable[[BlockStart, int, Sequence[str | None]], list[_Document]],
     pool: ThreadPoolExecutor,
 ) -> Iterator[Future[list[_Document]]]:
     """The documents of the blocks but for the first `skipped`; `framed` makes them in `pool`."""
@@ -167,23 +167,16 @@ def _encoded(
 
 
 def _framed(
-    tokenizer: Tokenizer, what: str, block: BlockStart, first: int, texts: Sequence[str]
+    tokenizer: Tokenizer, block: BlockStart, first: int, texts: Sequence[str | None]
 ) -> list[_Document]:
-    """The tokens of each text between the tokenizer's begin and end of text.
-
-    Raises ValueError for a text that cannot be encoded, saying in which block it is.
-    """
-    try:
-        encoded = tokenizer.encode_batch(texts)
-    except ValueError as error:
-        raise ValueError(
-            f"{what}, in the block that begins with record {block.record}: {error}"
-        ) from error
+    """The tokens of each text between the tokenizer's begin and end of text."""
+    numbers = [number for number, text in enumerate(texts, start=first) if text is not None]
+    encoded = tokenizer.encode_batch([text for text in texts if text is not None])
     begin_N, end_N = (
         np.array([] if token is None else [token], np.int32)
         for token in (tokenizer.bos_id, tokenizer.eos_id)
     )
     return [
         _Document(block, number, np.concatenate([begin_N, ids_N.astype(np.int32), end_N]))
-        for number, ids_N in enumerate(encoded, start=first)
+        for number, ids_N in zip(numbers, encoded, strict=True)
     ]

@@ -5,6 +5,7 @@ from data_tools.inspect.batch_rows import Piece, Row, batch_rows
 from data_tools.inspect.decoding import decoder
 from data_tools.inspect.description import SplitDescription, UnfinishedShard, describe_split
 from data_tools.inspect.lengths import DocumentLengths, LengthBin, document_lengths
+from data_tools.inspect.origins import row_origins
 from data_tools.inspect.samples import Sample, samples
 from data_tools.inspect.saved_run import SavedRun
 from data_tools.inspect.splits import open_split, split_folders
@@ -25,6 +26,7 @@ __all__ = [
     "describe_split",
     "document_lengths",
     "open_split",
+    "row_origins",
     "samples",
     "split_folders",
     "verify_split",

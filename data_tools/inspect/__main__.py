@@ -6,16 +6,18 @@
     python -m data_tools.inspect RUN/config.json --batch=5000
 
 DIR is a data set, of this library's format or seqax's, or one of its splits. With the config.json
-of a run, --batch takes the settings from the run, and --split chooses what it trained on ("train")
-or evaluated on ("validation").
+of a run, or the run's folder, --batch takes the settings from the run, and --split chooses what it
+trained on ("train") or evaluated on ("validation").
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
+from data_tools import command_line
+from data_tools.hf_stream import HFStream
 from data_tools.inspect import (
     SavedRun,
     batch_rows,
@@ -23,6 +25,7 @@ from data_tools.inspect import (
     describe_split,
     document_lengths,
     open_split,
+    row_origins,
     samples,
     split_folders,
     verify_split,
@@ -34,19 +37,29 @@ from lmlib.data import FlatTokens, Source, TokenizerIdentity
 from lmlib.data.seqax import is_seqax_split
 
 _SPLIT = flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
-_SAMPLES = flags.DEFINE_integer("samples", 3, "How many stretches of text to show.")
-_SAMPLE_LENGTH = flags.DEFINE_integer("sample_length", 100, "Tokens in each of them.")
+_SAMPLES = flags.DEFINE_integer("samples", 3, "How many stretches of text to show.", lower_bound=0)
+_SAMPLE_LENGTH = flags.DEFINE_integer(
+    "sample_length", 100, "Tokens in each of them.", lower_bound=1
+)
 _LENGTHS = flags.DEFINE_bool(
     "lengths", True, "Show how long documents are; for seqax's format this reads all tokens."
 )
 _VERIFY = flags.DEFINE_bool("verify", False, "Read everything and list all that is damaged.")
-_BATCH = flags.DEFINE_integer("batch", None, "Show the batch of this step, from 0.")
-_ROWS = flags.DEFINE_integer("rows", 2, "With --batch: how many rows to show.")
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "With --batch: rows of the batch.")
-_SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", 1024, "With --batch: tokens in a row.")
-_SEED = flags.DEFINE_integer("seed", 0, "With --batch: of the order; otherwise, of the samples.")
+_BATCH = flags.DEFINE_integer("batch", None, "Show the batch of this step, from 0.", lower_bound=0)
+_ROWS = flags.DEFINE_integer("rows", 2, "With --batch: how many rows to show.", lower_bound=1)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "With --batch: of the order; otherwise, of the samples.", lower_bound=0
+)
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", 8, "With --batch: rows of the batch.", lower_bound=1
+)
+_SEQUENCE_LENGTH = flags.DEFINE_integer(
+    "sequence_length", 1024, "With --batch: tokens in a row.", lower_bound=1
+)
 _STORED_ORDER = flags.DEFINE_bool("stored_order", False, "With --batch: as FlatTokens(seed=None).")
-_EPOCHS = flags.DEFINE_integer("epochs", None, "With --batch: as FlatTokens(epochs=…).")
+_EPOCHS = flags.DEFINE_integer(
+    "epochs", None, "With --batch: as FlatTokens(epochs=…).", lower_bound=1
+)
 _PACKED = flags.DEFINE_bool("packed", True, "With --batch: as FlatTokens(packed=…).")
 _RESET_POSITIONS = flags.DEFINE_bool(
     "reset_positions", True, "With --batch: as FlatTokens(reset_positions=…)."
@@ -55,25 +68,50 @@ _ATTEND_ACROSS_DOCUMENTS = flags.DEFINE_bool(
     "attend_across_documents", False, "With --batch: as FlatTokens(attend_across_documents=…)."
 )
 
+# What a run's config says, or else a flag.
+_SETTINGS = (
+    _BATCH_SIZE,
+    _SEQUENCE_LENGTH,
+    _STORED_ORDER,
+    _EPOCHS,
+    _PACKED,
+    _RESET_POSITIONS,
+    _ATTEND_ACROSS_DOCUMENTS,
+)
 
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0, 1 if --verify found damage, 2 after a one-line error."""
-    try:
-        if len(arguments) != 2:
-            raise ValueError("give one data set, split, or config.json of a run; see --help")
-        path = Path(arguments[1])
-        if _BATCH.value is not None:
-            _show_batch(path, _BATCH.value)
-            return 0
-        folders = _folders(path)
-        if _VERIFY.value:
-            return _verify(folders)
-        for folder in folders:
-            _show_split(folder)
-    except (OSError, ValueError) as error:
-        print("inspect:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+
+def inspect(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0, or 1 if --verify found damage."""
+    if len(arguments) != 1:
+        raise ValueError("give one data set, split, or config.json of a run; see --help")
+    path = Path(arguments[0])
+    if (path / "config.json").is_file():
+        path /= "config.json"
+    _check_flags(is_run=path.suffix == ".json")
+    if _BATCH.value is not None:
+        _show_batch(path, _BATCH.value)
+        return 0
+    folders = _folders(path)
+    if _VERIFY.value:
+        return _verify(folders)
+    for number, folder in enumerate(folders):
+        print("\n" if number else "", end="")
+        _show_split(folder)
     return 0
+
+
+def _check_flags(is_run: bool) -> None:
+    """Raises ValueError for flags that would be of no effect."""
+    if _BATCH.value is not None and _VERIFY.value:
+        raise ValueError("--batch and --verify are two commands: give one of them")
+    if _BATCH.value is None:
+        useless = [flag for flag in (_ROWS, *_SETTINGS) if flag.present]
+        reason = "is of use with --batch only"
+    else:
+        useless = [flag for flag in (_SEED, *_SETTINGS) if flag.present] if is_run else []
+        reason = "is for data sets: a run has its own setting"
+    if useless:
+        raise ValueError(f"--{useless[0].name} {reason}")
 
 
 def _folders(path: Path) -> list[Path]:
@@ -83,7 +121,9 @@ def _folders(path: Path) -> list[Path]:
         run = SavedRun(path)
         found = [folder / split for part in parts for folder, split in run.data_sets(part)]
         if not found:
-            raise ValueError(f"the run of {path} reads no data set of flat tokens")
+            raise ValueError(
+                f"the run of {path} reads no flat tokens; --batch=STEP shows its batches"
+            )
         return [folder for each in dict.fromkeys(found) for folder in split_folders(each)]
     folders = split_folders(path)
     wanted = [folder for folder in folders if _SPLIT.value in (None, folder.absolute().name)]
@@ -97,14 +137,15 @@ def _show_split(folder: Path) -> None:
     split = describe_split(folder)
     print(description_text(split), flush=True)
     if _LENGTHS.value:
-        print(lengths_text(document_lengths(folder, ProgressLines())), flush=True)
-    if _SAMPLES.value > 0 and split.finished and split.tokens:
-        decode = _decoder(folder.absolute().parent, split.tokenizer)
-        for sample in samples(
-            open_split(folder), _SAMPLES.value, max(_SAMPLE_LENGTH.value, 1), _SEED.value
-        ):
-            print(sample_text(sample, decode))
-    print()
+        print(f"\n{lengths_text(document_lengths(folder, ProgressLines()))}", flush=True)
+    if not _SAMPLES.value:
+        return
+    if not split.finished or not split.tokens:
+        print(f"\n  no samples: {'no tokens' if split.finished else 'unfinished'}")
+        return
+    decode = _decoder(folder.absolute().parent, split.tokenizer)
+    for sample in samples(open_split(folder), _SAMPLES.value, _SAMPLE_LENGTH.value, _SEED.value):
+        print(f"\n{sample_text(sample, decode)}")
 
 
 def _verify(folders: Sequence[Path]) -> int:
@@ -125,30 +166,40 @@ def _verdict(damages: int, seqax: bool) -> str:
 
 
 def _show_batch(path: Path, step: int) -> None:
-    source, folder = _source(path)
-    rows = slice(0, min(max(_ROWS.value, 1), source.batch_size))
+    source, decode = _of_run(path, step) if path.suffix == ".json" else _of_data_set(path)
+    if source.batches is not None and step >= source.batches:
+        raise ValueError(
+            f"there is no step {step:,}: the data ends after {source.batches:,} batches"
+        )
+    rows = slice(0, min(_ROWS.value, source.batch_size))
     batch = source.batch(step, rows)
-    flat = source if isinstance(source, FlatTokens) else None
-    numbers = flat.sequence_numbers(step).tolist() if flat else [None] * source.batch_size
-    decode = _decoder(folder, source.tokenizer) if folder else None
+    origins = row_origins(source, step)
     print(
         f"step {step:,}: {source.batch_size:,} rows of {source.sequence_length:,} tokens, "
         f"{rows.stop:,} shown"
     )
     for row in batch_rows(batch):
-        print(row_text(row, decode, numbers[row.number], flat.sequences if flat else None))
+        print(f"\n{row_text(row, decode, origins[row.number])}")
 
 
-def _source(path: Path) -> tuple[Source, Path | None]:
-    """Where the batch comes from, and the folder of the data set that has the tokenizer."""
+def _of_run(config: Path, step: int) -> tuple[Source, Decode | None]:
+    """What a run reads, about to give the batch of `step`, and what decodes its ids."""
+    run, split = SavedRun(config), _SPLIT.value or "train"
+    source = run.source_at(step, split)
+    if isinstance(source, HFStream):
+        return source, source.decode
+    decoders = (_decoder(folder, source.tokenizer) for folder, _ in run.data_sets(split))
+    return source, next(filter(None, decoders), None)
+
+
+def _of_data_set(path: Path) -> tuple[Source, Decode | None]:
+    """The data set as the flags have it read, and what decodes its ids."""
     split = _SPLIT.value or "train"
-    if path.suffix == ".json":
-        run = SavedRun(path)
-        data_sets = run.data_sets(split)
-        return run.source(split), data_sets[0][0] if data_sets else None
-    folders = split_folders(path)
-    if folders == [path]:  # a split
-        path, split = path.absolute().parent, path.absolute().name
+    if split_folders(path) == [path]:  # a split
+        own = path.absolute().name
+        if _SPLIT.value not in (None, own):
+            raise ValueError(f"{path} is the split {own!r}, not {_SPLIT.value!r}")
+        path, split = path.absolute().parent, own
     source = FlatTokens(
         str(path),
         split,
@@ -160,17 +211,18 @@ def _source(path: Path) -> tuple[Source, Path | None]:
         reset_positions=_RESET_POSITIONS.value,
         attend_across_documents=_ATTEND_ACROSS_DOCUMENTS.value,
     )
-    return source, path
+    return source, _decoder(path, source.tokenizer)
 
 
-def _decoder(path: Path, tokenizer: TokenizerIdentity | None) -> Decode | None:
-    """As `decoder`; ids are shown if the tokenizer cannot be used."""
+def _decoder(data_set: Path, tokenizer: TokenizerIdentity | None) -> Decode | None:
+    """As `decoder`, but None, so that ids are shown, if the tokenizer cannot be used."""
     try:
-        return decoder(path, tokenizer)
+        return decoder(data_set, tokenizer)
     except ValueError as error:
-        print(f"ids are shown, since the tokenizer cannot be used: {error}", file=sys.stderr)
+        reason = " ".join(str(error).split())
+        print(f"ids are shown, since the tokenizer cannot be used: {reason}", file=sys.stderr)
         return None
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run("inspect", inspect)

@@ -24,6 +24,7 @@ class Piece:
 
     @property
     def stop(self) -> int:
+        """The place after the last."""
         return self.start + len(self.tokens)
 
 
@@ -35,11 +36,13 @@ class Row:
     pieces: tuple[Piece, ...]
 
     @property
-    def places(self) -> int:
-        return sum(len(piece.tokens) for piece in self.pieces)
+    def tokens(self) -> int:
+        """Places that are no padding."""
+        return sum(len(piece.tokens) for piece in self.pieces if piece.segment_id)
 
     @property
     def targets_in_loss(self) -> int:
+        """Places whose target the model is trained on."""
         return sum(sum(piece.loss_mask) for piece in self.pieces)
 
 

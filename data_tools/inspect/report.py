@@ -1,7 +1,9 @@
 """What the command prints: plain aligned text, with a unit at every number."""
 
+import itertools
 import math
 import textwrap
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 from data_tools.inspect.batch_rows import Piece, Row
@@ -22,11 +24,11 @@ def description_text(split: SplitDescription) -> str:
     rows = {
         "format": "lmlib flat tokens" if split.format == "lmlib" else "seqax flat tokens",
         "shards": _shards(split),
-        "documents": f"{split.documents:,} documents",
-        "tokens": f"{split.tokens:,} tokens",
+        "documents": _documents(split),
+        "tokens": f"{split.tokens:,}",
         "text": _text_size(split),
-        "gzip -9": None if split.gzip_bytes is None else f"{split.gzip_bytes:,} bytes",
-        "skipped rows": f"{split.skipped_rows:,} rows" if split.format == "lmlib" else None,
+        "gzip -9": _gzip_size(split),
+        "skipped rows": f"{split.skipped_rows:,}" if split.format == "lmlib" else None,
         "vocabulary": "unknown" if split.vocab_size is None else f"{split.vocab_size:,} ids",
         "largest id": f"{split.max_token_id:,}" if split.tokens else "none",
         "tokenizer": split.tokenizer.name if split.tokenizer else "unknown",
@@ -34,11 +36,11 @@ def description_text(split: SplitDescription) -> str:
         "framing": f"BOS {_id(split.bos_id)}, EOS {_id(split.eos_id)}",
         "on disk": _disk_size(split.disk_bytes),
     }
-    rows |= {f"source {name}": _one_line(value) for name, value in split.source.items()}
+    rows |= {f"source {name}": _source_text(value) for name, value in split.source.items()}
     width = max(map(len, rows)) + 2
     lines = [f"  {name:<{width}}{value}" for name, value in rows.items() if value is not None]
     lines += [
-        f"  unfinished: {shard.name}, {shard.tokens:,} tokens on disk so far"
+        f"  {'unfinished':<{width}}{shard.name}, {shard.tokens:,} tokens on disk so far"
         for shard in split.unfinished
     ]
     return "\n".join([str(split.folder), *lines])
@@ -60,10 +62,20 @@ def lengths_text(lengths: DocumentLengths) -> str:
         f"{'█' * -(-_BAR * each.documents // most)}".rstrip()
         for label, each in zip(ranges, bins, strict=True)
     ]
-    percentiles = ", ".join(
-        f"{percent}% up to {lengths.percentile(percent):,}" for percent in _PERCENTILES
-    )
-    return "\n".join(["  document lengths", *lines, f"  of documents, {percentiles} tokens"])
+    return "\n".join(["  document lengths", *lines, "", *_percentile_lines(lengths)])
+
+
+def _percentile_lines(lengths: DocumentLengths) -> list[str]:
+    """A table of two lines: so many of the documents have at most so many tokens."""
+    shares = [f"{percent}%" for percent in _PERCENTILES]
+    longest = [f"{lengths.percentile(percent):,}" for percent in _PERCENTILES]
+    widths = [max(map(len, pair)) + 2 for pair in zip(shares, longest, strict=True)]
+    rows = {"of documents": shares, "tokens, up to": longest}
+    return [
+        f"  {name:<13}"
+        + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, cells in rows.items()
+    ]
 
 
 def sample_text(sample: Sample, decode: Decode | None) -> str:
@@ -72,16 +84,17 @@ def sample_text(sample: Sample, decode: Decode | None) -> str:
     for number, piece in enumerate(sample.pieces):
         if number or sample.begins_document:
             lines.append(_BOUNDARY)
-        lines.append(_quoted(decode(piece)) if decode else _wrapped("", map(str, piece)))
+        lines.append(_quoted(decode(piece)) if decode else _wrapped(map(str, piece)))
     return "\n".join(lines)
 
 
-def row_text(row: Row, decode: Decode | None, sequence: int | None, sequences: int | None) -> str:
-    """Everything the model sees of a row; a target that is not in the loss is in parentheses."""
-    known = sequence is not None and sequence >= 0
-    origin = f" (sequence {sequence:,} of {sequences:,})" if known else ""
+def row_text(row: Row, decode: Decode | None, origin: str | None = None) -> str:
+    """Everything the model sees of a row; a target that is not in the loss is in parentheses.
+
+    `origin` says where the row comes from.
+    """
     lines = [
-        f"row {row.number}{origin}: {row.places:,} tokens, "
+        f"row {row.number}{f' ({origin})' if origin else ''}: {row.tokens:,} tokens, "
         f"{row.targets_in_loss:,} targets in the loss"
     ]
     for number, piece in enumerate(row.pieces):
@@ -99,17 +112,38 @@ def _piece_lines(piece: Piece, decode: Decode | None) -> list[str]:
         str(target) if in_loss else f"({target})"
         for target, in_loss in zip(piece.targets, piece.loss_mask, strict=True)
     ]
-    lines = [
-        f"  {places}: segment {piece.segment_id}, positions {_runs(piece.positions)}",
-        _wrapped("tokens", map(str, piece.tokens)),
-        _wrapped("targets", targets),
-    ]
+    lines = [f"  {places}: segment {piece.segment_id}, positions {_runs(piece.positions)}"]
+    lines += _columns(list(map(str, piece.tokens)), targets)
     return [*lines, _quoted(decode(piece.tokens))] if decode else lines
+
+
+def _columns(tokens: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """Each target below its token, as many to a line as fit."""
+    width = 1 + max(map(len, itertools.chain(tokens, targets)))
+    in_a_line = max(1, (_WIDTH - 11) // width)
+    lines = []
+    for first in range(0, len(tokens), in_a_line):
+        for name, words in (("tokens", tokens), ("targets", targets)):
+            cells = "".join(f"{word:>{width}}" for word in words[first : first + in_a_line])
+            lines.append(f"    {name:<7}{cells}")
+    return lines
+
+
+def _documents(split: SplitDescription) -> str:
+    if not split.documents:
+        return "0"
+    return f"{split.documents:,}, {split.tokens / split.documents:,.1f} tokens each on average"
+
+
+def _gzip_size(split: SplitDescription) -> str | None:
+    if split.gzip_bytes is None or not split.bytes:
+        return None
+    return f"{split.gzip_bytes:,} bytes, {8 * split.gzip_bytes / split.bytes:.3f} bits per byte"
 
 
 def _shards(split: SplitDescription) -> str:
     finished = split.shards - len(split.unfinished)
-    return f"{finished:,} of {split.shards:,} shards finished"
+    return f"{finished:,} of {split.shards:,} finished"
 
 
 def _text_size(split: SplitDescription) -> str:
@@ -128,7 +162,14 @@ def _id(token_id: int | None) -> str:
     return "none" if token_id is None else str(token_id)
 
 
-def _one_line(value: object) -> str:
+def _source_text(value: object) -> str:
+    match value:
+        case bool():
+            return str(value)
+        case int():
+            return f"{value:,}"
+        case list() | tuple():
+            return ", ".join(map(_source_text, value))
     return " ".join(str(value).split())
 
 
@@ -140,18 +181,25 @@ def _runs(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs)
+    return ", ".join(
+        f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in runs
+    )
 
 
-def _wrapped(name: str, words: Iterable[str]) -> str:
+def _wrapped(words: Iterable[str]) -> str:
     return textwrap.fill(
-        " ".join(words),
-        width=_WIDTH,
-        initial_indent=f"    {name:<9}" if name else "    ",
-        subsequent_indent=" " * 13 if name else "    ",
+        " ".join(words), width=_WIDTH, initial_indent="    ", subsequent_indent="    "
     )
 
 
 def _quoted(text: str) -> str:
     """The lines of `text`, each behind a bar, so that they cannot be taken for ours."""
-    return "\n".join(f"    │ {line}" for line in text.split("\n"))
+    return "\n".join(f"    │ {_printable(line)}" for line in text.split("\n"))
+
+
+def _printable(line: str) -> str:
+    """With escapes for control characters but tabs, which could move a terminal's cursor."""
+    return "".join(
+        ascii(each)[1:-1] if unicodedata.category(each) == "Cc" and each != "\t" else each
+        for each in line
+    )

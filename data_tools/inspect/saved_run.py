@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lmlib.data import FlatTokens, Source
+from data_tools.hf_stream import HFStream
+from lmlib.data import FlatTokens, Resumable, Source
 
 _PARTS = {"train": "data", "validation": "validation"}  # of an experiment
 
@@ -20,8 +21,10 @@ class SavedRun:
     """The sources of batches in a saved config."""
 
     def __init__(self, file: Path) -> None:
-        """Raises ValueError if `file` is no saved config of an experiment."""
+        """Raises ValueError if `file` is no saved config of an experiment, or not there."""
         self._file = file
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no file {file}")
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             self._objects: Mapping[str, Any] = content["objects"]
@@ -42,11 +45,41 @@ class SavedRun:
             raise ValueError(f"{self._file} has no data for {part!r}")
         return source
 
+    def source_at(self, step: int, part: str = "train") -> Source:
+        """As `source`; a `Resumable` one is brought to where the batch of `step` is the next.
+
+        Training data is read from the newest checkpoint up to `step`, or without one from the
+        beginning, with as many streams as in any later checkpoint; where there is none at all, and
+        for each evaluation, it begins as in a run of one process.
+        """
+        source = self.source(part)
+        if isinstance(source, Resumable):
+            saved = self._saved_states() if part == "train" else {}
+            begin = max((at for at in saved if at <= step), default=0)
+            if begin in saved:
+                source.restore(begin, saved[begin])
+            elif saved and isinstance(source, HFStream):
+                source.begin_like(next(iter(saved.values())))
+            for passed in range(begin, step):
+                source.batch(passed)
+        return source
+
     def data_sets(self, part: str = "train") -> list[tuple[Path, str]]:
         """The folder and split of each `FlatTokens` in that part, each once."""
         found: dict[tuple[Path, str], None] = {}
         self._collect(self._part(part), found)
         return list(found)
+
+    def _saved_states(self) -> dict[int, list[dict[str, Any]]]:
+        """The states of the data's streams at each checkpoint that keeps them."""
+        states = {}
+        for file in self._file.parent.glob("checkpoints/*/progress/progress.json"):
+            checkpoint = file.parents[1].name
+            if checkpoint.isdecimal():  # else it is still being written, or damaged
+                progress = json.loads(file.read_text(encoding="utf-8"))
+                if "data" in progress:
+                    states[int(checkpoint)] = progress["data"]
+        return states
 
     def _part(self, part: str) -> Any:
         if part not in _PARTS:

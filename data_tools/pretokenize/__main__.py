@@ -8,19 +8,23 @@ Killed and started again, it goes on where it was. With --shards=N the split is 
 them on a Ray cluster. docs/data.md says more.
 """
 
+import importlib.util
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
+from data_tools import command_line
 from data_tools.pretokenize.progress import ProgressLines
 from data_tools.pretokenize.report import SkippedRows, summary
-from data_tools.pretokenize.shard import pretokenize_shard
+from data_tools.pretokenize.shard import pretokenize_shard, tokens_of_shard
 from data_tools.pretokenize.split import pretokenize
 from data_tools.rows import RowSource, TextField, row_source
 from data_tools.tokenizer import Tokenizer, load_tokenizer
@@ -29,8 +33,8 @@ from lmlib.data import ShardMetadata, SplitMetadata
 _DATASET = flags.DEFINE_list(
     "dataset",
     None,
-    "Files and folders, separated by commas: .jsonl, .parquet, .arrow, or text, the first and the "
-    "last also as .gz or .zst; or the name of one Hugging Face data set.",
+    "Files and folders, separated by commas: .jsonl (or .ndjson, .json), .parquet, .arrow, or "
+    "text, the first and the last also as .gz or .zst; or the name of one Hugging Face data set.",
     required=True,
 )
 _NAME = flags.DEFINE_string("name", None, "Which configuration of the Hugging Face data set.")
@@ -47,7 +51,11 @@ _BOS_TOKEN = flags.DEFINE_string("bos_token", None, "The token that begins a doc
 _EOS_TOKEN = flags.DEFINE_string("eos_token", None, "The token that ends a document.")
 _OUT = flags.DEFINE_string("out", None, "The folder of the data set.", required=True)
 _MAX_TOKENS = flags.DEFINE_float(
-    "max_tokens", None, "End with the document that reaches so many tokens, for instance 1e9."
+    "max_tokens",
+    None,
+    "End with the document that reaches so many tokens, for instance 1e9.",
+    lower_bound=1,
+    upper_bound=1e18,
 )
 _TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "The column that holds the text.")
 _TEXT_FUNCTION = flags.DEFINE_string(
@@ -81,7 +89,16 @@ def _shard_and_shards() -> tuple[int | None, int]:
         raise ValueError(
             f"--shard={_SHARD.value} is not 'i/n' with i from 0 to n - 1, for instance 0/8"
         )
-    return int(match[1]), int(match[2])
+    shard, shards = int(match[1]), int(match[2])
+    if _SHARDS.present and _SHARDS.value != shards:
+        raise ValueError(f"--shard={_SHARD.value} and --shards={_SHARDS.value} disagree: give one")
+    return shard, shards
+
+
+def _cores() -> int:
+    """Those that this process may run on, where that is known."""
+    known = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
 def _make(
@@ -89,9 +106,13 @@ def _make(
 ) -> SplitMetadata | ShardMetadata:
     shard, shards = _shard_and_shards()
     max_tokens = None if _MAX_TOKENS.value is None else int(_MAX_TOKENS.value)
-    progress = ProgressLines(max_tokens if shard is None else None)
-    cores = 0 if _RAY.value is not None else len(os.sched_getaffinity(0))
-    workers = cores if _WORKERS.value is None else _WORKERS.value
+    aim = max_tokens
+    if max_tokens is not None and shard is not None:
+        aim = tokens_of_shard(max_tokens, shards)
+    progress = ProgressLines(aim)
+    workers = _WORKERS.value
+    if workers is None:
+        workers = 0 if _RAY.value is not None else _cores()
     target = (source, tokenizer, _OUT.value, _SPLIT.value)
     settings: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -102,6 +123,8 @@ def _make(
     if _RAY.value is not None:
         if shard is not None:
             raise ValueError("--ray makes all shards: give --shards=n, not --shard=i/n")
+        if importlib.util.find_spec("ray") is None:
+            raise ValueError("--ray needs the extra 'ray': pip install 'lmlib[ray]'")
         from data_tools.pretokenize.on_ray import pretokenize_on_ray
 
         return pretokenize_on_ray(
@@ -113,13 +136,29 @@ def _make(
     return pretokenize(*target, shards=shards, **settings)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0, or 2 after an error that is reported in one line."""
+class _StoppedError(BaseException):
+    """By a signal, from Ctrl-C or a batch system."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    for later in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(later, signal.SIG_IGN)  # it is ending already
+    raise _StoppedError(number)
+
+
+def make_split(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0, or 128 and the signal's number after Ctrl-C or SIGTERM."""
     begun = time.monotonic()
     skipped = SkippedRows()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
     try:
-        if len(arguments) > 1:
-            raise ValueError(f"unexpected argument {arguments[1]!r}: settings are --name=value")
+        if arguments:
+            raise ValueError(f"unexpected argument {arguments[0]!r}: settings are --name=value")
         source = row_source(
             _DATASET.value,
             name=_NAME.value,
@@ -129,15 +168,15 @@ def main(arguments: Sequence[str]) -> int:
         )
         tokenizer = load_tokenizer(_TOKENIZER.value, _BOS_TOKEN.value, _EOS_TOKEN.value)
         made = _make(source, tokenizer, skipped)
-    except (OSError, RuntimeError, ValueError) as error:
-        print("pretokenize:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("pretokenize: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    except _StoppedError as stopped:
+        name = signal.Signals(stopped.number).name
+        print(f"pretokenize: {name}; the same command goes on from here", file=sys.stderr)
+        return 128 + stopped.number
     print(summary(made, Path(_OUT.value) / _SPLIT.value, time.monotonic() - begun))
     return 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run("pretokenize", make_split)

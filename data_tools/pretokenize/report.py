@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from data_tools.rows import Row
+from data_tools.rows import Block, Row
 from lmlib.data import ShardMetadata, SplitMetadata
 
 _SHOWN = 10
@@ -15,10 +15,10 @@ class SkippedRows:
     def __init__(self) -> None:
         self._count = 0
 
-    def __call__(self, row: Row) -> None:
+    def __call__(self, block: Block, row: Row) -> None:
         self._count += 1
         if self._count <= _SHOWN:
-            print(f"skipped: {row}", file=sys.stderr)
+            print(f"skipped: {block.locate(row)}", file=sys.stderr)
         if self._count == _SHOWN:
             print("further skipped rows are counted, not shown", file=sys.stderr)
 

@@ -27,7 +27,7 @@ def pretokenize_shard(
     on_bad_row: OnBadRow = "fail",
     gzip_baseline: bool = False,
     progress: Callable[[Progress], None] | None = None,
-    skipped: Callable[[Row], None] | None = None,
+    skipped: Callable[[Block, Row], None] | None = None,
     file_length: int = FILE_LENGTH,
 ) -> ShardMetadata:
     """Writes shard number `shard` of `out`/`split`, or what is missing of it.
@@ -43,7 +43,7 @@ def pretokenize_shard(
       on_bad_row: whether a row without a usable text is an error, or counted and left out.
       gzip_baseline: whether to record the length of each document under gzip -9; slow.
       progress: called after each block of about a megabyte.
-      skipped: called with each row that is left out.
+      skipped: called with each row that is left out, and its block, which can `locate` it.
 
     Raises:
       FileExistsError: if the shard was made or begun with other settings, or is being written.
@@ -58,7 +58,16 @@ def pretokenize_shard(
             "--eos_token"
         )
     described = source.description | {"max_tokens": max_tokens}
-    done = finished_shard(out, split, shard, shards, tokenizer.identity, described)
+    done = finished_shard(
+        out,
+        split,
+        shard,
+        shards,
+        tokenizer=tokenizer.identity,
+        source=described,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+    )
     if done is not None:
         return done
     writer = ShardWriter(
@@ -75,14 +84,14 @@ def pretokenize_shard(
         file_length=file_length,
     )
     recipe = Recipe(
-        tokenizer.tokenizer_json,
+        tokenizer.encoder,
         tokenizer.bos_id,
         tokenizer.eos_id,
         tokenizer.vocab_size,
         source.field,
         gzip_baseline,
     )
-    limit = None if max_tokens is None else -(-max_tokens // shards)
+    limit = None if max_tokens is None else tokens_of_shard(max_tokens, shards)
     blocks = source.blocks(shard, shards, writer.position)
     encoding = encode_in_order(blocks, recipe, workers)
     try:
@@ -104,6 +113,11 @@ def pretokenize_shard(
         writer.close()
 
 
+def tokens_of_shard(max_tokens: int, shards: int) -> int:
+    """How many of the tokens of a split one of its shards may have, before its last document."""
+    return -(-max_tokens // shards)
+
+
 def _up_to(encoded: EncodedBlock, tokens: int) -> tuple[EncodedBlock, bool]:
     """The block cut after the document that reaches `tokens`, and whether one does."""
     ends = encoded.lengths.cumsum()
@@ -116,7 +130,7 @@ def _judge(
     block: Block,
     encoded: EncodedBlock,
     on_bad_row: OnBadRow,
-    skipped: Callable[[Row], None] | None,
+    skipped: Callable[[Block, Row], None] | None,
 ) -> None:
     for _, row in encoded.bad_rows:
         if on_bad_row == "fail":
@@ -124,7 +138,7 @@ def _judge(
                 f"{block.locate(row)}: repair it, or pass over such rows with --on_bad_row=skip"
             )
         if skipped is not None:
-            skipped(block.locate(row))
+            skipped(block, row)
 
 
 def _write(writer: ShardWriter, encoded: EncodedBlock) -> None:

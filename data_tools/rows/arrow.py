@@ -1,7 +1,7 @@
 """Parquet and Arrow files, and record batches from elsewhere."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField, utf8_row
 if TYPE_CHECKING:
     import pyarrow
 
-_READ_BYTES = 8 * BLOCK_BYTES  # of rows that are decoded at once
+_READ_BYTES = 2 * BLOCK_BYTES  # of rows that are decoded at once
+_BUFFER_BYTES = 1024 * 1024  # of a column as it is stored, instead of a whole row group's
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,14 @@ class ArrowBlock(Block):
 
     path: str
     first_row: int  # of these rows, within `unit`
+    row_count: int
     unit: str  # "" for a whole file
     stream: bytes
+
+    @property
+    def size(self) -> int:
+        """See `Block.size`."""
+        return len(self.stream)
 
     def rows(self, field: TextField) -> Iterator[Row]:
         """See `Block.rows`."""
@@ -46,7 +53,8 @@ def arrow_blocks(
     """The rows of the file's parts that begin at bytes [start, stop) of `size`.
 
     The parts are Parquet's row groups, taken to be of equal size, or a whole Arrow file;
-    `position` is [part, row]. Raises OSError, naming the file, if it cannot be read.
+    `position` is [part, row]. `Block.fraction` is that of the file, for Parquet.
+    Raises OSError, naming the file, if it cannot be read.
     """
     import pyarrow as pa
 
@@ -55,7 +63,7 @@ def arrow_blocks(
             yield from _parquet_blocks(path, size, start, stop, position, field)
         elif start == 0:
             skipped = position[1] if position else 0
-            yield from batch_blocks(_record_batches(path), str(path), "", 0, skipped)
+            yield from batch_blocks(_record_batches(path, field), str(path), "", 0, skipped)
     except pa.ArrowException as error:
         raise OSError(f"{path} cannot be read: {error}") from error
     except OSError as error:
@@ -76,7 +84,9 @@ def batch_blocks(
             if row + len(piece) > skipped:
                 piece = piece.slice(max(0, skipped - row))
                 first = max(row, skipped)
-                yield ArrowBlock([part, first], None, path, first, unit, _serialized(piece))
+                yield ArrowBlock(
+                    [part, first], None, path, first, len(piece), unit, _serialized(piece)
+                )
                 row = first
             row += len(piece)
 
@@ -86,7 +96,7 @@ def _parquet_blocks(
 ) -> Iterator[ArrowBlock]:
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
         groups = file.num_row_groups
         columns = None
         if field.function is None:
@@ -98,6 +108,7 @@ def _parquet_blocks(
                 )
             columns = [field.column]
         at_group, at_row = position or (0, 0)
+        row_counts = [file.metadata.row_group(group).num_rows for group in range(groups)]
         for group in range(at_group, groups):
             if not start <= size * group // groups < stop:
                 continue
@@ -110,27 +121,38 @@ def _parquet_blocks(
                 use_threads=False,
             )
             skipped = at_row if group == at_group else 0
-            yield from batch_blocks(batches, str(path), f"row group {group}, ", group, skipped)
+            before = sum(row_counts[:group])
+            for block in batch_blocks(batches, str(path), f"row group {group}, ", group, skipped):
+                rows = before + block.first_row + block.row_count
+                yield replace(block, fraction=rows / sum(row_counts))
 
 
-def _record_batches(path: Path) -> "Iterator[pyarrow.RecordBatch]":
-    """Of an Arrow file, or of an Arrow stream as `datasets` keeps it."""
+def _record_batches(path: Path, field: TextField) -> "Iterator[pyarrow.RecordBatch]":
+    """What is needed of an Arrow file, or of an Arrow stream as `datasets` keeps it."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as content:
         try:
             file = pa.ipc.open_file(content)
+            batches = (file.get_batch(number) for number in range(file.num_record_batches))
         except pa.ArrowInvalid:
             content.seek(0)
-            yield from pa.ipc.open_stream(content)
-            return
-        for number in range(file.num_record_batches):
-            yield file.get_batch(number)
+            batches = file = pa.ipc.open_stream(content)
+        needs_all = field.function is not None or field.column not in file.schema.names
+        for batch in batches:
+            yield batch if needs_all else batch.select([field.column])
 
 
 def _serialized(batch: "pyarrow.RecordBatch") -> bytes:
     import pyarrow as pa
 
+    if any(map(pa.types.is_dictionary, batch.schema.types)):
+        # A dictionary would go whole with each slice of its batch.
+        columns = [
+            column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+            for column in batch.columns
+        ]
+        batch = pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 BLOCK_BYTES = 1024 * 1024  # of text, about; a longer row makes a longer block
+MAX_ROW_BYTES = 128 * 1024 * 1024  # of a line or a text file; bounds the memory that a row takes
+TOO_LONG = f"is longer than {MAX_ROW_BYTES // 2**20} MiB: cut it into several rows"
 
 
 class Row(NamedTuple):
@@ -78,6 +80,11 @@ class Block(ABC):
 
     position: Any  # where the block begins, in JSON values
     fraction: float | None  # of what is to be read, after this block; None if unknown
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Bytes of memory that the rows take, about."""
 
     @abstractmethod
     def rows(self, field: TextField) -> Iterator[Row]:

@@ -7,25 +7,27 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 COMPRESSIONS = (".gz", ".zst")
-_READ_BYTES = 1024 * 1024
+_READ_BYTES = 16 * 1024  # decompressed at once: repetitive text may become a thousand times longer
+_BUFFER_BYTES = 1024 * 1024
 
 
-def open_bytes(path: Path) -> BinaryIO:
-    """The file's content, decompressed if its name ends in .gz or .zst.
+def decompressed(stored: BinaryIO, path: Path) -> BinaryIO:
+    """What `stored`, the file at `path`, holds, decompressed if its name ends in .gz or .zst.
 
     Reading raises OSError, naming the file, if it is not whole or not what its name says.
     """
     if path.suffix == ".gz":
-        return io.BufferedReader(_Decompressed(path, _gzip_decompressor, zlib.error), _READ_BYTES)
-    if path.suffix == ".zst":
+        raw = _Decompressed(stored, path, _gzip_decompressor, zlib.error)
+    elif path.suffix == ".zst":
         import zstandard
 
         def decompressor() -> Any:
             return zstandard.ZstdDecompressor().decompressobj()
 
-        raw = _Decompressed(path, decompressor, zstandard.ZstdError)
-        return io.BufferedReader(raw, _READ_BYTES)
-    return open(path, "rb", buffering=0)
+        raw = _Decompressed(stored, path, decompressor, zstandard.ZstdError)
+    else:
+        return stored
+    return io.BufferedReader(raw, _BUFFER_BYTES)
 
 
 def _gzip_decompressor() -> Any:
@@ -35,11 +37,12 @@ def _gzip_decompressor() -> Any:
 class _Decompressed(io.RawIOBase):
     """One or more compressed members, one after the other."""
 
-    def __init__(self, path: Path, new: Callable[[], Any], error: type[Exception]) -> None:
-        self._path, self._new, self._error = path, new, error
-        self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
+    def __init__(
+        self, stored: BinaryIO, path: Path, new: Callable[[], Any], error: type[Exception]
+    ) -> None:
+        self._stored, self._path, self._new, self._error = stored, path, new, error
         self._decompressor = new()
-        self._fresh = True  # nothing of the member at hand was read yet
+        self._whole = False  # a member has ended, and nothing of another was read yet
         self._compressed = b""
         self._decompressed = memoryview(b"")
 
@@ -50,22 +53,18 @@ class _Decompressed(io.RawIOBase):
         while not self._decompressed:
             if self._decompressor.eof:
                 self._compressed = self._decompressor.unused_data
-                self._decompressor, self._fresh = self._new(), True
-            self._compressed = self._compressed or self._file.read(_READ_BYTES)
+                self._decompressor, self._whole = self._new(), True
+            self._compressed = self._compressed or self._stored.read(_READ_BYTES)
             if not self._compressed:
-                if not self._fresh:
+                if not self._whole:
                     raise OSError(f"{self._path} ends too early: the file is not whole")
                 return 0
             try:
                 self._decompressed = memoryview(self._decompressor.decompress(self._compressed))
             except self._error as error:
                 raise OSError(f"{self._path} cannot be decompressed: {error}") from error
-            self._compressed, self._fresh = b"", False
+            self._compressed, self._whole = b"", False
         length = min(len(buffer), len(self._decompressed))
         buffer[:length] = self._decompressed[:length]
         self._decompressed = self._decompressed[length:]
         return length
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

@@ -1,6 +1,7 @@
 """Files on this machine, of any mixture of kinds, as one source of rows."""
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -10,19 +11,19 @@ from typing import Any, NamedTuple
 from data_tools.rows.arrow import arrow_blocks
 from data_tools.rows.block import Block, TextField
 from data_tools.rows.compressed import COMPRESSIONS
-from data_tools.rows.json_lines import JsonLinesBlock, json_lines_blocks
+from data_tools.rows.json_lines import json_lines_blocks
 from data_tools.rows.text_files import text_file_blocks
 
-_JSON_LINES = (".jsonl", ".ndjson")
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
 _ARROW = (".parquet", ".arrow")
 
 
 class Files:
     """The rows of files, in order: lines of .jsonl, rows of .parquet and .arrow, whole other files.
 
-    .jsonl and text files may end in .gz or .zst besides. Shards are equal shares of the files'
-    bytes: a part of a file that can be read alone (a line, a row group, a whole compressed file)
-    belongs to the shard in whose share it begins.
+    .ndjson and .json are lines as .jsonl is; all these and text files may end in .gz or .zst
+    besides. Shards are equal shares of the files' bytes: a part of a file that can be read alone
+    (a line, a row group, a whole compressed file) belongs to the shard in whose share it begins.
     """
 
     def __init__(
@@ -31,8 +32,14 @@ class Files:
         """`datasets` are files, and folders of which the files that match the glob `pattern` count,
         sorted by path.
 
-        Raises FileNotFoundError for a path that is not there or a folder without matches.
+        Links to folders inside of a folder are not followed.
+        Raises FileNotFoundError for a path that is not there or a folder without matches, OSError
+        for what cannot be listed or is no regular file, ValueError for a path without a name.
         """
+        if not datasets or not all(datasets):
+            raise ValueError(
+                f"the data sets {list(datasets)} hold an empty name: name each of them"
+            )
         self.field = field or TextField()
         self._datasets, self._pattern = list(datasets), pattern
         self._files = [file for name in datasets for file in _files_of(Path(name), pattern)]
@@ -67,8 +74,10 @@ class Files:
         ]
         shares = [share for share in shares if share.start < share.stop]
 
-        def placed(block: Block, number: int, inner: Any, done: int) -> Block:
-            fraction = (self._offsets[number] + done - low) / (high - low)
+        def placed(block: Block, number: int, inner: Any, last: int, before: int) -> Block:
+            """`last` is the file that the block ends in; `before` of its bytes come earlier."""
+            done = before if block.fraction is None else block.fraction * (self._sizes[last] + 1)
+            fraction = (self._offsets[last] + done - low) / (high - low)
             return replace(block, position=[number, inner], fraction=min(1.0, max(0.0, fraction)))
 
         for is_text, group in groupby(shares, key=lambda share: self._is_text(share.number)):
@@ -76,24 +85,18 @@ class Files:
                 numbers = [share.number for share in group if share.start == 0]
                 for block in text_file_blocks(self._files[number] for number in numbers):
                     last = numbers[block.position + len(block.paths) - 1]
-                    yield placed(block, numbers[block.position], None, self._sizes[last])
+                    yield placed(block, numbers[block.position], None, last, 0)
                 continue
             for number, start, stop in group:
                 within = inner if number == first else None
                 for rows in self._file_blocks(number, start, stop, within):
-                    done = start  # known better only where lines are read as they are stored
-                    if isinstance(rows, JsonLinesBlock) and not self._is_compressed(number):
-                        done = rows.offset + len(rows.lines)
-                    yield placed(rows, number, rows.position, done)
+                    yield placed(rows, number, rows.position, number, start)
 
     def _file_blocks(self, number: int, start: int, stop: int, position: Any) -> Iterator[Block]:
         file = self._files[number]
         if _kind(file) in _JSON_LINES:
-            return json_lines_blocks(file, start, stop, position)
+            return json_lines_blocks(file, start, min(stop, self._sizes[number]), position)
         return arrow_blocks(file, self._sizes[number], start, stop, position, self.field)
-
-    def _is_compressed(self, number: int) -> bool:
-        return self._files[number].suffix in COMPRESSIONS
 
     def _is_text(self, number: int) -> bool:
         return _kind(self._files[number]) not in _JSON_LINES + _ARROW
@@ -108,14 +111,30 @@ class _Share(NamedTuple):
 
 
 def _files_of(path: Path, pattern: str) -> list[Path]:
-    if path.is_dir():
-        found = sorted(file for file in path.rglob(pattern) if file.is_file())
+    if not path.is_dir():
+        found = [path]
+    else:
+        _check_listable(path)
+        found = sorted(file for file in path.rglob(pattern) if not file.is_dir())
         if not found:
             raise FileNotFoundError(f"no file below {path} matches the pattern {pattern!r}")
-        return found
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    return [path]
+    for file in found:
+        if not file.exists():
+            link = "it is a link to nothing" if file.is_symlink() else "check its name"
+            raise FileNotFoundError(f"there is no file {file}: {link}")
+        if not file.is_file():
+            raise OSError(f"{file} is no regular file: leave it out")
+    return found
+
+
+def _check_listable(path: Path) -> None:
+    """Raises OSError for a folder whose content would be missed without a word."""
+
+    def fail(error: OSError) -> None:
+        raise OSError(f"{error.filename} cannot be listed: {error.strerror}") from error
+
+    for _ in os.walk(path, onerror=fail):
+        pass
 
 
 def _kind(file: Path) -> str:

@@ -77,9 +77,8 @@ class HubDataset:
             skipped = inner[1] if file == first else 0
             batches = self._batches(file, files)
             for block in batch_blocks(batches, self._dataset, f"file {file}, ", 0, skipped):
-                yield replace(
-                    block, position=[file, block.position], fraction=(file - low) / (high - low)
-                )
+                done = (file - low) / (high - low)
+                yield replace(block, position=[file, block.position], fraction=done)
 
     def _batches(self, file: int, files: int) -> "Iterator[pyarrow.RecordBatch]":
         rows = self._rows.shard(num_shards=files, index=file).with_format("arrow")

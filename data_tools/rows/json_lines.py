@@ -1,13 +1,15 @@
 """JSON Lines: a JSON object in each line."""
 
+import codecs
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField
-from data_tools.rows.compressed import COMPRESSIONS, open_bytes
+from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, TOO_LONG, Block, Row, TextField
+from data_tools.rows.compressed import COMPRESSIONS, decompressed
 
 
 @dataclass(frozen=True)
@@ -16,22 +18,32 @@ class JsonLinesBlock(Block):
 
     path: str
     offset: int  # of the first line, in the decompressed file
-    lines: bytes
+    lines: bytes | None  # None for one line that is too long
+
+    @property
+    def size(self) -> int:
+        """See `Block.size`."""
+        return 0 if self.lines is None else len(self.lines)
 
     def rows(self, field: TextField) -> Iterator[Row]:
         """See `Block.rows`; a row is located by its byte, see `locate`."""
+        if self.lines is None:
+            yield Row(f"{self.path}, byte {self.offset}", None, TOO_LONG)
+            return
         text = field.load()
-        begin = 0
+        content = memoryview(self.lines)  # a line may be too large to be copied lightly
+        starts_with_mark = self.offset == 0 and self.lines.startswith(codecs.BOM_UTF8)
+        begin = len(codecs.BOM_UTF8) if starts_with_mark else 0
         while begin < len(self.lines):
             end = self.lines.find(b"\n", begin)
             end = len(self.lines) if end < 0 else end
-            line = self.lines[begin:end]
+            line = content[begin:end]
             where = f"{self.path}, byte {self.offset + begin}"
             begin = end + 1
-            if not line.strip():
+            if not bytes(line[:64]).strip() and not bytes(line).strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = json.loads(str(line, "utf-8"))
             except UnicodeDecodeError as error:
                 yield Row(where, None, f"is not UTF-8 text (byte {error.start} of the line)")
             except (ValueError, RecursionError) as error:
@@ -43,7 +55,8 @@ class JsonLinesBlock(Block):
         """The row with its line number, for which the file is read up to there."""
         place = int(row.where.rpartition(" ")[2])
         number = 1
-        with open_bytes(Path(self.path)) as stream:
+        with open(self.path, "rb", buffering=0) as stored:
+            stream = decompressed(stored, Path(self.path))
             while place > 0 and (content := stream.read(min(place, BLOCK_BYTES))):
                 number += content.count(b"\n")
                 place -= len(content)
@@ -56,15 +69,17 @@ def json_lines_blocks(
     """The lines that begin at bytes [start, stop) of the file, from byte `position` on.
 
     A compressed file has all its lines in the range that holds byte 0; `position` counts
-    decompressed bytes there. `Block.fraction` is left to the caller.
+    decompressed bytes there. `Block.fraction` is that of the file.
     """
     compressed = path.suffix in COMPRESSIONS
     if compressed and start > 0:
         return
-    with open_bytes(path) as stream:
+    with open(path, "rb", buffering=0) as stored:
+        size = os.fstat(stored.fileno()).st_size
+        stream = decompressed(stored, path)
         begin = _skip_to(stream, start if position is None else position, compressed, position)
         for offset, lines in _line_blocks(stream, begin, None if compressed else stop):
-            yield JsonLinesBlock(offset, None, str(path), offset, lines)
+            yield JsonLinesBlock(offset, stored.tell() / size, str(path), offset, lines)
 
 
 def _skip_to(stream: BinaryIO, start: int, compressed: bool, position: int | None) -> int:
@@ -88,24 +103,41 @@ def _skip_to(stream: BinaryIO, start: int, compressed: bool, position: int | Non
     return begin
 
 
-def _line_blocks(stream: BinaryIO, begin: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """(offset, whole lines) of those that begin before `stop`; the last may lack its newline."""
+def _line_blocks(
+    stream: BinaryIO, begin: int, stop: int | None
+) -> Iterator[tuple[int, bytes | None]]:
+    """(offset, whole lines) of those that begin before `stop`; the last may lack its newline.
+
+    A line that is too long comes alone, as None.
+    """
     kept: list[bytes] = []  # lines of which the end was not read yet
     kept_bytes = 0
     while stop is None or begin < stop:
         content = stream.read(BLOCK_BYTES)
+        first = content.find(b"\n") + 1 or len(content)
+        if kept_bytes + first > MAX_ROW_BYTES:
+            kept = []
+            while content and not content.endswith(b"\n", 0, first):
+                kept_bytes += len(content)
+                content = stream.read(BLOCK_BYTES)
+                first = content.find(b"\n") + 1 or len(content)
+            yield begin, None
+            begin += kept_bytes + first
+            content, kept_bytes = content[first:], 0
+            if stop is not None and begin >= stop:
+                return
+            content = content or stream.read(BLOCK_BYTES)
         if not content:
             if kept:
                 yield begin, b"".join(kept)
             return
         # The last line that belongs here is the one that holds byte stop - 1.
         last_byte = None if stop is None else stop - 1 - begin - kept_bytes
+        end = 0
         if last_byte is not None and last_byte < len(content):
             end = content.find(b"\n", max(last_byte, 0)) + 1
-            done = end > 0
-        else:
-            end = content.rfind(b"\n") + 1
-            done = False
+        done = end > 0
+        end = end or content.rfind(b"\n") + 1
         if end == 0:
             kept.append(content)
             kept_bytes += len(content)

@@ -26,7 +26,7 @@ class Texts:
             block, characters = [], 0
             for text in texts:
                 block.append(text)
-                characters += len(text)
+                characters += len(text) if isinstance(text, str) else 0
                 if characters >= BLOCK_BYTES:
                     break
             if not block:
@@ -39,7 +39,16 @@ class Texts:
 class TextsBlock(Block):
     texts: tuple[str, ...]
 
+    @property
+    def size(self) -> int:
+        """See `Block.size`."""
+        return sum(len(text) for text in self.texts if isinstance(text, str))
+
     def rows(self, field: TextField) -> Iterator[Row]:
         """See `Block.rows`."""
         for number, text in enumerate(self.texts, start=self.position):
-            yield Row(f"document {number}", text)
+            where = f"document {number}"
+            if isinstance(text, str):
+                yield Row(where, text)
+            else:
+                yield Row(where, None, f"is no string but {text!r:.40}")

@@ -3,7 +3,8 @@
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,20 @@ def read_journal(shard_folder: Path) -> Journal:
         ) from error
 
 
+@contextmanager
+def writing(shard_folder: Path) -> Iterator[None]:
+    """Gives an OSError that does not say where it happened, as that of a full disk, the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(
+            f"{shard_folder} cannot be written: {error.strerror}; what was written before is kept: "
+            "free space or repair access, and run the same command again"
+        ) from error
+
+
 class MarkedStarts:
     """The starts of the marked documents, kept in a file until the shard is finished."""
 
@@ -102,14 +117,20 @@ class WriterLock:
     """Keeps a second writer away from a shard while the first one lives."""
 
     def __init__(self, shard_folder: Path) -> None:
-        """Raises FileExistsError if another process holds the lock."""
+        """Raises FileExistsError if another process holds the lock, OSError if none can be had."""
         self._stream = open(shard_folder / LOCK_FILE, "ab")  # noqa: SIM115 (held until release)
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             self._stream.close()
             raise FileExistsError(
                 f"another process is writing {shard_folder}: wait for it, or end it"
+            ) from error
+        except OSError as error:
+            self._stream.close()
+            raise OSError(
+                f"{shard_folder} cannot be locked ({error}): choose a folder on a file system that "
+                "has locks"
             ) from error
 
     def release(self) -> None:

@@ -97,7 +97,7 @@ class Mixture:
         self.batches = None
         # Sources do not tell targets per sequence, so their bytes per target have no exact mean.
         self.bytes_per_target = None
-        self._sources = dict(sources)
+        self.sources = dict(sources)
         self._begins = [stage.begin for stage in stages]
         self._orders: list[_Order] = []
         for stage in stages:
@@ -106,12 +106,12 @@ class Mixture:
     @property
     def tokenizer(self) -> TokenizerIdentity | None:
         """The tokenizer of those sources that know theirs, with its sha256 if one knows that."""
-        known = [source.tokenizer for source in self._sources.values() if source.tokenizer]
+        known = [source.tokenizer for source in self.sources.values() if source.tokenizer]
         return next((each for each in known if each.sha256), known[0] if known else None)
 
     def sequences_before(self, step: int) -> dict[str, int]:
         """How many sequences steps 0 … `step` - 1 take from each source."""
-        taken = dict.fromkeys(self._sources, 0)
+        taken = dict.fromkeys(self.sources, 0)
         ends = [*self._begins[1:], step]
         for begin, end, order in zip(self._begins, ends, self._orders, strict=False):
             if begin < step:
@@ -124,16 +124,9 @@ class Mixture:
 
         Reads no other row of any source. Raises ValueError for a negative step.
         """
-        if step < 0:
-            raise ValueError(f"a batch's step must be at least 0, not {step}")
-        stage = bisect_right(self._begins, step) - 1
-        order = self._orders[stage]
-        row_B = np.arange(self.batch_size)[rows]
-        if len(row_B) == 0:
-            return self._sources[order.names[0]].batch(0, slice(0, 0))
-
-        number_B = (step - self._begins[stage]) * self.batch_size + row_B
-        source_B, sequence_B = order.locate(number_B)
+        names, source_B, sequence_B = self._locate(step, rows)
+        if len(source_B) == 0:
+            return self.sources[names[0]].batch(0, slice(0, 0))
         source_step_B, source_row_B = np.divmod(sequence_B, self.batch_size)
 
         # Rows that are neighbours in a source are read together. Those of one source are at most
@@ -143,12 +136,31 @@ class Mixture:
         neighbours = same_source & (np.diff(source_row_B[sorted_B]) == 1)
         parts = []
         for run in np.split(sorted_B, 1 + np.flatnonzero(~neighbours)):
-            source = self._sources[order.names[source_B[run[0]]]]
+            source = self.sources[names[source_B[run[0]]]]
             first_row = int(source_row_B[run[0]])
             run_rows = slice(first_row, first_row + len(run))
             parts.append(source.batch(int(source_step_B[run[0]]), run_rows))
         unsorted_B = np.argsort(sorted_B)
         return jax.tree.map(lambda *values: np.concatenate(values)[unsorted_B], *parts)
+
+    def origins(self, step: int) -> tuple[list[str], list[int]]:
+        """For each row of the batch of `step`, its source and which of that one's sequences it is.
+
+        The k-th sequence taken from a source is row k % batch_size of its step k // batch_size.
+        Raises ValueError for a negative step.
+        """
+        names, source_B, sequence_B = self._locate(step, slice(None))
+        return [names[source] for source in source_B.tolist()], sequence_B.tolist()
+
+    def _locate(self, step: int, rows: slice) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """The names of the stage's sources, and of each row the index among them and the number."""
+        if step < 0:
+            raise ValueError(f"a batch's step must be at least 0, not {step}")
+        stage = bisect_right(self._begins, step) - 1
+        order = self._orders[stage]
+        row_B = np.arange(self.batch_size)[rows]
+        number_B = (step - self._begins[stage]) * self.batch_size + row_B
+        return order.names, *order.locate(number_B)
 
 
 class _Order:

@@ -20,6 +20,7 @@ from lmlib.data.journal import (
     Totals,
     WriterLock,
     read_journal,
+    writing,
 )
 from lmlib.data.metadata import (
     FILE_NAME,
@@ -28,10 +29,16 @@ from lmlib.data.metadata import (
     ShardMetadata,
     TokenizerIdentity,
     read_shard,
-    shard_folders,
     shard_name,
-    shard_number,
     write_durably,
+)
+from lmlib.data.shard_checks import (
+    check_data_set,
+    check_folder,
+    check_neighbours,
+    check_same,
+    check_settings,
+    difference,
 )
 from lmlib.data.token_arrays import (
     CHUNK_LENGTH,
@@ -79,17 +86,14 @@ class ShardWriter:
           ValueError: for settings that make no sense, or a tokenizer that is not that of the
             data set's other shards.
         """
-        _check_settings(vocab_size, bos_id, eos_id, shard, shards, split)
+        check_settings(vocab_size, bos_id, eos_id, shard, shards, split)
         if chunk_length < 1 or file_length < 1 or file_length % chunk_length:
             raise ValueError(
                 f"file_length {file_length} must be a positive multiple of chunk_length "
                 f"{chunk_length}"
             )
         self.folder = Path(path) / split / shard_name(shard, shards)
-        _check_folder(self.folder)
-        _check_neighbours(Path(path), split, shards, tokenizer)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = WriterLock(self.folder)
+        check_folder(self.folder)
         self._identity: dict[str, Any] = {
             "shard": shard,
             "shards": shards,
@@ -99,6 +103,10 @@ class ShardWriter:
             "eos_id": eos_id,
             "source": dict(source or {}),
         }
+        check_data_set(Path(path), tokenizer_json)
+        check_neighbours(Path(path), split, self._identity)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = WriterLock(self.folder)
         identity = self._identity | {"tokenizer": asdict(tokenizer) if tokenizer else None}
         self._journal = Journal(identity | {"lengths": [file_length, chunk_length]})
         self._vocab_size = vocab_size
@@ -106,10 +114,13 @@ class ShardWriter:
         self._file_length, self._chunk_length = file_length, chunk_length
         self._dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
         try:
-            if (self.folder / JOURNAL_FILE).exists():
+            check_folder(self.folder)  # it may have been finished before it was locked
+            # With other settings, too, where nothing was written yet that could be lost.
+            if (self.folder / JOURNAL_FILE).exists() and read_journal(self.folder).written:
                 self._resume()
             else:
-                self._begin(path, tokenizer_json)
+                with writing(self.folder):
+                    self._begin(path, tokenizer_json)
         except BaseException:
             self._lock.release()
             raise
@@ -155,6 +166,8 @@ class ShardWriter:
     ) -> None:
         """Adds documents, framed already: their tokens one after the other, and how many each has.
 
+        `tokens` must not change afterwards: it may be kept until it fills a file.
+
         Raises ValueError for a token outside the vocabulary, or, after a restart, if these are
         not the documents that were appended before.
         """
@@ -175,26 +188,29 @@ class ShardWriter:
             max_token_id=max(before.max_token_id, high),
         )
         self._unmarked_lengths.append(lengths)
-        fresh = self._verify(tokens.astype(self._dtype), before.tokens)
+        fresh = self._verify(tokens.astype(self._dtype, copy=False), before.tokens)
         self._buffer.append(fresh)
         self._buffered += len(fresh)
         if self._buffered >= self._file_length:
             self._write_buffer(self._buffered - self._buffered % self._file_length)
-            self._save_starts()
-            self._journal.save(self.folder)
+            with writing(self.folder):
+                self._save_starts()
+                self._journal.save(self.folder)
 
     def finish(self) -> ShardMetadata:
         """Writes what is buffered, then metadata.json. No other method works afterwards."""
         self._write_buffer(self._buffered)
         self._unsaved_starts.append(self._unmarked_starts())
-        self._save_starts()
+        with writing(self.folder):
+            self._save_starts()
         starts = self._starts.all()
         tokens = self._totals.tokens
         chunk_starts = np.arange(0, tokens + self._chunk_length, self._chunk_length)
         self._write_index("document_starts", starts)
         self._write_index("first_documents", np.searchsorted(starts, chunk_starts))
         metadata = ShardMetadata(**self._identity, **asdict(self._totals))
-        metadata.write(self.folder)
+        with writing(self.folder):
+            metadata.write(self.folder)
         remove_leftovers(self.folder)
         self._lock.release()
         return metadata
@@ -221,9 +237,10 @@ class ShardWriter:
         found = read_journal(self.folder)
         for name, value in self._journal.settings.items():
             if found.settings.get(name) != value:
+                differing = difference(name, found.settings.get(name), value)
                 raise FileExistsError(
-                    f"{self.folder} was begun with {name} {found.settings.get(name)!r}, not "
-                    f"{value!r}: give the same settings, or another folder, or delete it"
+                    f"{self.folder} was begun with {differing}: give the same settings, or another "
+                    "folder, or delete it"
                 )
         self._journal = found
         self._starts = MarkedStarts(self.folder, found.marked.documents)
@@ -278,23 +295,22 @@ def finished_shard(
     split: str,
     shard: int,
     shards: int,
+    *,
     tokenizer: TokenizerIdentity,
     source: Mapping[str, Any],
+    bos_id: int | None,
+    eos_id: int | None,
 ) -> ShardMetadata | None:
     """The shard if it is finished, None if not.
 
-    Raises FileExistsError if it was made by another tokenizer or from another source.
+    Raises FileExistsError if it was made with other settings; see `ShardWriter`.
     """
     folder = Path(path) / split / shard_name(shard, shards)
     if not (folder / FILE_NAME).exists():
         return None
     found = read_shard(folder)
-    for name, wanted in (("tokenizer", tokenizer), ("source", source)):
-        if getattr(found, name) != wanted:
-            raise FileExistsError(
-                f"{folder} is finished, with {name} {getattr(found, name)!r}, not {wanted!r}: "
-                "choose another folder, or delete it to make it again"
-            )
+    wanted = {"tokenizer": tokenizer, "source": source, "bos_id": bos_id, "eos_id": eos_id}
+    check_same(folder, found, wanted, tuple(wanted))
     remove_leftovers(folder)  # of a writer killed between its last two steps
     return found
 
@@ -323,55 +339,3 @@ def remove_leftovers(shard_folder: Path) -> None:
         *temporary,
     ):
         file.unlink(missing_ok=True)
-
-
-def _check_settings(
-    vocab_size: int, bos_id: int | None, eos_id: int | None, shard: int, shards: int, split: str
-) -> None:
-    if not 1 <= vocab_size <= 2**31:
-        raise ValueError(f"vocab_size must be in [1, 2**31], not {vocab_size}")
-    for name, token_id in (("bos_id", bos_id), ("eos_id", eos_id)):
-        if token_id is not None and not 0 <= token_id < vocab_size:
-            raise ValueError(f"{name} {token_id} is outside the vocabulary of {vocab_size}")
-    if not 0 <= shard < shards <= 99_999:
-        raise ValueError(
-            f"there is no shard {shard} of {shards}: shards are numbered from 0, and at most 99,999"
-        )
-    if split in ("", ".", "..") or "/" in split:
-        raise ValueError(f"a split is named by a plain folder name, not {split!r}")
-
-
-def _check_folder(folder: Path) -> None:
-    """Never touch what no writer put there, nor a finished shard."""
-    if not folder.exists():
-        return
-    if (folder / FILE_NAME).exists():
-        raise FileExistsError(f"{folder} is already finished: delete it first to make it again")
-    own = {JOURNAL_FILE, STARTS_FILE, LOCK_FILE}
-    own |= {f"{name}.tmp" for name in (JOURNAL_FILE, FILE_NAME, TOKENIZER_FILE)}
-    own |= {"tokens", "document_starts", "first_documents"}
-    strangers = sorted({entry.name for entry in folder.iterdir()} - own)
-    if strangers:
-        raise FileExistsError(
-            f"{folder} holds {strangers[0]!r}, which is no part of a shard: choose another folder"
-        )
-
-
-def _check_neighbours(
-    path: Path, split: str, shards: int, tokenizer: TokenizerIdentity | None
-) -> None:
-    """All shards of a split agree in their number, all splits of a data set in their tokenizer."""
-    for folder in shard_folders(path / split):
-        number = shard_number(folder)
-        if number is not None and number[1] != shards:
-            raise FileExistsError(
-                f"{path / split} holds {folder.name}, so the split is made of {number[1]} shards, "
-                f"not {shards}: choose another folder, or delete it first"
-            )
-    for file in sorted(path.glob(f"*/shard_*/{FILE_NAME}")):
-        other = read_shard(file.parent).tokenizer
-        if other != tokenizer:
-            raise ValueError(
-                f"{file.parent} was made with {other}, not {tokenizer}: all splits of a data set "
-                "share one tokenizer, so choose another folder or the same tokenizer"
-            )

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, E embed, V vocab, L layers.
 
 import difflib
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -151,6 +152,16 @@ class Llama(eqx.Module):
         segment_ids_BS: Int32[Array, "b s"] | None = None,
     ) -> Float[Array, "b s embed"]:
         """The residual stream after the last block, in the compute dtype."""
+        return self.observed_trunk(tokens_BS, positions_BS, segment_ids_BS, lambda x_BSE: None)[0]
+
+    def observed_trunk(
+        self,
+        tokens_BS: Int32[Array, "b s"],
+        positions_BS: Int32[Array, "b s"] | None,
+        segment_ids_BS: Int32[Array, "b s"] | None,
+        observe: Callable[[Array], Any],
+    ) -> tuple[Float[Array, "b s embed"], Any]:
+        """What `trunk` gives, and what `observe` makes of each layer's output, stacked."""
         if positions_BS is None:
             positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(
                 tokens_BS.shape[1], dtype=jnp.int32
@@ -159,16 +170,17 @@ class Llama(eqx.Module):
             segment_ids_BS = jnp.zeros_like(tokens_BS)
         residual = "batch seq_parallel embed" if self.sequence_parallel else "batch seq embed"
 
-        def layer(x_BSE: Array, block: Block) -> tuple[Array, None]:
+        def layer(x_BSE: Array, block: Block) -> tuple[Array, Any]:
             x_BSE = checkpoint_name(x_BSE, "layer_input")
             block = gather(block, self.compute_dtype)
-            return block(x_BSE, positions_BS, segment_ids_BS, residual), None
+            x_BSE = block(x_BSE, positions_BS, segment_ids_BS, residual)
+            return x_BSE, observe(x_BSE)
 
         # Inside a scan nothing can merge the recomputation with the forward pass, so CSE is safe.
         scanned = self.unroll < self.layers
         layer = jax.checkpoint(layer, policy=self.policy, prevent_cse=not scanned)
         x_BSE = move(self.embed(tokens_BS), residual)
-        return jax.lax.scan(layer, x_BSE, self.blocks, unroll=self.unroll)[0]
+        return jax.lax.scan(layer, x_BSE, self.blocks, unroll=self.unroll)
 
     def embed(self, tokens_BS: Int32[Array, "b s"]) -> Float[Array, "b s embed"]:
         """Rows of the table. Each `tensor` shard looks up its own vocabulary, then they sum."""

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmlib.data import FlatTokens, ShardWriter, TokenizerIdentity, finished_shard, read_shard
+from lmlib.data import shard_writer as shard_writer_module
+from lmlib.data.journal import WriterLock, writing
 
 IDS = st.integers(0, 299) | st.just(0)  # zeros, the fill value, come often
 DOCUMENTS = st.lists(st.lists(IDS, max_size=70), max_size=12)
@@ -251,14 +253,19 @@ def test_splits_share_one_tokenizer(tmp_path: Path) -> None:
 
 def test_finished_shard(tmp_path: Path) -> None:
     tokenizer, source = TokenizerIdentity("bytes", None), {"datasets": ["a"]}
-    target = (tmp_path, "train", 0, 1)
-    assert finished_shard(*target, tokenizer, source) is None
-    writer = ShardWriter(tmp_path, "train", vocab_size=300, tokenizer=tokenizer, source=source)
+    settings = {"tokenizer": tokenizer, "source": source, "bos_id": None, "eos_id": 1}
+
+    def found(**changed: object) -> object:
+        return finished_shard(tmp_path, "train", 0, 1, **(settings | changed))  # type: ignore
+
+    assert found() is None
+    writer = ShardWriter(tmp_path, "train", vocab_size=300, **settings)  # type: ignore[arg-type]
     writer.append(np.array([1, 2]), 2)
-    assert finished_shard(*target, tokenizer, source) is None
-    assert writer.finish() == finished_shard(*target, tokenizer, source)
-    with pytest.raises(FileExistsError, match="is finished, with source"):
-        finished_shard(*target, tokenizer, {"datasets": ["b"]})
+    assert found() is None
+    assert writer.finish() == found()
+    for name, value in (("source", {"datasets": ["b"]}), ("bos_id", 0), ("eos_id", 2)):
+        with pytest.raises(FileExistsError, match=f"is finished, with {name}"):
+            found(**{name: value})
 
 
 def test_a_shard_without_documents(tmp_path: Path) -> None:
@@ -286,3 +293,28 @@ def test_settings_that_make_no_sense(tmp_path: Path, setting: dict, message: str
     settings = {"path": tmp_path, "split": "train", "vocab_size": 300}
     with pytest.raises(ValueError, match=message):
         ShardWriter(**(settings | setting))
+
+
+def test_a_shard_that_is_finished_just_before_it_is_locked_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ShardWriter(tmp_path, "train", vocab_size=300)
+    first.append(np.array([1, 2]), 2)
+
+    def lock_late(folder: Path) -> WriterLock:
+        first.finish()
+        return WriterLock(folder)
+
+    monkeypatch.setattr(shard_writer_module, "WriterLock", lock_late)
+    with pytest.raises(FileExistsError, match="already finished"):
+        ShardWriter(tmp_path, "train", vocab_size=300)
+    assert stored(tmp_path / "train" / ALONE / "tokens").tolist() == [1, 2]
+
+
+def test_a_full_disk_is_told_with_the_folder(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match=f"{tmp_path} cannot be written: No space left.*again"),
+        writing(tmp_path),
+        open("/dev/full", "wb", buffering=0) as full,
+    ):
+        full.write(b"x")

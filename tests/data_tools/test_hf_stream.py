@@ -1,12 +1,9 @@
 """Streams against a packing written out here; in shapes, B rows, S sequence, N tokens."""
 
-import gc
 import gzip
-import itertools
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import numpy as np
 import pytest
 
 from data_tools.hf_stream import HFStream
-from data_tools.hf_stream.steady import StreamFailure
 from lmlib.data.batch import Batch, Source
 from lmlib.data.metadata import TokenizerIdentity
 from lmlib.data.resumable import Resumable, gather_states
@@ -263,9 +259,9 @@ def test_asking_for_the_first_batch_again_starts_anew(jsonl: str) -> None:
     first = all_batches(source, 3)
     for one, other in zip(first, all_batches(source, 3), strict=True):
         assert_same(one, other)
-    with pytest.raises(ValueError, match="after 2 comes not 7"):
+    with pytest.raises(ValueError, match="the next step is 3, or 0 to begin again, not 7"):
         source.batch(7)
-    with pytest.raises(ValueError, match="after none comes not 4"):
+    with pytest.raises(ValueError, match="the next step is 0, or 0 to begin again, not 4"):
         stream(jsonl).batch(4)
     with pytest.raises(ValueError, match="known only after the batch of step 4, not that of 2"):
         source.state(5)
@@ -297,6 +293,8 @@ def test_a_state_of_other_settings_is_refused(
     [
         ({"batch_size": 0}, "batch_size of at least 1, not 0"),
         ({"threads": 0}, "threads of at least 1, not 0"),
+        ({"stall_seconds": 0}, "stall_seconds of at least 0.001, not 0"),
+        ({"on_bad_row": "ignore"}, "on_bad_row is 'fail' or 'skip', not 'ignore'"),
         ({"streams": 0}, "streams of at least 1, not 0"),
         ({"streams": 3}, "batch_size of 4 does not divide into 3 streams"),
         ({"split": "test"}, "cannot open .*split 'test'"),
@@ -314,182 +312,3 @@ def test_a_data_set_that_is_not_there_is_refused(tmp_path: Path) -> None:
         stream(str(tmp_path / "missing"))
     with pytest.raises(ValueError, match="no file of a known format"):
         stream([str(tmp_path / "texts.csv")])
-
-
-class Texts:
-    """Records from a list: what HFStream uses of a `datasets` stream. `before` may get in its way.
-
-    `before(number)` is called before record `number` is given.
-    """
-
-    def __init__(self, records: Sequence[Any], before: Callable[[int], None]) -> None:
-        self._records = records
-        self._before = before
-        self._next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            self._before(self._next)
-            if self._next == len(self._records):
-                return
-            self._next += 1
-            yield self._records[self._next - 1]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self._next}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._next = state_dict["next"]
-
-
-def from_list(
-    records: Sequence[Any], before: Callable[[int], None] = lambda number: None, **settings: Any
-) -> HFStream:
-    settings = {"repeat": False, "retries": 3, "backoff_seconds": 0.0, **settings}
-    return stream("a list", records=lambda index, streams: Texts(records, before), **settings)
-
-
-def columns(texts: list[str]) -> list[dict[str, str]]:
-    return [{"text": text} for text in texts]
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"content": "x"}, r"'a list', record 5 has no column 'text'; it has 'content'"),
-        ({"text": None}, r"'a list', record 5: column 'text' is no string but None"),
-        ("x", r"'a list', record 5 is no mapping of columns but str"),
-    ],
-)
-def test_records_without_text_are_named(record: Any, message: str) -> None:
-    source = from_list([*columns(TEXTS[:5]), record], shuffle_documents=2)
-    with pytest.raises(ValueError, match=message):
-        all_batches(source, 100)
-
-
-def test_a_text_that_cannot_be_encoded_stops_the_stream() -> None:
-    source = from_list(
-        [*columns(TEXTS[:5]), {"text": "\ud800"}], shuffle_documents=3, batch_size=16
-    )
-    for _ in range(2):  # asked again, it does not go on behind it
-        with pytest.raises(ValueError, match="'a list', in the block that begins with record 3: "):
-            source.batch(0)
-
-
-def test_an_empty_stream_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'a list' has no records"):
-        from_list([], repeat=True).batch(0)
-
-
-@pytest.mark.parametrize("shuffle_documents", [0, 10])
-def test_a_stream_that_fails_now_and_then_loses_nothing(
-    shuffle_documents: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failures = {5: 2, 20: 1, 21: 3, 47: 2}  # how often before record n; 47 is the end
-
-    def fails(number: int) -> None:
-        if failures.get(number):
-            failures[number] -= 1
-            raise ConnectionError(f"lost at {number}")
-
-    count = steps_of(TEXTS)
-    flaky = from_list(columns(TEXTS), fails, shuffle_documents=shuffle_documents)
-    steady = from_list(columns(TEXTS), shuffle_documents=shuffle_documents)
-    for one, other in zip(all_batches(flaky, count), all_batches(steady, count), strict=True):
-        assert_same(one, other)
-    told = capsys.readouterr().err.splitlines()
-    assert told[:3] == [
-        "'a list': ConnectionError: lost at 5; retry 1 of 3 in 0 s",
-        "'a list': ConnectionError: lost at 5; retry 2 of 3 in 0 s",
-        "'a list': ConnectionError: lost at 20; retry 1 of 3 in 0 s",
-    ]
-    assert len(told) == 8
-
-
-def test_pauses_grow(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(number: int) -> None:
-        raise ConnectionError("no network")
-
-    with pytest.raises(StreamFailure):
-        from_list([], fails, backoff_seconds=0.001).batch(0)
-    told = capsys.readouterr().err.splitlines()
-    assert [line.rpartition(" in ")[2] for line in told] == ["0.001 s", "0.002 s", "0.004 s"]
-
-
-def test_a_stream_that_fails_for_ever_is_given_up() -> None:
-    tries = itertools.count()
-
-    def fails(number: int) -> None:
-        if number == 30:
-            next(tries)
-            raise ConnectionError("gone")
-
-    source = from_list(columns(TEXTS), fails, shuffle_documents=10)
-    message = "'a list' failed 4 times in a row, at last with ConnectionError: gone"
-    with pytest.raises(StreamFailure, match=message) as raised:
-        for step in itertools.count():
-            source.batch(step)
-    assert step > 0
-    assert isinstance(raised.value.__cause__, ConnectionError)
-    with pytest.raises(StreamFailure, match=message):  # asked again, it says so again
-        source.batch(step)
-    assert next(tries) == 4
-
-
-def test_opening_is_retried_too(jsonl: str) -> None:
-    failures = iter([OSError("no route"), OSError("no route")])
-
-    def opened(index: int, streams: int) -> Texts:
-        for error in failures:
-            raise error
-        return Texts(columns(TEXTS), lambda number: None)
-
-    source = stream("a list", records=opened, repeat=False, retries=2, backoff_seconds=0.0)
-    assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS
-
-
-def test_a_stalled_stream_is_opened_again_and_then_given_up(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    release = threading.Event()
-    stalls = [20, 33]
-
-    def stalls_once(number: int) -> None:
-        if number in stalls:
-            stalls.remove(number)
-            release.wait()
-
-    def stalls_always(number: int) -> None:
-        if number == 20:
-            release.wait()
-
-    try:
-        source = from_list(columns(TEXTS), stalls_once, stall_seconds=0.5)
-        assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS
-        assert capsys.readouterr().err.splitlines() == 2 * [
-            "'a list': TimeoutError: nothing came for 0.5 s; retry 1 of 3 in 0 s"
-        ]
-        source = from_list(columns(TEXTS), stalls_always, stall_seconds=0.1, retries=1)
-        with pytest.raises(StreamFailure, match=r"TimeoutError: nothing came for 0\.1 s"):
-            all_batches(source, 100)
-    finally:
-        release.set()
-
-
-def reading_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if "'a dropped list'" in thread.name]
-
-
-@pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_a_source_no_longer_used_leaves_no_thread(how: str) -> None:
-    source = stream("a dropped list", records=lambda i, n: Texts(columns(TEXTS), lambda k: None))
-    source.batch(0)
-    running = reading_threads()
-    assert running
-    if how == "closed":
-        source.close()
-    del source
-    gc.collect()
-    for thread in running:
-        thread.join(60)
-        assert not thread.is_alive()

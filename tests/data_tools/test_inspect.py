@@ -1,26 +1,21 @@
 """Descriptions, samples, verification and batches of small data sets, against lists by hand."""
 
-import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import fiddle as fdl
 import numpy as np
 import pytest
-import zarr
 
 from data_tools.convert import to_seqax
 from data_tools.inspect import (
     DocumentLengths,
     LengthBin,
-    SavedRun,
-    batch_rows,
+    Sample,
     decoder,
     describe_split,
     document_lengths,
@@ -29,12 +24,9 @@ from data_tools.inspect import (
     split_folders,
     verify_split,
 )
-from data_tools.inspect.report import description_text, lengths_text, row_text, sample_text
+from data_tools.inspect.report import description_text, lengths_text, sample_text
 from data_tools.tokenizer import train_byte_level_bpe
-from lmlib.data import FlatTokens, ShardWriter, Synthetic, TokenizerIdentity
-from lmlib.data.mixture import Mixture, Stage
-from lmlib.experiment import Experiment
-from runner import configs
+from lmlib.data import ShardWriter, TokenizerIdentity
 
 REPOSITORY = Path(__file__).parents[2]
 BOS, EOS = 256, 257
@@ -99,8 +91,9 @@ def test_a_finished_split(tmp_path: Path) -> None:
     lines = description_text(split).splitlines()
     assert lines[0] == str(folder)
     shown = dict(line.strip().split("  ", 1) for line in lines[1:])
-    assert shown["shards"].strip() == "2 of 2 shards finished"
-    assert shown["tokens"].strip() == f"{framed_tokens()} tokens"
+    assert shown["shards"].strip() == "2 of 2 finished"
+    assert shown["tokens"].strip() == f"{framed_tokens()}"
+    assert shown["documents"].strip() == f"5, {framed_tokens() / 5:.1f} tokens each on average"
     assert shown["framing"].strip() == "BOS 256, EOS 257"
 
 
@@ -117,7 +110,7 @@ def test_an_unfinished_split(tmp_path: Path) -> None:
         ("shard_00001_of_00003", 64),  # whole files of 32
         ("shard_00002_of_00003", 0),
     ]
-    assert "1 of 3 shards finished" in description_text(split)
+    assert "1 of 3 finished" in description_text(split)
     assert "shard_00001_of_00003, 64 tokens on disk so far" in description_text(split)
     assert document_lengths(folder).documents == 2
 
@@ -161,7 +154,10 @@ def test_document_lengths(tmp_path: Path) -> None:
         assert lengths.percentile(percent) == ordered[place]
     text = lengths_text(lengths).splitlines()
     assert text[1] == f"         0 tokens  3 documents  {'█' * 40}"
-    assert text[-1].endswith("100% up to 40 tokens")
+    assert text[-2:] == [
+        "  of documents   1%  10%  50%  90%  99%  100%",
+        "  tokens, up to   0    0    2    8   40    40",
+    ]
     none = DocumentLengths(np.zeros(0, np.int64), np.zeros(0, np.int64))
     assert none.bins() == []
     assert lengths_text(none) == "  no documents"
@@ -207,79 +203,6 @@ def test_a_data_sets_own_tokenizer_decodes(tmp_path: Path) -> None:
     assert decode([0, *(alphabet[letter] for letter in "wolle"), 1]) == "wolle"
 
 
-@pytest.mark.parametrize("kind", ["flip", "truncate", "delete"])
-def test_verify_finds_every_damaged_file(tmp_path: Path, kind: str) -> None:
-    folder = write_texts(tmp_path, shards=2)
-    assert verify_split(folder) == []
-    shard = folder / "shard_00001_of_00002"
-    chosen = [shard / "tokens/c/0", shard / "tokens/c/2", shard / "document_starts/c/0"]
-    chosen.append(folder / "shard_00000_of_00002/first_documents/c/0")
-    for file in chosen:
-        content = bytearray(file.read_bytes())
-        if kind == "flip":
-            content[1] ^= 4
-            file.write_bytes(content)
-        elif kind == "truncate":
-            file.write_bytes(content[:-1])
-        else:
-            file.unlink()
-    assert sorted(damage.path for damage in verify_split(folder)) == sorted(chosen)
-
-
-def test_any_lost_file_is_found(tmp_path: Path) -> None:
-    folder = write_texts(tmp_path)
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-        content = file.read_bytes()
-        file.unlink()
-        assert verify_split(folder), file
-        file.write_bytes(content)
-    assert verify_split(folder) == []
-
-
-@pytest.mark.parametrize(
-    ("entry", "change", "expected"),
-    [
-        ("max_token_id", -1, "has max_token_id 256, but the arrays have 257"),
-        ("targets", 1, "has targets"),
-        ("tokens", 1, "promises"),
-        ("documents", -1, "promises"),
-        ("vocab_size", -5, "outside the vocabulary of 253"),
-    ],
-)
-def test_verify_compares_metadata_with_the_arrays(
-    tmp_path: Path, entry: str, change: int, expected: str
-) -> None:
-    folder = write_texts(tmp_path)
-    file = folder / "shard_00000_of_00001/metadata.json"
-    content = json.loads(file.read_text())
-    content[entry] += change
-    file.write_text(json.dumps(content))
-    assert any(expected in damage.reason for damage in verify_split(folder))
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "value", "expected"),
-    [
-        ("document_starts", 0, 1, "begins with 1"),
-        ("document_starts", 2, 50_000, "decreases|beyond the tokens"),
-        ("document_starts", 3, 0, "decreases"),
-        ("document_starts", 3, 90, "first_documents|disagrees|decreases"),
-        ("document_starts", 4, 200, "beyond the tokens"),
-        ("first_documents", 1, 9, "disagrees with document_starts at 1"),
-        ("tokens", 5, 299, "has max_token_id 257, but the arrays have 299"),
-    ],
-)
-def test_verify_compares_the_arrays_with_each_other(
-    tmp_path: Path, name: str, place: int, value: int, expected: str
-) -> None:
-    folder = write_texts(tmp_path)
-    array = zarr.open_array(folder / "shard_00000_of_00001" / name)
-    array[place] = value  # with a valid checksum
-    damages = verify_split(folder)
-    assert damages
-    assert any(re.search(expected, damage.reason) for damage in damages), damages
-
-
 def test_empty_documents_and_empty_splits_are_whole(tmp_path: Path) -> None:
     for number, documents in enumerate([RAGGED, [], [[]], [[], []], [[], [1]], [[1], []], [[1]]]):
         folder = write_ids(tmp_path / str(number), documents)
@@ -289,128 +212,6 @@ def test_empty_documents_and_empty_splits_are_whole(tmp_path: Path) -> None:
         assert sum(len(sample.pieces) for sample in samples(open_split(folder), 2)) == min(
             1, sum(map(len, documents))
         ) * sum(1 for document in documents if document)
-
-
-def test_verify_checks_the_tokenizer(tmp_path: Path) -> None:
-    content = '{"made": "up"}'
-    identity = TokenizerIdentity("x", hashlib.sha256(content.encode()).hexdigest())
-    folder = write_ids(tmp_path, RAGGED, tokenizer=identity, tokenizer_json=content)
-    assert verify_split(folder) == []
-    (tmp_path / "tokenizer.json").write_text(content + " ")
-    (damage,) = verify_split(folder)
-    assert damage.path == tmp_path / "tokenizer.json"
-    (tmp_path / "tokenizer.json").unlink()
-    assert [damage.reason for damage in verify_split(folder)] == ["is missing"]
-    with pytest.raises(ValueError, match=r"not a valid|cannot"):
-        (tmp_path / "tokenizer.json").write_text(content)
-        decoder(tmp_path, identity)
-
-
-@pytest.mark.parametrize("name", ["encoded_tokens/2", "encoded_tokens/0", "seq_starts/1"])
-@pytest.mark.parametrize("length", [None, 20])
-def test_verify_of_seqax(tmp_path: Path, name: str, length: int | None) -> None:
-    write_ids(tmp_path / "lmlib", RAGGED)
-    to_seqax(tmp_path / "lmlib", tmp_path / "out", tokens_chunk_length=8, starts_chunk_length=4)
-    file = tmp_path / "out/train" / name
-    if length is None:
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[:length])
-    assert file in [damage.path for damage in verify_split(tmp_path / "out/train")]
-
-
-def test_rows_of_a_batch(tmp_path: Path) -> None:
-    write_texts(tmp_path)
-    source = FlatTokens(str(tmp_path), "train", 1, 12, seed=None)
-    (row,) = batch_rows(source.batch(0))
-    assert [(piece.start, piece.stop, piece.segment_id) for piece in row.pieces] == [
-        (0, 7, 1),
-        (7, 9, 2),
-        (9, 12, 3),
-    ]
-    assert row.pieces[0].tokens == (BOS, *b"hello", EOS)
-    assert row.pieces[0].targets == (*b"hello", EOS, BOS)
-    assert row.pieces[0].loss_mask == (True,) * 6 + (False,)
-    assert row.pieces[2].positions == (0, 1, 2)
-    assert (row.places, row.targets_in_loss) == (12, 10)
-    decode = decoder(tmp_path, source.tokenizer)
-    assert row_text(row, decode, 0, 9).splitlines()[:7] == [
-        "row 0 (sequence 0 of 9): 12 tokens, 10 targets in the loss",
-        "  places 0 to 6: segment 1, positions 0 to 6",
-        "    tokens   256 104 101 108 108 111 257",
-        "    targets  104 101 108 108 111 257 (256)",
-        "    │ hello",
-        "  ── another document; its first token is no target in the loss ──",
-        "  places 7 to 8: segment 2, positions 0 to 1",
-    ]
-
-
-def test_rows_whose_documents_share_a_segment_are_cut_as_well(tmp_path: Path) -> None:
-    write_texts(tmp_path)
-    source = FlatTokens(
-        str(tmp_path), "train", 1, 12, seed=None, attend_across_documents=True, epochs=1
-    )
-    (row,) = batch_rows(source.batch(0))
-    assert [piece.start for piece in row.pieces] == [0, 7, 9]
-    assert {piece.segment_id for piece in row.pieces} == {1}
-    (padding,) = batch_rows(source.batch(1000))[0].pieces
-    assert (padding.start, padding.stop, padding.segment_id) == (0, 12, 0)
-    text = row_text(batch_rows(source.batch(1000))[0], None, -1, source.sequences)
-    assert text == "row 0: 12 tokens, 0 targets in the loss\n  places 0 to 11: padding"
-
-
-def save_run(path: Path, workdir: Path, **more) -> Path:
-    data = fdl.Config(
-        FlatTokens, path=str(path), split="train", batch_size=3, sequence_length=9, seed=4, **more
-    )
-    validation = fdl.Config(Synthetic, vocab_size=64, batch_size=2, sequence_length=5)
-    configs.save(fdl.Config(Experiment, data=data, validation=validation, steps=3), workdir)
-    return workdir / "config.json"
-
-
-def test_the_data_of_a_run(tmp_path: Path) -> None:
-    write_texts(tmp_path / "data")
-    file = save_run(tmp_path / "data", tmp_path / "run", reset_positions=False)
-    run = SavedRun(file)
-    assert run.data_sets() == [(tmp_path / "data", "train")]
-    assert run.data_sets("validation") == []
-    expected = FlatTokens(
-        str(tmp_path / "data"), "train", 3, 9, seed=4, reset_positions=False
-    ).batch(2)
-    found = run.source().batch(2)
-    for field in ("tokens", "targets", "segment_ids", "positions", "loss_mask"):
-        np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
-    assert run.source("validation").sequence_length == 5
-    with pytest.raises(ValueError, match="train and validation, not 'test'"):
-        run.source("test")
-
-
-def test_the_data_of_a_run_on_a_mixture(tmp_path: Path) -> None:
-    sources = {}
-    for name in ("code", "prose"):
-        write_texts(tmp_path / name)
-        sources[name] = fdl.Config(
-            FlatTokens, path=str(tmp_path / name), split="train", batch_size=2, sequence_length=6
-        )
-    stages = [fdl.Config(Stage, weights={"code": 1.0, "prose": 3.0})]
-    mixture = fdl.Config(Mixture, sources=sources, stages=stages)
-    configs.save(fdl.Config(Experiment, data=mixture, steps=3), tmp_path)
-    run = SavedRun(tmp_path / "config.json")
-    assert run.data_sets() == [(tmp_path / "code", "train"), (tmp_path / "prose", "train")]
-    expected = fdl.build(mixture).batch(5)
-    np.testing.assert_array_equal(run.source().batch(5).tokens, expected.tokens)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"root": 1, "objects": {}}', None])
-def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "config.json"
-    if content is not None:
-        file.write_text(content)
-        with pytest.raises(ValueError, match=r"config\.json is no config\.json that a run"):
-            SavedRun(file)
-    else:
-        with pytest.raises(FileNotFoundError):
-            SavedRun(file)
 
 
 def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
@@ -440,19 +241,10 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_shows_a_data_set(tmp_path: Path) -> None:
     write_texts(tmp_path / "data")
     done = command(tmp_path, "data", "--samples=2", "--sample_length=200")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("data/train\n  format ")
     assert "  document lengths\n" in done.stdout
     assert "    │ hello\n" in done.stdout
-
-
-def test_the_command_shows_the_batch_of_a_run(tmp_path: Path) -> None:
-    write_texts(tmp_path / "data")
-    save_run(tmp_path / "data", tmp_path / "run")
-    done = command(tmp_path, "run/config.json", "--batch=1", "--rows=1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("step 1: 3 rows of 9 tokens, 1 shown\nrow 0 (sequence ")
 
 
 def test_the_status_of_the_command(tmp_path: Path) -> None:
@@ -464,6 +256,38 @@ def test_the_status_of_the_command(tmp_path: Path) -> None:
         "damaged: data/train/shard_00000_of_00001/tokens/c/1: is missing",
         "data/train: damaged in 1 place",
     ]
-    done = command(tmp_path, "data", "--batch=-1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "inspect: a batch's step must be at least 0, not -1\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "give one data set, split, or config.json of a run; see --help"),
+        ("data other", "give one data set, split, or config.json of a run; see --help"),
+        ("other", "there is no folder other"),
+        ("other.json", "there is no file other.json"),
+        ("data --batch=-1", "flag --batch=-1: -1 is not a non-negative integer"),
+        ("data --cheque=1", "Unknown command line flag 'cheque'"),
+        ("data --batch=0 --verify", "--batch and --verify are two commands: give one of them"),
+        ("data --rows=3", "--rows is of use with --batch only"),
+        ("data --batch=9 --epochs=1", "there is no step 9: the data ends after 1 batches"),
+        ("data/train --batch=0 --split=test", "data/train is the split 'train', not 'test'"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: str, message: str) -> None:
+    write_texts(tmp_path / "data")
+    done = command(tmp_path, *arguments.split())
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"inspect: {message}\n")
+
+
+def test_an_unfinished_split_has_no_samples(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "data", shards=2)
+    shutil.rmtree(folder / "shard_00001_of_00002")
+    done = command(tmp_path, "data")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\n  no samples: unfinished\n")
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    sample = Sample(start=0, begins_document=False, pieces=((1,),))
+    text = sample_text(sample, lambda ids: "a\x1b[2J\r\tb\x00é\nc")
+    assert text.splitlines()[1:] == ["    │ a\\x1b[2J\\r\tb\\x00é", "    │ c"]

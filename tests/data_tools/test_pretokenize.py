@@ -117,6 +117,10 @@ def test_a_finished_split_stays(tmp_path: Path) -> None:
     assert pretokenize(TEXTS, ByteTokenizer(), tmp_path, "train") == made
     with pytest.raises(FileExistsError, match="is finished, with source"):
         pretokenize(Texts(["other"], {"dataset": "other"}), ByteTokenizer(), tmp_path, "train")
+    frames_otherwise = ByteTokenizer()
+    frames_otherwise.eos_id = 0
+    with pytest.raises(FileExistsError, match="is finished, with eos_id 257, not 0"):
+        pretokenize(TEXTS, frames_otherwise, tmp_path, "train")
     with pytest.raises(FileExistsError, match="is finished, with tokenizer"):
         pretokenize(TEXTS, train_byte_level_bpe(TEXTS, 260), tmp_path, "train")
 
@@ -195,3 +199,47 @@ def test_the_writer_frames_like_pretokenize(tmp_path: Path) -> None:
     writer.append(np.array(list(b"ab")), 2)
     writer.finish()
     assert tokens_of(tmp_path / "one") == tokens_of(tmp_path / "two")
+
+
+def test_what_is_no_data_set_of_ours_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a")
+    with pytest.raises(FileExistsError, match="file is no folder"):
+        pretokenize(TEXTS, ByteTokenizer(), tmp_path / "file", "train")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("of a model")
+    with pytest.raises(FileExistsError, match="not the tokenizer that was asked for"):
+        pretokenize(TEXTS, train_byte_level_bpe(TEXTS, 260), tmp_path / "model", "train")
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == "of a model"
+    (tmp_path / "old" / "train").mkdir(parents=True)
+    (tmp_path / "old" / "train" / "metadata.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="data set in another format"):
+        pretokenize(TEXTS, ByteTokenizer(), tmp_path / "old", "train")
+
+
+def test_shards_of_different_sources_do_not_meet(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n')
+    out = tmp_path / "out"
+    pretokenize_shard(Files([str(tmp_path / "a.jsonl")]), ByteTokenizer(), out, "train", shards=2)
+    with pytest.raises(FileExistsError, match=r"is finished, with source datasets .*a\.jsonl"):
+        pretokenize_shard(
+            Files([str(tmp_path / "b.jsonl")]), ByteTokenizer(), out, "train", shard=1, shards=2
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shard=3/3"], "--shard=3/3 is not 'i/n' with i from 0 to n - 1"),
+        (["--shard=0/3", "--shards=2"], "--shard=0/3 and --shards=2 disagree"),
+        (["--max_tokens=inf"], "max_tokens=inf"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    common = [f"--dataset={tmp_path / 'a.txt'}", "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]
+    failed = command_line(*common, *arguments)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("pretokenize: ") and failed.stderr.count("\n") == 1
+    assert message in failed.stderr
+    assert not (tmp_path / "out").exists()

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from data_tools.pretokenize import pretokenize, pretokenize_shard
-from data_tools.rows import Files
+from data_tools.pretokenize.report import SkippedRows
+from data_tools.rows import Files, TextField
 from data_tools.tokenizer import ByteTokenizer, train_byte_level_bpe
 
 REPOSITORY = Path(__file__).parents[2]
@@ -140,7 +141,10 @@ def test_a_bad_row_is_fatal_or_skipped_and_counted(tmp_path: Path, workers: int)
     with pytest.raises(ValueError, match=r"lines\.jsonl, line 2, has no string.*--on_bad_row=skip"):
         pretokenize_shard(*target, workers=workers)
     metadata = pretokenize(
-        *target, workers=workers, on_bad_row="skip", skipped=lambda row: shown.append(str(row))
+        *target,
+        workers=workers,
+        on_bad_row="skip",
+        skipped=lambda block, row: shown.append(str(block.locate(row))),
     )
     assert (metadata.documents, metadata.skipped_rows) == (3, 5)
     assert [line.split(", ")[1] for line in shown] == [f"line {n}" for n in (2, 3, 4, 7, 8)]
@@ -149,13 +153,14 @@ def test_a_bad_row_is_fatal_or_skipped_and_counted(tmp_path: Path, workers: int)
 
 def test_a_changed_source_cannot_go_on(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
-    file.write_text('{"text": "a"}\nnot JSON\n')
+    good = json.dumps({"text": "a" * 2**20}) + "\n"  # a block of its own
+    file.write_text(2 * good + "not JSON\n")
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match="line 2"):
-        pretokenize(Files([str(file)]), ByteTokenizer(), out, "train")
+    with pytest.raises(ValueError, match="line 3"):
+        pretokenize(Files([str(file)]), ByteTokenizer(), out, "train", file_length=FILE_LENGTH)
     file.write_text('{"text": "a"}\n{"text": "b"}\n')
-    with pytest.raises(FileExistsError, match="was begun with source"):
-        pretokenize(Files([str(file)]), ByteTokenizer(), out, "train")
+    with pytest.raises(FileExistsError, match=r"was begun with source bytes \d+, not 28: give"):
+        pretokenize(Files([str(file)]), ByteTokenizer(), out, "train", file_length=FILE_LENGTH)
 
 
 def test_a_document_of_100_megabytes(tmp_path: Path) -> None:
@@ -191,3 +196,117 @@ def test_a_full_disk_is_named_and_nothing_is_lost(
     pretokenize(*target, tmp_path / "out", "train", **settings)  # type: ignore[arg-type]
     pretokenize(*target, tmp_path / "whole", "train", **settings)  # type: ignore[arg-type]
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_settings_can_be_corrected_before_anything_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"text": "a"}\n')
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="no column 'body'"):
+        pretokenize(Files([str(file)], field=TextField("body")), ByteTokenizer(), out, "train")
+    assert pretokenize(Files([str(file)]), ByteTokenizer(), out, "train").documents == 1
+
+
+def test_a_lost_worker_is_an_error_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(tmp_path / "lines.jsonl", 3_000_000)
+    lost = tmp_path / "lost"
+    (tmp_path / "losing_worker.py").write_text(
+        "import os\n"
+        "def text(row):\n"
+        f"    if len(row['text']) == 90_000 and not os.path.exists({str(lost)!r}):\n"
+        f"        open({str(lost)!r}, 'w').close()\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return row['text']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    field = TextField(function="losing_worker:text")
+    target = (Files([str(tmp_path / "lines.jsonl")], field=field), ByteTokenizer())
+    settings = {"workers": 2, "on_bad_row": "skip", "file_length": FILE_LENGTH}
+    with pytest.raises(ChildProcessError, match=r"worker process was killed.*again to go on"):
+        pretokenize(*target, tmp_path / "out", "train", **settings)  # type: ignore[arg-type]
+    pretokenize(*target, tmp_path / "out", "train", **settings)  # type: ignore[arg-type]
+    pretokenize(*target, tmp_path / "whole", "train", **settings)  # type: ignore[arg-type]
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_even_stuck_workers(tmp_path: Path, number: signal.Signals) -> None:
+    """As Ctrl-C and batch systems send it: to all processes at once."""
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    (tmp_path / "sticking.py").write_text(
+        f"def text(row):\n    open({str(begun)!r}, 'w').close()\n    while True: pass\n"
+    )
+    (tmp_path / "lines.jsonl").write_text('{"text": "a"}\n')
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "data_tools.pretokenize", "--tokenizer=bytes", "--workers=2"),
+            *(f"--dataset={tmp_path / 'lines.jsonl'}", f"--out={tmp_path / 'out'}"),
+            "--text_function=sticking:text",
+        ],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}"},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    begun.read_text()  # waits for the worker
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    handles = [os.pidfd_open(int(child)) for child in children]
+    assert len(handles) >= 2
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert errors == f"pretokenize: {number.name}; the same command goes on from here\n"
+    for handle in handles:
+        assert select.select([handle], [], [], 30)[0], "a worker outlived its parent"
+        os.close(handle)
+
+
+def test_the_first_skipped_rows_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"text": "a"}\n' + "x\n" * 12)
+    metadata = pretokenize(
+        Files([str(file)]),
+        ByteTokenizer(),
+        tmp_path / "out",
+        "train",
+        on_bad_row="skip",
+        skipped=SkippedRows(),
+    )
+    assert metadata.skipped_rows == 12
+    *shown, last = capsys.readouterr().err.splitlines()
+    assert [line.split(", ")[1] for line in shown] == [f"line {n}" for n in range(2, 12)]
+    assert last == "further skipped rows are counted, not shown"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_text_function_gives_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    (tmp_path / "giving.py").write_text(
+        "def text(row):\n    return {'a': 'A', 'n': None}[row['t']]"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"t": "a"}\n{"t": "n"}\n{"t": "x"}\n')
+    source = Files([str(file)], field=TextField(function="giving:text"))
+    shown: list[str] = []
+    metadata = pretokenize(
+        source,
+        ByteTokenizer(),
+        tmp_path / "out",
+        "train",
+        workers=workers,
+        on_bad_row="skip",
+        skipped=lambda block, row: shown.append(row.problem),
+    )
+    assert (metadata.documents, metadata.skipped_rows) == (1, 2)
+    assert shown == [
+        "has no string in giving:text but None",
+        "makes giving:text raise KeyError('x')",
+    ]

@@ -20,13 +20,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A Ray of two workers that also find the modules of the folder."""
     modules = tmp_path_factory.mktemp("modules")
     path = {"PYTHONPATH": f"{REPOSITORY}:{modules}"}
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 * 2**20,
-        runtime_env={"env_vars": path},
-    )
+    for attempt in range(3):  # Ray gives itself 30 s to start, which a busy machine may exceed
+        try:
+            ray.init(
+                num_cpus=2,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=80 * 2**20,
+                runtime_env={"env_vars": path},
+            )
+            break
+        except Exception as error:
+            ray.shutdown()
+            if attempt == 2 or "timed out during startup" not in str(error):
+                raise
     yield modules
     ray.shutdown()
 

@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.rows import Files, HubDataset, Row, RowSource, TextField, row_source
+from data_tools.rows import Files, HubDataset, Row, RowSource, TextField, Texts, row_source
 from data_tools.rows import json_lines as json_lines_module
+from data_tools.rows import text_files as text_files_module
 
 TEXTS = ["first", "", "zwei\nLinien", "ünï 🤖", "x" * 3000]
 
@@ -251,3 +253,172 @@ def test_a_hugging_face_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         HubDataset(str(folder))
     with pytest.raises(ValueError, match="cannot be opened as a Hugging Face data set"):
         HubDataset(str(tmp_path / "nowhere"))
+
+
+def test_byte_order_marks_carriage_returns_and_blank_lines(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "b\\r\\n"}\r\n{"text": "c"}')
+    assert texts_of(Files([str(file)])) == ["a", "b\r\n", "c"]
+    (tmp_path / "text.txt").write_bytes(b"a\r\nb")
+    assert texts_of(Files([str(tmp_path / "text.txt")])) == ["a\r\nb"]
+
+
+@pytest.mark.parametrize("kind", [".json", ".json.gz", ".json.zst", ".ndjson"])
+def test_json_files_hold_lines(tmp_path: Path, kind: str) -> None:
+    """As those of allenai/c4 do; to take them for texts would go unnoticed."""
+    assert texts_of(Files([str(write_kind(tmp_path, kind))])) == TEXTS
+
+
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".txt.gz", ".parquet"])
+def test_a_file_of_no_bytes_is_not_whole(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"data{kind}"
+    file.write_bytes(b"")
+    with pytest.raises(OSError, match=f"data{kind}"):
+        rows_of(Files([str(file)]))
+
+
+def test_what_is_no_file_is_not_left_out_silently(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").symlink_to("nowhere")
+    for name in (tmp_path, tmp_path / "b.txt"):
+        with pytest.raises(FileNotFoundError, match=r"b\.txt: it is a link to nothing"):
+            Files([str(name)])
+    (tmp_path / "b.txt").unlink()
+    os.mkfifo(tmp_path / "c.txt")
+    with pytest.raises(OSError, match=r"c\.txt is no regular file"):
+        Files([str(tmp_path)])
+    for names in ([], [str(tmp_path / "a.txt"), ""]):
+        with pytest.raises(ValueError, match="empty name"):
+            Files(names)
+
+
+LINES = st.lists(st.text("ab", max_size=40), max_size=8)
+
+
+@settings(deadline=None, max_examples=100)
+@given(lines=LINES, ends=st.booleans(), block_bytes=st.integers(1, 20), shards=st.integers(1, 4))
+def test_lines_that_are_too_long_are_bad_rows(
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[str],
+    ends: bool,
+    block_bytes: int,
+    shards: int,
+) -> None:
+    file = tmp_path_factory.mktemp("lines") / "lines.jsonl"
+    content = b"".join(json.dumps({"text": line}).encode() + b"\n" for line in lines)
+    file.write_bytes(content if ends else content.removesuffix(b"\n"))
+    most = len(json.dumps({"text": "x" * 20}) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_lines_module, "BLOCK_BYTES", block_bytes)
+        patch.setattr(json_lines_module, "MAX_ROW_BYTES", most)
+        source = Files([str(file)])
+        found = [row for shard in range(shards) for row in rows_of(source, shard, shards)]
+    assert len(found) == len(lines)
+    for number, (line, row) in enumerate(zip(lines, found, strict=True), start=1):
+        stored = len(json.dumps({"text": line})) + (ends or number < len(lines))
+        if stored <= most:
+            assert row.text == line
+        else:
+            assert str(row) == (
+                f"{file}, line {number}, is longer than 128 MiB: cut it into several rows"
+            )
+
+
+@pytest.mark.parametrize("name", ["b.txt", "b.txt.gz"])
+def test_a_text_file_that_is_too_long_is_a_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(text_files_module, "MAX_ROW_BYTES", 100)
+    (tmp_path / "a.txt").write_text("a" * 100)
+    content = b"b" * 101
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    (tmp_path / "c.txt").write_text("c")
+    rows = rows_of(Files([str(tmp_path)]))
+    assert [row.text for row in rows] == ["a" * 100, None, "c"]
+    assert str(rows[1]).startswith(f"{tmp_path / name} is longer than")
+
+
+def test_a_function_makes_the_text_of_text_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "naming.py").write_text(
+        "def name(row):\n    return row['path'].rpartition('/')[2] + ': ' + row['text']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a.txt").write_text("body")
+    source = Files([str(tmp_path / "a.txt")], field=TextField(function="naming:name"))
+    assert texts_of(source) == ["a.txt: body"]
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".arrow", ".stream.arrow"])
+@pytest.mark.parametrize(
+    "type_of_text",
+    [pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string()), pa.string_view()],
+)
+def test_columns_of_any_type_that_holds_text(
+    tmp_path: Path, kind: str, type_of_text: pa.DataType
+) -> None:
+    if kind == ".parquet" and type_of_text == pa.string_view():
+        pytest.skip("older Parquet writers have no such type")
+    file = tmp_path / f"data{kind}"
+    column = pa.array([*TEXTS, None]).cast(type_of_text)
+    table = pa.table({"nested": [{"a": [1]}] * 6, "text": column})
+    if kind == ".parquet":
+        pq.write_table(table, file)
+    else:
+        new = pa.ipc.new_stream if kind == ".stream.arrow" else pa.ipc.new_file
+        with pa.OSFile(str(file), "wb") as sink, new(sink, table.schema) as writer:
+            writer.write_table(table)
+    assert texts_of(Files([str(file)])) == [*TEXTS, None]
+    rows = rows_of(Files([str(file)], field=TextField("nested")))
+    assert {row.text for row in rows} == {None}
+    assert "has no string in column 'nested' but {'a': [1]}" in str(rows[0])
+
+
+def test_bad_strings_of_a_dictionary_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.arrow"
+    values = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([1, 0]), values)})
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    bad, good = rows_of(Files([str(file)]))
+    assert (good.text, bad.problem) == ("a", "is not UTF-8 text (byte 0)")
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".arrow"])
+def test_one_large_group_is_read_in_small_blocks(tmp_path: Path, kind: str) -> None:
+    """Also of a dictionary that is larger than a block, and without the other columns."""
+    texts = [str(number) * 5_000 for number in range(1000)]
+    column = pa.array(texts).dictionary_encode()
+    table = pa.table({"text": column, "other": [text[::-1] for text in texts]})
+    file = tmp_path / f"data{kind}"
+    if kind == ".parquet":
+        pq.write_table(table, file)
+    else:
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    source = Files([str(file)])
+    blocks = list(source.blocks(0, 1))
+    assert max(block.size for block in blocks) < 4 * 2**20
+    assert [row.text for block in blocks for row in block.rows(source.field)] == texts
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_the_fraction_that_was_read_grows_to_one(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"data{kind}"
+    texts = [os.urandom(50_000).hex() for _ in range(80)]
+    if kind == ".parquet":
+        pq.write_table(pa.table({"text": texts}), file)
+    else:
+        compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(file.suffix, bytes)
+        file.write_bytes(compress(json_lines(texts)))
+    fractions = [block.fraction for block in Files([str(file)]).blocks(0, 1)]
+    assert fractions == sorted(fractions) and len(set(fractions)) > 3
+    assert 0 < fractions[0] < 0.5
+    assert fractions[-1] == pytest.approx(1, abs=1e-5)
+
+
+def test_texts_that_are_no_strings_are_bad_rows() -> None:
+    rows = rows_of(Texts(["a", 5, None]))  # type: ignore[list-item]
+    assert [row.text for row in rows] == ["a", None, None]
+    assert str(rows[1]) == "document 1 is no string but 5"

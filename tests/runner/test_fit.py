@@ -66,6 +66,8 @@ def test_a_run_describes_itself(undisturbed):
         "tokens_per_second",
         "step_seconds",
         "data_wait_seconds",
+        "skipped_updates",
+        "skipped_in_a_row",
     }
     for line in lines:
         evaluated = {"validation_loss"} if line["step"] in (10, 20) else set()

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -158,18 +159,18 @@ for step in (1, 10, 27):
     with Prefetch(resumed, sharding, step, step + 2) as batches:
         for index, batch in batches:
             assert rows(batch) == found[index], (step, index)
-json.dump({"rows": found, "states": states}, open(out, "w"))
+json.dump({"rows": found, "states": states}, open(f"{out}/{process}.json", "w"))
 """
 
 
-def test_two_processes_share_the_data_and_know_both_states(texts: str, tmp_path: Path) -> None:
+def run_two(program: str, *arguments: str) -> list[tuple[int, str]]:
+    """Runs two processes of the program; returns the status and output of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    outputs = [tmp_path / f"{process}.json" for process in range(2)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(port), str(process), texts, str(outputs[process])],
+            [sys.executable, "-c", program, str(port), str(process), *arguments],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -179,12 +180,19 @@ def test_two_processes_share_the_data_and_know_both_states(texts: str, tmp_path:
         for process in range(2)
     ]
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, output
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
+    return [
+        (process.returncode, output) for process, output in zip(processes, outputs, strict=True)
+    ]
+
+
+def test_two_processes_share_the_data_and_know_both_states(texts: str, tmp_path: Path) -> None:
+    for status, output in run_two(PROCESS, texts, str(tmp_path)):
+        assert status == 0, output
+    outputs = [tmp_path / f"{process}.json" for process in range(2)]
     one, other = (json.loads(output.read_text()) for output in outputs)
     assert one["states"] == other["states"]
     assert [set(state["positions"]) for state in one["states"][0]] == [{"0"}, {"1"}]
@@ -205,3 +213,104 @@ def bytes_between(tokens: list[int], begin: int) -> list[bytes]:
         bytes(token for token in tokens[start:end] if token < begin)
         for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True)
     ]
+
+
+# Asked for the batch of step 8 for the first time, the process kills itself: step 4 is saved.
+EXPERIMENT = """
+import os, pathlib, signal
+import fiddle as fdl
+from data_tools.hf_stream import HFStream
+from experiments import llama_84m
+from lmlib.experiment import Experiment
+
+class KilledOnce(HFStream):
+    def batch(self, step, rows=slice(None)):
+        mark = pathlib.Path("{mark}")
+        if step == 8 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(step, rows)
+
+def config() -> fdl.Config[Experiment]:
+    "A stream."
+    cfg = llama_84m.config()
+    llama_84m.tiny(cfg)
+    cfg.data = fdl.Config(KilledOnce, "{texts}", "bytes", 16, 64, shuffle_documents=25)
+    cfg.validation, cfg.model.layers = None, 1
+    cfg.steps, cfg.checkpoint_every = 10, 2
+    return cfg
+"""
+
+FAILING = """
+import os, sys
+port, process, workdir = sys.argv[1:]
+os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"] = "cpu", ""
+import jax
+jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+import fiddle as fdl
+from data_tools.hf_stream import HFStream
+from runner import configs, fit
+
+class Texts:
+    def __init__(self, stream, streams):
+        self.stream, self.given = stream, 0
+
+    def __iter__(self):
+        while self.stream == 0 or self.given < 100:
+            self.given += 1
+            yield {"text": "x" * 62}
+        raise ConnectionError("no route to the Hub")
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+cfg = configs.load("experiments/llama_84m", ["tiny"])
+cfg.data = fdl.Config(
+    HFStream, "a list", "bytes", 16, 64, records=Texts, retries=1, backoff_seconds=0.0
+)
+cfg.validation, cfg.model.layers, cfg.mesh.fsdp, cfg.steps = None, 1, 2, 1_000
+fit(cfg, workdir)
+"""
+
+
+def test_where_the_stream_of_one_process_fails_for_good_the_others_end(tmp_path: Path) -> None:
+    """A step takes 8 documents of each stream, which are tokenized by 64: the second 64 fail."""
+    (other, _), (status, output) = run_two(FAILING, str(tmp_path))
+    assert (other, status) == (1, 1)
+    cause = (
+        "'a list', stream 1 of 2 failed 2 times in a row, at last with ConnectionError: no route"
+    )
+    assert cause in output
+    assert "while prefetching the batch of step 7" in output
+
+
+def test_a_run_killed_between_checkpoints_goes_on_where_it_was(texts: str, tmp_path: Path) -> None:
+    """Through the command line, with SIGKILL."""
+    experiment = tmp_path / "streamed.py"
+    experiment.write_text(EXPERIMENT.format(texts=texts, mark=tmp_path / "killed_once"))
+
+    def run(workdir: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "runner", f"--fdl_config={experiment}"]
+        return subprocess.run(
+            [*command, f"--workdir={workdir}"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    killed = run(tmp_path / "killed")
+    assert killed.returncode == -signal.SIGKILL, killed.stdout
+    found = []
+    for name in ("killed", "undisturbed"):
+        done = run(tmp_path / name)
+        assert done.returncode == 0, done.stdout
+        assert ("resuming after step" in done.stdout) == (name == "killed")
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found.append(without_times(list(map(json.loads, lines))))
+    assert found[0] == found[1]
+    assert [line["step"] for line in found[0]] == list(range(1, 11))

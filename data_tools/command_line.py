@@ -1,0 +1,46 @@
+"""What the commands have in common: mistakes told in one line, and the exit status."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from absl import app, flags, logging
+
+FAILED, INTERRUPTED = 2, 130  # exit status
+
+
+def run(name: str, command: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Runs `command` with the arguments that are no flags; exits with the status it returns.
+
+    A flag that is unknown or has no valid value, and an OSError or ValueError of `command`, is told
+    in one line on stderr that begins with `name`; the status is then 2, or 130 after Ctrl-C.
+    """
+
+    def main(arguments: Sequence[str]) -> int:
+        logging.set_verbosity(logging.WARNING)  # JAX tells of each backend it does not find
+        try:
+            status = command(arguments[1:])
+            sys.stdout.flush()
+        except BrokenPipeError:  # who reads the output has seen enough, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        except (OSError, ValueError) as error:
+            return _told(name, error)
+        except KeyboardInterrupt:
+            print(f"{name}: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        return status
+
+    def parsed(arguments: Sequence[str]) -> list[str]:
+        try:
+            return flags.FLAGS(arguments)
+        except flags.Error as error:
+            sys.exit(_told(name, error))
+
+    app.run(main, flags_parser=parsed)
+
+
+def _told(name: str, error: Exception) -> int:
+    print(f"{name}:", " ".join(str(error).split()), file=sys.stderr)
+    return FAILED

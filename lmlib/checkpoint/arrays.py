@@ -1,0 +1,188 @@
+"""The arrays of a checkpoint: their names, whether they fit what is wanted, and how they lie.
+
+Each is a zarr array of version 2, uncompressed: every file of it has a size that follows from its
+shape, so that sizes are known before anything is allocated.
+"""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import PyTree
+
+from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, SavedArray
+
+STATE = "state"
+
+_LARGEST_TEXT = 256 << 20  # bytes, for the files of a checkpoint that hold no array
+_LARGEST_ZARRAY = 1 << 16  # bytes
+
+
+def handler() -> ocp.PyTreeCheckpointHandler:
+    """How Orbax writes and reads the arrays.
+
+    Its OCDBT format and compression are off: a save takes a fraction of the time without them,
+    and trained weights hardly compress.
+    """
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+
+
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """Leaves by path, in tree order: `{"model.layers.query": …, "optimizer.0.count": …}`."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def check_savable(arrays: dict[str, Any]) -> None:
+    """Raises ValueError for a leaf that is no array with elements, or whose name is no file's."""
+    for name, array in arrays.items():
+        if not isinstance(array, jax.Array) or array.size == 0:
+            raise ValueError(
+                f"cannot save {name}: it is {_describe(array)}, not an array with elements; "
+                "keep it out of the state or make it a static field"
+            )
+        if "/" in name or name.startswith((".", "_")) or name == "array_metadatas":
+            raise ValueError(
+                f"cannot save {name!r}: the folder of an array has the name of its leaf, which "
+                "may hold no / and begin with neither . nor _; rename it"
+            )
+
+
+def saved_arrays(arrays: dict[str, Any]) -> dict[str, SavedArray]:
+    """What the manifest says of the arrays."""
+    return {
+        name: SavedArray(tuple(array.shape), str(array.dtype)) for name, array in arrays.items()
+    }
+
+
+def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
+    """Raises ValueError if the arrays of a checkpoint are not those that are wanted."""
+    step, saved = manifest.step, manifest.arrays
+    absent, unknown = wanted.keys() - saved.keys(), saved.keys() - wanted.keys()
+    if absent or unknown:
+        raise ValueError(
+            f"checkpoint {step} holds another model or optimizer: it lacks {_few(absent)} and "
+            f"has {_few(unknown)} besides; restore it with the config that it was saved with"
+        )
+    for name, leaf in wanted.items():
+        if saved[name] != SavedArray(tuple(leaf.shape), str(leaf.dtype)):
+            raise ValueError(
+                f"checkpoint {step} has {name} as {_describe(saved[name])}, but "
+                f"{_describe(leaf)} is wanted; restore it with the config that it was saved with"
+            )
+        mesh = getattr(leaf.sharding, "mesh", None)
+        if leaf.sharding is None or isinstance(mesh, jax.sharding.AbstractMesh):
+            raise ValueError(
+                f"the target's {name} is on no devices (sharding {leaf.sharding}): "
+                "give it a NamedSharding of a mesh from jax.make_mesh"
+            )
+
+
+def check_layout(folder: Path, manifest: Manifest, wanted: dict[str, Any]) -> None:
+    """Compares the files of the arrays with the wanted shapes and dtypes; opens no array.
+
+    The files were compared with the manifest before.
+
+    Raises:
+      DamagedCheckpointError: if an array has another shape, another dtype, is compressed or lacks
+        a chunk, or if there are files that belong to no array.
+    """
+    rest = {name: file.size for name, file in manifest.files.items()}
+    for name, leaf in wanted.items():
+        prefix = f"{STATE}/{name}/"
+        for file, size in _array_files(folder, f"{prefix}.zarray", rest, _stored(leaf)).items():
+            if rest.pop(prefix + file, None) != size:
+                reason = f"is no chunk of {size:,} bytes, as {_describe(leaf)} needs"
+                raise DamagedCheckpointError(folder, prefix + file, reason)
+    for file, size in rest.items():
+        texts = ("_METADATA", "_sharding", "commit_success.txt", "array_metadatas/")
+        if not file.startswith(("progress/", *(f"{STATE}/{text}" for text in texts))):
+            raise DamagedCheckpointError(folder, file, "belongs to no array")
+        if size > _LARGEST_TEXT:
+            raise DamagedCheckpointError(folder, file, f"has {size:,} bytes, too many for a text")
+
+
+def restore_arrays(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    """Reads the arrays of a verified checkpoint; every process of the run calls it.
+
+    Raises:
+      DamagedCheckpointError: if Orbax reads something else than is wanted.
+    """
+    with ocp.Checkpointer(handler()) as checkpointer:
+        restored = checkpointer.restore(
+            folder / STATE,
+            args=ocp.args.PyTreeRestore(
+                wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
+            ),
+        )
+    for name, leaf in wanted.items():
+        array = restored[name]
+        if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (
+            leaf.shape,
+            leaf.dtype,
+        ):
+            reason = f"was read as {_describe(array)}, but {_describe(leaf)} was saved"
+            raise DamagedCheckpointError(folder, f"{STATE}/{name}", reason)
+    return restored
+
+
+def _array_files(
+    folder: Path, description: str, sizes: dict[str, int], leaf: jax.ShapeDtypeStruct
+) -> dict[str, int]:
+    """Sizes of the files that an array consists of, read off its `.zarray`, by name."""
+    if (size := sizes.get(description)) is None:
+        raise DamagedCheckpointError(folder, description, "is missing")
+    if size > _LARGEST_ZARRAY:
+        raise DamagedCheckpointError(folder, description, f"has {size:,} bytes, too many")
+    try:
+        zarray = json.loads((folder / description).read_bytes())
+        chunks = [int(length) for length in zarray["chunks"]]
+        stored = (tuple(zarray["shape"]), np.dtype(str(zarray["dtype"])))
+        plain = (zarray["compressor"], zarray["filters"]) == (None, None)
+        separator = zarray.get("dimension_separator", ".")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpointError(folder, description, f"cannot be read: {error!r}") from error
+    shape = leaf.shape
+    if stored != (shape, leaf.dtype):
+        reason = f"says {stored[1]}{list(stored[0])}, but {_describe(leaf)} was saved"
+        raise DamagedCheckpointError(folder, description, reason)
+    fits = len(chunks) == len(shape) and all(
+        0 < chunk <= length for chunk, length in zip(chunks, shape, strict=False)
+    )
+    if not fits or not plain or separator != ".":
+        raise DamagedCheckpointError(folder, description, "describes no uncompressed chunks")
+    counts = [-(-length // chunk) for length, chunk in zip(shape, chunks, strict=True)]
+    if math.prod(counts) > len(sizes):  # more than there are files: do not count them out
+        raise DamagedCheckpointError(folder, description, f"asks for {math.prod(counts):,} chunks")
+    chunk_bytes = math.prod(chunks) * leaf.dtype.itemsize
+    indices = itertools.product(*map(range, counts))
+    names = [".".join(map(str, index)) or "0" for index in indices]  # "0": an array of no axes
+    return {".zarray": size} | dict.fromkeys(names, chunk_bytes)
+
+
+def _stored(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """What stands for a leaf on disk: for typed PRNG keys, their words."""
+    bare = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.eval_shape(jax.random.key_data, bare) if is_key else bare
+
+
+def _describe(leaf: Any) -> str:
+    """`float32[4, 8]` for what has a shape and a dtype."""
+    if not hasattr(leaf, "shape"):
+        return f"{leaf!r} ({type(leaf).__name__})"
+    return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+
+
+def _few(names: set[str]) -> str:
+    """At most three names, in order, then how many more."""
+    shown = sorted(names)[:3]
+    rest = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*shown, *rest]) or "nothing"

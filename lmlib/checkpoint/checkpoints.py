@@ -1,0 +1,382 @@
+"""The checkpoints in one directory: saving, choosing, verifying, restoring.
+
+`orbax.checkpoint.CheckpointManager` saves and deletes, not the newer `orbax.checkpoint.v1`, whose
+interface is still moving. The manifest is written between Orbax's last file of a step and the
+renaming that makes the step visible, so a step without one is no half-written step but a damaged
+one. Steps are restored from their verified files alone, by no way through the manager.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jaxtyping import PyTree
+
+from lmlib.checkpoint import arrays as saved
+from lmlib.checkpoint import folders
+from lmlib.checkpoint import progress as saved_progress
+from lmlib.checkpoint.failures import storage_error
+from lmlib.checkpoint.manifest import (
+    DamagedCheckpointError,
+    Manifest,
+    check_files,
+    read_manifest,
+    write_manifest,
+)
+from lmlib.checkpoint.orbax_noise import OrbaxNoise
+from lmlib.checkpoint.retention import finite_or_none, preservation_policy
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What `restore_newest` found.
+
+    Attributes:
+      step: the step of the newest sound checkpoint.
+      state: as the target says.
+      progress: what was saved with it.
+      damaged: what is wrong with each newer checkpoint, newest first.
+    """
+
+    step: int
+    state: PyTree
+    progress: dict[str, Any]
+    damaged: tuple[DamagedCheckpointError, ...]
+
+
+class Checkpoints:
+    """The checkpoints in one directory, on a file system that every process reaches.
+
+    Every process of the run makes the same calls in the same order.
+
+        with Checkpoints(workdir / "checkpoints") as checkpoints:
+            checkpoints.save(100, state, {"tokens": 1_000_000})
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        read_only: bool = False,
+    ):
+        """Opens `directory`, made if absent; removes what a save that was killed has left there.
+
+        Args:
+          keep: the newest so many stay; the rest go whenever another one is whole.
+          keep_every: checkpoints at multiples of so many steps stay too.
+          keep_best: so many with the smallest `metric` stay too.
+          read_only: changes nothing; for reading while a run may be saving.
+
+        Raises:
+          ValueError: if a number is out of range.
+          OSError: if the directory cannot be made or read, naming it and the cause.
+        """
+        self._directory = Path(directory).absolute()
+        self._metrics: dict[int, float] = {}
+        self._policy = preservation_policy(keep, keep_every, keep_best, self._metrics)
+        self._manager: ocp.CheckpointManager | None = None
+        self._saving: int | None = None  # the step that was begun last
+        self._finish: Callable[[], None] = lambda: None  # writes the manifest of that step
+        self._noise = OrbaxNoise()
+        logging.getLogger("absl").addFilter(self._noise)
+        if read_only:
+            return
+        with self._named_errors("open the checkpoints"):
+            if jax.process_index() == 0:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._remove_unfinished()
+            _barrier("checkpoints opened")
+            if keep_best:
+                self._read_metrics()
+            self._manager = self._open()
+
+    def save(
+        self, step: int, state: PyTree, progress: dict[str, Any], metric: float | None = None
+    ) -> float:
+        """Starts saving; returns once the arrays are copied, so `state` may be donated at once.
+
+        An earlier save that still runs is waited for first. The saving itself may fail later: the
+        next `save`, `wait` or `close` raises what went wrong.
+
+        Args:
+          step: larger than that of every checkpoint in the directory.
+          state: every leaf an array of at least one element, typed PRNG keys included.
+          progress: what JSON can hold, the same on every process; copied.
+          metric: what `keep_best` ranks by, smaller is better; one that is not finite never ranks.
+
+        Returns:
+          The seconds for which it blocked, the wait for an earlier save included.
+
+        Raises:
+          ValueError: if `step` is not new, or something cannot be saved.
+          OSError: if the directory cannot be written, naming it and the cause.
+        """
+        began = time.perf_counter()
+        self.wait()
+        if self._manager is None:
+            raise ValueError(f"{self._directory} was opened read-only: nothing can be saved there")
+        newest = self._manager.latest_step()
+        if newest is not None and step <= newest:
+            raise ValueError(
+                f"cannot save step {step}: {self._directory} already holds step {newest}; "
+                "resume from that one or use another directory"
+            )
+        arrays = saved.named_leaves(state)
+        saved.check_savable(arrays)
+        progress = saved_progress.copied(progress)
+        described, rank = saved.saved_arrays(arrays), finite_or_none(metric)
+        folder = folders.unfinished_folder(self._directory, step)
+        bare = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()
+        }
+
+        def finish() -> None:
+            manifest = write_manifest(folder, step, rank, described)
+            saved.check_layout(folder, manifest, bare)  # what could not be restored is not saved
+
+        self._finish, self._saving = finish, step
+        if rank is not None:
+            self._metrics[step] = rank
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(arrays), progress=ocp.args.JsonSave(progress)
+        )
+        with self._recovery(f"save step {step}"):
+            if not self._directory.is_dir():  # Orbax would make it again, without the others
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            self._manager.save(step, args=items, force=True)  # force: when to save is not its say
+        return time.perf_counter() - began
+
+    def steps(self) -> list[int]:
+        """The steps of all whole checkpoints, in order; what a killed save left is not among them.
+
+        Read from the directory, since Orbax's own list has the step that is still being saved.
+        """
+        return folders.steps_in(self._directory)
+
+    def newest(self) -> int | None:
+        """The step of the newest whole checkpoint, or `None`; it may be damaged."""
+        return max(self.steps(), default=None)
+
+    def newest_sound(self) -> int | None:
+        """The step of the newest whole checkpoint that `verify` finds nothing wrong with."""
+        for step in reversed(self.steps()):
+            with contextlib.suppress(DamagedCheckpointError):
+                self.verify(step)
+                return step
+        return None
+
+    def verify(self, step: int) -> Manifest:
+        """Reads every file of a checkpoint and compares it with what was saved.
+
+        The processes share the reading, and all raise if one of them finds damage.
+
+        Raises:
+          DamagedCheckpointError: naming the checkpoint and the first wrong file.
+          ValueError: if there is no such checkpoint.
+        """
+        folder = self._folder(step)
+        manifest = _agreed(folder, lambda: read_manifest(folder))
+        part, parts = jax.process_index(), jax.process_count()
+        _agreed(folder, lambda: check_files(folder, manifest, part, parts))
+        return manifest
+
+    def restore(self, step: int, target: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        """The state saved at `step`, laid out as `target` says, and its `progress`; all verified.
+
+        Args:
+          step: one of `steps()`.
+          target: the state's tree with `jax.ShapeDtypeStruct` leaves, whose shardings are on real
+            devices; the mesh need not be the one that the state was saved on.
+
+        Raises:
+          DamagedCheckpointError: if a byte of it is not as it was saved.
+          ValueError: if there is no such checkpoint, or its arrays do not have the names, shapes
+            and dtypes of `target` (nothing is cast).
+        """
+        folder = self._folder(step)
+        wanted = saved.named_leaves(target)
+        # The target first: it is refused at once, and not after gigabytes were read.
+        manifest = _agreed(folder, lambda: read_manifest(folder))
+        saved.check_target(manifest, wanted)
+        self.verify(step)
+        _agreed(folder, lambda: saved.check_layout(folder, manifest, wanted))
+        progress = _agreed(folder, lambda: saved_progress.read_progress(folder, manifest))
+        restored = saved.restore_arrays(folder, wanted)
+        leaves = [restored[name] for name in wanted]
+        return jax.tree.unflatten(jax.tree.structure(target), leaves), progress
+
+    def restore_newest(self, target: PyTree, *, fallback: bool = True) -> Restored | None:
+        """The newest sound checkpoint, restored as by `restore`; `None` if there is none at all.
+
+        Damaged ones that are newer are renamed to `<step>.damaged`, so that the run can save
+        those steps again; the caller should say so, loudly: `Restored.damaged` has the reasons.
+
+        Args:
+          fallback: whether to go back past a damaged checkpoint rather than raise.
+
+        Raises:
+          DamagedCheckpointError: if the newest is damaged and `fallback` is off, or if all are.
+          ValueError: as for `restore`.
+        """
+        damaged: list[DamagedCheckpointError] = []
+        for step in reversed(self.steps()):
+            try:
+                state, progress = self.restore(step, target)
+            except DamagedCheckpointError as error:
+                if not fallback:
+                    raise
+                damaged.append(error)
+                continue
+            self._set_aside(damaged)
+            return Restored(step, state, progress, tuple(damaged))
+        if damaged:
+            damaged[0].add_note(f"None of the {len(damaged)} checkpoints there is sound.")
+            raise damaged[0]
+        return None
+
+    def wait(self) -> None:
+        """Returns when the save that was begun last is whole.
+
+        Raises:
+          OSError: if the storage failed, naming the directory and the cause; the checkpoints
+            before stay, and what was written of this one is removed.
+        """
+        if self._manager is not None:
+            with self._recovery(f"save step {self._saving}"):
+                self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, then ends Orbax's threads; no other method works afterwards."""
+        try:
+            self.wait()
+        finally:
+            if self._manager is not None:
+                self._manager.close()
+            logging.getLogger("absl").removeFilter(self._noise)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _open(self) -> ocp.CheckpointManager:
+        return ocp.CheckpointManager(
+            self._directory,
+            options=ocp.CheckpointManagerOptions(
+                create=False,
+                lightweight_initialize=True,  # otherwise it reads files that no digest covers
+                preservation_policy=self._policy,
+                async_options=ocp.AsyncOptions(
+                    # On process 0, when the files of all are written and before the rename.
+                    post_finalization_callback=lambda: self._finish(),
+                    # Otherwise, where a folder cannot be made, Orbax waits five minutes for it.
+                    create_directories_asynchronously=False,
+                ),
+            ),
+            item_handlers={
+                saved.STATE: saved.handler(),
+                saved_progress.PROGRESS: saved_progress.handler(),
+            },
+        )
+
+    def _folder(self, step: int) -> Path:
+        if step not in self.steps():
+            raise ValueError(
+                f"{self._directory} has no whole checkpoint at step {step}; "
+                f"it has {self.steps() or 'none'}"
+            )
+        return self._directory / str(step)
+
+    def _read_metrics(self) -> None:
+        for step in self.steps():
+            with contextlib.suppress(DamagedCheckpointError):  # then it does not rank
+                metric = read_manifest(self._directory / str(step)).metric
+                if metric is not None:
+                    self._metrics[step] = metric
+
+    def _set_aside(self, damaged: list[DamagedCheckpointError]) -> None:
+        """Takes damaged steps out of the way of the run; what is wrong can still be looked at."""
+        if not damaged or self._manager is None:
+            return
+        self.wait()
+        if jax.process_index() == 0:
+            for error in damaged:
+                folders.set_aside(error.folder)
+        _barrier("damaged checkpoints set aside")
+        self._reopen()
+
+    def _reopen(self) -> None:
+        """Orbax's list of steps, read again."""
+        assert self._manager is not None
+        self._manager.close()
+        self._manager = self._open()
+
+    def _remove_unfinished(self) -> None:
+        for folder in folders.unfinished_in(self._directory):
+            shutil.rmtree(folder)
+
+    @contextlib.contextmanager
+    def _named_errors(self, doing: str) -> Iterator[None]:
+        """Errors of the storage, raised as OSErrors that say what could not be done and why."""
+        try:
+            yield
+        except Exception as error:
+            if (named := storage_error(doing, self._directory, error)) is not None:
+                raise named from error
+            raise
+
+    @contextlib.contextmanager
+    def _recovery(self, doing: str) -> Iterator[None]:
+        """After an error, the directory and Orbax are again as they were before the save."""
+        with self._named_errors(doing):
+            try:
+                yield
+            except Exception:
+                with contextlib.suppress(OSError):
+                    if jax.process_index() == 0:
+                        self._remove_unfinished()
+                with contextlib.suppress(Exception):  # it may raise the same error again
+                    self._reopen()
+                raise
+
+
+def _agreed(folder: Path, check: Callable[[], _T]) -> _T:
+    """`check()`, whose DamagedCheckpointError on one process is one on all of them.
+
+    Otherwise some would go on to restore what others fall back from.
+    """
+    result, damage = None, None
+    try:
+        result = check()
+    except DamagedCheckpointError as error:
+        damage = error
+    if jax.process_count() > 1:
+        found = np.ravel(multihost_utils.process_allgather(np.int32(damage is not None)))
+        if damage is None and found.any():
+            reason = f"was found damaged by process {int(np.argmax(found))}, which names it"
+            damage = DamagedCheckpointError(folder, "a file", reason)
+    if damage is not None:
+        raise damage
+    return result  # type: ignore[return-value]
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

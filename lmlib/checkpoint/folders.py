@@ -1,0 +1,49 @@
+"""The folders in a directory of checkpoints, told apart by their names."""
+
+import shutil
+from pathlib import Path
+
+_UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's ending for the folder of a step being saved
+_SET_ASIDE = ".damaged"
+
+
+def steps_in(directory: Path) -> list[int]:
+    """The steps of the whole checkpoints, in order; none if there is no such directory."""
+    names = _folder_names(directory)
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+
+
+def unfinished_folder(directory: Path, step: int) -> Path:
+    """Where a step is until it is whole."""
+    return directory / f"{step}{_UNFINISHED}"
+
+
+def unfinished_in(directory: Path) -> list[Path]:
+    """What saves and removals that run, or that were killed, have left."""
+    return [directory / name for name in _folder_names(directory) if _UNFINISHED in name]
+
+
+def set_aside_in(directory: Path) -> list[Path]:
+    """Damaged checkpoints that a run fell back from."""
+    return [directory / name for name in _folder_names(directory) if name.endswith(_SET_ASIDE)]
+
+
+def set_aside(folder: Path) -> None:
+    """Takes a damaged step out of the way; an earlier one of the same step goes for good."""
+    aside = folder.with_name(folder.name + _SET_ASIDE)
+    if aside.exists():
+        shutil.rmtree(aside)
+    folder.rename(aside)
+
+
+def remove(folder: Path) -> None:
+    """Deletes a step; killed in between, it leaves what `unfinished_in` finds, no half step."""
+    leaving = folder.with_name(f"{folder.name}{_UNFINISHED}-removed")
+    folder.rename(leaving)
+    shutil.rmtree(leaving)
+
+
+def _folder_names(directory: Path) -> list[str]:
+    if not directory.is_dir():
+        return []
+    return sorted(entry.name for entry in directory.iterdir() if entry.is_dir())

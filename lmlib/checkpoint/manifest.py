@@ -1,0 +1,255 @@
+"""The manifest of a checkpoint: which files it consists of, and how damage to them is noticed.
+
+The digests are XXH3 with 128 bits. They tell damage from soundness, not friend from foe: whoever
+makes a checkpoint also makes its digests.
+"""
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+# Orbax writes these two after the manifest; nothing of ours reads them.
+NOT_COVERED = frozenset({MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"})
+
+_LARGEST_MANIFEST = 1 << 30  # bytes
+_READ_SIZE = 1 << 20  # bytes
+_THREADS = 8
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint that is not what was saved.
+
+    Attributes:
+      folder: the step's folder.
+      file: what is wrong in it, relative to `folder`.
+    """
+
+    def __init__(self, folder: Path, file: str, reason: str):
+        super().__init__(f"the checkpoint {folder} is damaged: {file} {reason}")
+        self.folder = folder
+        self.file = file
+
+
+class SavedArray(NamedTuple):
+    """Shape and dtype of a leaf, the dtype as JAX prints it: `bfloat16`, `key<rbg>`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class SavedFile(NamedTuple):
+    """Size of a file in bytes, and the XXH3-128 digest of its bytes in hexadecimal."""
+
+    size: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+      step: the number of steps that the run had made.
+      saved_at: when the arrays were on disk, in UTC: `2026-01-31T12:00:00+00:00`.
+      metric: what the checkpoint is ranked by, smaller is better; `None` if it has no rank.
+      arrays: by the name of the leaf.
+      files: by path relative to the step's folder, with `/` between its parts.
+    """
+
+    step: int
+    saved_at: str
+    metric: float | None
+    arrays: dict[str, SavedArray]
+    files: dict[str, SavedFile]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+
+def write_manifest(
+    folder: Path, step: int, metric: float | None, arrays: dict[str, SavedArray]
+) -> Manifest:
+    """Reads every file below `folder` once and writes what is there into its manifest.
+
+    Raises:
+      OSError: if a file cannot be read or the manifest not be written.
+    """
+    names = sorted(files_below(folder).keys() - NOT_COVERED)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        saved = threads.map(lambda name: _read(folder / name), names)
+        files = dict(zip(names, saved, strict=True))
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    manifest = Manifest(step, now, metric, arrays, files)
+    (folder / MANIFEST).write_bytes(encode(manifest))
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a step's folder; the files themselves are not looked at.
+
+    Raises:
+      DamagedCheckpointError: if there is none, or not one byte for byte as it was written.
+    """
+    path = folder / MANIFEST
+    try:
+        facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise DamagedCheckpointError(folder, MANIFEST, "is no ordinary file")
+        if facts.st_size > _LARGEST_MANIFEST:
+            raise DamagedCheckpointError(folder, MANIFEST, f"has {facts.st_size:,} bytes")
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedCheckpointError(
+            folder, MANIFEST, "is missing: it was deleted, or an older version saved this"
+        ) from None
+    try:
+        manifest = _decode(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(folder, MANIFEST, f"cannot be read: {error!r}") from error
+    if encode(manifest) != content:
+        raise DamagedCheckpointError(folder, MANIFEST, "does not match its own digest")
+    if folder.name != str(manifest.step):
+        raise DamagedCheckpointError(folder, MANIFEST, f"is that of step {manifest.step}")
+    return manifest
+
+
+def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
+    """Compares the files below `folder` with its manifest, their bytes included.
+
+    Only paths that are found below `folder` are opened, none that the manifest names.
+
+    Args:
+      part: of `parts` that the reading is divided into, so that several processes can share it;
+        missing and unknown files are looked for in each.
+
+    Raises:
+      DamagedCheckpointError: for the first file, in order of names, that is missing, unknown, no
+        ordinary file, of another size or with other bytes.
+    """
+    found = files_below(folder)
+    for name in sorted((found.keys() | manifest.files.keys()) - NOT_COVERED):
+        if name not in found:
+            raise DamagedCheckpointError(folder, name, "is missing")
+        if name not in manifest.files:
+            raise DamagedCheckpointError(folder, name, "is not in the manifest")
+        wanted = manifest.files[name].size
+        if found[name] != wanted:
+            raise DamagedCheckpointError(
+                folder, name, f"has {found[name]:,} bytes, but {wanted:,} were saved"
+            )
+    names = sorted(manifest.files)[part::parts]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for name, read in zip(
+            names, threads.map(lambda name: _read_or_complain(folder, name), names), strict=True
+        ):
+            if read != manifest.files[name]:
+                raise DamagedCheckpointError(
+                    folder, name, f"has other bytes than were saved: digest {read.digest}"
+                )
+
+
+def files_below(folder: Path) -> dict[str, int]:
+    """Sizes in bytes of all files below `folder`, by relative path; links are not followed.
+
+    Raises:
+      DamagedCheckpointError: for what is neither a file nor a folder.
+    """
+    sizes: dict[str, int] = {}
+    pending = [""]
+    while pending:
+        prefix = pending.pop()
+        for entry in os.scandir(folder / prefix):
+            name = prefix + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                pending.append(f"{name}/")
+            elif entry.is_file(follow_symlinks=False):
+                sizes[name] = entry.stat(follow_symlinks=False).st_size
+            else:
+                raise DamagedCheckpointError(folder, name, "is a link or no ordinary file")
+    return sizes
+
+
+def digest_of(content: bytes) -> str:
+    """The XXH3-128 digest in hexadecimal."""
+    return xxhash.xxh3_128(content).hexdigest()
+
+
+def _read_or_complain(folder: Path, name: str) -> SavedFile:
+    try:
+        return _read(folder / name)
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+        raise DamagedCheckpointError(folder, name, reason) from error
+
+
+def _read(path: Path) -> SavedFile:
+    """Size and digest of a file, in one pass and little memory."""
+    digest, size = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(_READ_SIZE))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return SavedFile(size, digest.hexdigest())
+
+
+def encode(manifest: Manifest) -> bytes:
+    """JSON, whose last entry is the digest of the same JSON without that entry."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "saved_at": manifest.saved_at,
+        "metric": manifest.metric,
+        "arrays": {
+            name: {"shape": list(array.shape), "dtype": array.dtype}
+            for name, array in manifest.arrays.items()
+        },
+        "files": {
+            name: {"bytes": file.size, "xxh3_128": file.digest}
+            for name, file in manifest.files.items()
+        },
+    }
+    lines = json.dumps(content, indent=1, allow_nan=False)
+    content["digest"] = digest_of(lines.encode("ascii"))
+    return json.dumps(content, indent=1, allow_nan=False).encode("ascii") + b"\n"
+
+
+def _decode(content: bytes) -> Manifest:
+    """Raises one of many errors if `content` is no manifest."""
+    parsed = json.loads(content)
+    if parsed["format"] != FORMAT:
+        raise ValueError(f"format {parsed['format']!r}, but this version reads {FORMAT}")
+    metric = parsed["metric"]
+    if metric is not None and not (isinstance(metric, float) and math.isfinite(metric)):
+        raise ValueError(f"metric {metric!r}")
+    return Manifest(
+        step=_count(parsed["step"]),
+        saved_at=datetime.datetime.fromisoformat(parsed["saved_at"]).isoformat(),
+        metric=metric,
+        arrays={
+            name: SavedArray(tuple(_count(size) for size in array["shape"]), str(array["dtype"]))
+            for name, array in parsed["arrays"].items()
+        },
+        files={
+            name: SavedFile(_count(file["bytes"]), str(file["xxh3_128"]))
+            for name, file in parsed["files"].items()
+        },
+    )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value

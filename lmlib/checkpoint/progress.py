@@ -1,0 +1,50 @@
+"""What a checkpoint keeps besides arrays: a JSON object, verified as it is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, digest_of
+
+PROGRESS = "progress"
+_FILE = "progress.json"
+_LARGEST = 1 << 30  # bytes
+
+
+def handler() -> ocp.JsonCheckpointHandler:
+    """How Orbax writes it."""
+    return ocp.JsonCheckpointHandler(filename=_FILE)
+
+
+def copied(progress: dict[str, Any]) -> dict[str, Any]:
+    """The same after a way through JSON; raises ValueError if it holds what JSON cannot."""
+    try:
+        return json.loads(json.dumps(progress))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the progress cannot be saved as JSON: {error}") from error
+
+
+def read_progress(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The progress of a step.
+
+    Raises:
+      DamagedCheckpointError: if its bytes are not those that were saved, or are no JSON object.
+    """
+    name = f"{PROGRESS}/{_FILE}"
+    saved = manifest.files.get(name)
+    if saved is None or saved.size > _LARGEST:
+        raise DamagedCheckpointError(folder, name, "is not in the manifest or far too large")
+    try:
+        content = (folder / name).read_bytes()
+        if digest_of(content) != saved.digest:
+            raise DamagedCheckpointError(folder, name, "has other bytes than were saved")
+        progress = json.loads(content)
+    except DamagedCheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(folder, name, f"cannot be read: {error!r}") from error
+    if not isinstance(progress, dict):
+        raise DamagedCheckpointError(folder, name, "is no JSON object")
+    return progress

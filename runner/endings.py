@@ -1,0 +1,112 @@
+"""How a process of a run ended, and which other process was the reason."""
+
+import dataclasses
+import re
+import signal
+
+FINISHED = 0
+FAILED = 1  # this process, by an error of its own
+MISTAKE = 2  # of the user's, or the processes did not find each other: nothing was trained
+PEER_ENDED = 3  # another process ended or stopped answering
+SIGNALLED = 128  # and the signal's number, as a shell has it
+
+# What JAX's coordination service writes before it aborts a process. Names are one a line.
+_UNHEALTHY = re.compile(r"unhealthy \(stopped sending heartbeats\):\s*(.*?)\s*The tasks", re.DOTALL)
+_BARRIER = re.compile(r"Some timed out task names:\s*(.*?)\s*(?:\[type|$)", re.DOTALL)
+_NO_COORDINATOR = "Failed to send RPC to coordination service"
+_NUMBER = re.compile(r"(\d+)\s*(?:$|[\n,])")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """What a supervisor exits with and says; `is_news` unless the process has said it itself."""
+
+    exit_code: int
+    message: str = ""
+    is_news: bool = True
+
+
+def ending(
+    returncode: int,
+    output: str,
+    process: int | None,
+    joined: bool,
+    heartbeat_seconds: int,
+    startup_seconds: int,
+) -> Ending:
+    """The ending of a supervised process.
+
+    Args:
+      returncode: negative for a signal, as `subprocess` has it.
+      output: the last of what it wrote to stderr.
+      process: its number, if it came to know it.
+      joined: whether it was ever connected to the others, or found that there are none.
+      heartbeat_seconds, startup_seconds: the limits it was given.
+    """
+    if returncode == 0:
+        return Ending(FINISHED)
+    name = "this process" if process is None else f"process {process}"
+    if returncode == MISTAKE:
+        # Once connected all processes find the same mistake, and process 0 says it.
+        return Ending(
+            MISTAKE, "" if joined else _last_line(output), is_news=process not in (0, None)
+        )
+    aborted = returncode == -signal.SIGABRT
+    if aborted and not joined:
+        return Ending(MISTAKE, f"error: {name} {_alone(process, startup_seconds)}")
+    if aborted and (reason := _missed(output, heartbeat_seconds)):
+        return Ending(
+            PEER_ENDED,
+            f"error: {name} ends because {reason}; the same command goes on from the newest "
+            "checkpoint",
+        )
+    if returncode < 0:
+        number = -returncode
+        killed = signal.Signals(number).name
+        hint = ", perhaps for want of memory" if number == signal.SIGKILL else ""
+        return Ending(SIGNALLED + number, f"error: {name} was ended by {killed}{hint}")
+    return Ending(returncode, f"error: {name} failed: {_last_line(output)}", process != 0)
+
+
+def _alone(process: int | None, seconds: int) -> str:
+    if process == 0:
+        return (
+            f"waited {seconds} s and not all others came: see that each of them runs, and that all "
+            "have the same --coordinator and --num_processes; or raise --startup_seconds"
+        )
+    return (
+        f"could not reach the coordinator within {seconds} s: see that process 0 runs, that it "
+        "listens at the address of --coordinator and that this machine may connect to it; or "
+        "raise --startup_seconds"
+    )
+
+
+def _missed(output: str, heartbeat_seconds: int) -> str:
+    """Which process the others missed, and how; empty if the output does not say."""
+    if ended := _numbers(_UNHEALTHY, output):
+        return (
+            f"{_listed(ended)} ended or stopped answering (nothing heard for {heartbeat_seconds} "
+            f"s); {_logs(ended)} may say why"
+        )
+    if _NO_COORDINATOR in output:
+        return f"process 0, the coordinator, ended or cannot be reached; {_logs([0])} may say why"
+    if late := _numbers(_BARRIER, output):
+        return f"{_listed(late)} did not come to a barrier in time; {_logs(late)} may say why"
+    return ""
+
+
+def _last_line(output: str) -> str:
+    return output.rstrip().rpartition("\n")[2]
+
+
+def _numbers(pattern: re.Pattern[str], output: str) -> list[int]:
+    found = pattern.search(output)
+    return sorted({int(number) for number in _NUMBER.findall(found[1])}) if found else []
+
+
+def _listed(processes: list[int]) -> str:
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
+
+
+def _logs(processes: list[int]) -> str:
+    return ", ".join(f"logs/process_{process:05}.log" for process in processes)

@@ -1,0 +1,206 @@
+"""Batches as the inspect command shows them, against batches taken by hand."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fiddle as fdl
+import numpy as np
+import pytest
+
+from data_tools.hf_stream import HFStream
+from data_tools.inspect import SavedRun, batch_rows, decoder, row_origins
+from data_tools.inspect.report import row_text
+from lmlib.data import FlatTokens, ShardWriter, Synthetic, TokenizerIdentity
+from lmlib.data.mixture import Mixture, Stage
+from lmlib.experiment import Experiment
+from runner import configs
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
+
+REPOSITORY = Path(__file__).parents[2]
+BOS, EOS = 256, 257
+TEXTS = ["hello", "", "ünï\ncode", "x" * 70, "the end"]
+
+
+def write_texts(path: Path, shards: int = 1, split: str = "train") -> Path:
+    """The texts as bytes, framed; returns the split's folder."""
+    for shard in range(shards):
+        writer = writer_of_texts(path, shard, shards, split)
+        for text in TEXTS[shard::shards]:
+            writer.append(np.frombuffer(text.encode(), np.uint8), text_bytes=len(text.encode()))
+        writer.finish()
+    return path / split
+
+
+def writer_of_texts(path: Path, shard: int, shards: int, split: str = "train") -> ShardWriter:
+    return ShardWriter(
+        path,
+        split,
+        shard=shard,
+        shards=shards,
+        vocab_size=258,
+        bos_id=BOS,
+        eos_id=EOS,
+        tokenizer=TokenizerIdentity("bytes", None),
+        source={"dataset": "by hand"},
+        file_length=32,
+        chunk_length=8,
+    )
+
+
+def test_rows_of_a_batch(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    source = FlatTokens(str(tmp_path), "train", 1, 12, seed=None)
+    (row,) = batch_rows(source.batch(0))
+    assert [(piece.start, piece.stop, piece.segment_id) for piece in row.pieces] == [
+        (0, 7, 1),
+        (7, 9, 2),
+        (9, 12, 3),
+    ]
+    assert row.pieces[0].tokens == (BOS, *b"hello", EOS)
+    assert row.pieces[0].targets == (*b"hello", EOS, BOS)
+    assert row.pieces[0].loss_mask == (True,) * 6 + (False,)
+    assert row.pieces[2].positions == (0, 1, 2)
+    assert (row.tokens, row.targets_in_loss) == (12, 10)
+    decode = decoder(tmp_path, source.tokenizer)
+    assert row_text(row, decode, "sequence 0 of 9").splitlines()[:7] == [
+        "row 0 (sequence 0 of 9): 12 tokens, 10 targets in the loss",
+        "  places 0 to 6: segment 1, positions 0 to 6",
+        "    tokens    256   104   101   108   108   111   257",
+        "    targets   104   101   108   108   111   257 (256)",
+        "    │ hello",
+        "  ── another document; its first token is no target in the loss ──",
+        "  places 7 to 8: segment 2, positions 0 to 1",
+    ]
+
+
+def test_rows_whose_documents_share_a_segment_are_cut_as_well(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    source = FlatTokens(
+        str(tmp_path), "train", 1, 12, seed=None, attend_across_documents=True, epochs=1
+    )
+    (row,) = batch_rows(source.batch(0))
+    assert [piece.start for piece in row.pieces] == [0, 7, 9]
+    assert {piece.segment_id for piece in row.pieces} == {1}
+    (padding,) = batch_rows(source.batch(1000))[0].pieces
+    assert (padding.start, padding.stop, padding.segment_id) == (0, 12, 0)
+    text = row_text(batch_rows(source.batch(1000))[0], None)
+    assert text == "row 0: 0 tokens, 0 targets in the loss\n  places 0 to 11: padding"
+
+
+def save_run(path: Path, workdir: Path, **more) -> Path:
+    data = fdl.Config(
+        FlatTokens, path=str(path), split="train", batch_size=3, sequence_length=9, seed=4, **more
+    )
+    validation = fdl.Config(Synthetic, vocab_size=64, batch_size=2, sequence_length=5)
+    configs.save(fdl.Config(Experiment, data=data, validation=validation, steps=3), workdir)
+    return workdir / "config.json"
+
+
+def test_the_data_of_a_run(tmp_path: Path) -> None:
+    write_texts(tmp_path / "data")
+    file = save_run(tmp_path / "data", tmp_path / "run", reset_positions=False)
+    run = SavedRun(file)
+    assert run.data_sets() == [(tmp_path / "data", "train")]
+    assert run.data_sets("validation") == []
+    expected = FlatTokens(
+        str(tmp_path / "data"), "train", 3, 9, seed=4, reset_positions=False
+    ).batch(2)
+    found = run.source().batch(2)
+    for field in ("tokens", "targets", "segment_ids", "positions", "loss_mask"):
+        np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
+    assert run.source("validation").sequence_length == 5
+    with pytest.raises(ValueError, match="train and validation, not 'test'"):
+        run.source("test")
+
+
+def test_the_data_of_a_run_on_a_mixture(tmp_path: Path) -> None:
+    sources = {}
+    for name in ("code", "prose"):
+        write_texts(tmp_path / name)
+        sources[name] = fdl.Config(
+            FlatTokens, path=str(tmp_path / name), split="train", batch_size=2, sequence_length=6
+        )
+    stages = [fdl.Config(Stage, weights={"code": 1.0, "prose": 3.0})]
+    mixture = fdl.Config(Mixture, sources=sources, stages=stages)
+    configs.save(fdl.Config(Experiment, data=mixture, steps=3), tmp_path)
+    run = SavedRun(tmp_path / "config.json")
+    assert run.data_sets() == [(tmp_path / "code", "train"), (tmp_path / "prose", "train")]
+    expected = fdl.build(mixture).batch(5)
+    np.testing.assert_array_equal(run.source().batch(5).tokens, expected.tokens)
+
+    # The origins of the rows, found again by comparing them with all sequences of each source.
+    for origin, tokens_S in zip(row_origins(fdl.build(mixture), 5), expected.tokens, strict=True):
+        name, sequence, total = re.fullmatch(r"(\w+), sequence (\d+) of (\d+)", origin).groups()
+        stored = FlatTokens(str(tmp_path / name), "train", int(total), 6, seed=None)
+        np.testing.assert_array_equal(stored.batch(0).tokens[int(sequence)], tokens_S)
+
+
+def test_the_stream_of_a_run_is_brought_to_the_step(tmp_path: Path) -> None:
+    """From the beginning without checkpoints, and with those of two processes."""
+    texts = [{"text": f"{number}:" + "x" * (number * 7 % 31)} for number in range(40)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    data = fdl.Config(HFStream, str(tmp_path / "texts.jsonl"), "bytes", 4, 8, shuffle_documents=9)
+    configs.save(fdl.Config(Experiment, data=data, validation=data, steps=20), tmp_path)
+    run = SavedRun(tmp_path / "config.json")
+    one = fdl.build(data)
+    expected = [one.batch(step).tokens for step in range(10)]
+    np.testing.assert_array_equal(run.source_at(7).batch(7).tokens, expected[7])
+
+    data.streams = 2
+    two, states = fdl.build(data), {}
+    found = []
+    for step in range(10):
+        found.append(two.batch(step).tokens)
+        states[step + 1] = [two.state(step + 1)]
+    for step in (3, 6):
+        progress = tmp_path / f"checkpoints/{step}/progress"
+        progress.mkdir(parents=True)
+        (progress / "progress.json").write_text(json.dumps({"tokens": 1, "data": states[step]}))
+    for step in (2, 3, 5, 6, 9):
+        np.testing.assert_array_equal(run.source_at(step).batch(step).tokens, found[step])
+        validation = run.source_at(step, "validation").batch(step)  # begins anew each time
+        np.testing.assert_array_equal(validation.tokens, expected[step])
+
+    done = command(tmp_path, ".", "--batch=7", "--rows=1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("step 7: 4 rows of 8 tokens, 1 shown\n\nrow 0: 8 tokens, ")
+    assert "    │ " in done.stdout
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"root": 1, "objects": {}}', None])
+def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+        with pytest.raises(ValueError, match=r"config\.json is no config\.json that a run"):
+            SavedRun(file)
+    else:
+        with pytest.raises(FileNotFoundError):
+            SavedRun(file)
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "data_tools.inspect", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "utf-8"},
+    )
+
+
+def test_the_command_shows_the_batch_of_a_run(tmp_path: Path) -> None:
+    write_texts(tmp_path / "data")
+    save_run(tmp_path / "data", tmp_path / "run")
+    done = command(tmp_path, "run/config.json", "--batch=1", "--rows=1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert command(tmp_path, "run", "--batch=1", "--rows=1").stdout == done.stdout
+    done = command(tmp_path, "run", "--batch=1", "--batch_size=4")
+    assert done.stderr == "inspect: --batch_size is for data sets: a run has its own setting\n"
+    done = command(tmp_path, "run/config.json", "--batch=1", "--rows=1")
+    assert done.stdout.startswith("step 1: 3 rows of 9 tokens, 1 shown\n\nrow 0 (sequence ")

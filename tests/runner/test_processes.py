@@ -1,0 +1,329 @@
+"""Runs of several real processes on one machine, through the real command line."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lmlib.metrics import read_metrics
+from runner import configs
+from runner.endings import FAILED, MISTAKE, PEER_ENDED, ending
+from runner.errors import ConfigError
+from runner.processes import Processes
+
+ROOT = Path(configs.__file__).parents[1]
+DEVICES = 8
+STEPS = 30
+HEARTBEAT_SECONDS = 10
+SECONDS = 400  # that the processes may take
+SMALL = (
+    "model.embed=32",
+    "model.layers=1",
+    "data.sequence_length=16",
+    "validation.sequence_length=16",
+    "mesh.tensor=2",
+    f"steps={STEPS}",
+    "checkpoint_every=5",
+    "evaluate_every=15",
+)
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds")
+EXACT = ("step", "valid_tokens", "tokens")
+
+
+class Run:
+    """The processes of a run, begun; what each writes to its terminal goes to a file."""
+
+    def __init__(self, count, workdir, outputs, *, only=(), flags=(), overrides=None):
+        """`only`: the processes to start, if not all. `overrides`: of one process each, by id."""
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self.address = f"localhost:{free.getsockname()[1]}"
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count} "
+            "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+        }
+        outputs.mkdir(parents=True)
+        self.files = [outputs / str(process) for process in range(count)]
+        self.running = {}
+        for process in only or range(count):
+            own = (overrides or {}).get(process, ())
+            arguments = [
+                "--fdl_config=experiments/llama_84m",
+                "--fiddler=tiny",
+                f"--workdir={workdir}",
+                *(f"--fdl.{override}" for override in (*SMALL, *own)),
+                f"--coordinator={self.address}",
+                f"--num_processes={count}",
+                f"--process_id={process}",
+                f"--heartbeat_seconds={HEARTBEAT_SECONDS}",
+                *flags,
+            ]
+            with self.files[process].open("w") as file:
+                self.running[process] = subprocess.Popen(
+                    [sys.executable, "-m", "runner", *arguments],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+
+    def output(self, process):
+        return self.files[process].read_text()
+
+    def everything(self):
+        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in self.files)
+
+    def exit_codes(self):
+        """Those of all, once they have ended; all output if they do not."""
+        deadline = time.monotonic() + SECONDS
+        try:
+            for each in self.running.values():
+                each.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"did not end in {SECONDS} s\n{self.everything()}")
+        finally:
+            self.end()
+        return [each.returncode for each in self.running.values()]
+
+    def end(self):
+        for each in self.running.values():
+            each.kill()
+            each.wait()
+
+    def finished(self):
+        assert set(self.exit_codes()) == {0}, self.everything()
+        return self
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """Undisturbed runs of 1 and of 4 processes, one after the other."""
+    return {
+        count: Run(count, folder / f"workdir_{count}", folder / f"outputs_{count}").finished()
+        for count in (1, 4)
+    }
+
+
+def assert_same_curve(workdir, other):
+    lines, others = read_metrics(workdir), read_metrics(other)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line, expected in zip(lines, others, strict=True):
+        assert_same_line(line, expected)
+
+
+def assert_same_line(line, expected):
+    """The counts exactly, the rest to rounding."""
+    assert line.keys() == expected.keys()
+    for name in line.keys() - set(TIMES):
+        tolerance = 0 if name in EXACT else 2e-4
+        assert line[name] == pytest.approx(expected[name], rel=tolerance, abs=0), name
+
+
+def test_four_processes_give_the_curve_of_one(runs, folder):
+    assert_same_curve(folder / "workdir_4", folder / "workdir_1")
+
+
+def test_only_process_0_writes_and_prints(runs, folder):
+    one, four = folder / "workdir_1", folder / "workdir_4"
+    assert sorted(path.name for path in four.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "config.txt",
+        "logs",
+        "metrics.jsonl",
+        "result.json",
+        "tensorboard",
+    ]
+    assert (four / "config.txt").read_text() == (one / "config.txt").read_text()
+    assert len(list((four / "tensorboard").iterdir())) == 1
+    assert f"step {STEPS}/{STEPS}" in runs[4].output(0)
+    assert re.search(r"^training loss ", runs[4].output(0), re.MULTILINE)
+    for process in (1, 2, 3):
+        assert runs[4].output(process) == ""
+
+
+def test_every_process_keeps_a_log(runs, folder):
+    logs = sorted((folder / "workdir_4" / "logs").iterdir())
+    assert [log.name for log in logs] == [f"process_{n:05}.log" for n in range(4)]
+    for process, log in enumerate(logs):
+        assert log.read_text().startswith(f"=== process {process} of 4 on ")
+        assert f"step {STEPS}/{STEPS}" in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def killed(folder):
+    """A run of two processes whose second is killed, its exit codes and its workdir."""
+    workdir = folder / "workdir_killed"
+    run = Run(2, workdir, folder / "outputs_killed")
+    try:
+        deadline = time.monotonic() + SECONDS
+        while len(read_metrics(workdir)) < 7:
+            assert time.monotonic() < deadline, run.everything()
+            try:
+                run.running[0].wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+            pytest.fail(f"ended before it was killed\n{run.everything()}")
+        run.running[1].send_signal(signal.SIGKILL)
+    except BaseException:
+        run.end()
+        raise
+    return run, run.exit_codes(), workdir
+
+
+def test_when_a_process_is_killed_the_others_name_it_and_end(killed):
+    run, exit_codes, workdir = killed
+    assert exit_codes == [PEER_ENDED, -signal.SIGKILL], run.everything()
+    last = run.output(0).rstrip().rpartition("\n")[2]
+    assert last.startswith("error: process 0 ends because process 1 ended or stopped answering")
+    assert "logs/process_00001.log" in last
+    assert last in (workdir / "logs" / "process_00000.log").read_text()
+    assert len(read_metrics(workdir)) < STEPS
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_other_numbers_of_processes_continue_it_on_the_same_curve(killed, runs, folder, count):
+    _, _, left = killed
+    workdir = folder / f"workdir_continued_{count}"
+    shutil.copytree(left, workdir)
+    continued = Run(count, workdir, folder / f"outputs_continued_{count}").finished()
+    assert re.search(rf"resuming after step \d+ of {STEPS}", continued.output(0))
+    assert_same_curve(workdir, folder / "workdir_1")
+    # The log of the run before is still there.
+    assert (workdir / "logs" / "process_00000.log").read_text().count("=== process 0 of ") == 2
+
+
+def test_two_processes_give_the_curve_of_one(killed, runs, folder):
+    """As far as they came."""
+    _, _, workdir = killed
+    lines, others = read_metrics(workdir), read_metrics(folder / "workdir_1")
+    for line, expected in zip(lines, others[: len(lines)], strict=True):
+        assert_same_line(line, expected)
+
+
+def test_processes_with_other_configs_are_refused(tmp_path):
+    run = Run(2, tmp_path / "run", tmp_path / "outputs", overrides={1: ["seed=1"]})
+    assert run.exit_codes() == [MISTAKE, MISTAKE], run.everything()
+    message = "error: the config of process 1 is another than that of process 0"
+    assert run.output(0).count(message) == 1
+    assert run.output(1) == ""
+    assert message in (tmp_path / "run" / "logs" / "process_00001.log").read_text()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
+
+
+def test_a_mistake_on_one_process_is_said_once_and_ends_all(tmp_path):
+    run = Run(2, tmp_path / "run", tmp_path / "outputs", overrides={1: ["model.embde=1"]})
+    assert run.exit_codes() == [MISTAKE, MISTAKE], run.everything()
+    assert re.search("^error: process 1: .*embde.*embed", run.output(0), re.MULTILINE)
+    assert run.output(1) == ""
+
+
+def test_processes_that_do_not_find_each_other_say_so(tmp_path):
+    limit = ["--startup_seconds=3"]
+    alone = Run(2, tmp_path / "a", tmp_path / "outputs_a", only=[1], flags=limit)
+    waiting = Run(2, tmp_path / "b", tmp_path / "outputs_b", only=[0], flags=limit)
+    assert alone.exit_codes() == [MISTAKE], alone.everything()
+    assert waiting.exit_codes() == [MISTAKE], waiting.everything()
+    assert "error: process 1 could not reach the coordinator within 3 s" in alone.output(1)
+    assert "error: process 0 waited 3 s and not all others came" in waiting.output(0)
+
+
+def test_a_wait_beyond_its_limit_ends_the_process():
+    program = (
+        "import threading\n"
+        "from runner.processes import limited\n"
+        "with limited(60, 'reading'): pass\n"
+        "with limited(0.1, 'waiting for its data source'): threading.Event().wait(300)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert ended.returncode == FAILED, ended.stderr
+    assert "process 0 has been waiting for its data source for 0.1 s" in ended.stderr
+
+
+UNHEALTHY = """The following tasks are unhealthy (stopped sending heartbeats):
+1
+12
+The tasks have crashed. Check the task logs for an earlier error.
+"""
+UNREACHABLE = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the …"
+BARRIER = """# of tasks that reached the barrier: 2/3.
+The first task at the barrier: 1. Some timed out task names:
+2
+ [type.googleapis.com/tensorflow.BarrierError='x']
+"""
+
+
+@pytest.mark.parametrize(
+    ("returncode", "output", "exit_code", "message"),
+    [
+        (0, "", 0, ""),
+        (-signal.SIGABRT, UNHEALTHY, PEER_ENDED, "because processes 1, 12 ended or stopped"),
+        (-signal.SIGABRT, UNREACHABLE, PEER_ENDED, "because process 0, the coordinator, ended"),
+        (-signal.SIGABRT, BARRIER, PEER_ENDED, "because process 2 did not come to a barrier"),
+        (-signal.SIGABRT, "", 134, "process 3 was ended by SIGABRT"),
+        (-signal.SIGKILL, "", 137, "process 3 was ended by SIGKILL, perhaps for want of memory"),
+        (1, "Traceback …\nOSError: gone\n", FAILED, "process 3 failed: OSError: gone"),
+    ],
+)
+def test_how_a_process_ended(returncode, output, exit_code, message):
+    told = ending(returncode, output, 3, True, heartbeat_seconds=30, startup_seconds=300)
+    assert told.exit_code == exit_code
+    assert message in told.message
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        (Processes("localhost:1234", 2), "--process_id all together"),
+        (Processes(None, 2, 0), "--coordinator"),
+        (Processes("localhost", 2, 0), "host:port"),
+        (Processes("localhost:1234", 2, 2), "0 to 1"),
+        (Processes("localhost:1234", 2, 0, "off"), "omit one"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(processes, message):
+    with pytest.raises(ConfigError, match=message):
+        processes.check()
+
+
+SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("processes", "environment", "expected"),
+    [
+        (Processes(), {}, False),
+        (Processes(), SLURM, True),
+        (Processes(), SLURM | {"SLURM_NTASKS": "1"}, False),
+        (Processes(), {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, True),
+        (Processes(), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, True),
+        (Processes(), {"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+        (Processes(distributed="off"), SLURM, False),
+        (Processes(distributed="on"), {}, True),
+        (Processes("localhost:1234", 2, 0), {}, True),
+    ],
+)
+def test_where_other_processes_are_looked_for(processes, environment, expected, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)  # as where it is not installed
+    assert processes.may_be_several(environment) == expected

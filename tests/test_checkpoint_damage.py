@@ -1,0 +1,331 @@
+"""Damage to a checkpoint's files, done to real ones: nothing wrong is ever loaded."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lmlib.checkpoint import Checkpoints, DamagedCheckpointError
+from lmlib.checkpoint.manifest import (
+    MANIFEST,
+    NOT_COVERED,
+    SavedFile,
+    encode,
+    files_below,
+    read_manifest,
+    write_manifest,
+)
+
+PROGRESS = {"tokens": 123, "data": [{"position": 7}]}
+STEP = 5
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
+
+
+@pytest.fixture(scope="module")
+def state(mesh):
+    split, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    return {
+        "weight": jax.device_put(jax.random.normal(jax.random.key(0), (16, 3)), split),
+        "scale": jax.device_put(jnp.linspace(0, 1, 3, dtype=jnp.bfloat16), whole),
+        "step": jax.device_put(jnp.int32(STEP), whole),
+        "key": jax.device_put(jax.random.key(3), whole),
+    }
+
+
+@pytest.fixture(scope="module")
+def target(state):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+
+
+def same(restored, saved) -> bool:
+    """Whether dtypes and bytes are the same, those of keys by their words."""
+
+    def content(leaf):
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        words = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        return leaf.dtype, words.tobytes()
+
+    return jax.tree.map(content, restored) == jax.tree.map(content, saved)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory, state):
+    directory = tmp_path_factory.mktemp("pristine")
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(STEP, state, PROGRESS)
+    return directory
+
+
+@pytest.fixture
+def directory(tmp_path, pristine):
+    return shutil.copytree(pristine, tmp_path / "checkpoints")
+
+
+def flip(path: Path) -> None:
+    """The lowest bit of the byte in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def flip_in_the_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0x80
+    path.write_bytes(content)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    "damage", [flip, flip_in_the_last_byte, zero, truncate, empty, lengthen, delete]
+)
+def test_damage_to_any_file_is_noticed_and_named(directory, state, target, damage):
+    folder = directory / str(STEP)
+    files = sorted(files_below(folder))
+    assert len(files) > 15  # so that the loop below is about something
+    with Checkpoints(directory, read_only=True) as checkpoints:
+        for file in files:
+            path = folder / file
+            sound = path.read_bytes()
+            if not sound.strip(b"\0") and damage is zero:
+                continue  # all zeros as it is
+            damage(path)
+            assert not path.exists() or path.read_bytes() != sound
+            if file in NOT_COVERED - {MANIFEST}:
+                restored, progress = checkpoints.restore(STEP, target)
+                assert same(restored, state)
+                assert progress == PROGRESS
+            else:
+                with pytest.raises(DamagedCheckpointError) as refused:
+                    checkpoints.restore(STEP, target)
+                assert str(folder) in str(refused.value)
+                assert refused.value.file == file
+            path.write_bytes(sound)
+        restored, progress = checkpoints.restore(STEP, target)  # all put back: sound again
+        assert same(restored, state)
+        assert progress == PROGRESS
+
+
+def test_every_array_and_the_progress_are_covered(directory):
+    folder = directory / str(STEP)
+    assert files_below(folder).keys() - read_manifest(folder).files.keys() == NOT_COVERED
+
+
+@pytest.mark.parametrize("file", sorted(NOT_COVERED - {MANIFEST}))
+@pytest.mark.parametrize("damage", [flip, zero, empty, delete])
+def test_a_run_goes_on_whatever_happens_to_what_orbax_keeps_for_itself(
+    directory, state, target, file, damage
+):
+    damage(directory / str(STEP) / file)
+    with Checkpoints(directory, keep=1) as checkpoints:
+        found = checkpoints.restore_newest(target)
+        assert same(found.state, state)
+        checkpoints.save(STEP + 1, found.state, PROGRESS)
+        checkpoints.wait()
+        assert checkpoints.steps() == [STEP + 1]
+
+
+def test_a_run_falls_back_to_the_newest_sound_checkpoint(tmp_path, state, target):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, state, {"tokens": step})
+    flip(tmp_path / "30/state/weight/0.0")
+    delete(tmp_path / "20/manifest.json")
+    with Checkpoints(tmp_path, read_only=True) as reader:
+        assert reader.newest() == 30
+        assert reader.newest_sound() == 10
+        with pytest.raises(DamagedCheckpointError, match=r"30 is damaged: state/weight/0\.0 has"):
+            reader.restore_newest(target, fallback=False)
+        assert reader.restore_newest(target).step == 10
+        assert reader.steps() == [10, 20, 30]  # a reader changes nothing
+    with Checkpoints(tmp_path) as checkpoints:
+        found = checkpoints.restore_newest(target)
+        assert found.step == 10
+        assert found.progress == {"tokens": 10}
+        assert same(found.state, state)
+        assert [error.folder.name for error in found.damaged] == ["30", "20"]
+        assert checkpoints.steps() == [10]
+        assert (tmp_path / "30.damaged").is_dir()
+        checkpoints.save(20, found.state, {"tokens": 20})
+        checkpoints.wait()
+        assert checkpoints.restore_newest(target).step == 20
+
+
+def test_where_no_checkpoint_is_sound_none_is_loaded(directory, target):
+    flip(directory / str(STEP) / "state/scale/0")
+    with Checkpoints(directory) as checkpoints:
+        assert checkpoints.newest_sound() is None
+        with pytest.raises(DamagedCheckpointError, match=r"state/scale/0"):
+            checkpoints.restore_newest(target)
+        assert checkpoints.steps() == [STEP]
+
+
+def test_without_checkpoints_there_is_nothing_to_restore(tmp_path, target):
+    with Checkpoints(tmp_path / "new") as checkpoints:
+        assert checkpoints.restore_newest(target) is None
+    with Checkpoints(tmp_path / "absent", read_only=True) as reader:
+        assert reader.restore_newest(target) is None
+    assert not (tmp_path / "absent").exists()
+
+
+def test_what_a_run_sees_of_the_checkpoint_of_another_step_is_refused(directory, target):
+    (directory / str(STEP)).rename(directory / "6")
+    with (
+        Checkpoints(directory) as checkpoints,
+        pytest.raises(DamagedCheckpointError, match=r"6 is damaged: manifest\.json is that of ste"),
+    ):
+        checkpoints.restore(6, target)
+
+
+# What a stranger may send: files that are wrong, with a manifest that fits them.
+
+
+def change_json(file: str, **changes) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(content | changes))
+
+    return change
+
+
+def another_key(folder: Path) -> None:
+    content = json.loads((folder / "state/_METADATA").read_text())
+    tree = content["tree_metadata"]
+    tree["('../../outside',)"] = tree["('weight',)"]
+    (folder / "state/_METADATA").write_text(json.dumps(content))
+    outside = folder.parent / "outside"
+    shutil.copytree(folder / "state/weight", outside)
+
+
+def add(file: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).write_bytes(b"{}")
+
+
+def nest(folder: Path) -> None:
+    (folder / "progress/progress.json").write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (change_json("state/weight/.zarray", shape=[1 << 40, 3]), r"says float32\[1099511627776"),
+        (change_json("state/weight/.zarray", shape=[8, 6]), r"says float32\[8, 6\]"),
+        (change_json("state/weight/.zarray", dtype="<f8"), "says float64"),
+        (change_json("state/weight/.zarray", dtype="|O"), "says object"),
+        (change_json("state/weight/.zarray", chunks=[1 << 40, 3]), "no uncompressed chunks"),
+        (change_json("state/weight/.zarray", chunks=[0, 0]), "no uncompressed chunks"),
+        (change_json("state/weight/.zarray", chunks=[1, 1]), "asks for 48 chunks"),
+        (change_json("state/weight/.zarray", compressor={"id": "zlib"}), "no uncompressed chunks"),
+        (change_json("state/weight/.zarray", chunks="x"), "cannot be read"),
+        (lambda folder: delete(folder / "state/weight/3.0"), "is no chunk of 24 bytes"),
+        (lambda folder: lengthen(folder / "state/weight/3.0"), "is no chunk of 24 bytes"),
+        (add("state/manifest.ocdbt"), "belongs to no array"),
+        (add("state/weight/zarr.json"), "belongs to no array"),
+        (nest, "cannot be read: RecursionError"),
+    ],
+)
+def test_files_that_do_not_fit_the_arrays_are_refused(directory, target, tamper, message):
+    folder = directory / str(STEP)
+    arrays = read_manifest(folder).arrays
+    tamper(folder)
+    write_manifest(folder, STEP, None, arrays)
+    with (
+        Checkpoints(directory, read_only=True) as checkpoints,
+        pytest.raises(DamagedCheckpointError, match=message),
+    ):
+        checkpoints.restore(STEP, target)
+
+
+def test_no_path_leads_out_of_the_folder(directory, state, target):
+    folder = directory / str(STEP)
+    arrays = read_manifest(folder).arrays
+    another_key(folder)
+    write_manifest(folder, STEP, None, arrays)
+    with Checkpoints(directory, read_only=True) as checkpoints:
+        try:
+            restored, _ = checkpoints.restore(STEP, target)
+        except ValueError:
+            pass
+        else:
+            assert same(restored, state)
+
+
+def test_links_are_refused(directory, target):
+    folder = directory / str(STEP)
+    chunk = folder / "state/weight/3.0"
+    chunk.rename(directory / "secret")
+    chunk.symlink_to(directory / "secret")
+    with (
+        Checkpoints(directory, read_only=True) as checkpoints,
+        pytest.raises(DamagedCheckpointError, match=r"state/weight/3\.0 is a link"),
+    ):
+        checkpoints.restore(STEP, target)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "state/../../secret"])
+def test_the_manifest_names_no_file_outside(directory, target, name):
+    folder = directory / str(STEP)
+    (directory / "secret").write_bytes(b"secret")
+    sound = read_manifest(folder)
+    sound.files[name] = SavedFile(6, "0" * 32)
+    (folder / MANIFEST).write_bytes(encode(sound))
+    with (
+        Checkpoints(directory, read_only=True) as checkpoints,
+        pytest.raises(DamagedCheckpointError) as refused,
+    ):
+        checkpoints.restore(STEP, target)
+    assert refused.value.file == name
+    assert "is missing" in str(refused.value)
+
+
+def test_names_that_are_no_folder_are_not_saved(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for name in ("../weight", "a/b", ".zarray", "_METADATA"):
+            with pytest.raises(ValueError, match="rename it"):
+                checkpoints.save(1, {name: jnp.ones(2)}, {})
+        assert checkpoints.steps() == []
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, jnp.bool_, jnp.int4, jnp.uint8, jnp.float8_e4m3fn, jnp.complex64]
+)
+def test_arrays_of_every_kind_come_back(tmp_path, mesh, dtype):
+    array = jax.device_put(jnp.ones((8, 3), dtype), NamedSharding(mesh, P("fsdp")))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"array": array}, {})
+        checkpoints.wait()
+        wanted = jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)
+        restored, _ = checkpoints.restore(1, {"array": wanted})
+    assert same(restored, {"array": array})

@@ -1,0 +1,223 @@
+"""Saves that are killed or that the storage fails, in processes of their own."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmlib.checkpoint import Checkpoints
+from lmlib.checkpoint.failures import storage_error
+
+ROOT = Path(__file__).parents[1]
+SIZE = 1 << 16
+
+# Kills itself just before Python does `event` to a path that ends with `ending`, once step 1 is
+# whole and step 2 has begun.
+SAVE_AND_DIE = f"""
+import os, signal, sys
+import jax.numpy as jnp
+from lmlib.checkpoint import Checkpoints
+
+directory, event, ending = sys.argv[1:]
+begun = False
+
+def die(name, arguments):
+    if begun and name == event and isinstance(arguments[0], (str, bytes, os.PathLike)):
+        if os.fsdecode(arguments[0]).endswith(ending):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(die)
+checkpoints = Checkpoints(directory, keep=1)
+checkpoints.save(1, {{"weight": jnp.full({SIZE}, 1.0)}}, {{"tokens": 1}})
+checkpoints.wait()
+begun = True
+checkpoints.save(2, {{"weight": jnp.full({SIZE}, 2.0)}}, {{"tokens": 2}})
+checkpoints.wait()
+print("never killed")
+"""
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def target() -> dict[str, jax.ShapeDtypeStruct]:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {"weight": jax.ShapeDtypeStruct((SIZE,), jnp.float32, sharding=sharding)}
+
+
+@pytest.mark.parametrize(
+    ("event", "ending", "survivor"),
+    [
+        ("os.mkdir", "/2.orbax-checkpoint-tmp", 1),  # before anything is there
+        ("open", "state.orbax-checkpoint-tmp/_METADATA", 1),  # while arrays are written
+        ("open", "2.orbax-checkpoint-tmp/manifest.json", 1),  # all there but the manifest
+        ("os.rename", "/2.orbax-checkpoint-tmp", 1),  # manifest there, the step not yet visible
+        ("os.rmdir", "/1", 2),  # step 2 whole, step 1 half deleted
+    ],
+)
+def test_killed_at_any_moment_the_last_whole_checkpoint_restores(tmp_path, event, ending, survivor):
+    child = run(SAVE_AND_DIE, str(tmp_path), event, ending)
+    assert child.returncode == -signal.SIGKILL, child.stdout + child.stderr
+    if survivor == 1:
+        unfinished = (tmp_path / "2.orbax-checkpoint-tmp").exists()
+        assert unfinished == (event != "os.mkdir")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert not [entry.name for entry in tmp_path.iterdir() if "tmp" in entry.name]
+        found = checkpoints.restore_newest(target())
+        assert found.step == survivor
+        assert found.damaged == ()
+        assert found.progress == {"tokens": survivor}
+        np.testing.assert_array_equal(found.state["weight"], float(survivor))
+        checkpoints.save(3, found.state, {"tokens": 3})
+        checkpoints.wait()
+        assert [entry.name for entry in tmp_path.iterdir()] == ["3"]
+
+
+def test_a_reader_leaves_alone_what_is_being_saved(tmp_path):
+    unfinished = tmp_path / "2.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    with Checkpoints(tmp_path, read_only=True) as reader:
+        assert reader.steps() == []
+        with pytest.raises(ValueError, match="opened read-only"):
+            reader.save(1, {"weight": jnp.ones(2)}, {})
+    assert unfinished.exists()
+
+
+DISK_FULL = """
+import os, resource, sys
+import jax.numpy as jnp
+from lmlib.checkpoint import Checkpoints
+
+checkpoints = Checkpoints(sys.argv[1], keep=1)
+checkpoints.save(1, {"weight": jnp.full(1 << 16, 1.0)}, {"tokens": 1})
+checkpoints.wait()
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+checkpoints.save(2, {"weight": jnp.full(1 << 16, 2.0)}, {"tokens": 2})
+try:
+    checkpoints.wait()
+except OSError as error:
+    print(error)
+print(checkpoints.steps(), *os.listdir(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+checkpoints.save(3, {"weight": jnp.full(1 << 16, 3.0)}, {"tokens": 3})
+checkpoints.close()
+print(checkpoints.steps())
+"""
+
+
+def test_a_save_that_the_disk_refuses_says_so_and_the_last_checkpoint_stays(tmp_path):
+    child = run(DISK_FULL, str(tmp_path))
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.splitlines() == [
+        f"[Errno {errno.EFBIG}] cannot save step 2 in {tmp_path}: a file would be larger "
+        "than this process may write (ulimit -f) (File too large)",
+        "[1] 1",  # what was written of step 2 is gone
+        "[3]",  # and once there is room again, the run can save
+    ]
+
+
+LOSE_AN_ARRAY = """
+import shutil, sys
+import jax.numpy as jnp
+from lmlib.checkpoint import Checkpoints
+
+def lose(name, arguments):
+    if name == "open" and str(arguments[0]).endswith("2.orbax-checkpoint-tmp/manifest.json"):
+        shutil.rmtree(f"{sys.argv[1]}/2.orbax-checkpoint-tmp/state/weight")
+
+checkpoints = Checkpoints(sys.argv[1], keep=1)
+checkpoints.save(1, {"weight": jnp.ones(4)}, {})
+checkpoints.wait()
+sys.addaudithook(lose)
+checkpoints.save(2, {"weight": jnp.ones(4)}, {})
+try:
+    checkpoints.wait()
+except FileNotFoundError as error:
+    print(error)
+print(checkpoints.steps(), checkpoints.newest_sound())
+"""
+
+
+def test_what_loses_files_while_it_is_saved_never_counts_as_a_checkpoint(tmp_path):
+    child = run(LOSE_AN_ARRAY, str(tmp_path))
+    assert child.returncode == 0, child.stderr
+    assert f"cannot save step 2 in {tmp_path}: the directory was deleted" in child.stdout
+    assert child.stdout.endswith("[1] 1\n")
+
+
+def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path):
+    state = {"weight": jnp.ones(4)}
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(OSError, match="File name too long"):
+            checkpoints.save(10**240, state, {})
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]
+
+
+def test_a_directory_deleted_in_mid_run_is_named(tmp_path):
+    directory = tmp_path / "checkpoints"
+    state = {"weight": jnp.ones(4)}
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.wait()
+        directory.rename(tmp_path / "elsewhere")
+        with pytest.raises(FileNotFoundError, match=f"save step 2 in {directory}: the directory w"):
+            checkpoints.save(2, state, {})
+        assert not directory.exists()  # no run goes on in a new directory without its checkpoints
+        (tmp_path / "elsewhere").rename(directory)
+        checkpoints.save(2, state, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 2]
+
+
+def test_a_path_that_is_no_directory_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=f"cannot open the checkpoints in {tmp_path}/file/below: "):
+        Checkpoints(tmp_path / "file" / "below")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_may_not_be_written_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="this user may not write there"):
+        Checkpoints(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, r"the disk is full, [\d,]+ bytes are free"),
+        (errno.EDQUOT, "quota is exceeded"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "may not write there"),
+    ],
+)
+def test_the_cause_is_found_in_what_the_storage_raises(tmp_path, code, words):
+    text = ValueError(f"Error writing local file: Failed writing [os_error_code='{code}']")
+    chained = RuntimeError("save failed")
+    chained.__cause__ = OSError(code, os.strerror(code))
+    for error in (OSError(code, os.strerror(code)), text, chained):
+        named = storage_error("save step 2", tmp_path, error)
+        assert named is not None
+        assert named.errno == code
+        assert re.search(words, str(named))
+
+
+def test_other_errors_are_not_blamed_on_the_storage(tmp_path):
+    assert storage_error("save step 2", tmp_path, ValueError("shapes differ")) is None
