@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from lmlib.data.batch import Source
 from lmlib.data.metadata import tokenizers_differ
+from lmlib.guard import Guard
 from lmlib.optim import Optimizer
 from lmlib.parallel.check import check_batch, check_model
 
@@ -26,12 +27,16 @@ class Experiment:
       steps: updates to make.
       microbatches: parts of a batch whose gradients are added before one update.
       z_loss: weight of log²(Σ exp logits) in what is minimised; 0 for none.
+      guard: which updates are skipped; `None`: those of numbers that are not finite.
+      stop_after_skipped: a run stops when so many updates in a row were skipped.
       seed: of the initial weights.
       validation: batches to evaluate on, in a fixed order; `None` for none.
       validation_batches: how many of them each evaluation sees; `None` for all. After the last
         step a finite `validation` is seen whole.
       evaluate_every, checkpoint_every: in steps.
       keep_checkpoints: how many checkpoints stay, the newest.
+      keep_checkpoints_every: besides, those of every so many steps; `None` for none.
+      keep_best_checkpoints: besides, how many of the lowest validation loss.
       prefetch_batches: how many batches are read and placed on the devices ahead of their step.
       prompts: texts that the trained model continues at the end of the run.
     """
@@ -43,12 +48,16 @@ class Experiment:
     steps: int
     microbatches: int = 1
     z_loss: float = 0.0
+    guard: Guard | None = None
+    stop_after_skipped: int = 10
     seed: int = 0
     validation: Source | None = None
     validation_batches: int | None = None
     evaluate_every: int = 1_000
     checkpoint_every: int = 1_000
     keep_checkpoints: int = 3
+    keep_checkpoints_every: int | None = None
+    keep_best_checkpoints: int = 0
     prefetch_batches: int = 2
     prompts: tuple[str, ...] = ()
 
@@ -73,6 +82,7 @@ class Experiment:
             "checkpoint_every",
             "keep_checkpoints",
             "prefetch_batches",
+            "stop_after_skipped",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -18,8 +18,8 @@ from absl import app, flags, logging
 from fiddle import absl_flags
 
 from runner import configs
-from runner.endings import MISTAKE
-from runner.errors import ConfigError
+from runner.endings import FAILED, MISTAKE
+from runner.errors import ConfigError, TrainingStopped
 from runner.processes import Processes, leave, leave_together
 from runner.profiling import steps_range
 from runner.supervisor import Connection, supervise
@@ -53,6 +53,9 @@ _HEARTBEAT_SECONDS = flags.DEFINE_integer(
 _DATA_SECONDS = flags.DEFINE_integer(
     "data_seconds", 600, "a process whose next batch takes longer ends", lower_bound=1
 )
+_CHECKPOINT_FALLBACK = flags.DEFINE_bool(
+    "checkpoint_fallback", True, "go on from an older checkpoint if the newest is damaged"
+)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -82,6 +85,11 @@ def main(arguments: Sequence[str]) -> None:
         if supervisor is not None:
             leave_together(MISTAKE)
         sys.exit(MISTAKE)
+    except TrainingStopped as error:
+        print(f"error: {error}", file=sys.stderr)
+        if supervisor is not None:
+            leave_together(FAILED)
+        sys.exit(FAILED)
     except (Exception, KeyboardInterrupt) as error:
         if supervisor is not None:
             leave(error, processes.heartbeat_seconds)
@@ -114,6 +122,7 @@ def _train(workdir: Path, profile: range | None, is_logged: bool) -> None:
         dump_hlo=_DUMP_HLO.value,
         reports=is_logged or None,
         data_seconds=_DATA_SECONDS.value,
+        checkpoint_fallback=_CHECKPOINT_FALLBACK.value,
     )
     if jax.process_index() == 0:
         print(result.summary.text(workdir))

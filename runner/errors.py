@@ -14,6 +14,10 @@ class ConfigError(ValueError):
     """The user's mistake, as a message to print: what, which value, the nearest names."""
 
 
+class TrainingStopped(RuntimeError):
+    """Training cannot go on, as a message to print; all processes find the same."""
+
+
 def did_you_mean(name: object, choices: Iterable[object]) -> str:
     """The nearest of `choices`, or all of them, as a sentence."""
     names = [str(choice) for choice in choices]
@@ -37,11 +41,11 @@ def ends_other_processes() -> Iterator[None]:
 
     Those wait for it in a collective operation, while JAX would have it wait for them at exit, for
     five minutes. It exits without that wait instead, with status 1, after the usual traceback. A
-    `ConfigError` passes: all processes find the same.
+    `ConfigError` or `TrainingStopped` passes: all processes find the same.
     """
     try:
         yield
-    except ConfigError:
+    except (ConfigError, TrainingStopped):
         raise
     except BaseException:
         if jax.process_count() > 1:

@@ -19,6 +19,7 @@ from lmlib.data.prefetch import Prefetch
 from lmlib.data.resumable import Resumable
 from lmlib.describe import describe
 from lmlib.experiment import Experiment
+from lmlib.guard import Guard
 from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.optim import Optimizer
 from lmlib.parallel.layout import partition
@@ -52,6 +53,7 @@ def fit(
     dump_hlo: bool = False,
     reports: bool | None = None,
     data_seconds: float = 600.0,
+    checkpoint_fallback: bool = True,
 ) -> Result:
     """Trains the experiment of `cfg` to its last step, from the newest checkpoint if there is one.
 
@@ -63,6 +65,7 @@ def fit(
       dump_hlo: whether to write the optimised program into workdir/hlo.
       reports: whether this process shows its progress on stderr; `None`: if it is process 0.
       data_seconds: if it waits longer for a batch, this process ends, with a message.
+      checkpoint_fallback: whether to go on from an older checkpoint if the newest is damaged.
 
     Raises:
       ConfigError: if the parts of the experiment do not fit each other, or the checkpoint does not
@@ -77,13 +80,20 @@ def fit(
     shown = primary if reports is None else reports
     with (
         Progress(experiment.steps, stream=sys.stderr if shown else None) as progress,
-        Checkpoints(workdir / "checkpoints", keep=experiment.keep_checkpoints) as checkpoints,
+        Checkpoints(
+            workdir / "checkpoints",
+            keep=experiment.keep_checkpoints,
+            keep_every=experiment.keep_checkpoints_every,
+            keep_best=experiment.keep_best_checkpoints,
+        ) as checkpoints,
     ):
         if primary:
             _show_changes(cfg, workdir, progress)
         optimizer = experiment.optimizer(experiment.steps)
         _announce(experiment, optimizer, progress)
-        state, start, tokens = _begin(experiment, optimizer, checkpoints, progress)
+        state, start, tokens = _begin(
+            experiment, optimizer, checkpoints, checkpoint_fallback, progress
+        )
         if primary:
             configs.save(cfg, workdir)
         source = experiment.validation
@@ -145,25 +155,32 @@ def _announce(experiment: Experiment, optimizer: Optimizer, progress: Progress) 
 
 
 def _begin(
-    experiment: Experiment, optimizer: Optimizer, checkpoints: Checkpoints, progress: Progress
+    experiment: Experiment,
+    optimizer: Optimizer,
+    checkpoints: Checkpoints,
+    fallback: bool,
+    progress: Progress,
 ) -> tuple[train.State, int, int]:
     """The state to go on from, the steps already made, and the tokens they were trained on."""
-    newest = checkpoints.newest()
-    if newest is None:
-        return train.init(experiment.make_model, optimizer, experiment.mesh), 0, 0
-    target = train.abstract_state(experiment.make_model, optimizer, experiment.mesh)
+    made = experiment.make_model, optimizer, experiment.mesh, experiment.guard or Guard()
     with user_errors():
-        state, saved = checkpoints.restore(newest, target)
+        found = checkpoints.restore_newest(train.abstract_state(*made), fallback=fallback)
+        if found is None:
+            return train.init(*made), 0, 0
         if isinstance(experiment.data, Resumable):
-            if "data" not in saved:
+            if "data" not in found.progress:
                 raise ConfigError(
-                    f"checkpoint {newest} does not say where the data stream was: it was saved "
+                    f"checkpoint {found.step} does not say where the data stream was: it was saved "
                     "with another kind of data source; train on that, or use another workdir"
                 )
-            experiment.data.restore(newest, saved["data"])
-    if newest < experiment.steps:
-        progress.message(f"resuming after step {newest:,} of {experiment.steps:,}")
-    return state, newest, saved["tokens"]
+            experiment.data.restore(found.step, found.progress["data"])
+    for damage in found.damaged:
+        progress.message(f"WARNING: {damage}")
+    if found.damaged:
+        progress.message(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
+    if found.step < experiment.steps:
+        progress.message(f"resuming after step {found.step:,} of {experiment.steps:,}")
+    return found.state, found.step, found.progress["tokens"]
 
 
 class _LimitedPrefetch(Prefetch):
@@ -195,7 +212,13 @@ def _compile(
     batch = train.abstract_batch(data.batch_size, data.sequence_length, experiment.mesh)
     began = time.perf_counter()
     compiled = train.compile_step(
-        state, batch, optimizer, experiment.mesh, experiment.microbatches, experiment.z_loss
+        state,
+        batch,
+        optimizer,
+        experiment.mesh,
+        experiment.microbatches,
+        experiment.z_loss,
+        experiment.guard or Guard(),
     )
     seconds = time.perf_counter() - began
     progress.message(f"compiled the step in {duration_text(seconds)}")

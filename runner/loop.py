@@ -9,6 +9,7 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
 from lmlib.data.resumable import gather_states
 from lmlib.experiment import Experiment
+from runner.divergence import stop_if_diverged
 from runner.profiling import Profiler
 from runner.recorder import Recorder
 from runner.validation import Validation
@@ -39,7 +40,9 @@ def run_steps(
         profiler.after(step, wait_for=metrics)
         if unread is not None:
             # Read while this step runs, so that the devices never wait for the host.
-            recorder.write(recorder.read(*unread))
+            line = recorder.read(*unread)
+            recorder.write(line)
+            stop_if_diverged(experiment, line, state, batch)
         unread = (step, metrics, batches.wait_seconds)
 
         last = step == experiment.steps
@@ -50,11 +53,13 @@ def run_steps(
             if validation is not None and evaluates:
                 line |= validation.metrics(state.model)
             recorder.write(line)
+            stop_if_diverged(experiment, line, state, batch)
             unread = None
             if saves:
                 progress: dict[str, Any] = {"tokens": recorder.tokens}
                 if batches.state is not None:
                     progress["data"] = gather_states(batches.state)
-                checkpoints.save(step, state, progress)
+                blocked = checkpoints.save(step, state, progress, line.get("validation_loss"))
+                recorder.message(f"saving step {step:,} held training up for {blocked:.2f} s")
             recorder.restart_clock()
     return state

@@ -60,6 +60,10 @@ class Recorder:
             "mfu": mfu(self._flops_per_token, tokens_per_second, self._devices),
         }
 
+    def message(self, text: str) -> None:
+        """Shows `text` above the progress."""
+        self._progress.message(text)
+
     def write(self, line: Line) -> None:
         """Writes the line."""
         self._log.write(

@@ -396,18 +396,13 @@ def test_bad_texts_are_named() -> None:
 
 
 @pytest.mark.parametrize("style", ["gpt2", "llama3"])
-@pytest.mark.parametrize("character", ["a", "é", " ", "!", "\n"])
+@pytest.mark.parametrize("character", ["a", "é", " ", "!", "\n", "1"])
 def test_runs_that_take_too_much_memory_are_refused(style: str, character: str) -> None:
-    chosen = encoder(style)
-    assert isinstance(chosen, ByteLevelEncoder)
-    with pytest.raises(ValueError, match=r"has more than 1,048,576 characters of one kind"):
-        chosen.size("start" + character * (2 << 20))
     mixed = (character * 1000 + "x 1") * 3000  # long, but no run is
-    assert chosen.size(mixed) == len(mixed.encode())
-
-
-def test_numbers_are_a_run_only_where_they_make_one_pre_token() -> None:
-    numbers = "1" * (2 << 20)
-    assert encoder("llama3").size(numbers) == len(numbers)
-    with pytest.raises(ValueError, match="of one kind"):
-        encoder("gpt2").size(numbers)
+    assert encoder(style).size(mixed) == len(mixed.encode())
+    run = "start" + character * (2 << 20)
+    if (style, character) == ("llama3", "1"):  # where a pre-token has three numbers at most
+        assert encoder(style).size(run) == len(run)
+        return
+    with pytest.raises(ValueError, match=r"has more than 1,048,576 characters of one kind"):
+        encoder(style).size(run)
