@@ -16,7 +16,7 @@ import pytest
 
 from lmlib.metrics import read_metrics
 from runner import configs, fit
-from runner.errors import ConfigError
+from runner.errors import ConfigError, TrainingStopped
 
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds")
 ROOT = Path(configs.__file__).parents[1]
@@ -285,3 +285,37 @@ def test_the_command_line_profiles_and_dumps(tmp_path):
     assert re.search(r"^step 4/4  loss \d", done.stderr, re.MULTILINE)
     for row in ("parameters", "tokens seen", "training loss", "validation loss", "try next"):
         assert re.search(rf"^{row} ", done.stdout, re.MULTILINE)
+
+
+def test_a_run_that_diverges_stops_and_names_the_part(tmp_path):
+    cfg = tiny("optimizer.peak_lr=1e30", "stop_after_skipped=3")
+    with pytest.raises(TrainingStopped, match=r"3 updates in a row .* first number .* is in the"):
+        fit(cfg, tmp_path)
+    lines = read_metrics(tmp_path)
+    skipped = [line["skipped_in_a_row"] for line in lines]
+    assert skipped[-3:] == [1, 2, 3] and set(skipped[:-3]) <= {0}
+    assert lines[-1]["skipped_updates"] == 3
+
+
+def test_a_damaged_checkpoint_is_left_for_the_one_before(undisturbed, tmp_path, capsys):
+    result, workdir = undisturbed
+    shutil.copytree(workdir, tmp_path / "copy")
+    state = tmp_path / "copy" / "checkpoints" / "20" / "state"
+    largest = max(
+        (file for file in state.rglob("*") if file.is_file()), key=lambda f: f.stat().st_size
+    )
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+    cfg = tiny("mesh.fsdp=4", "mesh.tensor=2")
+    with pytest.raises(ConfigError, match=r"checkpoints/20"):
+        fit(cfg, tmp_path / "copy", checkpoint_fallback=False)
+    capsys.readouterr()
+    again = fit(cfg, tmp_path / "copy")
+    told = capsys.readouterr().err
+    assert "WARNING" in told and "newest sound checkpoint, step 10" in told
+    assert without_times(again.metrics) == without_times(result.metrics)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(again.state), jax.device_get(result.state)
+    )
