@@ -34,7 +34,7 @@ def pretokenize_shard(
 
     Each document is framed by the tokenizer's BOS and EOS; an empty one is nothing but its frame.
     The bytes on disk depend on neither `workers` nor how often the writing was killed and begun
-    again, but for the last `file_length` tokens, which are made again each time.
+    again. After a kill, the last tokens that did not fill a file are made again.
 
     Args:
       source: the rows; the shard takes its share.

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorstore as ts
+from folder_contents import files_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,14 +22,6 @@ ALONE = "shard_00000_of_00001"
 def stored(path: Path) -> np.ndarray:
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
     return ts.open(spec | {"fill_missing_data_reads": False}).result().read().result()
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
 
 
 def same_files(one: Path, other: Path) -> bool:

@@ -10,11 +10,12 @@ from pathlib import Path
 import fiddle as fdl
 import numpy as np
 import pytest
+from byte_texts import BOS, EOS, write_texts
 
 from data_tools.hf_stream import HFStream
 from data_tools.inspect import SavedRun, batch_rows, decoder, row_origins
 from data_tools.inspect.report import row_text
-from lmlib.data import FlatTokens, ShardWriter, Synthetic, TokenizerIdentity
+from lmlib.data import FlatTokens, Synthetic
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.experiment import Experiment
 from runner import configs
@@ -22,34 +23,6 @@ from runner import configs
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
 
 REPOSITORY = Path(__file__).parents[2]
-BOS, EOS = 256, 257
-TEXTS = ["hello", "", "ünï\ncode", "x" * 70, "the end"]
-
-
-def write_texts(path: Path, shards: int = 1, split: str = "train") -> Path:
-    """The texts as bytes, framed; returns the split's folder."""
-    for shard in range(shards):
-        writer = writer_of_texts(path, shard, shards, split)
-        for text in TEXTS[shard::shards]:
-            writer.append(np.frombuffer(text.encode(), np.uint8), text_bytes=len(text.encode()))
-        writer.finish()
-    return path / split
-
-
-def writer_of_texts(path: Path, shard: int, shards: int, split: str = "train") -> ShardWriter:
-    return ShardWriter(
-        path,
-        split,
-        shard=shard,
-        shards=shards,
-        vocab_size=258,
-        bos_id=BOS,
-        eos_id=EOS,
-        tokenizer=TokenizerIdentity("bytes", None),
-        source={"dataset": "by hand"},
-        file_length=32,
-        chunk_length=8,
-    )
 
 
 def test_rows_of_a_batch(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from folder_contents import files_of
 
 from data_tools.pretokenize import Progress, pretokenize, pretokenize_shard
 from data_tools.rows import Files, Texts
@@ -137,14 +138,6 @@ def test_shards_are_made_one_by_one_or_together(tmp_path: Path) -> None:
     assert tokens_of(tmp_path / "alone") == list(
         itertools.chain(*([BOS, *str(n).encode(), EOS] for n in range(500)))
     )
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
 
 
 def test_special_tokens_in_documents_never_split_them(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from folder_contents import files_of
 
 from data_tools.pretokenize import pretokenize, pretokenize_shard
 from data_tools.pretokenize.report import SkippedRows
@@ -35,14 +36,6 @@ if __name__ == "__main__":
         shards=2, workers=int(workers), file_length={FILE_LENGTH}, on_bad_row="skip",
     )
 """
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
 
 
 def write_lines(file: Path, total_bytes: int) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from folder_contents import files_of
 
 from data_tools.pretokenize import Progress, pretokenize
 from data_tools.pretokenize.on_ray import pretokenize_on_ray
@@ -36,14 +37,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 raise
     yield modules
     ray.shutdown()
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
 
 
 @pytest.fixture
