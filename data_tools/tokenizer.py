@@ -1,18 +1,19 @@
 """Tokenizers that turn documents into token ids, and know how to frame a document."""
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data_tools.encoders import Encoder, make_encoder
 from data_tools.encoders.hugging_face import read_tokenizer
+from data_tools.encoders.tokenizers_errors import tokenizers_errors
 from lmlib.data import TokenizerIdentity
+from lmlib.data.metadata import LARGEST_TOKENIZER
+from lmlib.data.stored_json import read_json, read_text
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 
@@ -82,11 +83,13 @@ class JsonTokenizer(Tokenizer):
         try:
             self._tokenizer = read_tokenizer(tokenizer_json)
         except ValueError as error:
-            raise ValueError(f"{name} is not a valid tokenizer.json: {error.__cause__}") from error
+            raise ValueError(f"{name}: {error}") from error
         self.tokenizer_json = tokenizer_json
         digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
         self.identity = TokenizerIdentity(name, digest)
         vocabulary = self._tokenizer.get_vocab()
+        if not vocabulary:
+            raise ValueError(f"{name} is not a valid tokenizer.json: it has no tokens")
         self.vocab_size = max(vocabulary.values()) + 1
         self.bos_id = _special_id(name, vocabulary, "bos_token", bos_token, _BOS_NAMES)
         self.eos_id = _special_id(name, vocabulary, "eos_token", eos_token, _EOS_NAMES)
@@ -98,7 +101,8 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with tokenizers_errors(f"{self.identity.name} cannot decode"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 def load_tokenizer(
@@ -109,8 +113,11 @@ def load_tokenizer(
     `bos_token` and `eos_token` name the framing tokens; if not given, tokenizer_config.json
     beside the file says, or else common names are tried. No code from elsewhere is ever run.
 
+    Of a folder, which may be a stranger's, only these two files are read, as JSON; they may be
+    links to elsewhere.
+
     Raises FileNotFoundError for a folder without tokenizer.json, ValueError for a name that is
-    neither here nor on the Hub, or a tokenizer without a token that was named.
+    neither here nor on the Hub, a tokenizer without a token that was named, or a damaged one.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -120,7 +127,7 @@ def load_tokenizer(
         configured = _configured_tokens(file.with_name("tokenizer_config.json"))
         return JsonTokenizer(
             name,
-            file.read_bytes().decode("utf-8"),
+            _read(file),
             bos_token or configured.get("bos_token"),
             eos_token or configured.get("eos_token"),
         )
@@ -167,6 +174,13 @@ def train_byte_level_bpe(
     return JsonTokenizer(name, tokenizer.to_str(pretty=True), BEGIN_OF_TEXT, END_OF_TEXT)
 
 
+def _read(file: Path) -> str:
+    try:
+        return read_text(file, LARGEST_TOKENIZER)
+    except ValueError as error:
+        raise ValueError(f"{file} is not a valid tokenizer.json: {error}") from error
+
+
 def _special_id(
     tokenizer: str,
     vocabulary: dict[str, int],
@@ -186,13 +200,16 @@ def _configured_tokens(file: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
-    entries = {role: config.get(role) for role in ("bos_token", "eos_token")}
-    # A token is its name, or an object that holds the name as "content".
-    names = {
-        role: entry.get("content") if isinstance(entry, dict) else entry
-        for role, entry in entries.items()
-    }
-    return {role: name for role, name in names.items() if name is not None}
+    found = {}
+    for role in ("bos_token", "eos_token"):
+        entry = config.get(role) if isinstance(config, dict) else None
+        # A token is its name, or an object that holds the name as "content".
+        name = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(name, str):
+            found[role] = name
+        elif name is not None:
+            raise ValueError(f"{file} has the {role} {name!r:.40}, which is no name of a token")
+    return found

@@ -14,6 +14,27 @@ from lmlib.guard import Guard
 from lmlib.optim import Optimizer
 from lmlib.parallel.check import check_batch, check_model
 
+_KINDS = {
+    "data": Source,
+    "validation": Source | None,
+    "mesh": Mesh,
+    "guard": Guard | None,
+}
+_LEAST = {
+    "steps": 1,
+    "microbatches": 1,
+    "stop_after_skipped": 1,
+    "validation_batches": 1,
+    "evaluate_every": 1,
+    "checkpoint_every": 1,
+    "keep_checkpoints": 1,
+    "keep_checkpoints_every": 1,
+    "keep_best_checkpoints": 0,
+    "tolerated_failed_saves": 0,
+    "captures": 0,
+    "prefetch_batches": 1,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
@@ -37,6 +58,10 @@ class Experiment:
       keep_checkpoints: how many checkpoints stay, the newest.
       keep_checkpoints_every: besides, those of every so many steps; `None` for none.
       keep_best_checkpoints: besides, how many of the lowest validation loss.
+      tolerated_failed_saves: how many saves in a row may fail, the disk being full say, before the
+        run stops.
+      captures: how many skipped updates are kept for `python -m runner.replay`; each holds a
+        checkpoint back.
       prefetch_batches: how many batches are read and placed on the devices ahead of their step.
       prompts: texts that the trained model continues at the end of the run.
     """
@@ -58,6 +83,8 @@ class Experiment:
     keep_checkpoints: int = 3
     keep_checkpoints_every: int | None = None
     keep_best_checkpoints: int = 0
+    tolerated_failed_saves: int = 2
+    captures: int = 3
     prefetch_batches: int = 2
     prompts: tuple[str, ...] = ()
 
@@ -75,17 +102,16 @@ class Experiment:
         Raises:
           ValueError: naming the setting, its value, and what would work.
         """
-        for name in (
-            "steps",
-            "microbatches",
-            "evaluate_every",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "prefetch_batches",
-            "stop_after_skipped",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                expected = getattr(kind, "__name__", kind)
+                raise ValueError(f"{name} must be of type {expected}, got {value!r}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        self.optimizer(self.steps)
         check_model(self.make_model, self.mesh)
         model = self.abstract_model()
         self._check_source("data", self.data, model, self.microbatches)

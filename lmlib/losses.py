@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from lmlib.data.batch import Batch
 from lmlib.parallel.layout import spec
@@ -16,11 +16,20 @@ from lmlib.parallel.layout import spec
 
 @runtime_checkable
 class Decoder(Protocol):
-    """What a loss asks of a model: tokens to residual stream, residual stream to logits."""
+    """What a loss asks of a model: tokens to residual stream, residual stream to logits.
+
+    Random layers draw from `key`, and are off without one.
+    """
 
     policy: Callable[..., bool]
 
-    def trunk(self, tokens_BS: Array, positions_BS: Array, segment_ids_BS: Array) -> Array: ...
+    def trunk(
+        self,
+        tokens_BS: Array,
+        positions_BS: Array,
+        segment_ids_BS: Array,
+        key: PRNGKeyArray | None = None,
+    ) -> Array: ...
 
     def head(self, x_BSE: Array) -> Array: ...
 
@@ -56,8 +65,8 @@ def loss_sums(
     )
 
 
-def batch_loss(model: Decoder, batch: Batch) -> LossSums:
-    """Loss of the next token, summed over `batch.loss_mask`.
+def batch_loss(model: Decoder, batch: Batch, key: PRNGKeyArray | None = None) -> LossSums:
+    """Loss of the next token, summed over `batch.loss_mask`; `key` is for random layers.
 
     Logits are computed again in the backward pass unless the model saves "logits".
     """
@@ -70,5 +79,5 @@ def batch_loss(model: Decoder, batch: Batch) -> LossSums:
     def tail(x_BSE: Array) -> LossSums:
         return loss_sums(model.head(x_BSE), targets_BS, loss_mask_BS)
 
-    x_BSE = model.trunk(tokens_BS, positions_BS, segment_ids_BS)
+    x_BSE = model.trunk(tokens_BS, positions_BS, segment_ids_BS, key)
     return jax.checkpoint(tail, policy=model.policy)(x_BSE)

@@ -6,6 +6,7 @@ order however often the run was killed. Strict JSON has no NaN: what is not fini
 copy leaves it out.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -13,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from tensorboardX import SummaryWriter
-
 from lmlib.hardware import peak_flops
+from lmlib.tensorboard import TensorBoard
 
 FILE_NAME = "metrics.jsonl"
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
@@ -51,8 +51,9 @@ def mfu(
 class MetricsLog:
     """Appends to `workdir/metrics.jsonl` and `workdir/tensorboard/`.
 
-    Every line is with the operating system when `write` returns. For a resumed run to miss no step,
-    write a step's metrics before its checkpoint is saved.
+    Every line is with the operating system when `write` returns, unless the storage fails: then it
+    is kept, and tried again with the next line. For a resumed run to miss no step, `flush` a step's
+    metrics before its checkpoint is saved.
 
         with MetricsLog(workdir, resume_step=None) as log:
             log.write(1, {"loss": 3.25})
@@ -76,16 +77,11 @@ class MetricsLog:
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE_NAME
-        lines = [_line(entry) for entry in _entries(path) if entry["step"] <= last]
+        lines = [f"{to_json(entry)}\n" for entry in _entries(path) if entry["step"] <= last]
         _replace(path, "".join(lines))
-        self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(
-            str(folder / "tensorboard"),
-            purge_step=last + 1,
-            flush_secs=10,
-            # Its files are named by the second: a run resumed within one would overwrite its own.
-            filename_suffix=f".{last + 1}",
-        )
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+        self._tensorboard = TensorBoard(folder / "tensorboard", last + 1)
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
         """Appends a line; metrics that are `None` are left out of it.
@@ -99,16 +95,29 @@ class MetricsLog:
         if not self._enabled:
             return
         present = {name: value for name, value in metrics.items() if value is not None}
-        self._file.write(_line({"step": step, **present}))
-        self._file.flush()
-        for name, value in present.items():
-            if math.isfinite(value):
-                self._tensorboard.add_scalar(name, float(value), step)
+        self._unwritten += f"{to_json({'step': step, **present})}\n".encode()
+        with contextlib.suppress(OSError):  # `flush` raises it
+            self.flush()
+        self._tensorboard.write(
+            step, {name: value for name, value in present.items() if math.isfinite(value)}
+        )
+
+    def flush(self) -> None:
+        """Raises OSError if there are lines that the storage still does not take."""
+        if not self._enabled:
+            return
+        while self._unwritten:
+            written = self._file.write(self._unwritten)
+            self._unwritten = self._unwritten[written:]
 
     def close(self) -> None:
+        """Raises OSError, as `flush` does, once all is closed."""
         if self._enabled:
-            self._file.close()
             self._tensorboard.close()
+            try:
+                self.flush()
+            finally:
+                self._file.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -125,13 +134,23 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return list(_entries(Path(workdir) / FILE_NAME))
 
 
-def _line(entry: Mapping[str, float | int]) -> str:
+def to_json(entry: Mapping[str, Any]) -> str:
+    """A line of `metrics.jsonl`, without its end: strict JSON."""
+
     def strict(value: float | int) -> float | int | str:
         if isinstance(value, float) and not math.isfinite(value):
             return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
         return value
 
-    return json.dumps({name: strict(value) for name, value in entry.items()}) + "\n"
+    return json.dumps({name: strict(value) for name, value in entry.items()})
+
+
+def from_json(line: str | bytes) -> dict[str, Any]:
+    """What `to_json` was given; raises ValueError for what it did not write."""
+    entry = json.loads(line)
+    if not isinstance(entry, dict) or "step" not in entry:
+        raise ValueError("no line of metrics")
+    return {name: float(value) if value in _NOT_FINITE else value for name, value in entry.items()}
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -139,15 +158,8 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     for line in path.read_bytes().splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and "step" in entry:
-            yield {
-                name: float(value) if value in _NOT_FINITE else value
-                for name, value in entry.items()
-            }
+        with contextlib.suppress(ValueError, TypeError):  # a list, say, is not hashable
+            yield from_json(line)
 
 
 def _replace(path: Path, text: str) -> None:

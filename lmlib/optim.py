@@ -1,5 +1,6 @@
 """Optimizers and schedules out of optax; which weights decay is read off their axis names."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -98,10 +99,20 @@ def adamw(
       decays: which weights decay, from their axis names.
 
     Raises:
-      ValueError: if `steps` or `peak_lr` is not positive.
+      ValueError: for a number that is out of range, naming it.
     """
-    if steps < 1 or peak_lr <= 0:
+    if steps < 1 or not 0 < peak_lr < math.inf:
         raise ValueError(f"steps and peak_lr must be positive, got {steps} and {peak_lr}")
+    for name, decay in (("b1", b1), ("b2", b2)):
+        if not 0 <= decay < 1:
+            raise ValueError(f"{name} must be at least 0 and less than 1, got {decay}")
+    if epsilon <= 0 or weight_decay < 0:
+        raise ValueError(
+            f"epsilon must be positive and weight_decay not negative, got {epsilon} and "
+            f"{weight_decay}"
+        )
+    if clip_norm is not None and clip_norm <= 0:
+        raise ValueError(f"clip_norm must be positive, or None, got {clip_norm}")
     learning_rate = schedule(peak_lr, steps)
     clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
     transformation = optax.chain(

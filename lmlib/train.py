@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, Key, PRNGKeyArray
 
 from lmlib.data.batch import Batch
 from lmlib.guard import Guard, GuardState, choose
 from lmlib.losses import batch_loss
+from lmlib.models.initial import fold
 from lmlib.optim import Optimizer
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import STORED, creator, partition, shardings, spec
@@ -26,28 +27,55 @@ NO_SPIKES = Guard()  # skips what is not finite, and nothing else
 
 
 class State(eqx.Module):
-    """All that training changes. `step` counts the batches seen so far."""
+    """All that training needs from one step to the next.
+
+    `step` counts the batches seen so far. `key` stays the same: what is random in a step is drawn
+    from it, the step and the microbatch, never from what happened before.
+    """
 
     step: Int32[Array, ""]
     model: Any
     optimizer: optax.OptState
     guard: GuardState
+    key: Key[Array, ""]
 
 
 def init(
-    make_model: Callable[[], eqx.Module], optimizer: Optimizer, mesh: Mesh, guard: Guard = NO_SPIKES
+    make_model: Callable[[], eqx.Module],
+    optimizer: Optimizer,
+    mesh: Mesh,
+    guard: Guard = NO_SPIKES,
+    seed: int = 0,
 ) -> State:
-    """The state before the first step, laid out on `mesh` from the start."""
-    layout = shardings(abstract_state(make_model, optimizer, mesh, guard))
+    """The state before the first step, laid out on `mesh` from the start.
+
+    `seed` is for what is random in the steps; the weights are `make_model`'s affair.
+    """
     with jax.set_mesh(mesh):
         model = creator(make_model, mesh)()
-        fresh = functools.partial(fresh_state, optimizer=optimizer, guard=guard)
+    return begin(model, optimizer, mesh, guard, seed)
+
+
+def begin(
+    model: Any, optimizer: Optimizer, mesh: Mesh, guard: Guard = NO_SPIKES, seed: int = 0
+) -> State:
+    """The state before the first step from the weights of `model`, which lie as `abstract_model`
+    says. They are donated: their buffers become the state's."""
+    layout = shardings(abstract_state(lambda: model, optimizer, mesh, guard))
+    fresh = functools.partial(fresh_state, optimizer=optimizer, guard=guard, seed=seed)
+    with jax.set_mesh(mesh):
         return jax.jit(fresh, out_shardings=layout, donate_argnums=0)(model)
 
 
-def fresh_state(model: Any, optimizer: Optimizer, guard: Guard = NO_SPIKES) -> State:
-    moments = optimizer.transformation.init(model)
-    return State(jnp.zeros((), jnp.int32), model, moments, guard.init())
+def fresh_state(model: Any, optimizer: Optimizer, guard: Guard = NO_SPIKES, seed: int = 0) -> State:
+    return State(
+        step=jnp.zeros((), jnp.int32),
+        model=model,
+        optimizer=optimizer.transformation.init(model),
+        guard=guard.init(),
+        # Folded, since a model is commonly made from the seed's own key.
+        key=fold(jax.random.key(seed), "steps"),
+    )
 
 
 def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
@@ -98,6 +126,7 @@ def step(
     The loss is the sum over valid target tokens divided by their count in the whole batch, so
     neither microbatches nor devices nor uneven masks change it. An update that `guard` finds
     unsound is not made: weights, moments and the learning rate's schedule stay where they are.
+    Random layers draw from `state.key`, folded with the step and then with the microbatch's index.
 
     Metrics, float32 unless said: `loss` (nats per token, without z-loss), `grad_norm` before
     clipping, `parameter_norm` before the update, `update_norm`, `learning_rate`, and, int32,
@@ -107,19 +136,24 @@ def step(
     tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
     divisor = jnp.maximum(tokens, 1).astype(jnp.float32)
 
-    def part_loss(model: Any, part: Batch) -> tuple[Array, Array]:
-        sums = batch_loss(model, part)
+    step_key = jax.random.fold_in(state.key, state.step)
+
+    def part_loss(model: Any, part: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
+        sums = batch_loss(model, part, key)
         return (sums.cross_entropy + z_loss * sums.z) / divisor, sums.cross_entropy / divisor
 
-    def accumulate(carry: tuple[Array, Any], part: Batch) -> tuple[tuple[Array, Any], None]:
-        loss, gradients = carry
+    def accumulate(
+        carry: tuple[Array, Any], indexed: tuple[Array, Batch]
+    ) -> tuple[tuple[Array, Any], None]:
+        (loss, gradients), (index, part) = carry, indexed
         (_, part_loss_), part_gradients = jax.value_and_grad(part_loss, has_aux=True)(
-            state.model, part
+            state.model, part, jax.random.fold_in(step_key, index)
         )
         return (loss + part_loss_, jax.tree.map(jnp.add, gradients, part_gradients)), None
 
     nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.model)
-    (loss, gradients), _ = jax.lax.scan(accumulate, nothing, split(batch, microbatches))
+    parts = jnp.arange(microbatches), split(batch, microbatches)
+    (loss, gradients), _ = jax.lax.scan(accumulate, nothing, parts)
     grad_norm = optax.global_norm(gradients)
     sound, guarded = guard.judge(state.guard, loss, grad_norm)
     updates, moments = optimizer.transformation.update(gradients, state.optimizer, state.model)
@@ -135,7 +169,14 @@ def step(
         "skipped_updates": guarded.skipped,
         "skipped_in_a_row": guarded.skipped_in_a_row,
     }
-    return State(state.step + 1, updated, choose(sound, moments, state.optimizer), guarded), metrics
+    new_state = State(
+        step=state.step + 1,
+        model=updated,
+        optimizer=choose(sound, moments, state.optimizer),
+        guard=guarded,
+        key=state.key,
+    )
+    return new_state, metrics
 
 
 def split(batch: Batch, microbatches: int) -> Batch:

@@ -1,16 +1,20 @@
 """Runs experiments: `python -m runner`, or from Python `from runner import fit`."""
 
 import importlib
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runner.fitting import Result, fit
+    from runner.options import Options
 
-__all__ = ["Result", "fit"]
+__all__ = ["Options", "Result", "fit"]
+IMPORTED_AT = time.time()  # seconds since the epoch; on the command line, when the process started
 
 
 def __getattr__(name: str) -> Any:
     """Imports `fit` when it is first asked for: a process that only supervises does without."""
     if name in __all__:
-        return getattr(importlib.import_module("runner.fitting"), name)
+        home = "runner.options" if name == "Options" else "runner.fitting"
+        return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,23 +6,39 @@
                folder) of an earlier run
 --fiddler      a function of the experiment that changes its config: --fiddler=tiny; repeatable
 --fdl.x.y=…    sets a parameter: --fdl.optimizer.peak_lr=1e-3
-The same command on the same workdir goes on where the run stopped. On several machines, and for
-the exit codes: docs/multihost.md.
+The same command on the same workdir goes on where the run stopped. SIGTERM or Ctrl-C saves a
+checkpoint first. What a run survives, and the exit codes: docs/faults.md; several machines:
+docs/multihost.md.
 """
 
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from absl import app, flags, logging
-from fiddle import absl_flags
+from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
+import runner
 from runner import configs
-from runner.endings import FAILED, MISTAKE
-from runner.errors import ConfigError, TrainingStopped
-from runner.processes import Processes, leave, leave_together
+from runner.command_line import parse, tell
+from runner.endings import FAILED, MISTAKE, SIGNALLED, STOPPED
+from runner.errors import ConfigError, StoppedEarly, TrainingStopped
+from runner.options import Options
+from runner.processes import (
+    Processes,
+    is_one_of_several,
+    leave,
+    leave_together,
+    reached_stop,
+)
 from runner.profiling import steps_range
+from runner.stopping import StopSignals
 from runner.supervisor import Connection, supervise
+from runner.watchdog import Limits
+from runner.xla_flags import make_deterministic
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
 _PROFILE = flags.DEFINE_string(
@@ -31,6 +47,24 @@ _PROFILE = flags.DEFINE_string(
 _DUMP_HLO = flags.DEFINE_bool(
     "dump_hlo", False, "write the optimised program of the step into workdir/hlo"
 )
+_DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
+_DETERMINISTIC = flags.DEFINE_bool(
+    "deterministic", False, "on GPUs, kernels that give the same bits each time; slower"
+)
+_TRUST_MODULE = flags.DEFINE_multi_string(
+    "trust_module", [], "a module of yours that a config.json may refer to; repeatable"
+)
+
+_INIT_FROM = flags.DEFINE_string(
+    "init_from", None, "begin with the weights of another run: RUN or RUN@STEP"
+)
+_ALLOW_CHANGE = flags.DEFINE_multi_enum(
+    "allow_change", [], ["data", "model"], "go on although this has changed; repeatable"
+)
+_CHECKPOINT_FALLBACK = flags.DEFINE_bool(
+    "checkpoint_fallback", True, "go on from an older checkpoint if the newest is damaged"
+)
+
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "host:port of process 0, where there is nothing that JAX detects"
 )
@@ -43,19 +77,28 @@ _DISTRIBUTED = flags.DEFINE_enum(
     "whether to ask JAX for the other processes: on SLURM, Open MPI, Kubernetes and Cloud TPU; "
     "always, and fail if it detects none; never",
 )
+
 _STARTUP_SECONDS = flags.DEFINE_integer(
     "startup_seconds", 300, "how long the processes wait for each other to start", lower_bound=1
 )
 _HEARTBEAT_SECONDS = flags.DEFINE_integer(
     "heartbeat_seconds", 30, "a process silent for so long is taken for dead", lower_bound=1
 )
-
-_DATA_SECONDS = flags.DEFINE_integer(
-    "data_seconds", 600, "a process whose next batch takes longer ends", lower_bound=1
+_GRACE_SECONDS = flags.DEFINE_integer(
+    "grace_seconds", 600, "from SIGTERM or SIGINT to the end, saved or not", lower_bound=1
 )
-_CHECKPOINT_FALLBACK = flags.DEFINE_bool(
-    "checkpoint_fallback", True, "go on from an older checkpoint if the newest is damaged"
-)
+_LIMITS = {
+    name: flags.DEFINE_float(
+        f"{name}_seconds", getattr(Limits, name), f"{what}; longer ends the process", lower_bound=0
+    )
+    for name, what in {
+        "compile": "limit of compiling",
+        "step": "limit of a step",
+        "data": "limit of the wait for a batch",
+        "evaluation": "limit of an evaluation",
+        "checkpoint": "limit of the wait for a save",
+    }.items()
+}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -73,27 +116,47 @@ def main(arguments: Sequence[str]) -> None:
         workdir = _checked_workdir(arguments)
         profile = steps_range(_PROFILE.value) if _PROFILE.value else None
         processes.check()
-        if supervisor is None:
-            if processes.may_be_several():
-                limits = processes.heartbeat_seconds, processes.startup_seconds
-                sys.exit(supervise(workdir, *limits))
-        else:
+        if supervisor is None and processes.may_be_several():
+            sys.exit(
+                supervise(
+                    workdir,
+                    processes.heartbeat_seconds,
+                    processes.startup_seconds,
+                    _GRACE_SECONDS.value,
+                )
+            )
+        if _DETERMINISTIC.value:
+            make_deterministic()
+        if supervisor is not None:
             processes.join(supervisor)
-        _train(workdir, profile, is_logged=supervisor is not None)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        limits = Limits(**{name: flag.value for name, flag in _LIMITS.items()})
+        options = Options(
+            profile=profile,
+            dump_hlo=_DUMP_HLO.value,
+            reports=True if supervisor else None,
+            checkpoint_fallback=_CHECKPOINT_FALLBACK.value,
+            init_from=_INIT_FROM.value,
+            allowed_changes=_ALLOW_CHANGE.value,
+            limits=limits,
+            # Of several processes a signal may reach one alone: then they agree on the step.
+            stop=reached_stop if is_one_of_several() else _stop_on_signals(),
+            started=runner.IMPORTED_AT,
+        )
+        _train(workdir, options)
+    except (ConfigError, TrainingStopped, StoppedEarly) as error:
+        # All processes find the same.
+        tell(error, _DEBUG.value)
         if supervisor is not None:
-            leave_together(MISTAKE)
-        sys.exit(MISTAKE)
-    except TrainingStopped as error:
-        print(f"error: {error}", file=sys.stderr)
-        if supervisor is not None:
-            leave_together(FAILED)
-        sys.exit(FAILED)
+            leave_together(_EXIT_CODES[type(error)])
+        sys.exit(_EXIT_CODES[type(error)])
     except (Exception, KeyboardInterrupt) as error:
+        tell(error, _DEBUG.value)
         if supervisor is not None:
             leave(error, processes.heartbeat_seconds)
-        raise
+        sys.exit(FAILED)
+
+
+_EXIT_CODES = {ConfigError: MISTAKE, TrainingStopped: FAILED, StoppedEarly: STOPPED}
 
 
 def _checked_workdir(arguments: Sequence[str]) -> Path:
@@ -106,24 +169,37 @@ def _checked_workdir(arguments: Sequence[str]) -> Path:
     return Path(_WORKDIR.value)
 
 
-def _train(workdir: Path, profile: range | None, is_logged: bool) -> None:
+def _stop_on_signals() -> Callable[[int], bool]:
+    """Whether a signal has come, asked after each step."""
+    asked = threading.Event()
+
+    def stop(number: signal.Signals) -> None:
+        print(f"{number.name}: ending after this step, with a checkpoint", file=sys.stderr)
+        asked.set()
+
+    def end(number: signal.Signals, reason: str) -> None:
+        print(f"error: ended by {number.name}: {reason}", file=sys.stderr, flush=True)
+        os._exit(SIGNALLED + number)
+
+    StopSignals(_GRACE_SECONDS.value, stop, end)
+    return lambda step: asked.is_set()
+
+
+def _train(workdir: Path, options: Options) -> None:
     # Heavy, and a process that only supervises does without.
     import jax
 
-    from runner import fit
     from runner.agreement import agreed
+    from runner.fitting import fit
 
     with agreed():
-        cfg = configs.load(flags.FLAGS.fdl_config, flags.FLAGS.fiddler, flags.FLAGS.fdl_set)
-    result = fit(
-        cfg,
-        workdir,
-        profile=profile,
-        dump_hlo=_DUMP_HLO.value,
-        reports=is_logged or None,
-        data_seconds=_DATA_SECONDS.value,
-        checkpoint_fallback=_CHECKPOINT_FALLBACK.value,
-    )
+        cfg = configs.load(
+            flags.FLAGS.fdl_config,
+            flags.FLAGS.fiddler,
+            flags.FLAGS.fdl_set,
+            trusted=_TRUST_MODULE.value,
+        )
+    result = fit(cfg, workdir, options)
     if jax.process_index() == 0:
         print(result.summary.text(workdir))
 
@@ -133,4 +209,4 @@ if __name__ == "__main__":
     __doc__ += "\nexperiments:\n" + "\n".join(
         f"  {name:<24} {line}" for name, line in configs.experiments().items()
     )
-    app.run(main, flags_parser=absl_flags.flags_parser)
+    app.run(main, flags_parser=parse)

@@ -10,7 +10,6 @@ WORKDIR is the folder of a run or of its checkpoints. Remove nothing while the r
 """
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +21,14 @@ from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, folders
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.progress import read_progress
 from lmlib.table import columns
+from runner.command_line import parse, tell
+from runner.endings import MISTAKE
 from runner.errors import ConfigError, did_you_mean, user_errors
 from runner.progress import bytes_text, duration_text
 
 _STEP = flags.DEFINE_integer("step", None, "With verify and show: this step only.", lower_bound=0)
 _KEEP = flags.DEFINE_integer("keep", None, "With prune: how many stay.", lower_bound=1)
+_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         with user_errors(), Checkpoints(directory, read_only=True) as checkpoints:
             return _COMMANDS[command](checkpoints, directory)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        tell(error, _DEBUG.value)
+        return MISTAKE
 
 
 def _list(checkpoints: Checkpoints, directory: Path) -> int:
@@ -144,13 +146,5 @@ def _parse(arguments: Sequence[str]) -> tuple[str, Path]:
     raise ConfigError(f"{workdir} is no folder")
 
 
-def _flags(arguments: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(arguments)
-    except flags.Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_flags)
+    app.run(main, flags_parser=parse)

@@ -3,6 +3,11 @@
 A config comes from an experiment (a module with `config()`) or from the `config.json` of an earlier
 run. Fiddlers (the experiment's public functions whose first parameter is `cfg`) change it first,
 then overrides (`optimizer.peak_lr=1e-3`). Whatever is misspelt fails before anything is built.
+
+An experiment's file is code, which is run. A `config.json` is not: it may come from a stranger, and
+is refused if it names anything but what configs are made of (`runner.saved_config`). Modules of
+your own have to be named when such a file is given: `--fdl_config=RUN/config.json
+--trust_module=my_models`.
 """
 
 import ast
@@ -14,7 +19,7 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -22,17 +27,26 @@ from typing import Any
 import fiddle as fdl
 from fiddle.experimental import serialization
 
-from runner.config_text import flattened, nodes, parameters, text_of, with_defaults
+from runner.config_text import flattened, text_of, with_defaults
 from runner.errors import ConfigError, did_you_mean
 from runner.overrides import BAD_LITERAL, apply_override
+from runner.saved_config import modules_of, read_config
+
+__all__ = ["experiments", "load", "modules_of", "save"]
 
 
-def load(reference: str, fiddlers: Sequence[str] = (), overrides: Sequence[str] = ()) -> fdl.Config:
+def load(
+    reference: str,
+    fiddlers: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    trusted: Collection[str] = (),
+) -> fdl.Config:
     """The config of `reference`, changed by `fiddlers` and then by `overrides`, each in order.
 
     `reference` is `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, a `.py` file
     anywhere, the `config.json` of an earlier run, or the folder that holds one. A fiddler is a name
     or a call with literals (`scale(layers=4)`); an override is `path=literal`, the quotes optional.
+    `trusted` are modules that a `config.json` may name besides ours: "my_models" with all in it.
 
     A file outside `experiments` is imported under its own name; its folder must be on the Python
     path if it needs its neighbours, or if a saved config names what it defines. Raises
@@ -45,7 +59,7 @@ def load(reference: str, fiddlers: Sequence[str] = (), overrides: Sequence[str] 
                 f"--fiddler={fiddlers[0]}: fiddlers need an experiment's .py file; {saved} is a "
                 "saved config, with those of its run already in it"
             )
-        cfg = _read(saved)
+        cfg = read_config(saved, trusted)
     else:
         module = _experiment(reference)
         cfg = _config_of(module)
@@ -184,23 +198,3 @@ def _user_code(what: str) -> Iterator[None]:
         cause = [frame for frame in frames if not frame.filename.startswith(passed_through)][-1]
         where = "" if isinstance(error, SyntaxError) else f" ({cause.filename}:{cause.lineno})"
         raise ConfigError(f"{what} failed: {type(error).__name__}: {error}{where}") from error
-
-
-def _read(file: Path) -> fdl.Config:
-    try:
-        cfg = serialization.load_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-    except (ImportError, AttributeError) as error:
-        missing = str(error).partition("\n")[0]
-        raise ConfigError(f"{file}: {missing}. If it is yours, set PYTHONPATH.") from error
-    except Exception as error:
-        raise ConfigError(f"{file} is no saved Fiddle config ({type(error).__name__})") from error
-    if not isinstance(cfg, fdl.Config):
-        raise ConfigError(f"{file} is no saved Fiddle config: it holds a {type(cfg).__name__}")
-    for node in nodes(cfg):
-        known, owner = parameters(node), text_of(fdl.get_callable(node))
-        for name in set(fdl.ordered_arguments(node, include_positional=False)) - set(known):
-            near = did_you_mean(name, known)
-            raise ConfigError(f"{file} sets {name!r}, but {owner} has none (any more). {near}")
-    return cfg

@@ -8,6 +8,7 @@ FINISHED = 0
 FAILED = 1  # this process, by an error of its own
 MISTAKE = 2  # of the user's, or the processes did not find each other: nothing was trained
 PEER_ENDED = 3  # another process ended or stopped answering
+STOPPED = 75  # by a signal, its checkpoint whole: sysexits.h's "try again"; a scheduler may requeue
 SIGNALLED = 128  # and the signal's number, as a shell has it
 
 # What JAX's coordination service writes before it aborts a process. Names are one a line.
@@ -43,8 +44,8 @@ def ending(
       joined: whether it was ever connected to the others, or found that there are none.
       heartbeat_seconds, startup_seconds: the limits it was given.
     """
-    if returncode == 0:
-        return Ending(FINISHED)
+    if returncode in (FINISHED, STOPPED):
+        return Ending(returncode)
     name = "this process" if process is None else f"process {process}"
     if returncode == MISTAKE:
         # Once connected all processes find the same mistake, and process 0 says it.
@@ -65,7 +66,8 @@ def ending(
         killed = signal.Signals(number).name
         hint = ", perhaps for want of memory" if number == signal.SIGKILL else ""
         return Ending(SIGNALLED + number, f"error: {name} was ended by {killed}{hint}")
-    return Ending(returncode, f"error: {name} failed: {_last_line(output)}", process != 0)
+    reason = _last_line(output).removeprefix("error: ")
+    return Ending(returncode, f"error: {name} failed: {reason}", process != 0)
 
 
 def _alone(process: int | None, seconds: int) -> str:

@@ -26,13 +26,17 @@ def did_you_mean(name: object, choices: Iterable[object]) -> str:
     return f"There are: {', '.join(names)}." if names else "There are none."
 
 
+class StoppedEarly(RuntimeError):
+    """A signal asked the run to stop, and its checkpoint is whole; all processes find the same."""
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Where only the user's settings and files can be wrong: turns errors into `ConfigError`."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(" ".join([str(error), *getattr(error, "__notes__", ())])) from error
 
 
 @contextlib.contextmanager
@@ -41,11 +45,11 @@ def ends_other_processes() -> Iterator[None]:
 
     Those wait for it in a collective operation, while JAX would have it wait for them at exit, for
     five minutes. It exits without that wait instead, with status 1, after the usual traceback. A
-    `ConfigError` or `TrainingStopped` passes: all processes find the same.
+    `ConfigError`, `TrainingStopped` or `StoppedEarly` passes: all processes find the same.
     """
     try:
         yield
-    except (ConfigError, TrainingStopped):
+    except (ConfigError, TrainingStopped, StoppedEarly):
         raise
     except BaseException:
         if jax.process_count() > 1:

@@ -1,6 +1,7 @@
 """Training, from a Fiddle config to a result: `fit(cfg, workdir)`."""
 
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -14,9 +15,7 @@ from jax.sharding import NamedSharding
 from lmlib import train
 from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
-from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
-from lmlib.data.resumable import Resumable
 from lmlib.describe import describe
 from lmlib.experiment import Experiment
 from lmlib.guard import Guard
@@ -25,15 +24,21 @@ from lmlib.optim import Optimizer
 from lmlib.parallel.layout import partition
 from runner import configs
 from runner.agreement import agreed, from_first, require_same
-from runner.config_text import difference, flattened
+from runner.beginning import Beginning, begin, check_config
+from runner.captures import Captures
+from runner.config_text import flattened
 from runner.errors import ConfigError, ends_other_processes, user_errors
-from runner.loop import run_steps
-from runner.processes import limited
+from runner.goodput import GoodputLog
+from runner.loop import Loop
+from runner.options import Options
+from runner.phases import Phase, Phases
 from runner.profiling import Profiler, dump_program
 from runner.progress import Progress, bytes_text, duration_text
 from runner.recorder import Recorder
-from runner.report import Summary, finished_summary, summarise
+from runner.report import Summary, finished_summary, from_json, summarise
+from runner.saving import Saver
 from runner.validation import Validation
+from runner.watchdog import Limits, Watchdog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,183 +54,171 @@ class Result:
 def fit(
     cfg: fdl.Config[Experiment],
     workdir: str | os.PathLike[str],
-    profile: range | None = None,
-    dump_hlo: bool = False,
-    reports: bool | None = None,
-    data_seconds: float = 600.0,
-    checkpoint_fallback: bool = True,
+    options: Options | None = None,
 ) -> Result:
     """Trains the experiment of `cfg` to its last step, from the newest checkpoint if there is one.
 
     Args:
       cfg: builds to an `Experiment`; stays as it is.
-      workdir: receives config.json, config.txt, metrics.jsonl, tensorboard/, checkpoints/ and
-        result.json.
-      profile: steps to trace into workdir/profile.
-      dump_hlo: whether to write the optimised program into workdir/hlo.
-      reports: whether this process shows its progress on stderr; `None`: if it is process 0.
-      data_seconds: if it waits longer for a batch, this process ends, with a message.
-      checkpoint_fallback: whether to go on from an older checkpoint if the newest is damaged.
+      workdir: receives config.json, config.txt, metrics.jsonl, tensorboard/, checkpoints/,
+        goodput.json, result.json and, where an update was skipped, captures/.
+      options: how to go about it; `None`: `Options()`.
 
     Raises:
       ConfigError: if the parts of the experiment do not fit each other, or the checkpoint does not
         fit them; before anything compiles.
+      TrainingStopped: if updates or saves fail one after the other.
+      StoppedEarly: if `options.stop` said so.
     """
+    options = options or Options()
+    phases = Phases(time.time() if options.started is None else options.started)
     workdir = Path(workdir)
     primary = jax.process_index() == 0
     with agreed(), user_errors():
         experiment = fdl.build(cfg)
         experiment.check()
     require_same("the config", flattened(cfg))
-    shown = primary if reports is None else reports
-    with (
-        Progress(experiment.steps, stream=sys.stderr if shown else None) as progress,
-        Checkpoints(
-            workdir / "checkpoints",
-            keep=experiment.keep_checkpoints,
-            keep_every=experiment.keep_checkpoints_every,
-            keep_best=experiment.keep_best_checkpoints,
-        ) as checkpoints,
-    ):
-        if primary:
-            _show_changes(cfg, workdir, progress)
-        optimizer = experiment.optimizer(experiment.steps)
-        _announce(experiment, optimizer, progress)
-        state, start, tokens = _begin(
-            experiment, optimizer, checkpoints, checkpoint_fallback, progress
-        )
-        if primary:
-            configs.save(cfg, workdir)
-        source = experiment.validation
-        validation = None if source is None else Validation(source, experiment)
-        with (
-            MetricsLog(workdir, start or None, enabled=primary) as log,
-            Profiler(workdir, profile) as profiler,
-        ):
-            if start < experiment.steps:
-                # Prefetching begins here, so that it goes on while the step compiles.
-                with _LimitedPrefetch(experiment, start, data_seconds) as batches:
-                    compiled = _compile(experiment, optimizer, state, progress)
-                    if dump_hlo and primary:
-                        progress.message(dump_program(compiled, workdir))
-                    recorder = Recorder(experiment, log, progress, tokens)
-                    state = run_steps(
-                        experiment,
-                        compiled,
-                        state,
-                        checkpoints,
-                        batches,
-                        recorder,
-                        validation,
-                        profiler,
-                    )
-        checkpoints.wait()
-        metrics = from_first(read_metrics(workdir))
-        summary = None
-        if start >= experiment.steps:
-            progress.message(f"this run finished all its {experiment.steps:,} steps before")
-            summary = _finished_summary(workdir, experiment.steps)
-        if summary is None:
-            if not metrics:
-                raise ConfigError(f"{workdir} has a finished checkpoint but no metrics.jsonl")
-            summary = summarise(experiment, state, metrics, validation)
+    shown = primary if options.reports is None else options.reports
+    with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress:
+        with agreed():
+            check_config(cfg, workdir, options.allowed_changes, progress)
+        run = _Run(experiment, workdir, options, progress, phases, primary)
+        run.announce()
+        with phases.during(Phase.RESTORE):
+            directory = workdir / "checkpoints"
+            beginning = begin(experiment, run.optimizer, directory, options, progress)
+        # Before this line, and whatever the user's mistake, nothing is written.
+        with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
+            checkpoints.set_aside(beginning.damaged)
             if primary:
-                summary.save(workdir)
-    return Result(state, metrics, summary)
+                configs.save(cfg, workdir)
+            state, summary = beginning.state, None
+            if beginning.step >= experiment.steps:
+                progress.message(f"this run finished all its {experiment.steps:,} steps before")
+                summary = run.earlier_summary()
+            if summary is None:
+                with GoodputLog(workdir, phases, enabled=primary) as goodput:
+                    if beginning.step < experiment.steps:
+                        state = run.make_steps(beginning, checkpoints, goodput)
+                    phases.enter(Phase.EVALUATION)
+                    summary = run.summarise(state, goodput)
+    return Result(state, from_first(read_metrics(workdir)), summary)
 
 
-def _show_changes(cfg: fdl.Config[Experiment], workdir: Path, progress: Progress) -> None:
-    """Says how the config differs from the one that the workdir was begun with."""
-    if not (workdir / "config.json").exists():
-        return
-    try:
-        changed = difference(configs.load(str(workdir)), cfg)
-    except ConfigError as error:
-        progress.message(f"the config of the run so far cannot be read: {error}")
-    else:
-        if changed:
-            progress.message(f"the config has changed since this run began:\n{changed}")
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The parts of `fit`, and what all of them need."""
 
+    experiment: Experiment
+    workdir: Path
+    options: Options
+    progress: Progress
+    phases: Phases
+    primary: bool
 
-def _announce(experiment: Experiment, optimizer: Optimizer, progress: Progress) -> None:
-    model = experiment.abstract_model()
-    progress.message(describe(model, experiment.mesh, optimizer.decays).short())
-    kept = saved_activations(experiment).bytes_per_device
-    progress.message(f"kept for the backward pass: {bytes_text(kept)} on each device")
+    @functools.cached_property
+    def optimizer(self) -> Optimizer:
+        return self.experiment.optimizer(self.experiment.steps)
 
+    @functools.cached_property
+    def validation(self) -> Validation | None:
+        source = self.experiment.validation
+        return None if source is None else Validation(source, self.experiment)
 
-def _begin(
-    experiment: Experiment,
-    optimizer: Optimizer,
-    checkpoints: Checkpoints,
-    fallback: bool,
-    progress: Progress,
-) -> tuple[train.State, int, int]:
-    """The state to go on from, the steps already made, and the tokens they were trained on."""
-    made = experiment.make_model, optimizer, experiment.mesh, experiment.guard or Guard()
-    with user_errors():
-        found = checkpoints.restore_newest(train.abstract_state(*made), fallback=fallback)
-        if found is None:
-            return train.init(*made), 0, 0
-        if isinstance(experiment.data, Resumable):
-            if "data" not in found.progress:
-                raise ConfigError(
-                    f"checkpoint {found.step} does not say where the data stream was: it was saved "
-                    "with another kind of data source; train on that, or use another workdir"
-                )
-            experiment.data.restore(found.step, found.progress["data"])
-    for damage in found.damaged:
-        progress.message(f"WARNING: {damage}")
-    if found.damaged:
-        progress.message(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
-    if found.step < experiment.steps:
-        progress.message(f"resuming after step {found.step:,} of {experiment.steps:,}")
-    return found.state, found.step, found.progress["tokens"]
+    def announce(self) -> None:
+        experiment = self.experiment
+        model = experiment.abstract_model()
+        self.progress.message(describe(model, experiment.mesh, self.optimizer.decays).short())
+        kept = saved_activations(experiment).bytes_per_device
+        self.progress.message(f"kept for the backward pass: {bytes_text(kept)} on each device")
 
+    def open_checkpoints(self) -> Checkpoints:
+        limits = self.options.limits or Limits()
+        with user_errors():
+            return Checkpoints(
+                self.workdir / "checkpoints",
+                keep=self.experiment.keep_checkpoints,
+                keep_every=self.experiment.keep_checkpoints_every,
+                keep_best=self.experiment.keep_best_checkpoints,
+                save_seconds=max(1, round(limits.checkpoint)),
+            )
 
-class _LimitedPrefetch(Prefetch):
-    """The experiment's batches from step `start` on, each within `data_seconds`."""
+    def make_steps(
+        self, beginning: Beginning, checkpoints: Checkpoints, goodput: GoodputLog
+    ) -> train.State:
+        """The state after the last step."""
+        experiment, progress, workdir = self.experiment, self.progress, self.workdir
+        repeated = max([goodput.furthest, *(line["step"] for line in read_metrics(workdir)[-1:])])
+        with (
+            MetricsLog(workdir, beginning.step or None, enabled=self.primary) as log,
+            Profiler(workdir, self.options.profile) as profiler,
+            # Prefetching begins here, so that it goes on while the step compiles.
+            self._prefetch(beginning.step) as batches,
+        ):
+            with self.phases.during(Phase.COMPILE):
+                compiled = self._compile(beginning.state)
+            if self.options.dump_hlo and self.primary:
+                progress.message(dump_program(compiled, workdir))
+            recorder = Recorder(
+                experiment, log, progress, goodput, beginning.tokens, beginning.best
+            )
+            origin = beginning.initialised_from
+            loop = Loop(
+                experiment=experiment,
+                compiled=compiled,
+                batches=batches,
+                validation=self.validation,
+                recorder=recorder,
+                saver=Saver(experiment, checkpoints, log, progress, self.phases, origin),
+                captures=Captures(experiment, workdir, checkpoints, origin),
+                profiler=profiler,
+                phases=self.phases,
+                repeated=repeated,
+                stop=self.options.stop,
+            )
+            return loop.run(beginning.state)
 
-    def __init__(self, experiment: Experiment, start: int, data_seconds: float):
+    def earlier_summary(self) -> Summary | None:
+        """What process 0 finds: the file systems of the others may not show it yet."""
+        found = finished_summary(self.workdir, self.experiment.steps)
+        saved = from_first(None if found is None else dataclasses.asdict(found))
+        return saved and from_json(saved)
+
+    def summarise(self, state: train.State, goodput: GoodputLog) -> Summary:
+        metrics = from_first(read_metrics(self.workdir))
+        if not metrics:
+            raise ConfigError(f"{self.workdir} has a finished checkpoint but no metrics.jsonl")
+        summary = summarise(self.experiment, state, metrics, self.validation)
+        summary = dataclasses.replace(summary, goodput=goodput.total())
+        if self.primary:
+            summary.save(self.workdir)
+        return summary
+
+    def _prefetch(self, start: int) -> Prefetch:
+        experiment = self.experiment
         rows = NamedSharding(experiment.mesh, partition("batch seq"))
-        super().__init__(
-            experiment.data, rows, start, experiment.steps, experiment.prefetch_batches
+        ahead = experiment.prefetch_batches
+        return Prefetch(experiment.data, rows, start, experiment.steps, ahead)
+
+    def _compile(self, state: train.State) -> jax.stages.Compiled:
+        experiment = self.experiment
+        data = experiment.data
+        began = time.perf_counter()
+        compiled = train.compile_step(
+            state,
+            train.abstract_batch(data.batch_size, data.sequence_length, experiment.mesh),
+            self.optimizer,
+            experiment.mesh,
+            experiment.microbatches,
+            experiment.z_loss,
+            experiment.guard or Guard(),
         )
-        self._data_seconds = data_seconds
-
-    def __next__(self) -> tuple[int, Batch]:
-        with limited(self._data_seconds, "waiting for its data source"):
-            return super().__next__()
-
-
-def _finished_summary(workdir: Path, steps: int) -> Summary | None:
-    """What process 0 finds: the file systems of the others may not show it yet."""
-    found = finished_summary(workdir, steps)
-    saved = from_first(None if found is None else dataclasses.asdict(found))
-    return saved and Summary(**{**saved, "samples": tuple(saved["samples"])})
-
-
-def _compile(
-    experiment: Experiment, optimizer: Optimizer, state: train.State, progress: Progress
-) -> jax.stages.Compiled:
-    data = experiment.data
-    batch = train.abstract_batch(data.batch_size, data.sequence_length, experiment.mesh)
-    began = time.perf_counter()
-    compiled = train.compile_step(
-        state,
-        batch,
-        optimizer,
-        experiment.mesh,
-        experiment.microbatches,
-        experiment.z_loss,
-        experiment.guard or Guard(),
-    )
-    seconds = time.perf_counter() - began
-    progress.message(f"compiled the step in {duration_text(seconds)}")
-    memory = compiled.memory_analysis()
-    if memory is not None:  # not every platform says
-        progress.message(
-            f"on each device it needs {bytes_text(memory.argument_size_in_bytes)} for state and "
-            f"batch and {bytes_text(memory.temp_size_in_bytes)} for temporaries"
-        )
-    return compiled
+        seconds = time.perf_counter() - began
+        self.progress.message(f"compiled the step in {duration_text(seconds)}")
+        memory = compiled.memory_analysis()
+        if memory is not None:  # not every platform says
+            self.progress.message(
+                f"on each device it needs {bytes_text(memory.argument_size_in_bytes)} for state "
+                f"and batch and {bytes_text(memory.temp_size_in_bytes)} for temporaries"
+            )
+        return compiled

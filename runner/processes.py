@@ -3,19 +3,17 @@
 `docs/multihost.md` is the user's side of it.
 """
 
-import contextlib
 import importlib.util
 import os
 import re
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from runner.endings import FAILED
 from runner.errors import ConfigError
@@ -93,8 +91,7 @@ class Processes:
             "heartbeat_timeout_seconds": self.heartbeat_seconds,
             "shutdown_timeout_seconds": SHUTDOWN_SECONDS,
         }
-        # It would catch SIGTERM and leave it at that.
-        jax.config.update("jax_enable_preemption_service", False)
+        jax.config.update("jax_enable_preemption_service", True)  # see `reached_stop`
         if self.coordinator is None:
             self._join_detected(limits)
         else:
@@ -141,25 +138,18 @@ def _tasks(environment: Mapping[str, str]) -> int:
     return next((int(environment[name]) for name in _SIZES if name in environment), 0)
 
 
-@contextlib.contextmanager
-def limited(seconds: float, doing: str) -> Iterator[None]:
-    """Ends this process, with a message, if the block takes longer: others may wait for it."""
+def is_one_of_several() -> bool:
+    """Whether `join` connected this process to a run; there may be no others in it."""
+    return jax.distributed.is_initialized()
 
-    def end() -> None:
-        print(
-            f"error: process {jax.process_index()} has been {doing} for {seconds:g} s, its limit",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(FAILED)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def reached_stop(step: int) -> bool:
+    """Whether to stop after `step`, because SIGTERM has reached any of the processes.
+
+    JAX's preemption service takes that signal, and agrees on a step that none of them has passed.
+    Every process must call it after each step.
+    """
+    return multihost_utils.reached_preemption_sync_point(step)
 
 
 def leave_together(status: int) -> None:
@@ -174,15 +164,12 @@ def leave_together(status: int) -> None:
 
 
 def leave(error: BaseException, heartbeat_seconds: int) -> None:
-    """Ends this process of several because of `error`, with status `FAILED`.
+    """Ends this process of several because of `error`, which was told, with status `FAILED`.
 
     An ordinary exit would wait for the others, while they wait for this process. If the error came
     from JAX, another process may be its cause: JAX's coordination service then soon aborts this
     process and names that one.
     """
-    traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
     if jax.distributed.is_initialized() and _from_jax(error):
         time.sleep(1.5 * heartbeat_seconds + 5)
     os._exit(FAILED)

@@ -1,5 +1,6 @@
 """From the device metrics of a step to a line of metrics.jsonl and of the terminal."""
 
+import math
 import time
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 from lmlib.experiment import Experiment
 from lmlib.metrics import MetricsLog, mfu
 from lmlib.train import Metrics
+from runner.goodput import GoodputLog
 from runner.progress import Progress
 
 Line = dict[str, Any]  # a metric that is None is not written
@@ -16,13 +18,23 @@ Line = dict[str, Any]  # a metric that is None is not written
 class Recorder:
     """Times steps and writes their metrics.
 
-    `tokens` counts the target tokens trained on so far; it goes into the checkpoint.
-    `tokens_per_second` and MFU count every position that the devices process, padding included.
+    `tokens` counts the target tokens trained on so far, and `best` is the lowest validation loss
+    with its step; both go into the checkpoint. `tokens_per_second` and MFU count every position
+    that the devices process, padding included.
     """
 
-    def __init__(self, experiment: Experiment, log: MetricsLog, progress: Progress, tokens: int):
+    def __init__(
+        self,
+        experiment: Experiment,
+        log: MetricsLog,
+        progress: Progress,
+        goodput: GoodputLog,
+        tokens: int,
+        best: dict[str, Any] | None,
+    ):
         data = experiment.data
         self.tokens = tokens
+        self.best = best
         self._positions = data.batch_size * data.sequence_length
         self._flops_per_token = experiment.abstract_model().training_flops_per_token(
             data.sequence_length, causal=False
@@ -30,6 +42,7 @@ class Recorder:
         self._devices = list(experiment.mesh.devices.flat)
         self._log = log
         self._progress = progress
+        self._goodput = goodput
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -65,10 +78,14 @@ class Recorder:
         self._progress.message(text)
 
     def write(self, line: Line) -> None:
-        """Writes the line."""
-        self._log.write(
-            line["step"], {name: value for name, value in line.items() if name != "step"}
-        )
+        """Writes the line, and how much of the run's wall time went into steps so far."""
+        validation_loss = line.get("validation_loss", math.nan)
+        lowest = math.inf if self.best is None else self.best["validation_loss"]
+        if validation_loss < lowest:  # NaN is not
+            self.best = {"step": line["step"], "validation_loss": validation_loss}
+        metrics = {name: value for name, value in line.items() if name != "step"}
+        metrics["goodput"] = self._goodput.update(line["step"])
+        self._log.write(line["step"], metrics)
         self._progress.update(
             line["step"],
             loss=line["loss"],

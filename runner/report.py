@@ -14,6 +14,7 @@ from lmlib.generate import sample
 from lmlib.metrics import mfu
 from lmlib.table import columns
 from lmlib.train import State
+from runner.goodput import Goodput
 from runner.progress import count_text
 from runner.validation import Validation
 
@@ -28,7 +29,8 @@ class Summary:
 
     `training_loss` is the mean over the last 50 steps, each token counting once;
     `validation_loss` is over the whole of a finite validation set. Losses are in nats per token.
-    `gzip_bits_per_byte` is what `gzip -9` needs for the validation texts, each alone.
+    `gzip_bits_per_byte` is what `gzip -9` needs for the validation texts, each alone. `goodput`
+    tells where the wall time went.
     """
 
     steps: int
@@ -41,6 +43,7 @@ class Summary:
     validation_bits_per_byte: float | None
     gzip_bits_per_byte: float | None
     samples: tuple[str, ...]
+    goodput: Goodput | None = None
 
     def save(self, workdir: Path) -> None:
         """Writes result.json, whole or not at all."""
@@ -78,7 +81,8 @@ class Summary:
             ),
         ]
         samples = [f"sampled: {text!r}" for text in self.samples]
-        return "\n".join([*samples, columns(rows)])
+        times = [] if self.goodput is None else [self.goodput.text(), ""]
+        return "\n".join([*samples, *times, columns(rows)])
 
 
 def finished_summary(workdir: Path, steps: int) -> Summary | None:
@@ -87,8 +91,13 @@ def finished_summary(workdir: Path, steps: int) -> Summary | None:
     if not file.exists():
         return None
     saved = json.loads(file.read_text())
-    saved["samples"] = tuple(saved["samples"])
-    return Summary(**saved) if saved["steps"] == steps else None
+    return from_json(saved) if saved["steps"] == steps else None
+
+
+def from_json(saved: Mapping[str, Any]) -> Summary:
+    """What `dataclasses.asdict` made of a summary, after a way through JSON."""
+    goodput = saved["goodput"] and Goodput(**saved["goodput"])
+    return Summary(**{**saved, "samples": tuple(saved["samples"]), "goodput": goodput})
 
 
 def summarise(

@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from runner.endings import Ending, ending
+from runner.endings import SIGNALLED, Ending, ending
+from runner.stopping import StopSignals
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 KEPT_BYTES = 1 << 18  # of the end of the output, to look for the reason in
 LAST_WORDS_SECONDS = 5.0  # for what a dead child's own children still hold open
 _VARIABLE = "RUNNER_SUPERVISOR"  # the environment's name for the child's end of the connection
@@ -63,11 +64,15 @@ class Connection:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def supervise(workdir: Path, heartbeat_seconds: int, startup_seconds: int) -> int:
+def supervise(
+    workdir: Path, heartbeat_seconds: int, startup_seconds: int, grace_seconds: int
+) -> int:
     """Runs this command again as a child, to its end; returns what this process should exit with.
 
     What the child writes to stdout and stderr is appended to its log; that of process 0 is shown
-    too, and every process's reason to end early. The limits are only for the messages.
+    too, and every process's reason to end early. SIGTERM and SIGINT reach the child as SIGTERM, on
+    which it stops; if it takes longer than `grace_seconds`, it is killed. The other limits are only
+    for the messages.
     """
     ours, its = socket.socketpair()
     child = subprocess.Popen(
@@ -86,13 +91,30 @@ def supervise(workdir: Path, heartbeat_seconds: int, startup_seconds: int) -> in
 
     for number in FORWARDED:
         signal.signal(number, forward)
+
+    ended: list[Ending] = []
+
+    def end(number: signal.Signals, reason: str) -> None:
+        ended.append(Ending(SIGNALLED + number, f"error: ended by {number.name}: {reason}"))
+        child.kill()
+
+    StopSignals(grace_seconds, lambda number: child.send_signal(signal.SIGTERM), end)
     assert child.stdout and child.stderr
     output = _Output(workdir, child.stdout, child.stderr, ours)
     output.start()
     returncode = child.wait()
     output.join(LAST_WORDS_SECONDS)
-    told = ending(
-        returncode, output.text(), output.process, output.joined, heartbeat_seconds, startup_seconds
+    told = (
+        ended[0]
+        if ended
+        else ending(
+            returncode,
+            output.text(),
+            output.process,
+            output.joined,
+            heartbeat_seconds,
+            startup_seconds,
+        )
     )
     output.close(told)
     return told.exit_code

@@ -152,6 +152,24 @@ def test_a_gathered_stack_would_be_seen():
     assert len(gathered_stacks(lowered(gathers_everything_first))) >= 9
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_sends_nothing_and_draws_where_the_activations_lie(sequence_parallel):
+    def with_key(model, batch):
+        return batch_loss(model, batch, jax.random.key(0))
+
+    plain = lowered(sequence_parallel=sequence_parallel)
+    program = lowered(with_key, dropout=0.1, sequence_parallel=sequence_parallel)
+    any_kind = "(?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    sent, expected = (
+        Counter(tuple(sorted(shape)) for _, shape in compiled_collectives(each, any_kind))
+        for each in (program, plain)
+    )
+    assert sent == expected
+    text = program.compile().as_text()
+    assert f"pred[{B // DATA},{S // TENSOR if sequence_parallel else S},{E}]" in text
+    assert f"[{B},{S},{E}]" not in text
+
+
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 8}])
 def test_gathers_follow_fsdp_alone(mesh):
     gathered = compiled_collectives(lowered(mesh=make_mesh(**mesh)), "all-gather")

@@ -49,17 +49,17 @@ def compiled_step(microbatches, z_loss=0.0, **mesh):
 
 
 @functools.cache
-def initial_state():
-    return jax.device_get(train.init(make, descent, make_mesh()))
+def initial_model():
+    return jax.device_get(train.init(make, descent, make_mesh()).model)
 
 
 def gradient_and_metrics(mask_BS, microbatches, z_loss=0.0, **mesh):
     compiled, mesh = compiled_step(microbatches, z_loss, **mesh)
-    layout = shardings(train.abstract_state(make, descent, mesh))
+    model = jax.device_put(initial_model(), shardings(train.abstract_model(make, mesh)))
     rows = NamedSharding(mesh, partition("batch seq"))
     batch = jax.tree.map(lambda x: jax.device_put(x, rows), batch_with(mask_BS))
-    state, metrics = compiled(jax.device_put(initial_state(), layout), batch)
-    before, after = jax.tree.leaves(initial_state().model), jax.tree.leaves(state.model)
+    state, metrics = compiled(train.begin(model, descent, mesh), batch)
+    before, after = jax.tree.leaves(initial_model()), jax.tree.leaves(state.model)
     gradient = [one - np.asarray(other) for one, other in zip(before, after, strict=True)]
     return gradient, jax.device_get(metrics)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tokenizers
 
+from data_tools.encoders.tokenizers_errors import tokenizers_errors
 from data_tools.encoders.utf8 import utf8_size
 
 # `tokenizers` was measured to need up to 380 bytes of memory for a byte of text.
@@ -16,10 +17,8 @@ def read_tokenizer(tokenizer_json: str) -> tokenizers.Tokenizer:
 
     Raises ValueError if the text describes no tokenizer.
     """
-    try:
+    with tokenizers_errors("the text is not a valid tokenizer.json"):
         tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # `tokenizers` raises bare Exception
-        raise ValueError(f"the text is not a valid tokenizer.json: {error}") from error
     tokenizer.encode_special_tokens = True  # their names in a text are only text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -68,16 +67,9 @@ class HuggingFaceEncoder:
             yield batch
 
     def _run(self, batch: list[str]) -> list[tokenizers.Encoding]:
-        try:
+        what = f"`tokenizers` cannot encode a batch that begins {batch[0][:40]!r}"
+        with tokenizers_errors(f"leave the text out or cut it: {what}"):
             return self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        except BaseException as error:
-            # A panic of Rust is no Exception, and has no public class to catch.
-            if type(error).__name__ != "PanicException":
-                raise
-            raise ValueError(
-                f"`tokenizers` cannot encode a batch that begins {batch[0][:40]!r} ({error}): "
-                "leave the text out or cut it"
-            ) from error
 
     def __reduce__(self) -> tuple[type["HuggingFaceEncoder"], tuple[str]]:
         """Pickles as the tokenizer.json."""

@@ -24,6 +24,7 @@ from typing import Any
 
 import tokenizers
 
+from data_tools.encoders.tokenizers_errors import tokenizers_errors
 from data_tools.encoders.unsuitable import UnsuitableError
 
 
@@ -68,8 +69,9 @@ def merge_table(model: dict[str, Any]) -> tuple[list[bytes], list[int]]:
 def _piece_counts(model: dict[str, Any], tokens: list[str]) -> list[int]:
     """How many pieces the merges alone leave of each token."""
     description = {"model": {**model, "ignore_merges": False}, "added_tokens": []}
-    merging = tokenizers.Tokenizer.from_str(json.dumps(description))
-    return [len(encoding.ids) for encoding in merging.encode_batch_fast(tokens)]
+    with tokenizers_errors("the merges of this tokenizer.json make no sense"):
+        merging = tokenizers.Tokenizer.from_str(json.dumps(description))
+        return [len(encoding.ids) for encoding in merging.encode_batch_fast(tokens)]
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from data_tools.hugging_face_data import stream_data_set, stream_files
+
 # What `datasets` calls the format of files that end so, before any .gz or .zst.
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSIONS = (".gz", ".zst")
@@ -37,17 +39,15 @@ def open_records(
 
     Raises ValueError, with what `datasets` says, if it cannot be opened.
     """
-    from datasets import load_dataset  # 0.7 s to import
-    from datasets.distributed import split_dataset_by_node
+    from datasets.distributed import split_dataset_by_node  # 0.7 s to import
 
     try:
-        if (file_format := _file_format(dataset)) is None:
-            records = load_dataset(dataset, name, split=split, streaming=True)
-        else:
+        if (file_format := _file_format(dataset)) is not None:
             files = dataset if isinstance(dataset, str) else list(dataset)
-            records = load_dataset(
-                file_format, data_files={split: files}, split=split, streaming=True
-            )
+            records = stream_files(file_format, files, split)
+        else:
+            assert isinstance(dataset, str)  # several names that are no files have no format
+            records = stream_data_set(dataset, name, split)
     except Exception as error:  # `datasets` raises many unrelated types here
         raise ValueError(
             f"cannot open {dataset!r} (name {name!r}, split {split!r}) as a Hugging Face data set "

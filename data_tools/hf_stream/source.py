@@ -210,8 +210,22 @@ class HFStream:
         """See `Resumable.restore`.
 
         Raises ValueError if the states are those of another step, data set, tokenizer, order or
-        number of streams. Batch size and sequence length may have changed.
+        number of streams, or none at all. Batch size and sequence length may have changed.
         """
+        try:
+            self._check_states(step, states)
+            streams = self._checked_streams(states[0]["streams"])
+            positions = {
+                int(stream): Position.from_json(position)
+                for state in states
+                for stream, position in state["positions"].items()
+            }
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"what was saved is no state of a stream: {error!r:.200}") from error
+        self._close_streams()
+        self._streams, self._first_step, self._first_positions = streams, step, positions
+
+    def _check_states(self, step: int, states: list[dict[str, Any]]) -> None:
         for state in states:
             if state["step"] != step:
                 raise ValueError(f"the stream's state is of step {state['step']}, not {step}")
@@ -226,21 +240,14 @@ class HFStream:
                     f"the run was begun with {state['streams']} streams: set streams to that or "
                     f"None, not {self._asked_streams}"
                 )
-        self._close_streams()
-        self._streams = self._checked_streams(states[0]["streams"])
-        self._first_step = step
-        self._first_positions = {
-            int(stream): Position.from_json(position)
-            for state in states
-            for stream, position in state["positions"].items()
-        }
 
     def begin_like(self, states: list[dict[str, Any]]) -> None:
         """Makes step 0 the next batch, as in the run that had these `states` at any step.
 
         That is one with as many streams; raises ValueError as `restore` does.
         """
-        self.restore(0, [{**state, "step": 0, "positions": {}} for state in states])
+        known = [dict(state) if isinstance(state, dict) else {} for state in states]
+        self.restore(0, [{**state, "step": 0, "positions": {}} for state in known])
 
     def close(self) -> None:
         """Ends the threads; the next batch can only be the first."""
@@ -251,10 +258,10 @@ class HFStream:
         return self.batch_size // self._streams
 
     def _checked_streams(self, streams: int) -> int:
-        if self.batch_size % streams:
+        if type(streams) is not int or streams < 1 or self.batch_size % streams:
             raise ValueError(
-                f"a batch_size of {self.batch_size} does not divide into {streams} streams of as "
-                "many rows each: change it, or set streams to a number that divides it"
+                f"a batch_size of {self.batch_size} does not divide into {streams!r:.40} streams "
+                "of as many rows each: change it, or set streams to a number that divides it"
             )
         return streams
 

@@ -38,7 +38,13 @@ class Position:
     @classmethod
     def from_json(cls, entries: dict[str, Any]) -> "Position":
         """Raises TypeError or KeyError for entries that are not those of a position."""
-        return cls(BlockStart(**entries["block"]), entries["document"], entries["token"])
+        found = cls(BlockStart(**entries["block"]), entries["document"], entries["token"])
+        start = found.block
+        counts = (start.epoch, start.record, start.block, found.document, found.token)
+        for count in counts:
+            if type(count) is not int or not 0 <= count < 2**63:
+                raise TypeError(f"{count!r:.40} is no count")
+        return found
 
 
 class _Document(NamedTuple):

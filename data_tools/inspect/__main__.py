@@ -7,7 +7,8 @@
 
 DIR is a data set, of this library's format or seqax's, or one of its splits. With the config.json
 of a run, or the run's folder, --batch takes the settings from the run, and --split chooses what it
-trained on ("train") or evaluated on ("validation").
+trained on ("train") or evaluated on ("validation"). A config.json names code to run: only this
+library's own sources of data are, and modules that --trust_module names.
 """
 
 import sys
@@ -67,6 +68,9 @@ _RESET_POSITIONS = flags.DEFINE_bool(
 _ATTEND_ACROSS_DOCUMENTS = flags.DEFINE_bool(
     "attend_across_documents", False, "With --batch: as FlatTokens(attend_across_documents=…)."
 )
+_TRUST_MODULE = flags.DEFINE_multi_string(
+    "trust_module", [], "With a config.json: a module of yours that its data may consist of."
+)
 
 # What a run's config says, or else a flag.
 _SETTINGS = (
@@ -102,6 +106,8 @@ def inspect(arguments: Sequence[str]) -> int:
 
 def _check_flags(is_run: bool) -> None:
     """Raises ValueError for flags that would be of no effect."""
+    if _TRUST_MODULE.present and not is_run:
+        raise ValueError("--trust_module is of use with the config.json of a run only")
     if _BATCH.value is not None and _VERIFY.value:
         raise ValueError("--batch and --verify are two commands: give one of them")
     if _BATCH.value is None:
@@ -118,7 +124,7 @@ def _folders(path: Path) -> list[Path]:
     """The splits that are asked for."""
     if path.suffix == ".json":
         parts = [_SPLIT.value] if _SPLIT.value else ["train", "validation"]
-        run = SavedRun(path)
+        run = SavedRun(path, _TRUST_MODULE.value)
         found = [folder / split for part in parts for folder, split in run.data_sets(part)]
         if not found:
             raise ValueError(
@@ -184,7 +190,7 @@ def _show_batch(path: Path, step: int) -> None:
 
 def _of_run(config: Path, step: int) -> tuple[Source, Decode | None]:
     """What a run reads, about to give the batch of `step`, and what decodes its ids."""
-    run, split = SavedRun(config), _SPLIT.value or "train"
+    run, split = SavedRun(config, _TRUST_MODULE.value), _SPLIT.value or "train"
     source = run.source_at(step, split)
     if isinstance(source, HFStream):
         return source, source.decode

@@ -1,6 +1,5 @@
 """Reading all of an array file by file, so that every damaged file is found and not just one."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,7 @@ class ArrayFiles:
         """
         self._path = path
         self._stored = StoredArray(path, length, reading_context(), driver)
-        self._file_length = _file_length(path, driver)
-        self._prefix = path / "c" if driver == "zarr3" else path
+        self._stored.check_claim()
         self.chunk_length = self._stored.chunk_length
         self.length = length
 
@@ -42,14 +40,15 @@ class ArrayFiles:
 
         Each damaged file goes to `report`, once; `on_read` hears how many values were tried.
         """
-        for number, start in enumerate(range(0, self.length, self._file_length)):
-            stop = min(start + self._file_length, self.length)
+        layout = self._stored.layout
+        for number, start in enumerate(range(0, self.length, layout.file_length)):
+            stop = min(start + layout.file_length, self.length)
             for first in range(start, stop, BLOCK_LENGTH):
                 last = min(first + BLOCK_LENGTH, stop)
                 try:
                     values = self._stored.read(first, last).result()
                 except DamagedDataError as error:
-                    report(self._damage(self._prefix / str(number), error))
+                    report(self._damage(layout.folder / str(number), error))
                     on_read(stop - first)
                     break
                 yield values
@@ -62,11 +61,3 @@ class ArrayFiles:
 def cause_of(error: Exception) -> str:
     """What TensorStore found wrong, in one line without its settings."""
     return str(error.__cause__ or error).partition(" [")[0]
-
-
-def _file_length(path: Path, driver: str) -> int:
-    """Elements in a file."""
-    if driver == "zarr3":
-        content = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
-        return int(content["chunk_grid"]["configuration"]["chunk_shape"][0])
-    return int(json.loads((path / ".zarray").read_text(encoding="utf-8"))["chunks"][0])

@@ -38,7 +38,9 @@ def description_text(split: SplitDescription) -> str:
     }
     rows |= {f"source {name}": _source_text(value) for name, value in split.source.items()}
     width = max(map(len, rows)) + 2
-    lines = [f"  {name:<{width}}{value}" for name, value in rows.items() if value is not None]
+    lines = [
+        _printable(f"  {name:<{width}}{value}") for name, value in rows.items() if value is not None
+    ]
     lines += [
         f"  {'unfinished':<{width}}{shard.name}, {shard.tokens:,} tokens on disk so far"
         for shard in split.unfinished

@@ -4,7 +4,6 @@ Shape suffixes: N values of a block, C chunks of tokens and one more.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,9 @@ import numpy as np
 
 from data_tools.inspect.array_files import ArrayFiles, Damage, Report, cause_of
 from data_tools.inspect.progress import Progress, no_progress
+from lmlib.data.array_layout import check_claim, file_sizes, seqax_layout
 from lmlib.data.metadata import (
+    LARGEST_TOKENIZER,
     TOKENIZER_FILE,
     ShardMetadata,
     TokenizerIdentity,
@@ -23,6 +24,7 @@ from lmlib.data.metadata import (
     shard_number,
 )
 from lmlib.data.seqax import STARTS, TOKENS, SeqaxSplit, is_seqax_split
+from lmlib.data.stored_json import read_json
 from lmlib.data.token_arrays import DamagedDataError
 
 
@@ -152,7 +154,8 @@ def _readable_shards(folder: Path, report: Report) -> Iterator[ShardMetadata]:
     """The shards whose metadata.json can be read, with the others reported."""
     present = shard_folders(folder)
     counts = {number[1] for number in map(shard_number, present) if number}
-    names = {shard_name(shard, count) for count in counts for shard in range(count)}
+    expected = counts if len(counts) == 1 else ()  # of several cuts, one does not belong there
+    names = {shard_name(shard, count) for count in expected for shard in range(count)}
     for name in sorted(names | {shard.name for shard in present}):
         try:
             yield read_shard(folder / name)
@@ -176,7 +179,11 @@ def _verify_tokenizer(file: Path, tokenizer: TokenizerIdentity | None, report: R
     if not file.is_file():
         report(Damage(file, "is missing"))
         return
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if file.stat().st_size > LARGEST_TOKENIZER:
+        report(Damage(file, f"has {file.stat().st_size:,} bytes: it is no tokenizer"))
+        return
+    with open(file, "rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != tokenizer.sha256:
         report(Damage(file, f"has sha256 {found}, but the tokens were made with another"))
 
@@ -213,10 +220,17 @@ def _verify_seqax(folder: Path, report: Report, progress: Progress) -> None:
 
 
 def _verify_seqax_starts(path: Path, split: SeqaxSplit, report: Report) -> None:
-    metadata = json.loads((path / ".zarray").read_text(encoding="utf-8"))
-    if metadata.get("filters"):  # as seqax writes it; TensorStore cannot read that
-        for number in range(-(-(split.documents + 1) // int(metadata["chunks"][0]))):
-            if not (path / str(number)).exists():
+    try:
+        layout = seqax_layout(path)
+        sizes = file_sizes(layout)
+        check_claim(layout, sizes)
+        filtered = read_json(path / ".zarray").get("filters")
+    except (OSError, ValueError) as error:
+        report(Damage(path, str(error)))
+        return
+    if filtered:  # as seqax writes it; TensorStore cannot read that
+        for number in range(layout.files):
+            if str(number) not in sizes:
                 report(Damage(path / str(number), "is missing"))
         return
     try:

@@ -10,7 +10,10 @@ from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField, utf8_row
 if TYPE_CHECKING:
     import pyarrow
 
-_READ_BYTES = 2 * BLOCK_BYTES  # of rows that are decoded at once
+_READ_BYTES = 2 * BLOCK_BYTES  # of rows that are gathered
+# Rows that are decoded at once: a dictionary makes many large ones of a few bytes on disk.
+_READ_ROWS = 8
+_MOST_ROWS = 1 << 16  # in a block: empty ones take no bytes on disk, but some here
 _BUFFER_BYTES = 1024 * 1024  # of a column as it is stored, instead of a whole row group's
 
 
@@ -79,6 +82,7 @@ def batch_blocks(
     row = 0
     for batch in batches:
         rows_per_block = max(1, int(len(batch) * BLOCK_BYTES / max(1, batch.nbytes)))
+        rows_per_block = min(rows_per_block, _MOST_ROWS)
         for begin in range(0, len(batch), rows_per_block):
             piece = batch.slice(begin, rows_per_block)
             if row + len(piece) > skipped:
@@ -112,19 +116,31 @@ def _parquet_blocks(
         for group in range(at_group, groups):
             if not start <= size * group // groups < stop:
                 continue
-            metadata = file.metadata.row_group(group)
-            row_bytes = max(1, metadata.total_byte_size // max(1, metadata.num_rows))
             batches = file.iter_batches(
-                batch_size=max(1, _READ_BYTES // row_bytes),
-                row_groups=[group],
-                columns=columns,
-                use_threads=False,
+                batch_size=_READ_ROWS, row_groups=[group], columns=columns, use_threads=False
             )
+            batches = _gathered(batches)
             skipped = at_row if group == at_group else 0
             before = sum(row_counts[:group])
             for block in batch_blocks(batches, str(path), f"row group {group}, ", group, skipped):
                 rows = before + block.first_row + block.row_count
                 yield replace(block, fraction=rows / sum(row_counts))
+
+
+def _gathered(batches: "Iterator[pyarrow.RecordBatch]") -> "Iterator[pyarrow.RecordBatch]":
+    """The same rows in fewer batches, of about `_READ_BYTES`."""
+    import pyarrow as pa
+
+    waiting: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        waiting.append(batch)
+        rows, size = rows + len(batch), size + batch.nbytes
+        if rows >= _MOST_ROWS or size >= _READ_BYTES:
+            yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
+            waiting, rows, size = [], 0, 0
+    if waiting:
+        yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
 
 
 def _record_batches(path: Path, field: TextField) -> "Iterator[pyarrow.RecordBatch]":
@@ -140,7 +156,31 @@ def _record_batches(path: Path, field: TextField) -> "Iterator[pyarrow.RecordBat
             batches = file = pa.ipc.open_stream(content)
         needs_all = field.function is not None or field.column not in file.schema.names
         for batch in batches:
-            yield batch if needs_all else batch.select([field.column])
+            batch = batch if needs_all else batch.select([field.column])
+            _check_offsets(batch)
+            yield batch
+
+
+def _check_offsets(batch: "pyarrow.RecordBatch") -> None:
+    """Raises ArrowInvalid for values that lie outside of the file, which Arrow itself would read.
+
+    Strings are looked at as bytes: one that is not UTF-8 is a matter of its row alone.
+    """
+    import pyarrow as pa
+
+    bytes_of = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+
+    def check(column: pa.Array) -> None:
+        if pa.types.is_dictionary(column.type):
+            check(column.dictionary)
+            # `safe`: whether the indices lie in the dictionary.
+            pa.DictionaryArray.from_arrays(column.indices, column.dictionary, safe=True)
+        else:
+            kind = bytes_of.get(column.type)
+            (column if kind is None else column.view(kind)).validate(full=True)
+
+    for column in batch.columns:
+        check(column)
 
 
 def _serialized(batch: "pyarrow.RecordBatch") -> bytes:

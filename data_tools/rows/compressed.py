@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 COMPRESSIONS = (".gz", ".zst")
-_READ_BYTES = 16 * 1024  # decompressed at once: repetitive text may become a thousand times longer
+_READ_BYTES = 1024  # decompressed at once: what zstd makes of them is up to 32,768 times as long
 _BUFFER_BYTES = 1024 * 1024
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from data_tools.hugging_face_data import stream_data_set
 from data_tools.rows.arrow import batch_blocks
 from data_tools.rows.block import Block, TextField
 
@@ -29,12 +30,10 @@ class HubDataset:
         field: TextField | None = None,
     ) -> None:
         """Raises ValueError, with what `datasets` says, if the data set cannot be opened."""
-        from datasets import load_dataset  # 0.7 s to import
-
         self.field = field or TextField()
         self._dataset, self._name, self._split = dataset, name, split
         try:
-            self._rows = load_dataset(dataset, name, split=split, streaming=True)
+            self._rows = stream_data_set(dataset, name, split)
         except Exception as error:  # `datasets` raises many unrelated types here
             raise ValueError(
                 f"{dataset!r} is no file or folder here, and cannot be opened as a Hugging Face "

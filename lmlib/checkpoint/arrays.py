@@ -4,6 +4,7 @@ Each is a zarr array of version 2, uncompressed: every file of it has a size tha
 shape, so that sizes are known before anything is allocated.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -16,10 +17,11 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, SavedArray
+from lmlib.checkpoint.orbax_files import check_orbax_files
 
 STATE = "state"
 
-_LARGEST_TEXT = 256 << 20  # bytes, for the files of a checkpoint that hold no array
+_LARGEST_TEXT = 64 << 20  # bytes, for the files of a checkpoint that hold no array
 _LARGEST_ZARRAY = 1 << 16  # bytes
 
 
@@ -60,6 +62,19 @@ def saved_arrays(arrays: dict[str, Any]) -> dict[str, SavedArray]:
     return {
         name: SavedArray(tuple(array.shape), str(array.dtype)) for name, array in arrays.items()
     }
+
+
+def part_of(manifest: Manifest, part: str) -> Manifest:
+    """What a manifest says of the arrays whose names begin with `part`, and of their files."""
+    return dataclasses.replace(
+        manifest,
+        arrays={name: array for name, array in manifest.arrays.items() if name.startswith(part)},
+        files={
+            name: file
+            for name, file in manifest.files.items()
+            if name.startswith(f"{STATE}/{part}") or not part
+        },
+    )
 
 
 def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
@@ -107,6 +122,7 @@ def check_layout(folder: Path, manifest: Manifest, wanted: dict[str, Any]) -> No
             raise DamagedCheckpointError(folder, file, "belongs to no array")
         if size > _LARGEST_TEXT:
             raise DamagedCheckpointError(folder, file, f"has {size:,} bytes, too many for a text")
+    check_orbax_files(folder, STATE, wanted.keys())
 
 
 def restore_arrays(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
@@ -119,7 +135,9 @@ def restore_arrays(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]
         restored = checkpointer.restore(
             folder / STATE,
             args=ocp.args.PyTreeRestore(
-                wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
+                wanted,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+                partial_restore=True,  # `wanted` may be a part of what is there
             ),
         )
     for name, leaf in wanted.items():

@@ -9,18 +9,15 @@ one. Steps are restored from their verified files alone, by no way through the m
 import contextlib
 import dataclasses
 import errno
-import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from lmlib.checkpoint import arrays as saved
@@ -35,9 +32,8 @@ from lmlib.checkpoint.manifest import (
     write_manifest,
 )
 from lmlib.checkpoint.orbax_noise import OrbaxNoise
+from lmlib.checkpoint.processes import agreed, barrier, orbax_barrier
 from lmlib.checkpoint.retention import finite_or_none, preservation_policy
-
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +70,7 @@ class Checkpoints:
         keep_every: int | None = None,
         keep_best: int = 0,
         read_only: bool = False,
+        save_seconds: int = 1_200,
     ):
         """Opens `directory`, made if absent; removes what a save that was killed has left there.
 
@@ -82,6 +79,7 @@ class Checkpoints:
           keep_every: checkpoints at multiples of so many steps stay too.
           keep_best: so many with the smallest `metric` stay too.
           read_only: changes nothing; for reading while a run may be saving.
+          save_seconds: limit of a save, and of the processes' wait for each other in it.
 
         Raises:
           ValueError: if a number is out of range.
@@ -93,15 +91,16 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None  # the step that was begun last
         self._finish: Callable[[], None] = lambda: None  # writes the manifest of that step
+        self._save_seconds = save_seconds
         self._noise = OrbaxNoise()
-        logging.getLogger("absl").addFilter(self._noise)
+        self._noise.begin()
         if read_only:
             return
         with self._named_errors("open the checkpoints"):
             if jax.process_index() == 0:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 self._remove_unfinished()
-            _barrier("checkpoints opened")
+            barrier("checkpoints opened")
             if keep_best:
                 self._read_metrics()
             self._manager = self._open()
@@ -191,9 +190,9 @@ class Checkpoints:
           ValueError: if there is no such checkpoint.
         """
         folder = self._folder(step)
-        manifest = _agreed(folder, lambda: read_manifest(folder))
+        manifest = agreed(folder, lambda: read_manifest(folder))
         part, parts = jax.process_index(), jax.process_count()
-        _agreed(folder, lambda: check_files(folder, manifest, part, parts))
+        agreed(folder, lambda: check_files(folder, manifest, part, parts))
         return manifest
 
     def restore(self, step: int, target: PyTree) -> tuple[PyTree, dict[str, Any]]:
@@ -209,23 +208,21 @@ class Checkpoints:
           ValueError: if there is no such checkpoint, or its arrays do not have the names, shapes
             and dtypes of `target` (nothing is cast).
         """
-        folder = self._folder(step)
-        wanted = saved.named_leaves(target)
-        # The target first: it is refused at once, and not after gigabytes were read.
-        manifest = _agreed(folder, lambda: read_manifest(folder))
-        saved.check_target(manifest, wanted)
-        self.verify(step)
-        _agreed(folder, lambda: saved.check_layout(folder, manifest, wanted))
-        progress = _agreed(folder, lambda: saved_progress.read_progress(folder, manifest))
-        restored = saved.restore_arrays(folder, wanted)
-        leaves = [restored[name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(target), leaves), progress
+        return self._restore(step, target, part="")
+
+    def restore_part(self, step: int, part: str, target: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        """As `restore`, but of the state only what lies under the name `part`, such as "model".
+
+        Args:
+          target: what the state's tree has there.
+        """
+        return self._restore(step, target, part=f"{part}.")
 
     def restore_newest(self, target: PyTree, *, fallback: bool = True) -> Restored | None:
         """The newest sound checkpoint, restored as by `restore`; `None` if there is none at all.
 
-        Damaged ones that are newer are renamed to `<step>.damaged`, so that the run can save
-        those steps again; the caller should say so, loudly: `Restored.damaged` has the reasons.
+        Damaged ones that are newer are set aside, unless this is read-only; the caller should say
+        so, loudly: `Restored.damaged` has the reasons.
 
         Args:
           fallback: whether to go back past a damaged checkpoint rather than raise.
@@ -243,19 +240,32 @@ class Checkpoints:
                     raise
                 damaged.append(error)
                 continue
-            self._set_aside(damaged)
+            if self._manager is not None:
+                self.set_aside(damaged)
             return Restored(step, state, progress, tuple(damaged))
         if damaged:
             damaged[0].add_note(f"None of the {len(damaged)} checkpoints there is sound.")
             raise damaged[0]
         return None
 
+    def set_aside(self, damaged: Sequence[DamagedCheckpointError]) -> None:
+        """Renames damaged steps to `<step>.damaged`, so that a run can save those steps again."""
+        if not damaged:
+            return
+        self.wait()
+        if jax.process_index() == 0:
+            for error in damaged:
+                folders.set_aside(error.folder)
+        barrier("damaged checkpoints set aside")
+        self._reopen()
+
     def wait(self) -> None:
         """Returns when the save that was begun last is whole.
 
         Raises:
           OSError: if the storage failed, naming the directory and the cause; the checkpoints
-            before stay, and what was written of this one is removed.
+            before stay, and what was written of this one is removed. One process of several should
+            end then: the others wait for it, up to `save_seconds`.
         """
         if self._manager is not None:
             with self._recovery(f"save step {self._saving}"):
@@ -268,13 +278,15 @@ class Checkpoints:
         finally:
             if self._manager is not None:
                 self._manager.close()
-            logging.getLogger("absl").removeFilter(self._noise)
+            self._noise.end()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        """Closes; but of several processes one that has failed waits for nothing more."""
+        if kind is None or jax.process_count() == 1:
+            self.close()
 
     def _open(self) -> ocp.CheckpointManager:
         return ocp.CheckpointManager(
@@ -284,6 +296,8 @@ class Checkpoints:
                 lightweight_initialize=True,  # otherwise it reads files that no digest covers
                 preservation_policy=self._policy,
                 async_options=ocp.AsyncOptions(
+                    timeout_secs=self._save_seconds,
+                    barrier_sync_fn=orbax_barrier(),
                     # On process 0, when the files of all are written and before the rename.
                     post_finalization_callback=lambda: self._finish(),
                     # Otherwise, where a folder cannot be made, Orbax waits five minutes for it.
@@ -295,6 +309,20 @@ class Checkpoints:
                 saved_progress.PROGRESS: saved_progress.handler(),
             },
         )
+
+    def _restore(self, step: int, target: PyTree, part: str) -> tuple[PyTree, dict[str, Any]]:
+        folder = self._folder(step)
+        wanted = {f"{part}{name}": leaf for name, leaf in saved.named_leaves(target).items()}
+        # The target first: it is refused at once, and not after gigabytes were read.
+        manifest = agreed(folder, lambda: read_manifest(folder))
+        manifest_of_part = saved.part_of(manifest, part)
+        saved.check_target(manifest_of_part, wanted)
+        self.verify(step)
+        agreed(folder, lambda: saved.check_layout(folder, manifest_of_part, wanted))
+        progress = agreed(folder, lambda: saved_progress.read_progress(folder, manifest))
+        restored = saved.restore_arrays(folder, wanted)
+        leaves = [restored[name] for name in wanted]
+        return jax.tree.unflatten(jax.tree.structure(target), leaves), progress
 
     def _folder(self, step: int) -> Path:
         if step not in self.steps():
@@ -310,17 +338,6 @@ class Checkpoints:
                 metric = read_manifest(self._directory / str(step)).metric
                 if metric is not None:
                     self._metrics[step] = metric
-
-    def _set_aside(self, damaged: list[DamagedCheckpointError]) -> None:
-        """Takes damaged steps out of the way of the run; what is wrong can still be looked at."""
-        if not damaged or self._manager is None:
-            return
-        self.wait()
-        if jax.process_index() == 0:
-            for error in damaged:
-                folders.set_aside(error.folder)
-        _barrier("damaged checkpoints set aside")
-        self._reopen()
 
     def _reopen(self) -> None:
         """Orbax's list of steps, read again."""
@@ -344,39 +361,17 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _recovery(self, doing: str) -> Iterator[None]:
-        """After an error, the directory and Orbax are again as they were before the save."""
+        """After an error, the directory and Orbax are again as they were before the save.
+
+        Not where there are other processes: they wait for this one in the middle of their save.
+        """
         with self._named_errors(doing):
             try:
                 yield
             except Exception:
-                with contextlib.suppress(OSError):
-                    if jax.process_index() == 0:
+                if jax.process_count() == 1:
+                    with contextlib.suppress(OSError):
                         self._remove_unfinished()
-                with contextlib.suppress(Exception):  # it may raise the same error again
-                    self._reopen()
+                    with contextlib.suppress(Exception):  # it may raise the same error again
+                        self._reopen()
                 raise
-
-
-def _agreed(folder: Path, check: Callable[[], _T]) -> _T:
-    """`check()`, whose DamagedCheckpointError on one process is one on all of them.
-
-    Otherwise some would go on to restore what others fall back from.
-    """
-    result, damage = None, None
-    try:
-        result = check()
-    except DamagedCheckpointError as error:
-        damage = error
-    if jax.process_count() > 1:
-        found = np.ravel(multihost_utils.process_allgather(np.int32(damage is not None)))
-        if damage is None and found.any():
-            reason = f"was found damaged by process {int(np.argmax(found))}, which names it"
-            damage = DamagedCheckpointError(folder, "a file", reason)
-    if damage is not None:
-        raise damage
-    return result  # type: ignore[return-value]
-
-
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)

@@ -19,7 +19,14 @@ _CAUSES = {
 }
 
 
-def storage_error(doing: str, directory: Path, error: BaseException) -> OSError | None:
+class StorageError(OSError):
+    """What could not be done, where, and the cause; its text is that sentence alone."""
+
+    def __str__(self) -> str:
+        return self.strerror or ""
+
+
+def storage_error(doing: str, directory: Path, error: BaseException) -> StorageError | None:
     """An error that names directory and cause, or `None` if the storage is not to blame.
 
     Args:
@@ -32,7 +39,7 @@ def storage_error(doing: str, directory: Path, error: BaseException) -> OSError 
     cause = _CAUSES.get(code, os.strerror(code))
     if code == errno.ENOSPC:
         cause += f", {shutil.disk_usage(directory).free:,} bytes are free"
-    return OSError(code, f"cannot {doing} in {directory}: {cause} ({os.strerror(code)})")
+    return StorageError(code, f"cannot {doing} in {directory}: {cause} ({os.strerror(code)})")
 
 
 def _error_number(error: BaseException) -> int | None:

@@ -10,7 +10,7 @@ from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, digest_o
 
 PROGRESS = "progress"
 _FILE = "progress.json"
-_LARGEST = 1 << 30  # bytes
+_LARGEST = 64 << 20  # bytes; parsed, they may take twenty times as much memory
 
 
 def handler() -> ocp.JsonCheckpointHandler:

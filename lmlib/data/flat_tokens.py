@@ -10,7 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from lmlib.data.batch import Batch
-from lmlib.data.metadata import TOKENIZER_FILE, SplitMetadata, TokenizerIdentity, shard_folders
+from lmlib.data.metadata import (
+    LARGEST_TOKENIZER,
+    TOKENIZER_FILE,
+    SplitMetadata,
+    TokenizerIdentity,
+    shard_folders,
+)
 from lmlib.data.packing import packed_batch
 from lmlib.data.permutation import permute
 from lmlib.data.seqax import SeqaxSplit, is_seqax_split
@@ -149,7 +155,7 @@ class FlatTokens:
     def tokenizer_path(self) -> Path | None:
         """The tokenizer.json that made the tokens, if the data set has one."""
         file = self._path / TOKENIZER_FILE
-        return file if file.exists() else None
+        return file if file.is_file() else None
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the batch of `step`; see `Source.batch`.
@@ -184,7 +190,7 @@ class FlatTokens:
         return self._sequence_numbers(step, slice(None))
 
     def _sequence_numbers(self, step: int, rows: slice) -> np.ndarray:
-        number_B = step * self.batch_size + np.arange(self.batch_size)[rows]
+        number_B = step * self.batch_size + np.arange(*rows.indices(self.batch_size))
         epoch_B, sequence_B = np.divmod(number_B, self.sequences)
         if self._seed is not None:
             for epoch in np.unique(epoch_B):
@@ -228,9 +234,12 @@ def _find_split(path: Path, split: str) -> Path:
 
 
 def _check_tokenizer(file: Path, metadata: SplitMetadata) -> None:
-    if metadata.tokenizer is None or metadata.tokenizer.sha256 is None or not file.exists():
+    if metadata.tokenizer is None or metadata.tokenizer.sha256 is None or not file.is_file():
         return
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if file.stat().st_size > LARGEST_TOKENIZER:
+        raise DamagedDataError(f"{file} has {file.stat().st_size:,} bytes: it is no tokenizer")
+    with open(file, "rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != metadata.tokenizer.sha256:
         raise DamagedDataError(
             f"{file} has sha256 {found}, but the tokens were made with one of "

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lmlib.data.metadata import JOURNAL_FILE, write_durably
+from lmlib.data.stored_json import read_json
 
 LOCK_FILE = "writer.lock"
 STARTS_FILE = "document_starts.partial"  # little-endian uint64, of the marked documents
@@ -62,13 +63,27 @@ def read_journal(shard_folder: Path) -> Journal:
     """Raises FileNotFoundError if there is none, ValueError if it is damaged."""
     file = shard_folder / JOURNAL_FILE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return Journal(marked=Totals(**content.pop("marked")), **content)
+        content = read_json(file)
+        journal = Journal(marked=Totals(**content.pop("marked")), **content)
+        _check_types(journal)
+        return journal
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} is damaged ({error!r}): delete {shard_folder} to make the shard from its "
             "beginning"
         ) from error
+
+
+def _check_types(journal: Journal) -> None:
+    if not isinstance(journal.settings, dict):
+        raise ValueError(f"its settings are {journal.settings!r:.40}")
+    totals = asdict(journal.marked)
+    least = {"max_token_id": -1}
+    for name, value in {**totals, "written": journal.written}.items():
+        if name == "gzip_bytes" and value is None:
+            continue
+        if type(value) is not int or not least.get(name, 0) <= value < 2**62:
+            raise ValueError(f"its {name} is {value!r:.40}")
 
 
 @contextmanager

@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lmlib.data.stored_json import read_json
+
 FORMAT = "lmlib flat tokens"
 VERSION = 2
 FILE_NAME = "metadata.json"
 JOURNAL_FILE = "journal.json"  # what an unfinished shard holds instead
 TOKENIZER_FILE = "tokenizer.json"
+LARGEST_TOKENIZER = 256 << 20  # bytes; those of the largest vocabularies have 40 MB
 
 _SHARD_NAME = re.compile(r"shard_(\d{5})_of_(\d{5})")
 # What all shards of a split have in common.
@@ -189,19 +192,41 @@ def read_shard(shard_folder: Path) -> ShardMetadata:
     file = shard_folder / FILE_NAME
     if not file.is_file():
         raise FileNotFoundError(f"{shard_folder} is unfinished: it has no {FILE_NAME}")
+    for path in (shard_folder, file):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link: put what it leads to in its place")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         found = content.pop("format"), content.pop("version")
         if found == (FORMAT, VERSION):
             tokenizer = content.pop("tokenizer")
             identity = None if tokenizer is None else TokenizerIdentity(**tokenizer)
             metadata = ShardMetadata(tokenizer=identity, **content)
+            _check_types(metadata)
             if shard_number(shard_folder) != (metadata.shard, metadata.shards):
                 raise ValueError(f"it is of shard {metadata.shard} of {metadata.shards}")
             return metadata
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged ({error!r}): make the shard again") from error
     raise _other_version(file, *found)
+
+
+def _check_types(metadata: ShardMetadata) -> None:
+    """Raises ValueError for an entry that is not what docs/flat-tokens.md says."""
+    optional = ("gzip_bytes", "bos_id", "eos_id")
+    counts = ("shard", "shards", "tokens", "documents", "targets", "bytes", "skipped_rows")
+    for name in (*counts, "vocab_size", "max_token_id", *optional):
+        value = getattr(metadata, name)
+        if name in optional and value is None:
+            continue
+        if type(value) is not int or not (-1 if name == "max_token_id" else 0) <= value < 2**62:
+            raise ValueError(f"its {name} is {value!r:.40}")
+    tokenizer = metadata.tokenizer
+    for text in (tokenizer.name, tokenizer.sha256 or "") if tokenizer else ():
+        if not isinstance(text, str):
+            raise ValueError(f"its tokenizer has {text!r:.40} for a text")
+    if not isinstance(metadata.source, dict):
+        raise ValueError(f"its source is {metadata.source!r:.40}")
 
 
 def write_durably(file: Path, content: str, temporary: Path | None = None) -> None:

@@ -6,12 +6,12 @@ each document and one for the end, are compressed in a way that TensorStore cann
 bit of each token says as much. The format: github.com/MatX-inc/seqax, docs/flat-tokens.md.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lmlib.data.stored_json import read_json
 from lmlib.data.stored_split import Span
 from lmlib.data.token_arrays import DamagedDataError, Reading, StoredArray, reading_context
 
@@ -32,9 +32,10 @@ class SeqaxSplit:
         self.tokens = _length_on_disk(folder / TOKENS, "<u4", at_least=0)
         self.documents = _length_on_disk(folder / STARTS, "<u8", at_least=1) - 1
         self.max_token_id = _entry(folder / ATTRIBUTES, "max_token_id")
-        if type(self.max_token_id) is not int or self.max_token_id < 0:
+        if type(self.max_token_id) is not int or not 0 <= self.max_token_id < 2**31:
             raise _unexpected(folder / ATTRIBUTES, "max_token_id", self.max_token_id)
         self._encoded = StoredArray(folder / TOKENS, self.tokens, reading_context(), driver="zarr")
+        self._encoded.check_claim()
 
     def read(self, start: int, stop: int) -> Span:
         """Starts reading tokens [start, stop)."""
@@ -63,14 +64,14 @@ def _length_on_disk(array: Path, dtype: str, at_least: int) -> int:
     if found != dtype:
         raise _unexpected(file, "dtype", found)
     match shape:
-        case [int(length)] if length >= at_least:
+        case [int(length)] if at_least <= length < 2**62:
             return length
     raise _unexpected(file, "shape", shape)
 
 
 def _entry(file: Path, name: str) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))[name]
+        return read_json(file)[name]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedDataError(
             f"{file} has no readable entry {name!r} ({error!r}): the data set is damaged"
@@ -79,5 +80,5 @@ def _entry(file: Path, name: str) -> Any:
 
 def _unexpected(file: Path, name: str, value: object) -> DamagedDataError:
     return DamagedDataError(
-        f"{file} has {name} {value!r}, which seqax never writes: the data set is damaged"
+        f"{file} has {name} {value!r:.80}, which seqax never writes: the data set is damaged"
     )

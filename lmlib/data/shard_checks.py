@@ -35,6 +35,8 @@ def check_settings(
 
 def check_folder(folder: Path) -> None:
     """Never touch what no writer put there, nor a finished shard."""
+    if folder.is_symlink():
+        raise FileExistsError(f"{folder} is a link, and no writer makes any: delete it")
     if not folder.exists():
         return
     if (folder / FILE_NAME).exists():
@@ -42,6 +44,9 @@ def check_folder(folder: Path) -> None:
     own = {JOURNAL_FILE, STARTS_FILE, LOCK_FILE}
     own |= {f"{name}.tmp" for name in (JOURNAL_FILE, FILE_NAME, TOKENIZER_FILE)}
     own |= {"tokens", "document_starts", "first_documents"}
+    for entry in folder.rglob("*"):
+        if entry.is_symlink():
+            raise FileExistsError(f"{entry} is a link, and no writer makes any: delete it")
     strangers = sorted({entry.name for entry in folder.iterdir()} - own)
     if strangers:
         raise FileExistsError(

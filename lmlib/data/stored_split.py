@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from lmlib.data.metadata import SplitMetadata, read_split
-from lmlib.data.token_arrays import Reading, StoredArray, reading_context
+from lmlib.data.token_arrays import DamagedDataError, Reading, StoredArray, reading_context
 
 
 @runtime_checkable
@@ -33,20 +33,25 @@ class StoredSplit:
     def __init__(self, folder: Path) -> None:
         """Raises FileNotFoundError for an unfinished split, DamagedDataError for a damaged one."""
         self.metadata: SplitMetadata = read_split(folder)
+        self._folder = folder
         context = reading_context()
         shards = self.metadata.shards
 
         def open_arrays(name: str, lengths: Sequence[int]) -> list[StoredArray]:
-            return [
-                StoredArray(folder / shard.name / name, length, context)
-                for shard, length in zip(shards, lengths, strict=True)
-            ]
+            opened = []
+            for shard, length in zip(shards, lengths, strict=True):
+                opened.append(StoredArray(folder / shard.name / name, length, context))
+                opened[-1].check_files()  # before anything as long as it claims is allocated
+            return opened
 
         self._tokens = open_arrays("tokens", [shard.tokens for shard in shards])
         self._starts = open_arrays("document_starts", [shard.documents for shard in shards])
         entries = [-(-array.length // array.chunk_length) + 1 for array in self._tokens]
         indexes = [array.read(0, array.length) for array in open_arrays("first_documents", entries)]
-        self._first_documents = [index.result().astype(np.int64) for index in indexes]
+        self._first_documents = [
+            _checked_index(folder / shard.name, index.result(), shard.documents)
+            for shard, index in zip(shards, indexes, strict=True)
+        ]
         self._offsets = [0, *accumulate(shard.tokens for shard in shards)]
         self._document_offsets = [0, *accumulate(shard.documents for shard in shards)]
         self.tokens = self._offsets[-1]
@@ -76,6 +81,11 @@ class StoredSplit:
             ends = [self._tokens[shard].length] if last else []
             bounds.append([*reading.result().tolist(), *ends])
             bounds[-1] = [place + self._offsets[shard] for place in bounds[-1]]
+        if any(not 0 <= start <= stop <= self.tokens for start, stop in bounds):
+            raise DamagedDataError(
+                f"{self._folder} has document_starts that decrease or lie beyond the tokens: the "
+                "data set is damaged; make it again"
+            )
         starts_stops = np.array(bounds, np.int64).reshape(-1, 2)
         return starts_stops[:, 0], starts_stops[:, 1]
 
@@ -86,6 +96,17 @@ class StoredSplit:
         last = int(first_documents[-(-stop // chunk_length)])
         starts = self._starts[shard].read(first, last) if first < last else None
         return _SpanInShard(self._tokens[shard].read(start, stop), starts, start)
+
+
+def _checked_index(shard_folder: Path, first_documents: np.ndarray, documents: int) -> np.ndarray:
+    """`first_documents` (uint64) as int64; DamagedDataError if no document_starts can belong."""
+    ordered = (np.diff(first_documents.astype(np.int64)) >= 0).all()
+    if not ordered or first_documents[0] != 0 or first_documents[-1] > documents:
+        raise DamagedDataError(
+            f"{shard_folder / 'first_documents'} is no count of {documents} documents: the data "
+            "set is damaged; make it again"
+        )
+    return first_documents.astype(np.int64)
 
 
 class _SpanInShard:

@@ -10,6 +10,15 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from lmlib.data.array_layout import (
+    ArrayLayout,
+    check_claim,
+    check_files,
+    file_sizes,
+    flat_tokens_layout,
+    seqax_layout,
+)
+
 CHUNK_LENGTH = 16 * 1024  # tokens; the unit of reading, and of checksums
 FILE_LENGTH = 16 * 1024 * 1024  # tokens in one file, the unit of writing
 INDEX_CHUNK_LENGTH = 1024  # the same for document_starts and first_documents
@@ -55,7 +64,11 @@ def create_array(
 
 
 def open_for_appending(path: Path, length: int) -> ts.TensorStore:
-    """Opens an array that a writer left, cut or stretched to `length` elements."""
+    """Opens an array that a writer left, cut or stretched to `length` elements.
+
+    Raises OSError or ValueError if it is not laid out as `create_array` does.
+    """
+    file_sizes(flat_tokens_layout(path))
     spec = {"driver": "zarr3", "kvstore": _kvstore(path), "store_data_equal_to_fill_value": True}
     array = ts.open(spec, open=True).result()
     return array.resize(exclusive_max=[length], resize_metadata_only=True).result()
@@ -85,9 +98,20 @@ class StoredArray:
     def __init__(self, path: Path, length: int, context: ts.Context, driver: str = "zarr3") -> None:
         """Raises DamagedDataError if the array cannot be opened or is not `length` long.
 
-        `driver` is TensorStore's name for the array's format.
+        `driver` is TensorStore's name for the array's format: "zarr3", or "zarr" for seqax's.
         """
         self.path, self.length = path, length
+        try:
+            layout = flat_tokens_layout(path) if driver == "zarr3" else seqax_layout(path)
+        except (OSError, ValueError) as error:
+            raise self._damaged("cannot be opened", error) from error
+        if layout.length != length:
+            raise DamagedDataError(
+                f"{path} has shape ({layout.length},), but metadata.json promises ({length},): "
+                "the data set is damaged; make it again"
+            )
+        self.layout: ArrayLayout = layout
+        self.chunk_length: int = layout.chunk_length
         spec = {
             "driver": driver,
             "kvstore": _kvstore(path),
@@ -99,13 +123,20 @@ class StoredArray:
             self._array = ts.open(spec, read=True, context=context).result()
         except ValueError as error:
             raise self._damaged("cannot be opened", error) from error
-        chunk_shape: Any = self._array.chunk_layout.read_chunk.shape
-        self.chunk_length: int = chunk_shape[0]
-        if self._array.shape != (length,):
-            raise DamagedDataError(
-                f"{path} has shape {self._array.shape}, but metadata.json promises ({length},): "
-                "the data set is damaged; make it again"
-            )
+
+    def check_claim(self) -> None:
+        """Raises DamagedDataError for links, and if most of an array so long is not there."""
+        try:
+            check_claim(self.layout, file_sizes(self.layout))
+        except (OSError, ValueError) as error:
+            raise self._damaged("cannot be read", error) from error
+
+    def check_files(self) -> None:
+        """Raises DamagedDataError unless the files are there that an array so long has."""
+        try:
+            check_files(self.layout)
+        except (OSError, ValueError) as error:
+            raise self._damaged("cannot be read", error) from error
 
     def read(self, start: int, stop: int) -> "Reading":
         """Starts reading elements [start, stop)."""
@@ -124,6 +155,11 @@ class Reading:
 
     def __init__(self, stored: StoredArray, start: int, stop: int) -> None:
         self._stored, self._start, self._stop = stored, start, stop
+        if not 0 <= start <= stop <= stored.length:
+            raise DamagedDataError(
+                f"{stored.path} has {stored.length} elements, but others say that it has some from "
+                f"{start} to {stop}: the data set is damaged; make it again"
+            )
         self._future = stored._array[start:stop].read()
 
     def result(self) -> np.ndarray:

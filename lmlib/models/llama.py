@@ -12,9 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Float, Int32, Key, PRNGKeyArray
 
 from lmlib.models.attention import Attention
+from lmlib.models.dropout import dropout
 from lmlib.models.initial import fold, initial_weight
 from lmlib.models.layers import RMSNorm, SwiGLU
 from lmlib.parallel.layout import gather, move, spec
@@ -36,7 +37,7 @@ ACTIVATIONS = (
 
 
 class Block(eqx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with a key, dropout before each sum."""
 
     attention_norm: RMSNorm
     attention: Attention
@@ -49,14 +50,18 @@ class Block(eqx.Module):
         positions_BS: Int32[Array, "b s"],
         segment_ids_BS: Int32[Array, "b s"],
         residual: str,
+        dropout_rate: float,
+        key: PRNGKeyArray | None,
     ) -> Float[Array, "b s embed"]:
         # `move` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
         h_BSE = move(self.attention_norm(x_BSE), "batch seq embed")
         h_BSE = checkpoint_name(h_BSE, "attention_input")
-        x_BSE = x_BSE + self.attention(h_BSE, positions_BS, segment_ids_BS, residual)
+        h_BSE = self.attention(h_BSE, positions_BS, segment_ids_BS, residual)
+        x_BSE = x_BSE + dropout(h_BSE, dropout_rate, key, "attention", residual)
         h_BSE = move(self.mlp_norm(x_BSE), "batch seq embed")
         h_BSE = checkpoint_name(h_BSE, "mlp_input")
-        return x_BSE + self.mlp(h_BSE, residual)
+        h_BSE = self.mlp(h_BSE, residual)
+        return x_BSE + dropout(h_BSE, dropout_rate, key, "mlp", residual)
 
 
 class Llama(eqx.Module):
@@ -68,6 +73,9 @@ class Llama(eqx.Module):
       rope_theta: base of the rotary wavelengths.
       norm_epsilon: added to the mean square in every norm.
       tied: one table embeds and unembeds.
+      dropout: rate at which the outputs of attention and mlp are dropped before they are added to
+        the residual stream, and the embedded tokens (Vaswani et al. 2017, arXiv:1706.03762, §5.4;
+        GPT-2 drops at the same places). Only in calls with a key: those of training.
       compute_dtype: of activations and gathered weights, for example "bfloat16" or "float32".
       saved: names out of `ACTIVATIONS` that the backward pass keeps; it computes the others again
         from "layer_input" and "head_input", which are always kept.
@@ -78,13 +86,15 @@ class Llama(eqx.Module):
 
     Raises:
       ValueError: if a size is not positive, `kv_heads` does not divide `heads`, `head_dim` is odd,
-        `compute_dtype` is no floating type, or `saved` has an unknown name.
+        `dropout` is not in [0, 1), `compute_dtype` is no floating type, or `saved` has an unknown
+        name.
     """
 
     embedding: Float[Array, "vocab embed"]
     blocks: Block
     norm: RMSNorm
     unembedding: Float[Array, "embed vocab"] | None
+    dropout: float = eqx.field(static=True)
     compute_dtype: str = eqx.field(static=True)
     saved: tuple[str, ...] = eqx.field(static=True)
     unroll: int = eqx.field(static=True)
@@ -102,6 +112,7 @@ class Llama(eqx.Module):
         rope_theta: float = 10_000.0,
         norm_epsilon: float = 1e-5,
         tied: bool = False,
+        dropout: float = 0.0,
         compute_dtype: str = "bfloat16",
         saved: tuple[str, ...] = (),
         unroll: int = 1,
@@ -123,14 +134,12 @@ class Llama(eqx.Module):
                 SwiGLU(embed, mlp, key=fold(key, "mlp")),
             )
 
-        def layer(index: Int32[Array, ""]) -> Block:
-            return block(jax.random.fold_in(fold(key, "blocks"), index))
-
         sizes = {"vocab": vocab, "embed": embed}
         self.embedding = initial_weight(Llama, "embedding", key, **sizes)
-        self.blocks = jax.vmap(layer)(jnp.arange(layers, dtype=jnp.int32))
+        self.blocks = jax.vmap(block)(_layer_keys(key, layers))
         self.norm = RMSNorm(embed, norm_epsilon, key=fold(key, "norm"))
         self.unembedding = None if tied else initial_weight(Llama, "unembedding", key, **sizes)
+        self.dropout = _checked_rate(dropout)
         self.compute_dtype = _checked_dtype(compute_dtype)
         self.saved = tuple(saved)
         self.unroll = unroll
@@ -141,18 +150,24 @@ class Llama(eqx.Module):
         tokens_BS: Int32[Array, "b s"],
         positions_BS: Int32[Array, "b s"] | None = None,
         segment_ids_BS: Int32[Array, "b s"] | None = None,
+        key: PRNGKeyArray | None = None,
     ) -> Float[Array, "b s vocab"]:
-        """Logits of the next token. Without segment ids a row is one document."""
-        return self.head(self.trunk(tokens_BS, positions_BS, segment_ids_BS))
+        """Logits of the next token. Without segment ids a row is one document; without a key
+        nothing is dropped."""
+        return self.head(self.trunk(tokens_BS, positions_BS, segment_ids_BS, key))
 
     def trunk(
         self,
         tokens_BS: Int32[Array, "b s"],
         positions_BS: Int32[Array, "b s"] | None = None,
         segment_ids_BS: Int32[Array, "b s"] | None = None,
+        key: PRNGKeyArray | None = None,
     ) -> Float[Array, "b s embed"]:
         """The residual stream after the last block, in the compute dtype."""
-        return self.observed_trunk(tokens_BS, positions_BS, segment_ids_BS, lambda x_BSE: None)[0]
+        x_BSE, _ = self.observed_trunk(
+            tokens_BS, positions_BS, segment_ids_BS, lambda x_BSE: None, key
+        )
+        return x_BSE
 
     def observed_trunk(
         self,
@@ -160,8 +175,12 @@ class Llama(eqx.Module):
         positions_BS: Int32[Array, "b s"] | None,
         segment_ids_BS: Int32[Array, "b s"] | None,
         observe: Callable[[Array], Any],
+        key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b s embed"], Any]:
-        """What `trunk` gives, and what `observe` makes of each layer's output, stacked."""
+        """What `trunk` gives, and what `observe` makes of each layer's output, stacked.
+
+        Keys descend from `key` as those of the weights do from theirs: by field and layer.
+        """
         if positions_BS is None:
             positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(
                 tokens_BS.shape[1], dtype=jnp.int32
@@ -169,18 +188,27 @@ class Llama(eqx.Module):
         if segment_ids_BS is None:
             segment_ids_BS = jnp.zeros_like(tokens_BS)
         residual = "batch seq_parallel embed" if self.sequence_parallel else "batch seq embed"
+        if self.dropout == 0:
+            key = None
+        keys_L = None if key is None else _layer_keys(key, self.layers)
 
-        def layer(x_BSE: Array, block: Block) -> tuple[Array, Any]:
+        def layer(x_BSE: Array, part: tuple[Block, PRNGKeyArray | None]) -> tuple[Array, Any]:
+            block, layer_key = part
             x_BSE = checkpoint_name(x_BSE, "layer_input")
             block = gather(block, self.compute_dtype)
-            x_BSE = block(x_BSE, positions_BS, segment_ids_BS, residual)
+            x_BSE = block(x_BSE, positions_BS, segment_ids_BS, residual, self.dropout, layer_key)
             return x_BSE, observe(x_BSE)
 
         # Inside a scan nothing can merge the recomputation with the forward pass, so CSE is safe.
         scanned = self.unroll < self.layers
         layer = jax.checkpoint(layer, policy=self.policy, prevent_cse=not scanned)
         x_BSE = move(self.embed(tokens_BS), residual)
-        return jax.lax.scan(layer, x_BSE, self.blocks, unroll=self.unroll)
+        if key is not None:
+            # Drawn again in the backward pass, as in the layers, rather than kept.
+            x_BSE = jax.checkpoint(dropout, static_argnums=(1, 3, 4))(
+                x_BSE, self.dropout, key, "embedding", residual
+            )
+        return jax.lax.scan(layer, x_BSE, (self.blocks, keys_L), unroll=self.unroll)
 
     def embed(self, tokens_BS: Int32[Array, "b s"]) -> Float[Array, "b s embed"]:
         """Rows of the table. Each `tensor` shard looks up its own vocabulary, then they sum."""
@@ -233,6 +261,12 @@ class Llama(eqx.Module):
         return self.embedding.shape[0]
 
 
+def _layer_keys(key: PRNGKeyArray, layers: int) -> Key[Array, "L"]:
+    """A key for each layer, which depends on `key` and the layer's index only."""
+    indices_L = jnp.arange(layers, dtype=jnp.int32)
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(fold(key, "blocks"), indices_L)
+
+
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
@@ -244,6 +278,12 @@ def _check_attention(heads: int, kv_heads: int, head_dim: int) -> None:
         raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
+
+
+def _checked_rate(dropout: float) -> float:
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+    return dropout
 
 
 def _checked_dtype(name: str) -> str:

@@ -114,9 +114,9 @@ def experiment(write) -> str:
     return str(write("mine", EXPERIMENT))
 
 
-def error(*arguments) -> str:
+def error(*arguments, **more) -> str:
     with pytest.raises(ConfigError) as raised:
-        load(*arguments)
+        load(*arguments, **more)
     return str(raised.value)
 
 
@@ -367,7 +367,7 @@ def test_a_saved_config_is_loaded_again_with_its_sharing(experiment, tmp_path):
     cfg = load(experiment, ["tiny"])
     save(cfg, tmp_path / "new" / "workdir")
     for reference in (tmp_path / "new" / "workdir", tmp_path / "new" / "workdir" / "config.json"):
-        again = load(str(reference))
+        again = load(str(reference), trusted=["library"])
         assert again == cfg
         assert difference(cfg, again) == ""
         assert again.data.files is again.validation[0].files
@@ -381,7 +381,7 @@ def test_a_saved_config_does_not_follow_later_defaults(experiment, write, tmp_pa
     save(load(experiment), tmp_path)
     write("library", LIBRARY.replace("layers: int = 2", "layers: int = 9 "))
     del sys.modules["library"]
-    assert load(str(tmp_path)).model.layers == 2
+    assert load(str(tmp_path), trusted=["library"]).model.layers == 2
 
 
 def test_the_readable_text_is_saved_and_nothing_unfinished_is_left(experiment, tmp_path):
@@ -394,7 +394,7 @@ def test_the_readable_text_is_saved_and_nothing_unfinished_is_left(experiment, t
 
 def test_overrides_apply_to_a_saved_config_and_fiddlers_do_not(experiment, tmp_path):
     save(load(experiment), tmp_path)
-    assert load(str(tmp_path), (), ["model.layers=7"]).model.layers == 7
+    assert load(str(tmp_path), (), ["model.layers=7"], ["library"]).model.layers == 7
     assert "fiddlers need an experiment's .py file" in error(str(tmp_path), ["tiny"])
 
 
@@ -431,4 +431,28 @@ def test_a_saved_config_must_not_name_what_is_gone(experiment, tmp_path, old, ne
     save(load(experiment), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace(old, new))
-    assert expected in error(str(file))
+    assert expected in error(str(file), trusted=["library", "librarian"])
+
+
+def test_a_saved_config_with_modules_of_the_user_needs_their_names(experiment, tmp_path):
+    save(load(experiment), tmp_path)
+    assert error(str(tmp_path)) == (
+        f"{tmp_path}/config.json refers to library.silu, which a saved config may not run unasked: "
+        "if you trust that code, give --trust_module=library"
+    )
+    assert "--trust_module=library" in error(str(tmp_path), trusted=["lib", "library.Llama"])
+
+
+def test_a_config_trusts_what_it_is_itself_made_of(experiment, tmp_path):
+    cfg = load(experiment)
+    assert configs.modules_of(cfg) == {"library"}
+    save(cfg, tmp_path)
+    assert load(str(tmp_path), trusted=configs.modules_of(cfg)) == cfg
+    assert configs.modules_of(fdl.Config(dict, a=eval, b=[sys.exit])) == set()
+
+
+def test_every_shipped_experiment_is_saved_and_loaded_again(tmp_path):
+    for name in configs.experiments():
+        cfg = load(name)
+        save(cfg, tmp_path)
+        assert load(str(tmp_path)) == cfg

@@ -10,15 +10,15 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from states import assert_same_bits
 
 from lmlib.metrics import read_metrics
-from runner import configs, fit
+from runner import Options, configs, fit
 from runner.errors import ConfigError, TrainingStopped
 
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds")
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")
 ROOT = Path(configs.__file__).parents[1]
 
 
@@ -66,6 +66,7 @@ def test_a_run_describes_itself(undisturbed):
         "tokens_per_second",
         "step_seconds",
         "data_wait_seconds",
+        "goodput",
         "skipped_updates",
         "skipped_in_a_row",
     }
@@ -81,6 +82,7 @@ def test_a_run_describes_itself(undisturbed):
         "checkpoints",
         "config.json",
         "config.txt",
+        "goodput.json",
         "metrics.jsonl",
         "result.json",
         "tensorboard",
@@ -113,8 +115,7 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed, capsys):
     assert "finished all its 20 steps before" in capsys.readouterr().err
     assert (workdir / "metrics.jsonl").read_bytes() == before
     assert again.summary == result.summary
-    for one, other in zip(jax.tree.leaves(again.state), jax.tree.leaves(result.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(again.state, result.state)
 
 
 def test_resumed_on_another_mesh_the_curve_is_the_same(tmp_path):
@@ -176,8 +177,7 @@ def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, 
     # Compared with what a process of the same kind draws: same mesh, same bits.
     assert without_times(read_metrics(tmp_path)) == without_times(expected.metrics)
     state = fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "checkpoint_every=4"), tmp_path).state
-    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected.state), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(state, expected.state)
 
 
 def test_a_sweep_is_a_for_loop(tmp_path):
@@ -241,8 +241,11 @@ def test_a_checkpoint_of_another_model_is_refused(undisturbed):
         return {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
 
     before = on_disk()
+    other_model = tiny("mesh.fsdp=4", "mesh.tensor=2", "model.embed=128", "steps=30")
+    with pytest.raises(ConfigError, match=r"model.embed changed since the run"):
+        fit(other_model, workdir)
     with pytest.raises(ConfigError, match=r"embedding as float32\[512, 64\]"):
-        fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "model.embed=128", "steps=30"), workdir)
+        fit(other_model, workdir, Options(allowed_changes=["model"]))
     assert on_disk() == before
 
 
@@ -310,12 +313,10 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(undisturbed, tmp_path, 
 
     cfg = tiny("mesh.fsdp=4", "mesh.tensor=2")
     with pytest.raises(ConfigError, match=r"checkpoints/20"):
-        fit(cfg, tmp_path / "copy", checkpoint_fallback=False)
+        fit(cfg, tmp_path / "copy", Options(checkpoint_fallback=False))
     capsys.readouterr()
     again = fit(cfg, tmp_path / "copy")
     told = capsys.readouterr().err
     assert "WARNING" in told and "newest sound checkpoint, step 10" in told
     assert without_times(again.metrics) == without_times(result.metrics)
-    jax.tree.map(
-        np.testing.assert_array_equal, jax.device_get(again.state), jax.device_get(result.state)
-    )
+    assert_same_bits(again.state, result.state)

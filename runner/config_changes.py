@@ -1,0 +1,22 @@
+"""What has changed between two configs, told from their `flattened` texts.
+
+Texts can be compared where configs can't: the modules that an old run's config names may be gone.
+"""
+
+import difflib
+import re
+
+_PATH = re.compile(r"([^ =:]+)(?: =|:) ")
+
+
+def difference(before: str, after: str) -> str:
+    """The lines that differ, `- old` and `+ new`; empty where there is none."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
+    changed = [line for line in list(lines)[2:] if not line.startswith("@@")]
+    return "".join(f"{line[0]} {line[1:]}\n" for line in changed)
+
+
+def changed_paths(before: str, after: str) -> list[str]:
+    """The parameters that differ, in order: `["model.rope_theta", "steps"]`."""
+    lines = [line[2:] for line in difference(before, after).splitlines()]
+    return list(dict.fromkeys(found[1] for line in lines if (found := _PATH.match(line))))

@@ -1,0 +1,64 @@
+"""What a run is doing, and how many seconds it has spent on each thing it does."""
+
+import contextlib
+import enum
+import time
+from collections.abc import Iterator
+
+
+class Phase(enum.StrEnum):
+    """Each second of a run belongs to one of these."""
+
+    STARTUP = "start-up"  # imports, config, finding the other processes, opening the data
+    RESTORE = "restore"  # or making the first state
+    COMPILE = "compile"
+    DATA = "data wait"  # while the devices may still be busy with the step before
+    STEP = "steps"
+    REPEATED = "repeated steps"  # made before by a process that ended before it saved them
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"  # what saving holds training up for
+
+
+class Phases:
+    """Charges the time to phases.
+
+    phases = Phases()
+    with phases.during(Phase.COMPILE):
+        ...
+    phases.enter(Phase.STEP)
+    """
+
+    def __init__(self, started: float | None = None):
+        """Begins with the start-up, at the time `started` (seconds since the epoch) or now."""
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        if started is not None:
+            self._seconds[Phase.STARTUP] = max(0.0, time.time() - started)
+        self._current = Phase.STARTUP, time.monotonic()
+
+    def enter(self, phase: Phase) -> None:
+        """From now on it is `phase`."""
+        before, since = self._current
+        now = time.monotonic()
+        self._current = phase, now
+        self._seconds[before] += now - since
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """It is `phase` in the block, and after it what it was before."""
+        before, _ = self._current
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    @property
+    def current(self) -> tuple[Phase, float]:
+        """The phase, and the seconds since it was entered. For other threads too."""
+        phase, since = self._current
+        return phase, time.monotonic() - since
+
+    def seconds(self) -> dict[Phase, float]:
+        """Up to now."""
+        self.enter(self._current[0])
+        return dict(self._seconds)

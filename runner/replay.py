@@ -1,0 +1,137 @@
+"""Makes a captured step again, and shows what happened in each layer.
+
+    python -m runner.replay WORKDIR/captures/STEP
+
+Begins at the capture's checkpoint and makes every step up to the captured one, which takes the
+captured batch. Status 0: its numbers are those of the run, bit for bit; 1: they are not; 2: the
+capture cannot be read. On other devices, or another number of them, they differ by rounding.
+
+--trust_module   a module of yours that the capture's config.json may refer to; repeatable
+--debug          show the traceback of a mistake
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+from absl import app, flags, logging
+from jax.sharding import NamedSharding
+
+from lmlib import train
+from lmlib.checkpoint import Checkpoints
+from lmlib.data.batch import Batch, place
+from lmlib.data.resumable import Resumable
+from lmlib.experiment import Experiment
+from lmlib.guard import Guard
+from lmlib.layer_statistics import first_offender, layer_statistics, table
+from lmlib.parallel.layout import partition
+from lmlib.table import columns
+from runner import configs
+from runner.beginning import weights_of
+from runner.captures import Capture, read_batch, read_capture
+from runner.command_line import parse, tell
+from runner.endings import FAILED, FINISHED, MISTAKE
+from runner.errors import ConfigError, user_errors
+from runner.progress import Progress
+
+_TRUST_MODULE = flags.DEFINE_multi_string(
+    "trust_module", [], "a module that the capture's config.json may refer to; repeatable"
+)
+_DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of a mistake")
+
+COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updates")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    logging.set_verbosity(logging.WARNING)
+    try:
+        if len(arguments) != 2:
+            raise ConfigError("give the folder of a capture, WORKDIR/captures/STEP")
+        folder = Path(arguments[1])
+        with user_errors():
+            capture = read_capture(folder)
+            cfg = configs.load(str(folder / "config.json"), trusted=_TRUST_MODULE.value)
+            experiment: Experiment = fdl.build(cfg)
+            experiment.check()
+            data = experiment.data
+            rows = read_batch(folder, data.batch_size, data.sequence_length)
+        return FINISHED if _replay(capture, experiment, rows) else FAILED
+    except ConfigError as error:
+        tell(error, _DEBUG.value)
+        return MISTAKE
+
+
+def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
+    """Shows the step; whether its numbers are those of the run."""
+    state, made = _begin(capture, experiment)
+    compiled = train.compile_step(
+        state,
+        train.abstract_batch(
+            experiment.data.batch_size, experiment.data.sequence_length, experiment.mesh
+        ),
+        experiment.optimizer(experiment.steps),
+        experiment.mesh,
+        experiment.microbatches,
+        experiment.z_loss,
+        experiment.guard or Guard(),
+    )
+    sharding = NamedSharding(experiment.mesh, partition("batch seq"))
+    with Progress(capture.step - 1) as progress:
+        for step in range(made + 1, capture.step):
+            began = time.perf_counter()
+            state, metrics = compiled(state, place(experiment.data, step - 1, sharding))
+            loss = float(metrics["loss"])
+            speed = rows.tokens.size / (time.perf_counter() - began)
+            progress.update(step, loss=loss, tokens_per_second=speed)
+    batch = jax.tree.map(lambda field: jax.device_put(field, sharding), rows)
+    statistics = layer_statistics(state.model, batch, experiment.mesh)
+    _, metrics = compiled(state, batch)
+    again = {name: value.item() for name, value in jax.device_get(metrics).items()}
+
+    print(f"step {capture.step:,}, whose update was skipped:\n")
+    lines = [("", "in the run", "made again", "")]
+    differing = []
+    for name in COMPARED:
+        was, now = capture.line[name], again[name]
+        same = was == now or (math.isnan(was) and math.isnan(now))
+        differing += [] if same else [name]
+        lines.append((name, f"{was:.9g}", f"{now:.9g}", "same bits" if same else "differs"))
+    print(columns(lines))
+    print(f"\nwhat each layer makes of its batch:\n\n{table(statistics)}\n")
+    offender = first_offender(statistics)
+    print(f"the first number that is not finite is in {offender}" if offender else "all are finite")
+    if differing and dict(experiment.mesh.shape) != capture.mesh:
+        print(f"the run's mesh was {capture.mesh}, this is {dict(experiment.mesh.shape)}")
+    return not differing
+
+
+def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
+    """The state that the capture begins with, and the steps made in it."""
+    made = (
+        experiment.optimizer(experiment.steps),
+        experiment.mesh,
+        experiment.guard or Guard(),
+    )
+    with user_errors():
+        folder = capture.folder / "checkpoints"
+        if folder.is_dir():
+            with Checkpoints(folder, read_only=True) as checkpoints:
+                target = train.abstract_state(experiment.make_model, *made)
+                found = checkpoints.restore_newest(target, fallback=False)
+            if found is None:
+                raise ConfigError(f"{folder} holds no checkpoint")
+            if isinstance(experiment.data, Resumable):
+                experiment.data.restore(found.step, found.progress["data"])
+            return found.state, found.step
+        if capture.initialised_from is None:
+            return train.init(experiment.make_model, *made, seed=experiment.seed), 0
+        model, _ = weights_of(capture.initialised_from, experiment)
+    return train.begin(model, *made, seed=experiment.seed), 0
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse)

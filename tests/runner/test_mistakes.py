@@ -1,0 +1,259 @@
+"""What users get wrong: told in one line, with exit code 2, and nothing on disk is changed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from byte_texts import write_texts
+from folder_contents import files_of
+from forked_commands import Commands
+
+from runner import configs, fit
+
+TINY = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
+SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "validation=None")
+NEW = "--workdir={run}"  # a folder that is not there
+OLD = "--workdir={old}"  # a run of two steps
+RESUMED = (*TINY, *(f"--fdl.{override}" for override in (*SMALL, "steps=3")))
+FLAT = (*TINY, NEW, "--fdl_config={scratch}/flat.py")
+
+EXPERIMENTS = {
+    "no_config.py": "def configuration(): pass",
+    "no_syntax.py": "def config(:",
+    "raising.py": "def config(): return {}['model']",
+    "returning.py": "def config(): return 7",
+    "flat.py": """
+import fiddle as fdl
+from experiments import llama_84m
+from lmlib.data.flat_tokens import FlatTokens
+def config():
+    cfg = llama_84m.config()
+    llama_84m.tiny(cfg)
+    cfg.data = fdl.Config(FlatTokens, "{data}", "train", 8, 16)
+    cfg.validation = None
+    return cfg
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    """Experiments, data sets and a run, some of them damaged."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name, text in EXPERIMENTS.items():
+        (folder / name).write_text(text.replace("{data}", str(folder / "data")))
+    write_texts(folder / "data")
+    for name in ("unfinished", "damaged", "other_version"):
+        shutil.copytree(folder / "data", folder / name)
+    metadata = "train/shard_00000_of_00001/metadata.json"
+    (folder / "unfinished" / metadata).unlink()
+    (folder / "damaged" / metadata).write_text("{")
+    content = json.loads((folder / "data" / metadata).read_text()) | {"version": 99}
+    (folder / "other_version" / metadata).write_text(json.dumps(content))
+
+    cfg = configs.load("experiments/llama_84m", ["tiny"], (*SMALL, "steps=2", "checkpoint_every=1"))
+    fit(cfg, folder / "old")
+    for name in ("newest_damaged", "all_damaged", "no_manifest"):
+        shutil.copytree(folder / "old", folder / name)
+    _flip(folder / "newest_damaged" / "checkpoints" / "2")
+    _flip(folder / "all_damaged" / "checkpoints" / "1")
+    _flip(folder / "all_damaged" / "checkpoints" / "2")
+    (folder / "no_manifest" / "checkpoints" / "2" / "manifest.json").unlink()
+    (folder / "empty").mkdir()
+    (folder / "file").write_text("a file")
+    (folder / "no_config.json").write_text("[1, 2]")
+    (folder / "broken.json").write_text('{"root": ')
+    stranger = (folder / "old" / "config.json").read_text()
+    (folder / "stranger.json").write_text(stranger.replace("lmlib.optim", "subprocess"))
+    gone = stranger.replace('"peak_lr"', '"peek_lr"')
+    (folder / "old_names.json").write_text(gone)
+    return folder
+
+
+def _flip(step: Path) -> None:
+    file = max(step.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    commands = Commands(tmp_path_factory.mktemp("outputs"))
+    yield commands
+    commands.close()
+
+
+def setting(override: str) -> tuple[str, ...]:
+    return (*TINY, NEW, f"--fdl.{override}")
+
+
+def resumed(*arguments: str) -> tuple[str, ...]:
+    return (*RESUMED, *arguments)
+
+
+# Arguments, and what the line must say.
+RUNNER = [
+    # Flags.
+    ((), "give --fdl_config, for example experiments/quickstart"),
+    (TINY, "give --workdir"),
+    ((*TINY, NEW, "--stepz=3"), "Unknown command line flag 'stepz'"),
+    ((*TINY, NEW, "quickly"), "unknown argument 'quickly'; flags begin with --"),
+    ((*TINY, NEW, "--profile=12:10"), "--profile=12:10: write the first and the last step"),
+    ((*TINY, NEW, "--profile=ten"), "--profile=ten: write the first and the last step"),
+    ((*TINY, NEW, "--num_processes=0"), "num_processes=0"),
+    ((*TINY, NEW, "--process_id=1"), "all together"),
+    (
+        (*TINY, NEW, "--coordinator=here", "--num_processes=2", "--process_id=0"),
+        "--coordinator=here: write host:port of process 0",
+    ),
+    (
+        (*TINY, NEW, "--coordinator=here:1", "--num_processes=2", "--process_id=2"),
+        "--process_id=2: with --num_processes=2 they are 0 to 1",
+    ),
+    ((*TINY, NEW, "--distributed=maybe"), "distributed=maybe"),
+    ((*TINY, NEW, "--allow_change=shape"), "allow_change=shape"),
+    ((*TINY, NEW, "--grace_seconds=0"), "grace_seconds=0"),
+    ((*TINY, NEW, "--step_seconds=-1"), "step_seconds=-1"),
+    ((*TINY, NEW, "--checkpoint_fallback=perhaps"), "checkpoint_fallback=perhaps"),
+    # Configs.
+    (("--fdl_config=experiments/lama_84m", NEW), "Did you mean experiments/llama_84m"),
+    (("--fdl_config={scratch}/nowhere.py", NEW), "there is no experiment and no file"),
+    (("--fdl_config={scratch}/no_config.py", NEW), "has no function `def config()"),
+    (("--fdl_config={scratch}/no_syntax.py", NEW), "SyntaxError"),
+    (("--fdl_config={scratch}/raising.py", NEW), "raising.py:1"),
+    (("--fdl_config={scratch}/returning.py", NEW), "must return a fdl.Config, and returned 7"),
+    (("--fdl_config={scratch}/empty", NEW), "empty/config.json cannot be read"),
+    (("--fdl_config={scratch}/no_config.json", NEW), "is no saved Fiddle config"),
+    (("--fdl_config={scratch}/broken.json", NEW), "is no saved Fiddle config"),
+    (("--fdl_config={scratch}/stranger.json", NEW), "--trust_module=subprocess"),
+    (("--fdl_config={scratch}/old_names.json", NEW), "Did you mean peak_lr"),
+    (("--fdl_config={old}", "--fiddler=tiny", NEW), "fiddlers need an experiment's .py file"),
+    ((TINY[0], "--fiddler=tinny", NEW), "Did you mean tiny"),
+    ((TINY[0], "--fiddler=tiny(3)", NEW), "takes 1 positional argument"),
+    (setting("model.embd=16"), "Did you mean embed"),
+    (setting("model.layers=two"), "two is no Python literal"),
+    (setting("model.layers=2.5"), "2.5 is of type float, but this parameter takes int"),
+    (setting("model=None"), "model"),
+    (setting("optimizer=7"), "this is a whole config"),
+    # Parts that do not fit.
+    (setting("steps=0"), "steps must be at least 1, got 0"),
+    (setting("microbatches=3"), "8 sequences do not divide into 3 microbatches"),
+    (setting("mesh.fsdp=16"), "needs 16 devices and there are 8"),
+    (setting("mesh.fsdp=0"), "each size must be at least 1, or -1"),
+    (setting("mesh.tensor=8"), "axis 'kv_heads' of size 4 cannot be split"),
+    (setting("data.batch_size=6"), "axis 'batch' of size 6 cannot be split"),
+    (setting("data.sequence_length=0"), "sequence_length of at least 1, not 0"),
+    (setting("model.vocab=256"), "token ids up to 511, but the model's vocabulary ends at 255"),
+    (setting("model.heads=0"), "heads must be at least 1, got 0"),
+    (setting("model.kv_heads=3"), "heads = 4 must be a multiple of kv_heads = 3"),
+    (setting("model.head_dim=7"), "head_dim must be even for rotary positions, got 7"),
+    (setting("model.layers=0"), "layers must be at least 1, got 0"),
+    (setting("model.dropout=1.5"), "dropout"),
+    (setting("model.compute_dtype=int8"), "compute_dtype must be a floating type"),
+    (setting("model.saved=('query', 'keys')"), "did you mean 'key'"),
+    (setting("optimizer.peak_lr=-1.0"), "peak_lr"),
+    (setting("optimizer.b2=2.0"), "b2"),
+    (setting("optimizer.schedule.warmup=7.0"), "warmup"),
+    (setting("validation_batches=None"), "validation never ends: set validation_batches"),
+    (setting("validation_batches=0"), "validation_batches must be at least 1, got 0"),
+    (setting("keep_checkpoints=0"), "keep_checkpoints must be at least 1, got 0"),
+    (setting("keep_checkpoints_every=0"), "keep_checkpoints_every must be at least 1, got 0"),
+    (setting("captures=-1"), "captures must be at least 0, got -1"),
+    # Data.
+    (("--fdl_config=experiments/llama_84m", NEW), "python -m data_tools.pretokenize"),
+    ((*FLAT[2:], NEW, "--fdl.data.split=test"), "test"),
+    ((*FLAT[2:], NEW, "--fdl.data.path={scratch}/unfinished"), "is unfinished"),
+    ((*FLAT[2:], NEW, "--fdl.data.path={scratch}/damaged"), "metadata.json is damaged"),
+    ((*FLAT[2:], NEW, "--fdl.data.path={scratch}/other_version"), "version 99"),
+    ((*FLAT[2:], NEW, "--fdl.data.epochs=1"), "data ends after"),
+    # Workdirs and checkpoints.
+    ((*TINY, "--workdir={scratch}/file"), "{scratch}/file"),
+    ((*TINY, "--workdir=/proc/nowhere"), "/proc/nowhere"),
+    (resumed(OLD, "--fdl.model.mlp=32"), "--allow_change=model"),
+    (resumed(OLD, "--fdl.model.mlp=32", "--allow_change=model"), "is wanted"),
+    (resumed(OLD, "--fdl.data.seed=3"), "--allow_change=data"),
+    (resumed(OLD, "--fdl.guard={'window': 3}"), "guard must be of type lmlib.guard.Guard | None"),
+    (resumed("--workdir={scratch}/all_damaged"), "None of the 2 checkpoints there is sound"),
+    (
+        resumed("--workdir={scratch}/newest_damaged", "--nocheckpoint_fallback"),
+        "newest_damaged/checkpoints/2 is damaged",
+    ),
+    (
+        resumed("--workdir={scratch}/no_manifest", "--nocheckpoint_fallback"),
+        "no_manifest/checkpoints/2 is damaged: manifest.json is missing",
+    ),
+    (resumed(NEW, "--init_from={scratch}/nowhere"), "nowhere is no folder; write RUN or RUN@STEP"),
+    (resumed(NEW, "--init_from={old}@7"), "no whole checkpoint at step 7; it has [1, 2]"),
+    (resumed(NEW, "--init_from={scratch}/empty"), "empty holds no checkpoint"),
+    (resumed(NEW, "--init_from={scratch}/all_damaged"), "is damaged"),
+]
+OTHERS = [
+    ("runner.checkpoint", (), "give a command and a workdir"),
+    ("runner.checkpoint", ("lst", "{old}"), "unknown command 'lst'. Did you mean list?"),
+    ("runner.checkpoint", ("list", "{scratch}/nowhere"), "nowhere is no folder"),
+    ("runner.checkpoint", ("verify", "{old}", "--step=7"), "no whole checkpoint at step 7"),
+    ("runner.checkpoint", ("prune", "{old}"), "give --keep"),
+    ("runner.checkpoint", ("prune", "{old}", "--keep=0"), "keep=0"),
+    ("runner.checkpoint", ("prune", "{scratch}/newest_damaged", "--keep=1"), "keep at least 2"),
+    ("runner.replay", (), "give the folder of a capture"),
+    ("runner.replay", ("{old}",), "old is no capture: it has no capture.json"),
+    ("data_tools.inspect", (), "give"),
+    ("data_tools.inspect", ("{scratch}/nowhere",), "nowhere"),
+    ("data_tools.inspect", ("{scratch}/damaged",), "metadata.json is damaged"),
+    ("data_tools.pretokenize", (), "--"),
+    (
+        "data_tools.pretokenize",
+        ("--dataset={scratch}/nowhere.jsonl", "--tokenizer=bytes", "--out={run}"),
+        "nowhere.jsonl",
+    ),
+    (
+        "data_tools.pretokenize",
+        ("--dataset={scratch}/file", "--tokenizer={scratch}/empty", "--out={run}"),
+        "empty",
+    ),
+    ("data_tools.convert", ("--to=seqax", "{scratch}/nowhere", "{run}"), "nowhere"),
+]
+ALL = [*(("runner", *mistake) for mistake in RUNNER), *OTHERS]
+
+
+def test_there_are_many_of_them():
+    assert len(ALL) >= 40
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    ALL,
+    ids=[f"{module} {' '.join(arguments[-2:])}" for module, arguments, _ in ALL],
+)
+def test_a_mistake_is_told_in_one_line_and_changes_nothing(
+    commands, scratch, tmp_path, module, arguments, message
+):
+    names = {"scratch": str(scratch), "old": str(scratch / "old"), "run": str(tmp_path / "new")}
+
+    def filled(text: str) -> str:
+        for name, value in names.items():
+            text = text.replace(f"{{{name}}}", value)
+        return text
+
+    before = files_of(scratch)
+    ended = commands.run(module, [filled(argument) for argument in arguments])
+    shown = f"{ended.stdout}\n---\n{ended.stderr}"
+    assert ended.returncode == 2, shown
+    last = ended.stderr.rstrip().splitlines()[-1]
+    assert filled(message) in last, shown
+    start = "error: " if module.startswith("runner") else f"{module.rpartition('.')[2]}: "
+    assert last.startswith(start), shown
+    assert sum(line.startswith(start) for line in ended.stderr.splitlines()) == 1, shown
+    assert "Traceback" not in shown
+    assert files_of(scratch) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_where_a_mistake_was_found(commands, scratch):
+    arguments = (*TINY, f"--workdir={scratch / 'new'}", "--fdl.steps=0")
+    ended = commands.run("runner", (*arguments, "--debug"))
+    assert ended.returncode == 2
+    assert "Traceback" in ended.stderr and "lmlib/experiment.py" in ended.stderr
+    assert "steps must be at least 1, got 0" in ended.stderr

@@ -1,0 +1,92 @@
+"""Signals: stop with a checkpoint, at once, or when the grace period is over."""
+
+import signal
+
+from small_runs import SmallRun
+
+from lmlib.checkpoint import Checkpoints
+from lmlib.metrics import read_metrics
+from runner.endings import SIGNALLED, STOPPED
+
+NEVER_ENDS = ("steps=1_000_000", "evaluate_every=1_000_000", "checkpoint_every=1_000_000")
+# A source that gives four batches and then nothing more.
+HANGING = """
+import threading
+import fiddle as fdl
+from experiments import llama_84m
+from lmlib.data.synthetic import Synthetic
+
+class Hanging(Synthetic):
+    def batch(self, step, rows=slice(None)):
+        if step == 4:
+            self.hang_here()
+        return super().batch(step, rows)
+
+    def hang_here(self):
+        threading.Event().wait()
+
+def config():
+    cfg = llama_84m.config()
+    llama_84m.tiny(cfg)
+    cfg.data = fdl.Config(Hanging, vocab_size=512, batch_size=8, sequence_length=64)
+    return cfg
+"""
+
+
+def hanging_run(tmp_path, *flags):
+    file = tmp_path / "hanging_experiment.py"
+    file.write_text(HANGING)
+    experiment = (f"--fdl_config={file}",)
+    return SmallRun(tmp_path / "run", experiment=experiment, flags=flags)
+
+
+def test_sigterm_saves_and_exits_with_the_code_to_requeue_on(tmp_path):
+    run = SmallRun(tmp_path / "run", *NEVER_ENDS)
+    run.wait_for("step 3/")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.exit_code() == STOPPED, run.output()
+    (last,) = read_metrics(tmp_path / "run")[-1:]
+    with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.newest_sound() == last["step"]
+    assert f"stopped after step {last['step']:,} of 1,000,000" in run.output()
+
+    steps = last["step"] + 2
+    again = SmallRun(tmp_path / "run", f"steps={steps}")
+    assert again.exit_code() == 0, again.output()
+    assert f"resuming after step {last['step']:,} of {steps:,}" in again.output()
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, steps + 1))
+
+
+def test_a_second_interrupt_ends_at_once_even_while_compiling(tmp_path):
+    run = SmallRun(tmp_path / "run", "model.layers=24", "model.unroll=24", *NEVER_ENDS)
+    run.wait_for("kept for the backward pass")  # the step is compiled next
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("SIGINT: ending after this step, with a checkpoint")
+    run.process.send_signal(signal.SIGINT)
+    assert run.exit_code() == SIGNALLED + signal.SIGINT, run.output()
+    assert "error: ended by SIGINT: it was interrupted twice" in run.output()
+    assert "compiled the step" not in run.output()
+    assert "Traceback" not in run.output()
+
+
+def test_the_grace_period_ends_a_run_that_cannot_stop(tmp_path):
+    run = hanging_run(tmp_path, "--grace_seconds=1")
+    run.wait_until(lambda: len(read_metrics(tmp_path / "run")) == 3, "three steps")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.exit_code() == SIGNALLED + signal.SIGTERM, run.output()
+    assert "error: ended by SIGTERM: its checkpoint was not whole 1 s after" in run.output()
+
+
+def test_stacks_are_shown_on_request_and_beyond_a_limit(tmp_path):
+    run = hanging_run(tmp_path, "--data_seconds=5")
+    stacks = tmp_path / "run" / "stacks" / "process_00000.txt"
+    run.wait_until(lambda: len(read_metrics(tmp_path / "run")) == 3, "three steps")
+    assert "hang_here" not in stacks.read_text()
+    run.process.send_signal(signal.SIGUSR1)
+    run.wait_until(lambda: "hang_here" in stacks.read_text(), "stacks")
+    assert run.exit_code() == 1, run.output()
+    assert "error: process 0 has been waiting for its data source for 5 s" in run.output()
+    assert str(stacks) in run.output()
+    asked_for, at_the_limit = stacks.read_text().split("for its data source for 5 s, its limit")
+    for shown in (asked_for, at_the_limit):
+        assert "in hang_here" in shown and "runner/loop.py" in shown

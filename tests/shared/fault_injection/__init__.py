@@ -1,0 +1,9 @@
+"""Training runs that are disturbed, and then compared with one that was not.
+
+experiment.py    what they train: everything that could go wrong, at a small size
+job.py           a run through the real command line, started again and again
+moments.py       when to disturb it
+comparison.py    whether it left the same bits as another run
+damage.py        what becomes of its files
+faults.py        what can happen to it, for the campaign in benchmarks/faults.py
+"""

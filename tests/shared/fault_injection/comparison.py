@@ -1,0 +1,73 @@
+"""Whether a run left the same bits as an undisturbed one."""
+
+import json
+from pathlib import Path
+
+from folder_contents import files_of
+
+from fault_injection.experiment import KEEP_CHECKPOINTS
+from fault_injection.job import Job
+
+# Of a line of metrics.jsonl: what depends on how long something took.
+TIMES = frozenset({"tokens_per_second", "step_seconds", "data_wait_seconds", "goodput"})
+
+
+def difference(job: Job, undisturbed: Job) -> str:
+    """The first difference of what `job` has left so far; empty if there is none.
+
+    Compared are the lines of metrics.jsonl, times aside, and every file of the newest checkpoints
+    that `undisturbed` holds too: the arrays of the state, and what else a run remembers.
+    """
+    wanted, found = _lines(undisturbed), _lines(job)
+    for number, (line, other) in enumerate(zip(found, wanted, strict=False), 1):
+        if line != other:
+            return f"line {number} of metrics.jsonl is {line}, and not {other}"
+    if len(found) > len(wanted):
+        return f"metrics.jsonl has {len(found)} lines, and not {len(wanted)}"
+    # Of the older ones, which are being removed, a kill may leave some files.
+    for step in job.whole_checkpoints()[-KEEP_CHECKPOINTS:]:
+        if (undisturbed.checkpoints / str(step)).is_dir():
+            names = _differing(job.checkpoints / str(step), undisturbed.checkpoints / str(step))
+            if names:
+                return f"checkpoint {step} differs in {len(names)} files, as {names[0]}"
+    return ""
+
+
+def difference_at_end(job: Job, undisturbed: Job) -> str:
+    """The first difference of a run that has ended; empty if there is none."""
+    count, wanted = len(_lines(job)), len(_lines(undisturbed))
+    if count < wanted:
+        return f"metrics.jsonl has {count} lines, and not {wanted}"
+    if not (job.workdir / "metrics.jsonl").read_bytes().endswith(b"\n"):
+        return "metrics.jsonl ends in half a line"
+    if job.whole_checkpoints()[-1:] != undisturbed.whole_checkpoints()[-1:]:
+        return f"it holds the checkpoints {job.whole_checkpoints()}, and not the last"
+    return difference(job, undisturbed)
+
+
+def _lines(job: Job) -> list[str]:
+    """Every whole line, times aside. As text: every digit of a number counts."""
+    file = job.workdir / "metrics.jsonl"
+    if not file.exists():
+        return []
+    *whole, _ = file.read_text().split("\n")
+    lines = [json.loads(line) for line in whole]
+    return [
+        json.dumps({name: value for name, value in line.items() if name not in TIMES})
+        for line in lines
+    ]
+
+
+def _differing(folder: Path, other: Path) -> list[str]:
+    """Names of files in one of them alone, or with other bytes."""
+    found, wanted = _timeless_files(folder), _timeless_files(other)
+    return sorted(
+        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+    )
+
+
+def _timeless_files(checkpoint: Path) -> dict[str, bytes]:
+    """All but the files that hold when they were written, or Orbax's notes on layouts."""
+    other = ("manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt", "_sharding")
+    files = files_of(checkpoint)
+    return {name: content for name, content in files.items() if not name.endswith(other)}

@@ -1,0 +1,257 @@
+"""A run through the real command line, started again and again in one workdir."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import runner
+from fault_injection import experiment
+
+ROOT = Path(runner.__file__).parents[1]
+DEVICES = 8
+POLL_SECONDS = 0.002
+LIMIT_SECONDS = 300.0  # for whatever is waited for
+HEARTBEAT_SECONDS = 10  # of several processes
+
+# What the runner says when it has come so far.
+READY = "kept for the backward pass"
+RESUMED = r"resuming after step ([\d,]+) of"
+COMPILED = "compiled the step in"
+FULL = "a file would be larger than this process may write"
+
+UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
+
+
+class HangError(Exception):
+    """What was waited for did not come in time."""
+
+
+class Attempt:
+    """The processes of one start, until they end. What each writes goes to one of `files`."""
+
+    def __init__(self, job: "Job", processes: list[subprocess.Popen[bytes]], files: list[Path]):
+        self.job = job
+        self.processes = processes
+        self.files = files
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._began
+
+    def output(self, process: int = 0) -> str:
+        """All that it has written so far."""
+        return self.files[process].read_text(errors="replace")
+
+    def says(self, text: str) -> bool:
+        return text in self.output()
+
+    @property
+    def resumed_step(self) -> int | None:
+        """The step that it goes on from; `None` if it begins anew, or does not say yet."""
+        found = re.search(RESUMED, self.output())
+        return int(found[1].replace(",", "")) if found else None
+
+    @property
+    def trains(self) -> bool:
+        """Whether metrics.jsonl is that of this attempt by now."""
+        return self.says(COMPILED)
+
+    @property
+    def ended(self) -> bool:
+        """Whether one of its processes has ended."""
+        return any(process.poll() is not None for process in self.processes)
+
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Whether `condition` came to hold before a process ended; polled.
+
+        Raises HangError after `LIMIT_SECONDS`; then nothing is left running.
+        """
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not condition():
+            if self.ended:
+                return False
+            self._check(deadline)
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def exit_codes(self, limit_seconds: float = LIMIT_SECONDS) -> list[int]:
+        """Those of all processes, once they have ended. Raises HangError after the limit."""
+        deadline = time.monotonic() + limit_seconds
+        while any(process.poll() is None for process in self.processes):
+            self._check(deadline)
+            time.sleep(POLL_SECONDS)
+        return [process.returncode for process in self.processes]
+
+    def send(self, number: signal.Signals, process: int = 0) -> None:
+        self.processes[process].send_signal(number)
+
+    def limit_file_sizes(self, size: int) -> None:
+        """From now on no file may grow beyond `size` bytes, as on a full disk; Linux only."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                limits = size, resource.RLIM_INFINITY
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
+
+    def kill(self) -> None:
+        """Ends all with SIGKILL; nothing of the attempt runs when it returns."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+    def _check(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            self.kill()
+            raise HangError(f"nothing came of this in its time:\n{self.output()[-3000:]}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run in `scratch/name`.
+
+    Args:
+      scratch: where its data, and what its processes print, is too; `prepare` made it.
+      overrides: of the config, as `steps=30`.
+      processes: how many share the devices.
+    """
+
+    scratch: Path
+    name: str
+    overrides: tuple[str, ...] = ()
+    processes: int = 1
+
+    @property
+    def workdir(self) -> Path:
+        return self.scratch / self.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.workdir / "checkpoints"
+
+    def start(self) -> Attempt:
+        """Starts the run, or goes on with it."""
+        self._restore_programs()
+        number = sum(1 for _ in self.scratch.glob(f"{self.name}.*.output.0"))
+        outputs = [
+            self.scratch / f"{self.name}.{number}.output.{process}"
+            for process in range(self.processes)
+        ]
+        environment = self._environment()
+        address = _free_address() if self.processes > 1 else None
+        started = []
+        for process, output in enumerate(outputs):
+            with output.open("wb") as file:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "runner", *self._arguments(address, process)],
+                        cwd=self.scratch,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        return Attempt(self, started, outputs)
+
+    def keep_programs(self) -> None:
+        """What was compiled up to now is not compiled again by later attempts of any such job.
+
+        Call it once an attempt has ended undisturbed: JAX does not write programs atomically.
+        """
+        shutil.copytree(self._programs, self._kept_programs)
+
+    def whole_checkpoints(self) -> list[int]:
+        """Their steps, by the names of their folders alone."""
+        return sorted(int(folder.name) for folder in self._folders() if folder.name.isdecimal())
+
+    def newest_checkpoint(self) -> int | None:
+        """Its step; it may be damaged."""
+        return max(self.whole_checkpoints(), default=None)
+
+    def unfinished_checkpoint(self) -> Path | None:
+        """The folder of one that is being saved, or was when the run was killed."""
+        found = [folder for folder in self._folders() if UNFINISHED.fullmatch(folder.name)]
+        return found[0] if found else None
+
+    def last_step(self) -> int:
+        """That of the last whole line of metrics.jsonl; 0 if there is none."""
+        file = self.workdir / "metrics.jsonl"
+        if not file.exists():
+            return 0
+        whole, _, _ = file.read_bytes().rpartition(b"\n")
+        last = whole.rpartition(b"\n")[2]
+        return json.loads(last)["step"] if last else 0
+
+    def _folders(self) -> Iterable[Path]:
+        return self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+
+    @property
+    def _programs(self) -> Path:
+        return self.scratch / f"programs_of_{self.processes}"  # JAX's keys depend on the path
+
+    @property
+    def _kept_programs(self) -> Path:
+        return self._programs.with_suffix(".kept")
+
+    def _restore_programs(self) -> None:
+        if self._kept_programs.exists():
+            shutil.rmtree(self._programs)
+            shutil.copytree(self._kept_programs, self._programs)
+
+    def _arguments(self, address: str | None, process: int) -> list[str]:
+        several = [
+            f"--coordinator={address}",
+            f"--num_processes={self.processes}",
+            f"--process_id={process}",
+            f"--heartbeat_seconds={HEARTBEAT_SECONDS}",
+        ]
+        return [
+            f"--fdl_config={experiment.__file__}",
+            f"--workdir={self.workdir}",
+            *(f"--fdl.{override}" for override in self.overrides),
+            *(several if address else []),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // self.processes} "
+            "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+            "JAX_COMPILATION_CACHE_DIR": str(self._programs),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+
+
+def prepare(scratch: Path) -> None:
+    """Makes `scratch` with the data of its jobs."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    experiment.write_tokens(scratch)
+
+
+def step_of(unfinished: Path) -> int:
+    """The step of a checkpoint that is being saved."""
+    found = UNFINISHED.fullmatch(unfinished.name)
+    assert found
+    return int(found[1])
+
+
+def _free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"

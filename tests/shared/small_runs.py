@@ -1,0 +1,64 @@
+"""Small runs through the real command line, begun, watched and ended."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import runner
+
+ROOT = Path(runner.__file__).parents[1]
+SECONDS = 240.0  # that anything may take
+SMALL = ("model.embed=16", "model.layers=1", "model.mlp=16", "validation=None")
+EXPERIMENT = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
+
+
+class SmallRun:
+    """`python -m runner` on one CPU device, its output going to a file beside the workdir."""
+
+    def __init__(
+        self,
+        workdir: Path,
+        *overrides: str,
+        flags: tuple[str, ...] = (),
+        experiment: tuple[str, ...] = EXPERIMENT,
+    ):
+        self.workdir = workdir
+        workdir.parent.mkdir(parents=True, exist_ok=True)
+        self._file = workdir.with_suffix(".output")
+        settings = (f"--fdl.{override}" for override in (*SMALL, *overrides))
+        arguments = (*experiment, *settings, f"--workdir={workdir}", *flags)
+        with self._file.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "runner", *arguments],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def output(self) -> str:
+        return self._file.read_text()
+
+    def wait_for(self, what: str) -> None:
+        """Until `what` is in the output."""
+        self.wait_until(lambda: what in self.output(), what)
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what!r} in\n{self.output()}"
+            try:
+                self.process.wait(0.01)
+            except subprocess.TimeoutExpired:
+                continue
+            assert condition(), f"ended before {what!r}\n{self.output()}"
+
+    def exit_code(self) -> int:
+        try:
+            return self.process.wait(SECONDS)
+        finally:
+            self.process.kill()
+            self.process.wait()

@@ -1,0 +1,20 @@
+"""Training states compared bit for bit."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    """Every leaf, typed PRNG keys by their words."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    expected = jax.tree.leaves(other)
+    for (path, leaf), wanted in zip(jax.tree.leaves_with_path(one), expected, strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(_bits(leaf), _bits(wanted), strict=True, err_msg=name)
+
+
+def _bits(leaf: Any) -> np.ndarray:
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)

@@ -1,0 +1,71 @@
+"""Files from a stranger, opened where it shows if they run anything or allocate what they claim."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CANARY = "canary"  # a file that appears where a stranger's code was run
+
+# Opens each case in turn, once everything is imported and the memory is limited.
+_PROGRAM = """
+import json, resource, sys, traceback
+{imports}
+
+def opened(arguments):
+    {call}
+
+with open("/proc/self/statm") as statm:
+    in_use = int(statm.read().split()[0]) * resource.getpagesize()
+limit = in_use + {megabytes} * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+for name, arguments in json.loads(sys.stdin.read()).items():
+    try:
+        opened(arguments)
+        outcome = ["opened", ""]
+    except BaseException as error:
+        outcome = [type(error).__name__, str(error)]
+    print(json.dumps([name, *outcome]), flush=True)
+"""
+
+
+def outcomes(
+    imports: str, call: str, cases: dict[str, Any], folder: Path, megabytes: int = 500
+) -> dict[str, tuple[str, str]]:
+    """For each case, the type and the message of the error that it ended in, or "opened".
+
+    Args:
+      imports: statements.
+      call: a statement that opens `arguments`, those of a case, JSON values.
+      folder: where it runs, and where a canary would be.
+      megabytes: that may be allocated besides what was in use after `imports`.
+    """
+    program = _PROGRAM.format(imports=imports, call=call, megabytes=megabytes)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert done.returncode == 0, f"after {lines[-1:]}: {done.stderr[-2000:]}"
+    assert not (folder / CANARY).exists()
+    return {name: (kind, message) for name, kind, message in lines}
+
+
+def assert_refused(outcome: tuple[str, str], *kinds: str) -> None:
+    """Asserts that a case ended in an error of one of `kinds` with a message of one line."""
+    kind, message = outcome
+    assert kind in kinds, outcome
+    assert message, outcome
+    assert "\n" not in message, outcome
+
+
+def leave_canary(folder: Path) -> str:
+    """A line of Python that leaves the canary."""
+    return f"import pathlib; pathlib.Path({str(folder / CANARY)!r}).touch()"

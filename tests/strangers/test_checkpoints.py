@@ -1,0 +1,211 @@
+"""Checkpoints from a stranger, whose digests are right: he made them himself."""
+
+import base64
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from folder_contents import files_of
+from strangers import assert_refused, outcomes
+
+from lmlib.checkpoint import Checkpoints
+from lmlib.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+
+STEP = 5
+RESTORE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import SingleDeviceSharding
+from lmlib.checkpoint import Checkpoints
+
+sharding = SingleDeviceSharding(jax.devices()[0])
+target = {
+    "scale": jax.ShapeDtypeStruct((3,), "float32", sharding=sharding),
+    "weight": jax.ShapeDtypeStruct((16, 3), "float32", sharding=sharding),
+}
+"""
+TRY = """
+    with Checkpoints(arguments) as checkpoints:
+        found = checkpoints.restore_newest(target)
+        assert found.step == 5 and found.progress == {"tokens": 1}
+        for name, leaf in found.state.items():
+            assert isinstance(leaf, jax.Array) and (np.asarray(leaf) == 1).all(), name
+        checkpoints.save(6, found.state, found.progress)
+"""
+DEEP = "[" * 1_000_000
+HUGE = 10**15
+
+
+def text(name: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(content) and None
+
+
+def sparse(name: str, size: int) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        with open(folder / name, "ab") as stream:
+            stream.truncate(size)
+
+    return change
+
+
+def metadata(**entries: Any) -> Callable[[Path], None]:
+    """Sets entries of Orbax's description of the tree."""
+
+    def change(folder: Path) -> None:
+        file = folder / "state/_METADATA"
+        file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+    return change
+
+
+def leaf(entry: str, value: Any) -> Callable[[Path], None]:
+    """Sets an entry of what Orbax says of the array `weight`."""
+
+    def change(folder: Path) -> None:
+        file = folder / "state/_METADATA"
+        content = json.loads(file.read_text())
+        described = content["tree_metadata"]["('weight',)"]
+        described["key_metadata" if entry == "key_metadata" else "value_metadata"] = (
+            value if entry == "key_metadata" else described["value_metadata"] | {entry: value}
+        )
+        file.write_text(json.dumps(content))
+
+    return change
+
+
+def sharding(value: str) -> Callable[[Path], None]:
+    name = base64.b64encode(b"weight").decode()
+    return text("state/_sharding", json.dumps({name: value}))
+
+
+def link(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).rename(folder.parents[1] / f"outside {folder.parent.name}")
+        (folder / name).symlink_to(folder.parents[1] / f"outside {folder.parent.name}")
+
+    return change
+
+
+ELSEWHERE = [{"key": name, "key_type": 2} for name in ("..", "..", "outside")]
+ARRAYS = "state/array_metadatas/process_0"
+STEP_METADATA = "_CHECKPOINT_METADATA"  # of which no digest is kept
+
+ATTACKS: dict[str, Callable[[Path], None]] = {
+    "a deep tree": text("state/_METADATA", DEEP),
+    "no tree": text("state/_METADATA", "[]"),
+    "an empty tree": metadata(tree_metadata={}),
+    "a long tree": sparse("state/_METADATA", 200 << 20),
+    "a tree of lists": text("state/_METADATA", "[" + "[]," * 20_000_000 + "[]]"),
+    "a function": leaf("value_type", "os.system"),
+    "a number": leaf("value_type", "scalar"),
+    "a string": leaf("value_type", "string"),
+    "nothing": leaf("value_type", "None"),
+    "an array elsewhere": leaf("key_metadata", ELSEWHERE),
+    "a skipped array": leaf("skip_deserialize", True),
+    "a large array": leaf("write_shape", [HUGE, HUGE]),
+    "another format": metadata(use_zarr3=True),
+    "another store": metadata(use_ocdbt=True),
+    "odd metadata": metadata(custom_metadata=json.loads("[" * 500 + "]" * 500)),
+    "a deep layout": text("state/_sharding", DEEP),
+    "a layout of nothing": text("state/_sharding", "[]"),
+    "a deep layout inside": sharding(DEEP),
+    "a layout by name": sharding('{"sharding_type": "os.system", "device_str": "true"}'),
+    "a layout of many": sharding(
+        json.dumps({"sharding_type": "NamedSharding", "shape": [HUGE], "axis_names": ["x"]})
+    ),
+    "deep arrays": text(ARRAYS, DEEP),
+    "arrays of nothing": text(ARRAYS, "{}"),
+    "large arrays": text(
+        ARRAYS,
+        json.dumps(
+            {
+                "array_metadatas": [
+                    {
+                        "array_metadata": {
+                            "param_name": "../../outside",
+                            "write_shape": [HUGE],
+                            "chunk_shape": [HUGE],
+                            "ext_metadata": "pickle",
+                        }
+                    }
+                ]
+            }
+        ),
+    ),
+    "a deep step": text(STEP_METADATA, DEEP),
+    "a long step": sparse(STEP_METADATA, 5 << 30),
+    "a handler by name": text(
+        STEP_METADATA, json.dumps({"item_handlers": {"state": "os.system", "progress": "evil.run"}})
+    ),
+    "a linked step": link(STEP_METADATA),
+    "deep progress": text("progress/progress.json", DEEP),
+    "long progress": sparse("progress/progress.json", 900 << 20),
+    "progress of lists": text("progress/progress.json", '{"a": [' + "[]," * 30_000_000 + "[]]}"),
+    "no progress": text("progress/progress.json", "[]"),
+    "linked progress": link("progress/progress.json"),
+    "linked arrays": link("state/weight"),
+    "a linked state": link("state"),
+}
+
+# After the manifest was written.
+LATER: dict[str, Callable[[Path], None]] = {
+    "a long manifest": sparse(MANIFEST, 900 << 20),
+    "a manifest of lists": text(MANIFEST, "[" + "[]," * 30_000_000 + "[]]"),
+    "a deep manifest": text(MANIFEST, DEEP),
+    "a linked manifest": link(MANIFEST),
+    "a long array": sparse("state/weight/0.0", 1 << 40),
+}
+ALL = ATTACKS | LATER
+
+
+def attacked_folder(folder: Path, sound: Path, name: str) -> str:
+    directory = shutil.copytree(sound, folder / name)
+    step = directory / str(STEP)
+    arrays = read_manifest(step).arrays
+    ALL[name](step)
+    if name in ATTACKS and "linked" not in name:
+        write_manifest(step, STEP, None, arrays)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with Checkpoints(folder / "sound") as checkpoints:
+        checkpoints.save(STEP, {"weight": jnp.ones((16, 3)), "scale": jnp.ones(3)}, {"tokens": 1})
+    pristine = shutil.copytree(folder / "sound", folder / "pristine")
+    cases = {"sound": str(folder / "sound")}
+    cases |= {name: attacked_folder(folder, pristine, name) for name in ALL}
+    return outcomes(RESTORE, TRY, cases, folder, megabytes=1500)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_is_refused_or_of_no_effect(restored: dict[str, tuple[str, str]], name: str) -> None:
+    assert restored["sound"] == ("opened", "")
+    if restored[name] != ("opened", ""):
+        assert_refused(restored[name], "DamagedCheckpointError")
+
+
+@pytest.mark.parametrize("name", ["6", "6.damaged", "6.orbax-checkpoint-tmp"])
+def test_nothing_is_removed_through_a_link(tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("precious")
+    directory = tmp_path / "checkpoints"
+    state = {"weight": jnp.ones(3)}
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(STEP, state, {})
+    os.symlink(outside, directory / name)
+    found = outcomes(
+        RESTORE + 'target = {"weight": jax.ShapeDtypeStruct((3,), "float32", sharding=sharding)}',
+        TRY.replace('found.progress == {"tokens": 1}', "True").replace("save(6", "save(7"),
+        {name: str(directory)},
+        tmp_path,
+        megabytes=1500,
+    )
+    assert found[name][0] in ("opened", "OSError", "StorageError", "DamagedCheckpointError"), found
+    assert files_of(outside) == {"precious": b"precious"}

@@ -1,0 +1,283 @@
+"""A config.json from a stranger: what it names is not imported, let alone called."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import pytest
+from strangers import CANARY, ROOT, leave_canary
+
+from data_tools.inspect import SavedRun
+from lmlib.data.synthetic import Synthetic
+from lmlib.experiment import Experiment
+from runner import configs
+from runner.errors import ConfigError
+
+HOSTILE = [
+    ("evil", "run"),
+    ("evil.deeper", "run"),
+    ("os", "system"),
+    ("subprocess", "run"),
+    ("builtins", "exec"),
+    ("builtins", "eval"),
+    ("builtins", "open"),
+    ("builtins", "__import__"),
+    ("builtins", "bytes"),
+    ("builtins", "dict.fromkeys"),
+    ("pickle", "load"),
+    ("jax.numpy", "load"),
+    ("jax.nn", "jnp.load"),
+    ("numpy", "load"),
+    ("fiddle", "absl_flags"),
+    ("runner.supervisor", "supervise"),
+    ("lmlib.checkpoint.folders", "remove"),
+    ("lmlib.metrics", "MetricsLog"),
+    ("lmlib.data.shard_writer", "remove_leftovers"),
+    ("lmlib.data.flat_tokens", "Path.unlink"),
+    ("lmlib.data.flat_tokens", "hashlib.file_digest"),
+    ("lmlib.data.metadata", "os.system"),
+    ("lmlib.experiment", "jax.numpy.load"),
+    ("lmlib.models.llama", "jax.numpy.load"),
+    ("lmlib.models.llama", "Llama.__class__"),
+    ("lmlib.optim", "adamw.__globals__"),
+    ("lmlib.optim", "adamw.__globals__.get"),
+    ("lmlib.optim", "adamw.__class__"),
+    ("lmlib.optim", "optax"),
+    ("experiments", "quickstart.fdl.build"),
+    ("experiments.quickstart", "fdl.build"),
+    ("data_tools.standard_library", "shutil.rmtree"),
+    ("data_tools.standard_library", "_move_into_place"),
+    ("data_tools.standard_library", "pretokenize"),
+    ("data_tools.hf_stream.source", "load_tokenizer"),
+    ("data_tools.hf_stream.records", "open_records"),
+]
+NAMES = [f"{module}:{name}" for module, name in HOSTILE]
+NO_NAMES = [
+    ("lmlib.models; import evil", "x"),
+    ("..evil", "run"),
+    ("", "x"),
+    (5, "x"),
+    ("os", None),
+]
+
+
+@pytest.fixture
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package on the path that leaves the canary when it is imported."""
+    package = tmp_path / "evil"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"{leave_canary(tmp_path)}\ndef run(*_, **__): ...\n")
+    (package / "deeper.py").write_text("def run(*_, **__): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in ("evil", "evil.deeper"):
+        sys.modules.pop(name, None)
+
+
+def saved(folder: Path) -> Path:
+    synthetic = fdl.Config(Synthetic, vocab_size=64, batch_size=2, sequence_length=5)
+    configs.save(fdl.Config(Experiment, data=synthetic, prompts=["a"], steps=3), folder / "run")
+    return folder / "run" / "config.json"
+
+
+def naming(folder: Path, module: Any, name: Any) -> Path:
+    """A saved config whose data is made by another function."""
+    file = saved(folder)
+    content = json.loads(file.read_text())
+    count = 0
+
+    def replace(value: Any) -> None:
+        nonlocal count
+        if isinstance(value, dict):
+            if value.get("name") == "Synthetic":
+                value["module"], value["name"] = module, name
+                count += 1
+            value = list(value.values())
+        for part in value if isinstance(value, list) else ():
+            replace(part)
+
+    replace(content)
+    assert count == 1
+    file.write_text(json.dumps(content))
+    return file
+
+
+@pytest.mark.parametrize(("module", "name"), HOSTILE, ids=NAMES)
+def test_the_runner_refuses_what_is_not_listed(evil: Path, module: str, name: str) -> None:
+    file = naming(evil, module, name)
+    with pytest.raises(ConfigError, match=r"may not run unasked|has no attribute") as raised:
+        configs.load(str(file))
+    assert "\n" not in str(raised.value)
+    assert not (evil / CANARY).exists()
+    assert "evil" not in sys.modules
+
+
+@pytest.mark.parametrize(("module", "name"), HOSTILE, ids=NAMES)
+def test_inspect_refuses_what_is_not_listed(evil: Path, module: str, name: str) -> None:
+    run = SavedRun(naming(evil, module, name))
+    for read in (run.source, run.data_sets):
+        with pytest.raises(ValueError, match=r"may not run unasked|has no attribute") as raised:
+            read()
+        assert "\n" not in str(raised.value)
+    assert not (evil / CANARY).exists()
+    assert "evil" not in sys.modules
+
+
+@pytest.mark.parametrize(("module", "name"), NO_NAMES)
+def test_what_is_no_name_is_refused(evil: Path, module: Any, name: Any) -> None:
+    file = naming(evil, module, name)
+    with pytest.raises(ConfigError, match="is no saved Fiddle config"):
+        configs.load(str(file))
+    with pytest.raises(ValueError, match=r"makes no sense|may not run unasked"):
+        SavedRun(file).source()
+    assert not (evil / CANARY).exists()
+
+
+def test_what_is_trusted_by_name_is_imported(evil: Path) -> None:
+    file = naming(evil, "evil", "run")
+    assert fdl.get_callable(configs.load(str(file), trusted=["evil"]).data).__name__ == "run"
+    assert (evil / CANARY).exists()
+    (evil / CANARY).unlink()
+    sys.modules.pop("evil")
+    with pytest.raises(ValueError, match="has no data for 'train'"):
+        SavedRun(file, ["evil"]).source()
+    assert (evil / CANARY).exists()
+
+
+@pytest.mark.parametrize("trusted", ["evi", "evil.deeper", "evil.run.more", ""])
+def test_trust_in_one_name_is_none_in_another(evil: Path, trusted: str) -> None:
+    file = naming(evil, "evil", "run")
+    with pytest.raises(ConfigError, match="--trust_module=evil"):
+        configs.load(str(file), trusted=[trusted])
+    with pytest.raises(ValueError, match="--trust_module=evil"):
+        SavedRun(file, [trusted]).source()
+    assert not (evil / CANARY).exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["runner", "--fdl_config={file}", "--workdir=work"],
+        ["data_tools.inspect", "{file}", "--batch=0"],
+        ["data_tools.inspect", "{file}", "--verify"],
+    ],
+)
+def test_the_commands_refuse_it_in_a_line(evil: Path, command: list[str]) -> None:
+    file = naming(evil, "evil", "run")
+    done = subprocess.run(
+        [sys.executable, "-m", *(word.format(file=file) for word in command)],
+        capture_output=True,
+        text=True,
+        cwd=evil,
+        env=os.environ | {"PYTHONPATH": f"{evil}:{ROOT}"},
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "refers to evil.run" in done.stderr.replace("'", "")
+    assert not (evil / CANARY).exists()
+
+
+# Bombs
+
+
+def with_prompts(folder: Path, value: Any, objects: dict[str, Any]) -> Path:
+    """A saved config whose data has `value` for its seed, of `objects`."""
+    file = saved(folder)
+    content = json.loads(file.read_text())
+    content["objects"] |= objects
+    (data,) = [o for key, o in content["objects"].items() if key.startswith("synthetic")]
+    (seed,) = [item for item in data["items"] if "seed" in item[0]]
+    seed[1] = value
+    file.write_text(json.dumps(content))
+    return file
+
+
+def a_list(*items: Any) -> dict[str, Any]:
+    return {
+        "type": {"type": "pyref", "module": "builtins", "name": "list"},
+        "items": [[f"Index(index={number})", item] for number, item in enumerate(items)],
+        "metadata": {"type": "leaf", "value": None},
+    }
+
+
+def reference(key: str) -> dict[str, str]:
+    return {"type": "ref", "key": key}
+
+
+def doubling(times: int) -> dict[str, Any]:
+    """Lists that each hold the one before twice."""
+    lists = {"list0": a_list({"type": "leaf", "value": 1})}
+    for number in range(times):
+        lists[f"list{number + 1}"] = a_list(*[reference(f"list{number}")] * 2)
+    return lists
+
+
+def chain(length: int) -> dict[str, Any]:
+    lists = {"list0": a_list()}
+    for number in range(length):
+        lists[f"list{number + 1}"] = a_list(reference(f"list{number}"))
+    return lists
+
+
+GRAPHS = {
+    "doubling": (reference("list40"), doubling(40)),
+    "deep": (reference("list90"), chain(90)),
+    "very deep": (reference("list5000"), chain(5000)),
+    "a circle": (reference("list0"), {"list0": a_list(reference("list0"))}),
+    "a reference to nothing": (reference("nowhere"), {}),
+    "a long name": (reference("list0"), {"list0": a_list() | {"items": [["(" * 10_000, 1]]}}),
+}
+
+
+def refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match="is no saved Fiddle config") as raised:
+        configs.load(str(file))
+    assert len(str(raised.value)) < 600
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_that_would_not_end_is_refused(tmp_path: Path, name: str) -> None:
+    file = with_prompts(tmp_path, *GRAPHS[name])
+    if name != "a long name":  # which Fiddle does not read
+        refused(file)
+    with pytest.raises(ValueError, match="makes no sense") as raised:
+        SavedRun(file).source()
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 1_000_000, '{"a":' * 200_000, '{"root": 1, "root": 2}', "9" * 10_000]
+)
+def test_odd_json_is_refused(tmp_path: Path, content: str) -> None:
+    file = saved(tmp_path)
+    file.write_text(content)
+    refused(file)
+    with pytest.raises(ValueError, match=r"no config\.json that a run has saved"):
+        SavedRun(file)
+
+
+def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    """A reader may see the first, and a parser take the second."""
+    file = saved(tmp_path)
+    file.write_text(file.read_text().replace('"root":', '"root": 1, "root":'))
+    refused(file)
+
+
+def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
+    file = saved(tmp_path)
+    with open(file, "ab") as stream:
+        stream.truncate(100 << 30)
+    refused(file)
+    with pytest.raises(ValueError, match=r"no config\.json that a run has saved"):
+        SavedRun(file)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    refused(tmp_path / "config.json")

@@ -1,0 +1,356 @@
+"""Data sets from a stranger: nothing outside is touched, nothing is allocated on their word."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+import zstandard
+from byte_texts import RAGGED, write_ids
+from folder_contents import files_of
+from strangers import assert_refused, outcomes
+
+from data_tools.convert import to_seqax
+from data_tools.inspect import describe_split
+from data_tools.inspect.report import description_text
+from lmlib.data import ShardWriter, TokenizerIdentity
+
+SHARD = "train/shard_00000_of_00001"
+TOKENIZER = '{"made": "up"}'
+
+FLAT_TOKENS = """
+from lmlib.data import FlatTokens
+from data_tools.inspect import describe_split, document_lengths, verify_split
+from data_tools.convert import to_lmlib, to_seqax
+from pathlib import Path
+import shutil
+"""
+TRAIN = """
+    for packed in (True, False):
+        source = FlatTokens(arguments, "train", 2, 8, packed=packed)
+        for step in range(source.steps_per_epoch):
+            source.batch(step)
+"""
+LOOK = """
+    folder = Path(arguments, "train")
+    assert bool(verify_split(folder)) != arguments.endswith("sound"), "verify finds nothing"
+    describe_split(folder)
+    document_lengths(folder)
+"""
+CONVERT = """
+    convert = to_lmlib if Path(arguments).name.startswith("seqax") else to_seqax
+    convert(Path(arguments), Path(arguments + ".out"))
+"""
+
+
+def changed(name: str, **entries: Any) -> Callable[[Path], None]:
+    """Sets entries of the JSON file `name` of a data set; `a__b` is entry b of entry a."""
+
+    def change(data_set: Path) -> None:
+        file = data_set / name
+        content = json.loads(file.read_text())
+        for path, value in entries.items():
+            *outer, last = path.split("__")
+            place = content
+            for part in outer:
+                place = place[int(part) if part.isdecimal() else part]
+            place[last] = value
+        file.write_text(json.dumps(content))
+
+    return change
+
+
+def together(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    def change(data_set: Path) -> None:
+        for each in changes:
+            each(data_set)
+
+    return change
+
+
+def text(name: str, content: str) -> Callable[[Path], None]:
+    return lambda data_set: (data_set / name).write_text(content) and None
+
+
+def sparse(name: str, size: int) -> Callable[[Path], None]:
+    """Makes the file as long as it says, without a byte more on disk."""
+
+    def change(data_set: Path) -> None:
+        with open(data_set / name, "ab") as stream:
+            stream.truncate(size)
+
+    return change
+
+
+def values(name: str, *numbers: int) -> Callable[[Path], None]:
+    """Overwrites the first values of an array, with valid checksums."""
+
+    def change(data_set: Path) -> None:
+        array = zarr.open_array(data_set / SHARD / name)
+        array[: len(numbers)] = np.array(numbers, array.dtype)
+
+    return change
+
+
+def link(name: str) -> Callable[[Path], None]:
+    """Moves the file or folder out of the data set, and leaves a link to it."""
+
+    def change(data_set: Path) -> None:
+        outside = data_set.with_name(f"{data_set.name} outside")
+        (data_set / name).rename(outside)
+        (data_set / name).symlink_to(outside)
+
+    return change
+
+
+def bomb(data_set: Path) -> None:
+    """One chunk of 4 GB of zeros, in a few hundred KB of zstd."""
+    sizes = zstandard.ZstdCompressor().compressobj()
+    million = bytes(1 << 20)
+    chunk = b"".join(sizes.compress(million) for _ in range(4096)) + sizes.flush()
+    (data_set / SHARD / "tokens/c/0").write_bytes(chunk)
+    changed(f"{SHARD}/tokens/zarr.json", chunk_grid__configuration__chunk_shape=[1 << 31])(data_set)
+    codecs = [
+        {"name": "bytes", "configuration": {"endian": "little"}},
+        {"name": "zstd", "configuration": {"level": 3, "checksum": False}},
+    ]
+    changed(f"{SHARD}/tokens/zarr.json", codecs=codecs)(data_set)
+
+
+META, TOKENS = f"{SHARD}/metadata.json", f"{SHARD}/tokens/zarr.json"
+STARTS, FIRSTS = f"{SHARD}/document_starts/zarr.json", f"{SHARD}/first_documents/zarr.json"
+HUGE = 10**15
+DEEP = "[" * 1_000_000
+SHARDING = "codecs__0__configuration__chunk_shape"
+FILES = "chunk_grid__configuration__chunk_shape"
+
+ATTACKS: dict[str, Callable[[Path], None]] = {
+    "tokens": together(changed(META, tokens=HUGE), changed(TOKENS, shape=[HUGE])),
+    "tokens and their index": together(
+        changed(META, tokens=HUGE),
+        changed(TOKENS, shape=[HUGE]),
+        changed(FIRSTS, shape=[HUGE // 8 + 1]),
+    ),
+    "documents": together(changed(META, documents=HUGE), changed(STARTS, shape=[HUGE])),
+    "chunks": changed(TOKENS, **{SHARDING: [HUGE], FILES: [HUGE]}),
+    "files": changed(TOKENS, **{FILES: [8 * HUGE]}),
+    "chunks of the index": changed(FIRSTS, **{SHARDING: [1 << 40], FILES: [1 << 40]}),
+    "chunks of nothing": changed(TOKENS, **{SHARDING: [0]}),
+    "chunks of true": changed(TOKENS, **{SHARDING: [True]}),
+    "two dimensions": changed(TOKENS, shape=[3, 3]),
+    "negative shape": changed(TOKENS, shape=[-5]),
+    "other numbers": changed(TOKENS, data_type="float64"),
+    "raw numbers": changed(TOKENS, data_type="r4000000000"),
+    "structures": changed(TOKENS, data_type={"name": "struct", "configuration": {}}),
+    "no codecs": changed(TOKENS, codecs=[]),
+    "another codec": changed(TOKENS, codecs__0__configuration__codecs=[{"name": "gzip"}]),
+    "an index at the beginning": changed(TOKENS, codecs__0__configuration__index_location="start"),
+    "other names of files": changed(
+        TOKENS, chunk_key_encoding={"name": "v2", "configuration": {"separator": "../"}}
+    ),
+    "another store": changed(TOKENS, storage_transformers=[{"name": "file:///etc"}]),
+    "a list for an array": text(TOKENS, "[]"),
+    "a bomb": bomb,
+    "a long metadata.json": sparse(META, 5 << 30),
+    "a long zarr.json": sparse(TOKENS, 5 << 30),
+    "a long file": sparse(f"{SHARD}/tokens/c/0", 1 << 40),
+    "a long tokenizer.json": sparse("tokenizer.json", 5 << 30),
+    "a deep metadata.json": text(META, DEEP),
+    "a deep zarr.json": text(TOKENS, DEEP),
+    "a deep source": changed(META, source={"a": json.loads("[" * 300 + "]" * 300)}),
+    "an entry twice": lambda data_set: text(
+        META, (data_set / META).read_text().replace("{", '{"tokens": 9,', 1)
+    )(data_set),
+    "no number of tokens": changed(META, tokens="many"),
+    "tokens below 0": changed(META, tokens=-5),
+    "half a token": changed(META, tokens=2.5),
+    "true documents": changed(META, documents=True),
+    "an infinite vocabulary": changed(META, vocab_size=float("inf")),
+    "a long number": text(META, '{"format": ' + "9" * 10_000 + "}"),
+    "no tokenizer's name": changed(META, tokenizer={"name": ["x"], "sha256": None}),
+    "no digest": changed(META, tokenizer={"name": "x", "sha256": 7}),
+    "a source that is none": changed(META, source=[1]),
+    "an index that decreases": values("first_documents", 0, 5, 2),
+    "an index beyond": values("first_documents", 0, 2**62),
+    "an index below": values("first_documents", 0, 2**63),
+    "documents beyond": values("document_starts", 0, 2**40, 2**62, 2**63 + 1),
+    "documents that decrease": values("document_starts", 9, 5, 3),
+    "a linked metadata.json": link(META),
+    "a linked zarr.json": link(TOKENS),
+    "a linked file": link(f"{SHARD}/tokens/c/0"),
+    "linked files": link(f"{SHARD}/tokens/c"),
+    "a linked array": link(f"{SHARD}/document_starts"),
+    "a linked shard": link(SHARD),
+}
+
+ZARRAY = "train/encoded_tokens/.zarray"
+SEQAX_ATTACKS: dict[str, Callable[[Path], None]] = {
+    "seqax tokens": changed(ZARRAY, shape=[HUGE]),
+    "seqax chunks": changed(ZARRAY, chunks=[HUGE]),
+    "seqax tokens in chunks": changed(ZARRAY, shape=[HUGE], chunks=[HUGE]),
+    "seqax zlib": changed(ZARRAY, compressor={"id": "zlib", "level": 1}),
+    "seqax starts": changed("train/seq_starts/.zarray", shape=[HUGE], filters=[{"id": "delta"}]),
+    "seqax start chunks": changed("train/seq_starts/.zarray", chunks=[0], filters=[{"id": "x"}]),
+    "seqax ids": changed("train/.zattrs", max_token_id=HUGE),
+    "seqax long": sparse("train/.zattrs", 5 << 30),
+    "seqax deep": text(ZARRAY, DEEP),
+    "seqax deep attributes": text("train/.zattrs", DEEP),
+    "seqax link": link("train/encoded_tokens/0"),
+}
+ALL = ATTACKS | SEQAX_ATTACKS
+
+# Training reads neither of these.
+HARMLESS_TO_TRAIN = {"seqax starts", "seqax start chunks"}
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a data set for each attack, and a secret beside them."""
+    folder = tmp_path_factory.mktemp("strangers")
+    sound = folder / "sound"
+    digest = hashlib.sha256(TOKENIZER.encode()).hexdigest()
+    write_ids(sound, RAGGED, tokenizer=TokenizerIdentity("x", digest), tokenizer_json=TOKENIZER)
+    to_seqax(sound, folder / "seqax sound")
+    for name, attack in ALL.items():
+        shutil.copytree(
+            folder / ("seqax sound" if name in SEQAX_ATTACKS else "sound"), folder / name
+        )
+        attack(folder / name)
+    return folder
+
+
+def of_all(folder: Path, call: str) -> dict[str, tuple[str, str]]:
+    cases = {name: str(folder / name) for name in ("sound", "seqax sound", *ALL)}
+    before = {path: files_of(path) for path in folder.glob("* outside") if path.is_dir()}
+    found = outcomes(FLAT_TOKENS, call, cases, folder)
+    assert found["sound"] == ("opened", "")
+    assert {path: files_of(path) for path in before} == before
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(attacked: Path) -> dict[str, tuple[str, str]]:
+    return of_all(attacked, TRAIN)
+
+
+@pytest.fixture(scope="module")
+def looked_at(attacked: Path) -> dict[str, tuple[str, str]]:
+    return of_all(attacked, LOOK)
+
+
+@pytest.fixture(scope="module")
+def converted(attacked: Path) -> dict[str, tuple[str, str]]:
+    return of_all(attacked, CONVERT)
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - HARMLESS_TO_TRAIN))
+def test_training_refuses_it(trained: dict[str, tuple[str, str]], name: str) -> None:
+    assert_refused(trained[name], "DamagedDataError", "ValueError")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_inspect_finds_it(looked_at: dict[str, tuple[str, str]], name: str) -> None:
+    """Verification does, and neither the description nor the lengths take harm."""
+    if looked_at[name] != ("opened", ""):
+        assert_refused(looked_at[name], "DamagedDataError", "ValueError")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_conversion_takes_no_harm(converted: dict[str, tuple[str, str]], name: str) -> None:
+    if converted[name] != ("opened", ""):
+        assert_refused(converted[name], "DamagedDataError", "ValueError", "FileExistsError")
+
+
+def test_what_a_data_set_says_of_itself_cannot_move_the_cursor(tmp_path: Path) -> None:
+    folder = write_ids(
+        tmp_path, RAGGED, tokenizer=TokenizerIdentity("\x1b[2J", None), source={"\x1b]0;": "\x07"}
+    )
+    shown = description_text(describe_split(folder))
+    assert "\\x1b[2J" in shown
+    assert not set("\x1b\x07") & set(shown)
+
+
+# A shard that someone else began
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """A data set with a shard that was left unfinished, and a folder outside with a file."""
+    writer = ShardWriter(tmp_path / "data", "train", vocab_size=300, file_length=8, chunk_length=8)
+    writer.close()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "precious").write_text("precious")
+    return tmp_path / "data" / SHARD
+
+
+def go_on(begun: Path, vocab_size: int = 300) -> None:
+    writer = ShardWriter(
+        begun.parents[1], "train", vocab_size=vocab_size, file_length=8, chunk_length=8
+    )
+    try:
+        for document in RAGGED:
+            writer.append(np.array(document, np.int64), text_bytes=1)
+        writer.finish()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokens",
+        "tokens/c",
+        "document_starts",
+        "document_starts.partial",
+        "journal.json.tmp",
+        "metadata.json.tmp",
+        "writer.lock",
+    ],
+)
+@pytest.mark.parametrize("vocab_size", [300, 299])
+def test_a_writer_writes_through_no_link(begun: Path, name: str, vocab_size: int) -> None:
+    outside = begun.parents[2] / "outside"
+    shutil.rmtree(begun / name) if (begun / name).is_dir() else (begun / name).unlink(True)
+    folder = name in ("tokens", "tokens/c", "document_starts")
+    (begun / name).symlink_to(outside if folder else outside / "precious")
+    with pytest.raises(FileExistsError, match="is a link, and no writer makes any"):
+        go_on(begun, vocab_size)
+    assert files_of(outside) == {"precious": b"precious"}
+
+
+def test_a_writer_goes_on_in_no_linked_shard(begun: Path) -> None:
+    outside = begun.parents[2] / "outside"
+    begun.rename(begun.with_name("moved"))
+    begun.symlink_to(outside)
+    with pytest.raises(FileExistsError, match="is a link"):
+        go_on(begun)
+    assert files_of(outside) == {"precious": b"precious"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("written", 10**18),
+        ("written", -8),
+        ("written", "all"),
+        ("marked__documents", 10**15),
+        ("marked__documents", -1),
+        ("marked__tokens", 1.5),
+        ("settings", []),
+    ],
+)
+def test_a_journal_that_makes_no_sense_is_refused(begun: Path, entry: str, value: Any) -> None:
+    changed(f"{SHARD}/journal.json", **{"written": 8, entry: value})(begun.parents[1])
+    with pytest.raises((ValueError, OSError), match="delete"):
+        go_on(begun)
+
+
+def test_a_sparse_journal_is_not_read(begun: Path) -> None:
+    sparse("journal.json", 5 << 30)(begun)
+    with pytest.raises(ValueError, match="more than 16,777,216 bytes"):
+        go_on(begun)

@@ -1,0 +1,263 @@
+"""Files of text from a stranger, as `pretokenize` and `HFStream` read them."""
+
+import gzip
+import io
+import json
+import pickle
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from strangers import CANARY, assert_refused, leave_canary, outcomes
+
+READ = """
+from data_tools.rows import Files, row_source
+from data_tools.hf_stream.records import open_records
+"""
+FILES = """
+    rows = 0
+    source = Files([arguments])
+    for block in source.blocks(0, 1):
+        for row in block.rows(source.field):
+            rows += 1
+            if rows == 1_000:
+                raise ValueError("rows without an end")
+"""
+STREAM = """
+    for number, record in enumerate(open_records(arguments, None, "train", 0, 1)):
+        if number == 10: break
+"""
+MEGABYTE = bytes(1 << 20)
+MAGIC = 0xFD2FB528  # of zstd
+
+
+def compressed_bomb(path: Path) -> None:
+    """A gigabyte of zeros and not a single newline."""
+    if path.suffix == ".gz":
+        part = gzip.compress(MEGABYTE * 64, 9)
+        path.write_bytes(part * 16)
+    else:
+        part = zstandard.ZstdCompressor(level=19).compress(MEGABYTE * 64)
+        path.write_bytes(part * 16)
+
+
+def run_length_bomb(path: Path) -> None:
+    """A single frame of zstd: blocks of three bytes and one, each 128 KiB of zeros."""
+    header = struct.pack("<IBB", MAGIC, 0, (17 - 10) << 3)  # window of 128 KiB
+    block = ((1 << 17) << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
+    path.write_bytes(header + block * 8_192)
+
+
+def large_window(path: Path) -> None:
+    """A frame that asks for a window of 2 GB before anything comes."""
+    header = struct.pack("<IBB", MAGIC, 0, (31 - 10) << 3)
+    path.write_bytes(header + (5 << 3 | 1).to_bytes(3, "little") + b"text\n")
+
+
+def claimed_size(path: Path) -> None:
+    """A frame whose header promises 2**60 bytes."""
+    header = struct.pack("<IBQ", MAGIC, 0b11100000, 1 << 60)
+    path.write_bytes(header + (5 << 3 | 1).to_bytes(3, "little") + b"text\n")
+
+
+def deep_lines(path: Path) -> None:
+    path.write_text("[" * 1_000_000 + "\n" + '{"text": ' * 100_000 + "\n")
+
+
+def one_string_a_million_times(path: Path) -> None:
+    """2 TB of rows: a dictionary with one string of a megabyte."""
+    column = pa.DictionaryArray.from_arrays(
+        pa.repeat(pa.scalar(0, pa.int32()), 2 << 20), ["x" * 10**6]
+    )
+    pq.write_table(pa.table({"text": column}), path, row_group_size=2 << 20)
+
+
+def rows_of_nothing(path: Path) -> None:
+    """2**40 rows in no bytes."""
+    rows = 7_777_777
+    arrow(path, pa.nulls(rows), struct.pack("<q", rows), struct.pack("<q", 1 << 40))
+
+
+def arrow(path: Path, column: pa.Array, old: bytes, new: bytes) -> None:
+    table = pa.table({"text": column})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+def offsets_outside(path: Path) -> None:
+    """A string that would be read from a gigabyte behind the file."""
+    old, new = struct.pack("<3i", 0, 13, 30), struct.pack("<3i", 0, 13, 1 << 30)
+    arrow(path, pa.array(["a" * 13, "b" * 17]), old, new)
+
+
+def indices_outside(path: Path) -> None:
+    old, new = struct.pack("<3i", 0, 1, 0), struct.pack("<3i", 0, 1 << 28, 0)
+    arrow(path, pa.array(["one", "two", "one"]).dictionary_encode(), old, new)
+
+
+BOMBS: dict[str, Callable[[Path], None]] = {
+    "bomb.jsonl.gz": compressed_bomb,
+    "bomb.jsonl.zst": compressed_bomb,
+    "bomb.txt.zst": compressed_bomb,
+    "run_length.jsonl.zst": run_length_bomb,
+    "run_length.txt.zst": run_length_bomb,
+    "large_window.jsonl.zst": large_window,
+    "claimed_size.jsonl.zst": claimed_size,
+    "deep.jsonl": deep_lines,
+    "strings.parquet": one_string_a_million_times,
+    "nothing.arrow": rows_of_nothing,
+    "offsets.arrow": offsets_outside,
+    "indices.arrow": indices_outside,
+}
+ENDLESS = {"strings.parquet", "nothing.arrow"}
+REFUSED = {
+    "run_length.jsonl.zst",
+    "large_window.jsonl.zst",
+    "claimed_size.jsonl.zst",
+    "offsets.arrow",
+    "indices.arrow",
+}
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    folder = tmp_path_factory.mktemp("texts")
+    for name, write in BOMBS.items():
+        write(folder / name)
+    cases = {name: str(folder / name) for name in BOMBS}
+    return outcomes(READ, FILES, cases, folder, megabytes=600)
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_memory_is_bounded_whatever_a_file_expands_to(
+    read: dict[str, tuple[str, str]], name: str
+) -> None:
+    if name in ENDLESS:
+        assert read[name] == ("ValueError", "rows without an end")
+    elif name in REFUSED:
+        assert_refused(read[name], "OSError")
+    else:
+        assert read[name] == ("opened", "")
+
+
+# Code in data
+
+
+class Touch:
+    """Unpickled, it leaves the canary."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return exec, (leave_canary(self.folder),)
+
+
+def test_the_canary_works(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Touch(tmp_path)))
+    assert (tmp_path / CANARY).exists()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_no_extension_type_is_unpickled(tmp_path: Path, kind: str) -> None:
+    """pyarrow once unpickled the types of such columns as soon as it saw the schema."""
+    metadata = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Touch(tmp_path)),
+    }
+    field = pa.field("text", pa.string(), metadata=metadata)
+    pandas = json.dumps(
+        {"columns": [], "creator": {"library": pickle.dumps(Touch(tmp_path)).hex()}}
+    )
+    schema = pa.schema(
+        [field], metadata={b"pandas": pandas.encode(), b"huggingface": b'{"info": {}}'}
+    )
+    table = pa.Table.from_arrays([pa.array(["text"])], schema=schema)
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / f"train.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, file)
+    else:
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            writer.write_table(table)
+    assert outcomes(READ, FILES, {"file": str(file)}, tmp_path)["file"] == ("opened", "")
+    if kind == "parquet":
+        found = outcomes(READ, STREAM, {"folder": str(file.parent)}, tmp_path)["folder"]
+        assert found == ("opened", "")
+
+
+def data_set(folder: Path, **files: str | bytes) -> str:
+    folder.mkdir()
+    for name, content in files.items():
+        file = folder / name.replace("__", ".")
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(folder)
+
+
+def readme(files: str) -> str:
+    return f"---\nconfigs:\n- config_name: default\n  data_files: {json.dumps(files)}\n---\n"
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """What becomes of folders that are streamed as Hugging Face data sets."""
+    folder = tmp_path_factory.mktemp("folders")
+    script = leave_canary(folder) + "\nraise SystemExit"
+    pickled = pickle.dumps(Touch(folder))
+    (folder / "secret.txt").write_text("secret")
+    text = '{"text": "a"}\n'
+    cases = {
+        "sound": data_set(folder / "sound", train__jsonl=text),
+        "a script": data_set(folder / "script", script__py=script, train__jsonl=text),
+        "another script": data_set(folder / "other", setup__py=script, train__jsonl=text),
+        "a script alone": data_set(folder / "alone", alone__py=script),
+        "a pickle": data_set(folder / "pickle", train__pkl=pickled),
+        "a checkpoint": data_set(folder / "checkpoint", train__pth=pickled),
+        "above": data_set(folder / "above", README__md=readme("../secret.txt")),
+        "elsewhere": data_set(folder / "elsewhere", README__md=readme(f"{folder}/secret.txt")),
+        "the network": data_set(folder / "network", README__md=readme("https://localhost:1/a.txt")),
+        "an archive": data_set(folder / "tar", train__tar=tar_of(pickled)),
+        "pandas": "pandas",
+    }
+    return outcomes(READ, STREAM, cases, folder, megabytes=4000)
+
+
+def tar_of(content: bytes) -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as archive:
+        for suffix in ("pickle", "pyd", "pth", "npy"):
+            entry = tarfile.TarInfo(f"0.{suffix}")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a script", "scripts are no longer supported"),
+        ("a script alone", "scripts are no longer supported"),
+        ("a pickle", "cannot open"),
+        ("a checkpoint", "cannot open"),
+        ("above", "lies elsewhere"),
+        ("elsewhere", "lies elsewhere"),
+        ("the network", ""),
+        ("an archive", "its format is webdataset, not one of json"),
+        ("pandas", "its format is pandas, not one of json"),
+    ],
+)
+def test_a_data_set_is_read_without_running_it(
+    streamed: dict[str, tuple[str, str]], name: str, expected: str
+) -> None:
+    assert streamed["sound"] == ("opened", "")
+    assert streamed["another script"] == ("opened", "")  # which is no file of data
+    assert_refused(streamed[name], "ValueError")
+    assert expected in streamed[name][1]

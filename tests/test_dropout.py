@@ -1,0 +1,284 @@
+"""Dropout in training: what is drawn depends on seed, step and microbatch, and on nothing else."""
+
+import functools
+from collections import Counter
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from llama_reference import reference_logits
+
+from lmlib import optim, train
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.evaluate import Evaluator
+from lmlib.generate import sample
+from lmlib.layer_statistics import layer_statistics
+from lmlib.losses import batch_loss
+from lmlib.models.dropout import dropout
+from lmlib.models.initial import fold
+from lmlib.models.llama import ACTIVATIONS, Llama
+from lmlib.parallel.layout import creator, partition
+from lmlib.parallel.mesh import make_mesh
+
+V, E, L, B, S, RATE = 48, 32, 2, 16, 8, 0.25
+MESHES = {
+    "1": ({}, False),
+    "8 fsdp": ({"fsdp": 8}, False),
+    "4 fsdp, 2 tensor": ({"fsdp": 4, "tensor": 2}, False),
+    "2, 2, 2, sequence-parallel": ({"data": 2, "fsdp": 2, "tensor": 2}, True),
+}
+make = functools.partial(
+    Llama,
+    vocab=V,
+    embed=E,
+    layers=L,
+    heads=4,
+    kv_heads=2,
+    mlp=48,
+    dropout=RATE,
+    compute_dtype="float32",
+    key=jax.random.key(0),
+)
+source = Synthetic(vocab_size=V, batch_size=B, sequence_length=S)
+optimizer = optim.adamw(6, peak_lr=1e-2)
+
+
+def inputs(batch):
+    return tuple(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids))
+
+
+def equal_bits(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_share_of_zeros_is_the_rate_and_the_mean_stays(rate, dtype):
+    random = np.random.default_rng(0)
+    x_BSE = np.asarray(jnp.asarray(random.uniform(1, 2, (16, 64, 256)), dtype), np.float64)
+    found_BSE = np.asarray(
+        dropout(jnp.asarray(x_BSE, dtype), rate, jax.random.key(1), "mlp", "batch seq embed"),
+        np.float64,
+    )
+    kept_BSE = found_BSE != 0
+    n = x_BSE.size
+    assert abs(kept_BSE.sum() - n * (1 - rate)) < 4 * np.sqrt(n * rate * (1 - rate))
+    # The sum of what is left varies by Σ x² rate / (1 - rate).
+    deviation = np.sqrt(np.sum(x_BSE**2) * rate / (1 - rate))
+    assert abs(found_BSE.sum() - x_BSE.sum()) < 4 * deviation
+    # Rounded once: a rate that was itself rounded to bfloat16 would be seen.
+    relative = found_BSE[kept_BSE] / (x_BSE[kept_BSE] / (1 - rate))
+    np.testing.assert_allclose(relative, 1, atol=2e-7 if dtype == "float32" else 2**-8)
+    assert relative.mean() == pytest.approx(1, abs=5e-4)
+
+
+def documented_factors(key, shape, rate):
+    """0 or 1 / (1 - rate): keys descend by field and layer, as those of the weights do."""
+
+    def factor(key, name):
+        kept = jax.random.bernoulli(fold(key, name), 1 - rate, shape)
+        return np.asarray(kept, np.float64) / (1 - rate)
+
+    layers = [jax.random.fold_in(fold(key, "blocks"), layer) for layer in range(L)]
+    return {
+        "embedding": factor(key, "embedding"),
+        "attention": np.stack([factor(layer, "attention") for layer in layers]),
+        "mlp": np.stack([factor(layer, "mlp") for layer in layers]),
+    }
+
+
+def test_logits_match_the_equations_with_the_documented_masks():
+    model, key = make(), jax.random.key(11)
+    given = tuple(x_BS[:3] for x_BS in inputs(source.batch(0)))
+    factors = documented_factors(key, (3, S, E), RATE)
+    masks = [factors["embedding"], *factors["attention"], *factors["mlp"]]
+    assert len({mask.tobytes() for mask in masks}) == 1 + 2 * L
+    exact = jax.tree.map(lambda weight: np.asarray(weight, np.float64), model)
+    expected = reference_logits(exact, *given, 10_000.0, 1e-5, factors)
+    with jax.default_matmul_precision("highest"):
+        found = np.asarray(model(*given, key=key), np.float64)
+    assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+def test_what_only_looks_at_a_model_drops_nothing():
+    mesh = make_mesh()
+    model, plain = make(), make(dropout=0.0)
+    batch = jax.tree.map(jnp.asarray, source.batch(0))
+    assert Evaluator(source, mesh)(model, 1) == Evaluator(source, mesh)(plain, 1)
+    equal_bits(layer_statistics(model, batch, mesh), layer_statistics(plain, batch, mesh))
+    texts = [sample(each, [[1, 2]], 4, jax.random.key(0), mesh) for each in (model, plain)]
+    assert texts[0] == texts[1]
+
+
+def test_rate_zero_traces_to_the_same_program_with_a_key_as_without():
+    model, key = make(dropout=0.0), jax.random.key(0)
+    gradient = jax.value_and_grad(lambda model, batch, key: batch_loss(model, batch, key)[0])
+    programs = [
+        jax.jit(functools.partial(gradient, key=given)).lower(model, source.batch(0)).as_text()
+        for given in (None, key)
+    ]
+    assert programs[0] == programs[1]
+
+
+@functools.cache
+def compiled_step(mesh_name, rate=RATE):
+    sizes, sequence_parallel = MESHES[mesh_name]
+    mesh = make_mesh(**sizes)
+    maker = functools.partial(make, dropout=rate, sequence_parallel=sequence_parallel)
+    state = train.abstract_state(maker, optimizer, mesh)
+    batch = train.abstract_batch(B, S, mesh)
+    return train.compile_step(state, batch, optimizer, mesh, microbatches=2), maker, mesh
+
+
+@functools.cache
+def initial_state(mesh_name, seed):
+    _, maker, mesh = compiled_step(mesh_name)
+    return train.init(maker, optimizer, mesh, seed=seed)
+
+
+def begin(mesh_name, seed=0):
+    """A fresh copy, since a step takes its state's buffers."""
+    return jax.tree.map(jnp.copy, initial_state(mesh_name, seed))
+
+
+def advance(mesh_name, state, steps, batch=None):
+    """The state after `steps` more steps, and their losses; `batch` instead of each step's own."""
+    compiled, _, mesh = compiled_step(mesh_name)
+    rows, losses = NamedSharding(mesh, partition("batch seq")), []
+    first = int(state.step)
+    for step in range(first, first + steps):
+        index = step if batch is None else batch
+        state, metrics = compiled(state, place(source, index, rows))
+        losses.append(float(metrics["loss"]))
+    return state, np.array(losses)
+
+
+def test_a_compiled_step_without_dropout_draws_nothing():
+    """Threefry is the only part of a step that takes exclusive ors."""
+    assert " xor(" in compiled_step("1")[0].as_text()
+    assert " xor(" not in compiled_step("1", rate=0.0)[0].as_text()
+
+
+def test_the_loss_of_a_step_is_that_of_its_documented_keys():
+    weights, batch, seed = make(), source.batch(0), 5
+    state = begin("1", seed)
+    assert not np.array_equal(
+        jax.random.key_data(state.key), jax.random.key_data(jax.random.key(seed))
+    )
+    key = jax.random.fold_in(fold(jax.random.key(seed), "steps"), 0)
+
+    def loss(keys):
+        parts = [jax.tree.map(lambda x, i=i: jnp.asarray(x[i::2]), batch) for i in range(2)]
+        sums = [batch_loss(weights, *each)[0] for each in zip(parts, keys, strict=True)]
+        return float(sum(sums)) / batch.loss_mask.sum()
+
+    _, losses = advance("1", state, 1)
+    keys = [jax.random.fold_in(key, i) for i in range(2)]
+    assert losses[0] == pytest.approx(loss(keys), rel=1e-6)
+    assert losses[0] != pytest.approx(loss([keys[0]] * 2), rel=1e-4)
+
+
+def test_seed_and_step_change_what_is_dropped():
+    first = advance("1", begin("1"), 1, batch=0)[1]
+    assert first == advance("1", begin("1"), 1, batch=0)[1]
+    assert first != pytest.approx(advance("1", begin("1", seed=1), 1, batch=0)[1], rel=1e-4)
+    later = eqx.tree_at(lambda state: state.step, begin("1"), jnp.int32(1))
+    later = jax.device_put(later, jax.tree.map(lambda leaf: leaf.sharding, begin("1")))
+    assert first != pytest.approx(advance("1", later, 1, batch=0)[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("mesh_name", ["1", "4 fsdp, 2 tensor"])
+def test_going_on_from_a_copy_of_the_state_gives_the_same_bits(mesh_name):
+    state, _ = advance(mesh_name, begin(mesh_name), 3)
+    copy = jax.tree.map(jnp.copy, state)
+    undisturbed, expected = advance(mesh_name, state, 3)
+    resumed, found = advance(mesh_name, copy, 3)
+    whole, losses = advance(mesh_name, begin(mesh_name), 6)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(losses[3:], expected)
+    equal_bits(resumed, undisturbed)
+    equal_bits(resumed, whole)
+    equal_bits(whole.key, begin(mesh_name).key)
+
+
+@pytest.mark.parametrize("mesh_name", list(MESHES)[1:])
+def test_every_mesh_drops_the_same(mesh_name):
+    sizes, sequence_parallel = MESHES[mesh_name]
+    layout = "batch seq_parallel embed" if sequence_parallel else "batch seq embed"
+    key = jax.random.key(3)
+    expected = dropout(jnp.ones((B, S, E)), RATE, key, "mlp", layout)
+    mesh = make_mesh(**sizes)
+    with jax.set_mesh(mesh):
+        x_BSE = jax.device_put(jnp.ones((B, S, E)), NamedSharding(mesh, partition(layout)))
+        found = dropout(x_BSE, RATE, key, "mlp", layout)
+    assert found.sharding.spec == partition(layout)
+    np.testing.assert_array_equal(found, expected)
+    _, losses = advance(mesh_name, begin(mesh_name), 6)
+    np.testing.assert_allclose(losses, advance("1", begin("1"), 6)[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"saved": ACTIVATIONS, "unroll": L}])
+def test_the_backward_pass_drops_what_the_forward_pass_dropped(settings):
+    """Reverse mode computes the layers again; forward mode, which is the reference, does not."""
+    with jax.enable_x64(True):
+        model = jax.tree.map(
+            lambda weight: weight.astype(jnp.float64), make(compute_dtype="float64", **settings)
+        )
+        random = np.random.default_rng(0)
+        direction = jax.tree.map(
+            lambda weight: jnp.asarray(random.normal(size=weight.shape)), model
+        )
+
+        def loss(model):
+            return batch_loss(model, source.batch(0), jax.random.key(2)).cross_entropy
+
+        _, expected = jax.jit(lambda m, d: jax.jvp(loss, (m,), (d,)))(model, direction)
+        gradients = jax.jit(jax.grad(loss))(model)
+        products = jax.tree.map(lambda g, d: float(jnp.vdot(g, d)), gradients, direction)
+        assert sum(jax.tree.leaves(products)) == pytest.approx(float(expected), rel=1e-10)
+
+
+def test_no_mask_is_kept_for_the_backward_pass():
+    mesh = make_mesh(fsdp=4, tensor=2)
+
+    def kept(rate):
+        model = train.abstract_model(functools.partial(make, dropout=rate), mesh)
+        batch, key = train.abstract_batch(B, S, mesh), jax.random.key(0)
+        with jax.set_mesh(mesh):
+            pullback = jax.eval_shape(
+                lambda m, b: jax.vjp(lambda m: batch_loss(m, b, key).cross_entropy, m)[1],
+                model,
+                batch,
+            )
+        leaves = jax.tree.leaves(pullback)
+        return Counter((leaf.shape, leaf.dtype) for leaf in leaves if leaf.size >= B * S * E)
+
+    assert kept(RATE) == kept(0.0)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, float("nan")])
+def test_impossible_rates_are_refused(rate):
+    with pytest.raises(ValueError, match=f"dropout must be at least 0 and below 1, got {rate}"):
+        make(dropout=rate)
+
+
+def test_one_model_can_be_trained_on_from_its_weights_alone():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    trained, _ = advance("4 fsdp, 2 tensor", begin("4 fsdp, 2 tensor"), 2)
+    weights = jax.device_get(trained.model)
+    state = train.begin(trained.model, optimizer, mesh, seed=7)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.model))
+    equal_bits(state.model, weights)
+    with jax.set_mesh(mesh):
+        fresh = train.begin(creator(make, mesh)(), optimizer, mesh, seed=7)
+    rest = [(each.step, each.optimizer, each.guard, each.key) for each in (state, fresh)]
+    equal_bits(*rest)
+    for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
+        assert leaf.sharding == expected.sharding
