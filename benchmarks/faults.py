@@ -72,7 +72,7 @@ def faults_of_a_run(
         wrong = difference(job, undisturbed)
         if wrong:
             record.problems.append(wrong)
-        if struck.happened:
+        if struck.happened or record.problems:
             previous = record
             yield record
         if wrong:
@@ -94,8 +94,12 @@ def problems_of_start(struck: Struck) -> list[str]:
 
 
 def problems_of_end(attempt: Attempt) -> list[str]:
-    shows_one = attempt.says("Traceback (most recent call last)")
-    return [f"it shows a traceback, see {attempt.files[0]}"] if shows_one else []
+    """Of what the run has printed by then."""
+    return [
+        f"it shows a traceback, see {file}"
+        for file in attempt.files
+        if "Traceback (most recent call last)" in file.read_text(errors="replace")
+    ]
 
 
 def problems_at_end(job: Job, undisturbed: Job) -> list[str]:

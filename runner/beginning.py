@@ -10,17 +10,18 @@ import fiddle as fdl
 from lmlib import train
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from lmlib.data.resumable import Resumable
+from lmlib.data.stored_json import read_text
 from lmlib.experiment import Experiment
 from lmlib.guard import Guard
 from lmlib.optim import Optimizer
 from runner import data_probe
 from runner.config_changes import changed_paths, difference
 from runner.config_text import flattened
-from runner.errors import ConfigError, user_errors
+from runner.errors import ConfigError, in_words, user_errors
 from runner.options import Options
 from runner.progress import Progress
 
-CHANGES = ("data", "model")  # what `allowed_changes` may name
+_LARGEST_CONFIG = 10_000_000  # bytes
 # Parameters of a model that say how it is computed or regularised, not what it is.
 _FREE = frozenset({"compute_dtype", "dropout", "saved", "sequence_parallel", "unroll"})
 
@@ -109,7 +110,7 @@ def weights_of(
                 raise ConfigError(f"{folder} holds no checkpoint")
             model, progress = checkpoints.restore_part(step, "model", target)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"--init_from={init_from}: {error}") from error
+        raise ConfigError(f"--init_from={init_from}: {in_words(error)}") from error
     problem = data_probe.tokenizer_changed(experiment.data, progress.get("batches", {}))
     if problem is not None and not tokenizer_may_differ:
         raise ConfigError(
@@ -135,7 +136,8 @@ def check_config(
     file = workdir / "config.txt"
     if not file.exists():
         return
-    before = file.read_text(encoding="utf-8")
+    with user_errors():
+        before = read_text(file, _LARGEST_CONFIG)
     changes = difference(before, flattened(cfg))
     if not changes:
         return

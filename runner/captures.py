@@ -29,6 +29,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
 from lmlib.metrics import from_json, to_json
 from runner.agreement import from_first
+from runner.errors import in_words
 from runner.recorder import Line
 
 FOLDER = "captures"
@@ -66,7 +67,7 @@ class Captures:
             try:
                 self._write(folder, line, rows)
             except OSError as error:
-                return f"WARNING: step {step:,} could not be captured: {error}"
+                return f"WARNING: step {step:,} could not be captured: {in_words(error)}"
         return f"step {step:,} was skipped; python -m runner.replay {folder} makes it again"
 
     def _has_room(self, step: int) -> bool:
@@ -142,19 +143,18 @@ def read_batch(folder: Path, batch_size: int, sequence_length: int) -> Batch:
       ValueError: if the file does not hold arrays of that shape; before they are allocated.
     """
     file, shape = folder / "batch.npz", (batch_size, sequence_length)
-    largest = 4 * batch_size * sequence_length + 4_096
     try:
         with zipfile.ZipFile(file) as parts:
-            sizes = {part.filename: part.file_size for part in parts.infolist()}
-        if sizes.keys() != {f"{name}.npy" for name in _FIELDS} or max(sizes.values()) > largest:
-            raise ValueError("it holds other arrays")
+            for name in _FIELDS:
+                with parts.open(f"{name}.npy") as part:
+                    np.lib.format.read_magic(part)
+                    saved, _, dtype = np.lib.format.read_array_header_1_0(part)
+                if saved != shape or dtype.hasobject:
+                    raise ValueError(f"{name} is {dtype}{list(saved)}")
         with np.load(file, allow_pickle=False) as arrays:
-            batch = Batch(**{name: arrays[name] for name in _FIELDS})
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
+            return Batch(**{name: arrays[name] for name in _FIELDS})
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} holds no batch of {shape}: {error}") from error
-    if any(array.shape != shape for array in jax.tree.leaves(batch)):
-        raise ValueError(f"{file} holds no batch of {shape}")
-    return batch
 
 
 def _whole(array: jax.Array) -> np.ndarray:

@@ -9,7 +9,7 @@ from absl import flags
 
 from lmlib.data.token_arrays import DamagedDataError
 from runner.endings import MISTAKE
-from runner.errors import ConfigError, StoppedEarly, TrainingStopped
+from runner.errors import ConfigError, StoppedEarly, TrainingStopped, in_words
 
 # Their messages say all that a user needs: what, where, and what to do.
 _TOLD = (ConfigError, TrainingStopped, OSError, DamagedDataError)
@@ -36,9 +36,11 @@ def tell(error: BaseException, debug: bool) -> None:
     elif isinstance(error, StoppedEarly):
         print(error, file=sys.stderr)
     else:
-        notes = [f"({note})" for note in getattr(error, "__notes__", ())]
-        text = str(error)
-        if isinstance(error, ConfigError):  # others may end with a table
-            text = " ".join(text.split())
-        print("error:", text, *notes, file=sys.stderr)
+        text = in_words(error)
+        # Others may end with a table.
+        print(
+            "error:",
+            " ".join(text.split()) if isinstance(error, ConfigError) else text,
+            file=sys.stderr,
+        )
     sys.stderr.flush()

@@ -13,10 +13,17 @@ def difference(before: str, after: str) -> str:
     """The lines that differ, `- old` and `+ new`; empty where there is none."""
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
     changed = [line for line in list(lines)[2:] if not line.startswith("@@")]
-    return "".join(f"{line[0]} {line[1:]}\n" for line in changed)
+    return "".join(f"{line[0]} {_printable(line[1:])}\n" for line in changed)
 
 
 def changed_paths(before: str, after: str) -> list[str]:
     """The parameters that differ, in order: `["model.rope_theta", "steps"]`."""
     lines = [line[2:] for line in difference(before, after).splitlines()]
     return list(dict.fromkeys(found[1] for line in lines if (found := _PATH.match(line))))
+
+
+def _printable(line: str) -> str:
+    """A stranger's config.txt cannot steer the terminal."""
+    return "".join(
+        character if character.isprintable() else f"\\x{ord(character):02x}" for character in line
+    )

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import difflib
 import inspect
 import re
 from collections.abc import Iterator
@@ -19,13 +18,6 @@ def flattened(cfg: fdl.Config) -> str:
     dataclass fields that a default factory fills are left out, until they are set.
     """
     return "\n".join(_lines(with_defaults(cfg), "", {})) + "\n"
-
-
-def difference(old: fdl.Config, new: fdl.Config) -> str:
-    """The lines of `flattened` that differ, `- old` and `+ new`; empty where the runs are equal."""
-    before, after = flattened(old).splitlines(), flattened(new).splitlines()
-    lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
-    return "".join(f"{line[0]} {line[1:]}\n" for line in lines if not line.startswith("@@"))
 
 
 def nodes(value: Any) -> list[fdl.Buildable]:

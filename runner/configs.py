@@ -30,9 +30,7 @@ from fiddle.experimental import serialization
 from runner.config_text import flattened, text_of, with_defaults
 from runner.errors import ConfigError, did_you_mean
 from runner.overrides import BAD_LITERAL, apply_override
-from runner.saved_config import modules_of, read_config
-
-__all__ = ["experiments", "load", "modules_of", "save"]
+from runner.saved_config import read_config
 
 
 def load(

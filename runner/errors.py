@@ -30,13 +30,19 @@ class StoppedEarly(RuntimeError):
     """A signal asked the run to stop, and its checkpoint is whole; all processes find the same."""
 
 
+def in_words(error: BaseException) -> str:
+    """The message of `error` and its notes, without the number that Python puts before some."""
+    numbered = isinstance(error, OSError) and error.filename is None and error.strerror
+    return " ".join([numbered or str(error), *getattr(error, "__notes__", ())])
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Where only the user's settings and files can be wrong: turns errors into `ConfigError`."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise ConfigError(" ".join([str(error), *getattr(error, "__notes__", ())])) from error
+        raise ConfigError(in_words(error)) from error
 
 
 @contextlib.contextmanager

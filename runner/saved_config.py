@@ -5,7 +5,6 @@ touch neither files nor processes, and the data sources. A run of your own modul
 are trusted by name: `trusted=["my_models"]`, or `--trust_module=my_models` on the command line.
 """
 
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fiddle import daglish
 from fiddle.experimental import serialization
 
 from lmlib.data.stored_json import parse_json, read_text
-from lmlib.data.trusted_names import DATA_NAMES, UntrustedNameError, full_name, named_value
+from lmlib.data.trusted_names import DATA_NAMES, UntrustedNameError, named_value
 from runner.config_text import nodes, parameters, text_of
 from runner.errors import ConfigError, did_you_mean
 
@@ -77,19 +76,6 @@ def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
             owner, near = text_of(fdl.get_callable(node)), did_you_mean(name, known)
             raise ConfigError(f"{file} sets {name!r}, but {owner} has none (any more). {near}")
     return cfg
-
-
-def modules_of(cfg: fdl.Config) -> set[str]:
-    """The modules of all that `cfg` names, but for Python's own: to read its like again.
-
-    A run that goes on trusts the config.json in its workdir as far as the config that it was
-    itself started with.
-    """
-    named = []
-    for value, _ in daglish.iterate(cfg):
-        named.append(fdl.get_callable(value) if isinstance(value, fdl.Buildable) else value)
-    modules = {value.__module__ for value in named if full_name(value) is not None}
-    return {each for each in modules if each.partition(".")[0] not in sys.stdlib_module_names}
 
 
 class _Policy(serialization.PyrefPolicy):

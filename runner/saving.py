@@ -7,12 +7,11 @@ import jax
 
 from lmlib import train
 from lmlib.checkpoint import Checkpoints
-from lmlib.checkpoint.failures import StorageError
 from lmlib.data.resumable import gather_states
 from lmlib.experiment import Experiment
 from lmlib.metrics import MetricsLog
 from runner.data_probe import probe
-from runner.errors import TrainingStopped
+from runner.errors import TrainingStopped, in_words
 from runner.phases import Phase, Phases
 from runner.progress import Progress
 from runner.recorder import Line
@@ -70,8 +69,8 @@ class Saver:
                 self._bear(error)
             # A checkpoint promises that the lines up to its step are on disk.
             if (unwritten := _error_of(self._log.flush)) is not None:
-                reason = f"cannot write metrics.jsonl: {unwritten}"
-                self._bear(StorageError(unwritten.errno, reason))
+                reason = f"cannot write metrics.jsonl: {in_words(unwritten)}"
+                self._bear(OSError(unwritten.errno, reason))
                 return
             step = line["step"]
             progress: dict[str, Any] = {
@@ -101,9 +100,9 @@ class Saver:
             error = self._settled()
         if error is not None and jax.process_count() > 1:
             raise error
-        if error is not None or self._failed:
+        if (failure := error or self._last_error) is not None:
             raise TrainingStopped(
-                f"the last checkpoint could not be saved: {error or self._last_error}; the same "
+                f"the last checkpoint could not be saved: {in_words(failure)}; the same "
                 "command makes the steps since the one before again"
             )
 
@@ -114,7 +113,7 @@ class Saver:
         self._pending = False
         error = _error_of(self._checkpoints.wait)
         if error is None:
-            self._failed = 0
+            self._failed, self._last_error = 0, None
         return error
 
     def _bear(self, error: OSError) -> None:
@@ -125,11 +124,11 @@ class Saver:
         borne = self._experiment.tolerated_failed_saves
         if self._failed > borne:
             raise TrainingStopped(
-                f"{error}. Of the saves the last {self._failed} failed, and tolerated_failed_saves "
-                f"is {borne}; the checkpoints before are sound: the same command goes on from there"
+                f"{in_words(error)}. Of the saves the last {self._failed} failed, and "
+                f"tolerated_failed_saves is {borne}; the checkpoints before are sound: the same command goes on from there"
             ) from error
         self._progress.message(
-            f"WARNING: {error}. Training goes on without that checkpoint, and stops if "
+            f"WARNING: {in_words(error)}. Training goes on without that checkpoint, and stops if "
             f"{borne + 1 - self._failed} more fail"
         )
 

@@ -19,14 +19,7 @@ _CAUSES = {
 }
 
 
-class StorageError(OSError):
-    """What could not be done, where, and the cause; its text is that sentence alone."""
-
-    def __str__(self) -> str:
-        return self.strerror or ""
-
-
-def storage_error(doing: str, directory: Path, error: BaseException) -> StorageError | None:
+def storage_error(doing: str, directory: Path, error: BaseException) -> OSError | None:
     """An error that names directory and cause, or `None` if the storage is not to blame.
 
     Args:
@@ -39,7 +32,7 @@ def storage_error(doing: str, directory: Path, error: BaseException) -> StorageE
     cause = _CAUSES.get(code, os.strerror(code))
     if code == errno.ENOSPC:
         cause += f", {shutil.disk_usage(directory).free:,} bytes are free"
-    return StorageError(code, f"cannot {doing} in {directory}: {cause} ({os.strerror(code)})")
+    return OSError(code, f"cannot {doing} in {directory}: {cause} ({os.strerror(code)})")
 
 
 def _error_number(error: BaseException) -> int | None:

@@ -1,10 +1,12 @@
 """A skipped update is captured, and made again to the bit."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import fiddle as fdl
@@ -18,6 +20,10 @@ from runner import configs, fit
 from runner.captures import read_batch, read_capture
 from runner.errors import TrainingStopped
 
+HUGE = io.BytesIO()  # an array whose header claims 256 TB
+with zipfile.ZipFile(HUGE, "w") as parts, parts.open("tokens.npy", "w") as part:
+    header = {"descr": "<i4", "fortran_order": False, "shape": (10**12, 64)}
+    np.lib.format.write_array_header_1_0(part, header)
 ROOT = Path(configs.__file__).parents[1]
 
 
@@ -118,6 +124,7 @@ def test_numbers_that_are_not_finite_are_captured_too(tmp_path):
         ("capture.json", None, "is no capture: it has no capture.json"),
         ("batch.npz", b"PK", "holds no batch of (8, 64)"),
         ("batch.npz", None, "holds no batch of (8, 64)"),
+        ("batch.npz", HUGE, "tokens is int32[1000000000000, 64]"),
         ("config.json", b"[]", "is no saved Fiddle config"),
     ],
 )
@@ -127,7 +134,7 @@ def test_a_damaged_capture_is_refused_in_one_line(captured, tmp_path, name, cont
     shutil.copytree(folders[0], copy)
     (copy / name).unlink()
     if content is not None:
-        (copy / name).write_bytes(content)
+        (copy / name).write_bytes(content.getvalue() if content is HUGE else content)
     before = files_of(copy)
     done = made_again(copy)
     assert done.returncode == 2, done.stderr

@@ -20,7 +20,7 @@ from lmlib.guard import Guard
 from lmlib.models.llama import Llama
 from lmlib.parallel.mesh import make_mesh
 
-VOCAB, BATCH, SEQUENCE = 4_096, 16, 16
+VOCAB, BATCH, SEQUENCE, STEPS = 4_096, 16, 16, 60
 EVALUATE_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS = 4, 5, 4
 TOKENS = "tokens"
 
@@ -62,7 +62,7 @@ def config() -> fdl.Config[Experiment]:
         # So narrow that some updates are skipped: the guard's memory must be restored, too.
         guard=fdl.Config(Guard, spike_deviations=1.0, window=8),
         stop_after_skipped=1_000,
-        steps=60,
+        steps=STEPS,
         evaluate_every=EVALUATE_EVERY,
         checkpoint_every=CHECKPOINT_EVERY,
         keep_checkpoints=KEEP_CHECKPOINTS,

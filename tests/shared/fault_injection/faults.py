@@ -9,7 +9,7 @@ from random import Random
 
 from fault_injection import damage
 from fault_injection.damage import Harm
-from fault_injection.experiment import KEEP_CHECKPOINTS
+from fault_injection.experiment import KEEP_CHECKPOINTS, STEPS
 from fault_injection.job import FULL, Attempt, Job
 from fault_injection.moments import (
     ANY_TIME,
@@ -92,7 +92,8 @@ def asked_to_stop(
         attempt.send(number)
         (code,) = attempt.exit_codes()
         problems = []
-        if code not in (REQUEUE, FINISHED, *other_codes):
+        made_all = code == FINISHED and job.last_step() == STEPS
+        if code not in (REQUEUE, *other_codes) and not made_all:
             problems.append(f"it ended with code {code}, and not {REQUEUE}")
         if attempt.trains and job.newest_checkpoint() != job.last_step():
             problems.append(f"its last step, {job.last_step()}, is in no checkpoint")
@@ -131,8 +132,10 @@ def damaged(name: str, weight: float, harm: Harm) -> Fault:
         attempt.wait_until(lambda: attempt.trains and job.whole_checkpoints()[-1] >= last)
         attempt.kill()
         named = _lines_with(attempt, str(folder), str(file.relative_to(folder)))
-        problems = () if named else (f"it did not say that {file} is damaged",)
-        return Struck(attempt, before, problems=problems)
+        problems = _of_early_end(attempt)
+        if not named:
+            problems.append(f"it did not say that {file} is damaged")
+        return Struck(attempt, before, problems=tuple(problems))
 
     return Fault(
         f"checkpoint: {name}", weight, strike, checkpoints=KEEP_CHECKPOINTS, precedes_start=True
@@ -147,7 +150,7 @@ def left_behind(name: str, weight: float, harm: Callable[[Path, Random], None]) 
         expected, attempt = job.newest_checkpoint(), job.start()
         STEPPING.wait(attempt, random)
         attempt.kill()
-        return Struck(attempt, expected)
+        return Struck(attempt, expected, problems=tuple(_of_early_end(attempt)))
 
     return Fault(name, weight, strike, checkpoints=1, precedes_start=True)
 
@@ -165,13 +168,15 @@ def disk_full_for_a_while(weight: float) -> Fault:
         last = job.newest_checkpoint() or 0
         attempt.wait_until(lambda: (job.newest_checkpoint() or 0) > last)
         attempt.kill()
-        return Struck(attempt, expected, happened)
+        # The last checkpoint of all is not tried again.
+        problems = [] if job.last_step() == STEPS else _of_early_end(attempt)
+        return Struck(attempt, expected, happened, tuple(problems))
 
     return Fault("disk full for a while", weight, strike)
 
 
 def disk_full_for_good(name: str, weight: float, size: Callable[[Job], int]) -> Fault:
-    """The run says so, and ends with a code that is not 0."""
+    """No file grows beyond `size`: the run says that of `name`, and ends with a code for it."""
 
     def strike(job: Job, random: Random) -> Struck:
         expected, attempt = job.newest_checkpoint(), job.start()
@@ -182,11 +187,11 @@ def disk_full_for_good(name: str, weight: float, size: Callable[[Job], int]) -> 
         problems = []
         if code != FAILED:
             problems.append(f"it ended with code {code}, and not {FAILED}")
-        if not _lines_with(attempt, "error: ", FULL):
-            problems.append("it did not say why it ended")
+        if not _lines_with(attempt, "error: ", FULL, name):
+            problems.append(f"it did not say that it ended because of {name}")
         return Struck(attempt, expected, problems=tuple(problems))
 
-    return Fault(name, weight, strike)
+    return Fault(f"disk full for {name}", weight, strike)
 
 
 def one_killed(process: int) -> Fault:
@@ -205,6 +210,12 @@ def one_killed(process: int) -> Fault:
         return Struck(attempt, expected, problems=(problem,))
 
     return Fault(f"SIGKILL of process {process} of 2", 1, strike)
+
+
+def _of_early_end(attempt: Attempt) -> list[str]:
+    """What is wrong with a run that should have gone on until it was killed."""
+    (code,) = attempt.exit_codes()
+    return [] if code in (-signal.SIGKILL, FINISHED) else [f"it ended with code {code}"]
 
 
 def _lines_with(attempt: Attempt, *texts: str) -> list[str]:
@@ -244,8 +255,8 @@ OF_ONE_PROCESS = (
     left_behind("tensorboard/ deleted", 2, damage.delete_tensorboard),
     left_behind("half of a new config.json", 2, damage.leave_half_a_config),
     disk_full_for_a_while(4),
-    disk_full_for_good("disk full for good", 3, lambda job: LESS_THAN_A_WEIGHT),
-    disk_full_for_good("disk full for metrics.jsonl", 2, _metrics_size),
+    disk_full_for_good("checkpoints", 3, lambda job: LESS_THAN_A_WEIGHT),
+    disk_full_for_good("metrics.jsonl", 2, _metrics_size),
 )
 OF_TWO_PROCESSES = (one_killed(0), one_killed(1))
 

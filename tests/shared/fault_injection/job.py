@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -28,7 +29,7 @@ HEARTBEAT_SECONDS = 10  # of several processes
 READY = "kept for the backward pass"
 RESUMED = r"resuming after step ([\d,]+) of"
 COMPILED = "compiled the step in"
-FULL = "a file would be larger than this process may write"
+FULL = os.strerror(errno.EFBIG)  # for what `limit_file_sizes` makes impossible
 
 UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
 
@@ -56,6 +57,7 @@ class Attempt:
         return self.files[process].read_text(errors="replace")
 
     def says(self, text: str) -> bool:
+        """Whether process 0 has written it."""
         return text in self.output()
 
     @property
@@ -106,7 +108,7 @@ class Attempt:
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
 
     def kill(self) -> None:
-        """Ends all with SIGKILL; nothing of the attempt runs when it returns."""
+        """Ends all with SIGKILL."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -145,15 +147,15 @@ class Job:
         """Starts the run, or goes on with it."""
         self._restore_programs()
         number = sum(1 for _ in self.scratch.glob(f"{self.name}.*.output.0"))
-        outputs = [
+        files = [
             self.scratch / f"{self.name}.{number}.output.{process}"
             for process in range(self.processes)
         ]
         environment = self._environment()
         address = _free_address() if self.processes > 1 else None
         started = []
-        for process, output in enumerate(outputs):
-            with output.open("wb") as file:
+        for process, path in enumerate(files):
+            with path.open("wb") as file:
                 started.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "runner", *self._arguments(address, process)],
@@ -164,7 +166,7 @@ class Job:
                         stderr=subprocess.STDOUT,
                     )
                 )
-        return Attempt(self, started, outputs)
+        return Attempt(self, started, files)
 
     def keep_programs(self) -> None:
         """What was compiled up to now is not compiled again by later attempts of any such job.
