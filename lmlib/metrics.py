@@ -103,12 +103,16 @@ class MetricsLog:
         )
 
     def flush(self) -> None:
-        """Raises OSError if there are lines that the storage still does not take."""
+        """Raises OSError, naming the file, if there are lines that it still does not take."""
         if not self._enabled:
             return
-        while self._unwritten:
-            written = self._file.write(self._unwritten)
-            self._unwritten = self._unwritten[written:]
+        try:
+            while self._unwritten:
+                written = self._file.write(self._unwritten)
+                self._unwritten = self._unwritten[written:]
+        except OSError as error:
+            reason = f"cannot write {self._file.name}: {error.strerror}"
+            raise OSError(error.errno, reason) from error
 
     def close(self) -> None:
         """Raises OSError, as `flush` does, once all is closed."""
@@ -122,8 +126,10 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        """Closes; an error that is on its way is not replaced."""
+        with contextlib.suppress(*([] if kind is None else [OSError])):
+            self.close()
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:

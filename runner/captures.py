@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lmlib.checkpoint import Checkpoints
+from lmlib.checkpoint.folders import steps_in
 from lmlib.data.batch import Batch
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
@@ -31,6 +31,7 @@ from lmlib.metrics import from_json, to_json
 from runner.agreement import from_first
 from runner.errors import in_words
 from runner.recorder import Line
+from runner.saving import Saver
 
 FOLDER = "captures"
 _FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
@@ -43,13 +44,13 @@ class Captures:
         self,
         experiment: Experiment,
         workdir: Path,
-        checkpoints: Checkpoints,
+        saver: Saver,
         initialised_from: str | None,
     ):
         """`initialised_from` says whose weights the run began with, if it was another run's."""
         self._experiment = experiment
         self._workdir = workdir
-        self._checkpoints = checkpoints
+        self._saver = saver
         self._initialised_from = initialised_from
 
     def take(self, line: Line, batch: Batch) -> str | None:
@@ -60,7 +61,7 @@ class Captures:
         step = line["step"]
         if line["skipped_in_a_row"] != 1 or not from_first(self._has_room(step)):
             return None
-        self._checkpoints.wait()  # none may be removed while it is linked
+        self._saver.settle()  # no checkpoint may be removed while it is linked
         rows = {name: _whole(getattr(batch, name)) for name in _FIELDS}
         folder = self._workdir / FOLDER / str(step)
         if jax.process_index() == 0:
@@ -80,7 +81,8 @@ class Captures:
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             unfinished.mkdir(parents=True)
-            earlier = [step for step in self._checkpoints.steps() if step < line["step"]]
+            checkpoints = steps_in(self._workdir / "checkpoints")
+            earlier = [step for step in checkpoints if step < line["step"]]
             if earlier:
                 name = f"checkpoints/{earlier[-1]}"
                 shutil.copytree(

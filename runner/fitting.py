@@ -163,14 +163,15 @@ class _Run:
                 experiment, log, progress, goodput, beginning.tokens, beginning.best
             )
             origin = beginning.initialised_from
+            saver = Saver(experiment, checkpoints, log, progress, self.phases, origin)
             loop = Loop(
                 experiment=experiment,
                 compiled=compiled,
                 batches=batches,
                 validation=self.validation,
                 recorder=recorder,
-                saver=Saver(experiment, checkpoints, log, progress, self.phases, origin),
-                captures=Captures(experiment, workdir, checkpoints, origin),
+                saver=saver,
+                captures=Captures(experiment, workdir, saver, origin),
                 profiler=profiler,
                 phases=self.phases,
                 repeated=repeated,

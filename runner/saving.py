@@ -65,12 +65,10 @@ class Saver:
         """
         with self._phases.during(Phase.CHECKPOINT):
             # An earlier save fails here, and not in the middle of the next.
-            if (error := self._settled()) is not None:
-                self._bear(error)
+            self.settle()
             # A checkpoint promises that the lines up to its step are on disk.
             if (unwritten := _error_of(self._log.flush)) is not None:
-                reason = f"cannot write metrics.jsonl: {in_words(unwritten)}"
-                self._bear(OSError(unwritten.errno, reason))
+                self._bear(unwritten)
                 return
             step = line["step"]
             progress: dict[str, Any] = {
@@ -88,6 +86,14 @@ class Saver:
                 return
             self._pending = True
         self._progress.message(f"saving step {step:,} held training up for {blocked:.2f} s")
+
+    def settle(self) -> None:
+        """Returns when the save that was begun last is whole, or its failure borne.
+
+        Raises as `save` does.
+        """
+        if (error := self._settled()) is not None:
+            self._bear(error)
 
     def finish(self) -> None:
         """Waits for the last save.
@@ -125,7 +131,8 @@ class Saver:
         if self._failed > borne:
             raise TrainingStopped(
                 f"{in_words(error)}. Of the saves the last {self._failed} failed, and "
-                f"tolerated_failed_saves is {borne}; the checkpoints before are sound: the same command goes on from there"
+                f"tolerated_failed_saves is {borne}; the checkpoints before are sound: the same "
+                "command goes on from there"
             ) from error
         self._progress.message(
             f"WARNING: {in_words(error)}. Training goes on without that checkpoint, and stops if "

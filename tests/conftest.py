@@ -1,6 +1,7 @@
 """Every test sees eight CPU devices, and lmlib with its shape annotations checked."""
 
 import os
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Without the second flag XLA may start independent collectives in another order on each simulated
@@ -9,6 +10,13 @@ os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 "
     "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
+
+# Many tests compile the same step, some of them in processes of their own.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # it is, in the processes that share the tests
+    compiled = tempfile.TemporaryDirectory(prefix="compiled_by_tests_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 from jaxtyping import install_import_hook
 

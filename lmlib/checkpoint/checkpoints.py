@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from lmlib.checkpoint import arrays as saved
-from lmlib.checkpoint import folders
+from lmlib.checkpoint import folders, orbax_noise
 from lmlib.checkpoint import progress as saved_progress
 from lmlib.checkpoint.failures import storage_error
 from lmlib.checkpoint.manifest import (
@@ -31,7 +31,6 @@ from lmlib.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from lmlib.checkpoint.orbax_noise import OrbaxNoise
 from lmlib.checkpoint.processes import agreed, barrier, orbax_barrier
 from lmlib.checkpoint.retention import finite_or_none, preservation_policy
 
@@ -92,8 +91,7 @@ class Checkpoints:
         self._saving: int | None = None  # the step that was begun last
         self._finish: Callable[[], None] = lambda: None  # writes the manifest of that step
         self._save_seconds = save_seconds
-        self._noise = OrbaxNoise()
-        self._noise.begin()
+        orbax_noise.install()
         if read_only:
             return
         with self._named_errors("open the checkpoints"):
@@ -278,7 +276,6 @@ class Checkpoints:
         finally:
             if self._manager is not None:
                 self._manager.close()
-            self._noise.end()
 
     def __enter__(self) -> "Checkpoints":
         return self

@@ -18,7 +18,7 @@ from lmlib.metrics import read_metrics
 
 SEED = 0
 STEPS = "steps=40"
-TRIES = 3  # on a busy machine a kill may come late
+TRIES = 4  # on a busy machine a kill may come late
 # The first two leave a checkpoint, so that there is one to restore.
 MOMENTS = (
     SAVING,

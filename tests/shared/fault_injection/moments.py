@@ -35,7 +35,7 @@ class Moment:
 
 
 def _starting(attempt: Attempt, random: Random) -> Callable[[], bool]:
-    end = random.uniform(0, 3)
+    end = random.uniform(0, 1)  # seconds; the imports alone take longer
     return lambda: attempt.seconds >= end or attempt.says(READY)
 
 
@@ -107,20 +107,20 @@ RESTORING = Moment(
     "restoring",
     _restoring,
     lambda attempt: attempt.says(READY) and attempt.resumed_step is None and not attempt.trains,
-    spread=0.2,
+    spread=0.1,
 )
 LOADING = Moment(
     "compiling and loading data",
     _loading,
     lambda attempt: attempt.says(READY) and not attempt.says(COMPILED),
-    spread=0.4,
+    spread=0.2,
 )
 STEPPING = Moment("in a step", _stepping, lambda attempt: attempt.trains, spread=0.05)
 EVALUATING = Moment(
     "evaluating",
     _evaluating,
     lambda attempt: attempt.trains and _before_evaluation(attempt),
-    spread=0.05,
+    spread=0.03,
 )
 SAVING = Moment(
     "saving",
