@@ -22,6 +22,8 @@ from data_tools.tokenizer import load_tokenizer
 from lmlib.data.batch import Batch
 from lmlib.data.metadata import TokenizerIdentity
 
+LAST_READ_SECONDS = 2.0  # that a read under way may still take when a source is closed for good
+
 
 @dataclass
 class _Opened:
@@ -308,7 +310,10 @@ class HFStream:
 
 
 def _close(opened: dict[int, _Opened], pool: ThreadPoolExecutor) -> None:
-    """When a source is no longer used."""
+    """When a source is no longer used, at the end of Python at the latest.
+
+    A thread that is inside Arrow then aborts the process: so they are waited for, unless they hang.
+    """
     for each in opened.values():
-        each.tokens.close()
+        each.tokens.close(LAST_READ_SECONDS)
     pool.shutdown(wait=False, cancel_futures=True)

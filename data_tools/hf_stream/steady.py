@@ -61,11 +61,14 @@ class SteadyRecords:
                 failures = 0
                 yield record, state
 
-    def close(self) -> None:
-        """Ends `read`, which may go on in another thread, and abandons the reading thread."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Ends `read`, which may go on in another thread, and the reading thread.
+
+        That one is waited for so long at most, and then abandoned.
+        """
         self._closed.set()
         if self._reader is not None:
-            self._reader.close()
+            self._reader.close(seconds)
 
     def _open(self, state: dict[str, Any] | None) -> ReadAhead[tuple[Any, dict[str, Any]]]:
         reading = _reading(self._open_records, state)

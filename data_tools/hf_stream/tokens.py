@@ -98,10 +98,10 @@ class TokenStream:
         self._advance(min(available, wanted - 1))
         return packed_batch(tokens_N[window_BT], starts_N[window_BT], lengths_B)
 
-    def close(self) -> None:
-        """Abandons the threads that read."""
-        self._records.close()
-        self._encoded.close()
+    def close(self, seconds: float = 0.0) -> None:
+        """Ends the threads that read; waits for each so long at most, and then abandons it."""
+        self._records.close(seconds)
+        self._encoded.close(seconds)
 
     def _fill(self, wanted: int) -> None:
         """Holds at least `wanted` tokens from the position on, or all there are."""
