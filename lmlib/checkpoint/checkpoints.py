@@ -286,7 +286,7 @@ class Checkpoints:
             self.close()
 
     def _open(self) -> ocp.CheckpointManager:
-        return ocp.CheckpointManager(
+        return _Manager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
                 create=False,
@@ -372,3 +372,10 @@ class Checkpoints:
                     with contextlib.suppress(Exception):  # it may raise the same error again
                         self._reopen()
                 raise
+
+
+class _Manager(ocp.CheckpointManager):
+    def reached_preemption(self, step: int) -> bool:
+        """Orbax asks JAX this after each save. Whoever stops on signals asks at each step, and for
+        that JAX must not hear of earlier ones in between."""
+        return False

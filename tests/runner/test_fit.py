@@ -17,6 +17,7 @@ from states import assert_same_bits
 from lmlib.metrics import read_metrics
 from runner import Options, configs, fit
 from runner.errors import ConfigError, TrainingStopped
+from runner.goodput import read_starts
 
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")
 ROOT = Path(configs.__file__).parents[1]
@@ -169,11 +170,15 @@ def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, 
         int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()
     )
     assert resumed_from >= 4
+    made = read_metrics(tmp_path)[-1]["step"]
     finished = start(tmp_path)
     output = finished.communicate(timeout=240)[0]
     assert finished.returncode == 0, output
     if resumed_from < 20:
         assert re.search(r"resuming after step \d+ of 20", output)
+    starts = read_starts(tmp_path)
+    assert len(starts) == 2 and "in 2 starts" in output
+    assert (starts[1].seconds["repeated steps"] > 0) == (made > resumed_from)
     # Compared with what a process of the same kind draws: same mesh, same bits.
     assert without_times(read_metrics(tmp_path)) == without_times(expected.metrics)
     state = fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "checkpoint_every=4"), tmp_path).state
