@@ -150,9 +150,9 @@ def main(arguments: Sequence[str]) -> None:
             leave_together(_EXIT_CODES[type(error)])
         sys.exit(_EXIT_CODES[type(error)])
     except (Exception, KeyboardInterrupt) as error:
-        tell(error, _DEBUG.value)
         if supervisor is not None:
-            leave(error, processes.heartbeat_seconds)
+            leave(error, processes.heartbeat_seconds, _DEBUG.value)
+        tell(error, _DEBUG.value)
         sys.exit(FAILED)
 
 

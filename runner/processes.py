@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from runner.command_line import tell
 from runner.endings import FAILED
 from runner.errors import ConfigError
 from runner.supervisor import Connection
@@ -163,15 +164,20 @@ def leave_together(status: int) -> None:
     os._exit(status)
 
 
-def leave(error: BaseException, heartbeat_seconds: int) -> None:
-    """Ends this process of several because of `error`, which was told, with status `FAILED`.
+def leave(error: BaseException, heartbeat_seconds: int, debug: bool) -> None:
+    """Tells of `error` and ends this process of several, with status `FAILED`.
 
     An ordinary exit would wait for the others, while they wait for this process. If the error came
     from JAX, another process may be its cause: JAX's coordination service then soon aborts this
-    process and names that one.
+    process and names that one, so the error itself is told only if it does not.
     """
     if jax.distributed.is_initialized() and _from_jax(error):
-        time.sleep(1.5 * heartbeat_seconds + 5)
+        seconds = 1.5 * heartbeat_seconds + 5
+        first_line = str(error).partition("\n")[0]
+        print(f"{first_line}; for {seconds:g} s another process may turn out to be the cause")
+        sys.stdout.flush()
+        time.sleep(seconds)
+    tell(error, debug)
     os._exit(FAILED)
 
 

@@ -28,7 +28,7 @@ ROOT = Path(configs.__file__).parents[1]
 
 
 def config(*overrides):
-    """Learning rates far too high, so that losses jump; skipped if twice as far out as usual."""
+    """Learning rates far too high, and what is only a little above the median is a spike."""
     cfg = configs.load(
         "experiments/llama_84m",
         ["tiny"],
@@ -37,7 +37,7 @@ def config(*overrides):
             *("optimizer.peak_lr=0.05", "checkpoint_every=4", "validation=None", *overrides),
         ),
     )
-    cfg.guard = fdl.Config(Guard, spike_deviations=0.5, window=4)
+    cfg.guard = fdl.Config(Guard, spike_deviations=0.1, window=4)
     return cfg
 
 

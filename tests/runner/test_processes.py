@@ -198,6 +198,9 @@ def test_when_a_process_is_killed_the_others_name_it_and_end(killed):
     last = run.output(0).rstrip().rpartition("\n")[2]
     assert last.startswith("error: process 0 ends because process 1 ended or stopped answering")
     assert "logs/process_00001.log" in last
+    assert "Traceback" not in run.output(0)
+    stacks = (workdir / "stacks" / "process_00000.txt").read_text()
+    assert "Fatal Python error: Aborted" in stacks and "runner/__main__.py" in stacks
     assert last in (workdir / "logs" / "process_00000.log").read_text()
     assert len(read_metrics(workdir)) < STEPS
 
