@@ -68,7 +68,9 @@ class GoodputLog:
         self._phases = phases
         self._enabled = enabled
         self._earlier = read_starts(workdir)
+        self._earlier_steps = sum(start.seconds.get(Phase.STEP, 0.0) for start in self._earlier)
         self._began = time.time() - sum(phases.seconds().values())
+        self._first_began = self._earlier[0].began if self._earlier else self._began
         self._last_step = 0
         self._written_at = 0.0
 
@@ -82,7 +84,8 @@ class GoodputLog:
         self._last_step = step
         if time.monotonic() - self._written_at >= WRITE_SECONDS:
             self.write()
-        return self.total().fraction
+        steps = self._earlier_steps + self._phases.seconds()[Phase.STEP]
+        return steps / max(time.time() - self._first_began, 1e-9)
 
     def total(self) -> Goodput:
         return total([*self._earlier, self._start()])

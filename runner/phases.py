@@ -59,6 +59,6 @@ class Phases:
         return phase, time.monotonic() - since
 
     def seconds(self) -> dict[Phase, float]:
-        """Up to now."""
-        self.enter(self._current[0])
-        return dict(self._seconds)
+        """Of each phase up to now."""
+        phase, since = self._current
+        return self._seconds | {phase: self._seconds[phase] + time.monotonic() - since}
