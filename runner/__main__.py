@@ -89,7 +89,7 @@ _GRACE_SECONDS = flags.DEFINE_integer(
 )
 _LIMITS = {
     name: flags.DEFINE_float(
-        f"{name}_seconds", getattr(Limits, name), f"{what}; longer ends the process", lower_bound=0
+        f"{name}_seconds", getattr(Limits, name), f"{what}; longer ends the process", lower_bound=1
     )
     for name, what in {
         "compile": "limit of compiling",

@@ -73,7 +73,8 @@ class Captures:
 
     def _has_room(self, step: int) -> bool:
         folder = self._workdir / FOLDER
-        taken = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        taken = [name for name in names if name.isdecimal()]  # others a killed process left
         return str(step) not in taken and len(taken) < self._experiment.captures
 
     def _write(self, folder: Path, line: Line, rows: dict[str, np.ndarray]) -> None:

@@ -116,6 +116,7 @@ RUNNER = [
     ((*TINY, NEW, "--allow_change=shape"), "allow_change=shape"),
     ((*TINY, NEW, "--grace_seconds=0"), "grace_seconds=0"),
     ((*TINY, NEW, "--step_seconds=-1"), "step_seconds=-1"),
+    ((*TINY, NEW, "--data_seconds=0"), "data_seconds=0"),
     ((*TINY, NEW, "--checkpoint_fallback=perhaps"), "checkpoint_fallback=perhaps"),
     # Configs.
     (("--fdl_config=experiments/lama_84m", NEW), "Did you mean experiments/llama_84m"),
