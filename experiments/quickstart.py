@@ -11,7 +11,8 @@ from data_tools.standard_library import standard_library
 from lmlib import optim
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
-from lmlib.models.llama import ACTIVATIONS, Llama
+from lmlib.models.llama import Llama
+from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 
 

@@ -14,8 +14,9 @@ from lmlib.losses import batch_loss
 from lmlib.table import columns
 from lmlib.train import abstract_batch, abstract_model
 
-# Inputs of the rematerialised parts of the model: kept whatever `saved` says.
-ALWAYS_KEPT = ("layer_input", "head_input")
+# Inputs of the rematerialised parts of the model, and what the loss leaves for the backward pass:
+# kept whatever `saved` says.
+ALWAYS_KEPT = ("layer_input", "head_input", "loss_gradient")
 
 
 @dataclasses.dataclass(frozen=True)

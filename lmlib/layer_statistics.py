@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from lmlib.data.batch import Batch
-from lmlib.losses import loss_sums
+from lmlib.losses import LossSettings, loss_sums
 from lmlib.models.llama import Llama
 from lmlib.table import columns
 
@@ -47,9 +47,11 @@ def _statistics(model: Llama, batch: Batch) -> LayerStatistics:
         x_BSE, outputs_L = model.observed_trunk(
             tokens_BS, positions_BS, segment_ids_BS, _root_mean_square
         )
-        sums = loss_sums(model.head(x_BSE), targets_BS, loss_mask_BS)
+        settings = LossSettings(chunk=model.loss_chunk, logits_dtype=model.logits_dtype)
+        h_BSE, table_EV = model.features(x_BSE), model.unembedding_EV
+        sums = loss_sums(settings, h_BSE, table_EV, targets_BS, loss_mask_BS)
         tokens = jnp.maximum(jnp.sum(loss_mask_BS, dtype=jnp.int32), 1)
-        return sums.cross_entropy / tokens, outputs_L
+        return sums.minimised / tokens, outputs_L
 
     (value, outputs_L), gradients = jax.value_and_grad(loss, has_aux=True)(model)
     embedded = _root_mean_square(model.embed(tokens_BS))

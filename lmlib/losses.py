@@ -1,27 +1,48 @@
 """What is minimised: sums over tokens, so that any split of a batch adds up to the same.
 
-Shapes: B batch, S sequence, V vocab.
+Logits are made a chunk of tokens at a time, together with their gradients: they are never kept,
+never made twice, and never whole.
+
+Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, C chunks.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from lmlib.data.batch import Batch
-from lmlib.parallel.layout import spec
+from lmlib.parallel.layout import COMPUTE, STORED, partition
+from lmlib.parallel.local import (
+    gathered,
+    highest,
+    index_along,
+    on_each_device,
+    platform,
+    summed,
+    summed_and_split,
+)
+
+# Logits of a chunk in float32: what a CPU core's cache can about hold, and what a device's memory
+# does not notice.
+_CHUNK_BYTES = {"cpu": 2**24}
+_CHUNK_BYTES_ELSEWHERE = 2**30
 
 
 @runtime_checkable
 class Decoder(Protocol):
-    """What a loss asks of a model: tokens to residual stream, residual stream to logits.
+    """What a loss asks of a model: tokens to residual stream, and what makes logits of that.
 
-    Random layers draw from `key`, and are off without one.
+    Random layers draw from `key`, and are off without one. `unembedding_EV` lies as it is stored.
     """
 
-    policy: Callable[..., bool]
+    loss_chunk: int | None
+    logits_dtype: str
 
     def trunk(
         self,
@@ -31,53 +52,203 @@ class Decoder(Protocol):
         key: PRNGKeyArray | None = None,
     ) -> Array: ...
 
-    def head(self, x_BSE: Array) -> Array: ...
+    def features(self, x_BSE: Array) -> Array: ...
+
+    @property
+    def unembedding_EV(self) -> Array: ...
 
 
 class LossSums(NamedTuple):
     """Sums over the valid target tokens of a batch or of a part of one.
 
-    cross_entropy: -log p(target), in nats.
-    z: log²(Σ exp logits), which z-loss keeps near zero.
+    minimised: -log p(target) + z_loss · log²(Σ exp logits), in nats.
+    cross_entropy: -log p(target), in nats; a number to report, which has no gradient.
     """
 
+    minimised: Float[Array, ""]
     cross_entropy: Float[Array, ""]
-    z: Float[Array, ""]
 
 
-def loss_sums(
-    logits_BSV: Float[Array, "b s vocab"],
-    targets_BS: Int32[Array, "b s"],
-    loss_mask_BS: Bool[Array, "b s"],
+class LossSettings(NamedTuple):
+    """How the loss is computed.
+
+    z_loss: weight of log²(Σ exp logits), which keeps the normaliser near one (PaLM: Chowdhery et
+      al. 2022, arXiv:2204.02311, §5).
+    chunk: tokens whose logits a device holds at a time; `None`: 1 GiB of them in float32, on CPUs
+      16 MiB.
+    logits_dtype: of the logits; softmax is in float32 at least.
+    """
+
+    z_loss: float = 0.0
+    chunk: int | None = None
+    logits_dtype: str = "float32"
+
+
+def batch_loss(
+    model: Decoder, batch: Batch, key: PRNGKeyArray | None = None, z_loss: float = 0.0
 ) -> LossSums:
-    """Vocabulary-parallel: each `tensor` shard reduces its own logits, then (B, S) numbers travel.
-
-    z-loss is that of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, §5).
-    """
-    log_z_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
-    is_target_BSV = targets_BS[:, :, None] == jax.lax.broadcasted_iota(
-        jnp.int32, logits_BSV.shape, 2, out_sharding=spec("batch seq vocab")
-    )
-    target_BS = jnp.sum(jnp.where(is_target_BSV, logits_BSV, 0), axis=-1)
-    return LossSums(
-        cross_entropy=jnp.sum(jnp.where(loss_mask_BS, log_z_BS - target_BS, 0)),
-        z=jnp.sum(jnp.where(loss_mask_BS, jnp.square(log_z_BS), 0)),
-    )
-
-
-def batch_loss(model: Decoder, batch: Batch, key: PRNGKeyArray | None = None) -> LossSums:
-    """Loss of the next token, summed over `batch.loss_mask`; `key` is for random layers.
-
-    Logits are computed again in the backward pass unless the model saves "logits".
-    """
-
+    """Loss of the next token, summed over `batch.loss_mask`; `key` is for random layers."""
     # Straight from a source, a batch is NumPy's.
     tokens_BS, positions_BS = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
     segment_ids_BS = jnp.asarray(batch.segment_ids)
     targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
-
-    def tail(x_BSE: Array) -> LossSums:
-        return loss_sums(model.head(x_BSE), targets_BS, loss_mask_BS)
-
     x_BSE = model.trunk(tokens_BS, positions_BS, segment_ids_BS, key)
-    return jax.checkpoint(tail, policy=model.policy)(x_BSE)
+    settings = LossSettings(z_loss, model.loss_chunk, model.logits_dtype)
+    # What is kept for the backward pass is the gradient of these, which is as large.
+    h_BSE = checkpoint_name(model.features(x_BSE), "loss_gradient")
+    with jax.named_scope("loss"):
+        return loss_sums(settings, h_BSE, model.unembedding_EV, targets_BS, loss_mask_BS)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def loss_sums(
+    settings: LossSettings,
+    h_BSE: Float[Array, "b s embed"],
+    table_EV: Float[Array, "embed vocab"],
+    targets_BS: Int32[Array, "b s"],
+    loss_mask_BS: Bool[Array, "b s"],
+) -> LossSums:
+    """The loss of the logits h · table, computed in h's dtype.
+
+    Layouts: `h_BSE` whole along seq and embed, the table as it is stored. Each device gathers the
+    table over `fsdp`, makes the logits of its own tokens and its own share of the vocabulary, and a
+    few numbers for each token travel over `tensor`. Asked for gradients, it computes those of a
+    chunk along with its logits (the idea of Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989,
+    §3.2): the backward pass only multiplies them by what arrives.
+    """
+    sums = functools.partial(_local_sums, settings)
+    return on_each_device(sums, _INPUTS, LossSums(_EVERYWHERE, _EVERYWHERE), tracked=False)(
+        h_BSE, table_EV, targets_BS, loss_mask_BS
+    )
+
+
+_EVERYWHERE = PartitionSpec()
+_H, _TABLE = partition("batch seq embed"), partition("embed vocab", STORED)
+_INPUTS = _H, _TABLE, partition("batch seq"), partition("batch seq")
+
+
+def _forward(
+    settings: LossSettings, h_BSE: Array, table_EV: Array, targets_BS: Array, loss_mask_BS: Array
+) -> tuple[LossSums, tuple[Array, Array]]:
+    gradients = functools.partial(_local_gradients, settings)
+    outputs = LossSums(_EVERYWHERE, _EVERYWHERE), (_H, _TABLE)
+    return on_each_device(gradients, _INPUTS, outputs, tracked=False)(
+        h_BSE, table_EV, targets_BS, loss_mask_BS
+    )
+
+
+def _backward(
+    settings: LossSettings, gradients: tuple[Array, Array], arriving: LossSums
+) -> tuple[Array, Array, None, None]:
+    dh_BSE, dtable_EV = gradients
+    return (
+        (dh_BSE * arriving.minimised).astype(dh_BSE.dtype),
+        dtable_EV * arriving.minimised,
+        None,
+        None,
+    )
+
+
+loss_sums.defvjp(_forward, _backward)
+
+
+def _local_sums(
+    settings: LossSettings, h_BSE: Array, table_EV: Array, targets_BS: Array, loss_mask_BS: Array
+) -> LossSums:
+    table_EV = gathered(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
+
+    def visit(sums: LossSums, chunk: tuple[Array, Array, Array]) -> tuple[LossSums, None]:
+        return _added(sums, _chunk_sums(settings, table_EV, *chunk)[0]), None
+
+    parts = _chunks(settings, table_EV.shape[1], h_BSE, targets_BS, loss_mask_BS)
+    sums, _ = _visited(visit, _no_sums(h_BSE), parts)
+    return _over_batch(sums)
+
+
+def _local_gradients(
+    settings: LossSettings, h_BSE: Array, table_EV: Array, targets_BS: Array, loss_mask_BS: Array
+) -> tuple[LossSums, tuple[Array, Array]]:
+    whole_EV = gathered(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
+    wide = jnp.promote_types(h_BSE.dtype, jnp.float32)
+
+    def visit(
+        carry: tuple[LossSums, Array], chunk: tuple[Array, Array, Array]
+    ) -> tuple[tuple[LossSums, Array], Array]:
+        sums, dtable_EV = carry
+        chunk_sums, dlogits_NV = _chunk_sums(settings, whole_EV, *chunk)
+        # In h's dtype, so that these are not float32 products.
+        dh_NE = jnp.einsum("nv,ev->ne", dlogits_NV, whole_EV)
+        dtable_EV += jnp.einsum("ne,nv->ev", chunk[0], dlogits_NV, preferred_element_type=wide)
+        return (_added(sums, chunk_sums), dtable_EV), dh_NE
+
+    parts = _chunks(settings, whole_EV.shape[1], h_BSE, targets_BS, loss_mask_BS)
+    nothing = _no_sums(h_BSE), jnp.zeros(whole_EV.shape, wide)
+    (sums, dtable_EV), dh_CNE = _visited(visit, nothing, parts)
+    B, S, E = h_BSE.shape
+    dh_BSE = summed(dh_CNE.reshape(-1, E)[: B * S].reshape(B, S, E), "tensor")
+    dtable_EV = summed_and_split(dtable_EV.astype(h_BSE.dtype), "fsdp", axis=0)
+    return _over_batch(sums), (dh_BSE, summed(dtable_EV, "data").astype(table_EV.dtype))
+
+
+def _chunk_sums(
+    settings: LossSettings, table_EV: Array, h_NE: Array, targets_N: Array, loss_mask_N: Array
+) -> tuple[LossSums, Float[Array, "n v"]]:
+    """The sums of a chunk, and the gradient of what is minimised with respect to its logits."""
+    wide = jnp.promote_types(h_NE.dtype, jnp.float32)
+    logits_NV = jnp.einsum("ne,ev->nv", h_NE, table_EV, preferred_element_type=settings.logits_dtype)
+    logits_NV = logits_NV.astype(wide)
+    highest_N = highest(jnp.max(logits_NV, axis=-1), "tensor")
+    exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
+    normaliser_N = summed(jnp.sum(exponentials_NV, axis=-1), "tensor")
+    log_z_N = highest_N + jnp.log(normaliser_N)
+    N, V = logits_NV.shape
+    ids_NV = jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * index_along("tensor")
+    is_target_NV = targets_N[:, None] == ids_NV
+    target_N = summed(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), "tensor")
+    cross_entropy = jnp.sum(jnp.where(loss_mask_N, log_z_N - target_N, 0))
+    z = jnp.sum(jnp.where(loss_mask_N, jnp.square(log_z_N), 0))
+    # d log_z / d logit is its probability.
+    slope_N = (1 + 2 * settings.z_loss * log_z_N) / normaliser_N
+    dlogits_NV = exponentials_NV * slope_N[:, None] - is_target_NV
+    dlogits_NV = jnp.where(loss_mask_N[:, None], dlogits_NV, 0).astype(h_NE.dtype)
+    return LossSums(cross_entropy + settings.z_loss * z, cross_entropy), dlogits_NV
+
+
+def _chunks(
+    settings: LossSettings, vocab: int, h_BSE: Array, targets_BS: Array, loss_mask_BS: Array
+) -> tuple[Array, Array, Array]:
+    """(C, N, …): as few chunks as the settings allow, all alike; the last is filled up with tokens
+    that do not count. `vocab` is the share of this device."""
+    held_bytes = _CHUNK_BYTES.get(platform(), _CHUNK_BYTES_ELSEWHERE)
+    limit = settings.chunk or max(1, held_bytes // (4 * vocab))
+    tokens = targets_BS.size
+    chunks = -(-tokens // limit)
+    missing = -tokens % chunks
+
+    def part(x: Array, *rest: int) -> Array:
+        flat = jnp.pad(x.reshape(tokens, *rest), ((0, missing), *((0, 0) for _ in rest)))
+        return flat.reshape(chunks, -1, *rest)
+
+    return part(h_BSE, h_BSE.shape[-1]), part(targets_BS), part(loss_mask_BS)
+
+
+def _visited(visit: Callable[..., Any], start: Any, chunks: Any) -> Any:
+    """`jax.lax.scan`, but without a loop for a single chunk, which XLA's TPU compiler runs twice."""
+    if jax.tree.leaves(chunks)[0].shape[0] > 1:
+        return jax.lax.scan(visit, start, chunks)
+    carry, y = visit(start, jax.tree.map(lambda x: x[0], chunks))
+    return carry, jax.tree.map(lambda y: y[None], y)
+
+
+def _no_sums(h_BSE: Array) -> LossSums:
+    nothing = jnp.zeros((), jnp.promote_types(h_BSE.dtype, jnp.float32))
+    return LossSums(nothing, nothing)
+
+
+def _added(one: LossSums, other: LossSums) -> LossSums:
+    return LossSums(*(a + b for a, b in zip(one, other, strict=True)))
+
+
+def _over_batch(sums: LossSums) -> LossSums:
+    """Every part of the batch together."""
+    return LossSums(*(summed(each, COMPUTE["batch"]) for each in sums))

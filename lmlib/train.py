@@ -139,8 +139,8 @@ def step(
     step_key = jax.random.fold_in(state.key, state.step)
 
     def part_loss(model: Any, part: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
-        sums = batch_loss(model, part, key)
-        return (sums.cross_entropy + z_loss * sums.z) / divisor, sums.cross_entropy / divisor
+        sums = batch_loss(model, part, key, z_loss)
+        return sums.minimised / divisor, sums.cross_entropy / divisor
 
     def accumulate(
         carry: tuple[Array, Any], indexed: tuple[Array, Batch]
@@ -151,9 +151,24 @@ def step(
         )
         return (loss + part_loss_, jax.tree.map(jnp.add, gradients, part_gradients)), None
 
-    nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.model)
-    parts = jnp.arange(microbatches), split(batch, microbatches)
-    (loss, gradients), _ = jax.lax.scan(accumulate, nothing, parts)
+    if microbatches == 1:
+        # Without a loop, which XLA's TPU compiler would run twice.
+        (_, loss), gradients = jax.value_and_grad(part_loss, has_aux=True)(
+            state.model, batch, jax.random.fold_in(step_key, 0)
+        )
+    else:
+        nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.model)
+        parts = jnp.arange(microbatches), split(batch, microbatches)
+        with jax.named_scope("microbatches"):
+            (loss, gradients), _ = jax.lax.scan(accumulate, nothing, parts)
+    with jax.named_scope("optimizer"):
+        return _updated(state, tokens, loss, gradients, optimizer, guard)
+
+
+def _updated(
+    state: State, tokens: Array, loss: Array, gradients: Any, optimizer: Optimizer, guard: Guard
+) -> tuple[State, Metrics]:
+    """The state after the update that `gradients` ask for, and the step's metrics."""
     grad_norm = optax.global_norm(gradients)
     sound, guarded = guard.judge(state.guard, loss, grad_norm)
     updates, moments = optimizer.transformation.update(gradients, state.optimizer, state.model)
@@ -194,6 +209,26 @@ def split(batch: Batch, microbatches: int) -> Batch:
     return jax.tree.map(part, batch)
 
 
+def trace_step(
+    state: State,
+    batch: Batch,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    microbatches: int = 1,
+    z_loss: float = 0.0,
+    guard: Guard = NO_SPIKES,
+) -> jax.stages.Traced:
+    """`step` traced for `state` and `batch`, which may be abstract; the old state is donated."""
+    one_step = functools.partial(
+        step, optimizer=optimizer, microbatches=microbatches, z_loss=z_loss, guard=guard
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    with jax.set_mesh(mesh):
+        return jax.jit(
+            one_step, donate_argnums=0, out_shardings=(shardings(state), everywhere)
+        ).trace(state, batch)
+
+
 def compile_step(
     state: State,
     batch: Batch,
@@ -208,12 +243,6 @@ def compile_step(
     Call it as `state, metrics = compiled(state, batch)`. The old state is donated: its buffers
     become the new one's.
     """
-    one_step = functools.partial(
-        step, optimizer=optimizer, microbatches=microbatches, z_loss=z_loss, guard=guard
-    )
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    traced = trace_step(state, batch, optimizer, mesh, microbatches, z_loss, guard)
     with jax.set_mesh(mesh):
-        compiled = jax.jit(
-            one_step, donate_argnums=0, out_shardings=(shardings(state), everywhere)
-        ).lower(state, batch)
-        return compiled.compile()
+        return traced.lower().compile()

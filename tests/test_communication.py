@@ -43,7 +43,7 @@ def lowered(loss=batch_loss, mesh=None, **settings):
     model = abstract_model(functools.partial(make, **settings), mesh)
 
     def scalar(model, batch):
-        return loss(model, batch).cross_entropy
+        return loss(model, batch).minimised
 
     with jax.set_mesh(mesh):
         return jax.jit(jax.value_and_grad(scalar)).lower(model, abstract_batch(B, S, mesh))

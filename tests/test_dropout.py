@@ -20,7 +20,8 @@ from lmlib.layer_statistics import layer_statistics
 from lmlib.losses import batch_loss
 from lmlib.models.dropout import dropout
 from lmlib.models.initial import fold
-from lmlib.models.llama import ACTIVATIONS, Llama
+from lmlib.models.llama import Llama
+from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.layout import creator, partition
 from lmlib.parallel.mesh import make_mesh
 
@@ -237,7 +238,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(settings):
         )
 
         def loss(model):
-            return batch_loss(model, source.batch(0), jax.random.key(2)).cross_entropy
+            return batch_loss(model, source.batch(0), jax.random.key(2)).minimised
 
         _, expected = jax.jit(lambda m, d: jax.jvp(loss, (m,), (d,)))(model, direction)
         gradients = jax.jit(jax.grad(loss))(model)
@@ -253,7 +254,7 @@ def test_no_mask_is_kept_for_the_backward_pass():
         batch, key = train.abstract_batch(B, S, mesh), jax.random.key(0)
         with jax.set_mesh(mesh):
             pullback = jax.eval_shape(
-                lambda m, b: jax.vjp(lambda m: batch_loss(m, b, key).cross_entropy, m)[1],
+                lambda m, b: jax.vjp(lambda m: batch_loss(m, b, key).minimised, m)[1],
                 model,
                 batch,
             )

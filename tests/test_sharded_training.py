@@ -49,7 +49,7 @@ def loss_and_gradients(mesh_name, variant):
     make = model_maker(**VARIANTS[variant])
 
     def mean(model, batch):
-        return batch_loss(model, batch).cross_entropy / batch.loss_mask.sum()
+        return batch_loss(model, batch).minimised / batch.loss_mask.sum()
 
     with jax.set_mesh(mesh):
         model = creator(make, mesh)()

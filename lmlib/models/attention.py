@@ -1,7 +1,6 @@
 """Causal grouped-query attention with rotary positions, kept within documents.
 
-Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, K kv_heads,
-G = H / K query heads to each key-value head, D head_dim.
+Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, K kv_heads, D head_dim.
 """
 
 import equinox as eqx
@@ -10,7 +9,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
+from lmlib.models.attend import attend
 from lmlib.models.initial import initial_weight
+from lmlib.models.product import product
 from lmlib.parallel.layout import spec
 
 
@@ -23,6 +24,7 @@ class Attention(eqx.Module):
     value: Float[Array, "embed kv_heads head_dim"]
     output: Float[Array, "heads head_dim embed"]
     rope_theta: float = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -31,6 +33,7 @@ class Attention(eqx.Module):
         kv_heads: int,
         head_dim: int,
         rope_theta: float,
+        window: int | None = None,
         *,
         key: PRNGKeyArray,
     ):
@@ -40,6 +43,7 @@ class Attention(eqx.Module):
         self.value = initial_weight(Attention, "value", key, **sizes)
         self.output = initial_weight(Attention, "output", key, **sizes)
         self.rope_theta = rope_theta
+        self.window = window
 
     def __call__(
         self,
@@ -47,39 +51,19 @@ class Attention(eqx.Module):
         positions_BS: Int32[Array, "b s"],
         segment_ids_BS: Int32[Array, "b s"],
         residual: str,
+        implementation: str = "auto",
     ) -> Float[Array, "b s embed"]:
         """Layouts: x whole along `seq`; the result as `residual` names (a sum over `tensor`)."""
-        q_BSHD = jnp.einsum("bse,ehd->bshd", x_BSE, self.query)
-        k_BTKD = jnp.einsum("bte,ekd->btkd", x_BSE, self.key)
-        v_BTKD = checkpoint_name(jnp.einsum("bte,ekd->btkd", x_BSE, self.value), "value")
-        q_BSHD = checkpoint_name(rotate(q_BSHD, positions_BS, self.rope_theta), "query")
-        k_BTKD = checkpoint_name(rotate(k_BTKD, positions_BS, self.rope_theta), "key")
-        mixed_BSHD = checkpoint_name(attend(q_BSHD, k_BTKD, v_BTKD, segment_ids_BS), "attention")
-        return jnp.einsum("bshd,hde->bse", mixed_BSHD, self.output, out_sharding=spec(residual))
-
-
-def attend(
-    q_BSHD: Float[Array, "b s heads head_dim"],
-    k_BTKD: Float[Array, "b s kv_heads head_dim"],
-    v_BTKD: Float[Array, "b s kv_heads head_dim"],
-    segment_ids_BS: Int32[Array, "b s"],
-) -> Float[Array, "b s heads head_dim"]:
-    """Each position mixes the values of its own segment up to itself; softmax in float32."""
-    B, S, H, D = q_BSHD.shape
-    K = k_BTKD.shape[2]
-    q_BSKGD = jnp.reshape(
-        q_BSHD, (B, S, K, H // K, D), out_sharding=spec("batch seq kv_heads group head_dim")
-    )
-    wide = jnp.promote_types(q_BSHD.dtype, jnp.float32)
-    scores_BKGST = jnp.einsum("bskgd,btkd->bkgst", q_BSKGD, k_BTKD, preferred_element_type=wide)
-    causal_ST = jnp.tril(jnp.ones((S, S), bool))
-    same_BST = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
-    allowed_B11ST = (causal_ST & same_BST)[:, None, None]
-    scores_BKGST = jnp.where(allowed_B11ST, scores_BKGST * D**-0.5, -jnp.inf)
-    weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(v_BTKD.dtype)
-    weights_BKGST = checkpoint_name(weights_BKGST, "attention_weights")
-    mixed_BSKGD = jnp.einsum("bkgst,btkd->bskgd", weights_BKGST, v_BTKD)
-    return jnp.reshape(mixed_BSKGD, (B, S, H, D), out_sharding=spec("batch seq heads head_dim"))
+        with jax.named_scope("projections"):
+            q_BSHD = product("bse,ehd->bshd", x_BSE, self.query)
+            k_BTKD = product("bte,ekd->btkd", x_BSE, self.key)
+            v_BTKD = checkpoint_name(product("bte,ekd->btkd", x_BSE, self.value), "value")
+            q_BSHD = checkpoint_name(rotate(q_BSHD, positions_BS, self.rope_theta), "query")
+            k_BTKD = checkpoint_name(rotate(k_BTKD, positions_BS, self.rope_theta), "key")
+        with jax.named_scope("attention"):
+            mixed_BSHD = attend(q_BSHD, k_BTKD, v_BTKD, segment_ids_BS, implementation, self.window)
+        with jax.named_scope("projections"):
+            return product("bshd,hde->bse", mixed_BSHD, self.output, spec(residual))
 
 
 def rotate(

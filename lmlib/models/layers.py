@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.initial import initial_weight
+from lmlib.models.product import product
 from lmlib.parallel.layout import spec
 
 
@@ -43,11 +44,12 @@ class SwiGLU(eqx.Module):
         self.up = initial_weight(SwiGLU, "up", key, **sizes)
         self.down = initial_weight(SwiGLU, "down", key, **sizes)
 
+    @jax.named_scope("mlp")
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], residual: str
     ) -> Float[Array, "b s embed"]:
         """Layouts: x whole along `seq`; the result as `residual` names (a sum over `tensor`)."""
-        gate_BSF = checkpoint_name(x_BSE @ self.gate, "mlp_gate")
-        up_BSF = checkpoint_name(x_BSE @ self.up, "mlp_up")
+        gate_BSF = checkpoint_name(product("bse,ef->bsf", x_BSE, self.gate), "mlp_gate")
+        up_BSF = checkpoint_name(product("bse,ef->bsf", x_BSE, self.up), "mlp_up")
         hidden_BSF = checkpoint_name(jax.nn.silu(gate_BSF) * up_BSF, "mlp_hidden")
-        return jnp.einsum("bsf,fe->bse", hidden_BSF, self.down, out_sharding=spec(residual))
+        return product("bsf,fe->bse", hidden_BSF, self.down, spec(residual))

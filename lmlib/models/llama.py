@@ -4,7 +4,6 @@ arXiv:2302.13971).
 Shapes: B batch, S sequence, E embed, V vocab, L layers.
 """
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,27 +13,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, Key, PRNGKeyArray
 
+from lmlib.models.attend import IMPLEMENTATIONS
 from lmlib.models.attention import Attention
 from lmlib.models.dropout import dropout
+from lmlib.models.embedding import embedded
 from lmlib.models.initial import fold, initial_weight
 from lmlib.models.layers import RMSNorm, SwiGLU
-from lmlib.parallel.layout import gather, move, spec
-
-# What `Llama(saved=…)` may name, in the order of computing; see `checkpoint_name` in this folder.
-ACTIVATIONS = (
-    "attention_input",
-    "query",
-    "key",
-    "value",
-    "attention_weights",
-    "attention",
-    "mlp_input",
-    "mlp_gate",
-    "mlp_up",
-    "mlp_hidden",
-    "logits",
-)
-
+from lmlib.models.rematerialization import check_names, policy
+from lmlib.parallel.layout import gather, move, share
 
 class Block(eqx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); with a key, dropout before each sum."""
@@ -50,15 +36,17 @@ class Block(eqx.Module):
         positions_BS: Int32[Array, "b s"],
         segment_ids_BS: Int32[Array, "b s"],
         residual: str,
+        attention: str,
         dropout_rate: float,
         key: PRNGKeyArray | None,
     ) -> Float[Array, "b s embed"]:
-        # `move` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
-        h_BSE = move(self.attention_norm(x_BSE), "batch seq embed")
+        # `share` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
+        h_BSE = share(self.attention_norm(x_BSE), "batch seq embed")
         h_BSE = checkpoint_name(h_BSE, "attention_input")
-        h_BSE = self.attention(h_BSE, positions_BS, segment_ids_BS, residual)
+        h_BSE = self.attention(h_BSE, positions_BS, segment_ids_BS, residual, attention)
         x_BSE = x_BSE + dropout(h_BSE, dropout_rate, key, "attention", residual)
-        h_BSE = move(self.mlp_norm(x_BSE), "batch seq embed")
+        x_BSE = checkpoint_name(x_BSE, "attention_residual")
+        h_BSE = share(self.mlp_norm(x_BSE), "batch seq embed")
         h_BSE = checkpoint_name(h_BSE, "mlp_input")
         h_BSE = self.mlp(h_BSE, residual)
         return x_BSE + dropout(h_BSE, dropout_rate, key, "mlp", residual)
@@ -76,9 +64,14 @@ class Llama(eqx.Module):
       dropout: rate at which the outputs of attention and mlp are dropped before they are added to
         the residual stream, and the embedded tokens (Vaswani et al. 2017, arXiv:1706.03762, §5.4;
         GPT-2 drops at the same places). Only in calls with a key: those of training.
+      attention: which implementation, of those in `lmlib.models.attend`.
+      window: positions that each one attends to, itself and those before it; `None` for all.
+      loss_chunk: tokens whose logits a device holds at a time; `None`: see `LossSettings`.
+      logits_dtype: of the logits that the loss is computed from; softmax is in float32 at least.
       compute_dtype: of activations and gathered weights, for example "bfloat16" or "float32".
-      saved: names out of `ACTIVATIONS` that the backward pass keeps; it computes the others again
-        from "layer_input" and "head_input", which are always kept.
+      saved: activations kept for the backward pass, by their names in
+        `lmlib.models.rematerialization`; it computes the others again.
+      offloaded: more of them, kept in the host's memory.
       unroll: layers unrolled in each turn of the scan.
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
@@ -86,8 +79,7 @@ class Llama(eqx.Module):
 
     Raises:
       ValueError: if a size is not positive, `kv_heads` does not divide `heads`, `head_dim` is odd,
-        `dropout` is not in [0, 1), `compute_dtype` is no floating type, or `saved` has an unknown
-        name.
+        `dropout` is not in [0, 1), a dtype is no floating type, or a name is unknown.
     """
 
     embedding: Float[Array, "vocab embed"]
@@ -95,8 +87,12 @@ class Llama(eqx.Module):
     norm: RMSNorm
     unembedding: Float[Array, "embed vocab"] | None
     dropout: float = eqx.field(static=True)
+    attention: str = eqx.field(static=True)
+    loss_chunk: int | None = eqx.field(static=True)
+    logits_dtype: str = eqx.field(static=True)
     compute_dtype: str = eqx.field(static=True)
     saved: tuple[str, ...] = eqx.field(static=True)
+    offloaded: tuple[str, ...] = eqx.field(static=True)
     unroll: int = eqx.field(static=True)
     sequence_parallel: bool = eqx.field(static=True)
 
@@ -113,8 +109,13 @@ class Llama(eqx.Module):
         norm_epsilon: float = 1e-5,
         tied: bool = False,
         dropout: float = 0.0,
+        attention: str = "auto",
+        window: int | None = None,
+        loss_chunk: int | None = None,
+        logits_dtype: str = "float32",
         compute_dtype: str = "bfloat16",
         saved: tuple[str, ...] = (),
+        offloaded: tuple[str, ...] = (),
         unroll: int = 1,
         sequence_parallel: bool = False,
         *,
@@ -122,14 +123,17 @@ class Llama(eqx.Module):
     ):
         kv_heads = heads if kv_heads is None else kv_heads
         _check_counts(layers=layers, heads=heads, kv_heads=kv_heads, unroll=unroll)
+        _check_counts(window=window, loss_chunk=loss_chunk)
         head_dim = embed // heads if head_dim is None else head_dim
         _check_attention(heads, kv_heads, head_dim)
-        _check_saved(saved)
+        check_names(saved=saved, offloaded=offloaded)
 
         def block(key: PRNGKeyArray) -> Block:
             return Block(
                 RMSNorm(embed, norm_epsilon, key=fold(key, "attention_norm")),
-                Attention(embed, heads, kv_heads, head_dim, rope_theta, key=fold(key, "attention")),
+                Attention(
+                    embed, heads, kv_heads, head_dim, rope_theta, window, key=fold(key, "attention")
+                ),
                 RMSNorm(embed, norm_epsilon, key=fold(key, "mlp_norm")),
                 SwiGLU(embed, mlp, key=fold(key, "mlp")),
             )
@@ -140,8 +144,11 @@ class Llama(eqx.Module):
         self.norm = RMSNorm(embed, norm_epsilon, key=fold(key, "norm"))
         self.unembedding = None if tied else initial_weight(Llama, "unembedding", key, **sizes)
         self.dropout = _checked_rate(dropout)
-        self.compute_dtype = _checked_dtype(compute_dtype)
-        self.saved = tuple(saved)
+        self.attention = _checked_attention(attention)
+        self.loss_chunk = loss_chunk
+        self.logits_dtype = _checked_dtype("logits_dtype", logits_dtype)
+        self.compute_dtype = _checked_dtype("compute_dtype", compute_dtype)
+        self.saved, self.offloaded = tuple(saved), tuple(offloaded)
         self.unroll = unroll
         self.sequence_parallel = sequence_parallel
 
@@ -196,61 +203,79 @@ class Llama(eqx.Module):
             block, layer_key = part
             x_BSE = checkpoint_name(x_BSE, "layer_input")
             block = gather(block, self.compute_dtype)
-            x_BSE = block(x_BSE, positions_BS, segment_ids_BS, residual, self.dropout, layer_key)
+            x_BSE = block(
+                x_BSE,
+                positions_BS,
+                segment_ids_BS,
+                residual,
+                self.attention,
+                self.dropout,
+                layer_key,
+            )
             return x_BSE, observe(x_BSE)
 
         # Inside a scan nothing can merge the recomputation with the forward pass, so CSE is safe.
         scanned = self.unroll < self.layers
-        layer = jax.checkpoint(layer, policy=self.policy, prevent_cse=not scanned)
-        x_BSE = move(self.embed(tokens_BS), residual)
+        layer = jax.checkpoint(layer, policy=self._policy, prevent_cse=not scanned)
+        x_BSE = self.embed(tokens_BS, residual)
         if key is not None:
             # Drawn again in the backward pass, as in the layers, rather than kept.
             x_BSE = jax.checkpoint(dropout, static_argnums=(1, 3, 4))(
                 x_BSE, self.dropout, key, "embedding", residual
             )
-        return jax.lax.scan(layer, x_BSE, (self.blocks, keys_L), unroll=self.unroll)
+        with jax.named_scope("layers"):
+            return jax.lax.scan(layer, x_BSE, (self.blocks, keys_L), unroll=self.unroll)
 
-    def embed(self, tokens_BS: Int32[Array, "b s"]) -> Float[Array, "b s embed"]:
-        """Rows of the table. Each `tensor` shard looks up its own vocabulary, then they sum."""
-        table_VE = move(self.embedding.astype(self.compute_dtype), "vocab embed")
-        # Looked up in float32, so that the gradient of a frequent token is summed in float32.
-        wide_VE = table_VE.astype(jnp.promote_types(self.compute_dtype, jnp.float32))
-        x_BSE = wide_VE.at[tokens_BS].get(out_sharding=spec("batch seq embed"))
-        return x_BSE.astype(self.compute_dtype)
+    @jax.named_scope("embed")
+    def embed(
+        self, tokens_BS: Int32[Array, "b s"], residual: str = "batch seq embed"
+    ) -> Float[Array, "b s embed"]:
+        """Rows of the table, laid out as `residual` names."""
+        return embedded(self.embedding, tokens_BS, self.compute_dtype, residual)
+
+    def features(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
+        """The residual stream after the last norm, which `unembedding_EV` makes logits of."""
+
+        def normed(x_BSE: Array) -> Array:
+            x_BSE = checkpoint_name(x_BSE, "head_input")
+            norm = gather(self.norm, self.compute_dtype)
+            return move(norm(x_BSE), "batch seq embed")
+
+        return jax.checkpoint(normed, policy=self._policy)(x_BSE)
+
+    @property
+    def unembedding_EV(self) -> Float[Array, "embed vocab"]:
+        """As it is stored; of a tied model the embedding's transpose."""
+        return self.embedding.T if self.unembedding is None else self.unembedding
 
     def head(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s vocab"]:
         """Logits, float32 (float64 if computed so), the vocabulary split over `tensor`."""
-        x_BSE = checkpoint_name(x_BSE, "head_input")
-        norm = gather(self.norm, self.compute_dtype)
-        h_BSE = move(norm(x_BSE), "batch seq embed")
-        if self.unembedding is None:
-            table_VE = move(self.embedding.astype(self.compute_dtype), "vocab embed")
-            table_EV = table_VE.T
-        else:
-            table_EV = move(self.unembedding.astype(self.compute_dtype), "embed vocab")
+        table_EV = move(self.unembedding_EV.astype(self.compute_dtype), "embed vocab")
         wide = jnp.promote_types(self.compute_dtype, jnp.float32)
-        logits_BSV = jnp.einsum("bse,ev->bsv", h_BSE, table_EV, preferred_element_type=wide)
-        return checkpoint_name(logits_BSV, "logits")
+        h_BSE = self.features(x_BSE)
+        return jnp.einsum("bse,ev->bsv", h_BSE, table_EV, preferred_element_type=wide)
 
     @property
-    def policy(self) -> Callable[..., bool]:
-        """For `jax.checkpoint`: keep what `saved` names."""
-        return jax.checkpoint_policies.save_only_these_names(*self.saved)
+    def _policy(self) -> Callable[..., Any]:
+        return policy(self.saved, self.offloaded)
 
     def training_flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Analytic FLOPs of forward and backward pass for one token, rematerialisation not counted
         (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
-        Six for each parameter that multiplies activations; 12 · layers · heads · head_dim ·
-        sequence for the two attention products, or half of it if `causal`: the half that a kernel
-        which skips masked blocks computes.
+        Six for each parameter that multiplies activations; 12 · layers · heads · head_dim · keys for
+        the two attention products. `keys` is the sequence's length or the window's, or if `causal`
+        how many a position sees on average, about half: what a kernel that skips masked blocks
+        computes.
         """
         multiplied = (self.blocks.attention, self.blocks.mlp)
         parameters = sum(weight.size for weight in jax.tree.leaves(multiplied))
         parameters += self.embedding.size if self.unembedding is None else self.unembedding.size
         layers, _, heads, head_dim = self.blocks.attention.query.shape
-        attention = 12 * layers * heads * head_dim * sequence_length
-        return 6.0 * parameters + attention * (0.5 if causal else 1.0)
+        keys = float(min(self.blocks.attention.window or sequence_length, sequence_length))
+        if causal:
+            keys -= keys**2 / (2 * sequence_length)
+        return 6.0 * parameters + 12 * layers * heads * head_dim * keys
 
     @property
     def layers(self) -> int:
@@ -267,9 +292,9 @@ def _layer_keys(key: PRNGKeyArray, layers: int) -> Key[Array, "L"]:
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(fold(key, "blocks"), indices_L)
 
 
-def _check_counts(**counts: int) -> None:
+def _check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
-        if count < 1:
+        if count is not None and count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
 
 
@@ -286,21 +311,18 @@ def _checked_rate(dropout: float) -> float:
     return dropout
 
 
-def _checked_dtype(name: str) -> str:
+def _checked_attention(name: str) -> str:
+    known = ("auto", *IMPLEMENTATIONS)
+    if name not in known:
+        raise ValueError(f"attention must be one of {', '.join(known)}, got {name!r}")
+    return name
+
+
+def _checked_dtype(setting: str, name: str) -> str:
     try:
         dtype = jnp.dtype(name)
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"compute_dtype must be a floating type like 'bfloat16', got {name!r}")
+        raise ValueError(f"{setting} must be a floating type like 'bfloat16', got {name!r}")
     return dtype.name
-
-
-def _check_saved(saved: tuple[str, ...]) -> None:
-    for name in saved:
-        if name not in ACTIVATIONS:
-            near = difflib.get_close_matches(name, ACTIVATIONS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
-                f"saved has the unknown name {name!r}; {hint}(known: {', '.join(ACTIVATIONS)})"
-            )

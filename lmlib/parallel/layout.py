@@ -6,6 +6,7 @@ to `COMPUTE` just before use; the gradient takes the same way back. Without a me
 `jax.set_mesh`) nothing is placed and the same model runs on one device.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ COMPUTE: Rules = {
     "whole_vocab": None,
 }
 STORED: Rules = {**COMPUTE, "embed": "fsdp"}
+_BATCH = frozenset(COMPUTE["batch"] or ())  # each device along these sees other tokens
 
 
 def partition(axes: str | Axes, rules: Rules = COMPUTE) -> PartitionSpec:
@@ -62,13 +64,51 @@ def move(x: jax.Array, axes: str | Axes) -> jax.Array:
     return x if target is None else jax.sharding.reshard(x, target)
 
 
+def share(x: jax.Array, axes: str | Axes) -> jax.Array:
+    """`x` in the compute layout of `axes`, the same on all devices along `tensor`.
+
+    Backward, the gradients that these devices give are added up before they travel, in one sum
+    (the f of Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053, §3) or, where `x` came from a
+    layout that splits it over `tensor`, in one reduce-scatter.
+    """
+    target = spec(axes)
+    return x if target is None else jax.sharding.reshard(x, target.update(reduced={"tensor"}))
+
+
 def gather(module: M, dtype: DTypeLike) -> M:
     """`module` with each weight cast to `dtype`, then moved from `STORED` to `COMPUTE`.
 
-    The cast comes first, so that bf16 travels. Autodiff turns the all-gather into a reduce-scatter
-    of the gradient, in the same dtype.
+    The cast comes first, so that bf16 travels. Backward a matrix's gradient, of which each device
+    has the part that its own tokens give, is summed and split over `fsdp` (a reduce-scatter), and
+    what is left of it is summed over `data`, all in `dtype`.
     """
-    return map_weights(lambda path, axes, weight: move(weight.astype(dtype), axes), module)
+    return map_weights(lambda path, axes, weight: _gathered(axes, weight.astype(dtype)), module)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(axes: Axes, weight: jax.Array) -> jax.Array:
+    target = spec(axes)
+    if target is None:
+        return weight
+    if len(axes) < 2:  # JAX sums a vector's gradient at once: there is little of it
+        return jax.sharding.reshard(weight, target)
+    return jax.sharding.reshard(weight, target.update(reduced=_BATCH))
+
+
+def _forward(axes: Axes, weight: jax.Array) -> tuple[jax.Array, None]:
+    return _gathered(axes, weight), None
+
+
+def _backward(axes: Axes, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    if spec(axes) is None:
+        return (gradient,)
+    stored = partition(axes, STORED)
+    if len(axes) >= 2:
+        gradient = jax.sharding.reshard(gradient, stored.update(unreduced={"data"}))
+    return (jax.sharding.reshard(gradient, stored),)
+
+
+_gathered.defvjp(_forward, _backward)
 
 
 def creator(make: Callable[[], M], mesh: Mesh) -> Callable[[], M]:

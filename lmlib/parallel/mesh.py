@@ -71,5 +71,8 @@ def _placed(shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray
     if len(slices) > 1 and data % len(slices) == 0:
         # Only gradients cross the slow network between slices: `data` spans it.
         within = (data // len(slices), fsdp, tensor)
-        return mesh_utils.create_hybrid_device_mesh(within, (len(slices), 1, 1), devices)
-    return mesh_utils.create_device_mesh(shape, devices)
+        return mesh_utils.create_hybrid_device_mesh(
+            within, (len(slices), 1, 1), devices, allow_split_physical_axes=True
+        )
+    # A mesh axis may take a part of an axis of a TPU's torus.
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

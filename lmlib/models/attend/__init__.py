@@ -1,0 +1,70 @@
+"""Causal attention kept within documents, by the best implementation for the devices at hand.
+
+    implementation  where                what
+    cudnn           NVIDIA GPUs          cuDNN's fused attention
+    splash          TPUs                 Pallas's splash attention
+    blockwise       anywhere             tiles in plain JAX; no S × S matrix
+    plain           anywhere             the definition; an S × S matrix for each head
+
+"auto" takes cudnn on NVIDIA GPUs and splash on TPUs where they can compute the shapes, else
+blockwise. All of them compute the same: a test holds each against the definition in float64.
+"""
+
+import functools
+
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int32
+
+from lmlib.models.attend import blockwise, cudnn, plain, splash
+from lmlib.parallel.layout import partition
+from lmlib.parallel.local import on_each_device, platform
+
+IMPLEMENTATIONS = {
+    "cudnn": cudnn.attend,
+    "splash": splash.attend,
+    "blockwise": blockwise.attend,
+    "plain": plain.attend,
+}
+
+
+def attend(
+    q_BSHD: Float[Array, "b s heads head_dim"],
+    k_BTKD: Float[Array, "b s kv_heads head_dim"],
+    v_BTKD: Float[Array, "b s kv_heads head_dim"],
+    segment_ids_BS: Int32[Array, "b s"],
+    implementation: str = "auto",
+    window: int | None = None,
+) -> Float[Array, "b s heads head_dim"]:
+    """softmax(q kᵀ / √D) v, each position over those of its own segment up to itself.
+
+    Args:
+      segment_ids_BS: which document of its row each position belongs to.
+      implementation: "auto", or one of `IMPLEMENTATIONS`.
+      window: a position sees itself and the `window` - 1 before it; `None`: all before it.
+
+    Softmax is in float32 at least; the result has v's dtype. `tensor` splits the heads; each device
+    attends with its own, and nothing is sent.
+
+    Raises:
+      ValueError: if the implementation asked for cannot compute these shapes.
+    """
+    if implementation == "auto":
+        implementation = chosen(q_BSHD, window)
+    heads, kv_heads = partition("batch seq heads head_dim"), partition("batch seq kv_heads head_dim")
+    mixed_BSHD = on_each_device(
+        functools.partial(IMPLEMENTATIONS[implementation], window=window),
+        inputs=(heads, kv_heads, kv_heads, partition("batch seq")),
+        outputs=heads,
+        tracked=False,
+    )(q_BSHD, k_BTKD, v_BTKD, segment_ids_BS)
+    return checkpoint_name(mixed_BSHD, "attention")
+
+
+def chosen(q_BSHD: Float[Array, "b s heads head_dim"], window: int | None) -> str:
+    """What "auto" takes for such queries on the devices of the mesh that is set."""
+    devices = platform()
+    if devices == "tpu" and splash.problem(q_BSHD) is None:
+        return "splash"
+    if devices in ("gpu", "cuda") and cudnn.problem(q_BSHD) is None:
+        return "cudnn"
+    return "blockwise"

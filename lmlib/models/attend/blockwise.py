@@ -1,0 +1,181 @@
+"""Attention tile by tile in plain JAX (FlashAttention-2: Dao 2023, arXiv:2307.08691).
+
+A scan visits the pairs of a tile of queries and a tile of keys that causality and the window leave.
+The forward pass keeps its output and the logarithm of each query's normaliser; the backward pass
+computes the weights of a tile again from those. Memory grows with S, not with S × S.
+
+Shapes: B batch, S sequence, H heads, K kv_heads, G = H / K query heads to each key-value head,
+D head_dim, Q queries of a tile, T keys of a tile, P pairs of tiles.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int32
+
+from lmlib.parallel.local import platform
+
+_FAR = -1e30  # a score that no sum notices, and from which no infinity comes
+_PADDING = -1  # the segment of positions that fill up the last tile
+
+
+def attend(
+    q_BSHD: Float[Array, "b s h d"],
+    k_BSKD: Float[Array, "b s k d"],
+    v_BSKD: Float[Array, "b s k d"],
+    segment_ids_BS: Int32[Array, "b s"],
+    window: int | None = None,
+) -> Float[Array, "b s h d"]:
+    """See `lmlib.models.attend.attend`; on the part of one device."""
+    B, S, H, D = q_BSHD.shape
+    # Tiles that stay in a CPU core's cache; elsewhere, few large steps.
+    tile = min(S, 128 if platform() == "cpu" else 512)
+    tail = -S % tile
+
+    def padded(x_BSHD: Array) -> Array:
+        return jnp.pad(x_BSHD, ((0, 0), (0, tail), (0, 0), (0, 0))).swapaxes(1, 2)
+
+    q_BKGSD = padded(q_BSHD).reshape(B, k_BSKD.shape[2], -1, S + tail, D)
+    segments_BS = jnp.pad(segment_ids_BS, ((0, 0), (0, tail)), constant_values=_PADDING)
+    mixed_BKGSD = _attend(tile, window, q_BKGSD, padded(k_BSKD), padded(v_BSKD), segments_BS)
+    return mixed_BKGSD.reshape(B, H, S + tail, D).swapaxes(1, 2)[:, :S]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    tile: int, window: int | None, q_BKGSD: Array, k_BKSD: Array, v_BKSD: Array, segments_BS: Array
+) -> Array:
+    return _forward(tile, window, q_BKGSD, k_BKSD, v_BKSD, segments_BS)[0]
+
+
+def _forward(
+    tile: int, window: int | None, q_BKGSD: Array, k_BKSD: Array, v_BKSD: Array, segments_BS: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    """Running maximum, normaliser and sum for each query (the paper's algorithm 1)."""
+    wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
+
+    def visit(carry: tuple[Array, ...], pair: tuple[Array, Array]) -> tuple[tuple[Array, ...], None]:
+        sum_BKGSD, normaliser_BKGS, highest_BKGS = carry
+        i, j = pair
+        scores_BKGQT, allowed_BQT = _scores(tile, window, q_BKGSD, k_BKSD, segments_BS, i, j)
+        scores_BKGQT = jnp.where(allowed_BQT[:, None, None], scores_BKGQT, _FAR)
+        before_BKGQ = _tile(highest_BKGS, i, tile, 3)
+        highest_BKGQ = jnp.maximum(before_BKGQ, jnp.max(scores_BKGQT, axis=-1))
+        weights_BKGQT = jnp.exp(scores_BKGQT - highest_BKGQ[..., None])
+        shrink_BKGQ = jnp.exp(before_BKGQ - highest_BKGQ)
+        mixed_BKGQD = jnp.einsum(
+            "bkgqt,bktd->bkgqd",
+            weights_BKGQT.astype(v_BKSD.dtype),
+            _tile(v_BKSD, j, tile, 2),
+            preferred_element_type=wide,
+        )
+        sum_BKGQD = _tile(sum_BKGSD, i, tile, 3) * shrink_BKGQ[..., None] + mixed_BKGQD
+        normaliser_BKGQ = _tile(normaliser_BKGS, i, tile, 3) * shrink_BKGQ
+        normaliser_BKGQ += jnp.sum(weights_BKGQT, axis=-1)
+        return (
+            _put(sum_BKGSD, sum_BKGQD, i, tile, 3),
+            _put(normaliser_BKGS, normaliser_BKGQ, i, tile, 3),
+            _put(highest_BKGS, highest_BKGQ, i, tile, 3),
+        ), None
+
+    nothing_BKGS = jnp.zeros(q_BKGSD.shape[:-1], wide)
+    start = jnp.zeros(q_BKGSD.shape, wide), nothing_BKGS, nothing_BKGS + _FAR
+    (sum_BKGSD, normaliser_BKGS, highest_BKGS), _ = jax.lax.scan(
+        visit, start, _pairs(q_BKGSD.shape[3] // tile, tile, window)
+    )
+    mixed_BKGSD = (sum_BKGSD / normaliser_BKGS[..., None]).astype(v_BKSD.dtype)
+    mixed_BKGSD = checkpoint_name(mixed_BKGSD, "attention_kernel")
+    log_normaliser_BKGS = highest_BKGS + jnp.log(normaliser_BKGS)
+    log_normaliser_BKGS = checkpoint_name(log_normaliser_BKGS, "attention_kernel")
+    saved = q_BKGSD, k_BKSD, v_BKSD, segments_BS, mixed_BKGSD, log_normaliser_BKGS
+    return mixed_BKGSD, saved
+
+
+def _backward(
+    tile: int, window: int | None, saved: tuple[Array, ...], d_mixed_BKGSD: Array
+) -> tuple[Array, Array, Array, None]:
+    """Algorithm 2 of the paper."""
+    q_BKGSD, k_BKSD, v_BKSD, segments_BS, mixed_BKGSD, log_normaliser_BKGS = saved
+    wide = log_normaliser_BKGS.dtype
+    D = q_BKGSD.shape[-1]
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    towards_BKGS = jnp.sum(mixed_BKGSD.astype(wide) * d_mixed_BKGSD.astype(wide), axis=-1)
+
+    def visit(carry: tuple[Array, ...], pair: tuple[Array, Array]) -> tuple[tuple[Array, ...], None]:
+        dq_BKGSD, dk_BKSD, dv_BKSD = carry
+        i, j = pair
+        scores_BKGQT, allowed_BQT = _scores(tile, window, q_BKGSD, k_BKSD, segments_BS, i, j)
+        shifted_BKGQT = scores_BKGQT - _tile(log_normaliser_BKGS, i, tile, 3)[..., None]
+        weights_BKGQT = jnp.where(allowed_BQT[:, None, None], jnp.exp(shifted_BKGQT), 0)
+        d_mixed_BKGQD = _tile(d_mixed_BKGSD, i, tile, 3)
+        v_BKTD, k_BKTD = _tile(v_BKSD, j, tile, 2), _tile(k_BKSD, j, tile, 2)
+        d_weights_BKGQT = product("bkgqd,bktd->bkgqt", d_mixed_BKGQD, v_BKTD)
+        d_scores_BKGQT = d_weights_BKGQT - _tile(towards_BKGS, i, tile, 3)[..., None]
+        d_scores_BKGQT = (weights_BKGQT * d_scores_BKGQT * D**-0.5).astype(q_BKGSD.dtype)
+        weights_BKGQT = weights_BKGQT.astype(v_BKSD.dtype)
+        dq_BKGQD = product("bkgqt,bktd->bkgqd", d_scores_BKGQT, k_BKTD)
+        dk_BKTD = product("bkgqt,bkgqd->bktd", d_scores_BKGQT, _tile(q_BKGSD, i, tile, 3))
+        dv_BKTD = product("bkgqt,bkgqd->bktd", weights_BKGQT, d_mixed_BKGQD)
+        return (
+            _put(dq_BKGSD, _tile(dq_BKGSD, i, tile, 3) + dq_BKGQD, i, tile, 3),
+            _put(dk_BKSD, _tile(dk_BKSD, j, tile, 2) + dk_BKTD, j, tile, 2),
+            _put(dv_BKSD, _tile(dv_BKSD, j, tile, 2) + dv_BKTD, j, tile, 2),
+        ), None
+
+    nothing = tuple(jnp.zeros(x.shape, wide) for x in (q_BKGSD, k_BKSD, v_BKSD))
+    pairs = _pairs(q_BKGSD.shape[3] // tile, tile, window)
+    (dq_BKGSD, dk_BKSD, dv_BKSD), _ = jax.lax.scan(visit, nothing, pairs)
+    return (
+        dq_BKGSD.astype(q_BKGSD.dtype),
+        dk_BKSD.astype(k_BKSD.dtype),
+        dv_BKSD.astype(v_BKSD.dtype),
+        None,
+    )
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _scores(
+    tile: int,
+    window: int | None,
+    q_BKGSD: Array,
+    k_BKSD: Array,
+    segments_BS: Array,
+    i: Array,
+    j: Array,
+) -> tuple[Float[Array, "b k g q t"], Bool[Array, "b q t"]]:
+    """q kᵀ / √D of query tile i and key tile j, and which of it counts."""
+    q_BKGQD, k_BKTD = _tile(q_BKGSD, i, tile, 3), _tile(k_BKSD, j, tile, 2)
+    wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
+    scores_BKGQT = jnp.einsum("bkgqd,bktd->bkgqt", q_BKGQD, k_BKTD, preferred_element_type=wide)
+    distance_QT = (i - j) * tile + jnp.arange(tile)[:, None] - jnp.arange(tile)
+    near_QT = distance_QT >= 0
+    if window is not None:
+        near_QT &= distance_QT < window
+    same_BQT = _tile(segments_BS, i, tile, 1)[:, :, None] == _tile(segments_BS, j, tile, 1)[:, None]
+    return scores_BKGQT * q_BKGSD.shape[-1] ** -0.5, near_QT & same_BQT
+
+
+def _pairs(tiles: int, tile: int, window: int | None) -> tuple[Int32[Array, "p"], Int32[Array, "p"]]:
+    """Every tile of queries with each tile of keys that any of them sees."""
+    pairs = [
+        (i, j)
+        for i in range(tiles)
+        for j in range(i + 1)
+        # The nearest two positions of different tiles.
+        if window is None or i == j or (i - j - 1) * tile + 1 < window
+    ]
+    queries_P, keys_P = np.array(pairs, np.int32).T
+    return jnp.asarray(queries_P), jnp.asarray(keys_P)
+
+
+def _tile(x: Array, index: Array, tile: int, axis: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * tile, tile, axis)
+
+
+def _put(x: Array, part: Array, index: Array, tile: int, axis: int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, index * tile, axis)

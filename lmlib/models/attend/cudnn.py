@@ -1,0 +1,47 @@
+"""cuDNN's fused attention, on NVIDIA GPUs.
+
+Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+# Its forward kernel, as JAX calls it: what it returns is kept where "attention" is saved.
+KERNEL = "dot_product_attention_fwd_wrapper"
+
+
+def problem(q_BSHD: Float[Array, "b s h d"]) -> str | None:
+    """Why cuDNN cannot compute attention for such queries, if it cannot."""
+    if q_BSHD.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cudnn computes in bfloat16 or float16, not in {q_BSHD.dtype}"
+    head_dim = q_BSHD.shape[-1]
+    if head_dim % 8 or head_dim > 128:
+        return f"cudnn needs a head_dim that is a multiple of 8 and at most 128, not {head_dim}"
+    return None
+
+
+def attend(
+    q_BSHD: Float[Array, "b s h d"],
+    k_BTKD: Float[Array, "b s k d"],
+    v_BTKD: Float[Array, "b s k d"],
+    segment_ids_BS: Int32[Array, "b s"],
+    window: int | None = None,
+) -> Float[Array, "b s h d"]:
+    """See `lmlib.models.attend.attend`; on the part of one device.
+
+    Documents are kept apart by a mask of (B, 1, S, T) that all heads share: JAX's interface to
+    cuDNN takes neither segment ids nor borders within a row.
+    """
+    if (reason := problem(q_BSHD)) is not None:
+        raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
+    same_B1ST = (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        q_BSHD,
+        k_BTKD,
+        v_BTKD,
+        mask=same_B1ST,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )

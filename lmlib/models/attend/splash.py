@@ -1,0 +1,62 @@
+"""Splash attention: Pallas's fused attention for TPUs, which skips tiles that are all masked.
+
+Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as kernel,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jaxtyping import Array, Float, Int32
+
+from lmlib.parallel.local import platform
+
+_LANES = 128  # of a TPU's vector unit: tiles are multiples of it
+_LARGEST_TILE = 512
+
+
+def problem(q_BSHD: Float[Array, "b s h d"]) -> str | None:
+    """Why splash attention cannot compute attention for such queries, if it cannot."""
+    sequence, head_dim = q_BSHD.shape[1], q_BSHD.shape[-1]
+    if q_BSHD.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"splash computes in bfloat16 or float32, not in {q_BSHD.dtype}"
+    if sequence % _LANES:
+        return f"splash needs a sequence length that is a multiple of {_LANES}, not {sequence}"
+    if head_dim % 64:
+        return f"splash needs a head_dim that is a multiple of 64, not {head_dim}"
+    return None
+
+
+def attend(
+    q_BSHD: Float[Array, "b s h d"],
+    k_BTKD: Float[Array, "b s k d"],
+    v_BTKD: Float[Array, "b s k d"],
+    segment_ids_BS: Int32[Array, "b s"],
+    window: int | None = None,
+) -> Float[Array, "b s h d"]:
+    """See `lmlib.models.attend.attend`; on the part of one device. Where there is no TPU, Pallas
+    interprets the kernel, which is for tests."""
+    if (reason := problem(q_BSHD)) is not None:
+        raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
+    B, S, H, D = q_BSHD.shape
+    mask = (
+        masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
+    )
+    tile = max(size for size in range(_LANES, _LARGEST_TILE + 1, _LANES) if S % size == 0)
+    attend_HSD = kernel.make_splash_mha(
+        masks.MultiHeadMask([mask] * H),
+        block_sizes=kernel.BlockSizes(
+            block_q=tile, block_kv=tile, block_kv_compute=tile,
+            block_q_dkv=tile, block_kv_dkv=tile, block_kv_dkv_compute=tile,
+            block_q_dq=tile, block_kv_dq=tile,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name="attention_kernel",
+        interpret=platform() != "tpu",
+    )  # fmt: skip
+    q_BHSD, k_BKTD, v_BKTD = (x.transpose(0, 2, 1, 3) for x in (q_BSHD * D**-0.5, k_BTKD, v_BTKD))
+    segments = kernel.SegmentIds(segment_ids_BS, segment_ids_BS)
+    return jax.vmap(attend_HSD)(q_BHSD, k_BKTD, v_BKTD, segments).transpose(0, 2, 1, 3)

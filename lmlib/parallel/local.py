@@ -1,0 +1,76 @@
+"""Functions of what one device holds, for kernels and for collectives that are written by hand.
+
+`on_each_device` runs a function on every device's own part of its arguments. Within it the
+functions below communicate along one axis of the mesh. Without a mesh there is one device, the
+parts are the whole, and nothing is sent.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from lmlib.parallel.layout import MeshAxes
+
+
+def on_each_device(
+    function: Callable[..., Any],
+    inputs: Sequence[PartitionSpec],
+    outputs: Any,
+    tracked: bool = True,
+) -> Callable[..., Any]:
+    """`function` on the parts of its arguments that each device holds (`jax.shard_map`).
+
+    Args:
+      inputs, outputs: how arguments and results lie on the mesh.
+      tracked: whether JAX tracks along which mesh axes values differ. Derivatives through
+        collectives need it; kernels and carries of loops do not have it.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    return jax.shard_map(function, in_specs=tuple(inputs), out_specs=outputs, check_vma=tracked)
+
+
+def gathered(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
+    """The parts of all devices along `mesh_axis`, one after the other along `axis`."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.all_gather(x, mesh_axis, axis=axis, tiled=True)
+
+
+def summed(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
+    """The sum over the devices along `mesh_axes`, on each of them."""
+    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.psum(x, mesh_axes)
+
+
+def summed_and_split(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
+    """The sum over the devices along `mesh_axis`; each keeps its part of it along `axis`."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.psum_scatter(x, mesh_axis, scatter_dimension=axis, tiled=True)
+
+
+def exchanged(x: jax.Array, mesh_axis: str, split: int, joined: int) -> jax.Array:
+    """Along `mesh_axis` each device gets a piece of everyone's `x`, cut along the axis `split`, and
+    puts the pieces one after the other along the axis `joined` (all-to-all)."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.all_to_all(x, mesh_axis, split, joined, tiled=True)
+
+
+def highest(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
+    """The maximum over the devices along `mesh_axes`, on each of them."""
+    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.pmax(x, mesh_axes)
+
+
+def index_along(mesh_axis: str) -> jax.Array | int:
+    """Which of the devices along `mesh_axis` this one is, from 0."""
+    return 0 if jax.sharding.get_abstract_mesh().empty else jax.lax.axis_index(mesh_axis)
+
+
+def platform() -> str:
+    """Of the devices that what is traced now will run on: "cpu", "tpu", or another for GPUs."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    return jax.default_backend() if device is None else device.platform
