@@ -8,6 +8,7 @@ Data, shape's origin and `tiny` as in experiments/llama_84m.py.
 import fiddle as fdl
 
 from experiments import llama_84m
+from experiments.llama_84m import fast as fast
 from experiments.llama_84m import tiny as tiny
 from lmlib.experiment import Experiment
 

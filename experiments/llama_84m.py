@@ -16,6 +16,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.models.llama import Llama
+from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 
 
@@ -60,3 +61,11 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
     cfg.validation_batches = 2
     cfg.steps = 20
     cfg.evaluate_every = cfg.checkpoint_every = 10
+
+
+def fast(cfg: fdl.Config[Experiment]) -> None:
+    """For devices with room for every activation: nothing is computed twice, layers are unrolled,
+    logits are bfloat16."""
+    cfg.model.saved = ACTIVATIONS
+    cfg.model.unroll = cfg.model.layers
+    cfg.model.logits_dtype = "bfloat16"

@@ -13,6 +13,7 @@ Shape, tokenizer, sequence length and peak learning rate of Grattafiori et al. 2
 import fiddle as fdl
 
 from experiments import llama_84m
+from experiments.llama_84m import fast as fast
 from experiments.llama_84m import tiny as _tiny
 from lmlib.experiment import Experiment
 

@@ -117,7 +117,7 @@ def loss_sums(
     §3.2): the backward pass only multiplies them by what arrives.
     """
     sums = functools.partial(_local_sums, settings)
-    return on_each_device(sums, _INPUTS, LossSums(_EVERYWHERE, _EVERYWHERE), tracked=False)(
+    return on_each_device(sums, _INPUTS, _EVERYWHERE, tracked=False)(
         h_BSE, table_EV, targets_BS, loss_mask_BS
     )
 
@@ -131,7 +131,7 @@ def _forward(
     settings: LossSettings, h_BSE: Array, table_EV: Array, targets_BS: Array, loss_mask_BS: Array
 ) -> tuple[LossSums, tuple[Array, Array]]:
     gradients = functools.partial(_local_gradients, settings)
-    outputs = LossSums(_EVERYWHERE, _EVERYWHERE), (_H, _TABLE)
+    outputs = _EVERYWHERE, (_H, _TABLE)
     return on_each_device(gradients, _INPUTS, outputs, tracked=False)(
         h_BSE, table_EV, targets_BS, loss_mask_BS
     )
@@ -195,7 +195,9 @@ def _chunk_sums(
 ) -> tuple[LossSums, Float[Array, "n v"]]:
     """The sums of a chunk, and the gradient of what is minimised with respect to its logits."""
     wide = jnp.promote_types(h_NE.dtype, jnp.float32)
-    logits_NV = jnp.einsum("ne,ev->nv", h_NE, table_EV, preferred_element_type=settings.logits_dtype)
+    logits_NV = jnp.einsum(
+        "ne,ev->nv", h_NE, table_EV, preferred_element_type=settings.logits_dtype
+    )
     logits_NV = logits_NV.astype(wide)
     highest_N = highest(jnp.max(logits_NV, axis=-1), "tensor")
     exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
@@ -233,7 +235,7 @@ def _chunks(
 
 
 def _visited(visit: Callable[..., Any], start: Any, chunks: Any) -> Any:
-    """`jax.lax.scan`, but without a loop for a single chunk, which XLA's TPU compiler runs twice."""
+    """`jax.lax.scan`, but no loop for one chunk: XLA's TPU compiler would run its body twice."""
     if jax.tree.leaves(chunks)[0].shape[0] > 1:
         return jax.lax.scan(visit, start, chunks)
     carry, y = visit(start, jax.tree.map(lambda x: x[0], chunks))

@@ -23,7 +23,20 @@ from runner.progress import Progress
 
 _LARGEST_CONFIG = 10_000_000  # bytes
 # Parameters of a model that say how it is computed or regularised, not what it is.
-_FREE = frozenset({"compute_dtype", "dropout", "saved", "sequence_parallel", "unroll"})
+_FREE = frozenset(
+    {
+        "attention",
+        "compute_dtype",
+        "dropout",
+        "logits_dtype",
+        "loss_chunk",
+        "offloaded",
+        "quantized",
+        "saved",
+        "sequence_parallel",
+        "unroll",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Loop:
 
     Args:
       compiled: `state, metrics = compiled(state, batch)`.
+      first: the first step that this process makes.
       repeated: the last step that an earlier process of the run made.
       stop: whether to stop after a step, saved; the same answer on all processes.
     """
@@ -52,6 +53,7 @@ class Loop:
     captures: Captures
     profiler: Profiler
     phases: Phases
+    first: int
     repeated: int
     stop: Callable[[int], bool]
 
@@ -114,6 +116,8 @@ class Loop:
     def _finish(self, line: Line, batch: Batch, newest: train.State) -> None:
         """Writes the line of a step and acts on what it says; `newest` may be a step later."""
         self.recorder.write(line)
+        if line["step"] == self.first:
+            self.recorder.message(f"first step after {self.phases.text()}")
         if (message := self.captures.take(line, batch)) is not None:
             self.recorder.message(message)
         stop_if_diverged(self.experiment, line, newest, batch)

@@ -62,3 +62,9 @@ class Phases:
         """Of each phase up to now."""
         phase, since = self._current
         return self._seconds | {phase: self._seconds[phase] + time.monotonic() - since}
+
+    def text(self) -> str:
+        """All seconds so far and what they went into: "9.1 s: 3.0 s start-up, 6.1 s compile"."""
+        seconds = self.seconds()
+        parts = (f"{spent:.1f} s {phase}" for phase, spent in seconds.items() if spent >= 0.05)
+        return f"{sum(seconds.values()):.1f} s: {', '.join(parts)}"

@@ -1,4 +1,6 @@
-"""Cross-entropy and z-loss against float64 NumPy."""
+"""Cross-entropy, z-loss and their gradients against float64 NumPy."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,61 +10,148 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
-from lmlib.losses import loss_sums
-from lmlib.parallel.layout import partition
+from lmlib.losses import LossSettings, loss_sums
+from lmlib.parallel.layout import STORED, partition
 from lmlib.parallel.mesh import make_mesh
 
+B, S, E, V = 4, 6, 16, 32
 
-def reference(logits_BSV, targets_BS, mask_BS):
-    logits_BSV = np.asarray(logits_BSV, np.float64)
-    cross_entropy = z = 0.0
+
+def inputs(seed=0, scale=5.0, share=0.7):
+    random = np.random.default_rng(seed)
+    h_BSE = random.normal(size=(B, S, E)).astype(np.float32)
+    table_EV = (random.normal(size=(E, V)) * scale / E**0.5).astype(np.float32)
+    targets_BS = random.integers(0, V, (B, S)).astype(np.int32)
+    return [*map(jnp.asarray, (h_BSE, table_EV, targets_BS, random.random((B, S)) < share))]
+
+
+def reference(h_BSE, table_EV, targets_BS, mask_BS, z_loss):
+    """What is minimised, the cross-entropy, and the gradients of the first."""
+    h_BSE, table_EV = np.asarray(h_BSE, np.float64), np.asarray(table_EV, np.float64)
+    minimised = cross_entropy = 0.0
+    dh_BSE, dtable_EV = np.zeros_like(h_BSE), np.zeros_like(table_EV)
     for b, s in np.argwhere(mask_BS):
-        log_z = np.log(np.exp(logits_BSV[b, s] - logits_BSV[b, s].max()).sum())
-        log_z += logits_BSV[b, s].max()
-        cross_entropy += log_z - logits_BSV[b, s, targets_BS[b, s]]
-        z += log_z**2
-    return cross_entropy, z
+        logits_V = h_BSE[b, s] @ table_EV
+        log_z = np.log(np.exp(logits_V - logits_V.max()).sum()) + logits_V.max()
+        loss = log_z - logits_V[targets_BS[b, s]]
+        cross_entropy += loss
+        minimised += loss + z_loss * log_z**2
+        dlogits_V = np.exp(logits_V - log_z) * (1 + 2 * z_loss * log_z)
+        dlogits_V[targets_BS[b, s]] -= 1
+        dh_BSE[b, s] = table_EV @ dlogits_V
+        dtable_EV += np.outer(h_BSE[b, s], dlogits_V)
+    return minimised, cross_entropy, dh_BSE, dtable_EV
+
+
+def found(how, h_BSE, table_EV, targets_BS, mask_BS, arriving=1.0):
+    def loss(h_BSE, table_EV):
+        sums = loss_sums(how, h_BSE, table_EV, targets_BS, mask_BS)
+        return sums.minimised * arriving, sums
+
+    (_, sums), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(h_BSE, table_EV)
+    return *sums, *gradients
+
+
+def assert_close(values, expected):
+    for value, right in zip(values, expected, strict=True):
+        scale = np.abs(right).max(initial=1)
+        np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-5 * scale)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.floats(0.1, 80.0), st.floats(0, 1))
-def test_sums_match_float64(seed, scale, share):
-    random = np.random.default_rng(seed)
-    logits_BSV = (random.normal(size=(3, 5, 17)) * scale).astype(np.float32)
-    targets_BS = random.integers(0, 17, (3, 5)).astype(np.int32)
-    mask_BS = random.random((3, 5)) < share
-    found = loss_sums(jnp.asarray(logits_BSV), jnp.asarray(targets_BS), jnp.asarray(mask_BS))
-    expected = reference(logits_BSV, targets_BS, mask_BS)
-    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-4)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.floats(0.1, 40.0),
+    st.floats(0, 1),
+    st.sampled_from([None, 1, 5, 8, 23, 24, 100]),
+    st.sampled_from([0.0, 1e-2]),
+)
+def test_sums_and_gradients_match_float64_in_chunks_of_any_size(seed, scale, share, chunk, z_loss):
+    arrays = inputs(seed, scale, share)
+    expected = reference(*arrays, z_loss)
+    how = LossSettings(z_loss, chunk)
+    assert_close(found(how, *arrays), expected)
+    assert_close(jax.jit(functools.partial(loss_sums, how))(*arrays), expected[:2])
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 8}, {"fsdp": 2, "tensor": 4}])
-def test_a_split_vocabulary_changes_nothing(mesh):
-    random = np.random.default_rng(0)
-    logits_BSV = random.normal(size=(4, 6, 32)).astype(np.float32) * 5
-    targets_BS = random.integers(0, 32, (4, 6)).astype(np.int32)
-    mask_BS = random.random((4, 6)) < 0.7
+@pytest.mark.parametrize(
+    "mesh",
+    [{"tensor": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4}],
+)
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_neither_a_split_vocabulary_nor_a_split_batch_changes_anything(mesh, chunk):
+    arrays = inputs()
     mesh = make_mesh(**mesh)
-
-    def put(array, axes):
-        return jax.device_put(array, NamedSharding(mesh, partition(axes)))
-
+    layouts = [partition("batch seq embed"), partition("embed vocab", STORED)]
+    layouts += [partition("batch seq")] * 2
     with jax.set_mesh(mesh):
-        logits = put(logits_BSV, "batch seq vocab")
-        rest = put(targets_BS, "batch seq"), put(mask_BS, "batch seq")
-        found = jax.jit(loss_sums)(logits, *rest)
-        gradient = jax.jit(jax.grad(lambda x: loss_sums(x, *rest).cross_entropy))(logits)
-    np.testing.assert_allclose(found, reference(logits_BSV, targets_BS, mask_BS), rtol=2e-6)
-    assert gradient.sharding == logits.sharding
-    shifted = np.exp(logits_BSV - logits_BSV.max(-1, keepdims=True))
-    expected = shifted / shifted.sum(-1, keepdims=True) - np.eye(32)[targets_BS]
-    np.testing.assert_allclose(gradient, expected * mask_BS[..., None], atol=2e-6)
+        placed = [
+            jax.device_put(array, NamedSharding(mesh, layout))
+            for array, layout in zip(arrays, layouts, strict=True)
+        ]
+        values = found(LossSettings(1e-2, chunk), *placed)
+    assert_close(values, reference(*arrays, 1e-2))
+    for gradient, array in zip(values[2:], placed[:2], strict=True):
+        assert gradient.sharding.is_equivalent_to(array.sharding, gradient.ndim)
+
+
+def test_what_arrives_scales_the_gradients():
+    arrays = inputs()
+    minimised, cross_entropy, dh_BSE, dtable_EV = reference(*arrays, 0.0)
+    values = found(LossSettings(), *arrays, arriving=-0.25)
+    assert_close(values, (minimised, cross_entropy, -0.25 * dh_BSE, -0.25 * dtable_EV))
 
 
 def test_masked_positions_have_no_gradient_even_with_infinite_logits():
-    logits_BSV = jnp.zeros((1, 2, 4)).at[0, 1, 2].set(jnp.inf)
-    mask_BS = jnp.array([[True, False]])
-    gradient = jax.grad(
-        lambda x: loss_sums(x, jnp.zeros((1, 2), jnp.int32), mask_BS).cross_entropy
-    )(logits_BSV)
-    assert np.isfinite(gradient[0, 0]).all()
+    h_BSE, table_EV, targets_BS, mask_BS = inputs()
+    mask_BS = mask_BS.at[0, 1].set(False)
+    expected = reference(h_BSE, table_EV, targets_BS, mask_BS, 0.0)
+    h_BSE = h_BSE.at[0, 1].set(3e38)
+    assert not np.isfinite(h_BSE[0, 1] @ table_EV).any()
+    assert_close(found(LossSettings(), h_BSE, table_EV, targets_BS, mask_BS), expected)
+
+
+def test_the_cross_entropy_is_for_reporting():
+    h_BSE, *rest = inputs()
+    gradient = jax.grad(lambda h: loss_sums(LossSettings(), h, *rest).cross_entropy)(h_BSE)
+    assert not np.any(gradient)
+
+
+def products(jaxpr):
+    """The operands' dtypes of every product in the program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield tuple(operand.aval.dtype.name for operand in equation.invars)
+        for parameter in equation.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from products(inner)
+
+
+def test_no_product_is_wider_than_the_features_and_none_is_made_twice():
+    h_BSE, table_EV, *rest = inputs()
+
+    def loss(h_BSE, table_EV):
+        return loss_sums(LossSettings(), h_BSE, table_EV, *rest).minimised
+
+    narrow = h_BSE.astype(jnp.bfloat16)
+    trained = jax.make_jaxpr(jax.grad(loss, (0, 1)))(narrow, table_EV)
+    assert list(products(trained.jaxpr)) == [("bfloat16", "bfloat16")] * 3
+    evaluated = jax.make_jaxpr(loss)(narrow, table_EV)
+    assert set(products(evaluated.jaxpr)) == {("bfloat16", "bfloat16")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_never_whole(dtype):
+    h_BSE, table_EV, *rest = inputs()
+
+    def text(chunk):
+        def loss(h_BSE, table_EV):
+            return loss_sums(LossSettings(chunk=chunk), h_BSE, table_EV, *rest).minimised
+
+        arguments = h_BSE.astype(dtype), table_EV
+        return jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().as_text()
+
+    assert f"[{B * S},{V}]" in text(chunk=B * S)
+    assert f"[{B * S},{V}]" not in text(chunk=8)
+    assert f"[{B},{S},{V}]" not in text(chunk=8)

@@ -3,6 +3,8 @@
 Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, K kv_heads, D head_dim.
 """
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ class Attention(eqx.Module):
     output: Float[Array, "heads head_dim embed"]
     rope_theta: float = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    precision: str | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Attention(eqx.Module):
         head_dim: int,
         rope_theta: float,
         window: int | None = None,
+        precision: str | None = None,
         *,
         key: PRNGKeyArray,
     ):
@@ -44,6 +48,7 @@ class Attention(eqx.Module):
         self.output = initial_weight(Attention, "output", key, **sizes)
         self.rope_theta = rope_theta
         self.window = window
+        self.precision = precision
 
     def __call__(
         self,
@@ -54,16 +59,17 @@ class Attention(eqx.Module):
         implementation: str = "auto",
     ) -> Float[Array, "b s embed"]:
         """Layouts: x whole along `seq`; the result as `residual` names (a sum over `tensor`)."""
+        multiply = functools.partial(product, precision=self.precision)
         with jax.named_scope("projections"):
-            q_BSHD = product("bse,ehd->bshd", x_BSE, self.query)
-            k_BTKD = product("bte,ekd->btkd", x_BSE, self.key)
-            v_BTKD = checkpoint_name(product("bte,ekd->btkd", x_BSE, self.value), "value")
+            q_BSHD = multiply("bse,ehd->bshd", x_BSE, self.query)
+            k_BTKD = multiply("bte,ekd->btkd", x_BSE, self.key)
+            v_BTKD = checkpoint_name(multiply("bte,ekd->btkd", x_BSE, self.value), "value")
             q_BSHD = checkpoint_name(rotate(q_BSHD, positions_BS, self.rope_theta), "query")
             k_BTKD = checkpoint_name(rotate(k_BTKD, positions_BS, self.rope_theta), "key")
         with jax.named_scope("attention"):
             mixed_BSHD = attend(q_BSHD, k_BTKD, v_BTKD, segment_ids_BS, implementation, self.window)
         with jax.named_scope("projections"):
-            return product("bshd,hde->bse", mixed_BSHD, self.output, spec(residual))
+            return multiply("bshd,hde->bse", mixed_BSHD, self.output, spec(residual))
 
 
 def rotate(

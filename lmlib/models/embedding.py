@@ -39,9 +39,8 @@ def embedded(
         tokens_BS = gathered(tokens_BS, "fsdp", axis=0)
         V = table_VE.shape[0]
         rows_BS = tokens_BS - V * index_along("tensor")
-        held_BS1 = ((rows_BS >= 0) & (rows_BS < V))[:, :, None]
-        x_BSE = table_VE.astype(wide).at[rows_BS].get(mode="clip")
-        x_BSE = jnp.where(held_BS1, x_BSE, 0).astype(dtype)
+        rows_BS = jnp.where(rows_BS < 0, V, rows_BS)  # negative ones would count from the end
+        x_BSE = table_VE.astype(wide).at[rows_BS].get(mode="fill", fill_value=0).astype(dtype)
         x_BSE = exchanged(x_BSE, "fsdp", split=0, joined=2)
         if "seq_parallel" in residual.split():
             return summed_and_split(x_BSE, "tensor", axis=1)

@@ -3,6 +3,8 @@
 Shapes: B batch, S sequence, E embed, F mlp.
 """
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -37,19 +39,22 @@ class SwiGLU(eqx.Module):
     gate: Float[Array, "embed mlp"]
     up: Float[Array, "embed mlp"]
     down: Float[Array, "mlp embed"]
+    precision: str | None = eqx.field(static=True)
 
-    def __init__(self, embed: int, mlp: int, *, key: PRNGKeyArray):
+    def __init__(self, embed: int, mlp: int, precision: str | None = None, *, key: PRNGKeyArray):
         sizes = {"embed": embed, "mlp": mlp}
         self.gate = initial_weight(SwiGLU, "gate", key, **sizes)
         self.up = initial_weight(SwiGLU, "up", key, **sizes)
         self.down = initial_weight(SwiGLU, "down", key, **sizes)
+        self.precision = precision
 
     @jax.named_scope("mlp")
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], residual: str
     ) -> Float[Array, "b s embed"]:
         """Layouts: x whole along `seq`; the result as `residual` names (a sum over `tensor`)."""
-        gate_BSF = checkpoint_name(product("bse,ef->bsf", x_BSE, self.gate), "mlp_gate")
-        up_BSF = checkpoint_name(product("bse,ef->bsf", x_BSE, self.up), "mlp_up")
+        multiply = functools.partial(product, precision=self.precision)
+        gate_BSF = checkpoint_name(multiply("bse,ef->bsf", x_BSE, self.gate), "mlp_gate")
+        up_BSF = checkpoint_name(multiply("bse,ef->bsf", x_BSE, self.up), "mlp_up")
         hidden_BSF = checkpoint_name(jax.nn.silu(gate_BSF) * up_BSF, "mlp_hidden")
-        return product("bsf,fe->bse", hidden_BSF, self.down, spec(residual))
+        return multiply("bsf,fe->bse", hidden_BSF, self.down, spec(residual))

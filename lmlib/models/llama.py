@@ -4,7 +4,7 @@ arXiv:2302.13971).
 Shapes: B batch, S sequence, E embed, V vocab, L layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -19,8 +19,10 @@ from lmlib.models.dropout import dropout
 from lmlib.models.embedding import embedded
 from lmlib.models.initial import fold, initial_weight
 from lmlib.models.layers import RMSNorm, SwiGLU
+from lmlib.models.quantized import checked_precisions
 from lmlib.models.rematerialization import check_names, policy
 from lmlib.parallel.layout import gather, move, share
+
 
 class Block(eqx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); with a key, dropout before each sum."""
@@ -67,6 +69,8 @@ class Llama(eqx.Module):
       attention: which implementation, of those in `lmlib.models.attend`.
       window: positions that each one attends to, itself and those before it; `None` for all.
       loss_chunk: tokens whose logits a device holds at a time; `None`: see `LossSettings`.
+      quantized: products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or "float8", as
+        in `lmlib.models.quantized`.
       logits_dtype: of the logits that the loss is computed from; softmax is in float32 at least.
       compute_dtype: of activations and gathered weights, for example "bfloat16" or "float32".
       saved: activations kept for the backward pass, by their names in
@@ -113,6 +117,7 @@ class Llama(eqx.Module):
         window: int | None = None,
         loss_chunk: int | None = None,
         logits_dtype: str = "float32",
+        quantized: Mapping[str, str] | None = None,
         compute_dtype: str = "bfloat16",
         saved: tuple[str, ...] = (),
         offloaded: tuple[str, ...] = (),
@@ -127,15 +132,23 @@ class Llama(eqx.Module):
         head_dim = embed // heads if head_dim is None else head_dim
         _check_attention(heads, kv_heads, head_dim)
         check_names(saved=saved, offloaded=offloaded)
+        precisions = checked_precisions(quantized or {}, ("projections", "mlp"))
 
         def block(key: PRNGKeyArray) -> Block:
             return Block(
                 RMSNorm(embed, norm_epsilon, key=fold(key, "attention_norm")),
                 Attention(
-                    embed, heads, kv_heads, head_dim, rope_theta, window, key=fold(key, "attention")
+                    embed,
+                    heads,
+                    kv_heads,
+                    head_dim,
+                    rope_theta,
+                    window,
+                    precisions["projections"],
+                    key=fold(key, "attention"),
                 ),
                 RMSNorm(embed, norm_epsilon, key=fold(key, "mlp_norm")),
-                SwiGLU(embed, mlp, key=fold(key, "mlp")),
+                SwiGLU(embed, mlp, precisions["mlp"], key=fold(key, "mlp")),
             )
 
         sizes = {"vocab": vocab, "embed": embed}
@@ -263,10 +276,10 @@ class Llama(eqx.Module):
         """Analytic FLOPs of forward and backward pass for one token, rematerialisation not counted
         (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
 
-        Six for each parameter that multiplies activations; 12 · layers · heads · head_dim · keys for
-        the two attention products. `keys` is the sequence's length or the window's, or if `causal`
-        how many a position sees on average, about half: what a kernel that skips masked blocks
-        computes.
+        Six for each parameter that multiplies activations, and 12 · layers · heads · head_dim ·
+        keys for the two attention products. `keys` is the sequence's length or the window's, or if
+        `causal` how many a position sees on average, about half: what a kernel that skips masked
+        blocks computes.
         """
         multiplied = (self.blocks.attention, self.blocks.mlp)
         parameters = sum(weight.size for weight in jax.tree.leaves(multiplied))

@@ -11,32 +11,44 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from lmlib.models.quantized import FORMATS, rounded_product
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def product(
     equation: str,
     x: Float[Array, "..."],
     w: Float[Array, "..."],
     out_sharding: PartitionSpec | None = None,
+    precision: str | None = None,
 ) -> Float[Array, "..."]:
     """`jnp.einsum` of activations `x` and a weight `w` of one dtype, which the result has too.
 
     No axis may be summed over in one operand alone. `out_sharding` says where the result lies if
     that is not clear from `x` and `w`. Backward both gradients are computed in the same dtype, from
-    x and w, and lie as these do.
+    x and w, and lie as these do. `precision` rounds the operands of this product and of x's
+    gradient to "int8" or "float8", as `lmlib.models.quantized` says; `None` does not.
     """
-    return jnp.einsum(equation, x, w, out_sharding=out_sharding)
+    if precision is None:
+        return jnp.einsum(equation, x, w, out_sharding=out_sharding)
+    forward = FORMATS[precision].forward
+    return rounded_product(equation, x, w, (forward, forward), out_sharding)
 
 
 def _forward(
-    equation: str, x: Array, w: Array, out_sharding: PartitionSpec | None
+    equation: str,
+    x: Array,
+    w: Array,
+    out_sharding: PartitionSpec | None,
+    precision: str | None,
 ) -> tuple[Array, tuple[Array, Array]]:
-    return product(equation, x, w, out_sharding), (x, w)
+    return product(equation, x, w, out_sharding, precision), (x, w)
 
 
 def _backward(
     equation: str,
     out_sharding: PartitionSpec | None,
+    precision: str | None,
     saved: tuple[Array, Array],
     dy: Array,
 ) -> tuple[Array, Array]:
@@ -44,7 +56,12 @@ def _backward(
     operands, y_axes = equation.split("->")
     x_axes, w_axes = operands.split(",")
     dy = _along(x, x_axes, dy, y_axes)
-    dx = jnp.einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w, out_sharding=_layout_of_gradient(x))
+    back, layout = f"{y_axes},{w_axes}->{x_axes}", _layout_of_gradient(x)
+    if precision is None:
+        dx = jnp.einsum(back, dy, w, out_sharding=layout)
+    else:
+        formats = FORMATS[precision]
+        dx = rounded_product(back, dy, w, (formats.arriving, formats.forward), layout)
     dw = jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, out_sharding=_layout_of_gradient(w))
     return dx, dw
 

@@ -50,7 +50,10 @@ def attend(
     """
     if implementation == "auto":
         implementation = chosen(q_BSHD, window)
-    heads, kv_heads = partition("batch seq heads head_dim"), partition("batch seq kv_heads head_dim")
+    heads, kv_heads = (
+        partition("batch seq heads head_dim"),
+        partition("batch seq kv_heads head_dim"),
+    )
     mixed_BSHD = on_each_device(
         functools.partial(IMPLEMENTATIONS[implementation], window=window),
         inputs=(heads, kv_heads, kv_heads, partition("batch seq")),

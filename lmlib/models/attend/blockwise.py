@@ -18,6 +18,9 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.parallel.local import platform
 
+Pair = tuple[Array, Array]
+Carry = tuple[Array, Array, Array]
+
 _FAR = -1e30  # a score that no sum notices, and from which no infinity comes
 _PADDING = -1  # the segment of positions that fill up the last tile
 
@@ -57,7 +60,7 @@ def _forward(
     """Running maximum, normaliser and sum for each query (the paper's algorithm 1)."""
     wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
 
-    def visit(carry: tuple[Array, ...], pair: tuple[Array, Array]) -> tuple[tuple[Array, ...], None]:
+    def visit(carry: Carry, pair: Pair) -> tuple[Carry, None]:
         sum_BKGSD, normaliser_BKGS, highest_BKGS = carry
         i, j = pair
         scores_BKGQT, allowed_BQT = _scores(tile, window, q_BKGSD, k_BKSD, segments_BS, i, j)
@@ -104,7 +107,7 @@ def _backward(
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
     towards_BKGS = jnp.sum(mixed_BKGSD.astype(wide) * d_mixed_BKGSD.astype(wide), axis=-1)
 
-    def visit(carry: tuple[Array, ...], pair: tuple[Array, Array]) -> tuple[tuple[Array, ...], None]:
+    def visit(carry: Carry, pair: Pair) -> tuple[Carry, None]:
         dq_BKGSD, dk_BKSD, dv_BKSD = carry
         i, j = pair
         scores_BKGQT, allowed_BQT = _scores(tile, window, q_BKGSD, k_BKSD, segments_BS, i, j)
@@ -125,7 +128,7 @@ def _backward(
             _put(dv_BKSD, _tile(dv_BKSD, j, tile, 2) + dv_BKTD, j, tile, 2),
         ), None
 
-    nothing = tuple(jnp.zeros(x.shape, wide) for x in (q_BKGSD, k_BKSD, v_BKSD))
+    nothing = jnp.zeros(q_BKGSD.shape, wide), *(jnp.zeros(k_BKSD.shape, wide),) * 2
     pairs = _pairs(q_BKGSD.shape[3] // tile, tile, window)
     (dq_BKGSD, dk_BKSD, dv_BKSD), _ = jax.lax.scan(visit, nothing, pairs)
     return (
@@ -160,8 +163,8 @@ def _scores(
     return scores_BKGQT * q_BKGSD.shape[-1] ** -0.5, near_QT & same_BQT
 
 
-def _pairs(tiles: int, tile: int, window: int | None) -> tuple[Int32[Array, "p"], Int32[Array, "p"]]:
-    """Every tile of queries with each tile of keys that any of them sees."""
+def _pairs(tiles: int, tile: int, window: int | None) -> Pair:
+    """(P,) and (P,) int32: every tile of queries with each tile of keys that any of them sees."""
     pairs = [
         (i, j)
         for i in range(tiles)

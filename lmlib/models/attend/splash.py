@@ -40,7 +40,7 @@ def attend(
     interprets the kernel, which is for tests."""
     if (reason := problem(q_BSHD)) is not None:
         raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
-    B, S, H, D = q_BSHD.shape
+    _, S, H, D = q_BSHD.shape
     mask = (
         masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
     )

@@ -1,0 +1,136 @@
+"""Products of activations and weights in 8 bits, for training (AQT, github.com/google/aqt, brought
+such products to JAX; SwitchBack: Wortsman et al. 2023, arXiv:2304.13013).
+
+    precision  operands                     sums     largest value
+    int8       x, w and dy are int8         int32    127
+    float8     x and w e4m3, dy e5m2        float32  448 and 57,344
+
+int32 holds any sum over up to 133,000 elements.
+The float8 formats, and which is for what, are those of Micikevicius et al. 2022, arXiv:2209.05433.
+
+Each slice of an operand that is summed over gets a scale of its own, from its largest absolute
+value, in every step anew. An operand is rounded to the nearest value · scale; then the error of a
+product is that of rounding its two operands:
+
+    int8    each element is off by at most scale / 2 = largest / 254
+    e4m3    … by at most 2^-4 of itself, or 2^-10 · scale if that is more
+    e5m2    … by at most 2^-3 of itself, or 2^-17 · scale if that is more
+
+Backward, rounding counts as the identity (straight-through: Bengio et al. 2013, arXiv:1308.3432).
+dx = dy wᵀ is a product in 8 bits too, with scales along its own sum. dw = xᵀ dy is computed from
+what arrived, unrounded, in the compute dtype: its sum runs over all tokens of the batch, where
+SwitchBack found that the errors of 8 bits do harm.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+class Formats(NamedTuple):
+    """Of forward operands, and of the gradient that arrives backward."""
+
+    forward: DTypeLike
+    arriving: DTypeLike
+
+
+FORMATS = {
+    "int8": Formats(jnp.int8, jnp.int8),
+    "float8": Formats(jnp.float8_e4m3fn, jnp.float8_e5m2),
+}
+
+
+def checked_precisions(
+    quantized: Mapping[str, str], kinds: tuple[str, ...]
+) -> dict[str, str | None]:
+    """The precision of each kind of layer; `None` for those that `quantized` does not name.
+
+    Raises:
+      ValueError: if it names another kind, or a precision that is not in `FORMATS`.
+    """
+    for kind, precision in quantized.items():
+        if kind not in kinds:
+            raise ValueError(f"quantized names {kind!r}; it may name {' and '.join(kinds)}")
+        if precision not in FORMATS:
+            raise ValueError(
+                f"quantized[{kind!r}] must be one of {', '.join(FORMATS)}, got {precision!r}"
+            )
+    return {kind: quantized.get(kind) for kind in kinds}
+
+
+def rounded_product(
+    equation: str,
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    formats: tuple[DTypeLike, DTypeLike],
+    out_sharding: PartitionSpec | None = None,
+) -> Float[Array, "..."]:
+    """`jnp.einsum` of `a` and `b` rounded to `formats`; the result has a's dtype. An element whose
+    sum meets NaN or infinity is not finite.
+
+    No axis may be summed over in one operand alone, nor stand in both operands and the result.
+    Scales lie as their operand does, but for the axes of the sum, over which they are the same
+    everywhere. If those are split, the sums travel in 32 bits.
+    """
+    operands, y_axes = equation.split("->")
+    a_axes, b_axes = operands.split(",")
+    a_values, a_scale = rounded(_plain(a), _places_not_in(y_axes, a_axes), formats[0])
+    b_values, b_scale = rounded(_plain(b), _places_not_in(y_axes, b_axes), formats[1])
+    wide = jnp.int32 if jnp.issubdtype(a_values.dtype, jnp.integer) else jnp.float32
+    sums = jnp.einsum(
+        equation, a_values, b_values, preferred_element_type=wide, out_sharding=out_sharding
+    )
+    y = sums.astype(jnp.float32)
+    for scale, axes in ((a_scale, a_axes), (b_scale, b_axes)):
+        y *= _shared(_spread(scale, axes, y_axes), out_sharding)
+    return y.astype(a.dtype)
+
+
+def rounded(
+    x: Float[Array, "..."], summed: tuple[int, ...], dtype: DTypeLike
+) -> tuple[Array, Float[Array, "..."]]:
+    """`x` as values of `dtype` and float32 scales: x is about values · scales.
+
+    A scale is for all elements along the axes `summed`, which have size 1 in it. It makes their
+    largest absolute value the largest of `dtype`, and is a normal number even if all are zero.
+    """
+    integer = jnp.issubdtype(dtype, jnp.integer)
+    limit = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
+    wide = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=summed, keepdims=True)
+    scale = jnp.maximum(largest / limit, jnp.finfo(jnp.float32).tiny)
+    values = jnp.round(wide / scale) if integer else wide / scale
+    return values.astype(dtype), scale
+
+
+def _spread(scale: Array, axes: str, y_axes: str) -> Array:
+    """Scales of an operand in the order of the result's axes, to multiply it with."""
+    scale = jnp.squeeze(scale, _places_not_in(y_axes, axes))
+    kept = [axis for axis in axes if axis in y_axes]
+    scale = jnp.transpose(scale, [kept.index(axis) for axis in y_axes if axis in kept])
+    return jnp.expand_dims(scale, _places_not_in(axes, y_axes))
+
+
+def _places_not_in(others: str, axes: str) -> tuple[int, ...]:
+    return tuple(place for place, axis in enumerate(axes) if axis not in others)
+
+
+def _plain(x: Array) -> Array:
+    """`x` for any arithmetic: of what was gathered, JAX remembers how its gradient will lie, and
+    lets nothing but products see it."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.sharding.reshard(x, jax.typeof(x).sharding.spec.update(reduced=frozenset()))
+
+
+def _shared(scale: Array, out_sharding: PartitionSpec | None) -> Array:
+    """`scale` for sums of which each device holds a part: it is the same for all of these."""
+    if out_sharding is None or not out_sharding.unreduced:
+        return scale
+    layout = jax.typeof(scale).sharding.spec
+    return jax.sharding.reshard(scale, layout.update(reduced=out_sharding.unreduced))

@@ -1,0 +1,181 @@
+"""Every implementation of attention against the definition in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from lmlib.models.attend import IMPLEMENTATIONS, attend, chosen
+from lmlib.parallel.layout import partition
+from lmlib.parallel.mesh import make_mesh
+
+RUNNABLE = ["plain", "blockwise", "splash"]  # cudnn needs an NVIDIA GPU
+B, S, H, K, D = 2, 256, 4, 2, 64
+WINDOWS = [None, 1, 100, 128, 129, 1_000]
+
+
+def inputs(sequence=S, heads=H, kv_heads=K, head_dim=D):
+    """Queries, keys, values, segments that begin and end inside tiles, and an arriving gradient."""
+    random = np.random.default_rng(0)
+    q_BSHD, d_BSHD = random.normal(size=(2, B, sequence, heads, head_dim)).astype(np.float32)
+    k_BSKD, v_BSKD = random.normal(size=(2, B, sequence, kv_heads, head_dim)).astype(np.float32)
+    borders_BS = random.random((B, sequence)) < 4 / sequence
+    return q_BSHD, k_BSKD, v_BSKD, np.cumsum(borders_BS, axis=1).astype(np.int32), d_BSHD
+
+
+def reference(q_BSHD, k_BSKD, v_BSKD, segments_BS, d_BSHD, window):
+    """The output and the gradients for q, k and v, head by head and in float64."""
+    sequence, heads, head_dim = q_BSHD.shape[1:]
+    group = heads // k_BSKD.shape[2]
+    output, dq, dk, dv = (np.zeros(x.shape) for x in (q_BSHD, q_BSHD, k_BSKD, v_BSKD))
+    distance_ST = np.arange(sequence)[:, None] - np.arange(sequence)
+    near_ST = (distance_ST >= 0) & (distance_ST < (window or sequence))
+    for b, h in np.ndindex(len(q_BSHD), heads):
+        q_SD = q_BSHD[b, :, h].astype(np.float64)
+        k_SD, v_SD = (x[b, :, h // group].astype(np.float64) for x in (k_BSKD, v_BSKD))
+        allowed_ST = near_ST & (segments_BS[b][:, None] == segments_BS[b])
+        scores_ST = np.where(allowed_ST, q_SD @ k_SD.T / head_dim**0.5, -np.inf)
+        weights_ST = np.exp(scores_ST - scores_ST.max(axis=1, keepdims=True))
+        weights_ST /= weights_ST.sum(axis=1, keepdims=True)
+        d_SD = d_BSHD[b, :, h].astype(np.float64)
+        output[b, :, h] = weights_ST @ v_SD
+        d_weights_ST = d_SD @ v_SD.T
+        inner_S1 = (weights_ST * d_weights_ST).sum(axis=1, keepdims=True)
+        d_scores_ST = weights_ST * (d_weights_ST - inner_S1) / head_dim**0.5
+        dq[b, :, h] = d_scores_ST @ k_SD
+        dk[b, :, h // group] += d_scores_ST.T @ q_SD
+        dv[b, :, h // group] += weights_ST.T @ d_SD
+    return output, dq, dk, dv
+
+
+def found(implementation, q, k, v, segments_BS, d_BSHD, window):
+    def compute(q, k, v):
+        return attend(q, k, v, jnp.asarray(segments_BS), implementation, window)
+
+    output, pullback = jax.vjp(compute, *(jnp.asarray(x) for x in (q, k, v)))
+    return output, *pullback(jnp.asarray(d_BSHD))
+
+
+def assert_close(values, expected, tolerance):
+    for value, right in zip(values, expected, strict=True):
+        error = np.linalg.norm(np.asarray(value, np.float64) - right)
+        # What goes in is of the order of one, and some gradients are nothing.
+        assert error <= tolerance * max(np.linalg.norm(right), right.size**0.5)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("implementation", RUNNABLE)
+def test_outputs_and_gradients_match_the_definition(implementation, window):
+    arrays = inputs()
+    with jax.default_matmul_precision("highest"):
+        values = found(implementation, *arrays, window)
+    assert_close(values, reference(*arrays, window), 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "heads", "kv_heads", "head_dim"),
+    [(1, 1, 1, 2), (97, 3, 1, 8), (128, 2, 2, 16), (300, 6, 3, 10), (385, 2, 1, 4)],
+)
+@pytest.mark.parametrize("implementation", ["plain", "blockwise"])
+def test_any_shape_will_do(implementation, sequence, heads, kv_heads, head_dim):
+    arrays = inputs(sequence, heads, kv_heads, head_dim)
+    values = found(implementation, *arrays, None)
+    assert_close(values, reference(*arrays, None), 2e-6)
+
+
+@pytest.mark.parametrize("implementation", RUNNABLE)
+def test_bfloat16_comes_within_its_rounding(implementation):
+    *arrays, d_BSHD = inputs()
+    q, k, v, d_BSHD = (jnp.asarray(x, jnp.bfloat16) for x in (*arrays[:3], d_BSHD))
+    values = found(implementation, q, k, v, arrays[3], d_BSHD, None)
+    assert all(value.dtype == jnp.bfloat16 for value in values)
+    wide = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v)]
+    expected = reference(*wide, arrays[3], np.asarray(d_BSHD.astype(jnp.float32)), None)
+    # A rounding to 8 bits is off by at most 2⁻⁹; four of them follow each other.
+    assert_close(values, expected, 4 * 2**-9)
+
+
+@pytest.mark.parametrize("implementation", RUNNABLE)
+def test_a_document_does_not_notice_the_others_of_its_row(implementation):
+    q, k, v, _, d_BSHD = inputs()
+    segments_BS = np.zeros((B, S), np.int32)
+    segments_BS[:, 70:] = 1
+    segments_BS[:, 200:] = 2
+    own = segments_BS[0] == 1
+    compute = jax.jit(functools.partial(found, implementation, window=None))
+    before = compute(q, k, v, segments_BS, d_BSHD)
+    random = np.random.default_rng(1)
+    for x in (q, k, v, d_BSHD):
+        x[:, ~own] = random.normal(size=x[:, ~own].shape) * 30
+    for value, other in zip(before, compute(q, k, v, segments_BS, d_BSHD), strict=True):
+        np.testing.assert_array_equal(value[:, own], other[:, own])
+
+
+@pytest.mark.parametrize("implementation", ["plain", "blockwise"])
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "tensor": 2}, {"fsdp": 2}])
+def test_the_mesh_changes_nothing(implementation, mesh):
+    arrays = inputs()
+    mesh = make_mesh(**mesh)
+    axes = ["batch seq heads head_dim", *["batch seq kv_heads head_dim"] * 2, "batch seq"]
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, partition(names)))
+            for x, names in zip(arrays, [*axes, axes[0]], strict=True)
+        ]
+        values = jax.jit(functools.partial(found, implementation, window=None))(*placed)
+    assert_close(values, reference(*arrays, None), 2e-6)
+    for value, array in zip(values, [placed[0], *placed[:3]], strict=True):
+        assert value.sharding.is_equivalent_to(array.sharding, value.ndim)
+
+
+def test_blockwise_needs_no_square_of_the_sequence():
+    sequence = 8_192
+    shape = jax.ShapeDtypeStruct((1, sequence, 1, 64), jnp.float32)
+    segments = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
+
+    def gradients(implementation):
+        compute = functools.partial(found, implementation, window=None)
+        compiled = jax.jit(compute).lower(shape, shape, shape, segments, shape).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert gradients("plain") > 4 * sequence**2
+    assert gradients("blockwise") < 4 * sequence**2 / 10
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_blockwise_leaves_tiles_out_that_nobody_sees(window):
+    sequence, tile = 1_024, 128
+    arrays = inputs(sequence, 1, 1, 8)[:4]
+
+    def visits(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "scan":
+                yield equation.params["length"]
+            for parameter in equation.params.values():
+                inner = getattr(parameter, "jaxpr", parameter)
+                if hasattr(inner, "eqns"):
+                    yield from visits(inner)
+
+    compute = functools.partial(attend, implementation="blockwise", window=window)
+    traced = jax.make_jaxpr(compute)(*map(jnp.asarray, arrays))
+    seen = np.abs(np.subtract.outer(np.arange(sequence), np.arange(sequence))) < (
+        window or sequence
+    )
+    tiles = (np.tril(seen)).reshape(8, tile, 8, tile).any(axis=(1, 3))
+    assert list(visits(traced.jaxpr)) == [tiles.sum()]
+
+
+def test_what_an_implementation_cannot_compute_is_refused():
+    q, k, v, segments_BS, _ = (jnp.asarray(x) for x in inputs())
+    with pytest.raises(ValueError, match="cudnn computes in bfloat16 or float16, not in float32"):
+        attend(q, k, v, segments_BS, "cudnn")
+    with pytest.raises(ValueError, match="multiple of 128, not 200"):
+        attend(q[:, :200], k[:, :200], v[:, :200], segments_BS[:, :200], "splash")
+
+
+def test_on_a_cpu_auto_takes_blockwise():
+    assert chosen(jnp.asarray(inputs()[0]), None) == "blockwise"
+    assert set(RUNNABLE) == set(IMPLEMENTATIONS) - {"cudnn"}

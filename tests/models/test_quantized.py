@@ -1,0 +1,318 @@
+"""Products in 8 bits against NumPy's float64, within what their formats allow."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from lmlib import optim, train
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.models.llama import Llama
+from lmlib.models.product import product
+from lmlib.models.quantized import FORMATS, rounded
+from lmlib.parallel.layout import gather, partition
+from lmlib.parallel.mesh import make_mesh
+
+# Everything that a block multiplies, and a result whose axes are in another order.
+EQUATIONS = {
+    "bse,ehd->bshd": ((4, 6, 16), (16, 4, 8)),
+    "bshd,hde->bse": ((4, 6, 4, 8), (4, 8, 16)),
+    "bsf,fe->bse": ((4, 6, 32), (32, 16)),
+    "bse,ev->vsb": ((4, 6, 16), (16, 40)),
+}
+
+# Largest value, relative error of a rounding, and absolute error where values are small, both of
+# x / scale. From the formats' definitions: 3 or 2 bits after the point and the least exponent, -6
+# or -14, of normal numbers; integers are half a unit off at most.
+LIMITS = {
+    jnp.int8: (127.0, 0.0, 2**-1),
+    jnp.float8_e4m3fn: (448.0, 2**-4, 2**-6 * 2**-4),
+    jnp.float8_e5m2: (57_344.0, 2**-3, 2**-14 * 2**-3),
+}
+FLOAT32 = 1e-5  # what divisions, scales and sums in float32 may add
+
+
+def rounding_error(x, summed, dtype):
+    """The most by which each element of x may be off, in float64."""
+    largest, relative, absolute = LIMITS[dtype]
+    least = np.finfo(np.float32).tiny
+    scale = np.maximum(np.abs(x).max(axis=summed, keepdims=True) / largest, least)
+    return (1 + FLOAT32) * np.maximum(relative * np.abs(x), absolute * scale) + FLOAT32 * np.abs(x)
+
+
+def product_and_error(equation, a, b, formats):
+    """The product in float64, and the most by which rounding both operands may change it."""
+    operands, y_axes = equation.split("->")
+    a_axes, b_axes = operands.split(",")
+    a_summed = tuple(place for place, axis in enumerate(a_axes) if axis not in y_axes)
+    b_summed = tuple(place for place, axis in enumerate(b_axes) if axis not in y_axes)
+    a_error = rounding_error(a, a_summed, formats[0])
+    b_error = rounding_error(b, b_summed, formats[1])
+    size = functools.partial(np.einsum, equation)
+    error = size(a_error, np.abs(b)) + size(np.abs(a), b_error) + size(a_error, b_error)
+    return size(a, b), error + FLOAT32 * size(np.abs(a), np.abs(b))
+
+
+def operands(equation, decades=6):
+    """Activations whose rows differ in size by far, weights, and an arriving gradient."""
+    random = np.random.default_rng(0)
+    x_shape, w_shape = EQUATIONS[equation]
+    x, w = random.normal(size=x_shape), random.normal(size=w_shape)
+    x *= 10.0 ** random.uniform(-decades, decades, (*x_shape[:2], *[1] * (len(x_shape) - 2)))
+    dy = random.normal(size=np.einsum(equation, x, w).shape)
+    return tuple(jnp.asarray(each, jnp.float32) for each in (x, w, dy))
+
+
+def wide(*each):
+    return tuple(np.asarray(x, np.float64) for x in each)
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("precision", FORMATS)
+def test_products_are_as_close_as_their_formats_allow(precision, equation):
+    x, w, _ = operands(equation)
+    found = np.asarray(product(equation, x, w, precision=precision), np.float64)
+    forward, _ = FORMATS[precision]
+    expected, error = product_and_error(equation, *wide(x, w), (forward, forward))
+    assert np.all(np.abs(found - expected) <= error)
+    # They are in 8 bits: in 16 the relative error would be below 2^-8.
+    assert np.linalg.norm(found - expected) > 2**-8 * np.linalg.norm(error)
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("precision", FORMATS)
+def test_gradients_are_straight_through(precision, equation):
+    x, w, dy = operands(equation)
+    _, backward = jax.vjp(lambda x, w: product(equation, x, w, precision=precision), x, w)
+    dx, dw = wide(*backward(dy))
+    x_axes, w_axes, y_axes = equation.replace("->", ",").split(",")
+    forward_format, backward_format = FORMATS[precision]
+    expected, error = product_and_error(
+        f"{y_axes},{w_axes}->{x_axes}", *wide(dy, w), (backward_format, forward_format)
+    )
+    assert np.all(np.abs(dx - expected) <= error)
+    # From x and dy as they were, neither rounded.
+    expected = np.einsum(f"{x_axes},{y_axes}->{w_axes}", *wide(x, dy))
+    size = np.einsum(f"{x_axes},{y_axes}->{w_axes}", *wide(np.abs(x), np.abs(dy)))
+    assert np.all(np.abs(dw - expected) <= FLOAT32 * size)
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+def test_forward_product_and_input_gradient_multiply_8_bits(precision):
+    def loss(x, w):
+        return jnp.sum(product("bse,ef->bsf", x, w, precision=precision))
+
+    x, w = jnp.ones((2, 3, 16), jnp.bfloat16), jnp.ones((16, 32), jnp.bfloat16)
+    found = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                found.append(tuple(str(variable.aval.dtype) for variable in equation.invars))
+            for parameter in equation.params.values():
+                if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr"):
+                    visit(getattr(parameter, "jaxpr", parameter))
+
+    visit(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, w).jaxpr)
+    arriving = {"int8": "int8", "float8": "float8_e5m2"}[precision]
+    narrow = {"int8": "int8", "float8": "float8_e4m3fn"}[precision]
+    assert sorted(found) == sorted([(narrow, narrow), (arriving, narrow), ("bfloat16", "bfloat16")])
+
+
+@pytest.mark.parametrize("equation", list(EQUATIONS)[:3])
+@pytest.mark.parametrize("precision", FORMATS)
+def test_eight_devices_compute_the_same_as_one(precision, equation):
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    split = {"b": ("data", "fsdp"), "h": "tensor", "f": "tensor", "v": "tensor"}
+    x_axes, w_axes, y_axes = equation.replace("->", ",").split(",")
+
+    def layout(axes):
+        return PartitionSpec(*(split.get(axis) for axis in axes))
+
+    def both(x, w, dy, out_sharding=None):
+        y, backward = jax.vjp(lambda x, w: product(equation, x, w, out_sharding, precision), x, w)
+        return y, *backward(dy)
+
+    arguments = operands(equation, decades=0)
+    alone = jax.jit(both)(*arguments)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(each, NamedSharding(mesh, layout(axes)))
+            for each, axes in zip(arguments, (x_axes, w_axes, y_axes), strict=True)
+        ]
+        together = jax.jit(functools.partial(both, out_sharding=layout(y_axes)))(*placed)
+    for found, expected, axes in zip(together, alone, (y_axes, x_axes, w_axes), strict=True):
+        assert found.sharding.is_equivalent_to(NamedSharding(mesh, layout(axes)), found.ndim)
+        np.testing.assert_allclose(found, expected, atol=FLOAT32 * np.abs(expected).max())
+    if precision == "int8":  # sums of integers are exact
+        np.testing.assert_array_equal(together[0], alone[0])
+
+
+class Weight(eqx.Module):
+    w: Float[Array, "embed mlp"]
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+def test_a_gathered_weight_and_its_gradient(precision):
+    """As in a model: stored over `fsdp`, cast and gathered before its use, a part of the gradient
+    on each device."""
+    x, w, dy = operands("bsf,fe->bse", decades=0)
+
+    def gradients(x, weight, dy):
+        def one(x, weight):
+            weight = gather(weight, jnp.float32)
+            return product("bse,ef->bsf", x, weight.w, precision=precision)
+
+        return jax.vjp(one, x, weight)[1](dy)
+
+    alone = jax.jit(gradients)(x, Weight(w), dy)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    batch = ("data", "fsdp")
+    layouts = (
+        PartitionSpec(batch, None, None),
+        Weight(PartitionSpec("fsdp", "tensor")),
+        PartitionSpec(batch, None, "tensor"),
+    )
+    placed = jax.tree.map(
+        lambda each, layout: jax.device_put(each, NamedSharding(mesh, layout)),
+        (x, Weight(w), dy),
+        layouts,
+    )
+    with jax.set_mesh(mesh):
+        dx, dweight = jax.jit(gradients)(*placed)
+    assert dweight.w.sharding.spec == PartitionSpec("fsdp", "tensor")
+    np.testing.assert_allclose(dx, alone[0], atol=FLOAT32 * np.abs(alone[0]).max())
+    expected = alone[1].w
+    np.testing.assert_allclose(dweight.w, expected, atol=FLOAT32 * np.abs(expected).max())
+
+
+def test_a_sequence_parallel_result_takes_its_layout():
+    """The scales of x lie whole along the sequence, the result is split along it."""
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    x, w, _ = operands("bsf,fe->bse")
+    expected = product("bsf,fe->bse", x, w, precision="int8")
+    batch = ("data", "fsdp")
+    with jax.set_mesh(mesh):
+        found = jax.jit(
+            lambda x, w: product("bsf,fe->bse", x, w, PartitionSpec(batch, "tensor", None), "int8")
+        )(
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec(batch, None, "tensor"))),
+            jax.device_put(w, NamedSharding(mesh, PartitionSpec("tensor", None))),
+        )
+    assert found.sharding.spec[1] == "tensor"
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+def test_scan_and_rematerialization_change_nothing(precision):
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(2, 3, 8)), jnp.float32)
+    w_LEF = jnp.asarray(random.normal(size=(3, 8, 8)), jnp.float32)
+
+    def layer(x, w):
+        return jnp.tanh(product("bse,ef->bsf", x, w, precision=precision))
+
+    def looped(w_LEF):
+        return jnp.sum(functools.reduce(layer, w_LEF, x) ** 2)
+
+    def scanned(w_LEF):
+        y, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (layer(x, w), None)), x, w_LEF)
+        return jnp.sum(y**2)
+
+    expected = jax.grad(looped)(w_LEF)
+    np.testing.assert_allclose(jax.jit(jax.grad(scanned))(w_LEF), expected, rtol=1e-4, atol=1e-5)
+
+
+def losses(quantized, mesh, **settings):
+    """Of three steps of a small model."""
+    make = functools.partial(
+        Llama, vocab=64, embed=32, layers=2, heads=4, mlp=64, compute_dtype="float32",
+        quantized=quantized, key=jax.random.key(0), **settings,
+    )  # fmt: skip
+    optimizer, source = optim.adamw(10, 1e-2), Synthetic(64, 4, 32)
+    state = train.init(make, optimizer, mesh)
+    step = train.compile_step(state, train.abstract_batch(4, 32, mesh), optimizer, mesh)
+    found = []
+    for index in range(3):
+        batch = place(source, index, NamedSharding(mesh, partition("batch seq")))
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return found
+
+
+def test_a_model_learns_alike_on_any_mesh():
+    both = {"projections": "int8", "mlp": "float8"}
+    alone = losses(both, make_mesh())
+    together = losses(both, make_mesh(data=2, fsdp=2, tensor=2), sequence_parallel=True)
+    # A last bit of difference sends some numbers to the neighbour of what they were rounded to.
+    np.testing.assert_allclose(together, alone, rtol=1e-3)
+
+
+def test_each_kind_of_layer_has_its_own_precision():
+    def multiplied(quantized):
+        model = Llama(
+            vocab=64, embed=32, layers=1, heads=4, mlp=48, compute_dtype="float32",
+            quantized=quantized, key=jax.random.key(0),
+        )  # fmt: skip
+        text = str(jax.make_jaxpr(model.trunk)(jnp.zeros((1, 8), jnp.int32)))
+        # A query and a gate, by their shapes.
+        weights = ("i8[32,4,8]", "i8[32,48]", "f8_e4m3fn[32,4,8]", "f8_e4m3fn[32,48]")
+        return {weight for weight in weights if weight in text}
+
+    assert multiplied(None) == set()
+    assert multiplied({"projections": "int8"}) == {"i8[32,4,8]"}
+    assert multiplied({"mlp": "float8"}) == {"f8_e4m3fn[32,48]"}
+
+
+@pytest.mark.parametrize(
+    ("quantized", "message"),
+    [
+        ({"attention": "int8"}, "quantized names 'attention'; it may name projections and mlp"),
+        ({"mlp": "int4"}, r"quantized\['mlp'\] must be one of int8, float8, got 'int4'"),
+    ],
+)
+def test_what_cannot_be_quantized_is_named(quantized, message):
+    with pytest.raises(ValueError, match=message):
+        Llama(
+            vocab=8, embed=4, layers=1, heads=1, mlp=4, quantized=quantized, key=jax.random.key(0)
+        )
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_rounding_is_within_its_limits_at_any_size(dtype, data):
+    exponents = data.draw(arrays(np.int64, (3, 1), elements=st.integers(-120, 120)))
+    numbers = data.draw(arrays(np.float32, (3, 5), elements=st.floats(-1, 1, width=32)))
+    x = np.ldexp(numbers, exponents).astype(np.float32)
+    # XLA takes numbers below the least normal one for zero.
+    x[np.abs(x) < np.finfo(np.float32).tiny] = 0
+    values, scale = rounded(jnp.asarray(x), (1,), dtype)
+    assert values.dtype == dtype and scale.shape == (3, 1)
+    values, scale = wide(values, scale)
+    assert np.all(np.isfinite(values)) and np.all(scale >= np.finfo(np.float32).tiny)
+    assert np.all(np.abs(values) <= LIMITS[dtype][0])
+    assert np.all(np.abs(values * scale - x) <= rounding_error(np.float64(x), 1, dtype))
+    assert np.all(values[x == 0] == 0)
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("precision", FORMATS)
+def test_what_is_not_finite_stays_so_and_stays_in_its_rows(precision, broken):
+    x, w, _ = operands("bsf,fe->bse")
+    sound = np.asarray(product("bsf,fe->bse", x, w, precision=precision))
+    x, w = x.at[1, 2, 7].set(broken), w.at[3, 5].set(broken)
+    found = np.asarray(product("bsf,fe->bse", x, w, precision=precision))
+    spoiled = np.zeros(found.shape, bool)
+    spoiled[1, 2, :] = spoiled[..., 5] = True
+    assert not np.any(np.isfinite(found[spoiled]))
+    np.testing.assert_array_equal(found[~spoiled], sound[~spoiled])

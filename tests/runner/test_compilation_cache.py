@@ -1,0 +1,50 @@
+"""Compiled programs in the user's cache folder."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import jax
+from runner.compilation_cache import keep_compiled_programs
+folder = keep_compiled_programs()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.jit(lambda x: x @ x)(jax.numpy.ones((4, 4)))
+print(folder)
+"""
+
+
+def run(**changed):
+    unset = {name for name in os.environ if name.startswith(("JAX_", "XDG_CACHE"))}
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=kept | {"JAX_PLATFORMS": "cpu"} | changed,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return ended.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("variable", "below"),
+    [("XDG_CACHE_HOME", "lmlib/compiled"), ("HOME", ".cache/lmlib/compiled")],
+)
+def test_programs_are_kept_in_the_users_cache_folder(tmp_path, variable, below):
+    assert run(**{variable: str(tmp_path)}) == str(tmp_path / below)
+    assert list((tmp_path / below).iterdir())
+
+
+def test_the_users_own_folder_is_taken(tmp_path):
+    home, own = tmp_path / "home", tmp_path / "own"
+    assert run(HOME=str(home), JAX_COMPILATION_CACHE_DIR=str(own)) == str(own)
+    assert list(own.iterdir())
+    assert not home.exists()
+
+
+def test_nothing_is_kept_where_the_user_says_so(tmp_path):
+    assert run(HOME=str(tmp_path), JAX_ENABLE_COMPILATION_CACHE="false") == "None"
+    assert not list(tmp_path.iterdir())
