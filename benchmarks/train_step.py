@@ -1,125 +1,271 @@
-"""Speed of the training step on this machine, beside the same math without lmlib.
+"""Speed of lmlib's training step on this machine, beside the same step written by others.
 
-    python benchmarks/train_step.py
+    python benchmarks/train_step.py                       # on a CPU: the small sizes, some minutes
+    python benchmarks/train_step.py                       # on a GPU: 84m to 2b, under 8 minutes
+    python benchmarks/train_step.py --sizes=84m,2b --peers=pytorch_eager --setting=unroll=8
+    python benchmarks/train_step.py --compile_only=h200   # anywhere: what an absent GPU would run
 
-The peer is a bare JAX step: one jitted function over a dict of weights, no mesh, no annotations, no
-donation of anything but its state. Same shapes, same precision, same full rematerialisation, same
-optimizer; the two take turns, so that a busy machine slows both.
+lmlib's own step is the one that the runner makes, of the experiments' model. Beside it:
+
+- `jax`: a bare JAX step, one function over a dict of weights (step_peers/jax_step.py);
+- `pytorch_eager`, `pytorch_compiled`: a plain PyTorch step with SDPA and fused AdamW
+  (step_peers/pytorch_peer.py);
+- `maxtext`: MaxText at the same shapes, where it is installed (step_peers/maxtext_peer.py).
+
+All but MaxText begin with lmlib's weights, see the same batches of one document a row, clip and
+update by the same numbers. The losses of the first 20 steps must agree (tolerances:
+step_peers/report.py), else the script says which step of whom differs and fails: speeds of other
+work say nothing.
+
+On a CPU the contenders take turns of five steps, the first of which warms up, and the figure is
+tokens per CPU-second of all threads, the median over turns. On a GPU they have the device to
+themselves one after another. MFU counts 6 FLOPs for each parameter that multiplies and each token,
+and attention with ("causal") and without ("whole") the saving of its masked half, recomputation
+never, over the dense bf16 peak that is printed.
 """
 
-import functools
+import ast
+import dataclasses
+import gc
+import importlib.util
+import inspect
+import os
+import sys
 import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from absl import app, flags, logging
+
+# The waiting threads of OpenMP (PyTorch's) spin by default, which counts as CPU time: on a busy
+# machine a third of the speed was seen. Read when PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# JAX takes three quarters of a GPU's memory at once otherwise, and PyTorch needs its own.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
-import jax.numpy as jnp
-import optax
-from jax.sharding import NamedSharding
+from step_peers import maxtext_peer
+from step_peers.ahead_of_time import compiled_for, target_of
+from step_peers.contender import Contender, Work
+from step_peers.measure import TURN, Measurement, in_turns
+from step_peers.report import CHECKED, TOLERANCE, OtherWork, check_same_work, table, title
+from step_peers.sizes import ON_CPU, ON_GPU, SIZES
 
-from lmlib import optim, train
-from lmlib.data.batch import place
-from lmlib.data.synthetic import Synthetic
-from lmlib.models.attention import attend, rotate
+from lmlib.hardware import peak_flops
 from lmlib.models.llama import Llama
-from lmlib.parallel.layout import partition
-from lmlib.parallel.mesh import make_mesh
+from runner.xla_flags import overlap_communication
 
-V, E, L, H, F, B, S = 8_192, 256, 4, 4, 1_024, 4, 256
-D = E // H
-ROUNDS, STEPS = 6, 5
+PEERS = ("jax", "pytorch_eager", "pytorch_compiled", "maxtext")
 
+_PLATFORM = flags.DEFINE_enum(
+    "platform", "auto", ["auto", "cpu", "gpu"], "Where to run; auto: on a GPU if there is one."
+)
+_SIZES = flags.DEFINE_list(
+    "sizes", None, f"Of {', '.join(SIZES)}. Default: {', '.join(ON_CPU)} or {', '.join(ON_GPU)}."
+)
+_PRECISIONS = flags.DEFINE_list(
+    "precisions", None, "Of float32, bfloat16. Default: both on a CPU, bfloat16 on a GPU."
+)
+_PEERS = flags.DEFINE_list(
+    "peers", None, f"Of {', '.join(PEERS)}. Default: all on a CPU, pytorch_compiled on a GPU."
+)
+_STEPS = flags.DEFINE_integer(
+    "steps", CHECKED, f"Of each contender, in turns of {TURN}.", lower_bound=2 * TURN
+)
+_SETTINGS = flags.DEFINE_multi_string(
+    "setting", [], "Of lmlib's model alone, NAME=LITERAL: --setting=unroll=8 --setting=saved=()"
+)
+_COMPILE_ONLY = flags.DEFINE_string(
+    "compile_only", None, "Compile lmlib's step for one of these, h200 or h100:1x8 say, and stop."
+)
 
-def lmlib_step():
-    mesh = make_mesh()
-    make = functools.partial(
-        Llama, vocab=V, embed=E, layers=L, heads=H, mlp=F, compute_dtype="float32",
-        key=jax.random.key(0),
-    )  # fmt: skip
-    optimizer = optim.adamw(1_000, 1e-3)
-    state = train.init(make, optimizer, mesh)
-    compiled = train.compile_step(state, train.abstract_batch(B, S, mesh), optimizer, mesh)
-    rows = NamedSharding(mesh, partition("batch seq"))
-    return compiled, state, place(Synthetic(V, B, S), 0, rows)
-
-
-def bare_step():
-    def norm(x, scale):
-        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
-
-    def layer(x, w, batch):
-        h = norm(x, w["norm_1"])
-        q, k, v = (jnp.einsum("bse,ehd->bshd", h, w[name]) for name in "qkv")
-        q, k = (rotate(each, batch.positions, 1e4) for each in (q, k))
-        mixed = attend(q, k, v, batch.segment_ids)
-        x = x + jnp.einsum("bshd,hde->bse", mixed, w["o"])
-        h = norm(x, w["norm_2"])
-        return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
-
-    def loss(weights, batch):
-        x = weights["embedding"][batch.tokens]
-        one = jax.checkpoint(lambda x, w: (layer(x, w, batch), None))
-        x, _ = jax.lax.scan(one, x, weights["layers"])
-
-        @jax.checkpoint
-        def tail(x):
-            logits = norm(x, weights["norm"]) @ weights["unembedding"]
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
-            return jnp.sum(losses * batch.loss_mask) / jnp.sum(batch.loss_mask)
-
-        return tail(x)
-
-    shapes = {
-        "q": (E, H, D), "k": (E, H, D), "v": (E, H, D), "o": (H, D, E),
-        "gate": (E, F), "up": (E, F), "down": (F, E),
-    }  # fmt: skip
-    normal = functools.partial(jax.random.normal, jax.random.key(0))
-    layers = {name: normal((L, *shape)) * E**-0.5 for name, shape in shapes.items()}
-    layers |= {"norm_1": jnp.ones((L, E)), "norm_2": jnp.ones((L, E))}
-    weights = {
-        "embedding": normal((V, E)) * E**-0.5,
-        "unembedding": normal((E, V)) * E**-0.5,
-        "norm": jnp.ones(E),
-        "layers": layers,
-    }
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(1e-3, 0.9, 0.95, weight_decay=0.1)
-    )
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, batch):
-        weights, moments = state
-        value, gradients = jax.value_and_grad(loss)(weights, batch)
-        updates, moments = optimizer.update(gradients, moments, weights)
-        return (optax.apply_updates(weights, updates), moments), {"loss": value}
-
-    batch = jax.tree.map(jnp.asarray, Synthetic(V, B, S).batch(0))
-    state = (weights, optimizer.init(weights))
-    return step.lower(state, batch).compile(), state, batch
+Found = dict[str, Measurement]  # by the contender's name
 
 
-def main() -> None:
-    peers = {"lmlib": lmlib_step(), "bare JAX": bare_step()}
-    states = {name: state for name, (_, state, _) in peers.items()}
-    cpu = dict.fromkeys(peers, 0.0)
-    wall = dict.fromkeys(peers, 0.0)
-    for turn in range(ROUNDS + 1):
-        for name, (step, _, batch) in peers.items():
-            began, cpu_began = time.perf_counter(), time.process_time()
-            for _ in range(STEPS):
-                states[name], metrics = step(states[name], batch)
-            jax.block_until_ready((states[name], metrics))
-            if turn:  # the first turn warms up
-                wall[name] += time.perf_counter() - began
-                cpu[name] += time.process_time() - cpu_began
-        print(f"turn {turn} of {ROUNDS}", flush=True)
-    tokens = ROUNDS * STEPS * B * S
-    print(f"{8.4} M parameters, batch {B} x {S}, float32, full rematerialisation")
-    for name in peers:
-        print(
-            f"{name:<10} {tokens / cpu[name]:8,.0f} tokens per CPU-second "
-            f"{tokens / wall[name]:8,.0f} tokens per second"
+def missing(name: str, on_gpu: bool) -> str | None:
+    """Why the peer cannot run here, or None."""
+    if name.startswith("pytorch"):
+        if importlib.util.find_spec("torch") is None:
+            return "PyTorch: not installed (pip install torch)"
+        import torch
+
+        if on_gpu and not torch.cuda.is_available():
+            return f"PyTorch: {torch.__version__} sees no GPU; install the build for CUDA"
+    if name == "maxtext":
+        if not maxtext_peer.installed():
+            return "MaxText: not installed (pip install maxtext)"
+        if on_gpu:
+            return "MaxText: measured on CPUs only"
+    return None
+
+
+def make_contender(name: str, work: Work) -> Contender:
+    if name == "lmlib":
+        from step_peers.lmlib_step import LmlibStep
+
+        return LmlibStep(work)
+    if name == "jax":
+        from step_peers.jax_step import BareJaxStep
+
+        return BareJaxStep(work)
+    from step_peers.pytorch_peer import PyTorchStep
+
+    return PyTorchStep(work, compiled=name == "pytorch_compiled")
+
+
+def order(
+    works: Sequence[Work], names: Sequence[str], on_gpu: bool
+) -> list[tuple[Work, list[str]]]:
+    """Who runs beside whom, in order."""
+    if not on_gpu:
+        return [(work, list(names)) for work in works]
+    # PyTorch can give a GPU's memory back and JAX keeps what it once had: so JAX comes last, and
+    # its largest model first.
+    of_pytorch = [name for name in names if name.startswith("pytorch")]
+    of_jax = [name for name in names if not name.startswith("pytorch")]
+    alone = [(work, [name]) for name in of_pytorch for work in works]
+    return alone + [(work, [name]) for work in reversed(works) for name in of_jax]
+
+
+def measure(
+    works: Sequence[Work], names: Sequence[str], on_gpu: bool, failures: list[str]
+) -> Iterator[tuple[Work, Found]]:
+    """Each work as soon as all contenders have done it, with what they did in the order of `names`.
+
+    `failures` takes a line for each that could not.
+    """
+    found: dict[str, Found] = {title(work): {} for work in works}
+    left = {title(work): list(names) for work in works}
+    for work, together in order(works, names, on_gpu):
+        began = time.perf_counter()
+        try:
+            in_process = [name for name in together if name != "maxtext"]
+            contenders = {name: make_contender(name, work) for name in in_process}
+            found[title(work)] |= in_turns(contenders, work.steps)
+            if "maxtext" in together:
+                found[title(work)]["maxtext"] = maxtext_peer.measured(work)
+        except RuntimeError as error:  # what JAX and PyTorch raise where memory is short
+            reason = str(error).strip().partition("\n")[0]
+            failures.append(f"{', '.join(together)} at {work.size.name}: {reason}")
+        contenders = {}
+        release_memory()
+        took = time.perf_counter() - began
+        print(f"{work.size.name} {work.precision}: {', '.join(together)}: {took:.0f} s", flush=True)
+        left[title(work)] = [name for name in left[title(work)] if name not in together]
+        if not left[title(work)]:
+            done = found[title(work)]
+            yield work, {name: done[name] for name in names if name in done}
+
+
+def release_memory() -> None:
+    """Gives back what contenders that are gone have held."""
+    gc.collect()
+    if "torch" in sys.modules:
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def chosen(flag: flags.FlagHolder, default: Sequence[str], known: Collection[str]) -> list[str]:
+    """The flag's names, or `default`."""
+    names = list(default if flag.value is None else flag.value)
+    for name in names:
+        if name not in known:
+            sys.exit(f"--{flag.name}={name} is not known; choose from {', '.join(known)}")
+    return names
+
+
+def chosen_works(sizes: Sequence[str], precisions: Sequence[str]) -> list[Work]:
+    """What the flags ask for, or these sizes in these precisions."""
+    changes = changed_settings(_SETTINGS.value)
+    return [
+        Work(dataclasses.replace(SIZES[size], changes=changes), precision, _STEPS.value)
+        for size in chosen(_SIZES, sizes, SIZES)
+        for precision in chosen(_PRECISIONS, precisions, TOLERANCE)
+    ]
+
+
+def changed_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Values by name from NAME=LITERAL."""
+    known, changes = inspect.signature(Llama).parameters, {}
+    for text in texts:
+        name, _, literal = text.partition("=")
+        if name not in known:
+            sys.exit(f"--setting={text}: the model has no {name!r}; it has {', '.join(known)}")
+        try:
+            changes[name] = ast.literal_eval(literal)
+        except (SyntaxError, ValueError):
+            sys.exit(f"--setting={text}: write a Python literal after =, as in {name}=8")
+    return changes
+
+
+def on_gpu() -> bool:
+    """Whether to measure on a GPU; exits if one is asked for and there is none."""
+    if _PLATFORM.value == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        return False
+    found = jax.default_backend()
+    if found == "gpu":
+        return True
+    if _PLATFORM.value == "gpu":
+        sys.exit(
+            f"--platform=gpu: JAX sees no GPU here, only {found}; install lmlib[cuda] on a machine "
+            "with one, or see what an absent one would run with --compile_only=h200"
         )
-    print(f"lmlib / bare JAX: {cpu['bare JAX'] / cpu['lmlib']:.3f} tokens per CPU-second")
+    return False
+
+
+def main(arguments: Sequence[str]) -> None:
+    if arguments[1:]:
+        sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+    logging.set_verbosity(logging.WARNING)  # not what JAX looked for and did not find
+    overlap_communication()  # as the runner does, before JAX finds its devices
+    if _COMPILE_ONLY.value is not None:
+        target = target_of(_COMPILE_ONLY.value)
+        for row in compiled_for(target, chosen_works(ON_GPU, ["bfloat16"])):
+            print(": ".join(row), flush=True)
+        return
+    if _STEPS.value % TURN:
+        sys.exit(f"--steps={_STEPS.value} must be a multiple of {TURN}, the steps of a turn")
+    gpu = on_gpu()
+    works = chosen_works(*((ON_GPU, ["bfloat16"]) if gpu else (ON_CPU, list(TOLERANCE))))
+    peers = chosen(_PEERS, ["pytorch_compiled"] if gpu else PEERS, PEERS)
+    device = jax.devices()[0]
+    peak = peak_flops(device.device_kind)
+    peak_text = f"dense bf16 peak {peak / 1e12:,.0f} TFLOP/s" if peak else "no peak known"
+    print(f"{device.device_kind}, {peak_text}, JAX {jax.__version__}")
+    absent = {name: reason for name in peers if (reason := missing(name, gpu))}
+    for reason in dict.fromkeys(absent.values()):
+        print(reason)
+    names = ["lmlib", *(name for name in peers if name not in absent)]
+    began = time.perf_counter()
+    failures: list[str] = []
+    for work, measurements in measure(works, names, gpu, failures):
+        print(f"\n{title(work)}")
+        if "lmlib" in measurements:
+            print(table(work.size, measurements, device))
+            failures += other_work(work, measurements)
+        if gpu and work.size.mfu_to_reach:
+            print(f"to reach on an H100 or H200: {work.size.mfu_to_reach} % MFU, causal")
+        print(flush=True)
+    print(f"built, checked and measured in {time.perf_counter() - began:.0f} s")
+    if failures:
+        sys.exit("\n".join(failures))
+
+
+def other_work(work: Work, measurements: Found) -> list[str]:
+    """What is wrong with the losses, contender by contender."""
+    reference, wrong = measurements["lmlib"].losses, []
+    for name, measurement in measurements.items():
+        if not measurement.same_data:
+            continue
+        try:
+            check_same_work(name, measurement.losses, reference, work.precision)
+        except OtherWork as error:
+            wrong.append(f"{work.size.name}: {error}")
+    return wrong
 
 
 if __name__ == "__main__":
-    main()
+    app.run(main)

@@ -38,7 +38,7 @@ from runner.profiling import steps_range
 from runner.stopping import StopSignals
 from runner.supervisor import Connection, supervise
 from runner.watchdog import Limits
-from runner.xla_flags import make_deterministic
+from runner.xla_flags import make_deterministic, overlap_communication
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
 _PROFILE = flags.DEFINE_string(
@@ -46,6 +46,12 @@ _PROFILE = flags.DEFINE_string(
 )
 _DUMP_HLO = flags.DEFINE_bool(
     "dump_hlo", False, "write the optimised program of the step into workdir/hlo"
+)
+_SAVE_COMPILED = flags.DEFINE_string(
+    "save_compiled", None, "a file to write the compiled step to, for --compiled on other hosts"
+)
+_COMPILED = flags.DEFINE_string(
+    "compiled", None, "a file of --save_compiled to start from; it can run any code: trust it"
 )
 _DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
 _DETERMINISTIC = flags.DEFINE_bool(
@@ -125,6 +131,7 @@ def main(arguments: Sequence[str]) -> None:
                     _GRACE_SECONDS.value,
                 )
             )
+        overlap_communication()
         if _DETERMINISTIC.value:
             make_deterministic()
         if supervisor is not None:
@@ -137,6 +144,8 @@ def main(arguments: Sequence[str]) -> None:
             checkpoint_fallback=_CHECKPOINT_FALLBACK.value,
             init_from=_INIT_FROM.value,
             allowed_changes=_ALLOW_CHANGE.value,
+            save_compiled=Path(_SAVE_COMPILED.value) if _SAVE_COMPILED.value else None,
+            compiled=Path(_COMPILED.value) if _COMPILED.value else None,
             limits=limits,
             # Of several processes a signal may reach one alone: then they agree on the step.
             stop=reached_stop if is_one_of_several() else _stop_on_signals(),

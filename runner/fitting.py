@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from lmlib import train
 from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
+from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
 from lmlib.describe import describe
 from lmlib.experiment import Experiment
@@ -26,6 +27,14 @@ from runner import configs
 from runner.agreement import agreed, from_first, require_same
 from runner.beginning import Beginning, begin, check_config
 from runner.captures import Captures
+from runner.compilation_cache import keep_compiled_programs
+from runner.compiled_step import (
+    Identity,
+    check_compiled,
+    identity_of,
+    load_compiled,
+    save_compiled,
+)
 from runner.config_text import flattened
 from runner.errors import ConfigError, ends_other_processes, user_errors
 from runner.goodput import GoodputLog
@@ -70,6 +79,7 @@ def fit(
       TrainingStopped: if updates or saves fail one after the other.
       StoppedEarly: if `options.stop` said so.
     """
+    keep_compiled_programs()
     options = options or Options()
     phases = Phases(time.time() if options.started is None else options.started)
     workdir = Path(workdir)
@@ -82,11 +92,13 @@ def fit(
     with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress:
         with agreed():
             check_config(cfg, workdir, options.allowed_changes, progress)
-        run = _Run(experiment, workdir, options, progress, phases, primary)
+        run = _Run(cfg, experiment, workdir, options, progress, phases, primary)
         run.announce()
         with phases.during(Phase.RESTORE):
             directory = workdir / "checkpoints"
             beginning = begin(experiment, run.optimizer, directory, options, progress)
+            with agreed():
+                run.check_compiled(beginning.state)
         # Before this line, and whatever the user's mistake, nothing is written.
         with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
             checkpoints.set_aside(beginning.damaged)
@@ -109,6 +121,7 @@ def fit(
 class _Run:
     """The parts of `fit`, and what all of them need."""
 
+    cfg: fdl.Config[Experiment]
     experiment: Experiment
     workdir: Path
     options: Options
@@ -174,6 +187,7 @@ class _Run:
                 captures=Captures(experiment, workdir, saver, origin),
                 profiler=profiler,
                 phases=self.phases,
+                first=beginning.step + 1,
                 repeated=repeated,
                 stop=self.options.stop,
             )
@@ -201,25 +215,51 @@ class _Run:
         ahead = experiment.prefetch_batches
         return Prefetch(experiment.data, rows, start, experiment.steps, ahead)
 
+    def check_compiled(self, state: train.State) -> None:
+        if self.options.compiled is not None:
+            check_compiled(self.options.compiled, self._identity(state))
+
     def _compile(self, state: train.State) -> jax.stages.Compiled:
-        experiment = self.experiment
-        data = experiment.data
+        options = self.options
         began = time.perf_counter()
-        compiled = train.compile_step(
-            state,
-            train.abstract_batch(data.batch_size, data.sequence_length, experiment.mesh),
-            self.optimizer,
-            experiment.mesh,
-            experiment.microbatches,
-            experiment.z_loss,
-            experiment.guard or Guard(),
-        )
-        seconds = time.perf_counter() - began
-        self.progress.message(f"compiled the step in {duration_text(seconds)}")
+        if options.compiled is None:
+            compiled, done = self._compile_anew(state), "compiled the step"
+        else:
+            with agreed():
+                compiled = load_compiled(
+                    options.compiled, self._identity(state), state, self._abstract_batch
+                )
+            done = f"took the compiled step out of {options.compiled}"
+        self.progress.message(f"{done} in {duration_text(time.perf_counter() - began)}")
         memory = compiled.memory_analysis()
         if memory is not None:  # not every platform says
             self.progress.message(
                 f"on each device it needs {bytes_text(memory.argument_size_in_bytes)} for state "
                 f"and batch and {bytes_text(memory.temp_size_in_bytes)} for temporaries"
             )
+        if options.save_compiled is not None:
+            with agreed():
+                if self.primary:
+                    save_compiled(compiled, options.save_compiled, self._identity(state))
+            self.progress.message(f"wrote the compiled step to {options.save_compiled}")
         return compiled
+
+    def _compile_anew(self, state: train.State) -> jax.stages.Compiled:
+        experiment = self.experiment
+        return train.compile_step(
+            state,
+            self._abstract_batch,
+            self.optimizer,
+            experiment.mesh,
+            experiment.microbatches,
+            experiment.z_loss,
+            experiment.guard or Guard(),
+        )
+
+    @property
+    def _abstract_batch(self) -> Batch:
+        data = self.experiment.data
+        return train.abstract_batch(data.batch_size, data.sequence_length, self.experiment.mesh)
+
+    def _identity(self, state: train.State) -> Identity:
+        return identity_of(self.cfg, self.experiment.mesh, state, self._abstract_batch)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 from runner.watchdog import Limits
 
@@ -22,6 +23,8 @@ class Options:
       init_from: `RUN` or `RUN@STEP`: begin with the weights of a checkpoint of another run. Not
         looked at once this run has checkpoints of its own.
       allowed_changes: "data" or "model", where a run shall go on with others than it had.
+      save_compiled: a file to write the compiled step to.
+      compiled: a file to take it from instead of compiling; loading it can run any code.
       limits: this process ends if something takes longer; `None`: it never does.
       stop: called with the number of each step; if true the run saves a checkpoint and ends. It
         must answer alike on all processes.
@@ -34,6 +37,8 @@ class Options:
     checkpoint_fallback: bool = True
     init_from: str | None = None
     allowed_changes: Collection[str] = ()
+    save_compiled: Path | None = None
+    compiled: Path | None = None
     limits: Limits | None = None
     stop: Callable[[int], bool] = never
     started: float | None = None

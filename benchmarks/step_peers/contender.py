@@ -1,0 +1,89 @@
+"""What every contender of the comparison is given, and what it must do.
+
+Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab, L layers.
+"""
+
+import dataclasses
+import functools
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from lmlib.data.batch import Batch
+from lmlib.data.synthetic import Synthetic
+from lmlib.models.llama import Llama
+from step_peers.sizes import ADAMW, AdamW, Size
+
+Weights = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One size in one precision: the same weights, batches and numbers for all.
+
+    `precision` is the dtype of activations, and of weights where they are multiplied. Weights,
+    gradients that reach the optimizer, and its moments are float32 in any case.
+    """
+
+    size: Size
+    precision: str
+    steps: int
+    adamw: AdamW = ADAMW
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        return named_weights(jax.jit(self.size.make_model(self.precision))())
+
+    @functools.cached_property
+    def batches(self) -> list[Batch]:
+        return [one_document_rows(self.size, step) for step in range(self.steps)]
+
+
+class Contender(Protocol):
+    """A compiled, or about to be compiled, training step and its state."""
+
+    def run(self, steps: range) -> list[float]:
+        """Makes these steps, each with its own batch, and waits for the device.
+
+        Returns the loss of each, in nats per token, before its update.
+        """
+
+    def peak_bytes(self) -> int | None:
+        """The device memory that the step needs at its peak, state included; None if unknown."""
+
+
+def named_weights(model: Llama) -> Weights:
+    """The model's weights, float32 in host memory, under the names and in the shapes that the
+    peers read: those of layers stacked, as embedding VE, unembedding EV, norm E, attention_norm LE,
+    query LEHD, key LEKD, value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE."""
+    attention, mlp = model.blocks.attention, model.blocks.mlp
+    return jax.device_get(
+        {
+            "embedding": model.embedding,
+            "unembedding": model.unembedding,
+            "norm": model.norm.scale,
+            "attention_norm": model.blocks.attention_norm.scale,
+            "query": attention.query,
+            "key": attention.key,
+            "value": attention.value,
+            "output": attention.output,
+            "mlp_norm": model.blocks.mlp_norm.scale,
+            "gate": mlp.gate,
+            "up": mlp.up,
+            "down": mlp.down,
+        }
+    )
+
+
+def one_document_rows(size: Size, step: int) -> Batch:
+    """The batch of `step`. Each row is one document and every target counts, so that no contender
+    needs a mask besides the causal one."""
+    batch_BS = Synthetic(size.settings["vocab"], size.batch, size.sequence).batch(step)
+    return Batch(
+        tokens=batch_BS.tokens,
+        targets=batch_BS.targets,
+        segment_ids=np.ones_like(batch_BS.segment_ids),
+        positions=np.tile(np.arange(size.sequence, dtype=np.int32), (size.batch, 1)),
+        loss_mask=np.ones_like(batch_BS.loss_mask),
+    )

@@ -1,0 +1,54 @@
+"""lmlib's training step, made the way the runner makes it."""
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from lmlib import optim, train
+from lmlib.parallel.layout import partition
+from lmlib.parallel.mesh import make_mesh
+from step_peers.contender import Work
+
+
+def make_optimizer(work: Work) -> optim.Optimizer:
+    adamw = work.adamw
+    return optim.adamw(
+        work.steps,
+        adamw.learning_rate,
+        schedule=lambda peak_lr, steps: optax.constant_schedule(peak_lr),
+        b1=adamw.b1,
+        b2=adamw.b2,
+        epsilon=adamw.epsilon,
+        weight_decay=adamw.weight_decay,
+        clip_norm=adamw.clip_norm,
+    )
+
+
+class LmlibStep:
+    """See `step_peers.contender.Contender`. Its weights are `work.weights` by their own making."""
+
+    def __init__(self, work: Work):
+        mesh, optimizer, size = make_mesh(), make_optimizer(work), work.size
+        self._state = train.init(size.make_model(work.precision), optimizer, mesh)
+        batch = train.abstract_batch(size.batch, size.sequence, mesh)
+        self._step = train.compile_step(self._state, batch, optimizer, mesh)
+        self._batches = jax.device_put(work.batches, NamedSharding(mesh, partition("batch seq")))
+
+    def run(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            self._state, metrics = self._step(self._state, self._batches[step])
+            losses.append(metrics["loss"])
+        jax.block_until_ready(self._state)
+        return [float(loss) for loss in losses]
+
+    def peak_bytes(self) -> int | None:
+        return planned_peak(self._step)
+
+
+def planned_peak(step: jax.stages.Compiled) -> int | None:
+    """What the compiler has laid out; of CPUs it says nothing useful."""
+    if jax.default_backend() == "cpu":
+        return None
+    analysis = step.memory_analysis()
+    return getattr(analysis, "peak_memory_in_bytes", None) or None

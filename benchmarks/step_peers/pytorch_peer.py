@@ -1,0 +1,178 @@
+"""The same training step in PyTorch, plainly: modules, SDPA, fused AdamW; eager or compiled.
+
+Precision as in lmlib: weights, their gradients and the optimizer's moments are float32. In bfloat16
+each weight is cast where it is used, and activations are bfloat16, the residual stream and the
+product that gives the logits included; norms, rotary positions, softmax and the loss compute in
+float32. (Autocast would keep the residual stream in float32.)
+
+Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, F mlp, V vocab.
+"""
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from step_peers.contender import Weights, Work
+
+EPSILON, ROPE_THETA = 1e-5, 10_000.0
+
+
+def parameter(values: np.ndarray) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(np.asarray(values, np.float32)))
+
+
+class Linear(nn.Module):
+    """x Wᵀ for the weight W of shape (out, in), PyTorch's own order."""
+
+    def __init__(self, weight_IO: np.ndarray):
+        super().__init__()
+        self.weight = parameter(weight_IO.T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, scale_E: np.ndarray):
+        super().__init__()
+        self.weight = parameter(scale_E)
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        wide_BSE = x_BSE.float()
+        unit_BSE = functional.rms_norm(wide_BSE, self.weight.shape, eps=EPSILON)
+        return unit_BSE.to(x_BSE.dtype) * self.weight.to(x_BSE.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, of_layer: Weights):
+        super().__init__()
+        E = of_layer["query"].shape[0]
+        self.head_dim = of_layer["query"].shape[-1]
+        self.query, self.key, self.value = (
+            Linear(of_layer[name].reshape(E, -1)) for name in ("query", "key", "value")
+        )
+        self.output = Linear(of_layer["output"].reshape(-1, E))
+
+    def forward(self, x_BSE: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        q_BHSD, k_BKSD, v_BKSD = (
+            project(x_BSE).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        q_BHSD, k_BKSD = rotate(q_BHSD, cos_SD, sin_SD), rotate(k_BKSD, cos_SD, sin_SD)
+        mixed_BHSD = functional.scaled_dot_product_attention(
+            q_BHSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=q_BHSD.shape[1] != k_BKSD.shape[1]
+        )
+        return self.output(mixed_BHSD.transpose(1, 2).flatten(2))
+
+
+def rotate(x_BHSD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    first, second = x_BHSD.float().chunk(2, dim=-1)
+    turned = (first * cos_SD - second * sin_SD, second * cos_SD + first * sin_SD)
+    return torch.cat(turned, dim=-1).to(x_BHSD.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, of_layer: Weights):
+        super().__init__()
+        self.attention_norm = RMSNorm(of_layer["attention_norm"])
+        self.attention = Attention(of_layer)
+        self.mlp_norm = RMSNorm(of_layer["mlp_norm"])
+        self.gate, self.up, self.down = (Linear(of_layer[name]) for name in ("gate", "up", "down"))
+
+    def forward(self, x_BSE: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        x_BSE = x_BSE + self.attention(self.attention_norm(x_BSE), cos_SD, sin_SD)
+        h_BSE = self.mlp_norm(x_BSE)
+        return x_BSE + self.down(functional.silu(self.gate(h_BSE)) * self.up(h_BSE))
+
+
+class Llama(nn.Module):
+    """Tokens and targets to the mean loss, in nats per token."""
+
+    def __init__(self, weights: Weights, precision: torch.dtype, recomputed: bool, sequence: int):
+        super().__init__()
+        whole = ("embedding", "unembedding", "norm")
+        of_layers = {name: stack for name, stack in weights.items() if name not in whole}
+        layers = len(of_layers["gate"])
+        self.embedding = parameter(weights["embedding"])
+        self.blocks = nn.ModuleList(
+            Block({name: stack[index] for name, stack in of_layers.items()})
+            for index in range(layers)
+        )
+        self.norm = RMSNorm(weights["norm"])
+        self.unembedding = Linear(weights["unembedding"])
+        self.precision = precision
+        self.again = functools.partial(checkpoint, use_reentrant=False) if recomputed else _once
+        D = self.blocks[0].attention.head_dim
+        angle_SD = np.arange(sequence)[:, None] * ROPE_THETA ** (-np.arange(0, D, 2) / D)
+        self.register_buffer("cos_SD", torch.from_numpy(np.cos(angle_SD)).float())
+        self.register_buffer("sin_SD", torch.from_numpy(np.sin(angle_SD)).float())
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        x_BSE = functional.embedding(tokens_BS, self.embedding).to(self.precision)
+        for block in self.blocks:
+            x_BSE = self.again(block, x_BSE, self.cos_SD, self.sin_SD)
+        return self.again(self.tail, x_BSE, targets_BS)
+
+    def tail(self, x_BSE: Tensor, targets_BS: Tensor) -> Tensor:
+        logits_BSV = self.unembedding(self.norm(x_BSE)).float()
+        return functional.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+
+
+def _once(function, *arguments):
+    return function(*arguments)
+
+
+class PyTorchStep:
+    """See `step_peers.contender.Contender`. Runs on the GPU where PyTorch sees one."""
+
+    def __init__(self, work: Work, compiled: bool):
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self._device.type == "cpu":
+            torch.set_num_threads(2)
+        else:
+            torch.cuda.reset_peak_memory_stats()
+        size, adamw = work.size, work.adamw
+        precision = getattr(torch, work.precision)
+        model = Llama(work.weights, precision, size.recomputed, size.sequence).to(self._device)
+        self._loss = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+        self._parameters = list(model.parameters())
+        matrices = [weight for weight in self._parameters if weight.ndim > 1]
+        vectors = [weight for weight in self._parameters if weight.ndim == 1]
+        self._clip_norm = adamw.clip_norm
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": adamw.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=adamw.learning_rate,
+            betas=(adamw.b1, adamw.b2),
+            eps=adamw.epsilon,
+            fused=True,
+        )
+        self._batches = [
+            tuple(
+                torch.from_numpy(np.asarray(part, np.int64)).to(self._device)
+                for part in (batch.tokens, batch.targets)
+            )
+            for batch in work.batches
+        ]
+
+    def run(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            loss = self._loss(*self._batches[step])
+            loss.backward()
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return [loss.item() for loss in losses]
+
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated() if self._device.type == "cuda" else None

@@ -1,0 +1,332 @@
+"""What a compiled step sends between devices: each collective, how often, how much, and where.
+
+Bytes sent are those of one device, by the ring algorithm over n devices: (n-1)/n of the gathered
+array for an all-gather, of the summed array for a reduce-scatter, of the array for an all-to-all;
+twice that of the array for an all-reduce, which is a reduce-scatter and an all-gather (Patarasuk &
+Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"); the array for a
+collective-permute.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from lmlib.plan.program import ArrayType, Computation, Instruction, Loop, Place, Program
+from lmlib.plan.scopes import phase, turn
+from lmlib.table import columns
+
+# Bytes sent over bytes of the whole array, times n / (n - 1).
+_RING = {
+    "all-gather": 1,
+    "reduce-scatter": 1,
+    "all-reduce": 2,
+    "all-to-all": 1,
+    "ragged-all-to-all": 1,
+    "collective-broadcast": 1,
+}
+KINDS = (*_RING, "collective-permute")
+# What a device can do while a collective travels; the rest only renames or moves memory.
+_COMPUTES = {"fusion", "dot", "convolution", "while", "call", "conditional", "custom-call", "sort"}
+# Custom calls of TPU programs that compute nothing.
+_BOOKKEEPING = {"ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"}
+_WRAPPERS = {"fusion", "async-start"}  # they run what they call in their own place
+_SEARCHED = 30  # instructions looked at for the source of one whose metadata XLA dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of the program.
+
+    Args:
+      name: of its instruction.
+      kind: out of `KINDS`; a TPU's fused all-reduce and slice is a reduce-scatter.
+      mesh_axes: the axes that its groups of devices span; empty if they are no groups of the mesh.
+      group_size: devices of a group.
+      arrays: what one device holds of the whole: results of an all-gather, operands of the others.
+        Several where XLA combined small collectives into one.
+      bytes: of `arrays`.
+      bytes_sent: by one device, each time, as the module says.
+      count_per_step: how often a step makes it: the product of the trips of the loops around it.
+      each: "step", or what one turn of the innermost loop around it is: "layer", "microbatch".
+      phase: "forward", "recomputation", "backward" or "update".
+      overlaps: whether the device computes while it travels: at least one fusion, matmul, kernel
+        or loop is scheduled between its start and its end.
+      assembles: whether it is a gather in the guise of an all-reduce: each device adds its part to
+        zeros. XLA for TPUs makes it of some parts that are no whole tiles.
+      op_name: the JAX operation that it comes from.
+    """
+
+    name: str
+    kind: str
+    mesh_axes: tuple[str, ...]
+    group_size: int
+    arrays: tuple[ArrayType, ...]
+    bytes: int
+    bytes_sent: int
+    count_per_step: int
+    each: str
+    phase: str
+    overlaps: bool
+    assembles: bool
+    op_name: str
+
+    @property
+    def where(self) -> str:
+        return f"each {self.each}, {self.phase}"
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether it is one of a layer's, in a loop or unrolled."""
+        return self.each == "layer" or "layers" in self.op_name
+
+    @property
+    def bytes_sent_per_step(self) -> int:
+        return self.bytes_sent * self.count_per_step
+
+
+class Collectives(tuple[Collective, ...]):
+    """A tuple that prints as a table, one line for each kind, axes and place."""
+
+    @property
+    def bytes_sent_per_step(self) -> int:
+        return sum(one.bytes_sent_per_step for one in self)
+
+    def __str__(self) -> str:
+        if not self:
+            return "The devices send each other nothing."
+        head = ("collective", "over", "where", "of", "arrays", "count each", "count per step")
+        rows: list[tuple[str, ...]] = [(*head, "overlap", "bytes sent each", "bytes sent per step")]
+        for (kind, axes, where), group in _grouped(self):
+            each = sum(one.bytes_sent for one in group)
+            per_step = sum(one.bytes_sent_per_step for one in group)
+            rows.append(
+                (
+                    kind,
+                    " × ".join(axes) or f"groups of {group[0].group_size}",
+                    where,
+                    ", ".join(sorted({array.dtype for one in group for array in one.arrays})),
+                    str(sum(len(one.arrays) for one in group)),
+                    str(len(group)),
+                    str(sum(one.count_per_step for one in group)),
+                    f"{sum(one.overlaps for one in group)} of {len(group)}",
+                    f"{each:,}",
+                    f"{per_step:,}",
+                )
+            )
+        rows.append(("total", *[""] * 8, f"{self.bytes_sent_per_step:,}"))
+        return columns(rows)
+
+
+def collectives(program: Program, mesh: Mesh) -> Collectives:
+    """The collectives of a compiled program, in the order in which it makes them; those of a device
+    with itself are left out.
+
+    Args:
+      program: `read_program(compiled.as_text())`.
+      mesh: the one that it was compiled for.
+    """
+    found = (_collective(occurrences, program, mesh) for occurrences in _occurrences(program))
+    return Collectives(one for one in found if one.group_size > 1)
+
+
+def _grouped(
+    found: Sequence[Collective],
+) -> Iterator[tuple[tuple[str, tuple[str, ...], str], list[Collective]]]:
+    groups: dict[tuple[str, tuple[str, ...], str], list[Collective]] = {}
+    for one in found:
+        groups.setdefault((one.kind, one.mesh_axes, one.where), []).append(one)
+    yield from groups.items()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Occurrence:
+    """A collective's instruction, and the instruction of the schedule that it is or is part of."""
+
+    instruction: Instruction
+    place: Place
+    scheduled: Instruction
+    schedule: Place
+
+    @property
+    def is_fused(self) -> bool:
+        return self.scheduled is not self.instruction
+
+
+def _occurrences(program: Program) -> list[list[_Occurrence]]:
+    """Each collective with all its occurrences, in schedule order.
+
+    A TPU program carries a collective out in pieces, in several fusions, each of which holds a
+    copy of the instruction with the same channel.
+    """
+    found: dict[tuple[str, ...], list[_Occurrence]] = {}
+    for one, place in program.instructions():
+        if _kind(one.opcode) is None:
+            continue
+        scheduled, schedule = one, place
+        while schedule.caller is not None and schedule.caller[0].opcode in _WRAPPERS:
+            scheduled, schedule = schedule.caller
+        channel = one.attribute("channel_id") if scheduled is not one else None
+        key = (schedule.computation.name, channel or f"%{one.name}")
+        found.setdefault(key, []).append(_Occurrence(one, place, scheduled, schedule))
+    return list(found.values())
+
+
+def _kind(opcode: str) -> str | None:
+    kind = opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) -> Collective:
+    first = occurrences[0]
+    one, place = first.instruction, first.place
+    kind = _kind(one.opcode) or one.opcode
+    if kind == "all-reduce" and first.is_fused and _slices(place.computation):
+        # Fused with what cuts out this device's part: no device receives more than that.
+        kind = "reduce-scatter"
+    groups = _groups(one, mesh.devices.size)
+    size = groups.shape[1]
+    arrays = _arrays(one, place, program)
+    total = sum(array.bytes for array in arrays)
+    ring = _RING.get(kind)
+    op_name = _source(first)
+    return Collective(
+        name=one.name,
+        kind=kind,
+        mesh_axes=spanned_axes(groups, mesh),
+        group_size=size,
+        arrays=arrays,
+        bytes=total,
+        bytes_sent=total if ring is None else round(ring * total * (size - 1) / size),
+        count_per_step=place.times,
+        each=_each(place.loops),
+        phase=phase(op_name or (place.loops[-1].op_name if place.loops else "")),
+        overlaps=_overlaps(occurrences, program),
+        assembles=kind == "all-reduce" and _reads_parts(one, place.computation),
+        op_name=op_name,
+    )
+
+
+def _slices(computation: Computation) -> bool:
+    return any(one.opcode == "dynamic-slice" for one in computation.instructions)
+
+
+def _reads_parts(one: Instruction, computation: Computation) -> bool:
+    return any(computation.by_name[name].opcode == "dynamic-update-slice" for name in one.operands)
+
+
+def _groups(one: Instruction, devices: int) -> np.ndarray:
+    """Positions in the mesh's order of devices, one group a row."""
+    groups = one.replica_groups
+    if groups is not None:
+        return groups
+    pairs = one.source_target_pairs
+    if pairs is None:
+        return np.arange(devices)[None]
+    return _cycles(pairs) if pairs else np.arange(devices)[:, None]
+
+
+def _cycles(pairs: Sequence[Sequence[int]]) -> np.ndarray:
+    """The groups of devices that pairs (source, target) connect."""
+    group_of = {device: {device} for device in itertools.chain.from_iterable(pairs)}
+    for source, target in pairs:
+        joined = group_of[source] | group_of[target]
+        for device in joined:
+            group_of[device] = joined
+    groups = {min(group): sorted(group) for group in group_of.values()}
+    largest = max(len(group) for group in groups.values())
+    return np.array([group for group in groups.values() if len(group) == largest])
+
+
+def spanned_axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which the devices of each group differ; () if groups are not made so.
+
+    A program numbers its devices in the order of `mesh.devices.flat`. Axes of size 1 are never
+    named.
+    """
+    wanted = {frozenset(group.tolist()) for group in groups}
+    sizes = dict(mesh.shape)
+    numbers = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    candidates = [name for name in mesh.axis_names if sizes[name] > 1]
+    for count in range(1, len(candidates) + 1):
+        for names in itertools.combinations(candidates, count):
+            inside = [mesh.axis_names.index(name) for name in names]
+            others = [axis for axis in range(numbers.ndim) if axis not in inside]
+            width = math.prod(sizes[name] for name in names)
+            spanned = numbers.transpose(*others, *inside).reshape(-1, width)
+            if {frozenset(group.tolist()) for group in spanned} == wanted:
+                return names
+    return ()
+
+
+def _arrays(one: Instruction, place: Place, program: Program) -> tuple[ArrayType, ...]:
+    """The arrays as one device holds them whole."""
+    results, width = one.results, len(one.operands)
+    operands = tuple(
+        array for name in one.operands for array in place.computation.by_name[name].results
+    )
+    if one.opcode.endswith("-start") and len(results) >= 2 * width:
+        # The result of a start names its operands, then what its end will give.
+        operands, results = results[:width], results[width : 2 * width]
+    if one.opcode.startswith("all-gather"):
+        return results
+    return _before_concatenation(one, place, program) or operands
+
+
+def _before_concatenation(
+    one: Instruction, place: Place, program: Program
+) -> tuple[ArrayType, ...]:
+    """What a GPU program lays end to end for one all-reduce; () if it does not."""
+    if len(one.operands) != 1:
+        return ()
+    source = place.computation
+    operand = source.by_name[one.operands[0]]
+    if operand.opcode == "fusion":
+        source = program.computations[operand.called["calls"][0]]
+        operand = source.root
+    if operand.opcode != "concatenate" or len(operand.results[0].shape) != 1:
+        return ()
+    return tuple(source.by_name[part].results[0] for part in operand.operands)
+
+
+def _source(first: _Occurrence) -> str:
+    """The `op_name` of a collective, or of the nearest instruction that it reads and has one."""
+    if first.instruction.op_name or first.scheduled.op_name:
+        return first.instruction.op_name or first.scheduled.op_name
+    computation = first.schedule.computation
+    waiting, seen = list(first.scheduled.operands), 0
+    while waiting and seen < _SEARCHED:
+        one, seen = computation.by_name[waiting.pop(0)], seen + 1
+        if one.op_name:
+            return one.op_name
+        waiting += one.operands
+    return ""
+
+
+def _each(loops: Sequence[Loop]) -> str:
+    if not loops:
+        return "step"
+    return turn(loops[-1].op_name) or f"turn of {loops[-1].name}"
+
+
+def _overlaps(occurrences: list[_Occurrence], program: Program) -> bool:
+    first = occurrences[0]
+    schedule = first.schedule.computation.instructions
+    position = {one.name: index for index, one in enumerate(schedule)}
+    begin, end = position[first.scheduled.name], position[occurrences[-1].scheduled.name]
+    if first.scheduled.opcode.endswith("-start"):
+        for index in range(begin + 1, len(schedule)):
+            is_end = schedule[index].opcode.endswith("-done")
+            if is_end and first.scheduled.name in schedule[index].operands:
+                end = index
+                break
+    return program.is_scheduled and any(_computes(one) for one in schedule[begin + 1 : end])
+
+
+def _computes(one: Instruction) -> bool:
+    if one.opcode == "custom-call":
+        return one.attribute("custom_call_target") not in _BOOKKEEPING
+    return one.opcode in _COMPUTES

@@ -1,0 +1,293 @@
+"""Matmul FLOPs of a traced step, scans counted as often as they turn, by part of the model.
+
+A multiplication and an addition count as two. What multiplies no matrices is not counted: it is
+bound by memory.
+
+Shapes: M rows, N columns, K contracted.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from lmlib.plan.scopes import OTHER, PARTS, PHASES, part, phase
+from lmlib.table import columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """Equal matrix products, or equal calls of a kernel, of one step.
+
+    Args:
+      part, phase: as lmlib.plan.scopes names them.
+      in_layers: whether inside the loop over layers.
+      operation: "dot_general" or the kernel's primitive.
+      dtype: of the operands; the wider of the two.
+      sizes: batch, M, N and K of what one device multiplies.
+      count: how many of them there are in a step.
+      flops: of all of them, on all devices together.
+      device_flops: of all of them on one device.
+      device_bytes: operands and results of all of them on one device, each read or written once.
+    """
+
+    part: str
+    phase: str
+    in_layers: bool
+    operation: str
+    dtype: str
+    sizes: tuple[int, int, int, int]
+    count: int
+    flops: float
+    device_flops: float
+    device_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFlops:
+    """Every matmul of a step. `str()` gives a table by part and phase."""
+
+    matmuls: tuple[Matmul, ...]
+
+    @property
+    def total(self) -> float:
+        return math.fsum(one.flops for one in self.matmuls)
+
+    def of(self, *phases: str) -> float:
+        """FLOPs of these phases, on all devices together."""
+        return math.fsum(one.flops for one in self.matmuls if one.phase in phases)
+
+    def __str__(self) -> str:
+        by_part: dict[str, dict[str, float]] = {}
+        for one in self.matmuls:
+            phases_of = by_part.setdefault(one.part, dict.fromkeys(PHASES, 0.0))
+            phases_of[one.phase] += one.flops
+        phases = [name for name in PHASES if self.of(name)]
+        rows = [("part", *(f"{name} (TFLOP)" for name in phases), "together (TFLOP)", "share")]
+        for name in (*PARTS, OTHER):
+            if name in by_part:
+                found = by_part[name]
+                share = sum(found.values()) / self.total
+                rows.append((name, *_in_tera([found[name] for name in phases]), f"{share:.1%}"))
+        rows.append(("total", *_in_tera([self.of(name) for name in phases]), ""))
+        return columns(rows)
+
+
+def _in_tera(flops: list[float]) -> list[str]:
+    return [f"{each / 1e12:,.3f}" for each in (*flops, sum(flops))]
+
+
+def count_flops(step: Any) -> StepFlops:
+    """The matmuls of a traced step.
+
+    Args:
+      step: its jaxpr, as `jax.make_jaxpr(step)(state, batch)` or
+        `jax.jit(step).trace(state, batch).jaxpr` give it, traced under the mesh.
+    """
+    equal: dict[tuple[Any, ...], Matmul] = {}
+    for one in _matmuls(getattr(step, "jaxpr", step), _Place("", 1, 1)):
+        kind = (one.part, one.phase, one.in_layers, one.operation, one.dtype, one.sizes)
+        before = equal.get(kind)
+        equal[kind] = one if before is None else _together(before, one)
+    return StepFlops(tuple(equal.values()))
+
+
+def _together(first: Matmul, second: Matmul) -> Matmul:
+    return dataclasses.replace(
+        first,
+        count=first.count + second.count,
+        flops=first.flops + second.flops,
+        device_flops=first.device_flops + second.device_flops,
+        device_bytes=first.device_bytes + second.device_bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The names around a jaxpr, how often it runs, and on how many devices each with its own part
+    (1 where types give global shapes)."""
+
+    names: str
+    times: int
+    devices: int
+
+
+def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
+    for equation in jaxpr.eqns:
+        place = dataclasses.replace(
+            around, names=f"{around.names}/{equation.source_info.name_stack}"
+        )
+        name = equation.primitive.name
+        if name in _RULES:
+            work = _RULES[name](equation)
+            if work is not None:
+                yield _counted(equation, work, place)
+        elif name == "cond":
+            branches = [list(_matmuls(one.jaxpr, place)) for one in equation.params["branches"]]
+            yield from max(branches, key=lambda found: sum(one.flops for one in found))
+        else:
+            inside = dataclasses.replace(
+                place,
+                times=place.times * _turns(equation),
+                devices=place.devices * _manual_devices(equation),
+            )
+            for inner in _inner_jaxprs(equation.params):
+                yield from _matmuls(inner, inside)
+
+
+def _turns(equation: Any) -> int:
+    """How often an equation runs what it calls; a while loop, which doesn't say, once."""
+    if equation.primitive.name == "scan":
+        return equation.params["length"]
+    return 1
+
+
+def _manual_devices(equation: Any) -> int:
+    """Over how many devices a `shard_map` splits what it calls; 1 for other equations."""
+    if equation.primitive.name != "shard_map":
+        return 1
+    sizes = equation.params["mesh"].shape
+    return math.prod(sizes[axis] for axis in equation.params["newly_manual_axes"])
+
+
+def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    for parameter in params.values():
+        inner = getattr(parameter, "jaxpr", parameter)
+        if hasattr(inner, "eqns"):
+            yield inner
+
+
+def _counted(equation: Any, work: "_Work", place: _Place) -> Matmul:
+    return Matmul(
+        part=part(place.names),
+        phase=phase(place.names),
+        in_layers="layers" in place.names,
+        operation=equation.primitive.name,
+        dtype=work.dtype,
+        sizes=work.sizes,
+        count=place.times,
+        flops=work.device_flops * work.pieces * place.devices * place.times,
+        device_flops=work.device_flops * place.times,
+        device_bytes=work.device_bytes * place.times,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """One execution on one device; `pieces`: into how many such the whole falls."""
+
+    dtype: str
+    sizes: tuple[int, int, int, int]
+    pieces: int
+    device_flops: float
+    device_bytes: int
+
+
+def _local(aval: Any) -> tuple[list[int], set[str]]:
+    """The shape of one device's part, and the mesh axes that split it, as types say it."""
+    sizes: list[int] = list(aval.shape)
+    axes: set[str] = set()
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return sizes, axes
+    for index, names in enumerate(sharding.spec.partitions):
+        for name in (names,) if isinstance(names, str) else names or ():
+            if isinstance(name, str):
+                sizes[index] //= sharding.mesh.shape[name]
+                axes.add(name)
+    return sizes, axes
+
+
+def _pieces(aval: Any, axes: set[str]) -> int:
+    sharding = getattr(aval, "sharding", None)
+    return 1 if not axes or sharding is None else math.prod(sharding.mesh.shape[a] for a in axes)
+
+
+def _bytes(*avals: Any) -> int:
+    return sum(math.prod(_local(aval)[0]) * aval.dtype.itemsize for aval in avals)
+
+
+def _dot_general(equation: Any) -> _Work:
+    left, right = (operand.aval for operand in equation.invars[:2])
+    (left_contracted, right_contracted), (left_batch, right_batch) = equation.params[
+        "dimension_numbers"
+    ]
+    (left_sizes, left_axes), (right_sizes, right_axes) = _local(left), _local(right)
+    batch = math.prod(left_sizes[axis] for axis in left_batch)
+    K = math.prod(left_sizes[axis] for axis in left_contracted)
+    M = math.prod(left_sizes) // (batch * K)
+    N = math.prod(
+        size
+        for axis, size in enumerate(right_sizes)
+        if axis not in {*right_contracted, *right_batch}
+    )
+    result = batch * M * N * equation.outvars[0].aval.dtype.itemsize
+    return _Work(
+        dtype=_wider(left.dtype, right.dtype),
+        sizes=(batch, M, N, K),
+        pieces=_pieces(left, left_axes | right_axes),
+        device_flops=2.0 * batch * M * N * K,
+        device_bytes=_bytes(left, right) + result,
+    )
+
+
+def _wider(*dtypes: np.dtype) -> str:
+    return max(dtypes, key=lambda dtype: dtype.itemsize).name
+
+
+def _attention_kernel(products: int) -> Any:
+    """cuDNN's attention: `products` matrix products of S × T × D for each head.
+
+    Forward two (scores and mixing); backward five, since scores are computed again (Dao et al.
+    2022, arXiv:2205.14135, §3.1). A causal kernel leaves out the blocks above the diagonal, half
+    of them at long sequences.
+    """
+
+    def work(equation: Any) -> _Work:
+        query, key = (operand.aval for operand in equation.invars[:2])
+        sizes, axes = _local(query)
+        B, S, H, D = sizes
+        T = _local(key)[0][1]
+        causal = "CAUSAL" in str(equation.params.get("mask_type", "")).upper()
+        products_done = products * (0.5 if causal else 1.0)
+        arrays = (*equation.invars, *equation.outvars)  # a mask of S × T among them
+        return _Work(
+            dtype=_wider(query.dtype, key.dtype),
+            sizes=(B * H, S, T, D),
+            pieces=_pieces(query, axes),
+            device_flops=2.0 * products_done * B * H * S * T * D,
+            device_bytes=_bytes(*(each.aval for each in arrays)),
+        )
+
+    return work
+
+
+def _pallas_kernel(equation: Any) -> _Work | None:
+    """A Pallas kernel: the products of a block, times the blocks of its grid; no rule for one that
+    multiplies nothing. Splash attention leaves out the blocks above the diagonal."""
+    products = list(_matmuls(equation.params["jaxpr"], _Place("", 1, 1)))
+    if not products:
+        return None
+    grid = equation.params["grid_mapping"].grid
+    blocks = float(math.prod(size for size in grid if isinstance(size, int)))
+    if str(equation.params.get("name", "")).startswith("splash"):
+        blocks *= (grid[-1] + 1) / (2 * grid[-1])
+    return _Work(
+        dtype=products[0].dtype,
+        sizes=products[0].sizes,
+        pieces=1,
+        device_flops=blocks * math.fsum(one.device_flops for one in products),
+        device_bytes=_bytes(*(each.aval for each in (*equation.invars, *equation.outvars))),
+    )
+
+
+_RULES = {
+    "dot_general": _dot_general,
+    "pallas_call": _pallas_kernel,
+    "dot_product_attention_fwd": _attention_kernel(2),
+    "dot_product_attention_fwd_wrapper": _attention_kernel(2),
+    "dot_product_attention_bwd": _attention_kernel(5),
+    "dot_product_attention_bwd_wrapper": _attention_kernel(5),
+}

@@ -1,0 +1,343 @@
+"""A compiled program as XLA prints it (`compiled.as_text()`), read into computations, instructions
+and loops.
+
+Only what the reports of this folder ask for is read: opcodes, array types, operands, who calls
+whom, how often each loop turns, and the groups of devices of a collective. The text is that of CPU,
+GPU and TPU programs alike; in a program whose header says `is_scheduled=true` the instructions of a
+computation stand in the order in which they start.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}  # the other types have theirs in their names
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^  (ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLS = re.compile(
+    r"\b(body|condition|calls|to_apply|true_computation|false_computation|branch_computations|"
+    r"called_computations)=(\{[^}]*\}|%[\w.\-]+)"
+)
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# Opcodes that hand a value on as it is.
+_TRANSPARENT = {"copy", "bitcast", "convert", "copy-done", "reshape"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayType:
+    """One array of one device.
+
+    Args:
+      dtype: in XLA's spelling: "bf16", "f32", "pred".
+      shape: without the padding of its layout.
+      memory: XLA's number of the memory that it lies in: 0 the device's, 1 on a TPU's chip, 5 the
+        host's.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    memory: int = 0
+
+    @property
+    def bytes(self) -> int:
+        named = re.search(r"\d+", self.dtype)
+        bits = int(named.group()) if named else _BITS[self.dtype]
+        return math.ceil(math.prod(self.shape) * bits / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Args:
+      name, opcode: as printed, the name without its "%".
+      results: the arrays of its result, nested tuples flattened.
+      arguments: what stands in its parentheses: operands, or the value of a constant.
+      called: the computations that it calls, by the role that XLA prints ("body", "calls", …).
+      attributes: what follows the operands, as printed.
+      is_root: whether its result is the computation's.
+    """
+
+    name: str
+    opcode: str
+    results: tuple[ArrayType, ...]
+    arguments: str
+    called: Mapping[str, tuple[str, ...]]
+    attributes: str
+    is_root: bool
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the instructions that it reads."""
+        return tuple(_NAME.findall(self.arguments))
+
+    @property
+    def op_name(self) -> str:
+        """The path of JAX transformations, scopes and the primitive that it comes from, or ""."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    def attribute(self, name: str) -> str | None:
+        """The value of a plain attribute (`channel_id=7`, `dimensions={0}`), or `None`."""
+        found = re.search(rf'\b{name}=("[^"]*"|\{{[^}}]*\}}|[^,\s]+)', self.attributes)
+        return found.group(1).strip('"') if found else None
+
+    @property
+    def source_target_pairs(self) -> list[tuple[int, int]] | None:
+        """(from, to) positions of a collective-permute's devices; `None` for other instructions."""
+        found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", self.attributes)
+        if found is None:
+            return None
+        return [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", found.group(1))]
+
+    @property
+    def replica_groups(self) -> np.ndarray | None:
+        """Groups of positions in the order of the program's devices, one a row; `None` for all in
+        one group, or where the instruction has none."""
+        found = re.search(r"replica_groups=", self.attributes)
+        return None if found is None else parse_replica_groups(self.attributes[found.end() :])
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def root(self) -> Instruction:
+        return next(one for one in reversed(self.instructions) if one.is_root)
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {one.name: one for one in self.instructions}
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A while loop. `trips` is `None` where the program does not say how often it turns."""
+
+    name: str
+    op_name: str
+    trips: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an instruction stands.
+
+    Args:
+      computation: the one it is part of.
+      loops: those around it, outermost first.
+      caller: the instruction that calls the computation, and its own place; `None` in the entry.
+    """
+
+    computation: Computation
+    loops: tuple[Loop, ...]
+    caller: "tuple[Instruction, Place] | None" = None
+
+    @property
+    def times(self) -> int:
+        """How often a run executes it; loops of unknown length count once."""
+        return math.prod(loop.trips or 1 for loop in self.loops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    computations: Mapping[str, Computation]
+    entry: Computation
+    is_scheduled: bool
+
+    def instructions(self) -> Iterator[tuple[Instruction, Place]]:
+        """Every instruction that a run executes, once for each way from the entry to it.
+
+        Both branches of a conditional count. The scalar functions that reductions and sorts apply
+        are left out.
+        """
+        return self._reached(Place(self.entry, ()))
+
+    def _reached(self, place: Place) -> Iterator[tuple[Instruction, Place]]:
+        for one in place.computation.instructions:
+            yield one, place
+            for role, names in one.called.items():
+                if role == "condition" or (role == "to_apply" and one.opcode != "call"):
+                    continue
+                loops = place.loops
+                if role == "body":
+                    loops = (*loops, self._loop(one, place.computation))
+                for name in names:
+                    inner = Place(self.computations[name], loops, (one, place))
+                    yield from self._reached(inner)
+
+    def _loop(self, loop: Instruction, around: Computation) -> Loop:
+        known = _TRIP_COUNT.search(loop.attributes)
+        trips = int(known.group(1)) if known else self._counted_trips(loop, around)
+        return Loop(loop.name, loop.op_name, trips)
+
+    def _counted_trips(self, loop: Instruction, around: Computation) -> int | None:
+        """The trips of a loop `for (i = start; i < limit; i++)`, as `lax.scan` makes them."""
+        condition = self.computations[loop.called["condition"][0]]
+        comparison = condition.root
+        if comparison.opcode != "compare" or comparison.attribute("direction") != "LT":
+            return None
+        (initial,) = loop.operands
+        sides = []
+        for operand in comparison.operands:
+            value = condition.by_name[operand]
+            if value.opcode == "get-tuple-element":
+                index = int(value.attribute("index") or 0)
+                sides.append(_constant(around.by_name[initial].operands[index], around))
+            else:
+                sides.append(_constant(operand, condition))
+        start, limit = sides
+        return None if start is None or limit is None else limit - start
+
+
+def read_program(text: str) -> Program:
+    """Reads what `compiled.as_text()` of a `jax.stages.Compiled` gives.
+
+    Raises:
+      ValueError: if the text is no such program.
+    """
+    computations: dict[str, Computation] = {}
+    entry, name, instructions = None, "", []
+    for line in text.splitlines():
+        if line.startswith("  "):
+            instruction = _instruction(line)
+            if instruction is not None:
+                instructions.append(instruction)
+        elif header := _HEADER.match(line):
+            name, instructions = header.group(2), []
+            entry = name if header.group(1) else entry
+        elif line.startswith("}"):
+            computations[name] = Computation(name, tuple(instructions))
+    if entry is None:
+        raise ValueError("this is no optimised XLA program: it has no ENTRY computation")
+    header_line = text[: text.find("\n")]
+    return Program(computations, computations[entry], "is_scheduled=true" in header_line)
+
+
+def parse_replica_groups(text: str) -> np.ndarray | None:
+    """Groups of devices as XLA prints them at the start of `text`, one a row; `None` for "{}".
+
+    Three spellings: lists `{{0,1},{2,3}}`; a transposed range `[2,4]<=[4,2]T(1,0)`; axes of a mesh
+    `mesh['a'=4,'b'=2] {'a'}`, where `'a':(2)2` is the part of an axis that follows 2 to its left.
+    """
+    if text.startswith("{"):
+        return _listed_groups(text)
+    if text.startswith("["):
+        return _ranged_groups(text)
+    if text.startswith("mesh["):
+        return _mesh_groups(text)
+    raise ValueError(f"unknown spelling of replica groups: {text[:60]!r}")
+
+
+def _listed_groups(text: str) -> np.ndarray | None:
+    if text.startswith("{}"):
+        return None
+    listed = text[: text.index("}}") + 2]
+    groups = [
+        [int(number) for number in group.split(",")]
+        for group in re.findall(r"\{([\d,]+)\}", listed)
+    ]
+    return np.array(groups)
+
+
+def _ranged_groups(text: str) -> np.ndarray:
+    found = re.match(r"\[([\d,]+)\]<=(.*)", text)
+    if found is None:
+        raise ValueError(f"unknown spelling of replica groups: {text[:60]!r}")
+    return _range(found.group(2)).reshape(_integers(found.group(1)))
+
+
+def _range(text: str) -> np.ndarray:
+    """`[4,2]T(1,0)`: 0 to 7 in the shape (4, 2), then transposed."""
+    found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if found is None:
+        raise ValueError(f"unknown spelling of a range of devices: {text[:60]!r}")
+    shape, order = (_integers(part) for part in found.groups())
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order or range(len(shape)))
+
+
+def _mesh_groups(text: str) -> np.ndarray:
+    pattern = r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\}"
+    found = re.match(pattern, text)
+    if found is None:
+        raise ValueError(f"unknown spelling of replica groups: {text[:60]!r}")
+    axes, devices, chosen = found.groups()
+    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", axes)}
+    parts = [
+        (name, int(begin or 1), int(begin or 1) * int(size or sizes[name]))
+        for name, begin, size in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", chosen)
+    ]
+    # Each axis is cut where a chosen part of it begins or ends.
+    shape: list[int] = []
+    inside: list[int] = []
+    for name, size in sizes.items():
+        own = [(begin, end) for axis, begin, end in parts if axis == name]
+        for begin, end in itertools.pairwise(sorted({1, size, *itertools.chain(*own)})):
+            if any(first <= begin and end <= last for first, last in own):
+                inside.append(len(shape))
+            shape.append(end // begin)
+    numbers = np.arange(math.prod(shape))
+    if devices:
+        listed = _range(devices) if devices.startswith("[") else np.array(_integers(devices))
+        numbers = listed.reshape(-1)
+    outside = [axis for axis in range(len(shape)) if axis not in inside]
+    group_size = math.prod(shape[axis] for axis in inside)
+    return numbers.reshape(shape).transpose(*outside, *inside).reshape(-1, group_size)
+
+
+def _integers(text: str | None) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",")) if text else ()
+
+
+def _instruction(line: str) -> Instruction | None:
+    found = _INSTRUCTION.match(line)
+    if found is None:
+        return None
+    after_type = _closing(line, found.end()) if line[found.end()] == "(" else found.end()
+    opcode = _OPCODE.search(line, after_type)
+    if opcode is None:
+        return None
+    end = _closing(line, opcode.end() - 1)
+    attributes = line[end:]
+    called = {role: tuple(_NAME.findall(names)) for role, names in _CALLS.findall(attributes)}
+    return Instruction(
+        name=found.group(2),
+        opcode=opcode.group(1),
+        results=tuple(
+            ArrayType(dtype, _integers(shape.replace("<=", "")), int(memory or 0))
+            for dtype, shape, memory in _ARRAY.findall(line, found.end(), opcode.start())
+        ),
+        arguments=line[opcode.end() : end - 1],
+        called=called,
+        attributes=attributes,
+        is_root=found.group(1) is not None,
+    )
+
+
+def _closing(line: str, opening: int) -> int:
+    """The index after the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for found in re.finditer(r"[()]", line[opening:]):
+        depth += 1 if found.group() == "(" else -1
+        if depth == 0:
+            return opening + found.end()
+    raise ValueError(f"unbalanced parentheses: {line[:80]!r}")
+
+
+def _constant(name: str, computation: Computation) -> int | None:
+    """The integer that an instruction always gives, or `None`."""
+    one = computation.by_name[name]
+    while one.opcode in _TRANSPARENT:
+        one = computation.by_name[one.operands[0]]
+    is_integer = one.opcode == "constant" and re.fullmatch(r"-?\d+", one.arguments)
+    return int(one.arguments) if is_integer else None

@@ -1,0 +1,38 @@
+"""Where an operation comes from, read off the names that JAX keeps of it.
+
+The names are those of an equation of a jaxpr (`source_info.name_stack`) or of an instruction of a
+compiled program (`op_name`): transformations with what they transform ("transpose(jvp(layers))"),
+control flow ("while/body"), and the named scopes that the model and the step put around their code.
+"""
+
+import re
+
+# Named scopes of lmlib around what it computes.
+PARTS = ("embed", "projections", "attention", "mlp", "loss", "optimizer")
+OTHER = "other"  # norms, residual sums and all else outside those scopes
+PHASES = ("forward", "recomputation", "backward", "update")
+# Named scopes around loops, and one turn of such a loop.
+TURNS = {"layers": "layer", "microbatches": "microbatch", "loss": "chunk of the loss"}
+
+
+def part(names: str) -> str:
+    """The innermost of `PARTS` in `names`, or `OTHER`."""
+    found = [name for name in re.findall(r"\w+", names) if name in PARTS]
+    return found[-1] if found else OTHER
+
+
+def phase(names: str) -> str:
+    """Which of `PHASES` an operation belongs to, from the transformations in `names`."""
+    # JAX 0.12 gives what goes into a rematerialised function the name of the whole, "remat2".
+    if "rematted_computation" in names or names.endswith("/remat2"):
+        return "recomputation"
+    if "transpose(" in names:
+        return "backward"
+    return "forward" if "jvp(" in names else "update"
+
+
+def turn(loop_names: str) -> str | None:
+    """What one turn of a loop is, from the names of the loop itself ("…/jvp(layers)/while")."""
+    own = loop_names.removesuffix("/while").rpartition("/")[2]
+    found = [name for name in re.findall(r"\w+", own) if name in TURNS]
+    return TURNS[found[-1]] if found else None

@@ -1,0 +1,175 @@
+"""Hardware to plan for, which need not be there.
+
+v5e:16x16     a slice of TPUs in this shape; v4, v5p and 7x have three dimensions
+2xv5e:16x16   two such slices, joined by the data center's network
+h100:8x8      hosts × GPUs of each
+cpu:256       simulated devices
+"""
+
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from lmlib.hardware import ACCELERATORS, Accelerator
+from lmlib.plan.gpu_descriptions import target_config
+
+# Chips of the largest slice that can be had; docs.cloud.google.com/tpu/docs.
+_LARGEST_SLICE = {"v4": 4_096, "v5e": 256, "v5p": 6_144, "v6e": 256, "7x": 9_216}
+# Of one chip: 7x shows each half of a chip as a device of its own.
+_DEVICES_PER_CHIP = {"7x": 2}
+_CHIPS_OF_A_HOST = (2, 2, 1)
+
+
+class TargetError(ValueError):
+    """Hardware that does not exist, or that nothing installed here can compile for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """`shape` is that of one slice in chips; of GPUs, hosts × GPUs of each; of CPUs, their number.
+
+    `str()` gives what `parse` takes.
+    """
+
+    accelerator: Accelerator
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    def __str__(self) -> str:
+        slices = f"{self.slices}x" if self.slices > 1 else ""
+        return f"{slices}{self.accelerator.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def device_count(self) -> int:
+        per_chip = _DEVICES_PER_CHIP.get(self.accelerator.name, 1)
+        return self.slices * math.prod(self.shape) * per_chip
+
+    def devices(self) -> list[jax.Device]:
+        """Devices to compile for. Those of `cpu` can run programs too.
+
+        Raises:
+          TargetError: if no plugin for them is installed, they cannot form the shape, or, for
+            `cpu`, JAX has started with fewer; see `prepare`.
+        """
+        if self.accelerator.platform == "cpu":
+            return self._simulated()
+        try:
+            if self.accelerator.platform == "tpu":
+                return list(self._tpu_topology().devices)
+            return list(self._gpu_topology().devices)
+        except NotImplementedError as error:
+            raise TargetError(_no_plugin(self.accelerator)) from error
+        except RuntimeError as error:  # what XLA raises is one
+            if "not installed" in str(error):
+                raise TargetError(_no_plugin(self.accelerator)) from error
+            reason = str(error).partition("\n")[0]
+            raise TargetError(f"{self} is no topology that XLA knows: {reason}") from error
+
+    def _tpu_topology(self) -> topologies.TopologyDescription:
+        options: dict[str, Any] = {}
+        name = self.accelerator.name
+        if name == "v4":
+            options["chip_config_name"] = "megacore"  # the two cores of a chip are one device
+        if self.slices > 1:
+            options["num_slices"] = self.slices
+        host = self._chips_of_a_host()
+        if host != _CHIPS_OF_A_HOST:
+            options["chips_per_host_bounds"] = host
+        shape = "x".join(map(str, self.shape))
+        prefix = "tpu7x" if name == "7x" else name
+        return topologies.get_topology_desc(f"{prefix}:{shape}", "tpu", **options)
+
+    def _chips_of_a_host(self) -> tuple[int, ...]:
+        """2 × 2 chips, or what a smaller slice has."""
+        sizes = (*self.shape, 1)[:3]
+        return tuple(min(size, most) for size, most in zip(sizes, _CHIPS_OF_A_HOST, strict=True))
+
+    def _gpu_topology(self) -> topologies.TopologyDescription:
+        hosts, gpus = self.shape
+        return topologies.get_topology_desc(
+            "",
+            self.accelerator.platform,
+            target_config=target_config(self.accelerator),
+            topology=f"1x{hosts}x{gpus}",
+        )
+
+    def _simulated(self) -> list[jax.Device]:
+        devices = jax.devices("cpu")
+        if len(devices) < self.device_count:
+            raise TargetError(
+                f"{self} needs {self.device_count} simulated devices, and JAX has started with "
+                f"{len(devices)}: call lmlib.plan.targets.prepare before anything uses JAX"
+            )
+        return devices[: self.device_count]
+
+
+def parse(text: str) -> Target:
+    """The target that `text` names; see this module. Starts nothing.
+
+    Raises:
+      TargetError: if there is no such accelerator, or no such shape of it.
+    """
+    parts = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z0-9-]+):([1-9]\d*(?:x[1-9]\d*)*)", text)
+    if parts is None or parts[2] not in ACCELERATORS:
+        raise TargetError(
+            f"{text!r} is no topology: write v5e:16x16, 2xv5e:16x16 (two slices), h100:8x8 (hosts "
+            f"× GPUs of each) or cpu:256; accelerators: {', '.join(ACCELERATORS)}"
+        )
+    accelerator = ACCELERATORS[parts[2]]
+    target = Target(accelerator, tuple(map(int, parts[3].split("x"))), int(parts[1] or 1))
+    _check(target)
+    return target
+
+
+def _check(target: Target) -> None:
+    accelerator, shape = target.accelerator, target.shape
+    dimensions = {"tpu": accelerator.torus_dimensions, "cpu": 1}.get(accelerator.platform, 2)
+    if len(shape) != dimensions:
+        meaning = {"tpu": "chips", "cpu": "devices"}.get(accelerator.platform, "hosts x GPUs")
+        example = "x".join(["4"] * dimensions) if dimensions > 1 else "256"
+        raise TargetError(
+            f"{target}: {accelerator.name} takes {dimensions} number"
+            f"{'s' * (dimensions > 1)} of {meaning}, like {accelerator.name}:{example}"
+        )
+    if accelerator.platform == "tpu" and any(size > 1 and size % 2 for size in shape[:2]):
+        raise TargetError(f"{target}: a host has 2 x 2 chips, so sizes above 1 must be even")
+    if target.slices > 1 and accelerator.platform != "tpu":
+        raise TargetError(f"{target}: only TPUs have slices; for GPUs give more hosts")
+    largest = _LARGEST_SLICE.get(accelerator.name)
+    if largest is not None and math.prod(shape) > largest:
+        raise TargetError(
+            f"{target}: the largest slice of {accelerator.name} has {largest:,} chips; plan for "
+            f"several slices, like 2x{accelerator.name}:…"
+        )
+
+
+def prepare(target: Target) -> None:
+    """Tells JAX, which must not have started, that it is to compile for `target` on a CPU.
+
+    What the environment says already stays.
+    """
+    if target.accelerator.platform == "tpu":
+        # libtpu would ask Google's metadata server for its chips, and lock them.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+    if target.accelerator.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", target.device_count)
+
+
+def _no_plugin(accelerator: Accelerator) -> str:
+    if accelerator.platform == "rocm":
+        return (
+            f"cannot compile for {accelerator.name}: that needs jax-rocm7-plugin, jax-rocm7-pjrt "
+            "and the libraries of ROCm 7, which come with AMD's driver only"
+        )
+    extra = {"tpu": "plan-tpu", "cuda": "plan-gpu"}[accelerator.platform]
+    return (
+        f"cannot compile for {accelerator.name}: install its compiler, pip install 'lmlib[{extra}]'"
+    )

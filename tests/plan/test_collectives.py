@@ -1,0 +1,250 @@
+"""Collectives found in compiled programs, against programs whose collectives are written by hand
+with `jax.shard_map`, and against XLA's text for those that no CPU program has.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.collectives import collectives, spanned_axes
+from lmlib.plan.program import ArrayType, read_program
+
+SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
+F32 = 4
+
+
+def summary(found):
+    return [
+        (one.kind, one.mesh_axes, one.bytes, one.bytes_sent, one.count_per_step) for one in found
+    ]
+
+
+def gather(x_SE, axes):
+    return jax.lax.all_gather(x_SE, axes, tiled=True).sum(0, keepdims=True) + x_SE
+
+
+def scatter(x_SE, axes):
+    return jax.lax.psum_scatter(x_SE, axes, tiled=True).sum() + x_SE
+
+
+def exchange(x_SE, axes):
+    return jax.lax.all_to_all(x_SE, axes, 0, 0, tiled=True)
+
+
+def shift(x_SE, axes):
+    n = jax.lax.axis_size(axes)
+    return jax.lax.ppermute(x_SE, axes, [(i, (i + 1) % n) for i in range(n)])
+
+
+@pytest.mark.parametrize("axes", [("fsdp",), ("tensor",), ("data", "fsdp"), ("data", "tensor")])
+@pytest.mark.parametrize(
+    ("send", "kind", "whole", "ring"),
+    [
+        (gather, "all-gather", lambda n: n, lambda n: (n - 1) / n),
+        (scatter, "reduce-scatter", lambda n: 1, lambda n: (n - 1) / n),
+        (jax.lax.psum, "all-reduce", lambda n: 1, lambda n: 2 * (n - 1) / n),
+        (exchange, "all-to-all", lambda n: 1, lambda n: (n - 1) / n),
+        (shift, "collective-permute", lambda n: 1, lambda n: 1),
+    ],
+)
+def test_kind_axes_bytes_and_count(axes, send, kind, whole, ring):
+    n = int(np.prod([SIZES[axis] for axis in axes]))
+    mesh = make_mesh(**SIZES)
+    S, E, turns = 8, 32, 3
+
+    @functools.partial(jax.shard_map, out_specs=P(), in_specs=P(), check_vma=False, mesh=mesh)
+    def sent(x_SE):
+        return jax.lax.scan(lambda x, _: (jnp.sin(send(x, axes)), None), x_SE, length=turns)[0]
+
+    text = jax.jit(sent).lower(jnp.ones((S, E))).compile().as_text()
+    size = S * E * F32 * whole(n)
+    assert summary(collectives(read_program(text), mesh)) == [
+        (kind, axes, size, round(size * ring(n)), turns)
+    ]
+
+
+def test_scopes_and_transformations_say_where():
+    mesh = make_mesh(fsdp=8)
+
+    def loss(w_LE, x_BE):
+        def layer(x_BE, w_E):
+            return jnp.sin(x_BE * jax.sharding.reshard(w_E, P(None))), None
+
+        with jax.named_scope("layers"):
+            x_BE, _ = jax.lax.scan(jax.checkpoint(layer), x_BE, w_LE)
+        return jnp.mean(x_BE)
+
+    def step(w_LE, x_BE):
+        gradient_LE = jax.grad(loss)(w_LE, x_BE)
+        return w_LE - gradient_LE / jnp.linalg.norm(gradient_LE)
+
+    sharded = functools.partial(jax.NamedSharding, mesh)
+    with jax.set_mesh(mesh):
+        w_LE = jax.ShapeDtypeStruct((3, 64), jnp.float32, sharding=sharded(P(None, "fsdp")))
+        x_BE = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=sharded(P("fsdp", None)))
+        text = jax.jit(step).lower(w_LE, x_BE).compile().as_text()
+    found = collectives(read_program(text), mesh)
+    assert [(one.kind, one.where) for one in found] == [
+        ("all-gather", "each layer, forward"),
+        ("all-gather", "each layer, recomputation"),
+        ("all-reduce", "each layer, backward"),
+        ("all-reduce", "each step, update"),
+    ]
+    # The table has a line for each, a head and a total.
+    lines = str(found).splitlines()
+    assert len(lines) == 6
+    assert lines[-1].split()[-1] == f"{found.bytes_sent_per_step:,}"
+
+
+def test_one_device_sends_nothing():
+    found = collectives(read_program(jax.jit(jnp.sin).lower(1.0).compile().as_text()), make_mesh())
+    assert found == ()
+    assert str(found) == "The devices send each other nothing."
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ([[0, 1, 2, 3, 4, 5, 6, 7]], ("data", "fsdp", "tensor")),
+        ([[3, 1], [0, 2], [4, 6], [5, 7]], ("fsdp",)),
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], ("tensor",)),
+        ([[0, 4, 1, 5], [2, 3, 6, 7]], ("data", "tensor")),
+        ([[0, 3], [1, 2], [4, 7], [5, 6]], ()),
+    ],
+)
+def test_axes_of_groups(groups, axes):
+    assert spanned_axes(np.array(groups), make_mesh(**SIZES)) == axes
+
+
+def test_axes_of_size_one_are_never_named():
+    assert spanned_axes(np.array([[0, 1, 2, 3]]), make_mesh(fsdp=4)) == ("fsdp",)
+
+
+HEAD = "HloModule jit_step, is_scheduled=SCHEDULED\n\n"
+ADD = """\
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused (p: bf16[64,32]) -> bf16[64,32] {
+  %p = bf16[64,32]{1,0} parameter(0)
+  ROOT %sine = bf16[64,32]{1,0} sine(%p)
+}
+
+"""
+GROUPS = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true"
+ASYNCHRONOUS = """\
+ENTRY %main (x: bf16[8,32], y: bf16[64,32]) -> bf16[64,32] {
+  %x = bf16[8,32]{1,0} parameter(0)
+  %y = bf16[64,32]{1,0} parameter(1)
+  %z = bf16[64,32]{1,0} fusion(%y), kind=kLoop, calls=%fused
+  %start = ((bf16[8,32]{1,0}, bf16[8,4]{1,0}), (bf16[64,32]{1,0}, bf16[64,4]{1,0})) \
+all-gather-start(%x, %x), GROUPS, dimensions={0}
+  BETWEEN
+  %done = (bf16[64,32]{1,0}, bf16[64,4]{1,0}) all-gather-done(%start)
+  ROOT %result = bf16[64,32]{1,0} get-tuple-element(%done), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "scheduled", "overlaps"),
+    [
+        ("%same = bf16[64,32]{1,0} bitcast(%y)", "true", False),
+        ("%work = bf16[64,32]{1,0} fusion(%y), kind=kLoop, calls=%fused", "true", True),
+        ("%work = bf16[64,32]{1,0} fusion(%y), kind=kLoop, calls=%fused", "false", False),
+        ('%work = bf16[64]{0} custom-call(%y), custom_call_target="__cublas$gemm"', "true", True),
+        ('%none = bf16[64]{0} custom-call(%y), custom_call_target="AllocateBuffer"', "true", False),
+    ],
+)
+def test_overlap_needs_work_between_start_and_done(between, scheduled, overlaps):
+    text = HEAD.replace("SCHEDULED", scheduled) + ADD + ASYNCHRONOUS.replace("GROUPS", GROUPS)
+    (one,) = collectives(read_program(text.replace("BETWEEN", between)), make_mesh(fsdp=8))
+    assert one.overlaps is overlaps
+    assert one.arrays == (ArrayType("bf16", (64, 32)), ArrayType("bf16", (64, 4)))
+    assert one.bytes_sent == (64 * 32 + 64 * 4) * 2 * 7 // 8
+
+
+# How TPU programs do it: a fusion starts the collective, fusions with other work move it on, a
+# fusion ends it; each holds a copy of the instruction. A fused all-reduce and slice sends no more
+# than a reduce-scatter.
+FUSED = """\
+%start (p0: bf16[8,32]) -> (bf16[8,32], bf16[64,32]) {
+  %p0 = bf16[8,32]{1,0} parameter(0)
+  %gather.1 = bf16[64,32]{1,0} all-gather(%p0), GROUPS, dimensions={0}
+  ROOT %c.1 = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) custom-call(%gather.1), \
+custom_call_target="AsyncCollectiveStart"
+}
+
+%during (p1: bf16[8,32], p2: bf16[64,32]) -> (bf16[64,32], bf16[64,32]) {
+  %p1 = bf16[8,32]{1,0} parameter(0)
+  %p2 = bf16[64,32]{1,0} parameter(1)
+  %gather.2 = bf16[64,32]{1,0} all-gather(%p1), GROUPS, dimensions={0}
+  %work = bf16[64,32]{1,0} sine(%p2)
+  ROOT %both = (bf16[64,32]{1,0}, bf16[64,32]{1,0}) tuple(%work, %gather.2)
+}
+
+%end (p3: bf16[8,32]) -> bf16[64,32] {
+  %p3 = bf16[8,32]{1,0} parameter(0)
+  %gather.3 = bf16[64,32]{1,0} all-gather(%p3), GROUPS, dimensions={0}
+  ROOT %c.3 = bf16[64,32]{1,0} custom-call(%p3, %gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter (p4: f32[64,32]) -> f32[8,32] {
+  %p4 = f32[64,32]{1,0} parameter(0)
+  %reduce.4 = f32[64,32]{1,0} all-reduce(%p4), channel_id=2, \
+replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %i = u32[] partition-id()
+  ROOT %part = f32[8,32]{1,0} dynamic-slice(%reduce.4, %i, %i), dynamic_slice_sizes={8,32}
+}
+
+ENTRY %main (x: bf16[8,32], y: f32[64,32]) -> f32[8,32] {
+  %x = bf16[8,32]{1,0} parameter(0)
+  %y = f32[64,32]{1,0} parameter(1)
+  %s = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) fusion(%x), kind=kCustom, calls=%start
+  %s.0 = bf16[8,32]{1,0} get-tuple-element(%s), index=0
+  %s.1 = bf16[64,32]{1,0} get-tuple-element(%s), index=1
+  %d = (bf16[64,32]{1,0}, bf16[64,32]{1,0}) fusion(%s.0, %s.1), kind=kOutput, calls=%during
+  %e = bf16[64,32]{1,0} fusion(%s.0), kind=kCustom, calls=%end
+  ROOT %r = f32[8,32]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter
+}
+"""
+
+
+def test_a_collective_in_several_fusions_is_one():
+    text = HEAD.replace("SCHEDULED", "true") + ADD + FUSED.replace("GROUPS", GROUPS)
+    gathered, scattered = collectives(read_program(text), make_mesh(fsdp=8))
+    assert (gathered.kind, gathered.bytes, gathered.overlaps) == ("all-gather", 64 * 32 * 2, True)
+    assert (scattered.kind, scattered.bytes_sent) == ("reduce-scatter", 64 * 32 * F32 * 7 // 8)
+    assert not scattered.overlaps
+
+
+CONCATENATED = """\
+%laid (p0: f32[100], p1: f32[28]) -> f32[128] {
+  %p0 = f32[100]{0} parameter(0)
+  %p1 = f32[28]{0} parameter(1)
+  ROOT %together = f32[128]{0} concatenate(%p0, %p1), dimensions={0}
+}
+
+ENTRY %main (x: f32[100], y: f32[28]) -> f32[128] {
+  %x = f32[100]{0} parameter(0)
+  %y = f32[28]{0} negate(%x), metadata={op_name="jit(step)/transpose(jvp(embed))/scatter-add"}
+  %laid_fusion = f32[128]{0} fusion(%x, %y), kind=kLoop, calls=%laid
+  %start = f32[128]{0} all-reduce-start(%laid_fusion), GROUPS, to_apply=%add
+  ROOT %done = f32[128]{0} all-reduce-done(%start)
+}
+"""
+
+
+def test_what_is_laid_end_to_end_is_taken_apart_and_its_source_is_found():
+    text = HEAD.replace("SCHEDULED", "true") + ADD + CONCATENATED.replace("GROUPS", GROUPS)
+    (one,) = collectives(read_program(text), make_mesh(fsdp=8))
+    assert [array.shape for array in one.arrays] == [(100,), (28,)]
+    assert one.phase == "backward"

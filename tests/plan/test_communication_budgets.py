@@ -1,0 +1,235 @@
+"""What a step sends, array by array, for each way to split it: golden budgets, computed by hand.
+
+Compiled ahead of time for GPUs, whose programs gather and scatter in the dtypes of the model. An
+array is known by its size: XLA transposes, flattens and combines what it sends.
+
+b is how many sequences a device has, t into how many shares heads, mlp and vocabulary fall.
+"""
+
+import functools
+from collections import Counter
+
+import jax
+import pytest
+
+from lmlib import optim, train
+from lmlib.models.llama import Llama
+from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.collectives import collectives
+from lmlib.plan.communication_warnings import communication_warnings
+from lmlib.plan.program import read_program
+from lmlib.plan.targets import TargetError, parse, prepare
+
+V, E, L, H, K, D, F = 4_096, 512, 3, 8, 4, 64, 1_024
+B, S = 16, 256
+BYTES = {"bf16": 2, "f32": 4, "s32": 4}
+RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
+
+FORWARD, BACKWARD = "each layer, forward", "each layer, backward"  # with what it computes again
+STEP = "each step"  # XLA combines what forward, backward and update send once a step
+
+
+def layer_matrices(t):
+    """Elements of each matrix of a layer, whole along embed: q, k, v, output and mlp's three."""
+    return [E * H * D // t, *[E * K * D // t] * 2, H * D * E // t, *[E * F // t] * 3]
+
+
+def sends(kind, axes, where, dtype, sizes, count=1):
+    """A budget of arrays of so many elements, each sent `count` times in a step."""
+    budget = Counter()
+    for size in sizes:
+        budget[kind, axes, where, dtype, size] += count
+    return budget
+
+
+def fully_sharded(fsdp, data=1, t=1):
+    """Weights rest split over `fsdp`: gathered for each use, and the matrices' gradients scattered.
+
+    Those of norms are in `norms`."""
+    b = B // (data * fsdp)
+    once = functools.partial(sends, axes=("fsdp",), where=STEP)
+    in_layers = functools.partial(sends, axes=("fsdp",), dtype="bf16", count=L)
+    return (
+        in_layers("all-gather", where=FORWARD, sizes=[E, E, *layer_matrices(t)])
+        + in_layers("all-gather", where=BACKWARD, sizes=[E, E, *layer_matrices(t)])
+        + in_layers("reduce-scatter", where=BACKWARD, sizes=layer_matrices(t))
+        # The table stays where it is: tokens go to it, and what was looked up comes back.
+        + once("all-gather", dtype="s32", sizes=[B // data * S])
+        + once("all-to-all", dtype="bf16", sizes=[b * S * E], count=2)
+        # The last norm, again for its backward pass, and the table of the loss.
+        + once("all-gather", dtype="bf16", sizes=[E, E, E * V // t])
+        + once("reduce-scatter", dtype="bf16", sizes=[E * V // t])
+    )
+
+
+def norms(kind, axes):
+    """Gradients of the scales of norms: two in each layer, and the last."""
+    return sends(kind, axes, BACKWARD, "bf16", [E, E], count=L) + sends(
+        kind, axes, STEP, "bf16", [E]
+    )
+
+
+def tensor_parallel(b):
+    """Sums over `tensor` of what its shares of heads, mlp and vocabulary make."""
+    activation = b * S * E
+    summed = functools.partial(sends, "all-reduce", ("tensor",), dtype="bf16")
+    return (
+        # Outputs of attention and mlp.
+        summed(FORWARD, sizes=[activation] * 2, count=L)
+        # Attention's again, which the backward pass needs, and the gradients of their inputs.
+        + summed(BACKWARD, sizes=[activation] * 3, count=L)
+        # The embedded tokens, and the gradient of what the loss sees.
+        + summed(STEP, sizes=[activation] * 2)
+        + of_each_token(b)
+    )
+
+
+def of_each_token(b):
+    """The loss sums highest logit, normaliser and target's logit over shares of the vocabulary."""
+    return sends("all-reduce", ("tensor",), STEP, "f32", [b * S] * 3)
+
+
+def sequence_parallel(b):
+    """Between blocks each device holds a part of the sequence: instead of sums, scattered sums and
+    gathers of what goes into the next block; in the backward pass the other way round."""
+    activation = b * S * E
+    gathered, scattered, summed = (
+        functools.partial(sends, kind, ("tensor",), dtype="bf16")
+        for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    )
+    return (
+        gathered(FORWARD, sizes=[activation] * 2, count=L)
+        + scattered(FORWARD, sizes=[activation] * 2, count=L)
+        # The inputs of attention and mlp again, and the gradients of their outputs.
+        + gathered(BACKWARD, sizes=[activation] * 4, count=L)
+        # Attention's output again, and the gradients of the inputs of both.
+        + scattered(BACKWARD, sizes=[activation] * 3, count=L)
+        # What the loss sees, and the gradient of the embedded tokens.
+        + gathered(STEP, sizes=[activation] * 2)
+        + scattered(STEP, sizes=[activation])
+        + summed(STEP, sizes=[activation])
+        + of_each_token(b)
+    )
+
+
+def replicated_over_data(fsdp):
+    """Each device's share of the gradients, summed over `data`."""
+    summed = functools.partial(sends, "all-reduce", ("data",))
+    return (
+        summed(BACKWARD, "bf16", [size // fsdp for size in layer_matrices(1)], count=L)
+        # XLA sums the norms' of all layers at once; the embedding's gradient is float32.
+        + summed(STEP, "bf16", [L * E // fsdp] * 2 + [E // fsdp, E * V // fsdp])
+        + summed(STEP, "f32", [V * E // fsdp])
+    )
+
+
+LAYOUTS = {
+    "FSDP": (
+        {"fsdp": 8},
+        {},
+        fully_sharded(8) + norms("reduce-scatter", ("fsdp",)),
+    ),
+    "TP": (
+        {"tensor": 4},
+        {},
+        tensor_parallel(B),
+    ),
+    "FSDP × TP": (
+        {"fsdp": 4, "tensor": 2},
+        {},
+        fully_sharded(4, t=2) + norms("reduce-scatter", ("fsdp",)) + tensor_parallel(B // 4),
+    ),
+    "HSDP": (
+        {"data": 2, "fsdp": 4},
+        {},
+        fully_sharded(4, data=2) + norms("reduce-scatter", ("fsdp",)) + replicated_over_data(4),
+    ),
+    "FSDP × SP": (
+        {"fsdp": 4, "tensor": 2},
+        {"sequence_parallel": True},
+        # Each device along `tensor` sees another part of the sequence pass through the norms.
+        fully_sharded(4, t=2) + norms("all-reduce", ("fsdp", "tensor")) + sequence_parallel(B // 4),
+    ),
+}
+
+
+@functools.cache
+def compiled(target, layout):
+    """The collectives of a step in `layout`, what plan warns of, and its mesh."""
+    sizes, settings, _ = LAYOUTS[layout]
+    found = parse(target)
+    prepare(found)
+    try:
+        devices = found.devices()
+    except TargetError as error:
+        pytest.skip(str(error))
+    mesh = make_mesh(**sizes, devices=devices)
+    make = functools.partial(
+        Llama,
+        vocab=V,
+        embed=E,
+        layers=L,
+        heads=H,
+        kv_heads=K,
+        head_dim=D,
+        mlp=F,
+        attention="plain",
+        key=jax.random.key(0),
+        **settings,
+    )
+    optimizer = optim.adamw(100, 1e-3)
+    state = train.abstract_state(make, optimizer, mesh)
+    program = train.compile_step(state, train.abstract_batch(B, S, mesh), optimizer, mesh)
+    sent = collectives(read_program(program.as_text()), mesh)
+    return sent, communication_warnings(sent, state.model, mesh), mesh
+
+
+def budget(sent):
+    """What is sent, but for single numbers: the metrics'."""
+    found = Counter()
+    for one in sent:
+        phase = FORWARD if one.phase == "forward" else BACKWARD
+        where = phase if one.each == "layer" else f"each {one.each}"
+        for array in one.arrays:
+            size = array.bytes // BYTES[array.dtype]
+            if size > 1:
+                found[one.kind, one.mesh_axes, where, array.dtype, size] += one.count_per_step
+    return found
+
+
+def bytes_of(budget, mesh):
+    """What each device sends for a budget, by the ring algorithm."""
+    total = 0
+    for (kind, axes, _, dtype, size), count in budget.items():
+        n = 1
+        for axis in axes:
+            n *= mesh.shape[axis]
+        total += RING[kind] * size * BYTES[dtype] * (n - 1) // n * count
+    return total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_sends_what_its_layout_needs_and_nothing_else(layout):
+    sent, warnings, mesh = compiled("h100:1x8", layout)
+    expected = LAYOUTS[layout][2]
+    found = budget(sent)
+    assert found == expected, {"besides": found - expected, "missing": expected - found}
+    # The metrics' single numbers are all that is left.
+    assert 0 <= sent.bytes_sent_per_step - bytes_of(expected, mesh) < 1_000
+    assert warnings == ()
+
+
+def test_a_tpu_sends_the_same_but_for_how_it_sums_gradients():
+    """libtpu scatters only sums whose parts fill its tiles, and reduces the others whole."""
+    sent, _, _ = compiled("v5e:4x2", "FSDP × TP")
+
+    def without_the_kind_of_sums(budget):
+        sums = ("all-reduce", "reduce-scatter")
+        merged = Counter()
+        for (kind, *rest), count in budget.items():
+            merged["sum" if kind in sums else kind, *rest] += count
+        return merged
+
+    found, expected = map(without_the_kind_of_sums, (budget(sent), LAYOUTS["FSDP × TP"][2]))
+    assert found == expected, {"besides": found - expected, "missing": expected - found}
+    assert any(one.kind == "all-gather" and one.overlaps for one in sent)

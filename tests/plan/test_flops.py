@@ -1,0 +1,201 @@
+"""FLOPs of traced programs, against counts by hand and the model's analytic number."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec as P
+
+from lmlib import optim, train
+from lmlib.models.attend import splash
+from lmlib.models.llama import Llama
+from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.flops import count_flops
+
+M, K, N = 6, 10, 14
+
+
+def counted(function, *arguments):
+    return count_flops(jax.make_jaxpr(function)(*arguments))
+
+
+def shapes(*each, dtype=jnp.float32):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in each]
+
+
+def test_a_matmul_and_what_it_moves():
+    (one,) = counted(lambda x, w: x @ w, *shapes((5, M, K), (K, N), dtype=jnp.bfloat16)).matmuls
+    assert one.flops == one.device_flops == 2 * 5 * M * K * N
+    assert one.sizes == (1, 5 * M, N, K)
+    assert one.device_bytes == 2 * (5 * M * K + K * N + 5 * M * N)
+    assert (one.dtype, one.count, one.part, one.phase) == ("bfloat16", 1, "other", "update")
+
+
+def test_scans_count_as_often_as_they_turn():
+    def outer(x, w):
+        def inner(x, _):
+            return x @ w, None
+
+        def middle(x, _):
+            return jax.lax.scan(inner, x, None, length=3)[0] @ w, None
+
+        return jax.lax.scan(jax.jit(middle), x, None, length=5)[0]
+
+    (one,) = counted(outer, *shapes((M, K), (K, K))).matmuls
+    assert one.count == 5 * (3 + 1)
+    assert one.flops == one.count * 2 * M * K * K
+
+
+def test_of_a_conditional_the_dearer_branch_counts():
+    def function(x, w):
+        return jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) @ w)
+
+    assert counted(function, *shapes((M, K), (K, K))).total == 2 * 2 * M * K * K
+
+
+def test_phases_of_a_rematerialised_scan():
+    """Forward x @ w; its backward multiplies twice, and computes the first product again."""
+
+    def loss(w_LKK, x):
+        def layer(x, w):
+            return jnp.sin(jnp.sin(x @ w) @ w), None
+
+        with jax.named_scope("layers"):
+            x, _ = jax.lax.scan(jax.checkpoint(layer), x, w_LKK)
+        with jax.named_scope("loss"):
+            return jnp.sum(x @ w_LKK[0])
+
+    found = counted(jax.grad(loss), *shapes((7, K, K), (M, K)))
+    each = 2 * M * K * K
+    assert found.of("forward") == (7 * 2 + 1) * each
+    # sin' of the second product needs it, and the first.
+    assert found.of("recomputation") == 7 * 2 * each
+    assert found.of("backward") == 2 * found.of("forward")
+    assert found.total == found.of("forward", "recomputation", "backward")
+    assert {one.part for one in found.matmuls if not one.in_layers} == {"loss"}
+    assert "loss" in str(found)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}])
+def test_sharded_matmuls_count_whole_and_for_one_device(sizes):
+    mesh = make_mesh(**sizes)
+
+    def by_type(x, w):
+        return jnp.einsum("mk,kn->mn", x, w, out_sharding=P("fsdp", "tensor"))
+
+    def by_hand(x, w):
+        specs = P("fsdp", None), P(None, "tensor")
+        return jax.shard_map(lambda x, w: x @ w, in_specs=specs, out_specs=P("fsdp", "tensor"))(
+            x, w
+        )
+
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+        for shape, spec in (((16, K), P("fsdp", None)), ((K, 8), P(None, "tensor")))
+    ]
+    with jax.set_mesh(mesh):
+        found = [counted(function, *arguments) for function in (by_type, by_hand)]
+    for each in found:
+        (one,) = each.matmuls
+        assert one.flops == 2 * 16 * K * 8
+        assert one.device_flops == one.flops / 8
+        assert one.sizes == (1, 16 // mesh.shape["fsdp"], 8 // mesh.shape["tensor"], K)
+
+
+def test_splash_attention_counts_the_tiles_that_it_computes():
+    B, S, H, D, tile = 2, 1_536, 4, 64, 512
+    arguments = shapes(*[(B, S, H, D)] * 3, dtype=jnp.bfloat16)
+    segment_ids_BS = jax.ShapeDtypeStruct((B, S), jnp.int32)
+
+    def total(*arguments):
+        return jnp.sum(splash.attend(*arguments).astype(jnp.float32))
+
+    product = 2 * B * H * tile * tile * D * 6  # of 3 × 3 tiles, 6 are not all masked
+    forward = counted(total, *arguments, segment_ids_BS)
+    assert forward.total == 2 * product
+    both = counted(jax.grad(total, argnums=(0, 1, 2)), *arguments, segment_ids_BS)
+    # Gradients of keys and values take four products, those of queries three.
+    kernels = [one for one in both.matmuls if one.operation == "pallas_call"]
+    assert sum(one.flops for one in kernels) == (2 + 4 + 3) * product
+    # What a kernel moves is its operands and results, not its tiles.
+    assert all(one.device_bytes < 10 * B * S * H * D * 4 * one.count for one in kernels)
+
+
+@pytest.mark.parametrize(("name", "products"), [("fwd", 2), ("bwd", 5)])
+@pytest.mark.parametrize(("mask", "share"), [("MaskType.CAUSAL", 0.5), ("MaskType.NO_MASK", 1.0)])
+def test_kernels_of_cudnn_are_counted_by_rule(name, products, mask, share):
+    # By a primitive of the same name: the kernel itself is traced on NVIDIA's libraries only.
+    kernel = Primitive(f"dot_product_attention_{name}_wrapper")
+    kernel.def_abstract_eval(lambda query, key, value, mask_type: query)
+    B, S, T, H, D = 2, 8, 16, 3, 4
+    arguments = shapes((B, S, H, D), (B, T, H, D), (B, T, H, D), dtype=jnp.bfloat16)
+    (one,) = counted(lambda q, k, v: kernel.bind(q, k, v, mask_type=mask), *arguments).matmuls
+    assert one.flops == products * 2 * B * H * S * T * D * share
+    assert one.device_bytes == 2 * (2 * B * S * H * D + 2 * B * T * H * D)
+
+
+V, E, L, HEADS, KV, HEAD_DIM, F = 96, 32, 3, 4, 2, 16, 48
+make = functools.partial(
+    Llama,
+    vocab=V,
+    embed=E,
+    layers=L,
+    heads=HEADS,
+    kv_heads=KV,
+    head_dim=HEAD_DIM,
+    mlp=F,
+    attention="plain",
+    key=jax.random.key(0),
+)
+B, S = 8, 64
+
+
+def step_flops(mesh, microbatches=1, **settings):
+    optimizer = optim.adamw(10, 1e-3)
+    build = functools.partial(make, **settings)
+    state = train.abstract_state(build, optimizer, mesh)
+    step = functools.partial(train.step, optimizer=optimizer, microbatches=microbatches)
+    with jax.set_mesh(mesh):
+        return counted(step, state, train.abstract_batch(B, S, mesh))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ({}, {}),
+        ({"fsdp": 8}, {}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
+        ({"fsdp": 4, "tensor": 2}, {"sequence_parallel": True}),
+        ({"fsdp": 4}, {"microbatches": 2, "unroll": L}),
+        ({"fsdp": 4}, {"tied": True}),
+    ],
+)
+def test_a_step_multiplies_what_the_analytic_count_says_and_what_it_recomputes(mesh, settings):
+    found = step_flops(make_mesh(**mesh), **settings)
+    model = jax.eval_shape(make)
+    analytic = model.training_flops_per_token(S, causal=False) * B * S
+    assert found.of("forward", "backward") == analytic
+    # Each layer again, but for mlp's last product: nothing in the backward pass needs it.
+    layer = 2 * E * HEAD_DIM * (2 * HEADS + 2 * KV) + 4 * S * HEADS * HEAD_DIM + 2 * 2 * E * F
+    assert found.of("recomputation") == layer * L * B * S
+    assert found.of("update") == 0
+    devices = make_mesh(**mesh).devices.size
+    assert sum(one.device_flops for one in found.matmuls) * devices == found.total
+
+
+def test_parts_of_a_step():
+    found = step_flops(make_mesh(fsdp=2, tensor=2))
+    forward = {}
+    for one in found.matmuls:
+        if one.phase == "forward":
+            forward[one.part] = forward.get(one.part, 0) + one.flops / (B * S)
+    loss = forward.pop("loss")
+    assert forward == {
+        "projections": L * 2 * E * HEAD_DIM * (2 * HEADS + 2 * KV),
+        "attention": L * 4 * S * HEADS * HEAD_DIM,
+        "mlp": L * 6 * E * F,
+    }
+    # The loss computes the gradients of its logits along with them.
+    assert loss == 3 * 2 * E * V

@@ -1,0 +1,147 @@
+"""Plans of a small run on hardware that is not there, against what can be computed by hand."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lmlib import optim
+from lmlib.data.synthetic import Synthetic
+from lmlib.experiment import Experiment
+from lmlib.models.llama import Llama
+from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.planner import plan
+from lmlib.plan.targets import Target, parse
+
+VOCAB, EMBED, LAYERS, HEADS, MLP = 512, 64, 2, 4, 128
+ROWS, LENGTH = 16, 128
+# Two tables, and in each layer four square matrices, three of the mlp and two norms; a last norm.
+PARAMETERS = 2 * VOCAB * EMBED + LAYERS * (4 * EMBED**2 + 3 * EMBED * MLP + 2 * EMBED) + EMBED
+
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs lmlib[plan-tpu]"
+)
+needs_gpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs lmlib[plan-gpu]"
+)
+
+
+def experiment(target: Target, **sizes: int) -> Experiment:
+    sizes = {"vocab": VOCAB, "embed": EMBED, "layers": LAYERS, "heads": HEADS, "mlp": MLP} | sizes
+    return Experiment(
+        model=functools.partial(Llama, **sizes),
+        data=Synthetic(VOCAB, ROWS, LENGTH),
+        optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
+        mesh=make_mesh(fsdp=-1, devices=target.devices()),
+        steps=10,
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("v5e:2x2", marks=needs_tpu_compiler),
+        pytest.param("h100:2x4", marks=needs_gpu_compiler),
+        "cpu:8",
+    ],
+)
+def planned(request):
+    target = parse(request.param)
+    return target, plan(experiment(target), target)
+
+
+def test_state_is_sharded_over_all_devices(planned):
+    target, report = planned
+    memory, devices = report.memory, target.device_count
+    assert report.parameters == PARAMETERS
+    assert memory.parameters == memory.gradients == 4 * PARAMETERS // devices
+    # Two moments, and a few counters that are not sharded.
+    assert 0 <= memory.optimizer_state - 2 * memory.parameters < 100
+    # Tokens, targets, segments and positions of four bytes, and a mask of one.
+    assert memory.batch == ROWS * LENGTH * 17 // devices
+    arguments = memory.parameters + memory.optimizer_state + memory.batch
+    assert arguments <= memory.counted.arguments
+    if target.accelerator.platform != "tpu":  # which pads arrays as small as these
+        assert memory.counted.arguments < arguments + 1000
+
+
+def test_what_is_always_kept_is_listed(planned):
+    target, report = planned
+    saved = {kept.name: kept.bytes_per_device for kept in report.memory.saved}
+    rows = ROWS * LENGTH * EMBED * 2 // target.device_count
+    assert saved["layer_input"] == LAYERS * rows
+    assert saved["head_input"] == rows
+
+
+def test_a_small_step_fits(planned):
+    target, report = planned
+    memory = report.memory
+    assert memory.counted.arguments < memory.needed < 1e9
+    assert memory.fits is (None if target.accelerator.platform == "cpu" else True)
+    assert len(memory.largest) == 3
+    assert all(part.advice for part in memory.largest)
+
+
+def test_it_gathers_over_fsdp(planned):
+    _, report = planned
+    axes = {one.mesh_axes for one in report.collectives if one.kind == "all-gather"}
+    assert axes == {("fsdp",)}
+
+
+def test_the_report_can_be_read(planned):
+    target, report = planned
+    text = str(report)
+    assert text.startswith(f"{PARAMETERS:,} parameters on {target}, mesh data 1 × fsdp")
+    for title in ("Memory", "Communication", "FLOPs", "Time"):
+        assert f"\n{title}\n─" in text
+    assert json.loads(json.dumps(report.as_json()))["memory"]["needed"] == report.memory.needed
+
+
+@needs_tpu_compiler
+def test_too_large_for_a_tpu_is_an_answer():
+    target = parse("v5e:1x1")
+    report = plan(experiment(target, embed=4096, layers=40, mlp=16384), target)
+    memory = report.memory
+    assert memory.fits is False
+    assert memory.needed > 4 * 4 * report.parameters * 0.9  # weights, moments and gradients
+    assert memory.verdict.startswith("does not fit: needs at least ")
+    assert "optimizer state" in {part.name for part in memory.largest}
+    assert report.collectives is None and "the step does not fit" in str(report)
+
+
+def test_whether_it_fits_is_told_by_the_capacity(planned):
+    target, report = planned
+    if target.accelerator.platform == "cuda":
+        assert report.memory.capacity == round(0.95 * 84_942_979_072)
+    less = dataclasses.replace(report.memory, capacity=report.memory.needed - 10_000)
+    assert less.fits is False and less.verdict.endswith(", 0.01 MB too much")
+    enough = dataclasses.replace(report.memory, capacity=report.memory.needed)
+    assert enough.fits is True and enough.verdict.endswith(", 0.00 MB to spare")
+
+
+def test_cpu_256():
+    """In a process of its own: this one simulates eight devices."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(__file__).rpartition("/")[0]!r})
+from lmlib.plan import targets
+target = targets.parse("cpu:256")
+targets.prepare(target)
+import test_planner
+from lmlib.data.synthetic import Synthetic
+import dataclasses
+experiment = test_planner.experiment(target, embed=256, layers=1)
+experiment = dataclasses.replace(experiment, data=Synthetic(512, 256, 16))
+from lmlib.plan.planner import plan
+report = plan(experiment, target)
+print(report.parameters, report.memory.parameters, report.mesh["fsdp"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    parameters, per_device, fsdp = map(int, done.stdout.split())
+    assert fsdp == 256
+    assert per_device == 4 * parameters // 256

@@ -1,0 +1,133 @@
+"""Policies and the search over them, on simulated devices with a memory made up for the test."""
+
+import dataclasses
+import functools
+import itertools
+
+import fiddle as fdl
+import pytest
+
+from lmlib import optim
+from lmlib.data.synthetic import Synthetic
+from lmlib.experiment import Experiment
+from lmlib.hardware import CPU
+from lmlib.models.llama import Llama
+from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.planner import plan
+from lmlib.plan.policies import keeping, policies
+from lmlib.plan.search import search
+from lmlib.plan.targets import Target
+from runner import configs
+from runner.overrides import apply_override
+
+EMBED, LENGTH, ROWS = 32, 64, 8
+
+
+def experiment() -> Experiment:
+    return Experiment(
+        model=functools.partial(Llama, vocab=64, embed=EMBED, layers=1, heads=2, mlp=128),
+        data=Synthetic(64, ROWS, LENGTH),
+        optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
+        mesh=make_mesh(fsdp=2),
+        steps=10,
+    )
+
+
+@pytest.fixture(scope="module")
+def all_policies():
+    return policies(experiment())
+
+
+def test_policies_go_from_everything_to_nothing(all_policies):
+    everything, *_, nothing = all_policies
+    assert set(everything.saved) == set(ACTIVATIONS)
+    assert nothing.saved == () and nothing.bytes == 0
+    for more, less in itertools.pairwise(all_policies):
+        assert set(less.saved) < set(more.saved) and len(more.saved) - len(less.saved) == 1
+        assert less.bytes < more.bytes
+
+
+def test_what_costs_nothing_to_compute_again_goes_first(all_policies):
+    # Norms and products by element: no matmul leads to them alone.
+    gone = set(ACTIVATIONS) - set(all_policies[3].saved)
+    assert gone == {"attention_input", "mlp_input", "mlp_hidden"}
+
+
+def test_what_takes_the_most_flops_for_its_bytes_goes_last(all_policies):
+    # For each byte of it a projection saves embed FLOPs, and attention twice the sequence.
+    assert LENGTH * 2 > EMBED
+    assert all_policies[-2].saved == ("attention",)
+
+
+def test_bytes_are_those_of_the_names(all_policies):
+    one_row = LENGTH * EMBED * 2  # bf16
+    per_device = ROWS // 2 * one_row
+    everything = all_policies[0]
+    # Eight arrays of embed (heads × head_dim is embed), three of mlp, four times as wide.
+    assert len(everything.saved) == 10
+    assert everything.bytes == (7 + 3 * 4) * per_device
+
+
+def with_memory(capacity: int) -> Target:
+    return Target(dataclasses.replace(CPU, memory_bytes=capacity), (2,))
+
+
+def needed(changed: Experiment) -> int:
+    return plan(changed, with_memory(1)).memory.needed
+
+
+@pytest.fixture(scope="module")
+def found(all_policies):
+    """With room for more than the least that the step can need, and less than the most."""
+    most = needed(keeping(experiment(), all_policies[0].saved))
+    least = needed(keeping(dataclasses.replace(experiment(), microbatches=ROWS // 2), ()))
+    assert least < most
+    capacity = (most + least) // 2
+    return capacity, search(experiment(), with_memory(capacity))
+
+
+def test_the_best_fits(found):
+    capacity, search_ = found
+    best = search_.best
+    assert best.fits
+    changed = dataclasses.replace(experiment(), microbatches=best.microbatches)
+    assert needed(keeping(changed, best.saved)) <= capacity
+
+
+def test_what_is_better_does_not_fit(found, all_policies):
+    capacity, search_ = found
+    best = search_.best
+    fewer = dataclasses.replace(experiment(), microbatches=best.microbatches)
+    number = [policy.saved for policy in all_policies].index(best.saved)
+    if best.microbatches > 1:
+        larger = dataclasses.replace(fewer, microbatches=best.microbatches // 2)
+        assert needed(keeping(larger, ())) > capacity
+    if number > 0:
+        assert needed(keeping(fewer, all_policies[number - 1].saved)) > capacity
+    assert best.microbatches > 1 or number > 0
+
+
+def test_few_steps_are_compiled_and_all_are_shown(found, all_policies):
+    _, search_ = found
+    assert len(search_.trials) <= 10 < 3 * len(all_policies)
+    lines = str(search_).splitlines()
+    assert len(search_.trials) == sum(line[:1].isdigit() for line in lines)
+    assert sum("yes, best" in line for line in lines) == 1
+
+
+def test_the_flags_are_what_the_runner_takes(found):
+    best = found[1].best
+    cfg = configs.load("experiments/llama_84m", ["tiny"])
+    for flag in best.flags:
+        # The shell takes the outer quotes.
+        apply_override(flag.removeprefix("--fdl.").replace('"', ""), cfg)
+    built: Experiment = fdl.build(cfg)
+    assert built.microbatches == best.microbatches
+    assert built.abstract_model().saved == best.saved
+
+
+def test_nothing_fits():
+    found = search(dataclasses.replace(experiment(), microbatches=ROWS // 2), with_memory(1_000))
+    assert found.best is None
+    assert "nothing fits" in str(found)

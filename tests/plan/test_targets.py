@@ -1,0 +1,100 @@
+"""Names of hardware, and devices of it that are not there."""
+
+import importlib.util
+
+import pytest
+
+from lmlib.hardware import ACCELERATORS
+from lmlib.plan import targets
+from lmlib.plan.targets import TargetError, parse
+
+needs_tpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs lmlib[plan-tpu]"
+)
+needs_gpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs lmlib[plan-gpu]"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "accelerator", "shape", "slices", "devices"),
+    [
+        ("v5e:16x16", "v5e", (16, 16), 1, 256),
+        ("2xv5e:16x16", "v5e", (16, 16), 2, 512),
+        ("v4:4x4x4", "v4", (4, 4, 4), 1, 64),
+        ("7x:4x4x4", "7x", (4, 4, 4), 1, 128),  # a chip is two devices
+        ("2x7x:2x2x1", "7x", (2, 2, 1), 2, 16),
+        ("h100:8x8", "h100", (8, 8), 1, 64),
+        ("a100-40gb:1x4", "a100-40gb", (1, 4), 1, 4),
+        ("cpu:256", "cpu", (256,), 1, 256),
+    ],
+)
+def test_a_name_is_read_and_written(text, accelerator, shape, slices, devices):
+    target = parse(text)
+    assert (target.accelerator.name, target.shape, target.slices) == (accelerator, shape, slices)
+    assert target.device_count == devices
+    assert str(target) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("v5e", "write v5e:16x16"),
+        ("v5f:16x16", "accelerators: v4, v5e"),
+        ("v5e:0x16", "write v5e:16x16"),
+        ("v5e:16x16 ", "write v5e:16x16"),
+        ("v4:16x16", "v4 takes 3 numbers of chips, like v4:4x4x4"),
+        ("h100:64", "h100 takes 2 numbers of hosts x GPUs"),
+        ("cpu:16x16", "cpu takes 1 number of devices"),
+        ("v5e:3x4", "sizes above 1 must be even"),
+        ("v5e:32x16", "the largest slice of v5e has 256 chips"),
+        ("2xh100:8x8", "only TPUs have slices"),
+    ],
+)
+def test_a_mistake_is_told(text, told):
+    with pytest.raises(TargetError, match=told):
+        parse(text)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    "text", ["v4:2x2x2", "v5e:4x4", "2xv5e:2x2", "v5e:1x1", "v5p:2x2x1", "v6e:2x4", "7x:2x2x1"]
+)
+def test_tpus_that_are_not_there(text):
+    _check_devices(parse(text))
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    "name", [name for name, one in ACCELERATORS.items() if one.platform == "cuda"]
+)
+def test_gpus_that_are_not_there(name):
+    _check_devices(parse(f"{name}:2x4"))
+
+
+@needs_tpu_compiler
+def test_slices_can_be_told_apart():
+    slices = [device.slice_index for device in parse("2xv5e:2x2").devices()]
+    assert sorted(slices) == [0] * 4 + [1] * 4
+
+
+@needs_gpu_compiler
+def test_hosts_can_be_told_apart():
+    hosts = [device.process_index for device in parse("h100:2x4").devices()]
+    assert sorted(hosts) == [0] * 4 + [1] * 4
+
+
+def test_the_missing_libraries_of_rocm_are_told():
+    with pytest.raises(TargetError, match="mi300x: that needs jax-rocm7-plugin"):
+        parse("mi300x:1x8").devices()
+
+
+def test_too_few_simulated_devices_are_told():
+    with pytest.raises(TargetError, match="cpu:256 needs 256 simulated devices"):
+        parse("cpu:256").devices()
+
+
+def _check_devices(target: targets.Target) -> None:
+    devices = target.devices()
+    assert len(devices) == target.device_count
+    assert {device.device_kind for device in devices} <= set(target.accelerator.device_kinds)

@@ -1,0 +1,167 @@
+"""Warnings of needless communication: programs that do it, and programs that don't."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lmlib.models.llama import Llama
+from lmlib.parallel.layout import gather
+from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.collectives import collectives
+from lmlib.plan.communication_warnings import communication_warnings
+from lmlib.plan.compiler_log import captured
+from lmlib.plan.program import read_program
+from lmlib.train import abstract_model
+
+V, E, F, L, H, D = 4_096, 512, 1_024, 2, 4, 64
+make = functools.partial(
+    Llama, vocab=V, embed=E, layers=L, heads=H, head_dim=D, mlp=F, key=jax.random.key(0)
+)
+
+
+def warnings_of(function, mesh, *arguments):
+    model = abstract_model(make, mesh)
+    with jax.set_mesh(mesh):
+        text = jax.jit(function).lower(model, *arguments).compile().as_text()
+    return communication_warnings(collectives(read_program(text), mesh), model, mesh)
+
+
+def test_a_gathered_stack_is_named_with_its_bytes():
+    mesh = make_mesh(fsdp=4, tensor=2)
+
+    def gathered(model, whole_stack):
+        blocks = gather(model.blocks, jnp.float32) if whole_stack else model.blocks
+
+        def layer(total, block):
+            block = block if whole_stack else gather(block, jnp.float32)
+            return total + jnp.sum(jnp.sin(block.mlp.gate)), None
+
+        # One weight, used once, is gathered whole for that.
+        norm = gather(model.norm, jnp.float32)
+        return jax.lax.scan(layer, 0.0, blocks)[0] + jnp.sum(jnp.sin(norm.scale))
+
+    (warning,) = warnings_of(functools.partial(gathered, whole_stack=True), mesh)
+    assert warning.problem == "gathered stack"
+    assert "blocks.mlp.gate" in warning.message
+    stack = L * E * (F // 2) * 4
+    assert f"{stack:,} bytes" in warning.message
+    assert warning.bytes_sent_per_step == stack * 3 // 4
+    assert warnings_of(functools.partial(gathered, whole_stack=False), mesh) == ()
+
+
+def gradient_program(mesh, scattered):
+    """The gradient of the table by its devices' sums, summed as one of the two ways would."""
+
+    def whole(table_VE):
+        return jax.lax.psum(jnp.sin(table_VE), "fsdp")
+
+    def part(table_VE):
+        return jax.lax.psum_scatter(jnp.sin(table_VE), "fsdp", scatter_dimension=1, tiled=True)
+
+    return jax.shard_map(
+        part if scattered else whole,
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(None, "fsdp") if scattered else P(),
+        check_vma=False,
+    )
+
+
+def test_an_all_reduce_of_a_whole_gradient_is_named_and_a_reduce_scatter_is_not():
+    mesh = make_mesh(fsdp=8)
+    model = abstract_model(make, mesh)
+    table_VE = jax.ShapeDtypeStruct((V, E), jnp.float32)
+    found = []
+    for scattered in (False, True):
+        program = jax.jit(gradient_program(mesh, scattered)).lower(table_VE).compile()
+        sent = collectives(read_program(program.as_text()), mesh)
+        assert len(sent) == 1
+        found.append(communication_warnings(sent, model, mesh))
+    ((warning,), nothing) = found
+    assert nothing == ()
+    assert warning.problem == "all-reduce for reduce-scatter"
+    size = V * E * 4
+    for said in ("embedding", "fsdp", f"{size * 2 * 7 // 8:,}", f"{size * 7 // 8:,}"):
+        assert said in warning.message
+    assert str(warning).startswith("warning: ")
+
+
+def test_a_gather_in_the_guise_of_a_sum_is_named():
+    """As XLA for TPUs gathers parts that fill no tile."""
+    mesh = make_mesh(fsdp=8)
+    text = f"""\
+HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+ENTRY %main (part: f32[{V},{E // 8}], zeros: f32[{V},{E}], i: s32[]) -> f32[{V},{E}] {{
+  %part = f32[{V},{E // 8}]{{1,0}} parameter(0)
+  %zeros = f32[{V},{E}]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  %filled = f32[{V},{E}]{{1,0}} dynamic-update-slice(%zeros, %part, %i, %i)
+  ROOT %whole = f32[{V},{E}]{{1,0}} all-reduce(%filled), replica_groups=[1,8]<=[8], to_apply=%add
+}}
+"""
+    sent = collectives(read_program(text), mesh)
+    assert [one.assembles for one in sent] == [True]
+    (warning,) = communication_warnings(sent, abstract_model(make, mesh), mesh)
+    assert warning.problem == "all-reduce for all-gather"
+    size = V * E * 4
+    for said in ("embedding", f"{size * 2 * 7 // 8:,}", f"{size * 7 // 8:,}"):
+        assert said in warning.message
+
+
+def test_sums_over_tensor_and_of_small_arrays_are_no_gradients_to_scatter():
+    mesh = make_mesh(fsdp=2, tensor=4)
+    model = abstract_model(make, mesh)
+
+    def sums(x_VE, x_E):
+        return jax.lax.psum(jnp.sin(x_VE), "tensor"), jax.lax.psum(jnp.sin(x_E), "fsdp")
+
+    by_hand = jax.shard_map(sums, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    shapes = jax.ShapeDtypeStruct((V // 4, E), jnp.float32), jax.ShapeDtypeStruct((E,), jnp.float32)
+    sent = collectives(read_program(jax.jit(by_hand).lower(*shapes).compile().as_text()), mesh)
+    assert len(sent) == 2
+    assert communication_warnings(sent, model, mesh) == ()
+
+
+def test_what_the_partitioner_complains_about_is_named():
+    mesh = make_mesh(data=2, fsdp=4)
+    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * 3)
+
+    def moved(x):
+        x = jax.lax.with_sharding_constraint(
+            x * 2, NamedSharding(automatic, P("data", None, "fsdp"))
+        )
+        target = NamedSharding(automatic, P(None, ("data", "fsdp"), None))
+        return jax.lax.with_sharding_constraint(jnp.sin(x), target)
+
+    with captured() as log:
+        jax.jit(moved).lower(jnp.ones((8, 8, 8))).compile()
+    (warning,) = communication_warnings((), abstract_model(make, mesh), mesh, log.text * 2)
+    assert warning.problem == "full rematerialization"
+    assert "sharding_constraint" in warning.message
+    assert "f32[4,8,2]" in warning.message
+    # Both layouts are named, as XLA prints them: by devices, or by axes of the mesh.
+    # XLA names layouts by devices, or by axes of the mesh.
+    by_devices = "{devices=[2,1,4]<=[8]} to {devices=[1,8,1]<=[8]} directly"
+    axes = "mesh['data'=2,'fsdp'=4,'tensor'=1]"
+    by_axes = (
+        f"{{{axes}, [{{'data'}}, {{}}, {{'fsdp'}}]}} to "
+        f"{{{axes}, [{{}}, {{'data', 'fsdp'}}, {{}}]}} directly"
+    )
+    assert by_devices in warning.message or by_axes in warning.message
+
+
+@pytest.mark.parametrize("log", ["", "W0000 spmd: all is well\n", "E0000 out of memory"])
+def test_other_messages_are_no_warnings(log):
+    mesh = make_mesh(fsdp=8)
+    assert communication_warnings((), abstract_model(make, mesh), mesh, log) == ()

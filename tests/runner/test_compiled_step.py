@@ -1,0 +1,93 @@
+"""A run that starts with the compiled step of another one, through the real command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import runner
+from runner.endings import MISTAKE
+
+ROOT = Path(runner.__file__).parents[1]
+SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "steps=3")
+
+
+def run(workdir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    settings = (f"--fdl.{override}" for override in SMALL)
+    experiment = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", *settings)
+    return subprocess.run(
+        [sys.executable, "-m", "runner", *experiment, f"--workdir={workdir}", *flags],
+        cwd=ROOT,
+        # The cache of programs would hide what is compiled.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a run, and its compiled step."""
+    folder = tmp_path_factory.mktemp("compiled")
+    done = run(folder / "first", f"--save_compiled={folder / 'step'}")
+    assert done.returncode == 0, done.stderr
+    assert "compiled the step in" in done.stderr
+    assert f"wrote the compiled step to {folder / 'step'}" in done.stderr
+    return folder
+
+
+def losses(workdir: Path) -> list[float]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_another_process_takes_it_and_trains_to_the_same_bits(saved):
+    done = run(saved / "second", f"--compiled={saved / 'step'}")
+    assert done.returncode == 0, done.stderr
+    assert f"took the compiled step out of {saved / 'step'}" in done.stderr
+    assert "compiled the step in" not in done.stderr
+    assert losses(saved / "second") == losses(saved / "first")
+    assert len(losses(saved / "first")) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            ("--fdl.optimizer.peak_lr=1e-4", "--fdl.model.heads=2"),
+            "was compiled for another run: the arguments differ; the config differs in "
+            "model.heads, optimizer.peak_lr",
+        ),
+        (("--fdl.mesh.fsdp=4",), "the config differs in mesh.fsdp; devices 8 of kind cpu, here 4"),
+    ],
+)
+def test_that_of_another_config_is_refused(saved, tmp_path, flags, told):
+    refused = run(tmp_path / "refused", f"--compiled={saved / 'step'}", *flags)
+    assert refused.returncode == MISTAKE
+    assert told in refused.stderr
+    assert "compile anew: leave it out" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_damaged_file_is_refused_before_it_is_unpickled(saved, tmp_path):
+    content = bytearray((saved / "step").read_bytes())
+    content[-1000] ^= 1
+    (tmp_path / "damaged").write_bytes(content)
+    refused = run(tmp_path / "run", f"--compiled={tmp_path / 'damaged'}")
+    assert refused.returncode == MISTAKE
+    assert f"--compiled={tmp_path / 'damaged'} is damaged" in refused.stderr
+
+
+def test_another_file_is_refused(tmp_path):
+    (tmp_path / "text").write_text("text")
+    refused = run(tmp_path / "run", f"--compiled={tmp_path / 'text'}")
+    assert refused.returncode == MISTAKE
+    assert "is no compiled step" in refused.stderr
+    missing = run(tmp_path / "run", f"--compiled={tmp_path / 'missing'}")
+    assert missing.returncode == MISTAKE
+    assert "missing: No such file" in missing.stderr

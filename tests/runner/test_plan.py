@@ -1,0 +1,110 @@
+"""`python -m runner.plan`, through the command line."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked_commands import Commands
+
+import runner
+from runner.endings import FINISHED, MISTAKE
+
+ROOT = Path(runner.__file__).parents[1]
+# Of the shipped data, which is not here, the plan needs the sizes alone.
+SMALL = (
+    "--fdl_config=experiments/llama_8b",
+    *(
+        f"--fdl.{override}"
+        for override in (
+            "model.vocab=512",
+            "model.embed=64",
+            "model.layers=2",
+            "model.heads=4",
+            "model.head_dim=16",
+            "model.kv_heads=2",
+            "model.mlp=128",
+            "data.batch_size=8",
+            "data.sequence_length=64",
+        )
+    ),
+)
+needs_compilers = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("libtpu", "jax_cuda12_plugin"))),
+    reason="needs lmlib[plan-tpu,plan-gpu]",
+)
+
+
+def plan(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As on a user's machine: nothing says how many devices to simulate, or which to use."""
+    hidden = ("XLA_FLAGS", "JAX_PLATFORMS")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return subprocess.run(
+        [sys.executable, "-m", "runner.plan", *arguments],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.parametrize(
+    ("topology", "devices"),
+    [
+        pytest.param("v5e:2x4", 8, marks=needs_compilers),
+        pytest.param("h100:2x4", 8, marks=needs_compilers),
+        ("cpu:8", 8),
+    ],
+)
+def test_a_report_is_shown_written_and_kept(tmp_path, topology, devices):
+    flags = (*SMALL, f"--topology={topology}", f"--json={tmp_path / 'report.json'}")
+    done = plan(tmp_path / "cache", *flags)
+    assert done.returncode == FINISHED, done.stderr
+    assert f"on {topology}, mesh data 1 × fsdp {devices} × tensor 1" in done.stdout
+    assert f"compiling the step for {topology}" in done.stderr
+
+    report = json.loads((tmp_path / "report.json").read_text())
+    parameters = 2 * 512 * 64 + 2 * (64 * 64 * 3 + 3 * 64 * 128 + 2 * 64) + 64
+    assert report["parameters"] == parameters
+    assert report["memory"]["parameters"] == 4 * parameters // devices
+    assert {kept["name"] for kept in report["memory"]["saved"]} >= {"layer_input", "head_input"}
+    assert {one["kind"] for one in report["collectives"]} >= {"all-gather"}
+    assert report["flops"]["analytic"] > 0
+
+    again = plan(tmp_path / "cache", *flags)
+    assert again.returncode == FINISHED
+    assert again.stdout == done.stdout
+    assert "was made before" in again.stderr and "compiling" not in again.stderr
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    commands = Commands(tmp_path_factory.mktemp("commands"))
+    yield commands
+    commands.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((), "give --fdl_config"),
+        ((*SMALL,), "give --topology, for example v5e:16x16; there are v4, v5e"),
+        ((*SMALL, "--topology=v5e:3x4"), "sizes above 1 must be even"),
+        ((*SMALL, "--topology=zx81:1"), "'zx81:1' is no topology: write v5e:16x16"),
+        ((*SMALL, "--topology=cpu:8", "--search"), "how much memory cpu:8 has is unknown"),
+        ((*SMALL, "--topology=cpu:3"), "axis 'embed' of size 64 cannot be split"),
+        ((*SMALL, "--topology=cpu:8", "--fdl.model.heds=3"), "Did you mean heads"),
+        ((*SMALL, "--topology=cpu:8", "extra"), "unknown argument 'extra'"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(commands, flags, told):
+    done = commands.run("runner.plan", flags)
+    assert done.returncode == MISTAKE, done.stderr
+    assert told in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,96 @@
+"""The comparison of training steps compares the same work, and sees when it does not."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def peers():
+    """The modules beside the script, which finds them in its own folder."""
+    sys.path.insert(0, str(BENCHMARKS))
+    from step_peers import contender, jax_step, lmlib_step, report, sizes
+
+    yield contender, jax_step, lmlib_step, report, sizes
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def reference(peers):
+    """lmlib's losses at the smallest size."""
+    contender, _, lmlib_step, report, sizes = peers
+    work = contender.Work(sizes.SIZES["tiny"], "float32", report.CHECKED)
+    return work, lmlib_step.LmlibStep(work).run(range(report.CHECKED))
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, BENCHMARKS / "train_step.py", *arguments],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_lmlib_and_its_peers_make_the_same_losses():
+    ran = run("--sizes=tiny_recomputed", "--peers=jax,pytorch_eager", "--precisions=float32")
+    assert ran.returncode == 0, ran.stderr
+    for name in ("lmlib", "jax"):
+        rows = re.findall(rf"^{name} .* (\S+)$", ran.stdout, re.MULTILINE)
+        assert len(rows) == 1 and float(rows[0]) <= 1e-4
+    pytorch = r"^pytorch_eager " if importlib.util.find_spec("torch") else "PyTorch: not installed"
+    assert re.search(pytorch, ran.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"learning_rate": 0.99e-3},
+        {"weight_decay": 0.0},
+        {"clip_norm": 1e9},
+    ],
+)
+def test_other_numbers_are_noticed(peers, reference, change):
+    _, jax_step, _, report, sizes = peers
+    work, expected = reference
+    other = dataclasses.replace(work, adamw=dataclasses.replace(sizes.ADAMW, **change))
+    losses = jax_step.BareJaxStep(other).run(range(report.CHECKED))
+    if not change:
+        report.check_same_work("jax", losses, expected, "float32")
+        return
+    with pytest.raises(
+        report.OtherWork, match="jax does not do lmlib's work: in float32, its loss"
+    ):
+        report.check_same_work("jax", losses, expected, "float32")
+
+
+def test_a_loss_that_is_not_a_number_is_noticed(peers):
+    _, _, _, report, _ = peers
+    with pytest.raises(report.OtherWork, match="at step 1 is nan"):
+        report.check_same_work("jax", [2.0, float("nan")], [2.0, 2.0], "bfloat16")
+    assert math.isnan(report.largest_difference([2.0, float("nan"), 4.0], [2.0, 2.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--platform=gpu"], "--platform=gpu: JAX sees no GPU here, only cpu"),
+        (["--sizes=3b"], "--sizes=3b is not known; choose from tiny,"),
+        (["--compile_only=h300"], "--compile_only=h300: 'h300:1x1' is no topology"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_a_line(arguments, message):
+    ran = run(*arguments)
+    assert ran.returncode == 1
+    assert ran.stderr.strip().splitlines()[-1].startswith(message)
+    assert "Traceback" not in ran.stderr
