@@ -20,6 +20,7 @@ import fiddle as fdl
 import jax
 import jaxlib
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from lmlib.data.batch import Batch
@@ -58,10 +59,26 @@ def identity_of(cfg: fdl.Config, mesh: Mesh, state: State, batch: Batch) -> Iden
     }
 
 
+@contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Within, JAX takes no program out of its cache on disk: such a one cannot be saved again."""
+    settings: Any = jax.config  # its attributes are made as it is imported
+    before = settings.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it asks for the setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
 def save_compiled(
     compiled: jax.stages.Compiled, path: str | os.PathLike[str], identity: Identity
 ) -> None:
     """Writes a step `(state, batch) -> (state, metrics)`, whole or not at all.
+
+    It must have been compiled in `compiled_anew`.
 
     Raises:
       ConfigError: if JAX or the disk refuses.

@@ -31,6 +31,7 @@ from runner.compilation_cache import keep_compiled_programs
 from runner.compiled_step import (
     Identity,
     check_compiled,
+    compiled_anew,
     identity_of,
     load_compiled,
     save_compiled,
@@ -217,19 +218,25 @@ class _Run:
 
     def check_compiled(self, state: train.State) -> None:
         if self.options.compiled is not None:
+            if self.options.save_compiled is not None:
+                raise ConfigError("give --compiled or --save_compiled, not both")
             check_compiled(self.options.compiled, self._identity(state))
 
     def _compile(self, state: train.State) -> jax.stages.Compiled:
         options = self.options
         began = time.perf_counter()
-        if options.compiled is None:
-            compiled, done = self._compile_anew(state), "compiled the step"
-        else:
+        done = "compiled the step"
+        if options.compiled is not None:
             with agreed():
                 compiled = load_compiled(
                     options.compiled, self._identity(state), state, self._abstract_batch
                 )
             done = f"took the compiled step out of {options.compiled}"
+        elif options.save_compiled is not None:
+            with compiled_anew():
+                compiled = self._compile_step(state)
+        else:
+            compiled = self._compile_step(state)
         self.progress.message(f"{done} in {duration_text(time.perf_counter() - began)}")
         memory = compiled.memory_analysis()
         if memory is not None:  # not every platform says
@@ -244,7 +251,7 @@ class _Run:
             self.progress.message(f"wrote the compiled step to {options.save_compiled}")
         return compiled
 
-    def _compile_anew(self, state: train.State) -> jax.stages.Compiled:
+    def _compile_step(self, state: train.State) -> jax.stages.Compiled:
         experiment = self.experiment
         return train.compile_step(
             state,

@@ -14,7 +14,8 @@ import pytest
 
 from lmlib.losses import batch_loss
 from lmlib.models.llama import Llama
-from lmlib.parallel.layout import gather
+from lmlib.parallel.axes import map_weights
+from lmlib.parallel.layout import move
 from lmlib.parallel.mesh import make_mesh
 from lmlib.train import abstract_batch, abstract_model
 
@@ -101,8 +102,9 @@ def test_compiled_scans_gather_one_layer_at_a_time():
         by_computation.setdefault(computation, Counter())[shape] += 1
     entry = by_computation.pop("entry")
     assert list(by_computation.values()) == [GATHERED_LAYER, GATHERED_LAYER]
-    # Outside the scans: the table to embed; norm and unembedding, and again in the backward pass.
-    assert entry == Counter({(V // TENSOR, E): 1, (E,): 2, (E, V // TENSOR): 2})
+    # Outside the scans: the tokens to embed; the last norm, again in the backward pass; the
+    # unembedding.
+    assert entry == Counter({(B, S): 1, (E,): 2, (E, V // TENSOR): 1})
 
 
 def test_compiled_scans_reduce_one_layer_at_a_time():
@@ -115,12 +117,12 @@ def test_compiled_scans_reduce_one_layer_at_a_time():
     forward, backward = by_computation.values()
     # Over tensor: the outputs of attention and mlp.
     assert forward == Counter({activation: 2})
-    # Over tensor: attention's output again, and the cotangents of the inputs of query, key, value,
-    # gate and up. Over fsdp: the gradient of each weight of the layer.
+    # Over tensor: attention's output again, and the gradients of the inputs of attention and mlp.
+    # Over fsdp: the gradient of each weight of the layer.
     weights = Counter()
     for shape, count in GATHERED_LAYER.items():
         weights[tuple(sorted(shape))] += count
-    assert backward == weights + Counter({activation: 6})
+    assert backward == weights + Counter({activation: 3})
 
 
 def test_tensor_parallelism_alone_gathers_no_weight():
@@ -138,16 +140,12 @@ def test_sequence_parallelism_gathers_activations_and_never_the_table():
 
 def test_a_gathered_stack_would_be_seen():
     def gathers_everything_first(model, batch):
-        def whole(model):
-            leaves, structure = jax.tree.flatten(model)
-            blocks = gather(model.blocks, jnp.bfloat16)
-            others = iter(jax.tree.leaves(blocks))
-            shapes = {id(leaf) for leaf in jax.tree.leaves(model.blocks)}
-            return jax.tree.unflatten(
-                structure, [next(others) if id(leaf) in shapes else leaf for leaf in leaves]
-            )
+        def gathered(path, axes, weight):
+            return jnp.sum(move(weight.astype(jnp.bfloat16), axes))
 
-        return batch_loss(whole(model), batch)
+        sums = batch_loss(model, batch)
+        whole = jax.tree.leaves(map_weights(gathered, model.blocks))
+        return sums._replace(minimised=sums.minimised + sum(whole))
 
     assert len(gathered_stacks(lowered(gathers_everything_first))) >= 9
 
@@ -176,3 +174,13 @@ def test_gathers_follow_fsdp_alone(mesh):
     stacks = {leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(make).blocks)}
     assert not stacks & {shape for _, shape in gathered}
     assert bool(gathered) == (mesh.get("fsdp", 1) > 1)
+
+
+def test_embedding_sends_activations_and_never_the_table():
+    program = lowered()
+    exchanged = Counter(shape for _, shape in compiled_collectives(program, "all-to-all"))
+    # A piece for each device, forward and backward.
+    assert exchanged == Counter({(B // DATA, S, E // DATA): 2 * DATA})
+    for kind in ("all-gather", "all-reduce"):
+        shapes = {shape for _, shape in compiled_collectives(program, kind)}
+        assert not shapes & {(V, E), (V // TENSOR, E)}

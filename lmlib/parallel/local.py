@@ -34,7 +34,7 @@ def on_each_device(
 
 def gathered(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
     """The parts of all devices along `mesh_axis`, one after the other along `axis`."""
-    if jax.sharding.get_abstract_mesh().empty:
+    if _alone(mesh_axis):
         return x
     return jax.lax.all_gather(x, mesh_axis, axis=axis, tiled=True)
 
@@ -46,7 +46,7 @@ def summed(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
 
 def summed_and_split(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
     """The sum over the devices along `mesh_axis`; each keeps its part of it along `axis`."""
-    if jax.sharding.get_abstract_mesh().empty:
+    if _alone(mesh_axis):
         return x
     return jax.lax.psum_scatter(x, mesh_axis, scatter_dimension=axis, tiled=True)
 
@@ -54,7 +54,7 @@ def summed_and_split(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
 def exchanged(x: jax.Array, mesh_axis: str, split: int, joined: int) -> jax.Array:
     """Along `mesh_axis` each device gets a piece of everyone's `x`, cut along the axis `split`, and
     puts the pieces one after the other along the axis `joined` (all-to-all)."""
-    if jax.sharding.get_abstract_mesh().empty:
+    if _alone(mesh_axis):
         return x
     return jax.lax.all_to_all(x, mesh_axis, split, joined, tiled=True)
 
@@ -74,3 +74,8 @@ def platform() -> str:
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def _alone(mesh_axis: str) -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.shape[mesh_axis] == 1

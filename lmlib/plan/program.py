@@ -184,18 +184,25 @@ class Program:
     def _counted_trips(self, loop: Instruction, around: Computation) -> int | None:
         """The trips of a loop `for (i = start; i < limit; i++)`, as `lax.scan` makes them."""
         condition = self.computations[loop.called["condition"][0]]
-        comparison = condition.root
+        outer, comparison = condition, condition.root
+        fused: tuple[str, ...] = ()
+        if comparison.opcode == "fusion":  # the comparison is inside, and sees its operands
+            fused = comparison.operands
+            condition = self.computations[comparison.called["calls"][0]]
+            comparison = condition.root
         if comparison.opcode != "compare" or comparison.attribute("direction") != "LT":
             return None
         (initial,) = loop.operands
         sides = []
         for operand in comparison.operands:
-            value = condition.by_name[operand]
+            value, where = condition.by_name[operand], condition
+            if value.opcode == "parameter" and fused:
+                value, where = outer.by_name[fused[int(value.arguments)]], outer
             if value.opcode == "get-tuple-element":
                 index = int(value.attribute("index") or 0)
                 sides.append(_constant(around.by_name[initial].operands[index], around))
             else:
-                sides.append(_constant(operand, condition))
+                sides.append(_constant(value.name, where))
         start, limit = sides
         return None if start is None or limit is None else limit - start
 

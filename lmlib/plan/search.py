@@ -180,8 +180,8 @@ class _Searcher:
             for count in counts[first : first + 1 + _MORE_COUNTS]:
                 found = self._first_that_fits([(count, policy) for policy in self._policies])
                 best = best or found
-                if found is self._trials.get((count, self._policies[0])):
-                    break  # everything is kept: fewer sequences at a time gain nothing
+                if found is not None and found.recomputed == 0:
+                    break  # fewer sequences at a time gain nothing more
         trials = sorted(self._trials.values(), key=lambda one: (one.microbatches, -len(one.saved)))
         return Search(tuple(trials), best)
 

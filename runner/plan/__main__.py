@@ -36,6 +36,7 @@ from runner.endings import FAILED, FINISHED, MISTAKE
 from runner.errors import ConfigError, user_errors
 from runner.plan import cache
 from runner.plan.absent import on_devices, without_data
+from runner.xla_flags import overlap_communication
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
 _SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
                 )
             )
             targets.prepare(target)
+            overlap_communication()  # as a run does
         _show(_report(cfg, target))
         return FINISHED
     except ConfigError as error:

@@ -169,6 +169,27 @@ def test_trips_without_a_known_count(limit, trips):
     assert instruction.op_name == "jit(f)/layers/while/body/add"
 
 
+def test_trips_of_a_loop_whose_comparison_is_fused():
+    """As XLA leaves them on GPUs where it has moved a turn out of a loop."""
+    fused = """\
+%fused (a: s32[], b: s32[]) -> pred[] {
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%b, %three), direction=LT
+}
+
+%body.1"""
+    text = COUNTED.replace("%body.1", fused, 1).replace("LIMIT", "%limit = s32[] constant(8)")
+    text = text.replace(
+        "%lt = pred[]{:T(512)} compare(%i.2, %limit), direction=LT",
+        "%lt = pred[] fusion(%limit, %i.2), kind=kLoop, calls=%fused",
+    )
+    trips = {loop.trips for _, place in read_program(text).instructions() for loop in place.loops}
+    assert trips == {3 - 2}
+
+
+
 def test_a_collective_inside_a_scan_is_found_with_its_groups():
     mesh = make_mesh(fsdp=4, tensor=2)
 
