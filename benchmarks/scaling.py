@@ -1,4 +1,4 @@
-"""What `plan` expects of 1B, 8B, 70B and 405B parameters on 1 to 4,096 GPUs: docs/scaling.md's table.
+"""What `plan` expects of 1B to 405B parameters on 1 to 4,096 GPUs: the table of docs/scaling.md.
 
     pip install -e '.[plan-gpu]' && python benchmarks/scaling.py [--sizes=8B] [--devices=64,256]
 
@@ -9,7 +9,6 @@ fits; nothing is measured. A step has 4.2 M tokens, or 16.8 M on 4,096 GPUs.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import fiddle as fdl
 from absl import app, flags
 
 from lmlib.experiment import Experiment
@@ -17,7 +16,7 @@ from lmlib.plan import targets
 from lmlib.plan.planner import plan
 from lmlib.plan.report import Report
 from runner import configs
-from runner.plan.absent import on_devices, without_data
+from runner.plan.absent import built, without_data
 from runner.xla_flags import overlap_communication
 
 _SIZES = flags.DEFINE_list("sizes", None, "of 1B, 8B, 70B, 405B; all by default")
@@ -78,7 +77,7 @@ def experiment(size: str, layout: Layout, batch: int, target: targets.Target) ->
         setattr(cfg.mesh, name, getattr(layout, name))
     cfg.data.batch_size = batch
     cfg.microbatches = batch // (layout.data * layout.fsdp * layout.sequences)
-    return fdl.build(on_devices(without_data(cfg), target.devices()))
+    return built(without_data(cfg), target.devices())
 
 
 def best(size: str, devices: int) -> tuple[Layout, Report] | None:
@@ -119,7 +118,7 @@ def cells(found: tuple[Layout, Report] | None) -> str:
     if found is None:
         return "does not fit | | | | |"
     layout, report = found
-    peak = f"{report.memory.peak_bytes / 1e9:.1f} GB"
+    peak = f"{report.memory.needed / 1e9:.1f} GB"
     estimate = report.estimate
     if estimate is None:
         return f"{layout} | {peak} | | | |"

@@ -33,6 +33,10 @@ from lmlib.parallel.local import (
 _CHUNK_BYTES = {"cpu": 2**24}
 _CHUNK_BYTES_ELSEWHERE = 2**30
 
+_EVERYWHERE = PartitionSpec()
+_H, _TABLE = partition("batch seq embed"), partition("embed vocab", STORED)
+_INPUTS = _H, _TABLE, partition("batch seq"), partition("batch seq")
+
 
 @runtime_checkable
 class Decoder(Protocol):
@@ -100,7 +104,6 @@ def batch_loss(
         return loss_sums(settings, h_BSE, model.unembedding_EV, targets_BS, loss_mask_BS)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def loss_sums(
     settings: LossSettings,
     h_BSE: Float[Array, "b s embed"],
@@ -110,21 +113,27 @@ def loss_sums(
 ) -> LossSums:
     """The loss of the logits h · table, computed in h's dtype.
 
-    Layouts: `h_BSE` whole along seq and embed, the table as it is stored. Each device gathers the
-    table over `fsdp`, makes the logits of its own tokens and its own share of the vocabulary, and a
-    few numbers for each token travel over `tensor`. Asked for gradients, it computes those of a
-    chunk along with its logits (the idea of Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989,
-    §3.2): the backward pass only multiplies them by what arrives.
+    Layouts: `h_BSE` whole along seq and embed, the table as it is stored; they are moved if they
+    lie otherwise. Each device gathers the table over `fsdp`, makes the logits of its own tokens and
+    its own share of the vocabulary, and a few numbers for each token travel over `tensor`. Asked
+    for gradients, it computes those of a chunk along with its logits (the idea of Liger's fused
+    loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass only multiplies them by what
+    arrives.
     """
+    arguments = h_BSE, table_EV, targets_BS, loss_mask_BS
+    if not jax.sharding.get_abstract_mesh().empty:
+        arguments = tuple(map(jax.sharding.reshard, arguments, _INPUTS))
+    return _loss_sums(settings, *arguments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss_sums(
+    settings: LossSettings, h_BSE: Array, table_EV: Array, targets_BS: Array, loss_mask_BS: Array
+) -> LossSums:
     sums = functools.partial(_local_sums, settings)
     return on_each_device(sums, _INPUTS, _EVERYWHERE, tracked=False)(
         h_BSE, table_EV, targets_BS, loss_mask_BS
     )
-
-
-_EVERYWHERE = PartitionSpec()
-_H, _TABLE = partition("batch seq embed"), partition("embed vocab", STORED)
-_INPUTS = _H, _TABLE, partition("batch seq"), partition("batch seq")
 
 
 def _forward(
@@ -149,7 +158,7 @@ def _backward(
     )
 
 
-loss_sums.defvjp(_forward, _backward)
+_loss_sums.defvjp(_forward, _backward)
 
 
 def _local_sums(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +31,8 @@ _LAUNCHERS = (
     "TPU_PROCESS_ADDRESSES",
     "TPU_PROCESS_ADDRESSES_PATH",
 )
+# PCI devices of Google's that every machine of its cloud may have: network and disk.
+_NO_TPU = {"0x0042", "0x001f"}
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")  # the inner launcher first
 
 
@@ -78,7 +81,8 @@ class Processes:
             return True
         if self.distributed == "off" or _tasks(environment) == 1:
             return False
-        on_tpu = importlib.util.find_spec("libtpu") is not None
+        # libtpu alone says nothing: it also compiles for TPUs that are elsewhere.
+        on_tpu = importlib.util.find_spec("libtpu") is not None and has_tpu()
         return on_tpu or any(name in environment for name in _LAUNCHERS)
 
     def join(self, supervisor: Connection) -> None:
@@ -179,6 +183,15 @@ def leave(error: BaseException, heartbeat_seconds: int, debug: bool) -> None:
         time.sleep(seconds)
     tell(error, debug)
     os._exit(FAILED)
+
+
+def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Whether this machine has a device of Google's besides the network and disk of its cloud."""
+    ids = (
+        ((device / "vendor").read_text().strip(), (device / "device").read_text().strip())
+        for device in (devices.iterdir() if devices.is_dir() else ())
+    )
+    return any(vendor == "0x1ae0" and device not in _NO_TPU for vendor, device in ids)
 
 
 def _from_jax(error: BaseException | None) -> bool:

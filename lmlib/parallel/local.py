@@ -23,13 +23,15 @@ def on_each_device(
     """`function` on the parts of its arguments that each device holds (`jax.shard_map`).
 
     Args:
-      inputs, outputs: how arguments and results lie on the mesh.
+      inputs, outputs: how arguments and results lie on the mesh; arguments that lie otherwise are
+        moved first.
       tracked: whether JAX tracks along which mesh axes values differ. Derivatives through
         collectives need it; kernels and carries of loops do not have it.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
-    return jax.shard_map(function, in_specs=tuple(inputs), out_specs=outputs, check_vma=tracked)
+    mapped = jax.shard_map(function, in_specs=tuple(inputs), out_specs=outputs, check_vma=tracked)
+    return lambda *arguments: mapped(*map(jax.sharding.reshard, arguments, inputs))
 
 
 def gathered(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:

@@ -23,7 +23,6 @@ import fiddle as fdl
 from absl import app, flags, logging
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
-from lmlib.experiment import Experiment
 from lmlib.hardware import ACCELERATORS
 from lmlib.plan import compiler_log, targets
 from lmlib.plan.planner import plan, versions
@@ -35,7 +34,7 @@ from runner.command_line import parse, tell
 from runner.endings import FAILED, FINISHED, MISTAKE
 from runner.errors import ConfigError, user_errors
 from runner.plan import cache
-from runner.plan.absent import on_devices, without_data
+from runner.plan.absent import built, without_data
 from runner.xla_flags import overlap_communication
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
@@ -98,7 +97,7 @@ def _report(cfg: fdl.Config, target: Target) -> dict[str, Any]:
     with user_errors():
         with compiler_log.captured():  # plugins talk as they start
             devices = target.devices()
-        experiment: Experiment = fdl.build(on_devices(cfg, devices))
+        experiment = built(cfg, devices)
         experiment.check()
     report = plan(experiment, target, _tell)
     text, fields = str(report), report.as_json()

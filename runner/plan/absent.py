@@ -46,6 +46,11 @@ def on_devices(cfg: fdl.Config[Experiment], devices: list[jax.Device]) -> fdl.Co
     return cfg
 
 
+def built(cfg: fdl.Config[Experiment], devices: list[jax.Device]) -> Experiment:
+    """The experiment of `cfg`, its mesh made of `devices`."""
+    return fdl.build(on_devices(cfg, devices))
+
+
 def _found(cfg: fdl.Config, part: str, name: str) -> int:
     """The value of `name` in `cfg.part`, or in what that is made of, if all agree."""
     whole = getattr(cfg, part, None)
