@@ -80,7 +80,8 @@ class LossSettings(NamedTuple):
       al. 2022, arXiv:2204.02311, §5).
     chunk: tokens whose logits a device holds at a time; `None`: 1 GiB of them in float32, on CPUs
       16 MiB.
-    logits_dtype: of the logits; softmax is in float32 at least.
+    logits_dtype: of the logits, or that of the features if it is wider; softmax is in float32 at
+      least.
     """
 
     z_loss: float = 0.0
@@ -205,7 +206,10 @@ def _chunk_sums(
     """The sums of a chunk, and the gradient of what is minimised with respect to its logits."""
     wide = jnp.promote_types(h_NE.dtype, jnp.float32)
     logits_NV = jnp.einsum(
-        "ne,ev->nv", h_NE, table_EV, preferred_element_type=settings.logits_dtype
+        "ne,ev->nv",
+        h_NE,
+        table_EV,
+        preferred_element_type=jnp.promote_types(settings.logits_dtype, h_NE.dtype),
     )
     logits_NV = logits_NV.astype(wide)
     highest_N = highest(jnp.max(logits_NV, axis=-1), "tensor")

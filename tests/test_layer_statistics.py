@@ -38,9 +38,7 @@ def test_each_layer_is_measured(tied, sizes):
 
     plain = make(tied)
     tokens = int(BATCH.loss_mask.sum())
-    loss, gradients = jax.value_and_grad(lambda m: batch_loss(m, BATCH).minimised / tokens)(
-        plain
-    )
+    loss, gradients = jax.value_and_grad(lambda m: batch_loss(m, BATCH).minimised / tokens)(plain)
     assert found.loss == pytest.approx(float(loss), rel=1e-5)
     for layer in range(3):
         blocks = jax.tree.map(lambda leaf, upto=layer + 1: leaf[:upto], plain.blocks)

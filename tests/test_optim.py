@@ -1,6 +1,7 @@
 """AdamW against its equations in NumPy, and the shapes of the schedules."""
 
 import functools
+from collections import Counter
 
 import equinox as eqx
 import jax
@@ -125,3 +126,25 @@ def test_moments_lie_as_their_weights():
     moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (8, 6)]
     assert len(moments) == 2
     assert all(moment.sharding == layout for moment in moments)
+
+
+def test_a_narrow_first_moment_takes_two_bytes_and_follows_within_its_rounding():
+    random = np.random.default_rng(0)
+    model = Model(jnp.asarray(random.normal(size=(4, 3)), jnp.float32), jnp.ones(4))
+    gradients = jax.tree.map(jnp.ones_like, model)
+
+    def advanced(**settings):
+        optimizer = optim.adamw(10, 0.1, optim.warmup_constant, **settings)
+        state, weights = optimizer.transformation.init(model), model
+        for _ in range(5):
+            updates, state = optimizer.transformation.update(gradients, state, weights)
+            weights = optax.apply_updates(weights, updates)
+        return weights, Counter(leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.ndim)
+
+    wide, wide_dtypes = advanced()
+    narrow, narrow_dtypes = advanced(first_moment_dtype="bfloat16")
+    assert wide_dtypes == {"float32": 4}
+    assert narrow_dtypes == {"float32": 2, "bfloat16": 2}
+    # Each update is off by no more than bfloat16's half unit in the last place, 2⁻⁹.
+    np.testing.assert_allclose(narrow.matrix, wide.matrix, atol=5 * 0.1 * 2**-8)
+    assert np.any(narrow.matrix != wide.matrix)

@@ -131,6 +131,8 @@ def test_what_is_saved_changes_no_gradient(inputs):
         {"unroll": L},
         {"unroll": L, "saved": ACTIVATIONS},
         {"unroll": 2},
+        {"offloaded": ("attention", "mlp_gate")},
+        {"saved": ("query",), "offloaded": ("mlp_up",)},
     ]
     for settings in variants:
         for expected, found in zip(reference, jax.tree.leaves(gradients(**settings)), strict=True):
