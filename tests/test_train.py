@@ -105,10 +105,12 @@ def test_any_split_gives_the_mean_over_valid_tokens(mask_BS, microbatches):
     count = max(int(mask_BS.sum()), 1)
     assert metrics["tokens"] == mask_BS.sum()
     assert metrics["loss"] == pytest.approx((losses_BS * mask_BS).sum() / count, rel=1e-5)
-    for found, each in zip(gradient, jacobian, strict=True):
-        expected = np.tensordot(mask_BS, each, 2) / count
-        scale = max(np.linalg.norm(expected), 1e-6)
-        assert np.linalg.norm(found - expected) <= 2e-4 * scale
+    expected = [np.tensordot(mask_BS, each, 2) / count for each in jacobian]
+    whole = np.sqrt(sum(np.linalg.norm(each) ** 2 for each in expected))
+    for found, each in zip(gradient, expected, strict=True):
+        # Some are nothing but what is left of sums that cancel.
+        scale = max(np.linalg.norm(each), 1e-2 * whole)
+        assert np.linalg.norm(found - each) <= 2e-4 * scale
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

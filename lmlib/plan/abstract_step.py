@@ -1,10 +1,7 @@
 """A run's train step before it is compiled: shapes, dtypes and layouts, and no arrays."""
 
 import dataclasses
-import functools
 from typing import Any
-
-import jax
 
 from lmlib import train
 from lmlib.data.batch import Batch
@@ -36,12 +33,12 @@ def abstract_step(experiment: Experiment) -> AbstractStep:
 def traced(step: AbstractStep) -> Any:
     """The step's jaxpr."""
     experiment = step.experiment
-    one_step = functools.partial(
-        train.step,
-        optimizer=step.optimizer,
-        microbatches=experiment.microbatches,
-        z_loss=experiment.z_loss,
-        guard=experiment.guard or Guard(),
-    )
-    with jax.set_mesh(experiment.mesh):
-        return jax.make_jaxpr(one_step)(step.state, step.batch)
+    return train.trace_step(
+        step.state,
+        step.batch,
+        step.optimizer,
+        experiment.mesh,
+        experiment.microbatches,
+        experiment.z_loss,
+        experiment.guard or Guard(),
+    ).jaxpr

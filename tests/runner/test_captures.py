@@ -37,7 +37,7 @@ def config(*overrides):
             *("optimizer.peak_lr=0.05", "checkpoint_every=4", "validation=None", *overrides),
         ),
     )
-    cfg.guard = fdl.Config(Guard, spike_deviations=0.1, window=4)
+    cfg.guard = fdl.Config(Guard, spike_deviations=0.01, window=2)
     return cfg
 
 
