@@ -141,6 +141,7 @@ class Experiment:
                 f" at {model.vocab - 1}; set vocab to {source.max_token_id + 1} or more, or use the"
                 " data set's own tokenizer"
             )
+        model.check(source.sequence_length)
         check_batch(
             source.batch_size,
             source.sequence_length,

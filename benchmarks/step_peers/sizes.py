@@ -69,7 +69,7 @@ class Size:
 
 def _experiment_settings(name: str) -> Mapping[str, Any]:
     """What the experiment gives to `Llama`, defaults included."""
-    model = load(f"experiments/{name}").model
+    model = load(f"experiments/{name}", ["fast"]).model
     names = inspect.signature(Llama).parameters.keys() - {"key"}
     return {name: getattr(model, name) for name in names}
 

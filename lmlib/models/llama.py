@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, Key, PRNGKeyArray
 
-from lmlib.models.attend import IMPLEMENTATIONS
+from lmlib.models.attend import IMPLEMENTATIONS, problem
 from lmlib.models.attention import Attention
 from lmlib.models.dropout import dropout
 from lmlib.models.embedding import embedded
@@ -267,6 +267,13 @@ class Llama(eqx.Module):
         wide = jnp.promote_types(self.compute_dtype, jnp.float32)
         h_BSE = self.features(x_BSE)
         return jnp.einsum("bse,ev->bsv", h_BSE, table_EV, preferred_element_type=wide)
+
+    def check(self, sequence_length: int) -> None:
+        """Raises ValueError if sequences so long cannot be computed as the model is set to."""
+        head_dim = self.blocks.attention.query.shape[-1]
+        reason = problem(self.attention, sequence_length, head_dim, self.compute_dtype)
+        if reason is not None:
+            raise ValueError(f"attention={self.attention!r}: {reason}; use 'blockwise' or 'auto'")
 
     @property
     def _policy(self) -> Callable[..., Any]:

@@ -72,10 +72,12 @@ def index_along(mesh_axis: str) -> jax.Array | int:
 
 
 def platform() -> str:
-    """Of the devices that what is traced now will run on: "cpu", "tpu", or another for GPUs."""
+    """Of the devices that what is traced now will run on: "cpu", "tpu", "cuda" or "rocm"."""
     mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    return jax.default_backend() if device is None else device.platform
+    device = (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
+    if device.platform == "gpu":
+        return "rocm" if device.device_kind.startswith("AMD") else "cuda"
+    return device.platform
 
 
 def _alone(mesh_axis: str) -> bool:

@@ -13,6 +13,7 @@ blockwise. All of them compute the same: a test holds each against the definitio
 import functools
 
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend import blockwise, cudnn, plain, splash
@@ -49,7 +50,7 @@ def attend(
       ValueError: if the implementation asked for cannot compute these shapes.
     """
     if implementation == "auto":
-        implementation = chosen(q_BSHD, window)
+        implementation = chosen(q_BSHD)
     heads, kv_heads = (
         partition("batch seq heads head_dim"),
         partition("batch seq kv_heads head_dim"),
@@ -63,11 +64,18 @@ def attend(
     return checkpoint_name(mixed_BSHD, "attention")
 
 
-def chosen(q_BSHD: Float[Array, "b s heads head_dim"], window: int | None) -> str:
+def problem(
+    implementation: str, sequence_length: int, head_dim: int, dtype: DTypeLike
+) -> str | None:
+    """Why an implementation cannot compute attention of these sizes, if it cannot."""
+    limited = {"cudnn": cudnn.problem, "splash": splash.problem}
+    if implementation not in limited:
+        return None
+    return limited[implementation](sequence_length, head_dim, dtype)
+
+
+def chosen(q_BSHD: Float[Array, "b s heads head_dim"]) -> str:
     """What "auto" takes for such queries on the devices of the mesh that is set."""
-    devices = platform()
-    if devices == "tpu" and splash.problem(q_BSHD) is None:
-        return "splash"
-    if devices in ("gpu", "cuda") and cudnn.problem(q_BSHD) is None:
-        return "cudnn"
-    return "blockwise"
+    _, S, _, D = q_BSHD.shape
+    best = {"tpu": "splash", "cuda": "cudnn"}.get(platform(), "blockwise")
+    return best if problem(best, S, D, q_BSHD.dtype) is None else "blockwise"

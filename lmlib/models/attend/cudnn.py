@@ -5,17 +5,17 @@ Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 # Its forward kernel, as JAX calls it: what it returns is kept where "attention" is saved.
 KERNEL = "dot_product_attention_fwd_wrapper"
 
 
-def problem(q_BSHD: Float[Array, "b s h d"]) -> str | None:
-    """Why cuDNN cannot compute attention for such queries, if it cannot."""
-    if q_BSHD.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cudnn computes in bfloat16 or float16, not in {q_BSHD.dtype}"
-    head_dim = q_BSHD.shape[-1]
+def problem(sequence_length: int, head_dim: int, dtype: DTypeLike) -> str | None:
+    """Why cuDNN cannot compute attention of these sizes, if it cannot."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"cudnn computes in bfloat16 or float16, not in {jnp.dtype(dtype)}"
     if head_dim % 8 or head_dim > 128:
         return f"cudnn needs a head_dim that is a multiple of 8 and at most 128, not {head_dim}"
     return None
@@ -33,7 +33,8 @@ def attend(
     Documents are kept apart by a mask of (B, 1, S, T) that all heads share: JAX's interface to
     cuDNN takes neither segment ids nor borders within a row.
     """
-    if (reason := problem(q_BSHD)) is not None:
+    _, S, _, D = q_BSHD.shape
+    if (reason := problem(S, D, q_BSHD.dtype)) is not None:
         raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     same_B1ST = (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :])[:, None]
     return jax.nn.dot_product_attention(

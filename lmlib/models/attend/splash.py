@@ -9,6 +9,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as kernel,
 )
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from lmlib.parallel.local import platform
@@ -17,13 +18,14 @@ _LANES = 128  # of a TPU's vector unit: tiles are multiples of it
 _LARGEST_TILE = 512
 
 
-def problem(q_BSHD: Float[Array, "b s h d"]) -> str | None:
-    """Why splash attention cannot compute attention for such queries, if it cannot."""
-    sequence, head_dim = q_BSHD.shape[1], q_BSHD.shape[-1]
-    if q_BSHD.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"splash computes in bfloat16 or float32, not in {q_BSHD.dtype}"
-    if sequence % _LANES:
-        return f"splash needs a sequence length that is a multiple of {_LANES}, not {sequence}"
+def problem(sequence_length: int, head_dim: int, dtype: DTypeLike) -> str | None:
+    """Why splash attention cannot compute attention of these sizes, if it cannot."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        return f"splash computes in bfloat16 or float32, not in {jnp.dtype(dtype)}"
+    if sequence_length % _LANES:
+        return (
+            f"splash needs a sequence length that is a multiple of {_LANES}, not {sequence_length}"
+        )
     if head_dim % 64:
         return f"splash needs a head_dim that is a multiple of 64, not {head_dim}"
     return None
@@ -38,9 +40,9 @@ def attend(
 ) -> Float[Array, "b s h d"]:
     """See `lmlib.models.attend.attend`; on the part of one device. Where there is no TPU, Pallas
     interprets the kernel, which is for tests."""
-    if (reason := problem(q_BSHD)) is not None:
-        raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     _, S, H, D = q_BSHD.shape
+    if (reason := problem(S, D, q_BSHD.dtype)) is not None:
+        raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     mask = (
         masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
     )
