@@ -15,7 +15,7 @@ from lmlib.experiment import Experiment
 from lmlib.guard import Guard
 from lmlib.optim import Optimizer
 from runner import data_probe
-from runner.config_changes import changed_paths, difference
+from runner.config_changes import changed_paths, difference, is_new_and_unset
 from runner.config_text import flattened
 from runner.errors import ConfigError, in_words, user_errors
 from runner.options import Options
@@ -158,7 +158,9 @@ def check_config(
     of_the_model = [
         path
         for path in changed_paths(before, flattened(cfg))
-        if path.partition(".")[0] == "model" and path.rpartition(".")[2] not in _FREE
+        if path.partition(".")[0] == "model"
+        and path.rpartition(".")[2] not in _FREE
+        and not is_new_and_unset(path, before, flattened(cfg))
     ]
     if of_the_model and "model" not in allowed_changes:
         raise ConfigError(
