@@ -112,6 +112,19 @@ def sequence_parallel(b):
     )
 
 
+def norms_over_both(fsdp):
+    """Gradients of norms when each device along `tensor` sees another part of the sequence.
+
+    Older XLA sums them over both axes at once and lets each device take its share; newer XLA
+    scatters the sum over `fsdp`, then sums the shares over `tensor`, all layers' at once."""
+    if jax.__version_info__ < (0, 11):
+        return norms("all-reduce", ("fsdp", "tensor"))
+    shares = [L * E // fsdp] * 2 + [E // fsdp]
+    return norms("reduce-scatter", ("fsdp",)) + sends(
+        "all-reduce", ("tensor",), STEP, "bf16", shares
+    )
+
+
 def replicated_over_data(fsdp):
     """Each device's share of the gradients, summed over `data`."""
     summed = functools.partial(sends, "all-reduce", ("data",))
@@ -147,8 +160,7 @@ LAYOUTS = {
     "FSDP × SP": (
         {"fsdp": 4, "tensor": 2},
         {"sequence_parallel": True},
-        # Each device along `tensor` sees another part of the sequence pass through the norms.
-        fully_sharded(4, t=2) + norms("all-reduce", ("fsdp", "tensor")) + sequence_parallel(B // 4),
+        fully_sharded(4, t=2) + norms_over_both(4) + sequence_parallel(B // 4),
     ),
 }
 
