@@ -112,17 +112,10 @@ def sequence_parallel(b):
     )
 
 
-def norms_over_both(fsdp):
-    """Gradients of norms when each device along `tensor` sees another part of the sequence.
-
-    Older XLA sums them over both axes at once and lets each device take its share; newer XLA
-    scatters the sum over `fsdp`, then sums the shares over `tensor`, all layers' at once."""
-    if jax.__version_info__ < (0, 11):
-        return norms("all-reduce", ("fsdp", "tensor"))
-    shares = [L * E // fsdp] * 2 + [E // fsdp]
-    return norms("reduce-scatter", ("fsdp",)) + sends(
-        "all-reduce", ("tensor",), STEP, "bf16", shares
-    )
+def shares_of_norms(fsdp):
+    """What is left of them when each device along `tensor` saw another part of the sequence: XLA
+    sums the shares of all layers at once."""
+    return sends("all-reduce", ("tensor",), STEP, "bf16", [L * E // fsdp] * 2 + [E // fsdp])
 
 
 def replicated_over_data(fsdp):
@@ -136,31 +129,38 @@ def replicated_over_data(fsdp):
     )
 
 
+# Sizes of the mesh, settings of the model, and the budgets that serve: XLA's versions differ.
 LAYOUTS = {
     "FSDP": (
         {"fsdp": 8},
         {},
-        fully_sharded(8) + norms("reduce-scatter", ("fsdp",)),
+        [fully_sharded(8) + norms("reduce-scatter", ("fsdp",))],
     ),
     "TP": (
         {"tensor": 4},
         {},
-        tensor_parallel(B),
+        [tensor_parallel(B)],
     ),
     "FSDP × TP": (
         {"fsdp": 4, "tensor": 2},
         {},
-        fully_sharded(4, t=2) + norms("reduce-scatter", ("fsdp",)) + tensor_parallel(B // 4),
+        [fully_sharded(4, t=2) + norms("reduce-scatter", ("fsdp",)) + tensor_parallel(B // 4)],
     ),
     "HSDP": (
         {"data": 2, "fsdp": 4},
         {},
-        fully_sharded(4, data=2) + norms("reduce-scatter", ("fsdp",)) + replicated_over_data(4),
+        [fully_sharded(4, data=2) + norms("reduce-scatter", ("fsdp",)) + replicated_over_data(4)],
     ),
     "FSDP × SP": (
         {"fsdp": 4, "tensor": 2},
         {"sequence_parallel": True},
-        fully_sharded(4, t=2) + norms_over_both(4) + sequence_parallel(B // 4),
+        [
+            fully_sharded(4, t=2) + sequence_parallel(B // 4) + of_norms
+            for of_norms in (
+                norms("all-reduce", ("fsdp", "tensor")),
+                norms("reduce-scatter", ("fsdp",)) + shares_of_norms(4),
+            )
+        ],
     ),
 }
 
@@ -218,11 +218,13 @@ def bytes_of(budget, mesh):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_sends_what_its_layout_needs_and_nothing_else(layout):
     sent, warnings, mesh = compiled("h100:1x8", layout)
-    expected = LAYOUTS[layout][2]
+    budgets = LAYOUTS[layout][2]
     found = budget(sent)
-    assert found == expected, {"besides": found - expected, "missing": expected - found}
+    assert found in budgets, [
+        {"besides": found - expected, "missing": expected - found} for expected in budgets
+    ]
     # The metrics' single numbers are all that is left.
-    assert 0 <= sent.bytes_sent_per_step - bytes_of(expected, mesh) < 1_000
+    assert 0 <= sent.bytes_sent_per_step - bytes_of(found, mesh) < 1_000
     assert warnings == ()
 
 
@@ -237,6 +239,6 @@ def test_a_tpu_sends_the_same_but_for_how_it_sums_gradients():
             merged["sum" if kind in sums else kind, *rest] += count
         return merged
 
-    found, expected = map(without_the_kind_of_sums, (budget(sent), LAYOUTS["FSDP × TP"][2]))
+    found, expected = map(without_the_kind_of_sums, (budget(sent), LAYOUTS["FSDP × TP"][2][0]))
     assert found == expected, {"besides": found - expected, "missing": expected - found}
     assert any(one.kind == "all-gather" and one.overlaps for one in sent)
