@@ -34,8 +34,6 @@ _CHUNK_BYTES = {"cpu": 2**24}
 _CHUNK_BYTES_ELSEWHERE = 2**30
 
 _EVERYWHERE = PartitionSpec()
-_H, _TABLE = partition("batch seq embed"), partition("embed vocab", STORED)
-_INPUTS = _H, _TABLE, partition("batch seq"), partition("batch seq")
 
 
 @runtime_checkable
@@ -114,41 +112,44 @@ def loss_sums(
 ) -> LossSums:
     """The loss of the logits h · table, computed in h's dtype.
 
-    Layouts: `h_BSE` whole along seq and embed, the table as it is stored; they are moved if they
-    lie otherwise. Each device gathers the table over `fsdp`, makes the logits of its own tokens and
-    its own share of the vocabulary, and a few numbers for each token travel over `tensor`. Asked
-    for gradients, it computes those of a chunk along with its logits (the idea of Liger's fused
-    loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass only multiplies them by what
-    arrives.
+    Layouts: the sequence of `h_BSE` whole or split over `tensor`, its gradient alike; the table as
+    it is stored. Each device gathers both, the table over `fsdp`, makes the logits of its own
+    tokens and its own share of the vocabulary, and a few numbers for each token travel over
+    `tensor`. Asked for gradients, it computes those of a chunk along with its logits (the idea of
+    Liger's fused loss: Hsu et al. 2024, arXiv:2410.10989): the backward pass only multiplies them
+    by what arrives.
     """
     arguments = h_BSE, table_EV, targets_BS, loss_mask_BS
-    if not jax.sharding.get_abstract_mesh().empty:
-        arguments = tuple(map(jax.sharding.reshard, arguments, _INPUTS))
-    return _loss_sums(settings, *arguments)
+    if jax.sharding.get_abstract_mesh().empty:
+        return _loss_sums(settings, False, *arguments)
+    split = jax.typeof(h_BSE).sharding.spec[1] == COMPUTE["seq_parallel"]
+    return _loss_sums(settings, split, *map(jax.sharding.reshard, arguments, _inputs(split)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss_sums(
-    settings: LossSettings, h_BSE: Array, table_EV: Array, targets_BS: Array, loss_mask_BS: Array
-) -> LossSums:
-    sums = functools.partial(_local_sums, settings)
-    return on_each_device(sums, _INPUTS, _EVERYWHERE, tracked=False)(
-        h_BSE, table_EV, targets_BS, loss_mask_BS
-    )
+def _inputs(split: bool) -> tuple[PartitionSpec, ...]:
+    """The layouts of features, table, targets and mask; `split`: of the features' sequence too."""
+    features = partition("batch seq_parallel embed" if split else "batch seq embed")
+    tokens = partition("batch seq")
+    return features, partition("embed vocab", STORED), tokens, tokens
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss_sums(settings: LossSettings, split: bool, *arguments: Array) -> LossSums:
+    sums = functools.partial(_local_sums, settings, split)
+    return on_each_device(sums, _inputs(split), _EVERYWHERE, tracked=False)(*arguments)
 
 
 def _forward(
-    settings: LossSettings, h_BSE: Array, table_EV: Array, targets_BS: Array, loss_mask_BS: Array
+    settings: LossSettings, split: bool, *arguments: Array
 ) -> tuple[LossSums, tuple[Array, Array]]:
-    gradients = functools.partial(_local_gradients, settings)
-    outputs = _EVERYWHERE, (_H, _TABLE)
-    return on_each_device(gradients, _INPUTS, outputs, tracked=False)(
-        h_BSE, table_EV, targets_BS, loss_mask_BS
-    )
+    gradients = functools.partial(_local_gradients, settings, split)
+    inputs = _inputs(split)
+    outputs = _EVERYWHERE, inputs[:2]
+    return on_each_device(gradients, inputs, outputs, tracked=False)(*arguments)
 
 
 def _backward(
-    settings: LossSettings, gradients: tuple[Array, Array], arriving: LossSums
+    settings: LossSettings, split: bool, gradients: tuple[Array, Array], arriving: LossSums
 ) -> tuple[Array, Array, None, None]:
     dh_BSE, dtable_EV = gradients
     return (
@@ -163,8 +164,14 @@ _loss_sums.defvjp(_forward, _backward)
 
 
 def _local_sums(
-    settings: LossSettings, h_BSE: Array, table_EV: Array, targets_BS: Array, loss_mask_BS: Array
+    settings: LossSettings,
+    split: bool,
+    h_BSE: Array,
+    table_EV: Array,
+    targets_BS: Array,
+    loss_mask_BS: Array,
 ) -> LossSums:
+    h_BSE = gathered(h_BSE, "tensor", axis=1) if split else h_BSE
     table_EV = gathered(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
 
     def visit(sums: LossSums, chunk: tuple[Array, Array, Array]) -> tuple[LossSums, None]:
@@ -176,8 +183,14 @@ def _local_sums(
 
 
 def _local_gradients(
-    settings: LossSettings, h_BSE: Array, table_EV: Array, targets_BS: Array, loss_mask_BS: Array
+    settings: LossSettings,
+    split: bool,
+    h_BSE: Array,
+    table_EV: Array,
+    targets_BS: Array,
+    loss_mask_BS: Array,
 ) -> tuple[LossSums, tuple[Array, Array]]:
+    h_BSE = gathered(h_BSE, "tensor", axis=1) if split else h_BSE
     whole_EV = gathered(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
     wide = jnp.promote_types(h_BSE.dtype, jnp.float32)
 
@@ -195,7 +208,8 @@ def _local_gradients(
     nothing = _no_sums(h_BSE), jnp.zeros(whole_EV.shape, wide)
     (sums, dtable_EV), dh_CNE = _visited(visit, nothing, parts)
     B, S, E = h_BSE.shape
-    dh_BSE = summed(dh_CNE.reshape(-1, E)[: B * S].reshape(B, S, E), "tensor")
+    dh_BSE = dh_CNE.reshape(-1, E)[: B * S].reshape(B, S, E)
+    dh_BSE = summed_and_split(dh_BSE, "tensor", axis=1) if split else summed(dh_BSE, "tensor")
     dtable_EV = summed_and_split(dtable_EV.astype(h_BSE.dtype), "fsdp", axis=0)
     return _over_batch(sums), (dh_BSE, summed(dtable_EV, "data").astype(table_EV.dtype))
 

@@ -80,9 +80,18 @@ def test_sums_and_gradients_match_float64_in_chunks_of_any_size(seed, scale, sha
 )
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_neither_a_split_vocabulary_nor_a_split_batch_changes_anything(mesh, chunk):
+    check_on_a_mesh(mesh, chunk, "batch seq embed")
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_nor_does_a_split_sequence(chunk):
+    check_on_a_mesh({"data": 2, "fsdp": 2, "tensor": 2}, chunk, "batch seq_parallel embed")
+
+
+def check_on_a_mesh(mesh, chunk, features):
     arrays = inputs()
     mesh = make_mesh(**mesh)
-    layouts = [partition("batch seq embed"), partition("embed vocab", STORED)]
+    layouts = [partition(features), partition("embed vocab", STORED)]
     layouts += [partition("batch seq")] * 2
     with jax.set_mesh(mesh):
         placed = [

@@ -247,12 +247,13 @@ class Llama(eqx.Module):
         return embedded(self.embedding, tokens_BS, self.compute_dtype, residual)
 
     def features(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
-        """The residual stream after the last norm, which `unembedding_EV` makes logits of."""
+        """The residual stream after the last norm, which `unembedding_EV` makes logits of; laid
+        out as it came."""
 
         def normed(x_BSE: Array) -> Array:
             x_BSE = checkpoint_name(x_BSE, "head_input")
             norm = gather(self.norm, self.compute_dtype)
-            return move(norm(x_BSE), "batch seq embed")
+            return norm(x_BSE)
 
         return jax.checkpoint(normed, policy=self._policy)(x_BSE)
 
@@ -265,7 +266,7 @@ class Llama(eqx.Module):
         """Logits, float32 (float64 if computed so), the vocabulary split over `tensor`."""
         table_EV = move(self.unembedding_EV.astype(self.compute_dtype), "embed vocab")
         wide = jnp.promote_types(self.compute_dtype, jnp.float32)
-        h_BSE = self.features(x_BSE)
+        h_BSE = move(self.features(x_BSE), "batch seq embed")
         return jnp.einsum("bse,ev->bsv", h_BSE, table_EV, preferred_element_type=wide)
 
     def check(self, sequence_length: int) -> None:

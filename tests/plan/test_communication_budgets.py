@@ -93,9 +93,9 @@ def sequence_parallel(b):
     """Between blocks each device holds a part of the sequence: instead of sums, scattered sums and
     gathers of what goes into the next block; in the backward pass the other way round."""
     activation = b * S * E
-    gathered, scattered, summed = (
+    gathered, scattered = (
         functools.partial(sends, kind, ("tensor",), dtype="bf16")
-        for kind in ("all-gather", "reduce-scatter", "all-reduce")
+        for kind in ("all-gather", "reduce-scatter")
     )
     return (
         gathered(FORWARD, sizes=[activation] * 2, count=L)
@@ -104,10 +104,9 @@ def sequence_parallel(b):
         + gathered(BACKWARD, sizes=[activation] * 4, count=L)
         # Attention's output again, and the gradients of the inputs of both.
         + scattered(BACKWARD, sizes=[activation] * 3, count=L)
-        # What the loss sees, and the gradient of the embedded tokens.
+        # Gathered: what the loss sees, the embedded tokens' gradient. Scattered: the reverse.
         + gathered(STEP, sizes=[activation] * 2)
-        + scattered(STEP, sizes=[activation])
-        + summed(STEP, sizes=[activation])
+        + scattered(STEP, sizes=[activation] * 2)
         + of_each_token(b)
     )
 
