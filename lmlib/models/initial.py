@@ -67,9 +67,12 @@ def bell(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> jax.Arr
     Integers are exact and one multiplication rounds once, so the bits are the same however XLA
     splits, fuses or vectorises, where those of a normal's logarithm and root are not.
     """
-    total = jnp.zeros(shape, jnp.uint32)
-    for half in jax.random.split(key):
-        words = jax.random.bits(half, shape, jnp.uint32)
-        total += (words & 0xFFFF) + (words >> 16)
+
+    def add(total: jax.Array, key: PRNGKeyArray) -> tuple[jax.Array, None]:
+        words = jax.random.bits(key, shape, jnp.uint32)
+        return total + (words & 0xFFFF) + (words >> 16), None
+
+    # A loop, since XLA takes long to compile what draws random numbers.
+    total, _ = jax.lax.scan(add, jnp.zeros(shape, jnp.uint32), jax.random.split(key))
     doubled = 2 * total.astype(jnp.int32) - 4 * (2**16 - 1)
     return doubled.astype(jnp.float32) * jnp.float32(deviation / BELL_DEVIATION)
