@@ -3,7 +3,7 @@
 import dataclasses
 
 from lmlib.plan.parts import Part, largest
-from lmlib.plan.program import Program
+from lmlib.plan.program import HOST_MEMORY, Program
 
 # They hand on what others have made, or stand for the program's arguments.
 _MAKES_NOTHING = {
@@ -37,6 +37,8 @@ def largest_arrays(program: Program, count: int = 3) -> tuple[LargeArray, ...]:
         if fused or instruction.opcode in _MAKES_NOTHING:
             continue
         for array in instruction.results:
+            if array.memory == HOST_MEMORY:
+                continue
             shape = ",".join(map(str, array.shape))
             name = f"{array.dtype}[{shape}] {_operation(instruction.op_name)}".rstrip()
             found[name] = LargeArray(name, array.bytes, shape=array.shape)

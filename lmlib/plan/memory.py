@@ -27,7 +27,8 @@ class Counted:
 
     `arguments` are state and batch. The new state takes the old one's place, so `outputs` are the
     metrics alone. `temporaries` need not all be there at once: `peak` is what is in use at the
-    worst moment, arguments and outputs included; `None`: XLA does not say.
+    worst moment, arguments and outputs included; `None`: XLA does not say. `on_host` is what the
+    device offloads to its host's memory.
     """
 
     arguments: int
@@ -35,6 +36,7 @@ class Counted:
     temporaries: int
     program: int
     peak: int | None
+    on_host: int
 
     @property
     def needed(self) -> int:
@@ -116,6 +118,8 @@ class Memory:
         yield Part("program", self.counted.program)
         if self.counted.peak is not None:
             yield Part("peak", self.counted.peak, "in use at the worst moment")
+        if self.counted.on_host:
+            yield Part("on the host", self.counted.on_host, "offloaded")
 
 
 def _row(part: Part) -> tuple[str, str, str]:
@@ -185,6 +189,7 @@ def _counted(compiled: jax.stages.Compiled, accelerator: Accelerator) -> Counted
         program=found.generated_code_size_in_bytes,
         # On CPUs XLA leaves the temporaries out of it.
         peak=None if accelerator.platform == "cpu" else found.peak_memory_in_bytes,
+        on_host=found.host_temp_size_in_bytes,
     )
 
 

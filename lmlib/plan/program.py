@@ -27,6 +27,8 @@ _CALLS = re.compile(
     r"called_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+HOST_MEMORY = 5  # XLA's number of it
+
 # Opcodes that hand a value on as it is.
 _TRANSPARENT = {"copy", "bitcast", "convert", "copy-done", "reshape"}
 
@@ -38,8 +40,8 @@ class ArrayType:
     Args:
       dtype: in XLA's spelling: "bf16", "f32", "pred".
       shape: without the padding of its layout.
-      memory: XLA's number of the memory that it lies in: 0 the device's, 1 on a TPU's chip, 5 the
-        host's.
+      memory: XLA's number of the memory that it lies in: 0 the device's, 1 on a TPU's chip, or
+        `HOST_MEMORY`.
     """
 
     dtype: str

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from lmlib.experiment import Experiment
 from lmlib.models.llama import Llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import plan
-from lmlib.plan.targets import Target, parse
+from lmlib.plan.targets import Target, parse, prepare
 
 VOCAB, EMBED, LAYERS, HEADS, MLP = 512, 64, 2, 4, 128
 ROWS, LENGTH = 16, 128
@@ -31,6 +32,8 @@ needs_gpu_compiler = pytest.mark.skipif(
 
 
 def experiment(target: Target, **sizes: int) -> Experiment:
+    if target.accelerator.platform != "cpu":  # of which there are enough
+        prepare(target)
     sizes = {"vocab": VOCAB, "embed": EMBED, "layers": LAYERS, "heads": HEADS, "mlp": MLP} | sizes
     return Experiment(
         model=functools.partial(Llama, **sizes),
@@ -99,6 +102,29 @@ def test_the_report_can_be_read(planned):
     for title in ("Memory", "Communication", "FLOPs", "Time"):
         assert f"\n{title}\n─" in text
     assert json.loads(json.dumps(report.as_json()))["memory"]["needed"] == report.memory.needed
+
+
+@needs_tpu_compiler
+def test_what_is_offloaded_lies_in_the_memory_of_the_host():
+    target = parse("v5e:2x2")
+    inner = ("mlp_gate", "mlp_up")
+    kept = plan(experiment(target, mlp=2048, layers=4, saved=inner), target).memory.counted
+    offloaded = plan(experiment(target, mlp=2048, layers=4, offloaded=inner), target).memory
+    activations = 2 * 4 * ROWS * LENGTH * 2048 * 2 // target.device_count
+    assert kept.on_host == 0
+    assert offloaded.counted.on_host == activations
+    assert offloaded.counted.peak < kept.peak - 0.5 * activations
+    assert re.search(rf"\non the host +{activations:,}  offloaded\n", str(offloaded))
+
+
+@needs_gpu_compiler
+def test_an_update_reads_and_writes_each_number_once():
+    """Weight, gradient and two moments are read, and the new ones but for the gradient written;
+    the gradient is read before that, for its norm. A tenth or two are not fused."""
+    target = parse("h100:1x1")
+    report = plan(experiment(target, embed=512, mlp=2048, layers=4), target)
+    updates = [one for one in report.estimate.parts if one.part == "optimizer"]
+    assert sum(one.bytes for one in updates) == pytest.approx(8 * 4 * report.parameters, rel=0.2)
 
 
 @needs_tpu_compiler

@@ -74,7 +74,9 @@ def test_gpus_that_are_not_there(name):
 
 @needs_tpu_compiler
 def test_slices_can_be_told_apart():
-    slices = [device.slice_index for device in parse("2xv5e:2x2").devices()]
+    target = parse("2xv5e:2x2")
+    targets.prepare(target)
+    slices = [device.slice_index for device in target.devices()]
     assert sorted(slices) == [0] * 4 + [1] * 4
 
 
@@ -95,6 +97,7 @@ def test_too_few_simulated_devices_are_told():
 
 
 def _check_devices(target: targets.Target) -> None:
+    targets.prepare(target)
     devices = target.devices()
     assert len(devices) == target.device_count
     assert {device.device_kind for device in devices} <= set(target.accelerator.device_kinds)
