@@ -291,6 +291,11 @@ def test_the_command_line_profiles_and_dumps(tmp_path):
     assert list((tmp_path / "profile").rglob("perfetto_trace.json.gz"))
     assert "ENTRY" in (tmp_path / "hlo" / "train_step.txt").read_text()
     assert re.search(r"^step 4/4  loss \d", done.stderr, re.MULTILINE)
+    told = re.search(r"first step after ([\d.]+) s: (.*)$", done.stderr, re.MULTILINE)
+    seconds, phases = zip(*(part.split(" s ", 1) for part in told[2].split(", ")), strict=True)
+    assert {"start-up", "restore", "compile"} <= set(phases)
+    # Each is rounded to a tenth, and what took less than half of one is not told.
+    assert sum(map(float, seconds)) == pytest.approx(float(told[1]), abs=0.5)
     for row in ("parameters", "tokens seen", "training loss", "validation loss", "try next"):
         assert re.search(rf"^{row} ", done.stdout, re.MULTILINE)
 
