@@ -1,7 +1,8 @@
 """A run's train step before it is compiled: shapes, dtypes and layouts, and no arrays."""
 
 import dataclasses
-from typing import Any
+
+import jax
 
 from lmlib import train
 from lmlib.data.batch import Batch
@@ -30,8 +31,8 @@ def abstract_step(experiment: Experiment) -> AbstractStep:
     return AbstractStep(experiment, optimizer, state, batch)
 
 
-def traced(step: AbstractStep) -> Any:
-    """The step's jaxpr."""
+def traced(step: AbstractStep) -> jax.stages.Traced:
+    """The step as the run traces it."""
     experiment = step.experiment
     return train.trace_step(
         step.state,
@@ -41,4 +42,4 @@ def traced(step: AbstractStep) -> Any:
         experiment.microbatches,
         experiment.z_loss,
         experiment.guard or Guard(),
-    ).jaxpr
+    )

@@ -48,7 +48,7 @@ def flops_per_token(step: AbstractStep) -> FlopsPerToken:
     return FlopsPerToken(
         analytic=model.training_flops_per_token(data.sequence_length, causal=False),
         analytic_causal=model.training_flops_per_token(data.sequence_length, causal=True),
-        counted=count_flops(traced(step)),
+        counted=count_flops(traced(step).jaxpr),
         tokens=data.batch_size * data.sequence_length,
     )
 

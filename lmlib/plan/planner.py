@@ -8,11 +8,9 @@ from collections.abc import Callable
 
 import jax
 
-from lmlib import train
 from lmlib.experiment import Experiment
-from lmlib.guard import Guard
 from lmlib.plan import compiler_log
-from lmlib.plan.abstract_step import AbstractStep, abstract_step
+from lmlib.plan.abstract_step import AbstractStep, abstract_step, traced
 from lmlib.plan.collectives import collectives
 from lmlib.plan.communication_warnings import communication_warnings
 from lmlib.plan.compilable import compilable
@@ -93,17 +91,9 @@ def plan(
 
 def compile_step(step: AbstractStep) -> jax.stages.Compiled | OutOfMemory:
     """The step that a run makes, compiled as the run does it."""
-    experiment = step.experiment
     try:
-        return train.compile_step(
-            step.state,
-            step.batch,
-            step.optimizer,
-            experiment.mesh,
-            experiment.microbatches,
-            experiment.z_loss,
-            experiment.guard or Guard(),
-        )
+        with jax.set_mesh(step.experiment.mesh):
+            return traced(step).lower().compile()
     except jax.errors.JaxRuntimeError as error:
         found = out_of_memory(str(error))
         if found is None:

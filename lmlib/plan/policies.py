@@ -70,4 +70,4 @@ def _sizes(experiment: Experiment) -> dict[str, int]:
 def _recomputed(experiment: Experiment, saved: tuple[str, ...]) -> float:
     """FLOPs."""
     step = abstract_step(keeping(experiment, saved))
-    return count_flops(traced(step)).of("recomputation")
+    return count_flops(traced(step).jaxpr).of("recomputation")
