@@ -3,6 +3,7 @@
 Shape suffix: B batch (rows).
 """
 
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from lmlib.data.batch import Batch
 from lmlib.data.metadata import TokenizerIdentity
 
 LAST_READ_SECONDS = 2.0  # that a read under way may still take when a source is closed for good
+ARROW_SECONDS = 0.1  # that Arrow's threads get after it
 
 
 @dataclass
@@ -313,7 +315,10 @@ def _close(opened: dict[int, _Opened], pool: ThreadPoolExecutor) -> None:
     """When a source is no longer used, at the end of Python at the latest.
 
     A thread that is inside Arrow then aborts the process: so they are waited for, unless they hang.
+    Arrow's own, which cannot be, get a moment to let go of what they have read.
     """
     for each in opened.values():
         each.tokens.close(LAST_READ_SECONDS)
     pool.shutdown(wait=False, cancel_futures=True)
+    if opened:
+        time.sleep(ARROW_SECONDS)
