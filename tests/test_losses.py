@@ -98,8 +98,12 @@ def check_on_a_mesh(mesh, chunk, features):
             jax.device_put(array, NamedSharding(mesh, layout))
             for array, layout in zip(arrays, layouts, strict=True)
         ]
-        values = found(LossSettings(1e-2, chunk), *placed)
-    assert_close(values, reference(*arrays, 1e-2))
+        how = LossSettings(1e-2, chunk)
+        values = found(how, *placed)
+        evaluated = jax.jit(functools.partial(loss_sums, how))(*placed)
+    expected = reference(*arrays, 1e-2)
+    assert_close(values, expected)
+    assert_close(evaluated, expected[:2])
     for gradient, array in zip(values[2:], placed[:2], strict=True):
         assert gradient.sharding.is_equivalent_to(array.sharding, gradient.ndim)
 
