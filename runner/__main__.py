@@ -38,7 +38,7 @@ from runner.profiling import steps_range
 from runner.stopping import StopSignals
 from runner.supervisor import Connection, supervise
 from runner.watchdog import Limits
-from runner.xla_flags import make_deterministic, overlap_communication
+from runner.xla_flags import keep_cpus_in_order, make_deterministic, overlap_communication
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
 _PROFILE = flags.DEFINE_string(
@@ -132,6 +132,7 @@ def main(arguments: Sequence[str]) -> None:
                 )
             )
         overlap_communication()
+        keep_cpus_in_order(several_processes=supervisor is not None)
         if _DETERMINISTIC.value:
             make_deterministic()
         if supervisor is not None:

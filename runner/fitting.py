@@ -49,6 +49,7 @@ from runner.report import Summary, finished_summary, from_json, summarise
 from runner.saving import Saver
 from runner.validation import Validation
 from runner.watchdog import Limits, Watchdog
+from runner.xla_flags import IN_ORDER_ON_CPU, may_wait_for_ever
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +146,11 @@ class _Run:
         self.progress.message(describe(model, experiment.mesh, self.optimizer.decays).short())
         kept = saved_activations(experiment).bytes_per_device
         self.progress.message(f"kept for the backward pass: {bytes_text(kept)} on each device")
+        if may_wait_for_ever():
+            self.progress.message(
+                "WARNING: these CPU devices may wait for each other for ever, and XLA then aborts "
+                f"the process: add {IN_ORDER_ON_CPU} to XLA_FLAGS before JAX starts"
+            )
 
     def open_checkpoints(self) -> Checkpoints:
         limits = self.options.limits or Limits()

@@ -4,12 +4,11 @@ import os
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Without the second flag XLA may start independent collectives in another order on each simulated
-# device, and those wait for each other for ever (seen with JAX 0.12). Most of the tests' time goes
-# into compiling, of which the third saves a third.
+# The second flag keeps the collectives of simulated devices in one order; see runner/xla_flags.py.
+# Most of the tests' time goes into compiling, of which the third saves a third.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 "
-    "--xla_cpu_enable_concurrency_optimized_scheduler=false "
+    "--xla_cpu_multi_thread_eigen=false "
     "--xla_backend_optimization_level=1"
 )
 

@@ -54,7 +54,7 @@ def make_mesh(
             f"mesh {asked} needs {needed} devices and there are {len(available)}; lower a size, or "
             "set one to -1 to use every device left (to simulate devices on a CPU: "
             f"XLA_FLAGS='--xla_force_host_platform_device_count={needed} "
-            "--xla_cpu_enable_concurrency_optimized_scheduler=false')"
+            "--xla_cpu_multi_thread_eigen=false')"
         )
     if needed < len(available) and jax.process_count() > 1:
         raise MeshError(

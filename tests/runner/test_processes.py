@@ -49,8 +49,7 @@ class Run:
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count} "
-            "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count}",
         }
         outputs.mkdir(parents=True)
         self.files = [outputs / str(process) for process in range(count)]

@@ -123,8 +123,7 @@ import json, os, sys
 port, process, folder, out = sys.argv[1:]
 os.environ["JAX_PLATFORMS"], os.environ["HF_HUB_OFFLINE"] = "cpu", "1"
 os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=2"
-    " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
 )
 import jax
 jax.distributed.initialize(f"localhost:{port}", 2, int(process))

@@ -8,9 +8,12 @@ import pytest
 
 from runner.xla_flags import (
     DETERMINISTIC,
+    IN_ORDER_ON_CPU,
     OVERLAP_ON_GPU,
     OVERLAP_ON_TPU,
+    keep_cpus_in_order,
     make_deterministic,
+    may_wait_for_ever,
     overlap_communication,
 )
 
@@ -43,9 +46,35 @@ def test_overlap_leaves_what_the_user_set():
 
 
 @pytest.mark.parametrize(
+    ("environment", "several_processes", "added"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, False, False),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, False, True),
+        ({"JAX_NUM_CPU_DEVICES": "2"}, False, True),
+        ({"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"}, True, False),
+    ],
+)
+def test_cpu_devices_are_kept_in_order_where_they_are_several(
+    environment, several_processes, added
+):
+    before = environment.get("XLA_FLAGS", "").split()
+    after = dict(environment)
+    keep_cpus_in_order(several_processes, after)
+    assert after.get("XLA_FLAGS", "").split() == [*before, *[IN_ORDER_ON_CPU][: int(added)]]
+
+
+def test_devices_without_order_are_noticed():
+    """The tests have eight."""
+    assert may_wait_for_ever({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    assert not may_wait_for_ever({"XLA_FLAGS": IN_ORDER_ON_CPU})
+
+
+@pytest.mark.parametrize(
     ("flags", "are_known"),
     [
-        ((DETERMINISTIC, *OVERLAP_ON_GPU), True),
+        ((DETERMINISTIC, IN_ORDER_ON_CPU, *OVERLAP_ON_GPU), True),
         (("--xla_gpu_no_such_flag=true",), False),
     ],
 )

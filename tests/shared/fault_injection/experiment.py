@@ -38,9 +38,6 @@ def config() -> fdl.Config[Experiment]:
             mlp=64,
             dropout=0.1,
             compute_dtype="float32",
-            # Scanned layers inside scanned microbatches, with dropout, can make simulated devices
-            # wait for each other for ever (seen with JAX 0.10.2).
-            unroll=2,
         ),
         data=fdl.Config(
             Mixture,

@@ -232,8 +232,7 @@ class Job:
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // self.processes} "
-            "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // self.processes}",
             "JAX_COMPILATION_CACHE_DIR": str(self._programs),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
