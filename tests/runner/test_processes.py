@@ -49,7 +49,8 @@ class Run:
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count} "
+            "--xla_backend_optimization_level=1",
         }
         outputs.mkdir(parents=True)
         self.files = [outputs / str(process) for process in range(count)]

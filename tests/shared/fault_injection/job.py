@@ -232,7 +232,8 @@ class Job:
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // self.processes}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // self.processes} "
+            "--xla_backend_optimization_level=1",
             "JAX_COMPILATION_CACHE_DIR": str(self._programs),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
