@@ -36,6 +36,7 @@ from runner.command_line import parse, tell
 from runner.endings import FAILED, FINISHED, MISTAKE
 from runner.errors import ConfigError, user_errors
 from runner.progress import Progress
+from runner.xla_flags import keep_cpus_in_order
 
 _TRUST_MODULE = flags.DEFINE_multi_string(
     "trust_module", [], "a module that the capture's config.json may refer to; repeatable"
@@ -48,6 +49,7 @@ COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updat
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
     logging.set_verbosity(logging.WARNING)
+    keep_cpus_in_order(several_processes=False)
     try:
         if len(arguments) != 2:
             raise ConfigError("give the folder of a capture, WORKDIR/captures/STEP")
