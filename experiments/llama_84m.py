@@ -12,10 +12,13 @@ The shape is seqax's, so that speed compares line by line. Try it anywhere with 
 import fiddle as fdl
 
 from lmlib import optim
+from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
-from lmlib.models.llama import Llama
+from lmlib.guard import Guard
+from lmlib.losses import Objective
+from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 
@@ -24,8 +27,10 @@ def config() -> fdl.Config[Experiment]:
     return fdl.Config(
         Experiment,
         model=fdl.Partial(
-            Llama, vocab=32_768, embed=512, layers=8, heads=8, head_dim=128, mlp=4_096
+            llama, vocab=32_768, embed=512, layers=8, heads=8, head_dim=128, mlp=4_096
         ),
+        compute=fdl.Config(Compute),
+        objective=fdl.Config(Objective),
         data=fdl.Config(
             FlatTokens, path="data/c4", split="train", batch_size=64, sequence_length=1_024
         ),
@@ -47,6 +52,7 @@ def config() -> fdl.Config[Experiment]:
             b2=0.95,
             weight_decay=0.1,
         ),
+        guard=fdl.Config(Guard),
         mesh=fdl.Config(make_mesh, fsdp=-1),
         steps=26_000,
     )
@@ -66,6 +72,6 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
 def fast(cfg: fdl.Config[Experiment]) -> None:
     """For devices with room for every activation: nothing is computed twice, layers are unrolled,
     logits are bfloat16."""
-    cfg.model.saved = ACTIVATIONS
-    cfg.model.unroll = cfg.model.layers
-    cfg.model.logits_dtype = "bfloat16"
+    cfg.compute.saved = ACTIVATIONS
+    cfg.compute.unroll = cfg.model.layers
+    cfg.compute.logits_dtype = "bfloat16"

@@ -9,9 +9,12 @@ import fiddle as fdl
 
 from data_tools.standard_library import standard_library
 from lmlib import optim
+from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
-from lmlib.models.llama import Llama
+from lmlib.guard import Guard
+from lmlib.losses import Objective
+from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 
@@ -21,17 +24,16 @@ def config() -> fdl.Config[Experiment]:
     return fdl.Config(
         Experiment,
         model=fdl.Partial(
-            Llama,
+            llama,
             vocab=4_096,
             embed=256,
             layers=4,
             heads=4,
             mlp=640,
             tied=True,
-            compute_dtype="float32",
-            saved=ACTIVATIONS,
-            unroll=4,
         ),
+        compute=fdl.Config(Compute, dtype="float32", saved=ACTIVATIONS, unroll=4),
+        objective=fdl.Config(Objective),
         data=fdl.Config(FlatTokens, path=path, split="train", batch_size=4, sequence_length=128),
         validation=fdl.Config(
             FlatTokens,
@@ -48,6 +50,7 @@ def config() -> fdl.Config[Experiment]:
             peak_lr=3e-3,
             schedule=fdl.Partial(optim.warmup_cosine, warmup=0.05, end=0.05),
         ),
+        guard=fdl.Config(Guard),
         mesh=fdl.Config(make_mesh, fsdp=-1),
         steps=1_500,
         evaluate_every=500,
@@ -60,7 +63,7 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
     """The same at the smallest size: a share of the sources, a small model, 20 steps."""
     cfg.data.path.vocab_size, cfg.data.path.max_bytes = 512, 400_000
     cfg.model.vocab, cfg.model.embed, cfg.model.layers = 512, 64, 2
-    cfg.model.mlp, cfg.model.unroll = 128, 2
+    cfg.model.mlp, cfg.compute.unroll = 128, 2
     cfg.data.sequence_length = cfg.validation.sequence_length = 64
     cfg.steps = 20
     cfg.evaluate_every = cfg.checkpoint_every = 10

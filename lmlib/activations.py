@@ -1,6 +1,7 @@
 """What the forward pass keeps for the backward pass, by name."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -56,8 +57,9 @@ def saved_activations(experiment: Experiment) -> SavedActivations:
     rows = data.batch_size // experiment.microbatches
     batch = abstract_batch(rows, data.sequence_length, mesh)
     with jax.set_mesh(mesh):
-        traced = jax.make_jaxpr(batch_loss)(model, batch)
-    kept = {*ALWAYS_KEPT, *model.saved}
+        loss = functools.partial(batch_loss, compute=experiment.compute)
+        traced = jax.make_jaxpr(loss)(model, batch)
+    kept = {*ALWAYS_KEPT, *experiment.compute.saved}
     return SavedActivations(
         SavedActivation(
             name=name,

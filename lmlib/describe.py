@@ -1,23 +1,23 @@
-"""A table of every parameter: shape, layout, memory, decay and initial scale."""
+"""A table of every parameter: shape, layout, memory, decay and first values."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from lmlib.models.initial import initial_scale
-from lmlib.optim import matrices
-from lmlib.parallel.axes import Axes, map_weights
-from lmlib.parallel.layout import STORED, partition
+from lmlib.optim import Decays, as_declared
+from lmlib.parallel.axes import Axes, Weight, map_weights
+from lmlib.parallel.layout import stored
 from lmlib.table import columns
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One weight. `axes` and `shape` align; stacked layers lead and have no name."""
+    """One weight. `axes` and `shape` align; stacked layers lead and have no name. `first_values` is
+    "zeros", "ones" or a standard deviation."""
 
     path: str
     axes: Axes
@@ -25,7 +25,7 @@ class Parameter:
     layout: tuple[str, ...]
     bytes_per_device: int
     decays: bool
-    initial_scale: float | None
+    first_values: str
 
     @property
     def size(self) -> int:
@@ -42,7 +42,7 @@ class Parameter:
             ", ".join(self.layout),
             f"{self.bytes_per_device:,}",
             "yes" if self.decays else "no",
-            "ones" if self.initial_scale is None else f"{self.initial_scale:.4g}",
+            self.first_values,
         )
 
 
@@ -70,30 +70,28 @@ class Description:
         )
 
     def __str__(self) -> str:
-        header = ("parameter", "shape", "layout", "bytes per device", "decay", "initial scale")
+        header = ("parameter", "shape", "layout", "bytes per device", "decay", "first values")
         rows = [header, *(parameter.cells() for parameter in self.parameters)]
         return f"{columns(rows)}\n{self.short()}"
 
 
-def describe(
-    model: eqx.Module, mesh: Mesh, decays: Callable[[Axes], bool] = matrices
-) -> Description:
+def describe(model: eqx.Module, mesh: Mesh, decays: Decays = as_declared) -> Description:
     """Describes `model` (arrays, or `ShapeDtypeStruct`s out of `jax.eval_shape`) on `mesh`."""
     parameters: list[Parameter] = []
 
-    def visit(path: str, axes: Axes, weight: jax.Array | jax.ShapeDtypeStruct) -> None:
-        spec = partition(axes, STORED)
-        local = NamedSharding(mesh, spec).shard_shape(weight.shape)
-        sizes = {axis: size for axis, size in zip(axes, weight.shape, strict=True) if axis}
+    def visit(weight: Weight, array: jax.Array | jax.ShapeDtypeStruct) -> None:
+        layout = stored(weight, array.shape, mesh)
+        local = NamedSharding(mesh, layout).shard_shape(array.shape)
+        sizes = {axis: size for axis, size in zip(weight.axes, array.shape, strict=True) if axis}
         parameters.append(
             Parameter(
-                path=path,
-                axes=axes,
-                shape=weight.shape,
-                layout=tuple(str(mesh_axes or "whole") for mesh_axes in spec),
-                bytes_per_device=math.prod(local) * weight.dtype.itemsize,
-                decays=decays(axes),
-                initial_scale=initial_scale(axes, sizes),
+                path=weight.path,
+                axes=weight.axes,
+                shape=array.shape,
+                layout=tuple(str(mesh_axes or "whole") for mesh_axes in layout),
+                bytes_per_device=math.prod(local) * array.dtype.itemsize,
+                decays=decays(weight),
+                first_values=weight.declaration.first.text(sizes),
             )
         )
 

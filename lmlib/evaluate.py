@@ -1,17 +1,19 @@
 """Loss over validation batches, every token counted once."""
 
 import dataclasses
+import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source
 from lmlib.data.prefetch import Prefetch
 from lmlib.losses import batch_loss
+from lmlib.models.protocol import Model
 from lmlib.parallel.layout import partition
 
 
@@ -27,21 +29,23 @@ class Evaluation:
         return self.loss / math.log(2) / bytes_per_target
 
 
-def evaluation_step(model: Any, batch: Batch) -> tuple[Array, Array]:
+def evaluation_step(model: Model, batch: Batch, compute: Compute) -> tuple[Array, Array]:
     """Sum of the cross-entropy, nats, and count of the valid target tokens of one batch."""
-    return batch_loss(model, batch).cross_entropy, jnp.sum(batch.loss_mask, dtype=jnp.int32)
+    sums, _ = batch_loss(model, batch, compute)
+    return sums.cross_entropy, jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
 
 class Evaluator:
     """Evaluates models on the first batches of `source`, always the same ones."""
 
-    def __init__(self, source: Source, mesh: Mesh):
+    def __init__(self, source: Source, mesh: Mesh, compute: Compute):
         self._source = source
         self._mesh = mesh
         everywhere = NamedSharding(mesh, PartitionSpec())
-        self._step = jax.jit(evaluation_step, out_shardings=(everywhere, everywhere))
+        step = functools.partial(evaluation_step, compute=compute)
+        self._step = jax.jit(step, out_shardings=(everywhere, everywhere))
 
-    def __call__(self, model: Any, batches: int) -> Evaluation:
+    def __call__(self, model: Model, batches: int) -> Evaluation:
         """The loss of `model` over the first `batches` batches.
 
         Raises:

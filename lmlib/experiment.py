@@ -8,17 +8,24 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from lmlib.data.batch import Source
+from lmlib import train
+from lmlib.compute import Compute
+from lmlib.data.batch import Batch, Source
 from lmlib.data.metadata import tokenizers_differ
 from lmlib.guard import Guard
+from lmlib.losses import Objective
+from lmlib.models.protocol import Model, check_protocol
 from lmlib.optim import Optimizer
 from lmlib.parallel.check import check_batch, check_model
+from lmlib.train import State
 
 _KINDS = {
+    "compute": Compute,
+    "objective": Objective,
     "data": Source,
     "validation": Source | None,
     "mesh": Mesh,
-    "guard": Guard | None,
+    "guard": Guard,
 }
 _LEAST = {
     "steps": 1,
@@ -41,14 +48,16 @@ class Experiment:
     """What to train, on what, how and where.
 
     Args:
-      model: `model(key=…)` makes the model.
+      model: `model(key=…)` makes the model, a `lmlib.models.protocol.Model`. What it is given says
+        what the model is: a run cannot go on with another one.
       data: training batches.
       optimizer: `optimizer(steps)` makes the optimizer.
       mesh: the devices.
       steps: updates to make.
+      compute: how the model is computed.
+      objective: what is minimised besides the cross-entropy.
       microbatches: parts of a batch whose gradients are added before one update.
-      z_loss: weight of log²(Σ exp logits) in what is minimised; 0 for none.
-      guard: which updates are skipped; `None`: those of numbers that are not finite.
+      guard: which updates are skipped.
       stop_after_skipped: a run stops when so many updates in a row were skipped.
       seed: of the initial weights.
       validation: batches to evaluate on, in a fixed order; `None` for none.
@@ -71,9 +80,10 @@ class Experiment:
     optimizer: Callable[[int], Optimizer]
     mesh: Mesh
     steps: int
+    compute: Compute = Compute()
+    objective: Objective = Objective()
     microbatches: int = 1
-    z_loss: float = 0.0
-    guard: Guard | None = None
+    guard: Guard = Guard()
     stop_after_skipped: int = 10
     seed: int = 0
     validation: Source | None = None
@@ -92,9 +102,50 @@ class Experiment:
     def make_model(self) -> Callable[[], Any]:
         return functools.partial(self.model, key=jax.random.key(self.seed))
 
-    def abstract_model(self) -> Any:
+    @functools.cached_property
+    def made_optimizer(self) -> Optimizer:
+        return self.optimizer(self.steps)
+
+    def abstract_model(self) -> Model:
         """The model with `ShapeDtypeStruct`s for weights."""
         return jax.eval_shape(self.make_model)
+
+    def abstract_state(self) -> State:
+        """Shapes, dtypes and `NamedSharding`s of the state."""
+        return train.abstract_state(self.make_model, self.made_optimizer, self.mesh, self.guard)
+
+    def abstract_batch(self) -> Batch:
+        """Shapes, dtypes and `NamedSharding`s of a batch."""
+        data = self.data
+        return train.abstract_batch(data.batch_size, data.sequence_length, self.mesh)
+
+    def init(self) -> State:
+        """The state before the first step, with new weights."""
+        return train.init(
+            self.make_model, self.made_optimizer, self.mesh, self.guard, seed=self.seed
+        )
+
+    def begin(self, model: Any) -> State:
+        """The state before the first step, with the weights of `model`, whose buffers it takes."""
+        return train.begin(model, self.made_optimizer, self.mesh, self.guard, seed=self.seed)
+
+    def trace_step(self) -> jax.stages.Traced:
+        """The train step, as every command traces it: `state, metrics = step(state, batch)`."""
+        return train.trace_step(
+            self.abstract_state(),
+            self.abstract_batch(),
+            self.made_optimizer,
+            self.mesh,
+            self.compute,
+            self.objective,
+            self.guard,
+            self.microbatches,
+        )
+
+    def compile_step(self) -> jax.stages.Compiled:
+        """`trace_step`, compiled for the devices of the mesh."""
+        with jax.set_mesh(self.mesh):
+            return self.trace_step().lower().compile()
 
     def check(self) -> None:
         """Sees that the parts fit each other, before anything compiles.
@@ -112,8 +163,9 @@ class Experiment:
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         self.optimizer(self.steps)
-        check_model(self.make_model, self.mesh)
         model = self.abstract_model()
+        check_protocol(model)
+        check_model(model, self.mesh)
         self._check_source("data", self.data, model, self.microbatches)
         if self.data.batches is not None and self.data.batches < self.steps:
             raise ValueError(
@@ -134,18 +186,18 @@ class Experiment:
                     "each evaluation should see"
                 )
 
-    def _check_source(self, name: str, source: Source, model: Any, microbatches: int) -> None:
+    def _check_source(self, name: str, source: Source, model: Model, microbatches: int) -> None:
         if source.max_token_id >= model.vocab:
             raise ValueError(
                 f"{name} has token ids up to {source.max_token_id}, but the model's vocabulary ends"
                 f" at {model.vocab - 1}; set vocab to {source.max_token_id + 1} or more, or use the"
                 " data set's own tokenizer"
             )
-        model.check(source.sequence_length)
+        model.check(source.sequence_length, self.compute)
         check_batch(
             source.batch_size,
             source.sequence_length,
             microbatches,
-            model.sequence_parallel,
+            self.compute.sequence_parallel,
             self.mesh,
         )

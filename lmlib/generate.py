@@ -4,7 +4,6 @@ Shapes: B batch (prompts), S sequence, V vocab.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +11,26 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
-from lmlib.parallel.check import pieces
-from lmlib.parallel.layout import COMPUTE, move, partition
+from lmlib.compute import Compute
+from lmlib.models.head import logits
+from lmlib.models.protocol import Model, whole_rows
+from lmlib.parallel.layout import COMPUTE, partition, pieces, reshard
 
 
 def sample(
-    model: Any,
+    model: Model,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     key: PRNGKeyArray,
     mesh: Mesh,
+    compute: Compute,
     temperature: float = 0.8,
 ) -> list[list[int]]:
     """Continues each prompt (token ids, at least one) by `new_tokens` tokens.
 
     The whole sequence is computed again for every token: right for a few lines, wasteful for more.
-    `temperature` divides the logits; 0 takes the likeliest token.
+    `temperature` divides the logits; 0 takes the likeliest token. `compute` is sampling's own: what
+    suits training's sequences may not suit these, which have any length.
 
     Raises:
       ValueError: if a prompt is empty.
@@ -43,10 +46,12 @@ def sample(
     lengths_B1 = np.array([*lengths, *([1] * (rows - len(prompts)))], np.int32)[:, None]
     by_row = NamedSharding(mesh, partition("batch seq"))
 
-    def extend(model: Any, tokens_BS: Array, lengths_B1: Array, key: PRNGKeyArray) -> Array:
+    def extend(model: Model, tokens_BS: Array, lengths_B1: Array, key: PRNGKeyArray) -> Array:
         def next_column(column: Array, tokens_BS: Int32[Array, "b s"]) -> Int32[Array, "b s"]:
-            logits_BSV = move(model(tokens_BS), "batch seq whole_vocab")
-            logits_BV = jax.lax.dynamic_index_in_dim(logits_BSV, column - 1, 1, keepdims=False)
+            context = whole_rows(tokens_BS, compute)
+            h_BSE = model.features(model.trunk(tokens_BS, context).x_BSE, context)
+            h_BE = jax.lax.dynamic_index_in_dim(h_BSE, column - 1, 1, keepdims=False)
+            logits_BV = reshard(logits(model, h_BE, compute), "batch whole_vocab")
             chosen_B1 = choose(logits_BV, jax.random.fold_in(key, column), temperature)[:, None]
             is_column_S = jnp.arange(tokens_BS.shape[1]) == column
             return jnp.where(is_column_S & (column >= lengths_B1), chosen_B1, tokens_BS)

@@ -6,9 +6,10 @@ never made twice, and never whole.
 Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, C chunks.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
+from lmlib.compute import Compute
 from lmlib.data.batch import Batch
+from lmlib.models.head import capped
+from lmlib.models.protocol import Context, Model
 from lmlib.parallel.layout import COMPUTE, STORED, partition
 from lmlib.parallel.local import (
-    gathered,
-    highest,
-    index_along,
+    all_gather,
+    axis_index,
     on_each_device,
     platform,
-    summed,
-    summed_and_split,
+    pmax,
+    psum,
+    psum_scatter,
 )
 
 # Logits of a chunk in float32: what a CPU core's cache can about hold, and what a device's memory
@@ -36,34 +40,37 @@ _CHUNK_BYTES_ELSEWHERE = 2**30
 _EVERYWHERE = PartitionSpec()
 
 
-@runtime_checkable
-class Decoder(Protocol):
-    """What a loss asks of a model: tokens to residual stream, and what makes logits of that.
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What is minimised besides the cross-entropy, and how it is regularised.
 
-    Random layers draw from `key`, and are off without one. `unembedding_EV` lies as it is stored.
+    Args:
+      z_loss: weight of log²(Σ exp logits), which keeps the normaliser near one (PaLM: Chowdhery et
+        al. 2022, arXiv:2204.02311, §5); 0 for none.
+      dropout: rate at which the embedded tokens, and what attention and mlp add to the residual
+        stream, are dropped in training.
+
+    Raises:
+      ValueError: if `z_loss` is negative, or `dropout` is not in [0, 1).
     """
 
-    loss_chunk: int | None
-    logits_dtype: str
+    z_loss: float = 0.0
+    dropout: float = 0.0
 
-    def trunk(
-        self,
-        tokens_BS: Array,
-        positions_BS: Array,
-        segment_ids_BS: Array,
-        key: PRNGKeyArray | None = None,
-    ) -> Array: ...
+    def __post_init__(self) -> None:
+        if not self.z_loss >= 0:
+            raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
 
-    def features(self, x_BSE: Array) -> Array: ...
 
-    @property
-    def unembedding_EV(self) -> Array: ...
+CROSS_ENTROPY = Objective()
 
 
 class LossSums(NamedTuple):
     """Sums over the valid target tokens of a batch or of a part of one.
 
-    minimised: -log p(target) + z_loss · log²(Σ exp logits), in nats.
+    minimised: -log p(target) + z_loss · log²(Σ exp logits), and the model's own losses, in nats.
     cross_entropy: -log p(target), in nats; a number to report, which has no gradient.
     """
 
@@ -72,10 +79,10 @@ class LossSums(NamedTuple):
 
 
 class LossSettings(NamedTuple):
-    """How the loss is computed.
+    """How the loss of features is computed.
 
-    z_loss: weight of log²(Σ exp logits), which keeps the normaliser near one (PaLM: Chowdhery et
-      al. 2022, arXiv:2204.02311, §5).
+    z_loss: as of `Objective`.
+    cap: as `Model.logit_cap`.
     chunk: tokens whose logits a device holds at a time; `None`: 1 GiB of them in float32, on CPUs
       16 MiB.
     logits_dtype: of the logits, or that of the features if it is wider; softmax is in float32 at
@@ -83,24 +90,43 @@ class LossSettings(NamedTuple):
     """
 
     z_loss: float = 0.0
+    cap: float | None = None
     chunk: int | None = None
     logits_dtype: str = "float32"
 
 
 def batch_loss(
-    model: Decoder, batch: Batch, key: PRNGKeyArray | None = None, z_loss: float = 0.0
-) -> LossSums:
-    """Loss of the next token, summed over `batch.loss_mask`; `key` is for random layers."""
+    model: Model,
+    batch: Batch,
+    compute: Compute,
+    objective: Objective = CROSS_ENTROPY,
+    key: PRNGKeyArray | None = None,
+    observe: Callable[[Array], Any] | None = None,
+) -> tuple[LossSums, Any]:
+    """Loss of the next token, summed over `batch.loss_mask`, and what `observe` made of the
+    residual stream (`Context.observe`).
+
+    Args:
+      key: of random layers, which are off without one.
+    """
     # Straight from a source, a batch is NumPy's.
-    tokens_BS, positions_BS = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
-    segment_ids_BS = jnp.asarray(batch.segment_ids)
-    targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
-    x_BSE = model.trunk(tokens_BS, positions_BS, segment_ids_BS, key)
-    settings = LossSettings(z_loss, model.loss_chunk, model.logits_dtype)
+    tokens_BS, positions_BS, segment_ids_BS, targets_BS, loss_mask_BS = map(
+        jnp.asarray,
+        (batch.tokens, batch.positions, batch.segment_ids, batch.targets, batch.loss_mask),
+    )
+    context = Context(
+        positions_BS, segment_ids_BS, compute, key, objective.dropout, observe=observe
+    )
+    trunk = model.trunk(tokens_BS, context)
     # What is kept for the backward pass is the gradient of these, which is as large.
-    h_BSE = checkpoint_name(model.features(x_BSE), "loss_gradient")
+    h_BSE = checkpoint_name(model.features(trunk.x_BSE, context), "loss_gradient")
+    settings = LossSettings(
+        objective.z_loss, model.logit_cap, compute.loss_chunk, compute.logits_dtype
+    )
     with jax.named_scope("loss"):
-        return loss_sums(settings, h_BSE, model.unembedding_EV, targets_BS, loss_mask_BS)
+        sums = loss_sums(settings, h_BSE, model.unembedding_EV, targets_BS, loss_mask_BS)
+    minimised = sum(trunk.losses.values(), sums.minimised)
+    return sums._replace(minimised=minimised), trunk.observed
 
 
 def loss_sums(
@@ -171,8 +197,8 @@ def _local_sums(
     targets_BS: Array,
     loss_mask_BS: Array,
 ) -> LossSums:
-    h_BSE = gathered(h_BSE, "tensor", axis=1) if split else h_BSE
-    table_EV = gathered(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
+    h_BSE = all_gather(h_BSE, "tensor", axis=1) if split else h_BSE
+    table_EV = all_gather(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
 
     def visit(sums: LossSums, chunk: tuple[Array, Array, Array]) -> tuple[LossSums, None]:
         return _added(sums, _chunk_sums(settings, table_EV, *chunk)[0]), None
@@ -190,8 +216,8 @@ def _local_gradients(
     targets_BS: Array,
     loss_mask_BS: Array,
 ) -> tuple[LossSums, tuple[Array, Array]]:
-    h_BSE = gathered(h_BSE, "tensor", axis=1) if split else h_BSE
-    whole_EV = gathered(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
+    h_BSE = all_gather(h_BSE, "tensor", axis=1) if split else h_BSE
+    whole_EV = all_gather(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
     wide = jnp.promote_types(h_BSE.dtype, jnp.float32)
 
     def visit(
@@ -209,9 +235,9 @@ def _local_gradients(
     (sums, dtable_EV), dh_CNE = _visited(visit, nothing, parts)
     B, S, E = h_BSE.shape
     dh_BSE = dh_CNE.reshape(-1, E)[: B * S].reshape(B, S, E)
-    dh_BSE = summed_and_split(dh_BSE, "tensor", axis=1) if split else summed(dh_BSE, "tensor")
-    dtable_EV = summed_and_split(dtable_EV.astype(h_BSE.dtype), "fsdp", axis=0)
-    return _over_batch(sums), (dh_BSE, summed(dtable_EV, "data").astype(table_EV.dtype))
+    dh_BSE = psum_scatter(dh_BSE, "tensor", axis=1) if split else psum(dh_BSE, "tensor")
+    dtable_EV = psum_scatter(dtable_EV.astype(h_BSE.dtype), "fsdp", axis=0)
+    return _over_batch(sums), (dh_BSE, psum(dtable_EV, "data").astype(table_EV.dtype))
 
 
 def _chunk_sums(
@@ -225,20 +251,22 @@ def _chunk_sums(
         table_EV,
         preferred_element_type=jnp.promote_types(settings.logits_dtype, h_NE.dtype),
     )
-    logits_NV = logits_NV.astype(wide)
-    highest_N = highest(jnp.max(logits_NV, axis=-1), "tensor")
+    logits_NV = capped(logits_NV.astype(wide), settings.cap)
+    highest_N = pmax(jnp.max(logits_NV, axis=-1), "tensor")
     exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
-    normaliser_N = summed(jnp.sum(exponentials_NV, axis=-1), "tensor")
+    normaliser_N = psum(jnp.sum(exponentials_NV, axis=-1), "tensor")
     log_z_N = highest_N + jnp.log(normaliser_N)
     N, V = logits_NV.shape
-    ids_NV = jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * index_along("tensor")
+    ids_NV = jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index("tensor")
     is_target_NV = targets_N[:, None] == ids_NV
-    target_N = summed(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), "tensor")
+    target_N = psum(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), "tensor")
     cross_entropy = jnp.sum(jnp.where(loss_mask_N, log_z_N - target_N, 0))
     z = jnp.sum(jnp.where(loss_mask_N, jnp.square(log_z_N), 0))
     # d log_z / d logit is its probability.
     slope_N = (1 + 2 * settings.z_loss * log_z_N) / normaliser_N
     dlogits_NV = exponentials_NV * slope_N[:, None] - is_target_NV
+    if settings.cap is not None:
+        dlogits_NV *= 1 - jnp.square(logits_NV / settings.cap)
     dlogits_NV = jnp.where(loss_mask_N[:, None], dlogits_NV, 0).astype(h_NE.dtype)
     return LossSums(cross_entropy + settings.z_loss * z, cross_entropy), dlogits_NV
 
@@ -280,4 +308,4 @@ def _added(one: LossSums, other: LossSums) -> LossSums:
 
 def _over_batch(sums: LossSums) -> LossSums:
     """Every part of the batch together."""
-    return LossSums(*(summed(each, COMPUTE["batch"]) for each in sums))
+    return LossSums(*(psum(each, COMPUTE["batch"]) for each in sums))

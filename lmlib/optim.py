@@ -1,4 +1,4 @@
-"""Optimizers and schedules out of optax; which weights decay is read off their axis names."""
+"""Optimizers and schedules out of optax; which weights decay is what they declare."""
 
 import math
 from collections.abc import Callable
@@ -7,28 +7,30 @@ from typing import NamedTuple
 import equinox as eqx
 import optax
 
-from lmlib.parallel.axes import Axes, map_weights
+from lmlib.parallel.axes import Weight, map_weights
 
 MakeSchedule = Callable[[float, int], optax.Schedule]
+Decays = Callable[[Weight], bool]
 
 
 class Optimizer(NamedTuple):
     """A gradient transformation, the learning rate that it uses at each step, and which weights
-    it decays, from their axis names."""
+    it decays, from what they declare."""
 
     transformation: optax.GradientTransformation
     learning_rate: optax.Schedule
-    decays: Callable[[Axes], bool]
+    decays: Decays
 
 
-def matrices(axes: Axes) -> bool:
-    """Whether a weight with these axes decays: matrices do, norm scales and biases do not."""
-    return sum(axis is not None for axis in axes) >= 2
+def as_declared(weight: Weight) -> bool:
+    """Whether a weight decays, as its module declares: matrices and tables do; scales and biases,
+    whatever their shape, do not."""
+    return weight.declaration.decays
 
 
-def decay_mask(model: eqx.Module, decays: Callable[[Axes], bool] = matrices) -> eqx.Module:
-    """The model's tree with `decays(axes)` in place of each weight."""
-    return map_weights(lambda path, axes, weight: decays(axes), model)
+def decay_mask(model: eqx.Module, decays: Decays = as_declared) -> eqx.Module:
+    """The model's tree with `decays(weight)` in place of each array."""
+    return map_weights(lambda weight, array: decays(weight), model)
 
 
 def warmup_cosine(
@@ -86,7 +88,7 @@ def adamw(
     epsilon: float = 1e-8,
     weight_decay: float = 0.1,
     clip_norm: float | None = 1.0,
-    decays: Callable[[Axes], bool] = matrices,
+    decays: Decays = as_declared,
     first_moment_dtype: str = "float32",
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) after clipping by global norm.
@@ -97,7 +99,7 @@ def adamw(
         rate, as in the paper's equation 12.
       schedule: made from (peak_lr, steps).
       clip_norm: largest global gradient norm; `None` does not clip.
-      decays: which weights decay, from their axis names.
+      decays: which weights decay.
       first_moment_dtype: "bfloat16" takes 2 bytes less for each parameter; moments are summed in
         float32 all the same.
 

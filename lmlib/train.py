@@ -14,16 +14,18 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Key, PRNGKeyArray
 
+from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.guard import Guard, GuardState, choose
-from lmlib.losses import batch_loss
-from lmlib.models.initial import fold
+from lmlib.losses import CROSS_ENTROPY, Objective, batch_loss
+from lmlib.models.weights import fold
 from lmlib.optim import Optimizer
 from lmlib.parallel.axes import map_weights
-from lmlib.parallel.layout import STORED, creator, partition, shardings, spec
+from lmlib.parallel.check import check_batch, check_model
+from lmlib.parallel.layout import creator, partition, shardings, spec, stored
 
 Metrics = dict[str, Array]
-NO_SPIKES = Guard()  # skips what is not finite, and nothing else
+FINITE = Guard()  # skips what is not finite, and nothing else
 
 
 class State(eqx.Module):
@@ -44,7 +46,7 @@ def init(
     make_model: Callable[[], eqx.Module],
     optimizer: Optimizer,
     mesh: Mesh,
-    guard: Guard = NO_SPIKES,
+    guard: Guard = FINITE,
     seed: int = 0,
 ) -> State:
     """The state before the first step, laid out on `mesh` from the start.
@@ -57,7 +59,7 @@ def init(
 
 
 def begin(
-    model: Any, optimizer: Optimizer, mesh: Mesh, guard: Guard = NO_SPIKES, seed: int = 0
+    model: Any, optimizer: Optimizer, mesh: Mesh, guard: Guard = FINITE, seed: int = 0
 ) -> State:
     """The state before the first step from the weights of `model`, which lie as `abstract_model`
     says. They are donated: their buffers become the state's."""
@@ -67,7 +69,7 @@ def begin(
         return jax.jit(fresh, out_shardings=layout, donate_argnums=0)(model)
 
 
-def fresh_state(model: Any, optimizer: Optimizer, guard: Guard = NO_SPIKES, seed: int = 0) -> State:
+def fresh_state(model: Any, optimizer: Optimizer, guard: Guard = FINITE, seed: int = 0) -> State:
     return State(
         step=jnp.zeros((), jnp.int32),
         model=model,
@@ -81,13 +83,13 @@ def fresh_state(model: Any, optimizer: Optimizer, guard: Guard = NO_SPIKES, seed
 def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
     """The model's shapes, dtypes and stored `NamedSharding`s; makes no array."""
     return map_weights(
-        lambda path, axes, weight: _placed(weight, partition(axes, STORED), mesh),
+        lambda weight, array: _placed(array, stored(weight, array.shape, mesh), mesh),
         jax.eval_shape(make_model),
     )
 
 
 def abstract_state(
-    make_model: Callable[[], eqx.Module], optimizer: Optimizer, mesh: Mesh, guard: Guard = NO_SPIKES
+    make_model: Callable[[], eqx.Module], optimizer: Optimizer, mesh: Mesh, guard: Guard = FINITE
 ) -> State:
     """The state's shapes, dtypes and `NamedSharding`s; makes no array."""
     fresh = functools.partial(fresh_state, optimizer=optimizer, guard=guard)
@@ -117,9 +119,10 @@ def step(
     state: State,
     batch: Batch,
     optimizer: Optimizer,
+    compute: Compute,
+    objective: Objective = CROSS_ENTROPY,
+    guard: Guard = FINITE,
     microbatches: int = 1,
-    z_loss: float = 0.0,
-    guard: Guard = NO_SPIKES,
 ) -> tuple[State, Metrics]:
     """One update from one global batch.
 
@@ -132,14 +135,21 @@ def step(
     clipping, `parameter_norm` before the update, `update_norm`, `learning_rate`, and, int32,
     `tokens`, the valid target tokens of this batch, `skipped_updates` in all and
     `skipped_in_a_row`.
+
+    Raises:
+      LayoutError: if the mesh that is set cannot split the weights or the batch.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        check_model(state.model, mesh)
+        check_batch(*batch.tokens.shape, microbatches, compute.sequence_parallel, mesh)
     tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
     divisor = jnp.maximum(tokens, 1).astype(jnp.float32)
 
     step_key = jax.random.fold_in(state.key, state.step)
 
     def part_loss(model: Any, part: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
-        sums = batch_loss(model, part, key, z_loss)
+        sums, _ = batch_loss(model, part, compute, objective, key)
         return sums.minimised / divisor, sums.cross_entropy / divisor
 
     def accumulate(
@@ -214,35 +224,26 @@ def trace_step(
     batch: Batch,
     optimizer: Optimizer,
     mesh: Mesh,
+    compute: Compute,
+    objective: Objective = CROSS_ENTROPY,
+    guard: Guard = FINITE,
     microbatches: int = 1,
-    z_loss: float = 0.0,
-    guard: Guard = NO_SPIKES,
 ) -> jax.stages.Traced:
-    """`step` traced for `state` and `batch`, which may be abstract; the old state is donated."""
+    """`step` traced for `state` and `batch`, which may be abstract.
+
+    Lowered and compiled, it is called as `state, metrics = compiled(state, batch)`. The old state
+    is donated: its buffers become the new one's.
+    """
     one_step = functools.partial(
-        step, optimizer=optimizer, microbatches=microbatches, z_loss=z_loss, guard=guard
+        step,
+        optimizer=optimizer,
+        compute=compute,
+        objective=objective,
+        guard=guard,
+        microbatches=microbatches,
     )
     everywhere = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh):
         return jax.jit(
             one_step, donate_argnums=0, out_shardings=(shardings(state), everywhere)
         ).trace(state, batch)
-
-
-def compile_step(
-    state: State,
-    batch: Batch,
-    optimizer: Optimizer,
-    mesh: Mesh,
-    microbatches: int = 1,
-    z_loss: float = 0.0,
-    guard: Guard = NO_SPIKES,
-) -> jax.stages.Compiled:
-    """`step` compiled for `state` and `batch`, which may be abstract.
-
-    Call it as `state, metrics = compiled(state, batch)`. The old state is donated: its buffers
-    become the new one's.
-    """
-    traced = trace_step(state, batch, optimizer, mesh, microbatches, z_loss, guard)
-    with jax.set_mesh(mesh):
-        return traced.lower().compile()

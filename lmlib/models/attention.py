@@ -1,33 +1,62 @@
-"""Causal grouped-query attention with rotary positions, kept within documents.
+"""Causal grouped-query attention, kept within documents.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, K kv_heads, D head_dim.
 """
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.attend import attend
-from lmlib.models.initial import initial_weight
+from lmlib.compute import Compute
+from lmlib.models.attend import attend, check_attention
 from lmlib.models.product import product
+from lmlib.models.protocol import Context
+from lmlib.models.rope import Rotary, rotate
+from lmlib.models.weights import fan_in, first_values, fold, weight, zeros
 from lmlib.parallel.layout import spec
+
+Norm = Callable[[Array], Array]
 
 
 class Attention(eqx.Module):
-    """softmax(q kᵀ / √D) v with G query heads sharing each key-value head (Ainslie et al. 2023,
-    arXiv:2305.13245). `tensor` splits the heads; each device attends with its own."""
+    """softmax(scale · q kᵀ) v with G query heads sharing each key-value head (Ainslie et al. 2023,
+    arXiv:2305.13245). `tensor` splits the heads; each device attends with its own.
 
-    query: Float[Array, "embed heads head_dim"]
-    key: Float[Array, "embed kv_heads head_dim"]
-    value: Float[Array, "embed kv_heads head_dim"]
-    output: Float[Array, "heads head_dim embed"]
-    rope_theta: float = eqx.field(static=True)
+    Args:
+      embed, heads, kv_heads, head_dim: sizes.
+      rotary: turns queries and keys by their positions; `None` does not.
+      window: positions that each one attends to, itself and those before it; `None`: all.
+      scale: of the products; `None`: head_dim^-1/2.
+      soft_cap: c, where a score s becomes c · tanh(s / c) before the mask; `None`: s stays.
+      bias: whether query, key and value have biases.
+      output_bias: whether the output has one.
+      norm: makes the norms of queries and keys before they are turned, called with `key` and the
+        sizes of heads and head_dim: `RMSNorm` with axes "head_dim", for each head alone, or with
+        "heads head_dim" (of keys: "kv_heads head_dim"). `None`: there are none.
+      key_norm: makes the norm of keys; `None`: `norm` does.
+
+    Raises:
+      ValueError: if `kv_heads` does not divide `heads`.
+    """
+
+    query: Float[Array, "embed heads head_dim"] = weight(fan_in("embed"))
+    key: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
+    value: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
+    output: Float[Array, "heads head_dim embed"] = weight(fan_in("heads", "head_dim"))
+    query_bias: Float[Array, "heads head_dim"] | None = weight(zeros)
+    key_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
+    value_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
+    output_bias: Float[Array, "embed"] | None = weight(zeros)
+    query_norm: Norm | None
+    key_norm: Norm | None
+    rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
-    precision: str | None = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+    soft_cap: float | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -35,62 +64,94 @@ class Attention(eqx.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        rope_theta: float,
+        rotary: Rotary | None = None,
         window: int | None = None,
-        precision: str | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
+        norm: Callable[..., Norm] | None = None,
+        key_norm: Callable[..., Norm] | None = None,
         *,
         key: PRNGKeyArray,
     ):
+        if kv_heads > 0 and heads % kv_heads:
+            raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
+        if window is not None and window < 1:
+            raise ValueError(f"window must be at least 1, or None, got {window}")
         sizes = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        self.query = initial_weight(Attention, "query", key, **sizes)
-        self.key = initial_weight(Attention, "key", key, **sizes)
-        self.value = initial_weight(Attention, "value", key, **sizes)
-        self.output = initial_weight(Attention, "output", key, **sizes)
-        self.rope_theta = rope_theta
-        self.window = window
-        self.precision = precision
+
+        def first(field: str, present: bool = True) -> Array | None:
+            return first_values(Attention, field, key, **sizes) if present else None
+
+        self.query, self.key, self.value = first("query"), first("key"), first("value")
+        self.output = first("output")
+        self.query_bias, self.key_bias = first("query_bias", bias), first("key_bias", bias)
+        self.value_bias = first("value_bias", bias)
+        self.output_bias = first("output_bias", output_bias)
+        key_norm = norm if key_norm is None else key_norm
+        of_heads = {name: sizes[name] for name in ("heads", "kv_heads", "head_dim")}
+        self.query_norm = norm and norm(key=fold(key, "query_norm"), **of_heads)
+        self.key_norm = key_norm and key_norm(key=fold(key, "key_norm"), **of_heads)
+        self.rotary, self.window, self.scale, self.soft_cap = rotary, window, scale, soft_cap
 
     def __call__(
-        self,
-        x_BSE: Float[Array, "b s embed"],
-        positions_BS: Int32[Array, "b s"],
-        segment_ids_BS: Int32[Array, "b s"],
-        residual: str,
-        implementation: str = "auto",
-    ) -> Float[Array, "b s embed"]:
-        """Layouts: x whole along `seq`; the result as `residual` names (a sum over `tensor`)."""
-        multiply = functools.partial(product, precision=self.precision)
+        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
+    ) -> tuple[Float[Array, "b s embed"], Any]:
+        """What attention writes, and the new cache.
+
+        Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which the
+        last product is summed over `tensor` (a psum or a reduce-scatter).
+        """
+        if cache is not None:
+            raise ValueError("attention keeps no cache: give trunk() none, and whole sequences")
+        precision = context.compute.quantized.get("projections")
         with jax.named_scope("projections"):
-            q_BSHD = multiply("bse,ehd->bshd", x_BSE, self.query)
-            k_BTKD = multiply("bte,ekd->btkd", x_BSE, self.key)
-            v_BTKD = checkpoint_name(multiply("bte,ekd->btkd", x_BSE, self.value), "value")
-            q_BSHD = checkpoint_name(rotate(q_BSHD, positions_BS, self.rope_theta), "query")
-            k_BTKD = checkpoint_name(rotate(k_BTKD, positions_BS, self.rope_theta), "key")
+            q_BSHD = product("bse,ehd->bshd", x_BSE, self.query, precision)
+            k_BTKD = product("bte,ekd->btkd", x_BSE, self.key, precision)
+            v_BTKD = product("bte,ekd->btkd", x_BSE, self.value, precision)
+            q_BSHD, k_BTKD = _biased(q_BSHD, self.query_bias), _biased(k_BTKD, self.key_bias)
+            v_BTKD = checkpoint_name(_biased(v_BTKD, self.value_bias), "value")
+            q_BSHD = q_BSHD if self.query_norm is None else self.query_norm(q_BSHD)
+            k_BTKD = k_BTKD if self.key_norm is None else self.key_norm(k_BTKD)
+            if self.rotary is not None:
+                turns = context.turns[self.rotary]
+                q_BSHD, k_BTKD = rotate(q_BSHD, turns), rotate(k_BTKD, turns)
+            q_BSHD, k_BTKD = checkpoint_name(q_BSHD, "query"), checkpoint_name(k_BTKD, "key")
         with jax.named_scope("attention"):
-            mixed_BSHD = attend(q_BSHD, k_BTKD, v_BTKD, segment_ids_BS, implementation, self.window)
+            mixed_BSHD = attend(
+                q_BSHD,
+                k_BTKD,
+                v_BTKD,
+                context.segment_ids_BS,
+                context.compute.attention,
+                window=self.window,
+                scale=self.scale,
+                soft_cap=self.soft_cap,
+            )
         with jax.named_scope("projections"):
-            return multiply("bshd,hde->bse", mixed_BSHD, self.output, spec(residual))
+            residual = spec(context.compute.residual)
+            y_BSE = product("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
+            return _biased(y_BSE, self.output_bias), None
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Of the two products of activations, forward and backward: 12 · heads · head_dim · keys.
+
+        `keys` is the sequence's length or the window's, or if `causal` how many a position sees on
+        average, about half: what a kernel that skips masked blocks computes.
+        """
+        heads, head_dim = self.query.shape[-2:]
+        keys = float(min(self.window or sequence_length, sequence_length))
+        if causal:
+            keys -= keys**2 / (2 * sequence_length)
+        return 12 * heads * head_dim * keys
+
+    def check(self, sequence_length: int, compute: Compute) -> None:
+        """Raises ValueError if `compute.attention` is unknown, or cannot compute these sizes."""
+        check_attention(
+            compute.attention, sequence_length, self.query.shape[-1], compute.dtype, self.soft_cap
+        )
 
 
-def rotate(
-    x_BSHD: Float[Array, "b s h d"], positions_BS: Int32[Array, "b s"], theta: float
-) -> Float[Array, "b s h d"]:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864, eq. 34).
-
-    Coordinate i pairs with i + D/2, as in Llama's published weights; pair i turns by
-    position · theta^(-2i/D) radians, computed in float32 at least.
-    """
-    wide = jnp.promote_types(x_BSHD.dtype, jnp.float32)
-    D = x_BSHD.shape[-1]
-    frequency_D = theta ** (-jnp.arange(0, D, 2, dtype=wide) / D)
-    angle_BS1D = positions_BS[:, :, None, None] * frequency_D
-    cos_BS1D, sin_BS1D = jnp.cos(angle_BS1D), jnp.sin(angle_BS1D)
-    first_BSHD, second_BSHD = jnp.split(x_BSHD.astype(wide), 2, axis=-1)
-    turned_BSHD = jnp.concatenate(
-        (
-            first_BSHD * cos_BS1D - second_BSHD * sin_BS1D,
-            second_BSHD * cos_BS1D + first_BSHD * sin_BS1D,
-        ),
-        axis=-1,
-    )
-    return turned_BSHD.astype(x_BSHD.dtype)
+def _biased(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.initial import fold
+from lmlib.models.weights import fold
 from lmlib.parallel.layout import spec
 
 

@@ -19,8 +19,8 @@ def product(
     equation: str,
     x: Float[Array, "..."],
     w: Float[Array, "..."],
-    out_sharding: PartitionSpec | None = None,
     precision: str | None = None,
+    out_sharding: PartitionSpec | None = None,
 ) -> Float[Array, "..."]:
     """`jnp.einsum` of activations `x` and a weight `w` of one dtype, which the result has too.
 
@@ -28,6 +28,9 @@ def product(
     that is not clear from `x` and `w`. Backward both gradients are computed in the same dtype, from
     x and w, and lie as these do. `precision` rounds the operands of this product and of x's
     gradient to "int8" or "float8", as `lmlib.models.quantized` says; `None` does not.
+
+    Every product of activations and a weight goes through here; nothing else multiplies a weight
+    that is declared with `fan_in`.
     """
     if precision is None:
         return jnp.einsum(equation, x, w, out_sharding=out_sharding)
@@ -39,16 +42,16 @@ def _forward(
     equation: str,
     x: Array,
     w: Array,
-    out_sharding: PartitionSpec | None,
     precision: str | None,
+    out_sharding: PartitionSpec | None,
 ) -> tuple[Array, tuple[Array, Array]]:
-    return product(equation, x, w, out_sharding, precision), (x, w)
+    return product(equation, x, w, precision, out_sharding), (x, w)
 
 
 def _backward(
     equation: str,
-    out_sharding: PartitionSpec | None,
     precision: str | None,
+    out_sharding: PartitionSpec | None,
     saved: tuple[Array, Array],
     dy: Array,
 ) -> tuple[Array, Array]:

@@ -45,22 +45,19 @@ FORMATS = {
 }
 
 
-def checked_precisions(
-    quantized: Mapping[str, str], kinds: tuple[str, ...]
-) -> dict[str, str | None]:
-    """The precision of each kind of layer; `None` for those that `quantized` does not name.
+KINDS = ("projections", "mlp")  # of products, as `Compute.quantized` names them
 
-    Raises:
-      ValueError: if it names another kind, or a precision that is not in `FORMATS`.
-    """
+
+def check_quantized(quantized: Mapping[str, str]) -> None:
+    """Raises ValueError if it names a kind of product that there is not, or a precision that is
+    not in `FORMATS`."""
     for kind, precision in quantized.items():
-        if kind not in kinds:
-            raise ValueError(f"quantized names {kind!r}; it may name {' and '.join(kinds)}")
+        if kind not in KINDS:
+            raise ValueError(f"quantized names {kind!r}; it may name {' and '.join(KINDS)}")
         if precision not in FORMATS:
             raise ValueError(
                 f"quantized[{kind!r}] must be one of {', '.join(FORMATS)}, got {precision!r}"
             )
-    return {kind: quantized.get(kind) for kind in kinds}
 
 
 def rounded_product(

@@ -53,8 +53,7 @@ def _inner_names(names: Sequence[str]) -> list[str]:
 
 
 def check_names(**settings: Sequence[str]) -> None:
-    """Raises ValueError if a setting has an unknown name, or two have the same one."""
-    seen: set[str] = set()
+    """Raises ValueError if a setting has an unknown name."""
     for setting, names in settings.items():
         for name in names:
             if name not in ACTIVATIONS:
@@ -64,6 +63,3 @@ def check_names(**settings: Sequence[str]) -> None:
                     f"{setting} has the unknown name {name!r}; {hint}"
                     f"(known: {', '.join(ACTIVATIONS)})"
                 )
-            if name in seen:
-                raise ValueError(f"{name!r} is named twice in {' and '.join(settings)}")
-            seen.add(name)

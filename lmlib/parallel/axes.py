@@ -1,36 +1,104 @@
-"""What annotations say: the axis names of every array in a module."""
+"""What modules declare of their arrays: the name of each axis, and how the array is used."""
 
+import dataclasses
 import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 
 Axes = tuple[str | None, ...]
+MeshAxes = str | tuple[str, ...] | None
+Rules = Mapping[str, MeshAxes]
 M = TypeVar("M", bound=eqx.Module)
+
+METADATA = "lmlib"  # of a field that `lmlib.models.weights.weight` declares
 
 
 class LayoutError(ValueError):
     """A weight, batch or mesh that does not fit the layout tables."""
 
 
-def annotated_axes(owner: type, field: str) -> tuple[str, ...]:
-    """The axis names in the jaxtyping annotation of `owner.field`.
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """What a field says of its array besides the axes; see `lmlib.models.weights.weight`.
+
+    Args:
+      first: makes the first values.
+      multiplied: whether the array is an operand of `lmlib.models.product.product`, as a matrix is;
+        scales, biases and tables that are looked up are not.
+      decays: whether weight decay shrinks it.
+      rules: layouts of axis names that the tables in `lmlib.parallel.layout` do not have.
+    """
+
+    first: Any = None
+    multiplied: bool = False
+    decays: bool = False
+    rules: Rules = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """An array of a module: where it is, and what its field declares.
+
+    Args:
+      path: dotted: "stack.0.0.attention.query".
+      axes: one for each axis of the array; leading axes that the field does not name, which are
+        those of stacked layers, are `None`.
+      declaration: of the field.
+    """
+
+    path: str
+    axes: Axes
+    declaration: Declaration
+
+
+def axis_names(owner: Any, field: str) -> tuple[str, ...]:
+    """The axis names of the array in `owner.field`.
+
+    They are what the instance says (`owner.axis_names[field]`, where it has such a mapping), else
+    what the jaxtyping annotation of the field in its class says.
+
+    Args:
+      owner: a module, or its class.
 
     Raises:
-      LayoutError: if the field has no such annotation.
+      LayoutError: if neither names axes.
     """
-    annotation = _annotations(owner).get(field)
+    own = getattr(owner, "axis_names", {})
+    if isinstance(own, Mapping) and field in own:
+        return tuple(own[field].split())
+    kind = owner if isinstance(owner, type) else type(owner)
+    annotation = _annotations(kind).get(field)
     # `Float[Array, "…"] | None` and unions of array types: the one that names axes speaks.
     for candidate in (annotation, *typing.get_args(annotation)):
         names = getattr(candidate, "dim_str", None)
         if names is not None:
             return tuple(names.split())
     raise LayoutError(
-        f"{owner.__name__}.{field} holds an array but names no axes; annotate the field, "
+        f"{kind.__name__}.{field} holds an array but names no axes; annotate the field, "
         'for example `Float[Array, "embed mlp"]`'
+    )
+
+
+def declaration(owner: Any, field: str) -> Declaration:
+    """What `owner.field` declares: the instance (`owner.declarations[field]`), else its class.
+
+    Raises:
+      LayoutError: if neither declares anything.
+    """
+    own = getattr(owner, "declarations", {})
+    if isinstance(own, Mapping) and field in own:
+        return own[field]
+    kind = owner if isinstance(owner, type) else type(owner)
+    metadata = kind.__dataclass_fields__[field].metadata
+    if METADATA in metadata:
+        return metadata[METADATA]
+    raise LayoutError(
+        f"{kind.__name__}.{field} holds an array but declares no first values; declare them, for "
+        "example `= weight(fan_in('embed'))` of lmlib.models.weights"
     )
 
 
@@ -39,14 +107,12 @@ def _annotations(owner: type) -> dict[str, Any]:
     return typing.get_type_hints(owner)
 
 
-def map_weights(function: Callable[[str, Axes, Any], Any], module: M) -> M:
-    """`module` with each array w replaced by `function(path, axes, w)`.
-
-    `path` is dotted ("layers.attention.query"). `axes` has one entry for each axis of w; leading
-    axes that the annotation does not name (stacked layers) are `None`.
+def map_weights(function: Callable[[Weight, Any], Any], module: M) -> M:
+    """`module` with each array replaced by `function(weight, array)`.
 
     Raises:
-      LayoutError: if an array has no annotation, or fewer axes than it names.
+      LayoutError: if an array names no axes or declares nothing, has fewer axes than it names, or
+        lies in a container rather than in a field.
     """
 
     def visit(keys: tuple[Any, ...], leaf: Any) -> Any:
@@ -60,10 +126,11 @@ def map_weights(function: Callable[[str, Axes, Any], Any], module: M) -> M:
                 if isinstance(key, jax.tree_util.GetAttrKey)
                 else owner[key.key if isinstance(key, jax.tree_util.DictKey) else key.idx]
             )
-        names = annotated_axes(type(owner), keys[-1].name)
+        names = axis_names(owner, keys[-1].name)
         stacked = len(leaf.shape) - len(names)
         if stacked < 0:
             raise LayoutError(f"{path} has shape {leaf.shape} but names the axes {' '.join(names)}")
-        return function(path, (None,) * stacked + names, leaf)
+        axes = (None,) * stacked + names
+        return function(Weight(path, axes, declaration(owner, keys[-1].name)), leaf)
 
     return jax.tree_util.tree_map_with_path(visit, module)

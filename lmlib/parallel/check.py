@@ -1,24 +1,20 @@
 """Impossible layouts, found from shapes alone, before anything compiles."""
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
-import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from lmlib.parallel.axes import Axes, LayoutError, map_weights
-from lmlib.parallel.layout import COMPUTE, STORED, MeshAxes, partition
-
-
-def pieces(mesh_axes: MeshAxes, mesh: Mesh) -> int:
-    """Into how many pieces `mesh` splits an axis that lies along `mesh_axes`."""
-    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
-    return math.prod(mesh.shape[name] for name in names)
+from lmlib.parallel.axes import LayoutError, MeshAxes, Weight, map_weights
+from lmlib.parallel.layout import COMPUTE, REPEATED, STORED, partition, pieces, repeats
 
 
-def check_model(make: Callable[[], eqx.Module], mesh: Mesh) -> None:
+def check_model(model: eqx.Module, mesh: Mesh | AbstractMesh) -> None:
     """Sees that `mesh` can hold the model in both layouts.
+
+    Args:
+      model: with arrays, or `ShapeDtypeStruct`s, for weights.
 
     Raises:
       LayoutError: one line for each size that does not divide: the weights, the axis, both
@@ -26,15 +22,16 @@ def check_model(make: Callable[[], eqx.Module], mesh: Mesh) -> None:
     """
     misfits: dict[str, dict[str, None]] = {}  # to paths, each once and in order
 
-    def check(path: str, axes: Axes, weight: jax.ShapeDtypeStruct) -> None:
-        for axis, size in zip(axes, weight.shape, strict=True):
-            for rules in (COMPUTE, STORED):
+    def check(weight: Weight, array: Any) -> None:
+        for axis, size in zip(weight.axes, array.shape, strict=True):
+            for table in (COMPUTE, STORED):
+                rules = {**table, **weight.declaration.rules}
                 mesh_axes = partition((axis,), rules)[0]
-                if size % pieces(mesh_axes, mesh):
+                if size % pieces(mesh_axes, mesh) and repeats(axis, size, rules, mesh) == 1:
                     misfit = _misfit(str(axis), size, mesh_axes, mesh)
-                    misfits.setdefault(misfit, {})[path] = None
+                    misfits.setdefault(misfit, {})[weight.path] = None
 
-    map_weights(check, jax.eval_shape(make))
+    map_weights(check, model)
     if misfits:
         raise LayoutError(
             "\n".join(f"{', '.join(paths)}: {misfit}" for misfit, paths in misfits.items())
@@ -42,7 +39,11 @@ def check_model(make: Callable[[], eqx.Module], mesh: Mesh) -> None:
 
 
 def check_batch(
-    batch_size: int, sequence_length: int, microbatches: int, sequence_parallel: bool, mesh: Mesh
+    batch_size: int,
+    sequence_length: int,
+    microbatches: int,
+    sequence_parallel: bool,
+    mesh: Mesh | AbstractMesh,
 ) -> None:
     """Sees that `mesh` can split the batch.
 
@@ -63,13 +64,15 @@ def check_batch(
             raise LayoutError(what + _misfit(axis, size, COMPUTE[axis], mesh))
 
 
-def _misfit(axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh) -> str:
+def _misfit(axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> str:
     names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
     split = pieces(mesh_axes, mesh)
     along = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
+    divides = f" or a divisor of {split}" if axis in REPEATED else ""
     return (
         f"axis {axis!r} of size {size} cannot be split over {along} (size {size} is no multiple of "
         f"{split}); use {' x '.join(names)} of {_choices(size)}, or {axis} a multiple of {split}"
+        f"{divides}"
     )
 
 

@@ -2,22 +2,22 @@
 
 A weight names its axes in its annotation (`Float[Array, "embed mlp"]`). Two tables say which mesh
 axes split each name. They differ where FSDP acts: a weight rests in `STORED`, and `gather` moves it
-to `COMPUTE` just before use; the gradient takes the same way back. Without a mesh (no
-`jax.set_mesh`) nothing is placed and the same model runs on one device.
+to `COMPUTE` just before use; the gradient takes the same way back. Names that the tables do not
+have get their rule where the weight is declared. Without a mesh (no `jax.set_mesh`) nothing is
+placed and the same model runs on one device.
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from lmlib.parallel.axes import Axes, LayoutError, M, map_weights
-
-MeshAxes = str | tuple[str, ...] | None
-Rules = Mapping[str, MeshAxes]
+from lmlib.parallel.axes import Axes, LayoutError, M, MeshAxes, Rules, Weight, map_weights
 
 COMPUTE: Rules = {
     "batch": ("data", "fsdp"),
@@ -34,6 +34,9 @@ COMPUTE: Rules = {
     "whole_vocab": None,
 }
 STORED: Rules = {**COMPUTE, "embed": "fsdp"}
+# A weight with fewer of these than the mesh has places for is stored whole along them, and computed
+# with each of them repeated: several devices then hold the same key and value heads.
+REPEATED = frozenset({"kv_heads"})
 _BATCH = frozenset(COMPUTE["batch"] or ())  # each device along these sees other tokens
 
 
@@ -47,10 +50,37 @@ def partition(axes: str | Axes, rules: Rules = COMPUTE) -> PartitionSpec:
     for name in names:
         if name is not None and name not in rules:
             raise LayoutError(
-                f"axis {name!r} has no rule; add it to the tables in lmlib/parallel/layout.py "
-                f"(known: {', '.join(rules)})"
+                f"axis {name!r} has no rule (known: {', '.join(rules)}); give the weight that has "
+                f"it one: `weight(…, rules={{{name!r}: None}})` keeps it whole"
             )
     return PartitionSpec(*(None if name is None else rules[name] for name in names))
+
+
+def pieces(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
+    """Into how many pieces `mesh` splits an axis that lies along `mesh_axes`."""
+    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
+    """How often each element along a weight's axis is repeated so that it fills the mesh; 1 where
+    `mesh` divides the axis, or cannot be filled so."""
+    if axis not in REPEATED:
+        return 1
+    places = pieces(rules[axis], mesh)
+    return places // size if places % size == 0 else 1
+
+
+def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """How a weight lies between its uses: on `mesh` as `STORED` says."""
+    rules = {**STORED, **weight.declaration.rules}
+    layout = partition(weight.axes, rules)
+    whole = [
+        repeats(axis, size, rules, mesh) > 1 for axis, size in zip(weight.axes, shape, strict=True)
+    ]
+    return PartitionSpec(
+        *(None if one else place for one, place in zip(whole, layout, strict=True))
+    )
 
 
 def spec(axes: str | Axes) -> PartitionSpec | None:
@@ -58,7 +88,7 @@ def spec(axes: str | Axes) -> PartitionSpec | None:
     return None if jax.sharding.get_abstract_mesh().empty else partition(axes)
 
 
-def move(x: jax.Array, axes: str | Axes) -> jax.Array:
+def reshard(x: jax.Array, axes: str | Axes) -> jax.Array:
     """`x` in the compute layout of `axes`; communicates if it lies otherwise."""
     target = spec(axes)
     return x if target is None else jax.sharding.reshard(x, target)
@@ -67,9 +97,10 @@ def move(x: jax.Array, axes: str | Axes) -> jax.Array:
 def share(x: jax.Array, axes: str | Axes) -> jax.Array:
     """`x` in the compute layout of `axes`, the same on all devices along `tensor`.
 
-    Backward, the gradients that these devices give are added up before they travel, in one sum
-    (the f of Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053, §3) or, where `x` came from a
-    layout that splits it over `tensor`, in one reduce-scatter.
+    Forward it is an all-gather over `tensor` if `x` was split along it, else nothing. Backward, the
+    gradients that these devices give are added up before they travel, in one psum (the f of
+    Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053, §3) or, where `x` was split, in one
+    reduce-scatter.
     """
     target = spec(axes)
     return x if target is None else jax.sharding.reshard(x, target.update(reduced={"tensor"}))
@@ -78,34 +109,87 @@ def share(x: jax.Array, axes: str | Axes) -> jax.Array:
 def gather(module: M, dtype: DTypeLike) -> M:
     """`module` with each weight cast to `dtype`, then moved from `STORED` to `COMPUTE`.
 
-    The cast comes first, so that bf16 travels. Backward a matrix's gradient, of which each device
-    has the part that its own tokens give, is summed and split over `fsdp` (a reduce-scatter), and
-    what is left of it is summed over `data`, all in `dtype`.
+    This is FSDP's all-gather. The cast comes first, so that bf16 travels. Backward the gradient of
+    a weight that is multiplied, of which each device has the part that its own tokens give, is
+    summed and split over `fsdp` (a reduce-scatter), and what is left of it is summed over `data` (a
+    psum), all in `dtype`. The gradients of others, which are small, JAX sums at once.
     """
-    return map_weights(lambda path, axes, weight: _gathered(axes, weight.astype(dtype)), module)
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def to_compute(weight: Weight, array: jax.Array) -> jax.Array:
+        array = array.astype(dtype)
+        return array if mesh.empty else _gathered(_moves(weight, array.shape, mesh), array)
+
+    return map_weights(to_compute, module)
+
+
+class _Moves(NamedTuple):
+    """The layouts that a weight passes through from rest to use."""
+
+    stored: PartitionSpec
+    whole: PartitionSpec  # COMPUTE, whole along the axes that are repeated
+    repeats: tuple[int, ...]  # of each element, for each axis
+    computed: PartitionSpec
+    multiplied: bool
+
+
+def _moves(weight: Weight, shape: Sequence[int], mesh: AbstractMesh) -> _Moves:
+    rules = {**COMPUTE, **weight.declaration.rules}
+    times = tuple(
+        repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)
+    )
+    computed = partition(weight.axes, rules)
+    whole = (None if n > 1 else place for n, place in zip(times, computed, strict=True))
+    return _Moves(
+        stored(weight, shape, mesh),
+        PartitionSpec(*whole),
+        times,
+        computed,
+        weight.declaration.multiplied,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(axes: Axes, weight: jax.Array) -> jax.Array:
-    target = spec(axes)
-    if target is None:
-        return weight
-    if len(axes) < 2:  # JAX sums a vector's gradient at once: there is little of it
-        return jax.sharding.reshard(weight, target)
-    return jax.sharding.reshard(weight, target.update(reduced=_BATCH))
+def _gathered(moves: _Moves, array: jax.Array) -> jax.Array:
+    if max(moves.repeats, default=1) > 1:
+        array = jax.sharding.reshard(array, moves.whole)
+        for axis, times in enumerate(moves.repeats):
+            array = jnp.repeat(array, times, axis) if times > 1 else array
+    if not moves.multiplied:
+        return jax.sharding.reshard(array, moves.computed)
+    return jax.sharding.reshard(array, moves.computed.update(reduced=_BATCH))
 
 
-def _forward(axes: Axes, weight: jax.Array) -> tuple[jax.Array, None]:
-    return _gathered(axes, weight), None
+def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
+    return _gathered(moves, array), None
 
 
-def _backward(axes: Axes, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    if spec(axes) is None:
-        return (gradient,)
-    stored = partition(axes, STORED)
-    if len(axes) >= 2:
-        gradient = jax.sharding.reshard(gradient, stored.update(unreduced={"data"}))
-    return (jax.sharding.reshard(gradient, stored),)
+def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    repeated = max(moves.repeats, default=1) > 1
+    # Where heads are repeated, each device first gets the whole gradient of its own copy.
+    resting = (
+        PartitionSpec(
+            *(
+                after if times > 1 else before
+                for before, after, times in zip(
+                    moves.stored, moves.computed, moves.repeats, strict=True
+                )
+            )
+        )
+        if repeated
+        else moves.stored
+    )
+    if moves.multiplied:
+        gradient = jax.sharding.reshard(gradient, resting.update(unreduced={"data"}))
+    gradient = jax.sharding.reshard(gradient, resting)
+    if repeated:
+        gradient = jax.sharding.reshard(gradient, moves.stored)
+        for axis, times in enumerate(moves.repeats):
+            if times > 1:
+                size = gradient.shape[axis] // times
+                copies = (*gradient.shape[:axis], size, times, *gradient.shape[axis + 1 :])
+                gradient = jnp.sum(gradient.reshape(copies), axis + 1)
+    return (gradient,)
 
 
 _gathered.defvjp(_forward, _backward)
@@ -117,7 +201,9 @@ def creator(make: Callable[[], M], mesh: Mesh) -> Callable[[], M]:
     Call it under `jax.set_mesh(mesh)`. Random numbers do not depend on the layout: the values are
     the same bits on every mesh.
     """
-    specs = map_weights(lambda path, axes, _: partition(axes, STORED), jax.eval_shape(make))
+    specs = map_weights(
+        lambda weight, array: stored(weight, array.shape, mesh), jax.eval_shape(make)
+    )
     layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs), out_shardings=layout)
 

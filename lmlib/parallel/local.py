@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from lmlib.parallel.layout import MeshAxes
+from lmlib.parallel.axes import MeshAxes
 
 
 def on_each_device(
@@ -34,26 +34,26 @@ def on_each_device(
     return lambda *arguments: mapped(*map(jax.sharding.reshard, arguments, inputs))
 
 
-def gathered(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
+def all_gather(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
     """The parts of all devices along `mesh_axis`, one after the other along `axis`."""
     if _alone(mesh_axis):
         return x
     return jax.lax.all_gather(x, mesh_axis, axis=axis, tiled=True)
 
 
-def summed(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
+def psum(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
     """The sum over the devices along `mesh_axes`, on each of them."""
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.psum(x, mesh_axes)
 
 
-def summed_and_split(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
+def psum_scatter(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
     """The sum over the devices along `mesh_axis`; each keeps its part of it along `axis`."""
     if _alone(mesh_axis):
         return x
     return jax.lax.psum_scatter(x, mesh_axis, scatter_dimension=axis, tiled=True)
 
 
-def exchanged(x: jax.Array, mesh_axis: str, split: int, joined: int) -> jax.Array:
+def all_to_all(x: jax.Array, mesh_axis: str, split: int, joined: int) -> jax.Array:
     """Along `mesh_axis` each device gets a piece of everyone's `x`, cut along the axis `split`, and
     puts the pieces one after the other along the axis `joined` (all-to-all)."""
     if _alone(mesh_axis):
@@ -61,12 +61,12 @@ def exchanged(x: jax.Array, mesh_axis: str, split: int, joined: int) -> jax.Arra
     return jax.lax.all_to_all(x, mesh_axis, split, joined, tiled=True)
 
 
-def highest(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
+def pmax(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
     """The maximum over the devices along `mesh_axes`, on each of them."""
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.pmax(x, mesh_axes)
 
 
-def index_along(mesh_axis: str) -> jax.Array | int:
+def axis_index(mesh_axis: str) -> jax.Array | int:
     """Which of the devices along `mesh_axis` this one is, from 0."""
     return 0 if jax.sharding.get_abstract_mesh().empty else jax.lax.axis_index(mesh_axis)
 

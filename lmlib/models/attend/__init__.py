@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend import blockwise, cudnn, plain, splash
+from lmlib.models.attend.options import Options
 from lmlib.parallel.layout import partition
 from lmlib.parallel.local import on_each_device, platform
 
@@ -34,14 +35,20 @@ def attend(
     v_BTKD: Float[Array, "b s kv_heads head_dim"],
     segment_ids_BS: Int32[Array, "b s"],
     implementation: str = "auto",
+    *,
     window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "b s heads head_dim"]:
-    """softmax(q kᵀ / √D) v, each position over those of its own segment up to itself.
+    """softmax(scale · q kᵀ) v, each position over those of its own segment up to itself.
 
     Args:
       segment_ids_BS: which document of its row each position belongs to.
       implementation: "auto", or one of `IMPLEMENTATIONS`.
       window: a position sees itself and the `window` - 1 before it; `None`: all before it.
+      scale: `None`: D^-1/2.
+      soft_cap: c, where a score s becomes c · tanh(s / c) before the mask (Gemma 2,
+        arXiv:2408.00118, §2); `None`: s stays.
 
     Softmax is in float32 at least; the result has v's dtype. `tensor` splits the heads; each device
     attends with its own, and nothing is sent.
@@ -50,13 +57,14 @@ def attend(
       ValueError: if the implementation asked for cannot compute these shapes.
     """
     if implementation == "auto":
-        implementation = chosen(q_BSHD)
+        implementation = chosen(q_BSHD, soft_cap)
+    options = Options(window, q_BSHD.shape[-1] ** -0.5 if scale is None else scale, soft_cap)
     heads, kv_heads = (
         partition("batch seq heads head_dim"),
         partition("batch seq kv_heads head_dim"),
     )
     mixed_BSHD = on_each_device(
-        functools.partial(IMPLEMENTATIONS[implementation], window=window),
+        functools.partial(IMPLEMENTATIONS[implementation], options=options),
         inputs=(heads, kv_heads, kv_heads, partition("batch seq")),
         outputs=heads,
         tracked=False,
@@ -64,18 +72,38 @@ def attend(
     return checkpoint_name(mixed_BSHD, "attention")
 
 
+def check_attention(
+    implementation: str,
+    sequence_length: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    soft_cap: float | None = None,
+) -> None:
+    """Raises ValueError if there is no such implementation, or it cannot compute these sizes."""
+    known = ("auto", *IMPLEMENTATIONS)
+    if implementation not in known:
+        raise ValueError(f"attention must be one of {', '.join(known)}, got {implementation!r}")
+    reason = problem(implementation, sequence_length, head_dim, dtype, soft_cap)
+    if reason is not None:
+        raise ValueError(f"attention={implementation!r}: {reason}; use 'blockwise' or 'auto'")
+
+
 def problem(
-    implementation: str, sequence_length: int, head_dim: int, dtype: DTypeLike
+    implementation: str,
+    sequence_length: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    soft_cap: float | None = None,
 ) -> str | None:
     """Why an implementation cannot compute attention of these sizes, if it cannot."""
     limited = {"cudnn": cudnn.problem, "splash": splash.problem}
     if implementation not in limited:
         return None
-    return limited[implementation](sequence_length, head_dim, dtype)
+    return limited[implementation](sequence_length, head_dim, dtype, soft_cap)
 
 
-def chosen(q_BSHD: Float[Array, "b s heads head_dim"]) -> str:
+def chosen(q_BSHD: Float[Array, "b s heads head_dim"], soft_cap: float | None = None) -> str:
     """What "auto" takes for such queries on the devices of the mesh that is set."""
     _, S, _, D = q_BSHD.shape
     best = {"tpu": "splash", "cuda": "cudnn"}.get(platform(), "blockwise")
-    return best if problem(best, S, D, q_BSHD.dtype) is None else "blockwise"
+    return best if problem(best, S, D, q_BSHD.dtype, soft_cap) is None else "blockwise"

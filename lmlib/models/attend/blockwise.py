@@ -16,6 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int32
 
+from lmlib.models.attend.options import Options
 from lmlib.parallel.local import platform
 
 Pair = tuple[Array, Array]
@@ -30,7 +31,7 @@ def attend(
     k_BSKD: Float[Array, "b s k d"],
     v_BSKD: Float[Array, "b s k d"],
     segment_ids_BS: Int32[Array, "b s"],
-    window: int | None = None,
+    options: Options,
 ) -> Float[Array, "b s h d"]:
     """See `lmlib.models.attend.attend`; on the part of one device."""
     B, S, H, D = q_BSHD.shape
@@ -43,19 +44,19 @@ def attend(
 
     q_BKGSD = padded(q_BSHD).reshape(B, k_BSKD.shape[2], -1, S + tail, D)
     segments_BS = jnp.pad(segment_ids_BS, ((0, 0), (0, tail)), constant_values=_PADDING)
-    mixed_BKGSD = _attend(tile, window, q_BKGSD, padded(k_BSKD), padded(v_BSKD), segments_BS)
+    mixed_BKGSD = _attend(tile, options, q_BKGSD, padded(k_BSKD), padded(v_BSKD), segments_BS)
     return mixed_BKGSD.reshape(B, H, S + tail, D).swapaxes(1, 2)[:, :S]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    tile: int, window: int | None, q_BKGSD: Array, k_BKSD: Array, v_BKSD: Array, segments_BS: Array
+    tile: int, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSD: Array, segments_BS: Array
 ) -> Array:
-    return _forward(tile, window, q_BKGSD, k_BKSD, v_BKSD, segments_BS)[0]
+    return _forward(tile, options, q_BKGSD, k_BKSD, v_BKSD, segments_BS)[0]
 
 
 def _forward(
-    tile: int, window: int | None, q_BKGSD: Array, k_BKSD: Array, v_BKSD: Array, segments_BS: Array
+    tile: int, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSD: Array, segments_BS: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     """Running maximum, normaliser and sum for each query (the paper's algorithm 1)."""
     wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
@@ -63,7 +64,7 @@ def _forward(
     def visit(carry: Carry, pair: Pair) -> tuple[Carry, None]:
         sum_BKGSD, normaliser_BKGS, highest_BKGS = carry
         i, j = pair
-        scores_BKGQT, allowed_BQT = _scores(tile, window, q_BKGSD, k_BKSD, segments_BS, i, j)
+        scores_BKGQT, allowed_BQT = _scores(tile, options, q_BKGSD, k_BKSD, segments_BS, i, j)
         scores_BKGQT = jnp.where(allowed_BQT[:, None, None], scores_BKGQT, _FAR)
         before_BKGQ = _tile(highest_BKGS, i, tile, 3)
         highest_BKGQ = jnp.maximum(before_BKGQ, jnp.max(scores_BKGQT, axis=-1))
@@ -87,7 +88,7 @@ def _forward(
     nothing_BKGS = jnp.zeros(q_BKGSD.shape[:-1], wide)
     start = jnp.zeros(q_BKGSD.shape, wide), nothing_BKGS, nothing_BKGS + _FAR
     (sum_BKGSD, normaliser_BKGS, highest_BKGS), _ = jax.lax.scan(
-        visit, start, _pairs(q_BKGSD.shape[3] // tile, tile, window)
+        visit, start, _pairs(q_BKGSD.shape[3] // tile, tile, options.window)
     )
     mixed_BKGSD = (sum_BKGSD / normaliser_BKGS[..., None]).astype(v_BKSD.dtype)
     mixed_BKGSD = checkpoint_name(mixed_BKGSD, "attention_kernel")
@@ -98,29 +99,29 @@ def _forward(
 
 
 def _backward(
-    tile: int, window: int | None, saved: tuple[Array, ...], d_mixed_BKGSD: Array
+    tile: int, options: Options, saved: tuple[Array, ...], d_mixed_BKGSD: Array
 ) -> tuple[Array, Array, Array, None]:
     """Algorithm 2 of the paper."""
     q_BKGSD, k_BKSD, v_BKSD, segments_BS, mixed_BKGSD, log_normaliser_BKGS = saved
     wide = log_normaliser_BKGS.dtype
-    D = q_BKGSD.shape[-1]
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
     towards_BKGS = jnp.sum(mixed_BKGSD.astype(wide) * d_mixed_BKGSD.astype(wide), axis=-1)
 
     def visit(carry: Carry, pair: Pair) -> tuple[Carry, None]:
         dq_BKGSD, dk_BKSD, dv_BKSD = carry
         i, j = pair
-        scores_BKGQT, allowed_BQT = _scores(tile, window, q_BKGSD, k_BKSD, segments_BS, i, j)
+        scores_BKGQT, allowed_BQT = _scores(tile, options, q_BKGSD, k_BKSD, segments_BS, i, j)
         shifted_BKGQT = scores_BKGQT - _tile(log_normaliser_BKGS, i, tile, 3)[..., None]
         weights_BKGQT = jnp.where(allowed_BQT[:, None, None], jnp.exp(shifted_BKGQT), 0)
         d_mixed_BKGQD = _tile(d_mixed_BKGSD, i, tile, 3)
         v_BKTD, k_BKTD = _tile(v_BKSD, j, tile, 2), _tile(k_BKSD, j, tile, 2)
         d_weights_BKGQT = product("bkgqd,bktd->bkgqt", d_mixed_BKGQD, v_BKTD)
         d_scores_BKGQT = d_weights_BKGQT - _tile(towards_BKGS, i, tile, 3)[..., None]
-        d_scores_BKGQT = (weights_BKGQT * d_scores_BKGQT * D**-0.5).astype(q_BKGSD.dtype)
+        d_products_BKGQT = weights_BKGQT * d_scores_BKGQT * options.slope(scores_BKGQT)
+        d_products_BKGQT = d_products_BKGQT.astype(q_BKGSD.dtype)
         weights_BKGQT = weights_BKGQT.astype(v_BKSD.dtype)
-        dq_BKGQD = product("bkgqt,bktd->bkgqd", d_scores_BKGQT, k_BKTD)
-        dk_BKTD = product("bkgqt,bkgqd->bktd", d_scores_BKGQT, _tile(q_BKGSD, i, tile, 3))
+        dq_BKGQD = product("bkgqt,bktd->bkgqd", d_products_BKGQT, k_BKTD)
+        dk_BKTD = product("bkgqt,bkgqd->bktd", d_products_BKGQT, _tile(q_BKGSD, i, tile, 3))
         dv_BKTD = product("bkgqt,bkgqd->bktd", weights_BKGQT, d_mixed_BKGQD)
         return (
             _put(dq_BKGSD, _tile(dq_BKGSD, i, tile, 3) + dq_BKGQD, i, tile, 3),
@@ -129,7 +130,7 @@ def _backward(
         ), None
 
     nothing = jnp.zeros(q_BKGSD.shape, wide), *(jnp.zeros(k_BKSD.shape, wide),) * 2
-    pairs = _pairs(q_BKGSD.shape[3] // tile, tile, window)
+    pairs = _pairs(q_BKGSD.shape[3] // tile, tile, options.window)
     (dq_BKGSD, dk_BKSD, dv_BKSD), _ = jax.lax.scan(visit, nothing, pairs)
     return (
         dq_BKGSD.astype(q_BKGSD.dtype),
@@ -144,23 +145,23 @@ _attend.defvjp(_forward, _backward)
 
 def _scores(
     tile: int,
-    window: int | None,
+    options: Options,
     q_BKGSD: Array,
     k_BKSD: Array,
     segments_BS: Array,
     i: Array,
     j: Array,
 ) -> tuple[Float[Array, "b k g q t"], Bool[Array, "b q t"]]:
-    """q kᵀ / √D of query tile i and key tile j, and which of it counts."""
+    """The scores of query tile i and key tile j, and which of them count."""
     q_BKGQD, k_BKTD = _tile(q_BKGSD, i, tile, 3), _tile(k_BKSD, j, tile, 2)
     wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
     scores_BKGQT = jnp.einsum("bkgqd,bktd->bkgqt", q_BKGQD, k_BKTD, preferred_element_type=wide)
     distance_QT = (i - j) * tile + jnp.arange(tile)[:, None] - jnp.arange(tile)
     near_QT = distance_QT >= 0
-    if window is not None:
-        near_QT &= distance_QT < window
+    if options.window is not None:
+        near_QT &= distance_QT < options.window
     same_BQT = _tile(segments_BS, i, tile, 1)[:, :, None] == _tile(segments_BS, j, tile, 1)[:, None]
-    return scores_BKGQT * q_BKGSD.shape[-1] ** -0.5, near_QT & same_BQT
+    return options.scores(scores_BKGQT), near_QT & same_BQT
 
 
 def _pairs(tiles: int, tile: int, window: int | None) -> Pair:

@@ -8,16 +8,22 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from lmlib.models.attend.options import Options
+
 # Its forward kernel, as JAX calls it: what it returns is kept where "attention" is saved.
 KERNEL = "dot_product_attention_fwd_wrapper"
 
 
-def problem(sequence_length: int, head_dim: int, dtype: DTypeLike) -> str | None:
+def problem(
+    sequence_length: int, head_dim: int, dtype: DTypeLike, soft_cap: float | None = None
+) -> str | None:
     """Why cuDNN cannot compute attention of these sizes, if it cannot."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"cudnn computes in bfloat16 or float16, not in {jnp.dtype(dtype)}"
     if head_dim % 8 or head_dim > 128:
         return f"cudnn needs a head_dim that is a multiple of 8 and at most 128, not {head_dim}"
+    if soft_cap is not None:
+        return "cudnn has no soft cap"
     return None
 
 
@@ -26,7 +32,7 @@ def attend(
     k_BTKD: Float[Array, "b s k d"],
     v_BTKD: Float[Array, "b s k d"],
     segment_ids_BS: Int32[Array, "b s"],
-    window: int | None = None,
+    options: Options,
 ) -> Float[Array, "b s h d"]:
     """See `lmlib.models.attend.attend`; on the part of one device.
 
@@ -34,7 +40,7 @@ def attend(
     cuDNN takes neither segment ids nor borders within a row.
     """
     _, S, _, D = q_BSHD.shape
-    if (reason := problem(S, D, q_BSHD.dtype)) is not None:
+    if (reason := problem(S, D, q_BSHD.dtype, options.soft_cap)) is not None:
         raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     same_B1ST = (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
@@ -42,7 +48,8 @@ def attend(
         k_BTKD,
         v_BTKD,
         mask=same_B1ST,
+        scale=options.scale,
         is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
+        local_window_size=None if options.window is None else (options.window - 1, 0),
         implementation="cudnn",
     )

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
+from lmlib.models.attend.options import Options
+
 
 def attend(
     q_BSHD: Float[Array, "b s h d"],
     k_BTKD: Float[Array, "b s k d"],
     v_BTKD: Float[Array, "b s k d"],
     segment_ids_BS: Int32[Array, "b s"],
-    window: int | None = None,
+    options: Options,
 ) -> Float[Array, "b s h d"]:
     """See `lmlib.models.attend.attend`; on the part of one device."""
     B, S, H, D = q_BSHD.shape
@@ -23,10 +25,10 @@ def attend(
     wide = jnp.promote_types(q_BSHD.dtype, jnp.float32)
     scores_BKGST = jnp.einsum("bskgd,btkd->bkgst", q_BSKGD, k_BTKD, preferred_element_type=wide)
     distance_ST = jnp.arange(S)[:, None] - jnp.arange(S)
-    near_ST = (distance_ST >= 0) & (distance_ST < (S if window is None else window))
+    near_ST = (distance_ST >= 0) & (distance_ST < (options.window or S))
     same_BST = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
     allowed_B11ST = (near_ST & same_BST)[:, None, None]
-    scores_BKGST = jnp.where(allowed_B11ST, scores_BKGST * D**-0.5, -jnp.inf)
+    scores_BKGST = jnp.where(allowed_B11ST, options.scores(scores_BKGST), -jnp.inf)
     weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(v_BTKD.dtype)
     mixed_BSKGD = jnp.einsum("bkgst,btkd->bskgd", weights_BKGST, v_BTKD)
     return checkpoint_name(mixed_BSKGD.reshape(B, S, H, D), "attention_kernel")

@@ -12,13 +12,16 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from lmlib.models.attend.options import Options
 from lmlib.parallel.local import platform
 
 _LANES = 128  # of a TPU's vector unit: tiles are multiples of it
 _LARGEST_TILE = 512
 
 
-def problem(sequence_length: int, head_dim: int, dtype: DTypeLike) -> str | None:
+def problem(
+    sequence_length: int, head_dim: int, dtype: DTypeLike, soft_cap: float | None = None
+) -> str | None:
     """Why splash attention cannot compute attention of these sizes, if it cannot."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return f"splash computes in bfloat16 or float32, not in {jnp.dtype(dtype)}"
@@ -36,13 +39,14 @@ def attend(
     k_BTKD: Float[Array, "b s k d"],
     v_BTKD: Float[Array, "b s k d"],
     segment_ids_BS: Int32[Array, "b s"],
-    window: int | None = None,
+    options: Options,
 ) -> Float[Array, "b s h d"]:
     """See `lmlib.models.attend.attend`; on the part of one device. Where there is no TPU, Pallas
     interprets the kernel, which is for tests."""
     _, S, H, D = q_BSHD.shape
-    if (reason := problem(S, D, q_BSHD.dtype)) is not None:
+    if (reason := problem(S, D, q_BSHD.dtype, options.soft_cap)) is not None:
         raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
+    window = options.window
     mask = (
         masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
     )
@@ -56,9 +60,11 @@ def attend(
         ),
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=options.soft_cap,
         residual_checkpoint_name="attention_kernel",
         interpret=platform() != "tpu",
     )  # fmt: skip
-    q_BHSD, k_BKTD, v_BKTD = (x.transpose(0, 2, 1, 3) for x in (q_BSHD * D**-0.5, k_BTKD, v_BTKD))
+    q_BSHD = q_BSHD * options.scale
+    q_BHSD, k_BKTD, v_BKTD = (x.transpose(0, 2, 1, 3) for x in (q_BSHD, k_BTKD, v_BTKD))
     segments = kernel.SegmentIds(segment_ids_BS, segment_ids_BS)
     return jax.vmap(attend_HSD)(q_BHSD, k_BKTD, v_BKTD, segments).transpose(0, 2, 1, 3)

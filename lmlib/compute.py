@@ -1,0 +1,66 @@
+"""How a model is computed, never what it is: nothing here changes a weight or a curve's meaning."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Free to change when a run is resumed.
+
+    Args:
+      dtype: of activations and gathered weights, for example "bfloat16" or "float32".
+      attention: which kernel, of those in `lmlib.models.attend`; "auto" takes the best there is.
+      quantized: products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or "float8", as
+        in `lmlib.models.quantized`.
+      saved: activations kept for the backward pass, by their names in
+        `lmlib.models.rematerialization`; it computes the others again.
+      offloaded: more of them, kept in the host's memory.
+      unroll: repetitions of a pattern of layers in each turn of the scan over layers; more than
+        there are means no loop.
+      sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
+        (Korthikanti et al. 2022, arXiv:2205.05198).
+      loss_chunk: tokens whose logits a device holds at a time; `None`: see `lmlib.losses`.
+      logits_dtype: of the logits that the loss is computed from; softmax is in float32 at least.
+
+    Raises:
+      ValueError: if a count is not positive, a dtype is no floating type, or a name is given twice.
+    """
+
+    dtype: str = "bfloat16"
+    attention: str = "auto"
+    quantized: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    saved: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    unroll: int = 1
+    sequence_parallel: bool = False
+    loss_chunk: int | None = None
+    logits_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "logits_dtype"):
+            _check_dtype(name, getattr(self, name))
+        if self.unroll < 1:
+            raise ValueError(f"unroll must be at least 1, got {self.unroll}")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ValueError(f"loss_chunk must be at least 1, or None, got {self.loss_chunk}")
+        names = [*self.saved, *self.offloaded]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name!r} is named twice in saved and offloaded")
+
+    @property
+    def residual(self) -> str:
+        """The axes of the residual stream between blocks, which say how it lies on the mesh."""
+        return "batch seq_parallel embed" if self.sequence_parallel else "batch seq embed"
+
+
+def _check_dtype(setting: str, name: str) -> None:
+    try:
+        floating = jnp.issubdtype(jnp.dtype(name), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ValueError(f"{setting} must be a floating type like 'bfloat16', got {name!r}")

@@ -1,0 +1,100 @@
+"""A decoder block: a mixer of positions, then an mlp, each added to the residual stream.
+
+Shapes: B batch, S sequence, E embed.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import equinox as eqx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from lmlib.compute import Compute
+from lmlib.models.dropout import dropout
+from lmlib.models.protocol import Context
+from lmlib.models.weights import product_flops
+from lmlib.parallel.layout import share
+
+Norm = Callable[[Array], Array]
+Losses = dict[str, Array]
+
+
+class Mixer(Protocol):
+    """What a block asks of its attention, or of what stands in its place. One with an attribute
+    `rotary` finds that `Rotary`'s table in `context.turns`."""
+
+    def __call__(self, x_BSE: Array, context: Context, cache: Any = None) -> tuple[Array, Any]:
+        """What is added to the residual stream, laid out as `context.compute.residual` names, and
+        the new cache; x is whole along `seq`."""
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Forward and backward, besides those of its weights."""
+
+    def check(self, sequence_length: int, compute: Compute) -> None:
+        """Raises ValueError for what it cannot compute."""
+
+
+class FeedForward(Protocol):
+    """What a block asks of its mlp."""
+
+    def __call__(self, x_BSE: Array, context: Context) -> tuple[Array, Losses]:
+        """As of `Mixer`, and sums for the loss, as in `Trunk.losses`."""
+
+
+class Block(eqx.Module):
+    """x + after(attention(before(x))), then the same with the mlp; each norm may be absent.
+
+    With norms before, pre-norm (Xiong et al. 2020, arXiv:2002.04745); with norms after as in OLMo 2
+    (arXiv:2501.00656, §3.1), with both as in Gemma 2 (arXiv:2408.00118, §2). In calls with a key
+    what is added is dropped at the context's rate (GPT-2 drops at the same places; Vaswani et al.
+    2017, arXiv:1706.03762, §5.4).
+    """
+
+    attention_norm: Norm | None
+    attention: Mixer
+    attention_after_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: FeedForward
+    mlp_after_norm: Norm | None
+
+    def __init__(
+        self,
+        attention: Mixer,
+        mlp: FeedForward,
+        attention_norm: Norm | None = None,
+        mlp_norm: Norm | None = None,
+        attention_after_norm: Norm | None = None,
+        mlp_after_norm: Norm | None = None,
+    ):
+        self.attention, self.mlp = attention, mlp
+        self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
+        self.attention_after_norm, self.mlp_after_norm = attention_after_norm, mlp_after_norm
+
+    def __call__(
+        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
+    ) -> tuple[Float[Array, "b s embed"], Losses, Any]:
+        """The residual stream, sums for the loss, and the new cache."""
+        residual = context.compute.residual
+        # `share` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
+        h_BSE = share(_normed(self.attention_norm, x_BSE), "batch seq embed")
+        h_BSE = checkpoint_name(h_BSE, "attention_input")
+        h_BSE, cache = self.attention(h_BSE, context, cache)
+        h_BSE = _normed(self.attention_after_norm, h_BSE)
+        x_BSE = x_BSE + dropout(h_BSE, context.dropout, context.key, "attention", residual)
+        x_BSE = checkpoint_name(x_BSE, "attention_residual")
+        h_BSE = share(_normed(self.mlp_norm, x_BSE), "batch seq embed")
+        h_BSE = checkpoint_name(h_BSE, "mlp_input")
+        h_BSE, losses = self.mlp(h_BSE, context)
+        h_BSE = _normed(self.mlp_after_norm, h_BSE)
+        x_BSE = x_BSE + dropout(h_BSE, context.dropout, context.key, "mlp", residual)
+        return x_BSE, losses, cache
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Forward and backward, of one layer."""
+        attention = self.attention.flops_per_token(sequence_length, causal)
+        return attention + product_flops(self.attention) + product_flops(self.mlp)
+
+
+def _normed(norm: Norm | None, x_BSE: Array) -> Array:
+    return x_BSE if norm is None else norm(x_BSE)

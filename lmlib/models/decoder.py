@@ -1,0 +1,130 @@
+"""The model that lmlib's families share: embedding, stack of blocks, norm, unembedding.
+
+Shapes: B batch, S sequence, E embed, V vocab.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
+
+from lmlib.compute import Compute
+from lmlib.models.dropout import dropout
+from lmlib.models.embedding import embedded
+from lmlib.models.head import logits
+from lmlib.models.protocol import Context, Part, Trunk, whole_rows
+from lmlib.models.rematerialization import policy
+from lmlib.models.stack import (
+    Segment,
+    Stack,
+    check_stack,
+    make_stack,
+    run_stack,
+    stack_flops_per_token,
+    stack_parts,
+)
+from lmlib.models.weights import fan_in, first_values, weight
+from lmlib.parallel.layout import gather, reshard
+
+Norm = Callable[[Array], Array]
+
+
+class Decoder(eqx.Module):
+    """Tokens to logits; a `lmlib.models.protocol.Model`. Weights are float32.
+
+    Args:
+      vocab, embed: sizes.
+      segments: the layers, as `make_stack` takes them.
+      norm: after the last layer; may be absent.
+      tied: one table embeds and unembeds.
+      logit_cap: c, where logits z become c · tanh(z / c); `None` where they stay.
+      key: seed of the weights.
+    """
+
+    embedding: Float[Array, "vocab embed"] = weight(fan_in("embed"), multiplied=False)
+    stack: Stack
+    norm: Norm | None
+    unembedding: Float[Array, "embed vocab"] | None = weight(fan_in("embed"))
+    logit_cap: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        vocab: int,
+        embed: int,
+        segments: Sequence[Segment],
+        norm: Norm | None = None,
+        tied: bool = False,
+        logit_cap: float | None = None,
+        *,
+        key: PRNGKeyArray,
+    ):
+        sizes = {"vocab": vocab, "embed": embed}
+        self.embedding = first_values(Decoder, "embedding", key, **sizes)
+        self.stack = make_stack(segments, key)
+        self.norm = norm
+        self.unembedding = None if tied else first_values(Decoder, "unembedding", key, **sizes)
+        self.logit_cap = logit_cap
+
+    def __call__(
+        self, tokens_BS: Int32[Array, "b s"], context: Context | None = None
+    ) -> Float[Array, "b s vocab"]:
+        """Logits of the next token; see `lmlib.models.head.logits`. Without a context each row is
+        one document, and `Compute()` says how."""
+        context = context or whole_rows(tokens_BS, Compute())
+        h_BSE = self.features(self.trunk(tokens_BS, context).x_BSE, context)
+        return logits(self, reshard(h_BSE, "batch seq embed"), context.compute)
+
+    def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
+        """See `Model.trunk`."""
+        compute, key = context.compute, context.key
+        with jax.named_scope("embed"):
+            x_BSE = embedded(self.embedding, tokens_BS, compute.dtype, compute.residual)
+        if key is not None and context.dropout > 0:
+            # Drawn again in the backward pass, as in the layers, rather than kept.
+            x_BSE = jax.checkpoint(dropout, static_argnums=(1, 3, 4))(
+                x_BSE, context.dropout, key, "embedding", compute.residual
+            )
+        return run_stack(self.stack, x_BSE, context, cache)
+
+    def features(
+        self, x_BSE: Float[Array, "b s embed"], context: Context
+    ) -> Float[Array, "b s embed"]:
+        """See `Model.features`."""
+        compute = context.compute
+
+        def normed(x_BSE: Array) -> Array:
+            x_BSE = checkpoint_name(x_BSE, "head_input")
+            return x_BSE if self.norm is None else gather(self.norm, compute.dtype)(x_BSE)
+
+        return jax.checkpoint(normed, policy=policy(compute.saved, compute.offloaded))(x_BSE)
+
+    @property
+    def vocab(self) -> int:
+        return self.embedding.shape[0]
+
+    @property
+    def unembedding_EV(self) -> Float[Array, "embed vocab"]:
+        """See `Model.unembedding_EV`."""
+        return self.embedding.T if self.unembedding is None else self.unembedding
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """See `Model.flops_per_token`: six for each parameter that multiplies activations, and what
+        attention multiplies besides."""
+        head = 6.0 * self.unembedding_EV.size
+        return head + stack_flops_per_token(self.stack, sequence_length, causal)
+
+    def parts(self) -> tuple[Part, ...]:
+        """See `Model.parts`."""
+        after = ("norm", self.norm), ("unembedding", self.unembedding)
+        return (
+            Part("embedding", self.embedding),
+            *stack_parts(self.stack),
+            *(Part(name, part) for name, part in after if part is not None),
+        )
+
+    def check(self, sequence_length: int, compute: Compute) -> None:
+        """See `Model.check`."""
+        check_stack(self.stack, sequence_length, compute)

@@ -1,0 +1,1 @@
+"""Families of models: functions of the architecture alone, each with its paper."""

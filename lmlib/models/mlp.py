@@ -1,0 +1,117 @@
+"""Feed-forward layers: each position by itself.
+
+Shapes: B batch, S sequence, E embed, F mlp.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.models.product import product
+from lmlib.models.protocol import Context
+from lmlib.models.weights import fan_in, first_values, weight, zeros
+from lmlib.parallel.layout import spec
+
+Activation = Callable[[Array], Array]
+
+
+def silu(x: Array) -> Array:
+    """x · sigmoid(x) (Hendrycks & Gimpel 2016, arXiv:1606.08415, §2)."""
+    return jax.nn.silu(x)
+
+
+def gelu(x: Array) -> Array:
+    """x · Φ(x), with the error function (arXiv:1606.08415, §2)."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def gelu_tanh(x: Array) -> Array:
+    """The tanh approximation of `gelu` (arXiv:1606.08415, §2), which GPT-2 and Gemma compute."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def relu_squared(x: Array) -> Array:
+    """max(x, 0)² (So et al. 2021, arXiv:2109.08668, §3)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+class GatedMLP(eqx.Module):
+    """down(activation(gate x) · up x) (Shazeer 2020, arXiv:2002.05202, eq. 6); with silu, SwiGLU.
+
+    Args:
+      embed, mlp: sizes.
+      activation: of the gate.
+    """
+
+    gate: Float[Array, "embed mlp"] = weight(fan_in("embed"))
+    up: Float[Array, "embed mlp"] = weight(fan_in("embed"))
+    down: Float[Array, "mlp embed"] = weight(fan_in("mlp"))
+    activation: Activation = eqx.field(static=True)
+
+    def __init__(self, embed: int, mlp: int, activation: Activation = silu, *, key: PRNGKeyArray):
+        self.gate = first_values(GatedMLP, "gate", key, embed=embed, mlp=mlp)
+        self.up = first_values(GatedMLP, "up", key, embed=embed, mlp=mlp)
+        self.down = first_values(GatedMLP, "down", key, embed=embed, mlp=mlp)
+        self.activation = activation
+
+    @jax.named_scope("mlp")
+    def __call__(
+        self, x_BSE: Float[Array, "b s embed"], context: Context
+    ) -> tuple[Float[Array, "b s embed"], dict[str, Array]]:
+        """Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which
+        the last product is summed over `tensor` (a psum or a reduce-scatter)."""
+        precision, residual = context.compute.quantized.get("mlp"), spec(context.compute.residual)
+        gate_BSF = product("bse,ef->bsf", x_BSE, self.gate, precision)
+        gate_BSF = checkpoint_name(gate_BSF, "mlp_gate")
+        up_BSF = checkpoint_name(product("bse,ef->bsf", x_BSE, self.up, precision), "mlp_up")
+        hidden_BSF = checkpoint_name(self.activation(gate_BSF) * up_BSF, "mlp_hidden")
+        return product("bsf,fe->bse", hidden_BSF, self.down, precision, residual), {}
+
+
+class MLP(eqx.Module):
+    """down(activation(up x)), each product with a bias if `bias` (Vaswani et al. 2017,
+    arXiv:1706.03762, eq. 2).
+
+    Args:
+      embed, mlp: sizes.
+      activation: between the two products.
+      bias: whether there are biases.
+    """
+
+    up: Float[Array, "embed mlp"] = weight(fan_in("embed"))
+    up_bias: Float[Array, "mlp"] | None = weight(zeros)
+    down: Float[Array, "mlp embed"] = weight(fan_in("mlp"))
+    down_bias: Float[Array, "embed"] | None = weight(zeros)
+    activation: Activation = eqx.field(static=True)
+
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        activation: Activation = gelu_tanh,
+        bias: bool = True,
+        *,
+        key: PRNGKeyArray,
+    ):
+        self.up = first_values(MLP, "up", key, embed=embed, mlp=mlp)
+        self.up_bias = first_values(MLP, "up_bias", key, mlp=mlp) if bias else None
+        self.down = first_values(MLP, "down", key, embed=embed, mlp=mlp)
+        self.down_bias = first_values(MLP, "down_bias", key, embed=embed) if bias else None
+        self.activation = activation
+
+    @jax.named_scope("mlp")
+    def __call__(
+        self, x_BSE: Float[Array, "b s embed"], context: Context
+    ) -> tuple[Float[Array, "b s embed"], dict[str, Array]]:
+        """Layouts: as of `GatedMLP`."""
+        precision, residual = context.compute.quantized.get("mlp"), spec(context.compute.residual)
+        up_BSF = product("bse,ef->bsf", x_BSE, self.up, precision)
+        up_BSF = up_BSF if self.up_bias is None else up_BSF + self.up_bias
+        up_BSF = checkpoint_name(up_BSF, "mlp_up")
+        hidden_BSF = checkpoint_name(self.activation(up_BSF), "mlp_hidden")
+        y_BSE = product("bsf,fe->bse", hidden_BSF, self.down, precision, residual)
+        return (y_BSE if self.down_bias is None else y_BSE + self.down_bias), {}

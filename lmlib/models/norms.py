@@ -1,0 +1,109 @@
+"""Norms over the last axes of activations, computed in float32 at least.
+
+Shapes: N the axes that the norm names ("embed", or "heads head_dim"), after any leading ones.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.models.weights import Constant, declared, made, zeros
+from lmlib.parallel.axes import Declaration
+
+
+class RMSNorm(eqx.Module):
+    """x / rms(x) · scale (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4).
+
+    Args:
+      axes: the names of the last axes of x, over which it is normed: "embed"; "head_dim" for each
+        head alone; "heads head_dim" for all heads together.
+      epsilon: added to the mean square.
+      offset: added to the scale. With 1, as in Gemma, the scale starts at zero.
+      key: unused, as the scale starts as a constant; here for all parts to be made alike.
+      sizes: of the axes, by name.
+    """
+
+    scale: Float[Array, "..."]
+    axes: str = eqx.field(static=True)
+    epsilon: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        axes: str = "embed",
+        epsilon: float = 1e-5,
+        offset: float = 0.0,
+        *,
+        key: PRNGKeyArray,
+        **sizes: int,
+    ):
+        self.axes, self.epsilon, self.offset = axes, epsilon, offset
+        how = self.declarations["scale"]
+        self.scale = made(how, tuple(axes.split()), RMSNorm, "scale", key, sizes)
+
+    def __call__(self, x_N: Float[Array, "..."]) -> Float[Array, "..."]:
+        wide_N = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32))
+        mean_square = jnp.mean(jnp.square(wide_N), axis=_last(self.axes), keepdims=True)
+        unit_N = wide_N * jax.lax.rsqrt(mean_square + self.epsilon)
+        scale_N = self.scale if self.offset == 0 else self.offset + self.scale
+        return unit_N.astype(x_N.dtype) * scale_N
+
+    @property
+    def axis_names(self) -> dict[str, str]:
+        return {"scale": self.axes}
+
+    @property
+    def declarations(self) -> dict[str, Declaration]:
+        return {"scale": declared(Constant(1 - self.offset))}
+
+
+class LayerNorm(eqx.Module):
+    """(x - mean(x)) / std(x) · scale + bias (Ba et al. 2016, arXiv:1607.06450, eq. 4).
+
+    Args:
+      axes, epsilon, key, sizes: as of `RMSNorm`; epsilon is added to the variance.
+      bias: whether there is one.
+    """
+
+    scale: Float[Array, "..."]
+    bias: Float[Array, "..."] | None
+    axes: str = eqx.field(static=True)
+    epsilon: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        axes: str = "embed",
+        epsilon: float = 1e-5,
+        bias: bool = True,
+        *,
+        key: PRNGKeyArray,
+        **sizes: int,
+    ):
+        self.axes, self.epsilon = axes, epsilon
+        names = tuple(axes.split())
+        self.scale = made(self.declarations["scale"], names, LayerNorm, "scale", key, sizes)
+        self.bias = (
+            made(self.declarations["bias"], names, LayerNorm, "bias", key, sizes) if bias else None
+        )
+
+    def __call__(self, x_N: Float[Array, "..."]) -> Float[Array, "..."]:
+        wide_N = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32))
+        last = _last(self.axes)
+        centred_N = wide_N - jnp.mean(wide_N, axis=last, keepdims=True)
+        variance = jnp.mean(jnp.square(centred_N), axis=last, keepdims=True)
+        unit_N = (centred_N * jax.lax.rsqrt(variance + self.epsilon)).astype(x_N.dtype)
+        return unit_N * self.scale if self.bias is None else unit_N * self.scale + self.bias
+
+    @property
+    def axis_names(self) -> dict[str, str]:
+        return {"scale": self.axes, "bias": self.axes}
+
+    @property
+    def declarations(self) -> dict[str, Declaration]:
+        return {"scale": declared(Constant(1.0)), "bias": declared(zeros)}
+
+
+def _last(axes: str) -> tuple[int, ...]:
+    """The places of the last axes, as many as are named."""
+    return tuple(range(-len(axes.split()), 0))

@@ -1,0 +1,141 @@
+"""What everything outside `lmlib.models` may ask of a model, and what it passes in.
+
+A model is any Equinox module that has the parts of `Model`; `Decoder` is the one that lmlib's
+families share, and docs/your-own-architecture.md writes another. Nothing else looks into a model's
+fields.
+
+Shapes: B batch, S sequence, E embed, V vocab.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
+
+from lmlib.compute import Compute
+from lmlib.models.rope import Rotary, Turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What differs from call to call, the same for all layers but for `key`.
+
+    Args:
+      positions_BS: of each token within its document, from 0.
+      segment_ids_BS: which document of its row each token belongs to; attention stays within.
+      compute: how to compute.
+      key: of what is random in this call (dropout); `None` for none of it.
+      dropout: rate at which what blocks add to the residual stream is dropped, with a key.
+      turns: the rotary tables of these positions, by their settings; the stack makes them.
+      observe: is given the residual stream after the embedding and after each layer; what it
+        returns comes back in `Trunk.observed`.
+    """
+
+    positions_BS: Int32[Array, "b s"]
+    segment_ids_BS: Int32[Array, "b s"]
+    compute: Compute
+    key: PRNGKeyArray | None = None
+    dropout: float = 0.0
+    turns: Mapping[Rotary, Turns] = dataclasses.field(default_factory=dict)
+    observe: Callable[[Array], Any] | None = None
+
+
+def whole_rows(tokens_BS: Int32[Array, "b s"], compute: Compute) -> Context:
+    """The context of rows that are one document each, from its first position on."""
+    positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
+    return Context(positions_BS, jnp.zeros_like(tokens_BS), compute)
+
+
+class Trunk(NamedTuple):
+    """What the layers make of tokens.
+
+    x_BSE: the residual stream after the last layer, in the compute dtype, laid out as
+      `compute.residual` names.
+    losses: sums over tokens, in nats, that are minimised besides the cross-entropy, by name; a
+      router's balance for example. Empty for most models.
+    cache: what a later call needs to go on after these tokens; `None` if none was given.
+    observed: what `context.observe` returned, stacked: the embedded tokens, then each layer.
+    """
+
+    x_BSE: Float[Array, "b s embed"]
+    losses: dict[str, Float[Array, ""]]
+    cache: Any = None
+    observed: Any = None
+
+
+class Part(NamedTuple):
+    """A piece of a model in the order of the forward pass, for statistics and tables.
+
+    name: "embedding", "layers", "norm"; several parts may be called "layers".
+    weights: the arrays, in any tree.
+    layers: which layers these are, where arrays are stacked along a leading axis; else `None`.
+    """
+
+    name: str
+    weights: Any
+    layers: range | None = None
+
+
+class Model(Protocol):
+    """A decoder of tokens. Its arrays are weights: each names its axes, declares its first values
+    (`lmlib.models.weights`), is float32, and lies as `lmlib.parallel.layout.stored` says."""
+
+    @property
+    def vocab(self) -> int:
+        """How many token ids it has logits for."""
+
+    @property
+    def logit_cap(self) -> float | None:
+        """c, where logits z become c · tanh(z / c); `None` where they stay."""
+
+    @property
+    def unembedding_EV(self) -> Float[Array, "embed vocab"]:
+        """What makes logits of features, as it is stored; of a tied model the table's transpose."""
+
+    def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
+        """Embedding and layers."""
+
+    def features(
+        self, x_BSE: Float[Array, "b s embed"], context: Context
+    ) -> Float[Array, "b s embed"]:
+        """What `unembedding_EV` multiplies: the residual stream after the last norm; laid out as
+        it came, in its dtype."""
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Analytic FLOPs of forward and backward pass for one token, rematerialisation not counted
+        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). `causal` counts of attention only
+        what the mask leaves; of experts only the active ones count."""
+
+    def parts(self) -> tuple[Part, ...]:
+        """All weights, each in one part, in the order of the forward pass."""
+
+    def check(self, sequence_length: int, compute: Compute) -> None:
+        """Raises ValueError if sequences so long cannot be computed as `compute` says."""
+
+
+_PURPOSES = {
+    "vocab": "says how many token ids the model knows",
+    "logit_cap": "says whether logits are capped; None if they are not",
+    "unembedding_EV": "makes logits of features, in the loss",
+    "trunk": "makes the residual stream of tokens, in every step",
+    "features": "makes of the residual stream what the unembedding multiplies",
+    "flops_per_token": "is what MFU and plan count",
+    "parts": "names the weights in statistics and tables",
+    "check": "refuses what cannot be computed before anything compiles",
+}
+
+
+def check_protocol(model: Any) -> None:
+    """Sees that `model` has every part of `Model`.
+
+    Raises:
+      ValueError: naming what is missing and what it is for.
+    """
+    missing = [f"{name}, which {_PURPOSES[name]}" for name in _PURPOSES if not hasattr(model, name)]
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} is no lmlib.models.protocol.Model: it lacks "
+            f"{'; '.join(missing)}. docs/your-own-architecture.md shows a whole one"
+        )

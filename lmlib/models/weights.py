@@ -1,0 +1,202 @@
+"""A weight is declared once: its axes in its annotation, its first values beside it.
+
+    class SwiGLU(eqx.Module):
+        gate: Float[Array, "embed mlp"] = weight(fan_in("embed"))
+
+From that follow its shape, layout, first values, whether it decays, and its line in `describe`.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.parallel.axes import (
+    METADATA,
+    Declaration,
+    LayoutError,
+    M,
+    Rules,
+    Weight,
+    axis_names,
+    declaration,
+    map_weights,
+)
+
+# Standard deviation of twice the sum of four uniform 16-bit integers.
+BELL_DEVIATION = math.sqrt(2**2 * 4 * (2**32 - 1) / 12)
+
+
+class FirstValues(Protocol):
+    """What a weight starts with, given the size of each of its named axes."""
+
+    def make(self, key: PRNGKeyArray, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Array:
+        """float32 values of `shape`."""
+
+    def text(self, sizes: Mapping[str, int]) -> str:
+        """In a few characters, for tables: "ones", or a standard deviation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+    def make(self, key: PRNGKeyArray, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Array:
+        return jnp.full(shape, self.value, jnp.float32)
+
+    def text(self, sizes: Mapping[str, int]) -> str:
+        return {0.0: "zeros", 1.0: "ones"}.get(self.value, f"{self.value:.4g}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Random:
+    """Mean 0, standard deviation `scale` / √(product of the sizes of the axes `summed`)."""
+
+    scale: float
+    summed: tuple[str, ...] = ()
+
+    def deviation(self, sizes: Mapping[str, int]) -> float:
+        return self.scale * math.prod(sizes[axis] for axis in self.summed) ** -0.5
+
+    def make(self, key: PRNGKeyArray, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Array:
+        return bell(key, shape, self.deviation(sizes))
+
+    def text(self, sizes: Mapping[str, int]) -> str:
+        return f"{self.deviation(sizes):.4g}"
+
+
+zeros, ones = Constant(0.0), Constant(1.0)
+
+
+def normal(deviation: float) -> Random:
+    """Random values of this standard deviation."""
+    return Random(deviation)
+
+
+def fan_in(*axes: str, scale: float = 1.0) -> Random:
+    """For a matrix whose products sum over `axes`: standard deviation scale · fan_in^-1/2, which
+    with scale 1 keeps the variance of activations (LeCun et al. 1998, "Efficient BackProp",
+    eq. 16). Axes that products do not sum over, such as "expert", do not count."""
+    return Random(scale, axes)
+
+
+def weight(
+    first: FirstValues,
+    *,
+    multiplied: bool | None = None,
+    decays: bool | None = None,
+    rules: Rules | None = None,
+) -> Any:
+    """Declares a field that holds a weight.
+
+    Args:
+      first: its first values.
+      multiplied: whether it is an operand of `lmlib.models.product.product`. `None`: if its first
+        values are `fan_in` over some axes.
+      decays: whether weight decay shrinks it. `None`: if its first values are random; scales and
+        biases, which start as constants, do not decay whatever their shape.
+      rules: where axis names of its own lie, if the tables in `lmlib.parallel.layout` do not have
+        them: `{"position": None}` keeps the axis whole.
+    """
+    return eqx.field(metadata={METADATA: declared(first, multiplied, decays, rules)})
+
+
+def declared(
+    first: FirstValues,
+    multiplied: bool | None = None,
+    decays: bool | None = None,
+    rules: Rules | None = None,
+) -> Declaration:
+    """The `Declaration` of a weight, for modules whose instances declare their own; as `weight`."""
+    is_random = isinstance(first, Random)
+    return Declaration(
+        first=first,
+        multiplied=isinstance(first, Random) and bool(first.summed)
+        if multiplied is None
+        else multiplied,
+        decays=is_random if decays is None else decays,
+        rules=rules or {},
+    )
+
+
+def first_values(
+    owner: type[eqx.Module], field: str, key: PRNGKeyArray, **sizes: int
+) -> Float[Array, "..."]:
+    """The first value of `owner.field`, float32, as its class declares it.
+
+    Args:
+      key: of the owner; the field's name is folded in.
+      sizes: of the axes, by name; others may be among them.
+
+    Raises:
+      LayoutError: if `sizes` lacks an axis, or one is not positive.
+    """
+    return made(declaration(owner, field), axis_names(owner, field), owner, field, key, sizes)
+
+
+def made(
+    how: Declaration,
+    axes: tuple[str, ...],
+    owner: type[eqx.Module],
+    field: str,
+    key: PRNGKeyArray,
+    sizes: Mapping[str, int],
+) -> Float[Array, "..."]:
+    """As `first_values`, for a weight whose axes and declaration are the instance's own."""
+    for axis in axes:
+        if sizes.get(axis, 0) < 1:
+            raise LayoutError(
+                f"{owner.__name__}.{field} needs a positive size for axis {axis!r}, "
+                f"got {sizes.get(axis)}"
+            )
+    return how.first.make(fold(key, field), tuple(sizes[axis] for axis in axes), sizes)
+
+
+def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:
+    """`make` as one program, where it would otherwise compile an operation at a time."""
+    return jax.jit(make)
+
+
+def fold(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
+    """The key of `name` under `key`, so that a weight depends on the seed and its path only."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def bell(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> jax.Array:
+    """Random float32 values of mean 0 and the given standard deviation, within ±3.46 of it.
+
+    They are sums of four uniform 16-bit integers (the Irwin-Hall distribution, close to normal).
+    Integers are exact and one multiplication rounds once, so the bits are the same however XLA
+    splits, fuses or vectorises, where those of a normal's logarithm and root are not.
+    """
+
+    def add(total: jax.Array, key: PRNGKeyArray) -> tuple[jax.Array, None]:
+        words = jax.random.bits(key, shape, jnp.uint32)
+        return total + (words & 0xFFFF) + (words >> 16), None
+
+    # A loop, since XLA takes long to compile what draws random numbers.
+    total, _ = jax.lax.scan(add, jnp.zeros(shape, jnp.uint32), jax.random.split(key))
+    doubled = 2 * total.astype(jnp.int32) - 4 * (2**16 - 1)
+    return doubled.astype(jnp.float32) * jnp.float32(deviation / BELL_DEVIATION)
+
+
+def product_flops(module: Any) -> float:
+    """FLOPs for one token, forward and backward, of the products with all weights of `module`: six
+    for each parameter. Leading axes, of stacked layers, do not count."""
+    total = 0
+
+    def count(weight: Weight, array: Any) -> None:
+        nonlocal total
+        if weight.declaration.multiplied:
+            total += math.prod(array.shape[weight.axes.count(None) :])
+
+    map_weights(count, module)
+    return 6.0 * total
