@@ -22,23 +22,27 @@ from absl import app, flags, logging
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 import runner
-from runner import configs
-from runner.command_line import parse, tell
-from runner.endings import FAILED, MISTAKE, SIGNALLED, STOPPED
-from runner.errors import ConfigError, StoppedEarly, TrainingStopped
-from runner.options import Options
-from runner.processes import (
+from runner.command_line.command import parse, tell
+from runner.command_line.errors import ConfigError, StoppedEarly, TrainingStopped
+from runner.config import configs
+from runner.jax_settings.xla_flags import (
+    keep_cpus_in_order,
+    make_deterministic,
+    overlap_communication,
+)
+from runner.processes.endings import FAILED, MISTAKE, SIGNALLED, STOPPED
+from runner.processes.joining import (
     Processes,
     is_one_of_several,
     leave,
     leave_together,
     reached_stop,
 )
-from runner.profiling import steps_range
-from runner.stopping import StopSignals
-from runner.supervisor import Connection, supervise
-from runner.watchdog import Limits
-from runner.xla_flags import keep_cpus_in_order, make_deterministic, overlap_communication
+from runner.processes.stopping import StopSignals
+from runner.processes.supervisor import Connection, supervise
+from runner.training.options import Options
+from runner.watch.profiling import steps_range
+from runner.watch.watchdog import Limits
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
 _PROFILE = flags.DEFINE_string(
@@ -199,8 +203,8 @@ def _train(workdir: Path, options: Options) -> None:
     # Heavy, and a process that only supervises does without.
     import jax
 
-    from runner.agreement import agreed
-    from runner.fitting import fit
+    from runner.processes.agreement import agreed
+    from runner.training.fit import fit
 
     with agreed():
         cfg = configs.load(

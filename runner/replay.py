@@ -29,14 +29,14 @@ from lmlib.guard import Guard
 from lmlib.layer_statistics import first_offender, layer_statistics, table
 from lmlib.parallel.layout import partition
 from lmlib.table import columns
-from runner import configs
-from runner.beginning import weights_of
-from runner.captures import Capture, read_batch, read_capture
-from runner.command_line import parse, tell
-from runner.endings import FAILED, FINISHED, MISTAKE
-from runner.errors import ConfigError, user_errors
-from runner.progress import Progress
-from runner.xla_flags import keep_cpus_in_order
+from runner.command_line.command import parse, tell
+from runner.command_line.errors import ConfigError, user_errors
+from runner.config import configs
+from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.processes.endings import FAILED, FINISHED, MISTAKE
+from runner.training.beginning import weights_of
+from runner.training.captures import Capture, read_batch, read_capture
+from runner.watch.progress import Progress
 
 _TRUST_MODULE = flags.DEFINE_multi_string(
     "trust_module", [], "a module that the capture's config.json may refer to; repeatable"

@@ -7,11 +7,10 @@ from pathlib import Path
 import fiddle as fdl
 import pytest
 
-from runner import configs
-from runner.config_changes import changed_paths, difference
-from runner.config_text import flattened
-from runner.configs import load, save
-from runner.errors import ConfigError
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.config.configs import load, save
+from runner.config.text import changed_paths, difference, flattened
 
 LIBRARY = """
 import dataclasses
