@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
-from absl import app, flags, logging
+from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from lmlib.hardware import ACCELERATORS
@@ -31,53 +31,32 @@ from lmlib.plan.search import search
 from lmlib.plan.targets import Target
 from runner.absent_hardware import kept_plans
 from runner.absent_hardware.stand_ins import built, without_data
-from runner.command_line.command import parse, tell
+from runner.command_line.command import listed, run
+from runner.command_line.config_flags import check_chosen, chosen_config
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
 from runner.jax_settings.xla_flags import overlap_communication
-from runner.processes.endings import FAILED, FINISHED, MISTAKE
+from runner.processes.endings import FINISHED
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
 _SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")
 _JSON = flags.DEFINE_string("json", None, "a file for the report as JSON; -: stdout, no text")
 _NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was made before")
-_DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
-_TRUST_MODULE = flags.DEFINE_multi_string(
-    "trust_module", [], "a module of yours that a config.json may refer to; repeatable"
-)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status: 0, 1 where planning failed, 2 where the command was wrong."""
-    logging.set_verbosity(logging.WARNING)
-    try:
-        with user_errors():
-            target = _target(arguments)
-            cfg = without_data(
-                configs.load(
-                    flags.FLAGS.fdl_config,
-                    flags.FLAGS.fiddler,
-                    flags.FLAGS.fdl_set,
-                    trusted=_TRUST_MODULE.value,
-                )
-            )
-            targets.prepare(target)
-            overlap_communication()  # as a run does
-        _show(_report(cfg, target))
-        return FINISHED
-    except ConfigError as error:
-        tell(error, _DEBUG.value)
-        return MISTAKE
-    except (Exception, KeyboardInterrupt) as error:
-        tell(error, _DEBUG.value)
-        return FAILED
+    """The exit status."""
+    check_chosen(arguments, "experiments/llama_8b")
+    with user_errors():
+        target = _target()
+        cfg = without_data(chosen_config())
+        targets.prepare(target)
+        overlap_communication()  # as a run does
+    _show(_report(cfg, target))
+    return FINISHED
 
 
-def _target(arguments: Sequence[str]) -> Target:
-    if len(arguments) > 1:
-        raise ConfigError(f"unknown argument {arguments[1]!r}; flags begin with --")
-    if not flags.FLAGS.fdl_config:
-        raise ConfigError("give --fdl_config, for example experiments/llama_8b; see --help")
+def _target() -> Target:
     if not _TOPOLOGY.value:
         raise ConfigError(
             f"give --topology, for example v5e:16x16; there are {', '.join(ACCELERATORS)}"
@@ -129,7 +108,5 @@ def _tell(line: str) -> None:
 
 if __name__ == "__main__":
     # absl shows the module's docstring as --help.
-    __doc__ += "\nexperiments:\n" + "\n".join(
-        f"  {name:<24} {line}" for name, line in configs.experiments().items()
-    )
-    app.run(main, flags_parser=parse)
+    __doc__ += listed("experiments", configs.experiments())
+    run(main)

@@ -1,31 +1,47 @@
-"""What the commands have in common: mistakes told in one line, tracebacks only where they help."""
+"""What every command does: parses its flags, tells errors in a few lines, exits with a status."""
 
+import ast
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
 
-from absl import flags
+from absl import app, flags, logging
 
 from lmlib.data.token_arrays import DamagedDataError
 from runner.command_line.errors import ConfigError, StoppedEarly, TrainingStopped, in_words
-from runner.processes.endings import MISTAKE
+from runner.processes.endings import FAILED, MISTAKE, STOPPED
+
+DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
 
 # Their messages say all that a user needs: what, where, and what to do.
 _TOLD = (ConfigError, TrainingStopped, OSError, DamagedDataError)
 
 
-def parse(arguments: Sequence[str]) -> list[str]:
-    """For `app.run(main, flags_parser=parse)`: a wrong flag is told in one line, and exits with 2.
+def run(command: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Runs `command` with the arguments that are no flags; exits with the status it returns.
 
-    `--fdl.x=1` is short for `--fdl_set=x=1`, which Fiddle defines.
+    An error, a wrong flag too, is told on stderr, and the status is its `exit_code`. `--help` shows
+    the docstring of `__main__`.
     """
-    written_out = [re.sub(r"^--fdl\.", "--fdl_set=", argument) for argument in arguments]
-    try:
-        return flags.FLAGS(written_out)
-    except flags.Error as error:
-        tell(ConfigError(f"{error}; see --help"), debug=False)
-        sys.exit(MISTAKE)
+
+    def main(arguments: Sequence[str]) -> int:
+        logging.set_verbosity(logging.WARNING)  # JAX tells of each backend that it does not find
+        try:
+            return command(arguments[1:])
+        except (Exception, KeyboardInterrupt) as error:
+            tell(error, DEBUG.value)
+            return exit_code(error)
+
+    app.run(main, flags_parser=_parsed)
+
+
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, StoppedEarly):
+        return STOPPED
+    return MISTAKE if isinstance(error, ConfigError) else FAILED
 
 
 def tell(error: BaseException, debug: bool) -> None:
@@ -44,3 +60,34 @@ def tell(error: BaseException, debug: bool) -> None:
             file=sys.stderr,
         )
     sys.stderr.flush()
+
+
+def commands() -> dict[str, Path]:
+    """Each command, as the user types it, and its file: the files directly in `runner`."""
+    files = sorted(Path(__file__).parents[1].glob("[!_]*.py"))
+    return {"python -m runner": Path(__file__).parents[1] / "__main__.py"} | {
+        f"python -m runner.{file.stem}": file for file in files
+    }
+
+
+def listed(title: str, files: Mapping[str, Path]) -> str:
+    """A list for `--help`: each name with the first line of its file's docstring."""
+    width = max(map(len, files), default=0)
+    lines = [f"  {name:<{width}}  {first_line(file)}" for name, file in files.items()]
+    return "\n".join([f"\n{title}:", *lines, ""])
+
+
+def first_line(file: Path) -> str:
+    """Of the docstring of a file of Python, which is not run."""
+    return (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]
+
+
+def _parsed(arguments: Sequence[str]) -> list[str]:
+    """`--fdl.x=1` is short for `--fdl_set=x=1`, which Fiddle defines."""
+    written_out = [re.sub(r"^--fdl\.", "--fdl_set=", argument) for argument in arguments]
+    try:
+        return flags.FLAGS(written_out)
+    except flags.Error as error:
+        mistake = ConfigError(f"{error}; see --help")
+        tell(mistake, debug=False)
+        sys.exit(exit_code(mistake))

@@ -88,15 +88,8 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
         unfinished.replace(Path(workdir, name))
 
 
-def experiments() -> dict[str, str]:
-    """Name, as `load` takes it, to first docstring line, of every shipped experiment."""
-    return {
-        name: (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]
-        for name, file in _experiment_files().items()
-    }
-
-
-def _experiment_files() -> dict[str, Path]:
+def experiments() -> dict[str, Path]:
+    """Each shipped experiment, as `load` takes it, and its file."""
     spec = importlib.util.find_spec("experiments")
     folders = (spec and spec.submodule_search_locations) or []
     files = sorted(file for folder in folders for file in Path(folder).glob("[!_]*.py"))
@@ -104,7 +97,7 @@ def _experiment_files() -> dict[str, Path]:
 
 
 def _experiment(reference: str) -> types.ModuleType:
-    shipped = _experiment_files()
+    shipped = experiments()
     name = reference.removesuffix(".py").replace(".", "/")
     file = Path(reference.removesuffix(".py") + ".py")
     if file.is_file():

@@ -11,14 +11,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
-from runner.command_line.command import tell
-from runner.command_line.errors import ConfigError
-from runner.processes.endings import FAILED
+from runner.command_line.command import exit_code, tell
+from runner.command_line.errors import AGREED, ConfigError
 from runner.processes.supervisor import Connection
 
 SHUTDOWN_SECONDS = 60  # that a process which is done waits for the others to be
@@ -157,32 +156,26 @@ def reached_stop(step: int) -> bool:
     return multihost_utils.reached_preemption_sync_point(step)
 
 
-def leave_together(status: int) -> None:
-    """Ends this process once all are ending, as they do for a mistake that they agree on.
+def leave(error: BaseException, heartbeat_seconds: int, debug: bool) -> NoReturn:
+    """Tells of `error` and ends this process of several, with the status of that error.
 
-    JAX aborts it if they are not within `SHUTDOWN_SECONDS`.
+    All processes end together for what is `AGREED`; JAX aborts this one if the others do not within
+    `SHUTDOWN_SECONDS`. For another error an ordinary exit would wait for the others, while they
+    wait for this process. If it came from JAX, another process may be its cause: JAX's coordination
+    service then soon aborts this process and names that one, so the error itself is told only if it
+    does not.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    jax.distributed.shutdown()
-    os._exit(status)
-
-
-def leave(error: BaseException, heartbeat_seconds: int, debug: bool) -> None:
-    """Tells of `error` and ends this process of several, with status `FAILED`.
-
-    An ordinary exit would wait for the others, while they wait for this process. If the error came
-    from JAX, another process may be its cause: JAX's coordination service then soon aborts this
-    process and names that one, so the error itself is told only if it does not.
-    """
-    if jax.distributed.is_initialized() and _from_jax(error):
+    together = isinstance(error, AGREED)
+    if not together and jax.distributed.is_initialized() and _from_jax(error):
         seconds = 1.5 * heartbeat_seconds + 5
         first_line = str(error).partition("\n")[0]
         print(f"{first_line}; for {seconds:g} s another process may turn out to be the cause")
         sys.stdout.flush()
         time.sleep(seconds)
     tell(error, debug)
-    os._exit(FAILED)
+    if together:
+        jax.distributed.shutdown()
+    os._exit(exit_code(error))
 
 
 def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:

@@ -23,12 +23,12 @@ from lmlib.guard import Guard
 from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.optim import Optimizer
 from lmlib.parallel.layout import partition
-from runner.command_line.errors import ConfigError, ends_other_processes, user_errors
+from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
 from runner.config.text import flattened
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, may_wait_for_ever
-from runner.processes.agreement import agreed, from_first, require_same
+from runner.processes.agreement import agreed, ends_other_processes, from_first, require_same
 from runner.training.beginning import Beginning, begin, check_config
 from runner.training.captures import Captures
 from runner.training.compiled_step import (

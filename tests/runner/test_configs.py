@@ -254,12 +254,6 @@ def test_a_shipped_experiment_takes_fiddlers_and_overrides():
     assert changes(load("experiments/llama_84m", ["tiny"]), cfg).count("\n") == 2
 
 
-def test_shipped_experiments_are_listed_with_their_first_line():
-    listed = configs.experiments()
-    assert "experiments/llama_84m" in listed
-    assert all(listed.values())
-
-
 def test_an_unknown_experiment_is_answered_with_the_nearest():
     message = error("experiments/lama_84m")
     assert "there is no experiment and no file 'experiments/lama_84m'" in message
