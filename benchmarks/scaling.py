@@ -15,9 +15,9 @@ from lmlib.experiment import Experiment
 from lmlib.plan import targets
 from lmlib.plan.planner import plan
 from lmlib.plan.report import Report
-from runner import configs
-from runner.plan.absent import built, without_data
-from runner.xla_flags import overlap_communication
+from runner.absent_hardware.stand_ins import built, without_data
+from runner.config import configs
+from runner.jax_settings.xla_flags import overlap_communication
 
 _SIZES = flags.DEFINE_list("sizes", None, "of 1B, 8B, 70B, 405B; all by default")
 _DEVICES = flags.DEFINE_list("devices", None, "how many GPUs; 1, 8, 64, 256 and 4,096 by default")

@@ -54,7 +54,7 @@ from step_peers.sizes import ON_CPU, ON_GPU, SIZES
 
 from lmlib.hardware import peak_flops
 from lmlib.models.llama import Llama
-from runner.xla_flags import overlap_communication
+from runner.jax_settings.xla_flags import overlap_communication
 
 PEERS = ("jax", "pytorch_eager", "pytorch_compiled", "maxtext")
 

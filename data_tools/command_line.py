@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-FAILED, INTERRUPTED = 2, 130  # exit status
+MISTAKE, INTERRUPTED = 2, 130  # exit status
 
 
 def run(name: str, command: Callable[[Sequence[str]], int]) -> NoReturn:
@@ -24,7 +24,7 @@ def run(name: str, command: Callable[[Sequence[str]], int]) -> NoReturn:
             sys.stdout.flush()
         except BrokenPipeError:  # who reads the output has seen enough, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FAILED
+            return MISTAKE
         except (OSError, ValueError) as error:
             return _told(name, error)
         except KeyboardInterrupt:
@@ -43,4 +43,4 @@ def run(name: str, command: Callable[[Sequence[str]], int]) -> NoReturn:
 
 def _told(name: str, error: Exception) -> int:
     print(f"{name}:", " ".join(str(error).split()), file=sys.stderr)
-    return FAILED
+    return MISTAKE

@@ -18,27 +18,31 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 import runner
-from runner import configs
-from runner.command_line import parse, tell
-from runner.endings import FAILED, MISTAKE, SIGNALLED, STOPPED
-from runner.errors import ConfigError, StoppedEarly, TrainingStopped
-from runner.options import Options
-from runner.processes import (
+from runner.command_line.command import DEBUG, commands, listed, run
+from runner.command_line.config_flags import check_chosen, chosen_config
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.jax_settings.xla_flags import (
+    keep_cpus_in_order,
+    make_deterministic,
+    overlap_communication,
+)
+from runner.processes.endings import FINISHED, SIGNALLED
+from runner.processes.joining import (
     Processes,
     is_one_of_several,
     leave,
-    leave_together,
     reached_stop,
 )
-from runner.profiling import steps_range
-from runner.stopping import StopSignals
-from runner.supervisor import Connection, supervise
-from runner.watchdog import Limits
-from runner.xla_flags import keep_cpus_in_order, make_deterministic, overlap_communication
+from runner.processes.stopping import StopSignals
+from runner.processes.supervisor import Connection, supervise
+from runner.training.options import Options
+from runner.watch.profiling import steps_range
+from runner.watch.watchdog import Limits
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
 _PROFILE = flags.DEFINE_string(
@@ -53,14 +57,9 @@ _SAVE_COMPILED = flags.DEFINE_string(
 _COMPILED = flags.DEFINE_string(
     "compiled", None, "a file of --save_compiled to start from; it can run any code: trust it"
 )
-_DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
 _DETERMINISTIC = flags.DEFINE_bool(
     "deterministic", False, "on GPUs, kernels that give the same bits each time; slower"
 )
-_TRUST_MODULE = flags.DEFINE_multi_string(
-    "trust_module", [], "a module of yours that a config.json may refer to; repeatable"
-)
-
 _INIT_FROM = flags.DEFINE_string(
     "init_from", None, "begin with the weights of another run: RUN or RUN@STEP"
 )
@@ -107,8 +106,8 @@ _LIMITS = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
-    logging.set_verbosity(logging.WARNING)
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
     supervisor = Connection.inherited()
     processes = Processes(
         _COORDINATOR.value,
@@ -119,64 +118,51 @@ def main(arguments: Sequence[str]) -> None:
         _HEARTBEAT_SECONDS.value,
     )
     try:
-        workdir = _checked_workdir(arguments)
-        profile = steps_range(_PROFILE.value) if _PROFILE.value else None
-        processes.check()
-        if supervisor is None and processes.may_be_several():
-            sys.exit(
-                supervise(
-                    workdir,
-                    processes.heartbeat_seconds,
-                    processes.startup_seconds,
-                    _GRACE_SECONDS.value,
-                )
-            )
-        overlap_communication()
-        keep_cpus_in_order(several_processes=supervisor is not None)
-        if _DETERMINISTIC.value:
-            make_deterministic()
-        if supervisor is not None:
-            processes.join(supervisor)
-        limits = Limits(**{name: flag.value for name, flag in _LIMITS.items()})
-        options = Options(
-            profile=profile,
-            dump_hlo=_DUMP_HLO.value,
-            reports=True if supervisor else None,
-            checkpoint_fallback=_CHECKPOINT_FALLBACK.value,
-            init_from=_INIT_FROM.value,
-            allowed_changes=_ALLOW_CHANGE.value,
-            save_compiled=Path(_SAVE_COMPILED.value) if _SAVE_COMPILED.value else None,
-            compiled=Path(_COMPILED.value) if _COMPILED.value else None,
-            limits=limits,
-            # Of several processes a signal may reach one alone: then they agree on the step.
-            stop=reached_stop if is_one_of_several() else _stop_on_signals(),
-            started=runner.IMPORTED_AT,
-        )
-        _train(workdir, options)
-    except (ConfigError, TrainingStopped, StoppedEarly) as error:
-        # All processes find the same.
-        tell(error, _DEBUG.value)
-        if supervisor is not None:
-            leave_together(_EXIT_CODES[type(error)])
-        sys.exit(_EXIT_CODES[type(error)])
+        return _supervise_or_train(arguments, processes, supervisor)
     except (Exception, KeyboardInterrupt) as error:
         if supervisor is not None:
-            leave(error, processes.heartbeat_seconds, _DEBUG.value)
-        tell(error, _DEBUG.value)
-        sys.exit(FAILED)
+            leave(error, processes.heartbeat_seconds, DEBUG.value)
+        raise
 
 
-_EXIT_CODES = {ConfigError: MISTAKE, TrainingStopped: FAILED, StoppedEarly: STOPPED}
-
-
-def _checked_workdir(arguments: Sequence[str]) -> Path:
-    if len(arguments) > 1:
-        raise ConfigError(f"unknown argument {arguments[1]!r}; flags begin with --")
-    if not flags.FLAGS.fdl_config:
-        raise ConfigError("give --fdl_config, for example experiments/quickstart; see --help")
+def _supervise_or_train(
+    arguments: Sequence[str], processes: Processes, supervisor: Connection | None
+) -> int:
+    check_chosen(arguments, "experiments/quickstart")
     if not _WORKDIR.value:
         raise ConfigError("give --workdir, the folder for everything that the run writes")
-    return Path(_WORKDIR.value)
+    workdir = Path(_WORKDIR.value)
+    profile = steps_range(_PROFILE.value) if _PROFILE.value else None
+    processes.check()
+    if supervisor is None and processes.may_be_several():
+        return supervise(
+            workdir,
+            processes.heartbeat_seconds,
+            processes.startup_seconds,
+            _GRACE_SECONDS.value,
+        )
+    overlap_communication()
+    keep_cpus_in_order(several_processes=supervisor is not None)
+    if _DETERMINISTIC.value:
+        make_deterministic()
+    if supervisor is not None:
+        processes.join(supervisor)
+    options = Options(
+        profile=profile,
+        dump_hlo=_DUMP_HLO.value,
+        reports=True if supervisor else None,
+        checkpoint_fallback=_CHECKPOINT_FALLBACK.value,
+        init_from=_INIT_FROM.value,
+        allowed_changes=_ALLOW_CHANGE.value,
+        save_compiled=Path(_SAVE_COMPILED.value) if _SAVE_COMPILED.value else None,
+        compiled=Path(_COMPILED.value) if _COMPILED.value else None,
+        limits=Limits(**{name: flag.value for name, flag in _LIMITS.items()}),
+        # Of several processes a signal may reach one alone: then they agree on the step.
+        stop=reached_stop if is_one_of_several() else _stop_on_signals(),
+        started=runner.IMPORTED_AT,
+    )
+    _train(workdir, options)
+    return FINISHED
 
 
 def _stop_on_signals() -> Callable[[int], bool]:
@@ -199,16 +185,11 @@ def _train(workdir: Path, options: Options) -> None:
     # Heavy, and a process that only supervises does without.
     import jax
 
-    from runner.agreement import agreed
-    from runner.fitting import fit
+    from runner.processes.agreement import agreed
+    from runner.training.fit import fit
 
     with agreed():
-        cfg = configs.load(
-            flags.FLAGS.fdl_config,
-            flags.FLAGS.fiddler,
-            flags.FLAGS.fdl_set,
-            trusted=_TRUST_MODULE.value,
-        )
+        cfg = chosen_config()
     result = fit(cfg, workdir, options)
     if jax.process_index() == 0:
         print(result.summary.text(workdir))
@@ -216,7 +197,5 @@ def _train(workdir: Path, options: Options) -> None:
 
 if __name__ == "__main__":
     # absl shows the module's docstring as --help.
-    __doc__ += "\nexperiments:\n" + "\n".join(
-        f"  {name:<24} {line}" for name, line in configs.experiments().items()
-    )
-    app.run(main, flags_parser=parse)
+    __doc__ += listed("commands", commands()) + listed("experiments", configs.experiments())
+    run(main)

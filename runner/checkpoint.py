@@ -15,33 +15,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from absl import app, flags, logging
+from absl import flags
 
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, folders
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.progress import read_progress
 from lmlib.table import columns
-from runner.command_line import parse, tell
-from runner.endings import MISTAKE
-from runner.errors import ConfigError, did_you_mean, user_errors
-from runner.progress import bytes_text, duration_text
+from runner.command_line.command import run
+from runner.command_line.errors import ConfigError, did_you_mean, user_errors
+from runner.processes.endings import FINISHED
+from runner.watch.progress import bytes_text, duration_text
+
+DAMAGED = 1  # exit status of verify
 
 _STEP = flags.DEFINE_integer("step", None, "With verify and show: this step only.", lower_bound=0)
 _KEEP = flags.DEFINE_integer("keep", None, "With prune: how many stay.", lower_bound=1)
-_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of a mistake.")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status: 0, 1 where `verify` finds damage, 2 where the command was wrong."""
-    logging.set_verbosity(logging.WARNING)
+    """The exit status."""
     jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy with the run
-    try:
-        command, directory = _parse(arguments[1:])
-        with user_errors(), Checkpoints(directory, read_only=True) as checkpoints:
-            return _COMMANDS[command](checkpoints, directory)
-    except ConfigError as error:
-        tell(error, _DEBUG.value)
-        return MISTAKE
+    command, directory = _parse(arguments)
+    with user_errors(), Checkpoints(directory, read_only=True) as checkpoints:
+        return _COMMANDS[command](checkpoints, directory)
 
 
 def _list(checkpoints: Checkpoints, directory: Path) -> int:
@@ -64,21 +60,21 @@ def _list(checkpoints: Checkpoints, directory: Path) -> int:
         print(f"{folder.name} is being saved or removed, or a killed run left it")
     for folder in folders.set_aside_in(directory):
         print(f"{folder.name} was damaged and set aside")
-    return 0
+    return FINISHED
 
 
 def _verify(checkpoints: Checkpoints, directory: Path) -> int:
     steps = [_STEP.value] if _STEP.value is not None else checkpoints.steps()
     if not steps:
         raise ConfigError(f"{directory} holds no checkpoint")
-    status = 0
+    status = FINISHED
     for step in steps:
         began = time.perf_counter()
         try:
             manifest = checkpoints.verify(step)
         except DamagedCheckpointError as error:
             print(f"step {step:,}: DAMAGED: {error}")
-            status = 1
+            status = DAMAGED
         else:
             took = duration_text(time.perf_counter() - began)
             size = bytes_text(manifest.size)
@@ -108,7 +104,7 @@ def _show(checkpoints: Checkpoints, directory: Path) -> int:
     print(f"step {step:,}, saved at {manifest.saved_at}, {bytes_text(manifest.size)}{metric}\n")
     print(columns(rows))
     print("\nprogress:", json.dumps(read_progress(folder, manifest), indent=1))
-    return 0
+    return FINISHED
 
 
 def _prune(checkpoints: Checkpoints, directory: Path) -> int:
@@ -127,7 +123,7 @@ def _prune(checkpoints: Checkpoints, directory: Path) -> int:
         folders.remove(folder)
         print(f"removed {folder}")
     print(f"kept {', '.join(f'{step:,}' for step in kept) or 'nothing, for there is none'}")
-    return 0
+    return FINISHED
 
 
 _COMMANDS = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
@@ -147,4 +143,4 @@ def _parse(arguments: Sequence[str]) -> tuple[str, Path]:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    run(main)

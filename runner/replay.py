@@ -17,7 +17,6 @@ from pathlib import Path
 
 import fiddle as fdl
 import jax
-from absl import app, flags, logging
 from jax.sharding import NamedSharding
 
 from lmlib import train
@@ -29,42 +28,34 @@ from lmlib.guard import Guard
 from lmlib.layer_statistics import first_offender, layer_statistics, table
 from lmlib.parallel.layout import partition
 from lmlib.table import columns
-from runner import configs
-from runner.beginning import weights_of
-from runner.captures import Capture, read_batch, read_capture
-from runner.command_line import parse, tell
-from runner.endings import FAILED, FINISHED, MISTAKE
-from runner.errors import ConfigError, user_errors
-from runner.progress import Progress
-from runner.xla_flags import keep_cpus_in_order
+from runner.command_line.command import run
+from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.errors import ConfigError, user_errors
+from runner.config import configs
+from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.processes.endings import FINISHED
+from runner.training.beginning import weights_of
+from runner.training.captures import Capture, read_batch, read_capture
+from runner.watch.progress import Progress
 
-_TRUST_MODULE = flags.DEFINE_multi_string(
-    "trust_module", [], "a module that the capture's config.json may refer to; repeatable"
-)
-_DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of a mistake")
-
+DIFFERS = 1  # exit status: the numbers are not those of the run
 COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updates")
 
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
-    logging.set_verbosity(logging.WARNING)
     keep_cpus_in_order(several_processes=False)
-    try:
-        if len(arguments) != 2:
-            raise ConfigError("give the folder of a capture, WORKDIR/captures/STEP")
-        folder = Path(arguments[1])
-        with user_errors():
-            capture = read_capture(folder)
-            cfg = configs.load(str(folder / "config.json"), trusted=_TRUST_MODULE.value)
-            experiment: Experiment = fdl.build(cfg)
-            experiment.check()
-            data = experiment.data
-            rows = read_batch(folder, data.batch_size, data.sequence_length)
-        return FINISHED if _replay(capture, experiment, rows) else FAILED
-    except ConfigError as error:
-        tell(error, _DEBUG.value)
-        return MISTAKE
+    if len(arguments) != 1:
+        raise ConfigError("give the folder of a capture, WORKDIR/captures/STEP")
+    folder = Path(arguments[0])
+    with user_errors():
+        capture = read_capture(folder)
+        cfg = configs.load(str(folder / "config.json"), trusted=TRUST_MODULE.value)
+        experiment: Experiment = fdl.build(cfg)
+        experiment.check()
+        data = experiment.data
+        rows = read_batch(folder, data.batch_size, data.sequence_length)
+    return FINISHED if _replay(capture, experiment, rows) else DIFFERS
 
 
 def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
@@ -136,4 +127,4 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    run(main)

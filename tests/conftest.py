@@ -4,7 +4,7 @@ import os
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# The second flag keeps the collectives of simulated devices in one order; see runner/xla_flags.py.
+# The second flag keeps the collectives of simulated devices in one order; see xla_flags.py.
 # Most of the tests' time goes into compiling, of which the third saves a third.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 "

@@ -10,7 +10,7 @@ import jax
 
 from lmlib.models.llama import Llama
 from lmlib.models.rematerialization import ACTIVATIONS
-from runner.configs import load
+from runner.config.configs import load
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from data_tools.inspect.report import row_text
 from lmlib.data import FlatTokens, Synthetic
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.experiment import Experiment
-from runner import configs
+from runner.config import configs
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
 

@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from lmlib.models.llama import Llama
-from runner import configs, fit
-from runner.config_text import flattened
+from runner import fit
+from runner.config import configs
+from runner.config.text import flattened
 
 NAMES = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b", "quickstart")
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,7 +33,7 @@ def test_every_experiment_is_listed_with_a_command_and_a_cost():
     listed = configs.experiments()
     assert sorted(listed) == [f"experiments/{name}" for name in sorted(NAMES)]
     for name in NAMES:
-        text = Path(configs.__file__).parents[1].joinpath("experiments", f"{name}.py").read_text()
+        text = Path(configs.__file__).parents[2].joinpath("experiments", f"{name}.py").read_text()
         assert f"python -m runner --fdl_config=experiments/{name} --workdir=" in text
 
 

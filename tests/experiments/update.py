@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from runner import configs
-from runner.config_text import flattened
+from runner.config import configs
+from runner.config.text import flattened
 
 golden = Path(__file__).parent / "golden"
 golden.mkdir(exist_ok=True)

@@ -18,8 +18,8 @@ from lmlib.plan.planner import plan
 from lmlib.plan.policies import keeping, policies
 from lmlib.plan.search import search
 from lmlib.plan.targets import Target
-from runner import configs
-from runner.overrides import apply_override
+from runner.config import configs
+from runner.config.overrides import apply_override
 
 EMBED, LENGTH, ROWS = 32, 64, 8
 

@@ -10,10 +10,11 @@ import pytest
 from folder_contents import files_of
 
 from lmlib.checkpoint import Checkpoints
-from runner import Options, configs, fit
-from runner.beginning import check_config
-from runner.errors import ConfigError
-from runner.progress import Progress
+from runner import Options, fit
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.training.beginning import check_config
+from runner.watch.progress import Progress
 
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "mesh.fsdp=1")
 

@@ -16,15 +16,16 @@ from folder_contents import files_of
 
 from lmlib.guard import Guard
 from lmlib.metrics import read_metrics
-from runner import configs, fit
-from runner.captures import read_batch, read_capture
-from runner.errors import TrainingStopped
+from runner import fit
+from runner.command_line.errors import TrainingStopped
+from runner.config import configs
+from runner.training.captures import read_batch, read_capture
 
 HUGE = io.BytesIO()  # an array whose header claims 256 TB
 with zipfile.ZipFile(HUGE, "w") as parts, parts.open("tokens.npy", "w") as part:
     header = {"descr": "<i4", "fortran_order": False, "shape": (10**12, 64)}
     np.lib.format.write_array_header_1_0(part, header)
-ROOT = Path(configs.__file__).parents[1]
+ROOT = Path(configs.__file__).parents[2]
 
 
 def config(*overrides):

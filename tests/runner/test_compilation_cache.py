@@ -13,7 +13,7 @@ ROOT = Path(runner.__file__).parents[1]
 
 PROGRAM = """
 import jax
-from runner.compilation_cache import keep_compiled_programs
+from runner.jax_settings.compilation_cache import keep_compiled_programs
 folder = keep_compiled_programs()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.jit(lambda x: x @ x)(jax.numpy.ones((4, 4)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import runner
-from runner.endings import MISTAKE
+from runner.processes.endings import MISTAKE
 
 ROOT = Path(runner.__file__).parents[1]
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "steps=3")

@@ -7,11 +7,10 @@ from pathlib import Path
 import fiddle as fdl
 import pytest
 
-from runner import configs
-from runner.config_changes import changed_paths, difference
-from runner.config_text import flattened
-from runner.configs import load, save
-from runner.errors import ConfigError
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.config.configs import load, save
+from runner.config.text import changed_paths, difference, flattened
 
 LIBRARY = """
 import dataclasses
@@ -253,12 +252,6 @@ def test_a_shipped_experiment_takes_fiddlers_and_overrides():
     cfg = load("experiments/llama_84m", ["tiny"], ["optimizer.peak_lr=0.125"])
     assert cfg.optimizer.peak_lr == 0.125
     assert changes(load("experiments/llama_84m", ["tiny"]), cfg).count("\n") == 2
-
-
-def test_shipped_experiments_are_listed_with_their_first_line():
-    listed = configs.experiments()
-    assert "experiments/llama_84m" in listed
-    assert all(listed.values())
 
 
 def test_an_unknown_experiment_is_answered_with_the_nearest():

@@ -10,7 +10,7 @@ from lmlib.data import TokenizerIdentity
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.synthetic import Synthetic
-from runner.data_probe import changed, probe
+from runner.training.data_probe import changed, probe
 
 DOCUMENTS = [[number % 250 + 1] * (number % 7 + 1) for number in range(200)]
 

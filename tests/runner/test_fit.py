@@ -15,12 +15,13 @@ import pytest
 from states import assert_same_bits
 
 from lmlib.metrics import read_metrics
-from runner import Options, configs, fit
-from runner.errors import ConfigError, TrainingStopped
-from runner.goodput import read_starts
+from runner import Options, fit
+from runner.command_line.errors import ConfigError, TrainingStopped
+from runner.config import configs
+from runner.watch.goodput import read_starts
 
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")
-ROOT = Path(configs.__file__).parents[1]
+ROOT = Path(configs.__file__).parents[2]
 
 
 def tiny(*overrides):

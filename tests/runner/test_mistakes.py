@@ -9,7 +9,8 @@ from byte_texts import write_texts
 from folder_contents import files_of
 from forked_commands import Commands
 
-from runner import configs, fit
+from runner import fit
+from runner.config import configs
 
 TINY = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "validation=None")

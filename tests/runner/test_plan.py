@@ -11,7 +11,7 @@ import pytest
 from forked_commands import Commands
 
 import runner
-from runner.endings import FINISHED, MISTAKE
+from runner.processes.endings import FINISHED, MISTAKE
 
 ROOT = Path(runner.__file__).parents[1]
 # Of the shipped data, which is not here, the plan needs the sizes alone.

@@ -14,12 +14,12 @@ import pytest
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics import read_metrics
-from runner import configs
-from runner.endings import FAILED, MISTAKE, PEER_ENDED, STOPPED, ending
-from runner.errors import ConfigError
-from runner.processes import Processes, has_tpu
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.processes.endings import FAILED, MISTAKE, PEER_ENDED, STOPPED, ending
+from runner.processes.joining import Processes, has_tpu
 
-ROOT = Path(configs.__file__).parents[1]
+ROOT = Path(configs.__file__).parents[2]
 DEVICES = 8
 STEPS = 30
 HEARTBEAT_SECONDS = 10

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from runner.errors import ConfigError
-from runner.profiling import Profiler, dump_program, steps_range
+from runner.command_line.errors import ConfigError
+from runner.watch.profiling import Profiler, dump_program, steps_range
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import TextIO
 
 import pytest
 
-from runner.progress import Progress, bytes_text, count_text, duration_text
+from runner.watch.progress import Progress, bytes_text, count_text, duration_text
 
 
 class Clock:

@@ -10,8 +10,9 @@ import pytest
 from lmlib.checkpoint import folders
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
-from runner import configs, fit
-from runner.errors import TrainingStopped
+from runner import fit
+from runner.command_line.errors import TrainingStopped
+from runner.config import configs
 
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "mesh.fsdp=1")
 

@@ -6,7 +6,7 @@ from small_runs import SmallRun
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics import read_metrics
-from runner.endings import SIGNALLED, STOPPED
+from runner.processes.endings import SIGNALLED, STOPPED
 
 NEVER_ENDS = ("steps=1_000_000", "evaluate_every=1_000_000", "checkpoint_every=1_000_000")
 # A source that gives four batches and then nothing more.
@@ -89,4 +89,4 @@ def test_stacks_are_shown_on_request_and_beyond_a_limit(tmp_path):
     assert str(stacks) in run.output()
     asked_for, at_the_limit = stacks.read_text().split("for its data source for 5 s, its limit")
     for shown in (asked_for, at_the_limit):
-        assert "in hang_here" in shown and "runner/loop.py" in shown
+        assert "in hang_here" in shown and "runner/training/loop.py" in shown

@@ -17,13 +17,14 @@ from states import assert_same_bits
 from data_tools.hf_stream import HFStream
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
-from runner import configs, fit
-from runner.errors import ConfigError
+from runner import fit
+from runner.command_line.errors import ConfigError
+from runner.config import configs
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
 
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")
-ROOT = Path(configs.__file__).parents[1]
+ROOT = Path(configs.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +247,8 @@ import jax
 jax.distributed.initialize(f"localhost:{port}", 2, int(process))
 import fiddle as fdl
 from data_tools.hf_stream import HFStream
-from runner import configs, fit
+from runner import fit
+from runner.config import configs
 
 class Texts:
     def __init__(self, stream, streams):

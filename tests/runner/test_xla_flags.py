@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from runner.xla_flags import (
+from runner.jax_settings.xla_flags import (
     DETERMINISTIC,
     IN_ORDER_ON_CPU,
     OVERLAP_ON_GPU,

@@ -19,7 +19,7 @@ ROOT = Path(runner.__file__).parents[1]
 _SERVER = """
 import json, os, runpy, sys, traceback
 import jax, fiddle, orbax.checkpoint, absl.app, fiddle.absl_flags
-import runner.fitting, runner.saved_config, data_tools.command_line
+import runner.training.fit, runner.config.saved_config, data_tools.command_line
 import experiments.llama_84m, experiments.quickstart
 
 for line in sys.stdin:

@@ -15,8 +15,8 @@ from strangers import CANARY, ROOT, leave_canary
 from data_tools.inspect import SavedRun
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
-from runner import configs
-from runner.errors import ConfigError
+from runner.command_line.errors import ConfigError
+from runner.config import configs
 
 HOSTILE = [
     ("evil", "run"),
@@ -34,7 +34,7 @@ HOSTILE = [
     ("jax.nn", "jnp.load"),
     ("numpy", "load"),
     ("fiddle", "absl_flags"),
-    ("runner.supervisor", "supervise"),
+    ("runner.processes.supervisor", "supervise"),
     ("lmlib.checkpoint.folders", "remove"),
     ("lmlib.metrics", "MetricsLog"),
     ("lmlib.data.shard_writer", "remove_leftovers"),

@@ -25,7 +25,7 @@ LOADERS = {"importlib.import_module", "importlib.util.spec_from_file_location", 
 # By file: what is allowed there, and why.
 EXCEPTIONS = {
     "lmlib/data/trusted_names.py": {"importlib.import_module": "after it was found in the list"},
-    "runner/configs.py": {
+    "runner/config/configs.py": {
         "importlib.import_module": "the experiment that the user names",
         "importlib.util.spec_from_file_location": "the experiment's file that the user names",
     },

@@ -1,0 +1,54 @@
+"""Plans made before, in the user's cache folder."""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+
+from runner.config.code_digest import code_digest
+from runner.config.text import flattened
+
+# They change what is compiled, and no config tells of them.
+_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+def folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "lmlib", "plans")
+
+
+def key(cfg: fdl.Config, **more: object) -> str:
+    """A digest of all that a plan depends on: the config, code, and `more`."""
+    text = json.dumps(
+        {
+            "config": flattened(cfg),
+            "code": code_digest(cfg),
+            "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
+            **{name: str(value) for name, value in more.items()},
+        }
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read(key: str) -> dict[str, Any] | None:
+    """What `write` kept; `None` if nothing, or nothing that can be read."""
+    try:
+        found = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and {"text", "json"} <= found.keys() else None
+
+
+def write(key: str, content: dict[str, Any]) -> None:
+    """Keeps `content`. Where the folder cannot be written to, the plan is made anew next time."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        unfinished = folder() / f".{key}.{os.getpid()}"
+        unfinished.write_text(json.dumps(content), encoding="utf-8")
+        unfinished.replace(folder() / f"{key}.json")
+    except OSError as error:
+        print(f"this plan is not kept for the next time: {error}", file=sys.stderr)

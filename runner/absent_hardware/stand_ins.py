@@ -1,0 +1,73 @@
+"""An experiment's config for a plan: made-up data, and devices that need not be there."""
+
+import copy
+import inspect
+from typing import Any
+
+import fiddle as fdl
+import jax
+
+from lmlib.data.synthetic import Synthetic
+from lmlib.experiment import Experiment
+from runner.command_line.errors import ConfigError
+from runner.config.text import nodes, signature, text_of
+
+_SIZES = ("batch_size", "sequence_length")
+
+
+def without_data(cfg: fdl.Config[Experiment]) -> fdl.Config[Experiment]:
+    """A copy of `cfg` with made-up data of the same size, and nothing to validate on.
+
+    Raises:
+      ConfigError: if the config does not say the batch size, the sequence length or the vocabulary.
+    """
+    cfg = copy.deepcopy(cfg)
+    sizes = {name: _found(cfg, "data", name) for name in _SIZES}
+    vocabulary = _found(cfg, "model", "vocab")
+    cfg.data = fdl.Config(Synthetic, vocab_size=vocabulary, **sizes)
+    cfg.validation = None
+    return cfg
+
+
+def on_devices(cfg: fdl.Config[Experiment], devices: list[jax.Device]) -> fdl.Config[Experiment]:
+    """A copy of `cfg` whose mesh is made of `devices`.
+
+    Raises:
+      ConfigError: if what makes the mesh takes no devices.
+    """
+    cfg = copy.deepcopy(cfg)
+    mesh = getattr(cfg, "mesh", None)
+    if not isinstance(mesh, fdl.Buildable) or "devices" not in signature(mesh):
+        raise ConfigError(
+            f"the mesh is {text_of(mesh)}; a plan needs one that takes `devices`, like "
+            "fdl.Config(make_mesh, fsdp=-1)"
+        )
+    mesh.devices = devices
+    return cfg
+
+
+def built(cfg: fdl.Config[Experiment], devices: list[jax.Device]) -> Experiment:
+    """The experiment of `cfg`, its mesh made of `devices`."""
+    return fdl.build(on_devices(cfg, devices))
+
+
+def _found(cfg: fdl.Config, part: str, name: str) -> int:
+    """The value of `name` in `cfg.part`, or in what that is made of, if all agree."""
+    whole = getattr(cfg, part, None)
+    values = {
+        value for node in nodes(whole) for value in [_value(node, name)] if isinstance(value, int)
+    }
+    if len(values) != 1:
+        said = "says none" if not values else f"says {' and '.join(map(str, sorted(values)))}"
+        raise ConfigError(
+            f"a plan needs one {name} of {part}, and the config {said}: set it where the config of "
+            f"{part} is made, or plan with a fiddler that does"
+        )
+    return values.pop()
+
+
+def _value(node: fdl.Buildable, name: str) -> Any:
+    if name in fdl.ordered_arguments(node, include_defaults=True):
+        return getattr(node, name)
+    default = getattr(signature(node).get(name), "default", None)
+    return None if default is inspect.Parameter.empty else default

@@ -1,0 +1,93 @@
+"""What every command does: parses its flags, tells errors in a few lines, exits with a status."""
+
+import ast
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from absl import app, flags, logging
+
+from lmlib.data.token_arrays import DamagedDataError
+from runner.command_line.errors import ConfigError, StoppedEarly, TrainingStopped, in_words
+from runner.processes.endings import FAILED, MISTAKE, STOPPED
+
+DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
+
+# Their messages say all that a user needs: what, where, and what to do.
+_TOLD = (ConfigError, TrainingStopped, OSError, DamagedDataError)
+
+
+def run(command: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Runs `command` with the arguments that are no flags; exits with the status it returns.
+
+    An error, a wrong flag too, is told on stderr, and the status is its `exit_code`. `--help` shows
+    the docstring of `__main__`.
+    """
+
+    def main(arguments: Sequence[str]) -> int:
+        logging.set_verbosity(logging.WARNING)  # JAX tells of each backend that it does not find
+        try:
+            return command(arguments[1:])
+        except (Exception, KeyboardInterrupt) as error:
+            tell(error, DEBUG.value)
+            return exit_code(error)
+
+    app.run(main, flags_parser=_parsed)
+
+
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, StoppedEarly):
+        return STOPPED
+    return MISTAKE if isinstance(error, ConfigError) else FAILED
+
+
+def tell(error: BaseException, debug: bool) -> None:
+    """Writes `error` to stderr: its message if that says all, else, or if `debug`, a traceback."""
+    sys.stdout.flush()
+    if debug or not isinstance(error, (*_TOLD, StoppedEarly)):
+        traceback.print_exception(error)
+    elif isinstance(error, StoppedEarly):
+        print(error, file=sys.stderr)
+    else:
+        text = in_words(error)
+        # Others may end with a table.
+        print(
+            "error:",
+            " ".join(text.split()) if isinstance(error, ConfigError) else text,
+            file=sys.stderr,
+        )
+    sys.stderr.flush()
+
+
+def commands() -> dict[str, Path]:
+    """Each command, as the user types it, and its file: the files directly in `runner`."""
+    files = sorted(Path(__file__).parents[1].glob("[!_]*.py"))
+    return {"python -m runner": Path(__file__).parents[1] / "__main__.py"} | {
+        f"python -m runner.{file.stem}": file for file in files
+    }
+
+
+def listed(title: str, files: Mapping[str, Path]) -> str:
+    """A list for `--help`: each name with the first line of its file's docstring."""
+    width = max(map(len, files), default=0)
+    lines = [f"  {name:<{width}}  {first_line(file)}" for name, file in files.items()]
+    return "\n".join([f"\n{title}:", *lines, ""])
+
+
+def first_line(file: Path) -> str:
+    """Of the docstring of a file of Python, which is not run."""
+    return (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]
+
+
+def _parsed(arguments: Sequence[str]) -> list[str]:
+    """`--fdl.x=1` is short for `--fdl_set=x=1`, which Fiddle defines."""
+    written_out = [re.sub(r"^--fdl\.", "--fdl_set=", argument) for argument in arguments]
+    try:
+        return flags.FLAGS(written_out)
+    except flags.Error as error:
+        mistake = ConfigError(f"{error}; see --help")
+        tell(mistake, debug=False)
+        sys.exit(exit_code(mistake))

@@ -1,0 +1,34 @@
+"""The experiment that a command's flags choose: --fdl_config, --fiddler, --fdl.x=…, --trust_module.
+
+Fiddle defines all but the last: a command that takes them imports `fiddle.absl_flags`.
+"""
+
+from collections.abc import Sequence
+
+import fiddle as fdl
+from absl import flags
+
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+
+TRUST_MODULE = flags.DEFINE_multi_string(
+    "trust_module", [], "a module of yours that a config.json may refer to; repeatable"
+)
+
+
+def check_chosen(arguments: Sequence[str], example: str) -> None:
+    """Raises ConfigError if there is no --fdl_config, or `arguments` besides the flags."""
+    if arguments:
+        raise ConfigError(f"unknown argument {arguments[0]!r}; flags begin with --")
+    if not flags.FLAGS.fdl_config:
+        raise ConfigError(f"give --fdl_config, for example {example}; see --help")
+
+
+def chosen_config() -> fdl.Config:
+    """Raises ConfigError for whatever the user can have got wrong."""
+    return configs.load(
+        flags.FLAGS.fdl_config,
+        flags.FLAGS.fiddler,
+        flags.FLAGS.fdl_set,
+        trusted=TRUST_MODULE.value,
+    )

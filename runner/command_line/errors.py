@@ -1,0 +1,44 @@
+"""The user's mistakes, as messages to print."""
+
+import contextlib
+import difflib
+from collections.abc import Iterable, Iterator
+
+
+class ConfigError(ValueError):
+    """The user's mistake, as a message to print: what, which value, the nearest names."""
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on, as a message to print; all processes find the same."""
+
+
+class StoppedEarly(RuntimeError):
+    """A signal asked the run to stop, and its checkpoint is whole; all processes find the same."""
+
+
+# What all processes of a run find alike.
+AGREED = (ConfigError, TrainingStopped, StoppedEarly)
+
+
+def did_you_mean(name: object, choices: Iterable[object]) -> str:
+    """The nearest of `choices`, or all of them, as a sentence."""
+    names = [str(choice) for choice in choices]
+    if near := difflib.get_close_matches(str(name), names, n=3):
+        return f"Did you mean {' or '.join(near)}?"
+    return f"There are: {', '.join(names)}." if names else "There are none."
+
+
+def in_words(error: BaseException) -> str:
+    """The message of `error` and its notes, without the number that Python puts before some."""
+    numbered = isinstance(error, OSError) and error.filename is None and error.strerror
+    return " ".join([numbered or str(error), *getattr(error, "__notes__", ())])
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Where only the user's settings and files can be wrong: turns errors into `ConfigError`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ConfigError(in_words(error)) from error

@@ -1,0 +1,1 @@
+"""Configs: found, changed, saved, read back and compared."""

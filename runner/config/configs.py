@@ -1,0 +1,191 @@
+"""What the user types, to a Fiddle config, to readable text.
+
+A config comes from an experiment (a module with `config()`) or from the `config.json` of an earlier
+run. Fiddlers (the experiment's public functions whose first parameter is `cfg`) change it first,
+then overrides (`optimizer.peak_lr=1e-3`). Whatever is misspelt fails before anything is built.
+
+An experiment's file is code, which is run. A `config.json` is not: it may come from a stranger, and
+is refused if it names anything but what configs are made of (`runner.config.saved_config`). Modules
+of your own have to be named when such a file is given: `--fdl_config=RUN/config.json
+--trust_module=my_models`.
+"""
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Collection, Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+from fiddle.experimental import serialization
+
+from runner.command_line.errors import ConfigError, did_you_mean
+from runner.config.overrides import BAD_LITERAL, apply_override
+from runner.config.saved_config import read_config
+from runner.config.text import flattened, text_of, with_defaults
+
+
+def load(
+    reference: str,
+    fiddlers: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    trusted: Collection[str] = (),
+) -> fdl.Config:
+    """The config of `reference`, changed by `fiddlers` and then by `overrides`, each in order.
+
+    `reference` is `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, a `.py` file
+    anywhere, the `config.json` of an earlier run, or the folder that holds one. A fiddler is a name
+    or a call with literals (`scale(layers=4)`); an override is `path=literal`, the quotes optional.
+    `trusted` are modules that a `config.json` may name besides ours: "my_models" with all in it.
+
+    A file outside `experiments` is imported under its own name; its folder must be on the Python
+    path if it needs its neighbours, or if a saved config names what it defines. Raises
+    `ConfigError` for whatever the user can have got wrong, inside the experiment too.
+    """
+    saved = Path(reference, "config.json") if Path(reference).is_dir() else Path(reference)
+    if saved.suffix == ".json":
+        if fiddlers:
+            raise ConfigError(
+                f"--fiddler={fiddlers[0]}: fiddlers need an experiment's .py file; {saved} is a "
+                "saved config, with those of its run already in it"
+            )
+        cfg = read_config(saved, trusted)
+    else:
+        module = _experiment(reference)
+        cfg = _config_of(module)
+        for fiddler in fiddlers:
+            _apply_fiddler(fiddler, cfg, module)
+    for override in overrides:
+        apply_override(override, cfg)
+    return cfg
+
+
+def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
+    """Writes `config.json` (for `load`) and `config.txt` (`flattened`), each whole or not at all.
+
+    Defaults are written out: a later run repeats this one even if they have changed since. Raises
+    `ConfigError` for a value that no later run could find again, such as a lambda or an array.
+    """
+    try:
+        text = serialization.dump_json(with_defaults(cfg), indent=1)
+    except (serialization.UnserializableValueError, AttributeError, ImportError) as error:
+        raise ConfigError(
+            "this config cannot be saved: it may hold only literals, and functions and classes at "
+            f"the top of an importable module. {error}"
+        ) from error
+    Path(workdir).mkdir(parents=True, exist_ok=True)
+    for name, content in {"config.json": text + "\n", "config.txt": flattened(cfg)}.items():
+        unfinished = Path(workdir, f".{name}.unfinished")
+        unfinished.write_text(content, encoding="utf-8")
+        unfinished.replace(Path(workdir, name))
+
+
+def experiments() -> dict[str, Path]:
+    """Each shipped experiment, as `load` takes it, and its file."""
+    spec = importlib.util.find_spec("experiments")
+    folders = (spec and spec.submodule_search_locations) or []
+    files = sorted(file for folder in folders for file in Path(folder).glob("[!_]*.py"))
+    return {f"experiments/{file.stem}": file for file in files}
+
+
+def _experiment(reference: str) -> types.ModuleType:
+    shipped = experiments()
+    name = reference.removesuffix(".py").replace(".", "/")
+    file = Path(reference.removesuffix(".py") + ".py")
+    if file.is_file():
+        name = next((name for name, other in shipped.items() if other.samefile(file)), "")
+    elif name not in shipped:
+        raise ConfigError(
+            f"there is no experiment and no file {reference!r}. {did_you_mean(name, shipped)}"
+        )
+    with _user_code(f"importing {reference}"):
+        return importlib.import_module(name.replace("/", ".")) if name else _imported_file(file)
+
+
+def _imported_file(file: Path) -> types.ModuleType:
+    """The module `file`, under its own name; run once, so that its classes stay the same."""
+    file, name = file.resolve(), file.stem
+    if getattr(sys.modules.get(name), "__file__", None) == str(file):
+        return sys.modules[name]
+    other = (spec := PathFinder.find_spec(name)) and spec.origin
+    if name in sys.stdlib_module_names or (other and Path(other).resolve() != file):
+        raise ConfigError(f"{file} has the name of another module, {name!r}; rename it")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec and spec.loader
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _config_of(module: types.ModuleType) -> fdl.Config:
+    if not callable(getattr(module, "config", None)):
+        raise ConfigError(f"{module.__file__} has no function `def config() -> fdl.Config`")
+    with _user_code(f"config() of {module.__name__}"):
+        cfg = module.config()
+    if not isinstance(cfg, fdl.Config):
+        raise ConfigError(
+            f"config() of {module.__name__} must return a fdl.Config, and returned {text_of(cfg)}"
+        )
+    return cfg
+
+
+def _apply_fiddler(text: str, cfg: fdl.Config, module: types.ModuleType) -> None:
+    name, positional, named = _parsed_call(text)
+    known = _fiddlers(module)
+    if name not in known:
+        listing = [f"\n    {name}: {line}" for name, (_, line) in known.items()]
+        raise ConfigError(
+            f"--fiddler={text}: {module.__name__} has no fiddler {name!r}. "
+            f"{did_you_mean(name, known)} Fiddlers are public functions whose first parameter is "
+            f"cfg; here:{''.join(listing) or ' none'}"
+        )
+    with _user_code(f"--fiddler={text}"):
+        known[name][0](cfg, *positional, **named)
+
+
+def _fiddlers(module: types.ModuleType) -> dict[str, tuple[Callable[..., Any], str]]:
+    """Name to fiddler and its first docstring line."""
+    return {
+        name: (function, (inspect.getdoc(function) or "").partition("\n")[0])
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and not name.startswith("_")
+        if list(inspect.signature(function).parameters)[:1] == ["cfg"]
+    }
+
+
+def _parsed_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    try:
+        call = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+            return call.func.id, [ast.literal_eval(value) for value in call.args], named
+    except BAD_LITERAL:
+        pass
+    raise ConfigError(f"--fiddler={text}: write a name, or call it with literals: scale(layers=4)")
+
+
+@contextlib.contextmanager
+def _user_code(what: str) -> Iterator[None]:
+    """Turns an error in the experiment into a `ConfigError` with the line that raised it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        passed_through = ("<frozen", str(Path(fdl.__file__).parent))
+        frames = traceback.extract_tb(error.__traceback__)
+        cause = [frame for frame in frames if not frame.filename.startswith(passed_through)][-1]
+        where = "" if isinstance(error, SyntaxError) else f" ({cause.filename}:{cause.lineno})"
+        raise ConfigError(f"{what} failed: {type(error).__name__}: {error}{where}") from error

@@ -1,0 +1,95 @@
+"""Overrides of parameters from the command line: `optimizer.peak_lr=1e-3`."""
+
+import ast
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import fiddle as fdl
+from fiddle import daglish
+
+from runner.command_line.errors import ConfigError, did_you_mean
+from runner.config.text import arguments, parameters, signature, takes_any, text_of
+
+# The types a Python literal can have: the ones an override can be checked against.
+_LITERAL_TYPES = (bool, int, float, str, tuple, list, dict, types.NoneType)
+BAD_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+
+
+def apply_override(text: str, cfg: fdl.Config) -> None:
+    path, equals, literal = text.partition("=")
+    try:
+        elements = daglish.parse_path(f".{path.strip()}") if equals else ()
+    except ValueError:
+        elements = ()
+    if not elements:
+        raise ConfigError(f"--fdl.{text}: write it as --fdl.optimizer.peak_lr=1e-3")
+    try:
+        _replaced(cfg, elements, literal.strip())
+    except ConfigError as error:
+        raise ConfigError(f"--fdl.{text}: {error}") from error
+
+
+def _replaced(target: Any, path: Sequence[daglish.PathElement], literal: str) -> Any:
+    """`target` with `path` replaced: a config in place; containers, perhaps defaults, as copies."""
+    element, *rest = path
+    if isinstance(target, fdl.Buildable) and isinstance(element, daglish.Attr):
+        key, name = element.name, text_of(fdl.get_callable(target))
+        parts, known = arguments(target), parameters(target)
+        if takes_any(target) and not rest:
+            known.append(key)
+    elif type(target) in (list, tuple, dict) and isinstance(element, daglish.Key):
+        key, name = element.key, text_of(target)
+        parts = dict(target if isinstance(target, dict) else enumerate(target))
+        known = list(parts)
+    else:
+        raise ConfigError(f"{text_of(target)} has no {element.code}")
+    if key not in known:
+        raise ConfigError(f"{name} has no {key!r}. {did_you_mean(key, known)}")
+    present = parts.get(key, fdl.NO_VALUE)
+    if rest:
+        parts[key] = _replaced(present, rest, literal)
+    else:
+        parts[key] = _checked(literal, present, _accepted_types(target, key, present))
+    if isinstance(target, fdl.Buildable):
+        setattr(target, key, parts[key])
+        return target
+    return type(target)(parts if isinstance(target, dict) else parts.values())
+
+
+def _checked(literal: str, present: Any, accepted: set[type] | None) -> Any:
+    """The value of `literal`, of one of the `accepted` types (None: of any)."""
+    takes = " or ".join(sorted(kind.__name__.removesuffix("Type") for kind in accepted or ()))
+    takes = f"this parameter takes {takes or 'no literal: change it in a fiddler'}"
+    takes += "" if present is fdl.NO_VALUE else f" (now {text_of(present)})"
+    string = f"""A string is quoted twice: "{literal!r}"."""
+    if isinstance(present, fdl.Buildable) and literal != "None":
+        raise ConfigError(
+            f"this is a whole config, of {text_of(fdl.get_callable(present))}: change its "
+            f"parameters ({', '.join(parameters(present))}), or replace it in a fiddler"
+        )
+    try:
+        value = ast.literal_eval(literal)
+    except BAD_LITERAL:
+        if str in (accepted or ()):
+            return literal
+        raise ConfigError(f"{literal} is no Python literal, and {takes}. {string}") from None
+    kind = type(value)
+    if accepted is None or kind in accepted or (kind is int and float in accepted):
+        return value
+    string = f" {string}" if str in accepted else ""
+    raise ConfigError(f"{literal} is of type {kind.__name__}, but {takes}.{string}")
+
+
+def _accepted_types(target: Any, key: Any, present: Any) -> set[type] | None:
+    """Those of the annotation, the default and the present value; None where nothing is known."""
+    annotation, default = Any, fdl.NO_VALUE
+    if isinstance(target, fdl.Buildable) and (parameter := signature(target).get(key)):
+        annotation, default = parameter.annotation, parameter.default
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if union else (annotation,)
+    kinds = {typing.get_origin(member) or member for member in members}
+    if (present is None or present is fdl.NO_VALUE) and not kinds <= set(_LITERAL_TYPES):
+        return None
+    return (kinds | {type(present), type(default)}) & set(_LITERAL_TYPES)

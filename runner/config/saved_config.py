@@ -1,0 +1,112 @@
+"""The config.json of an earlier run, which may come from a stranger.
+
+Fiddle imports whatever such a file names. Here that is only what configs are made of: modules that
+touch neither files nor processes, and the data sources. A run of your own modules is read if they
+are trusted by name: `trusted=["my_models"]`, or `--trust_module=my_models` on the command line.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+from fiddle import daglish
+from fiddle.experimental import serialization
+
+from lmlib.data.stored_json import parse_json, read_text
+from lmlib.data.trusted_names import DATA_NAMES, UntrustedNameError, named_value
+from runner.command_line.errors import ConfigError, did_you_mean
+from runner.config.text import nodes, parameters, text_of
+
+TRUSTED = DATA_NAMES | {
+    "experiments",
+    "lmlib.experiment",
+    "lmlib.guard.Guard",
+    "lmlib.models",
+    "lmlib.optim",
+    "lmlib.parallel.mesh",
+    "optax",
+    "jax.nn",
+    "jax._src.nn",  # where the functions of jax.nn say that they are
+    *(f"jax.numpy.{dtype}" for dtype in ("bfloat16", "float16", "float32", "float64")),
+    *(f"builtins.{kind}" for kind in ("set", "frozenset", "slice", "bool", "int", "float", "str")),
+    # What Fiddle makes its JSON of.
+    "fiddle._src.config.BuildableTraverserMetadata",
+    "fiddle._src.config.Config",
+    "fiddle._src.config.NoValue",
+    "fiddle._src.partial.ArgFactory",
+    "fiddle._src.partial.Partial",
+}
+
+_LARGEST = 10_000_000  # bytes; a config has some thousand
+_MOST_VALUES = 100_000  # with each shared one counted wherever it is used
+_DEEPEST = 50  # values in each other
+
+
+def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
+    """The config that `file` holds, of nothing but `TRUSTED` and the modules `trusted`.
+
+    Raises `ConfigError` if it cannot be read, is no config, is absurdly large, or names something
+    else; what it names has then not been imported.
+    """
+    policy = _Policy(TRUSTED | set(trusted))
+    try:
+        text = read_text(file, _LARGEST)
+        parse_json(text)  # what Fiddle does not check
+        cfg = serialization.load_json(text, policy)
+        if not isinstance(cfg, fdl.Config):
+            raise ValueError(f"it holds a {type(cfg).__name__}")
+        _check_size(cfg)
+        settings = [(node, parameters(node)) for node in nodes(cfg)]
+    except UntrustedNameError as error:
+        raise ConfigError(
+            f"{file} refers to {error.name}, which a saved config may not run unasked: if you "
+            f"trust that code, give --trust_module={error.module}"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except (ImportError, AttributeError) as error:
+        missing = str(error).partition("\n")[0]
+        raise ConfigError(f"{file}: {missing}. If it is yours, set PYTHONPATH.") from error
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{file} is no saved Fiddle config ({reason:.200})") from error
+    for node, known in settings:
+        for name in set(fdl.ordered_arguments(node, include_positional=False)) - set(known):
+            owner, near = text_of(fdl.get_callable(node)), did_you_mean(name, known)
+            raise ConfigError(f"{file} sets {name!r}, but {owner} has none (any more). {near}")
+    return cfg
+
+
+class _Policy(serialization.PyrefPolicy):
+    """Asked by Fiddle before it imports anything."""
+
+    def __init__(self, trusted: Collection[str]) -> None:
+        self._trusted = trusted
+
+    def allows_import(self, module: str, symbol: str) -> bool:
+        name = f"{module}.{symbol}"
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"{name!r:.80} is no name of Python's")
+        named_value(module, symbol, self._trusted)
+        return True
+
+    def allows_value(self, value: Any) -> bool:
+        return True  # `named_value` has seen it
+
+
+def _check_size(cfg: fdl.Config) -> None:
+    """Refuses a few values that use each other so often that to write them out would never end."""
+    sizes: dict[int, int] = {}
+
+    def size(value: Any, depth: int) -> int:
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested more than {_DEEPEST} deep")
+        if id(value) not in sizes:
+            traverser = daglish.find_node_traverser(type(value))
+            parts = traverser.flatten(value)[0] if traverser else ()
+            sizes[id(value)] = 1 + sum(size(part, depth + 1) for part in parts)
+        return sizes[id(value)]
+
+    if size(cfg, 0) > _MOST_VALUES:
+        raise ValueError(f"it consists of more than {_MOST_VALUES:,} values")

@@ -1,0 +1,128 @@
+"""What a config says: its parameters, defaults included, the same as text, and what has changed.
+
+Changes are found in the texts: the modules that an old run's config names may be gone.
+"""
+
+import copy
+import dataclasses
+import difflib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import fiddle as fdl
+from fiddle import daglish
+
+_PATH = re.compile(r"([^ =:]+)(?: =|:) ")  # at the start of a line of `flattened`
+
+
+def flattened(cfg: fdl.Config) -> str:
+    """Every parameter as a line `path = value`, in declared order, defaults included.
+
+    A line `path: module.name` names the callable of each config; the first line, the root's. Only
+    dataclass fields that a default factory fills are left out, until they are set.
+    """
+    return "\n".join(_lines(with_defaults(cfg), "", {})) + "\n"
+
+
+def nodes(value: Any) -> list[fdl.Buildable]:
+    return [node for node, _ in daglish.iterate(value) if isinstance(node, fdl.Buildable)]
+
+
+def signature(node: fdl.Buildable) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(fdl.get_callable(node), eval_str=True).parameters)
+    except NameError:  # an annotation that only a type checker can resolve
+        return dict(inspect.signature(fdl.get_callable(node)).parameters)
+
+
+def parameters(node: fdl.Buildable) -> list[str]:
+    """Names that can be set, or have been (where the callable takes any), in declared order."""
+    settable = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = [name for name, parameter in signature(node).items() if parameter.kind in settable]
+    more = fdl.ordered_arguments(node) if takes_any(node) else ()
+    return names + [name for name in more if isinstance(name, str) and name not in names]
+
+
+def takes_any(node: fdl.Buildable) -> bool:
+    """Whether the callable has `**kwargs`."""
+    return any(each.kind is each.VAR_KEYWORD for each in signature(node).values())
+
+
+def arguments(node: fdl.Buildable) -> dict[Any, Any]:
+    """What is set or has a default, in declared order; not what a default factory would make."""
+    function, given = fdl.get_callable(node), fdl.ordered_arguments(node)
+    fields = dataclasses.fields(function) if dataclasses.is_dataclass(function) else ()
+    made = {field.name for field in fields if field.default_factory is not dataclasses.MISSING}
+    arguments = fdl.ordered_arguments(node, include_defaults=True)
+    return {name: arguments[name] for name in arguments if name in given or name not in made}
+
+
+def with_defaults(cfg: fdl.Config) -> fdl.Config:
+    """A copy with every default set. (Fiddle's own function sets a mark for default factories.)"""
+    cfg = copy.deepcopy(cfg)
+    for node in nodes(cfg):
+        for name, value in arguments(node).items():
+            if isinstance(name, str):  # a number for what is positional only
+                setattr(node, name, value)
+    return cfg
+
+
+def text_of(value: Any) -> str:
+    """`repr` without addresses: functions and classes by their names."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {text_of(part)}" for key, part in value.items()) + "}"
+    if type(value) in (tuple, list):
+        opening, closing = "()" if isinstance(value, tuple) else "[]"
+        comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
+        return opening + ", ".join(map(text_of, value)) + comma + closing
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def difference(before: str, after: str) -> str:
+    """The lines that differ, `- old` and `+ new`; empty where there is none."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
+    changed = [line for line in list(lines)[2:] if not line.startswith("@@")]
+    return "".join(f"{line[0]} {_printable(line[1:])}\n" for line in changed)
+
+
+def changed_paths(before: str, after: str) -> list[str]:
+    """The parameters that differ, in order: `["model.rope_theta", "steps"]`."""
+    lines = [line[2:] for line in difference(before, after).splitlines()]
+    return list(dict.fromkeys(found[1] for line in lines if (found := _PATH.match(line))))
+
+
+def is_new_and_unset(path: str, before: str, after: str) -> bool:
+    """Whether `before` lacks the parameter and it is `None` in `after`: lmlib has got it since."""
+    was_there = any(line.startswith((f"{path} = ", f"{path}: ")) for line in before.splitlines())
+    return not was_there and f"{path} = None" in after.splitlines()
+
+
+def _lines(value: Any, path: str, seen: dict[int, str]) -> Iterator[str]:
+    """Lines of `flattened`; `seen` maps each config already written to its path."""
+    if not nodes(value):
+        yield f"{path} = {text_of(value)}"
+        return
+    if isinstance(value, fdl.Buildable):
+        prefix = f"{path}: " if path else ""
+        if id(value) in seen:
+            yield f"{prefix}same as {seen[id(value)]}"
+            return
+        seen[id(value)] = path
+        kind = "" if isinstance(value, fdl.Config) else f" ({type(value).__name__.lower()})"
+        yield f"{prefix}{text_of(fdl.get_callable(value))}{kind}"
+    traverser = daglish.find_node_traverser(type(value))
+    assert traverser
+    parts, _ = traverser.flatten(value)
+    for element, part in zip(traverser.path_elements(value), parts, strict=True):
+        yield from _lines(part, f"{path}{element.code}".removeprefix("."), seen)
+
+
+def _printable(line: str) -> str:
+    """A stranger's config.txt cannot steer the terminal."""
+    return "".join(
+        character if character.isprintable() else f"\\x{ord(character):02x}" for character in line
+    )

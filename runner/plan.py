@@ -1,0 +1,112 @@
+"""Tells what a run needs on hardware that need not be there: memory, communication, time.
+
+    python -m runner.plan --fdl_config=experiments/llama_8b --topology=v5e:16x16
+    python -m runner.plan --fdl_config=experiments/llama_8b --topology=h100:8x8 --search
+
+--fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`; the data need not be there
+--topology   v5e:16x16, v4:4x4x4, 2xv5e:16x16 (two slices), h100:8x8 (hosts x GPUs of each), cpu:256
+--search     looks for the largest microbatch and the least recomputation that fit
+--json=FILE  writes the report as JSON too; "-": to stdout, instead of the text
+--no_cache   makes the report anew
+Compiles the run's own train step, on a CPU, with the compiler of the target; reports are kept in
+the user's cache folder. TPUs: pip install 'lmlib[plan-tpu]'; NVIDIA GPUs: 'lmlib[plan-gpu]'.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+from absl import flags
+from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
+
+from lmlib.hardware import ACCELERATORS
+from lmlib.plan import compiler_log, targets
+from lmlib.plan.planner import plan, versions
+from lmlib.plan.report import section
+from lmlib.plan.search import search
+from lmlib.plan.targets import Target
+from runner.absent_hardware import kept_plans
+from runner.absent_hardware.stand_ins import built, without_data
+from runner.command_line.command import listed, run
+from runner.command_line.config_flags import check_chosen, chosen_config
+from runner.command_line.errors import ConfigError, user_errors
+from runner.config import configs
+from runner.jax_settings.xla_flags import overlap_communication
+from runner.processes.endings import FINISHED
+
+_TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
+_SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")
+_JSON = flags.DEFINE_string("json", None, "a file for the report as JSON; -: stdout, no text")
+_NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was made before")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    check_chosen(arguments, "experiments/llama_8b")
+    with user_errors():
+        target = _target()
+        cfg = without_data(chosen_config())
+        targets.prepare(target)
+        overlap_communication()  # as a run does
+    _show(_report(cfg, target))
+    return FINISHED
+
+
+def _target() -> Target:
+    if not _TOPOLOGY.value:
+        raise ConfigError(
+            f"give --topology, for example v5e:16x16; there are {', '.join(ACCELERATORS)}"
+        )
+    target = targets.parse(_TOPOLOGY.value)
+    if _SEARCH.value and target.accelerator.memory_bytes is None:
+        raise ConfigError(f"--search: how much memory {target} has is unknown; name an accelerator")
+    return target
+
+
+def _report(cfg: fdl.Config, target: Target) -> dict[str, Any]:
+    """`text` and `json` of the report; from the cache if it is there."""
+    key = kept_plans.key(cfg, target=target, versions=versions(), search=_SEARCH.value)
+    if not _NO_CACHE.value and (kept := kept_plans.read(key)) is not None:
+        _tell("this report was made before, of the same config, code and versions; --no_cache")
+        return kept
+    with user_errors():
+        with compiler_log.captured():  # plugins talk as they start
+            devices = target.devices()
+        experiment = built(cfg, devices)
+        experiment.check()
+    report = plan(experiment, target, _tell)
+    text, fields = str(report), report.as_json()
+    if _SEARCH.value:
+        found = search(experiment, target, _tell, known=report)
+        text += "\n\n" + section("Search", str(found))
+        fields["search"] = found.as_json()
+    content = {"text": text, "json": fields}
+    kept_plans.write(key, content)
+    return content
+
+
+def _show(report: dict[str, Any]) -> None:
+    written = json.dumps(report["json"], indent=1)
+    if _JSON.value == "-":
+        print(written)
+        return
+    if _JSON.value:
+        Path(_JSON.value).write_text(written + "\n", encoding="utf-8")
+    print(report["text"])
+
+
+_BEGAN = time.perf_counter()
+
+
+def _tell(line: str) -> None:
+    print(f"[{time.perf_counter() - _BEGAN:5.1f} s] {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    # absl shows the module's docstring as --help.
+    __doc__ += listed("experiments", configs.experiments())
+    run(main)

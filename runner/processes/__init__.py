@@ -1,0 +1,1 @@
+"""Runs of several processes, and how processes stop and end."""

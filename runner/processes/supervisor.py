@@ -1,0 +1,210 @@
+"""Each process of a run of many is a child of one that watches it.
+
+When a process of the run dies, JAX aborts the others, and Python code in them cannot say why. Their
+supervisors can: they keep what each process writes to its terminal in workdir/logs, and find there
+which process was missed.
+"""
+
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from runner.processes.endings import SIGNALLED, Ending, ending
+from runner.processes.stopping import StopSignals
+
+FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+KEPT_BYTES = 1 << 18  # of the end of the output, to look for the reason in
+LAST_WORDS_SECONDS = 5.0  # for what a dead child's own children still hold open
+_VARIABLE = "RUNNER_SUPERVISOR"  # the environment's name for the child's end of the connection
+
+
+def log_file(workdir: Path, process: int) -> Path:
+    return workdir / "logs" / f"process_{process:05}.log"
+
+
+@dataclasses.dataclass
+class Connection:
+    """The supervised process's connection to its supervisor."""
+
+    _socket: socket.socket
+
+    @staticmethod
+    def inherited() -> "Connection | None":
+        """That of this process; `None` if no supervisor started it.
+
+        From now on this process ends when its supervisor does, however that ends.
+        """
+        # Taken out: it is not for the processes that this one starts.
+        descriptor = os.environ.pop(_VARIABLE, None)
+        if descriptor is None:
+            return None
+        connection = Connection(socket.socket(fileno=int(descriptor)))
+        connection._socket.set_inheritable(False)
+        threading.Thread(target=connection._end_together, name="supervised", daemon=True).start()
+        return connection
+
+    def tell(self, process: int, processes: int, *, joined: bool) -> None:
+        """Tells this process's number, of how many, and whether it has found the others."""
+        fact = {"process": process, "processes": processes, "joined": joined}
+        self._socket.sendall(json.dumps(fact).encode() + b"\n")
+
+    def _end_together(self) -> None:
+        while self._socket.recv(1):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def supervise(
+    workdir: Path, heartbeat_seconds: int, startup_seconds: int, grace_seconds: int
+) -> int:
+    """Runs this command again as a child, to its end; returns what this process should exit with.
+
+    What the child writes to stdout and stderr is appended to its log; that of process 0 is shown
+    too, and every process's reason to end early. SIGTERM and SIGINT reach the child as SIGTERM, on
+    which it stops; if it takes longer than `grace_seconds`, it is killed. The other limits are only
+    for the messages.
+    """
+    ours, its = socket.socketpair()
+    child = subprocess.Popen(
+        [sys.executable, *sys.orig_argv[1:]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, _VARIABLE: str(its.fileno())},
+        pass_fds=[its.fileno()],
+        start_new_session=True,  # signals reach it once, from here
+    )
+    its.close()
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        child.send_signal(number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+
+    ended: list[Ending] = []
+
+    def end(number: signal.Signals, reason: str) -> None:
+        ended.append(Ending(SIGNALLED + number, f"error: ended by {number.name}: {reason}"))
+        child.kill()
+
+    StopSignals(grace_seconds, lambda number: child.send_signal(signal.SIGTERM), end)
+    assert child.stdout and child.stderr
+    output = _Output(workdir, child.stdout, child.stderr, ours)
+    output.start()
+    returncode = child.wait()
+    output.join(LAST_WORDS_SECONDS)
+    told = (
+        ended[0]
+        if ended
+        else ending(
+            returncode,
+            output.text(),
+            output.process,
+            output.joined,
+            heartbeat_seconds,
+            startup_seconds,
+        )
+    )
+    output.close(told)
+    return told.exit_code
+
+
+class _Output(threading.Thread):
+    """Keeps what the child writes, and what it tells of itself."""
+
+    def __init__(
+        self, workdir: Path, stdout: IO[bytes], stderr: IO[bytes], connection: socket.socket
+    ):
+        super().__init__(name="output", daemon=True)
+        self.process: int | None = None
+        self.joined = False
+        self._workdir = workdir
+        self._shown_on = {stdout: sys.stdout.buffer, stderr: sys.stderr.buffer}
+        self._connection = connection
+        self._end = bytearray()
+        self._facts = b""
+        self._log: IO[bytes] | None = None
+
+    def run(self) -> None:
+        """Until the child, and every process that it has left behind, has closed its output."""
+        with selectors.DefaultSelector() as ready:
+            # First the connection: it says where the rest belongs.
+            ready.register(self._connection, selectors.EVENT_READ)
+            for stream in self._shown_on:
+                ready.register(stream, selectors.EVENT_READ)
+            while ready.get_map():
+                streams = [key.fileobj for key, _ in ready.select()]
+                if self._connection in streams and not self._hear():
+                    ready.unregister(self._connection)
+                for stream, shown_on in self._shown_on.items():
+                    if stream in streams:
+                        written = os.read(stream.fileno(), 1 << 16)
+                        if not written:
+                            ready.unregister(stream)
+                        self._keep(written, shown_on)
+
+    def text(self) -> str:
+        """The last of what the child wrote."""
+        return bytes(self._end).decode("utf-8", "replace")
+
+    def close(self, told: Ending) -> None:
+        """Writes how it ended into the log and, if that is news, to the terminal."""
+        if self._log is None:  # it ended before it knew its number: there is no log to look into
+            _show(bytes(self._end), sys.stderr.buffer)
+        if told.message:
+            line = f"{told.message}\n".encode()
+            self._write(line)
+            if told.is_news:
+                _show(line, sys.stderr.buffer)
+
+    def _hear(self) -> bool:
+        """Takes in what the child tells; whether there may be more."""
+        heard = self._connection.recv(4096)
+        *lines, self._facts = (self._facts + heard).split(b"\n")
+        for line in lines:
+            self._take(json.loads(line))
+        return bool(heard)
+
+    def _take(self, fact: dict[str, Any]) -> None:
+        self.joined = fact["joined"]
+        if self.process is not None:
+            return
+        self.process = fact["process"]
+        file = log_file(self._workdir, self.process)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._log = file.open("ab", buffering=0)
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        header = (
+            f"=== process {self.process} of {fact['processes']} on {socket.gethostname()}, {now}\n"
+        )
+        self._write(header.encode())
+        earlier = bytes(self._end)
+        self._end.clear()
+        self._keep(earlier, sys.stderr.buffer)
+
+    def _keep(self, written: bytes, shown_on: IO[bytes]) -> None:
+        self._end += written
+        del self._end[:-KEPT_BYTES]
+        self._write(written)
+        if self.process == 0:
+            _show(written, shown_on)
+
+    def _write(self, written: bytes) -> None:
+        if self._log is not None:
+            self._log.write(written)
+
+
+def _show(written: bytes, shown_on: IO[bytes]) -> None:
+    shown_on.write(written)
+    shown_on.flush()

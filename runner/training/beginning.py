@@ -1,0 +1,223 @@
+"""What a run begins with: its newest checkpoint, the weights of another run, or new ones."""
+
+import dataclasses
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+
+from lmlib import train
+from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
+from lmlib.data.resumable import Resumable
+from lmlib.data.stored_json import read_text
+from lmlib.experiment import Experiment
+from lmlib.guard import Guard
+from lmlib.optim import Optimizer
+from runner.command_line.errors import ConfigError, in_words, user_errors
+from runner.config.text import changed_paths, difference, flattened, is_new_and_unset
+from runner.training import data_probe
+from runner.training.options import Options
+from runner.watch.progress import Progress
+
+_LARGEST_CONFIG = 10_000_000  # bytes
+# Parameters of a model that say how it is computed or regularised, not what it is.
+_FREE = frozenset(
+    {
+        "attention",
+        "compute_dtype",
+        "dropout",
+        "logits_dtype",
+        "loss_chunk",
+        "offloaded",
+        "quantized",
+        "saved",
+        "sequence_parallel",
+        "unroll",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """The state before the next step.
+
+    Attributes:
+      step: steps made.
+      tokens: target tokens that they were trained on.
+      best: the lowest validation loss so far, and its step.
+      initialised_from: whose weights the run began with, if it was another run's.
+      damaged: newer checkpoints, which are to be set aside.
+    """
+
+    state: train.State
+    step: int
+    tokens: int
+    best: dict[str, Any] | None
+    initialised_from: str | None
+    damaged: tuple[DamagedCheckpointError, ...] = ()
+
+
+def begin(
+    experiment: Experiment,
+    optimizer: Optimizer,
+    directory: Path,
+    options: Options,
+    progress: Progress,
+) -> Beginning:
+    """Restores, warm-starts or initialises; changes nothing on disk.
+
+    Args:
+      directory: of the run's checkpoints; it may be absent.
+
+    Raises:
+      ConfigError: if what is there cannot be gone on from, and why.
+    """
+    made = optimizer, experiment.mesh, experiment.guard or Guard()
+    init_from, data_may_change = options.init_from, "data" in options.allowed_changes
+    with user_errors():
+        target = train.abstract_state(experiment.make_model, *made)
+        with Checkpoints(directory, read_only=True) as checkpoints:
+            found = checkpoints.restore_newest(target, fallback=options.checkpoint_fallback)
+        if found is not None:
+            _check_progress(found)
+            _check_data(experiment, found, data_may_change, progress)
+            _say(found, experiment, init_from, progress)
+            saved = found.progress
+            return Beginning(
+                found.state,
+                found.step,
+                saved["tokens"],
+                saved["best"],
+                saved["initialised_from"],
+                found.damaged,
+            )
+        if init_from is None:
+            state = train.init(experiment.make_model, *made, seed=experiment.seed)
+            return Beginning(state, 0, 0, None, None)
+        model, initialised_from = weights_of(init_from, experiment, data_may_change)
+    progress.message(f"beginning with the weights of {initialised_from}")
+    return Beginning(train.begin(model, *made, seed=experiment.seed), 0, 0, None, initialised_from)
+
+
+def weights_of(
+    init_from: str, experiment: Experiment, tokenizer_may_differ: bool = False
+) -> tuple[Any, str]:
+    """The model of a checkpoint of another run, and which it is: `run@step`.
+
+    Args:
+      init_from: the folder of a run or of its checkpoints, the newest of which is meant, or
+        `folder@step`.
+
+    Raises:
+      ConfigError: if there is none, it is damaged, or it holds another model or was trained on
+        another tokenizer's ids.
+    """
+    folder, step = _parse(init_from)
+    target = train.abstract_model(experiment.make_model, experiment.mesh)
+    try:
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            step = checkpoints.newest() if step is None else step
+            if step is None:
+                raise ConfigError(f"{folder} holds no checkpoint")
+            model, progress = checkpoints.restore_part(step, "model", target)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--init_from={init_from}: {in_words(error)}") from error
+    problem = data_probe.tokenizer_changed(experiment.data, progress.get("batches", {}))
+    if problem is not None and not tokenizer_may_differ:
+        raise ConfigError(
+            f"--init_from={init_from} was trained on other data: {problem}, so its ids mean other "
+            "texts; to go on all the same give --allow_change=data"
+        )
+    return model, f"{folder}@{step}"
+
+
+def check_config(
+    cfg: fdl.Config[Experiment],
+    workdir: Path,
+    allowed_changes: Collection[str],
+    progress: Progress,
+) -> None:
+    """Shows how the config differs from the one that the run in `workdir` was begun with.
+
+    Compares with config.txt: of the config.json of an old run perhaps not every module is left.
+
+    Raises:
+      ConfigError: if the model is not the one that was trained and "model" is not allowed.
+    """
+    file = workdir / "config.txt"
+    if not file.exists():
+        return
+    with user_errors():
+        before = read_text(file, _LARGEST_CONFIG)
+    changes = difference(before, flattened(cfg))
+    if not changes:
+        return
+    progress.message(f"the config has changed since this run began:\n{changes}")
+    of_the_model = [
+        path
+        for path in changed_paths(before, flattened(cfg))
+        if path.partition(".")[0] == "model"
+        and path.rpartition(".")[2] not in _FREE
+        and not is_new_and_unset(path, before, flattened(cfg))
+    ]
+    if of_the_model and "model" not in allowed_changes:
+        raise ConfigError(
+            f"{', '.join(of_the_model)} changed since the run in {workdir} began, so its weights "
+            "are those of another model; use another workdir (--init_from takes the weights "
+            "there), or give --allow_change=model to go on all the same"
+        )
+
+
+def _check_progress(found: Restored) -> None:
+    if missing := {"tokens", "best", "batches", "initialised_from"} - found.progress.keys():
+        raise ConfigError(
+            f"checkpoint {found.step} was saved by another version of the runner: its progress "
+            f"has no {', '.join(sorted(missing))}; take its weights with --init_from into another "
+            "workdir"
+        )
+
+
+def _check_data(
+    experiment: Experiment, found: Restored, may_change: bool, progress: Progress
+) -> None:
+    """Sees that the run goes on with the data it was trained on, and takes a stream there."""
+    source = experiment.data
+    problem = data_probe.changed(source, found.progress["batches"])
+    if problem is None and isinstance(source, Resumable):
+        try:
+            source.restore(found.step, found.progress["data"])
+        except ValueError as error:
+            problem = str(error)
+    if problem is None:
+        return
+    if not may_change:
+        raise ConfigError(
+            f"checkpoint {found.step} was trained on other data: {problem}. Use another workdir, "
+            "or give --allow_change=data to go on all the same"
+        )
+    progress.message(f"going on with other data, since --allow_change=data: {problem}")
+
+
+def _say(
+    found: Restored, experiment: Experiment, init_from: str | None, progress: Progress
+) -> None:
+    for damage in found.damaged:
+        progress.message(f"WARNING: {damage}")
+    if found.damaged:
+        progress.message(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
+    if init_from is not None:
+        progress.message(f"--init_from={init_from} is not looked at: this run has checkpoints")
+    if found.step < experiment.steps:
+        progress.message(f"resuming after step {found.step:,} of {experiment.steps:,}")
+
+
+def _parse(init_from: str) -> tuple[Path, int | None]:
+    """The folder of checkpoints, and the step if it is given."""
+    run, at, step = init_from.rpartition("@")
+    if not at or not step.isdecimal():
+        run, step = init_from, ""
+    for folder in (Path(run) / "checkpoints", Path(run)):
+        if folder.is_dir():
+            return folder, int(step) if step else None
+    raise ConfigError(f"--init_from={init_from}: {run} is no folder; write RUN or RUN@STEP")

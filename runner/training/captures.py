@@ -1,0 +1,175 @@
+"""Keeps what is needed to make a skipped update again: `python -m runner.replay CAPTURE`.
+
+A capture is a folder `workdir/captures/<step>`:
+
+    capture.json     the step, its line of metrics.jsonl, the mesh
+    config.json      the run's config
+    batch.npz        the batch of the step, all rows
+    checkpoints/     the newest checkpoint from before the step, its files linked rather than copied
+
+From that checkpoint the steps up to the captured one are made again: the state before the step
+itself is gone by the time its metrics are known, since its buffers became those of the next.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from lmlib.checkpoint.folders import steps_in
+from lmlib.data.batch import Batch
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.experiment import Experiment
+from lmlib.metrics import from_json, to_json
+from runner.command_line.errors import in_words
+from runner.processes.agreement import from_first
+from runner.training.recorder import Line
+from runner.training.saving import Saver
+
+FOLDER = "captures"
+_FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
+
+
+class Captures:
+    """Captures the first update of each row of skipped ones, `experiment.captures` in all."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        workdir: Path,
+        saver: Saver,
+        initialised_from: str | None,
+    ):
+        """`initialised_from` says whose weights the run began with, if it was another run's."""
+        self._experiment = experiment
+        self._workdir = workdir
+        self._saver = saver
+        self._initialised_from = initialised_from
+
+    def take(self, line: Line, batch: Batch) -> str | None:
+        """Captures the step of `line` if its update was skipped; a message about it, or `None`.
+
+        Every process must call it.
+        """
+        step = line["step"]
+        if line["skipped_in_a_row"] != 1 or not from_first(self._has_room(step)):
+            return None
+        self._saver.settle()  # no checkpoint may be removed while it is linked
+        rows = {name: _whole(getattr(batch, name)) for name in _FIELDS}
+        folder = self._workdir / FOLDER / str(step)
+        if jax.process_index() == 0:
+            try:
+                self._write(folder, line, rows)
+            except OSError as error:
+                return f"WARNING: step {step:,} could not be captured: {in_words(error)}"
+        return f"step {step:,} was skipped; python -m runner.replay {folder} makes it again"
+
+    def _has_room(self, step: int) -> bool:
+        folder = self._workdir / FOLDER
+        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        taken = [name for name in names if name.isdecimal()]  # others a killed process left
+        return str(step) not in taken and len(taken) < self._experiment.captures
+
+    def _write(self, folder: Path, line: Line, rows: dict[str, np.ndarray]) -> None:
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir(parents=True)
+            checkpoints = steps_in(self._workdir / "checkpoints")
+            earlier = [step for step in checkpoints if step < line["step"]]
+            if earlier:
+                name = f"checkpoints/{earlier[-1]}"
+                shutil.copytree(
+                    self._workdir / name, unfinished / name, copy_function=_link_or_copy
+                )
+            np.savez(unfinished / "batch.npz", **cast(Any, rows))
+            shutil.copy2(self._workdir / "config.json", unfinished / "config.json")
+            (unfinished / "capture.json").write_text(json.dumps(self._facts(line), indent=1) + "\n")
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _facts(self, line: Line) -> dict[str, Any]:
+        data = self._experiment.data
+        present = {name: value for name, value in line.items() if value is not None}
+        return {
+            "step": line["step"],
+            "line": json.loads(to_json(present)),
+            "mesh": dict(self._experiment.mesh.shape),
+            "initialised_from": self._initialised_from,
+            "sequences": data.sequence_numbers(line["step"] - 1).tolist()
+            if isinstance(data, FlatTokens)
+            else None,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """A capture as it is read back."""
+
+    folder: Path
+    step: int
+    line: Line
+    mesh: dict[str, int]
+    initialised_from: str | None
+
+
+def read_capture(folder: Path) -> Capture:
+    """Raises ValueError or OSError if there is no capture, or not a whole one."""
+    file = folder / "capture.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} is no capture: it has no capture.json; see workdir/captures")
+    try:
+        facts = json.loads(file.read_text())
+        return Capture(
+            folder,
+            int(facts["step"]),
+            from_json(json.dumps(facts["line"])),
+            dict(facts["mesh"]),
+            facts["initialised_from"],
+        )
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}") from error
+
+
+def read_batch(folder: Path, batch_size: int, sequence_length: int) -> Batch:
+    """The captured batch.
+
+    Raises:
+      ValueError: if the file does not hold arrays of that shape; before they are allocated.
+    """
+    file, shape = folder / "batch.npz", (batch_size, sequence_length)
+    try:
+        with zipfile.ZipFile(file) as parts:
+            for name in _FIELDS:
+                with parts.open(f"{name}.npy") as part:
+                    np.lib.format.read_magic(part)
+                    saved, _, dtype = np.lib.format.read_array_header_1_0(part)
+                if saved != shape or dtype.hasobject:
+                    raise ValueError(f"{name} is {dtype}{list(saved)}")
+        with np.load(file, allow_pickle=False) as arrays:
+            return Batch(**{name: arrays[name] for name in _FIELDS})
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{file} holds no batch of {shape}: {error}") from error
+
+
+def _whole(array: jax.Array) -> np.ndarray:
+    """All rows, on every process."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """A link costs nothing, and holds what is linked when the original goes."""
+    try:
+        os.link(source, target)
+    except OSError:  # not on this file system
+        shutil.copy2(source, target)

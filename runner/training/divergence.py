@@ -1,0 +1,32 @@
+"""Stops a run whose updates are skipped one after the other, and says where its numbers break."""
+
+from lmlib.data.batch import Batch
+from lmlib.experiment import Experiment
+from lmlib.layer_statistics import first_offender, layer_statistics, table
+from lmlib.train import State
+from runner.command_line.errors import TrainingStopped
+from runner.training.recorder import Line
+
+
+def stop_if_diverged(experiment: Experiment, line: Line, state: State, batch: Batch) -> None:
+    """Raises TrainingStopped if `line` tells of too many skipped updates in a row.
+
+    Every process must call it. `state` and `batch` are the newest: a skipped update leaves the
+    weights as they were, so they show what the skipped ones met.
+    """
+    in_a_row = line["skipped_in_a_row"]
+    if in_a_row < experiment.stop_after_skipped:
+        return
+    statistics = layer_statistics(state.model, batch, experiment.mesh)
+    offender = first_offender(statistics)
+    found = (
+        f"the first number that is not finite is in {offender}"
+        if offender
+        else "all numbers are finite, so the losses were spikes"
+    )
+    raise TrainingStopped(
+        f"{in_a_row} updates in a row were skipped, up to step {line['step']:,} (loss "
+        f"{line['loss']:.4g}, gradient norm {line['grad_norm']:.4g}): {found}. The newest "
+        "checkpoint is from before: go on from it with a lower learning rate or another seed of "
+        f"the data, or raise stop_after_skipped.\n{table(statistics)}"
+    )

@@ -1,0 +1,278 @@
+"""Training, from a Fiddle config to a result: `fit(cfg, workdir)`."""
+
+import dataclasses
+import functools
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import jax
+from jax.sharding import NamedSharding
+
+from lmlib import train
+from lmlib.activations import saved_activations
+from lmlib.checkpoint import Checkpoints
+from lmlib.data.batch import Batch
+from lmlib.data.prefetch import Prefetch
+from lmlib.describe import describe
+from lmlib.experiment import Experiment
+from lmlib.guard import Guard
+from lmlib.metrics import MetricsLog, read_metrics
+from lmlib.optim import Optimizer
+from lmlib.parallel.layout import partition
+from runner.command_line.errors import ConfigError, user_errors
+from runner.config import configs
+from runner.config.text import flattened
+from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, may_wait_for_ever
+from runner.processes.agreement import agreed, ends_other_processes, from_first, require_same
+from runner.training.beginning import Beginning, begin, check_config
+from runner.training.captures import Captures
+from runner.training.compiled_step import (
+    Identity,
+    check_compiled,
+    compiled_anew,
+    identity_of,
+    load_compiled,
+    save_compiled,
+)
+from runner.training.loop import Loop
+from runner.training.options import Options
+from runner.training.recorder import Recorder
+from runner.training.report import Summary, finished_summary, from_json, summarise
+from runner.training.saving import Saver
+from runner.training.validation import Validation
+from runner.watch.goodput import GoodputLog
+from runner.watch.phases import Phase, Phases
+from runner.watch.profiling import Profiler, dump_program
+from runner.watch.progress import Progress, bytes_text, duration_text
+from runner.watch.watchdog import Limits, Watchdog
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run leaves: the final state on its mesh, the lines of metrics.jsonl, the summary."""
+
+    state: train.State
+    metrics: list[dict[str, Any]]
+    summary: Summary
+
+
+@ends_other_processes()
+def fit(
+    cfg: fdl.Config[Experiment],
+    workdir: str | os.PathLike[str],
+    options: Options | None = None,
+) -> Result:
+    """Trains the experiment of `cfg` to its last step, from the newest checkpoint if there is one.
+
+    Args:
+      cfg: builds to an `Experiment`; stays as it is.
+      workdir: receives config.json, config.txt, metrics.jsonl, tensorboard/, checkpoints/,
+        goodput.json, result.json and, where an update was skipped, captures/.
+      options: how to go about it; `None`: `Options()`.
+
+    Raises:
+      ConfigError: if the parts of the experiment do not fit each other, or the checkpoint does not
+        fit them; before anything compiles.
+      TrainingStopped: if updates or saves fail one after the other.
+      StoppedEarly: if `options.stop` said so.
+    """
+    keep_compiled_programs()
+    options = options or Options()
+    phases = Phases(time.time() if options.started is None else options.started)
+    workdir = Path(workdir)
+    primary = jax.process_index() == 0
+    with agreed(), user_errors():
+        experiment = fdl.build(cfg)
+        experiment.check()
+    require_same("the config", flattened(cfg))
+    shown = primary if options.reports is None else options.reports
+    with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress:
+        with agreed():
+            check_config(cfg, workdir, options.allowed_changes, progress)
+        run = _Run(cfg, experiment, workdir, options, progress, phases, primary)
+        run.announce()
+        with phases.during(Phase.RESTORE):
+            directory = workdir / "checkpoints"
+            beginning = begin(experiment, run.optimizer, directory, options, progress)
+            with agreed():
+                run.check_compiled(beginning.state)
+        # Before this line, and whatever the user's mistake, nothing is written.
+        with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
+            checkpoints.set_aside(beginning.damaged)
+            if primary:
+                configs.save(cfg, workdir)
+            state, summary = beginning.state, None
+            if beginning.step >= experiment.steps:
+                progress.message(f"this run finished all its {experiment.steps:,} steps before")
+                summary = run.earlier_summary()
+            if summary is None:
+                with GoodputLog(workdir, phases, enabled=primary) as goodput:
+                    if beginning.step < experiment.steps:
+                        state = run.make_steps(beginning, checkpoints, goodput)
+                    phases.enter(Phase.EVALUATION)
+                    summary = run.summarise(state, goodput)
+    return Result(state, from_first(read_metrics(workdir)), summary)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The parts of `fit`, and what all of them need."""
+
+    cfg: fdl.Config[Experiment]
+    experiment: Experiment
+    workdir: Path
+    options: Options
+    progress: Progress
+    phases: Phases
+    primary: bool
+
+    @functools.cached_property
+    def optimizer(self) -> Optimizer:
+        return self.experiment.optimizer(self.experiment.steps)
+
+    @functools.cached_property
+    def validation(self) -> Validation | None:
+        source = self.experiment.validation
+        return None if source is None else Validation(source, self.experiment)
+
+    def announce(self) -> None:
+        experiment = self.experiment
+        model = experiment.abstract_model()
+        self.progress.message(describe(model, experiment.mesh, self.optimizer.decays).short())
+        kept = saved_activations(experiment).bytes_per_device
+        self.progress.message(f"kept for the backward pass: {bytes_text(kept)} on each device")
+        if may_wait_for_ever():
+            self.progress.message(
+                "WARNING: these CPU devices may wait for each other for ever, and XLA then aborts "
+                f"the process: add {IN_ORDER_ON_CPU} to XLA_FLAGS before JAX starts"
+            )
+
+    def open_checkpoints(self) -> Checkpoints:
+        limits = self.options.limits or Limits()
+        with user_errors():
+            return Checkpoints(
+                self.workdir / "checkpoints",
+                keep=self.experiment.keep_checkpoints,
+                keep_every=self.experiment.keep_checkpoints_every,
+                keep_best=self.experiment.keep_best_checkpoints,
+                save_seconds=max(1, round(limits.checkpoint)),
+            )
+
+    def make_steps(
+        self, beginning: Beginning, checkpoints: Checkpoints, goodput: GoodputLog
+    ) -> train.State:
+        """The state after the last step."""
+        experiment, progress, workdir = self.experiment, self.progress, self.workdir
+        repeated = max([goodput.furthest, *(line["step"] for line in read_metrics(workdir)[-1:])])
+        with (
+            MetricsLog(workdir, beginning.step or None, enabled=self.primary) as log,
+            Profiler(workdir, self.options.profile) as profiler,
+            # Prefetching begins here, so that it goes on while the step compiles.
+            self._prefetch(beginning.step) as batches,
+        ):
+            with self.phases.during(Phase.COMPILE):
+                compiled = self._compile(beginning.state)
+            if self.options.dump_hlo and self.primary:
+                progress.message(dump_program(compiled, workdir))
+            recorder = Recorder(
+                experiment, log, progress, goodput, beginning.tokens, beginning.best
+            )
+            origin = beginning.initialised_from
+            saver = Saver(experiment, checkpoints, log, progress, self.phases, origin)
+            loop = Loop(
+                experiment=experiment,
+                compiled=compiled,
+                batches=batches,
+                validation=self.validation,
+                recorder=recorder,
+                saver=saver,
+                captures=Captures(experiment, workdir, saver, origin),
+                profiler=profiler,
+                phases=self.phases,
+                first=beginning.step + 1,
+                repeated=repeated,
+                stop=self.options.stop,
+            )
+            return loop.run(beginning.state)
+
+    def earlier_summary(self) -> Summary | None:
+        """What process 0 finds: the file systems of the others may not show it yet."""
+        found = finished_summary(self.workdir, self.experiment.steps)
+        saved = from_first(None if found is None else dataclasses.asdict(found))
+        return saved and from_json(saved)
+
+    def summarise(self, state: train.State, goodput: GoodputLog) -> Summary:
+        metrics = from_first(read_metrics(self.workdir))
+        if not metrics:
+            raise ConfigError(f"{self.workdir} has a finished checkpoint but no metrics.jsonl")
+        summary = summarise(self.experiment, state, metrics, self.validation)
+        summary = dataclasses.replace(summary, goodput=goodput.total())
+        if self.primary:
+            summary.save(self.workdir)
+        return summary
+
+    def _prefetch(self, start: int) -> Prefetch:
+        experiment = self.experiment
+        rows = NamedSharding(experiment.mesh, partition("batch seq"))
+        ahead = experiment.prefetch_batches
+        return Prefetch(experiment.data, rows, start, experiment.steps, ahead)
+
+    def check_compiled(self, state: train.State) -> None:
+        if self.options.compiled is not None:
+            if self.options.save_compiled is not None:
+                raise ConfigError("give --compiled or --save_compiled, not both")
+            check_compiled(self.options.compiled, self._identity(state))
+
+    def _compile(self, state: train.State) -> jax.stages.Compiled:
+        options = self.options
+        began = time.perf_counter()
+        done = "compiled the step"
+        if options.compiled is not None:
+            with agreed():
+                compiled = load_compiled(
+                    options.compiled, self._identity(state), state, self._abstract_batch
+                )
+            done = f"took the compiled step out of {options.compiled}"
+        elif options.save_compiled is not None:
+            with compiled_anew():
+                compiled = self._compile_step(state)
+        else:
+            compiled = self._compile_step(state)
+        self.progress.message(f"{done} in {duration_text(time.perf_counter() - began)}")
+        memory = compiled.memory_analysis()
+        if memory is not None:  # not every platform says
+            self.progress.message(
+                f"on each device it needs {bytes_text(memory.argument_size_in_bytes)} for state "
+                f"and batch and {bytes_text(memory.temp_size_in_bytes)} for temporaries"
+            )
+        if options.save_compiled is not None:
+            with agreed():
+                if self.primary:
+                    save_compiled(compiled, options.save_compiled, self._identity(state))
+            self.progress.message(f"wrote the compiled step to {options.save_compiled}")
+        return compiled
+
+    def _compile_step(self, state: train.State) -> jax.stages.Compiled:
+        experiment = self.experiment
+        return train.compile_step(
+            state,
+            self._abstract_batch,
+            self.optimizer,
+            experiment.mesh,
+            experiment.microbatches,
+            experiment.z_loss,
+            experiment.guard or Guard(),
+        )
+
+    @property
+    def _abstract_batch(self) -> Batch:
+        data = self.experiment.data
+        return train.abstract_batch(data.batch_size, data.sequence_length, self.experiment.mesh)
+
+    def _identity(self, state: train.State) -> Identity:
+        return identity_of(self.cfg, self.experiment.mesh, state, self._abstract_batch)

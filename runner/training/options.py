@@ -1,0 +1,44 @@
+"""How a run is gone about, as opposed to what it trains."""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from runner.watch.watchdog import Limits
+
+
+def never(step: int) -> bool:
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `fit` can be told besides the config; none of it changes the curve.
+
+    Args:
+      profile: steps to trace into workdir/profile.
+      dump_hlo: whether to write the optimised program into workdir/hlo.
+      reports: whether this process shows its progress on stderr; `None`: if it is process 0.
+      checkpoint_fallback: whether to go on from an older checkpoint if the newest is damaged.
+      init_from: `RUN` or `RUN@STEP`: begin with the weights of a checkpoint of another run. Not
+        looked at once this run has checkpoints of its own.
+      allowed_changes: "data" or "model", where a run shall go on with others than it had.
+      save_compiled: a file to write the compiled step to.
+      compiled: a file to take it from instead of compiling; loading it can run any code.
+      limits: this process ends if something takes longer; `None`: it never does.
+      stop: called with the number of each step; if true the run saves a checkpoint and ends. It
+        must answer alike on all processes.
+      started: when this process was, in seconds since the epoch; `None`: when `fit` is called.
+    """
+
+    profile: range | None = None
+    dump_hlo: bool = False
+    reports: bool | None = None
+    checkpoint_fallback: bool = True
+    init_from: str | None = None
+    allowed_changes: Collection[str] = ()
+    save_compiled: Path | None = None
+    compiled: Path | None = None
+    limits: Limits | None = None
+    stop: Callable[[int], bool] = never
+    started: float | None = None

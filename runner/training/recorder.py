@@ -1,0 +1,94 @@
+"""From the device metrics of a step to a line of metrics.jsonl and of the terminal."""
+
+import math
+import time
+from typing import Any
+
+import jax
+
+from lmlib.experiment import Experiment
+from lmlib.metrics import MetricsLog, mfu
+from lmlib.train import Metrics
+from runner.watch.goodput import GoodputLog
+from runner.watch.progress import Progress
+
+Line = dict[str, Any]  # a metric that is None is not written
+
+
+class Recorder:
+    """Times steps and writes their metrics.
+
+    `tokens` counts the target tokens trained on so far, and `best` is the lowest validation loss
+    with its step; both go into the checkpoint. `tokens_per_second` and MFU count every position
+    that the devices process, padding included.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        log: MetricsLog,
+        progress: Progress,
+        goodput: GoodputLog,
+        tokens: int,
+        best: dict[str, Any] | None,
+    ):
+        data = experiment.data
+        self.tokens = tokens
+        self.best = best
+        self._positions = data.batch_size * data.sequence_length
+        self._flops_per_token = experiment.abstract_model().training_flops_per_token(
+            data.sequence_length, causal=False
+        )
+        self._devices = list(experiment.mesh.devices.flat)
+        self._log = log
+        self._progress = progress
+        self._goodput = goodput
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """What follows is timed; what came since the last step was read is not."""
+        self._clock = time.perf_counter()
+
+    def read(self, step: int, metrics: Metrics, data_wait_seconds: float) -> Line:
+        """Waits for the step and times it: from the step before, or `restart_clock`, to here.
+
+        `data_wait_seconds` is how long the loop waited for the step's batch, which delays the
+        step unless the devices are still busy with the one before.
+        """
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        seconds = time.perf_counter() - self._clock
+        self.restart_clock()
+        valid = int(values.pop("tokens"))
+        self.tokens += valid
+        tokens_per_second = self._positions / seconds
+        return {
+            "step": step,
+            "loss": values.pop("loss"),
+            **values,
+            "valid_tokens": valid,
+            "tokens": self.tokens,
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": seconds,
+            "data_wait_seconds": data_wait_seconds,
+            "mfu": mfu(self._flops_per_token, tokens_per_second, self._devices),
+        }
+
+    def message(self, text: str) -> None:
+        """Shows `text` above the progress."""
+        self._progress.message(text)
+
+    def write(self, line: Line) -> None:
+        """Writes the line, and how much of the run's wall time went into steps so far."""
+        validation_loss = line.get("validation_loss", math.nan)
+        lowest = math.inf if self.best is None else self.best["validation_loss"]
+        if validation_loss < lowest:  # NaN is not
+            self.best = {"step": line["step"], "validation_loss": validation_loss}
+        metrics = {name: value for name, value in line.items() if name != "step"}
+        metrics["goodput"] = self._goodput.update(line["step"])
+        self._log.write(line["step"], metrics)
+        self._progress.update(
+            line["step"],
+            loss=line["loss"],
+            tokens_per_second=line["tokens_per_second"],
+            mfu=line["mfu"],
+        )

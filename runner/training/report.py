@@ -1,0 +1,151 @@
+"""What a finished run says of itself: its numbers, a few sampled lines, what to try next."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.experiment import Experiment
+from lmlib.generate import sample
+from lmlib.metrics import mfu
+from lmlib.table import columns
+from lmlib.train import State
+from runner.training.validation import Validation
+from runner.watch.goodput import Goodput
+from runner.watch.progress import count_text
+
+FILE_NAME = "result.json"
+LOSS_STEPS = 50
+SAMPLED_TOKENS = 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The numbers of a finished run; `None` where there is nothing to measure.
+
+    `training_loss` is the mean over the last 50 steps, each token counting once;
+    `validation_loss` is over the whole of a finite validation set. Losses are in nats per token.
+    `gzip_bits_per_byte` is what `gzip -9` needs for the validation texts, each alone. `goodput`
+    tells where the wall time went.
+    """
+
+    steps: int
+    parameters: int
+    tokens: int
+    tokens_per_second: float
+    mfu: float | None
+    training_loss: float
+    validation_loss: float | None
+    validation_bits_per_byte: float | None
+    gzip_bits_per_byte: float | None
+    samples: tuple[str, ...]
+    goodput: Goodput | None = None
+
+    def save(self, workdir: Path) -> None:
+        """Writes result.json, whole or not at all."""
+        unfinished = workdir / f".{FILE_NAME}.unfinished"
+        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        unfinished.replace(workdir / FILE_NAME)
+
+    def text(self, workdir: Path) -> str:
+        """The table that a run ends with."""
+        optional = {
+            "MFU": self.mfu and f"{self.mfu:.1%}",
+            "validation loss": self.validation_loss
+            and f"{self.validation_loss:.4f} nats per token",
+            "validation bits per byte": self.validation_bits_per_byte
+            and f"{self.validation_bits_per_byte:.3f}",
+            "gzip -9 on the same texts": self.gzip_bits_per_byte
+            and f"{self.gzip_bits_per_byte:.3f} bits per byte",
+        }
+        rows = [
+            ("parameters", count_text(self.parameters)),
+            ("tokens seen", count_text(self.tokens)),
+            ("tokens per second", count_text(self.tokens_per_second)),
+            ("training loss", f"{self.training_loss:.4f} nats per token, last {LOSS_STEPS} steps"),
+            *((name, value) for name, value in optional.items() if value),
+            ("the run's files", str(workdir)),
+            (
+                "try next",
+                f"python -m runner --fdl_config={workdir}/config.json --workdir={workdir}_next "
+                "--fdl.optimizer.peak_lr=1e-3",
+            ),
+            (
+                "",
+                "python -m runner --fdl_config=experiments/llama_84m --fiddler=tiny "
+                "--workdir=/tmp/llama_84m",
+            ),
+        ]
+        samples = [f"sampled: {text!r}" for text in self.samples]
+        times = [] if self.goodput is None else [self.goodput.text(), ""]
+        return "\n".join([*samples, *times, columns(rows)])
+
+
+def finished_summary(workdir: Path, steps: int) -> Summary | None:
+    """The summary that this run left when it made its last step, if it did."""
+    file = workdir / FILE_NAME
+    if not file.exists():
+        return None
+    saved = json.loads(file.read_text())
+    return from_json(saved) if saved["steps"] == steps else None
+
+
+def from_json(saved: Mapping[str, Any]) -> Summary:
+    """What `dataclasses.asdict` made of a summary, after a way through JSON."""
+    goodput = saved["goodput"] and Goodput(**saved["goodput"])
+    return Summary(**{**saved, "samples": tuple(saved["samples"]), "goodput": goodput})
+
+
+def summarise(
+    experiment: Experiment,
+    state: State,
+    metrics: Sequence[Mapping[str, Any]],
+    validation: Validation | None,
+) -> Summary:
+    """Evaluates the final state, samples from it, and sums up the lines of metrics.jsonl."""
+    data = experiment.data
+    positions = len(metrics) * data.batch_size * data.sequence_length
+    tokens_per_second = positions / sum(line["step_seconds"] for line in metrics)
+    flops = state.model.training_flops_per_token(data.sequence_length, causal=False)
+    recent = metrics[-LOSS_STEPS:]
+    loss = sum(line["loss"] * line["valid_tokens"] for line in recent)
+    summary = Summary(
+        steps=experiment.steps,
+        parameters=sum(weight.size for weight in jax.tree.leaves(state.model)),
+        tokens=metrics[-1]["tokens"],
+        tokens_per_second=tokens_per_second,
+        mfu=mfu(flops, tokens_per_second, list(experiment.mesh.devices.flat)),
+        training_loss=loss / sum(line["valid_tokens"] for line in recent),
+        validation_loss=None,
+        validation_bits_per_byte=None,
+        gzip_bits_per_byte=None,
+        samples=_samples(experiment, state),
+    )
+    if validation is None:
+        return summary
+    evaluation = validation.whole(state.model)
+    return dataclasses.replace(
+        summary,
+        validation_loss=evaluation.loss,
+        validation_bits_per_byte=validation.bits_per_byte(evaluation),
+        gzip_bits_per_byte=validation.gzip_bits_per_byte,
+    )
+
+
+def _samples(experiment: Experiment, state: State) -> tuple[str, ...]:
+    """Continuations of the experiment's prompts, if the data set has a tokenizer."""
+    data = experiment.data
+    if not (experiment.prompts and isinstance(data, FlatTokens) and data.tokenizer_path):
+        return ()
+    from tokenizers import Tokenizer  # heavy, and only needed here
+
+    tokenizer = Tokenizer.from_file(str(data.tokenizer_path))
+    begin = [] if data.metadata is None or data.metadata.bos_id is None else [data.metadata.bos_id]
+    prompts = [begin + tokenizer.encode(prompt).ids for prompt in experiment.prompts]
+    key = jax.random.key(experiment.seed)
+    sampled = sample(state.model, prompts, SAMPLED_TOKENS, key, experiment.mesh)
+    return tuple(tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sampled)

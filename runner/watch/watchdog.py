@@ -1,0 +1,115 @@
+"""Ends a process that is stuck, and shows where it is.
+
+The stacks of all threads go to `workdir/stacks/process_00000.txt`: when something takes longer than
+its limit, when the process crashes or is aborted, and whenever `kill -USR1` asks for them.
+"""
+
+import dataclasses
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+
+from runner.processes.endings import FAILED
+from runner.watch.phases import Phase, Phases
+
+LONGEST_WAIT = 1.0  # seconds between two looks
+_DOING = {
+    Phase.COMPILE: "compiling",
+    Phase.DATA: "waiting for its data source",
+    Phase.STEP: "in one step",
+    Phase.REPEATED: "in one step",
+    Phase.EVALUATION: "in an evaluation",
+    Phase.CHECKPOINT: "saving its checkpoint",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How many seconds may pass in one go; a process that takes longer ends."""
+
+    compile: float = 7_200.0
+    step: float = 1_800.0
+    data: float = 600.0  # the wait for one batch
+    evaluation: float = 7_200.0
+    checkpoint: float = 3_600.0  # the wait for a save
+
+    def of(self, phase: Phase) -> float:
+        return {
+            Phase.COMPILE: self.compile,
+            Phase.DATA: self.data,
+            Phase.STEP: self.step,
+            Phase.REPEATED: self.step,
+            Phase.EVALUATION: self.evaluation,
+            Phase.CHECKPOINT: self.checkpoint,
+        }.get(phase, float("inf"))
+
+
+def stacks_file(workdir: Path, process: int) -> Path:
+    return workdir / "stacks" / f"process_{process:05}.txt"
+
+
+class Watchdog:
+    """Watches over this process while it runs the block.
+
+    with Watchdog(phases, limits, workdir):
+        ...
+    """
+
+    def __init__(self, phases: Phases, limits: Limits | None, workdir: Path):
+        """`limits=None` watches over nothing and leaves the process's signals alone."""
+        self._phases = phases
+        self._limits = limits
+        self._path = stacks_file(workdir, jax.process_index())
+        self._closed = threading.Event()
+
+    def __enter__(self) -> "Watchdog":
+        if self._limits is None:
+            return self
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a")
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        pid = os.getpid()
+        self._say(
+            f"=== process {jax.process_index()} of {jax.process_count()} on "
+            f"{socket.gethostname()}, {now}: `kill -USR1 {pid}` adds its stacks"
+        )
+        # Both write from the signal's handler itself, whatever the threads are doing.
+        faulthandler.register(signal.SIGUSR1, self._file, all_threads=True)
+        faulthandler.enable(self._file, all_threads=True)
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed.set()
+        # The file stays open: an abort while the process leaves is to be seen as well.
+
+    def _watch(self) -> None:
+        assert self._limits is not None
+        longest = min(LONGEST_WAIT, *(self._limits.of(phase) / 2 for phase in Phase))
+        while not self._closed.wait(longest):
+            phase, seconds = self._phases.current
+            if seconds > self._limits.of(phase):
+                self._end(phase, self._limits.of(phase))
+
+    def _end(self, phase: Phase, limit: float) -> None:
+        message = f"process {jax.process_index()} has been {_DOING[phase]} for {limit:g} s"
+        self._say(f"--- {time.strftime('%H:%M:%S')}: {message}, its limit")
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        sys.stdout.flush()
+        print(
+            f"error: {message}, its limit; {self._path} shows what its threads were doing",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(FAILED)
+
+    def _say(self, line: str) -> None:
+        self._file.write(f"{line}\n")
+        self._file.flush()
