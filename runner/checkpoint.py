@@ -20,11 +20,11 @@ from absl import app, flags, logging
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, folders
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.progress import read_progress
+from lmlib.quantities import bytes_text, duration_text
 from lmlib.table import columns
 from runner.command_line import parse, tell
 from runner.endings import MISTAKE
 from runner.errors import ConfigError, did_you_mean, user_errors
-from runner.progress import bytes_text, duration_text
 
 _STEP = flags.DEFINE_integer("step", None, "With verify and show: this step only.", lower_bound=0)
 _KEEP = flags.DEFINE_integer("keep", None, "With prune: how many stay.", lower_bound=1)

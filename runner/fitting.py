@@ -23,6 +23,7 @@ from lmlib.guard import Guard
 from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.optim import Optimizer
 from lmlib.parallel.layout import partition
+from lmlib.quantities import bytes_text, duration_text
 from runner import configs
 from runner.agreement import agreed, from_first, require_same
 from runner.beginning import Beginning, begin, check_config
@@ -43,7 +44,7 @@ from runner.loop import Loop
 from runner.options import Options
 from runner.phases import Phase, Phases
 from runner.profiling import Profiler, dump_program
-from runner.progress import Progress, bytes_text, duration_text
+from runner.progress import Progress
 from runner.recorder import Recorder
 from runner.report import Summary, finished_summary, from_json, summarise
 from runner.saving import Saver

@@ -12,10 +12,10 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
 from lmlib.generate import sample
 from lmlib.metrics import mfu
+from lmlib.quantities import count_text
 from lmlib.table import columns
 from lmlib.train import State
 from runner.goodput import Goodput
-from runner.progress import count_text
 from runner.validation import Validation
 
 FILE_NAME = "result.json"
