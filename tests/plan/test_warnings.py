@@ -13,7 +13,7 @@ from lmlib.parallel.layout import gather
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.collectives import collectives
 from lmlib.plan.communication_warnings import communication_warnings
-from lmlib.plan.compiler_log import captured
+from lmlib.plan.planner import stderr_kept
 from lmlib.plan.program import read_program
 from lmlib.train import abstract_model
 
@@ -144,7 +144,7 @@ def test_what_the_partitioner_complains_about_is_named():
         target = NamedSharding(automatic, P(None, ("data", "fsdp"), None))
         return jax.lax.with_sharding_constraint(jnp.sin(x), target)
 
-    with captured() as log:
+    with stderr_kept() as log:
         jax.jit(moved).lower(jnp.ones((8, 8, 8))).compile()
     (warning,) = communication_warnings((), abstract_model(make, mesh), mesh, log.text * 2)
     assert warning.problem == "full rematerialization"

@@ -1,19 +1,38 @@
-"""Bytes that a compiled step moves between a device and its memory, besides those of its matmuls.
+"""How long one device computes in a step, at best, scope by scope.
 
-Each instruction of the schedule reads its operands and writes its result once; a fusion is one
-instruction. Of an array that a fusion only slices, or only updates a slice of, the slice counts.
-Instructions that hold a matmul, and collectives, are left out: lmlib.plan.flops and
-lmlib.plan.collectives have them. What lies on a TPU's chip is free, unless it was fetched there
-just for its reader.
+A matmul takes its FLOPs over what the device's matrix units reach, or its bytes over what its
+memory reaches, whichever is longer (the roofline: Williams et al. 2009, "Roofline: an insightful
+visual performance model"). Everything else takes its bytes, its *traffic*, which is read off the
+compiled program: each instruction of the schedule reads its operands and writes its result once. A
+fusion is one instruction. If it only slices an array, or only updates a slice of it, the slice
+counts. What lies on a TPU's chip is free, unless it was fetched there just for its reader.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
+from lmlib.hardware import Accelerator
+from lmlib.plan.flops import Matmul
 from lmlib.plan.program import ArrayType, Computation, Instruction, Place, Program
-from lmlib.plan.scopes import part, phase
+from lmlib.plan.scopes import OTHER, PHASES, SCOPES, phase, scope
 
-# They rename, or wait, or are taken apart elsewhere.
+# What large bf16 matmuls reach of the peak. GPUs lower their clock under such load: H100s reach
+# 700 to 750 of 989 TFLOP/s in cuBLAS; MXUs keep theirs.
+MATMUL_EFFICIENCY = {"tpu": 0.9, "cuda": 0.75, "rocm": 0.55}
+# Fused attention waits for its softmax besides (Shah et al. 2024, arXiv:2407.08608, figure 5:
+# 550 to 660 forward and 450 to 550 backward of 989 TFLOP/s at head_dim 128).
+ATTENTION_EFFICIENCY = {"tpu": 0.5, "cuda": 0.55, "rocm": 0.4}
+# Streaming kernels reach this much of the memory's bandwidth.
+MEMORY_EFFICIENCY = 0.85
+# Matrix units work on blocks of this size; what doesn't fill one waits for it.
+BLOCK = 128
+# A matmul fills and drains its pipeline once for each block of its result: as long as contracting
+# so many elements.
+PIPELINE_FILL = 64
+# Rate of float32 operands against bf16: TPUs round them to bf16 by default, GPUs use TF32.
+FLOAT32_RATE = {"tpu": 1.0, "cuda": 0.5, "rocm": 0.5}
+# They only rename or wait, or what they call counts on its own.
 _FREE = {
     "parameter",
     "constant",
@@ -38,32 +57,117 @@ _OTHER_CALLS = ("cublas", "cudnn", "matmul", "tpu_custom_call", "triton", "Bitca
 _FETCHED = {"copy-done", "slice-done"}  # ahead of time, for one reader
 _SLICES = {"dynamic-slice", "slice", "gather"}
 
+# What runs one after the other: each hides only communication of its own.
+LOOPS = ("layers, forward", "layers, backward", "outside the layers")
+
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one part of a step moves on one device, in a step.
+    """Bytes that a scope reads from a device's memory and writes to it in a step, matmuls and
+    collectives left out.
 
     Args:
-      part, phase: as lmlib.plan.scopes names them.
+      scope, phase: as lmlib.plan.scopes names them.
       in_layers: whether inside the loop over layers.
-      bytes: read and written.
     """
 
-    part: str
+    scope: str
     phase: str
     in_layers: bool
     bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class ScopeTime:
+    """A scope's work on one device in one step; `limit` is "FLOPs" or "memory"."""
+
+    scope: str
+    phase: str
+    in_layers: bool
+    flops: float
+    bytes: float
+    seconds: float
+    limit: str
+
+    @property
+    def loop(self) -> str:
+        """Out of `LOOPS`."""
+        return loop_of(self.phase, self.in_layers)
+
+
+def loop_of(phase: str, in_layers: bool) -> str:
+    if not in_layers:
+        return LOOPS[2]
+    return LOOPS[0] if phase == "forward" else LOOPS[1]
+
+
+def compute_time(
+    matmuls: Iterable[Matmul], traffic: Iterable[Traffic], accelerator: Accelerator
+) -> tuple[ScopeTime, ...]:
+    """By scope, phase and loop, in the order of the model.
+
+    Args:
+      accelerator: its peak in bfloat16 and its memory's bandwidth are known.
+    """
+    sums: dict[tuple[str, str, bool], _Sums] = {}
+    bandwidth = (accelerator.memory_bandwidth or math.inf) * MEMORY_EFFICIENCY
+    for one in matmuls:
+        own = sums.setdefault((one.scope, one.phase, one.in_layers), _Sums())
+        by_flops = one.device_flops / _matmul_rate(one, accelerator)
+        by_memory = one.device_bytes / bandwidth
+        own.flops += one.device_flops
+        own.bytes += one.device_bytes
+        own.seconds += max(by_flops, by_memory)
+        own.seconds_of_flops += by_flops if by_flops >= by_memory else 0.0
+    for moved in traffic:
+        own = sums.setdefault((moved.scope, moved.phase, moved.in_layers), _Sums())
+        own.bytes += moved.bytes
+        own.seconds += moved.bytes / bandwidth
+    order = [(phase, scope) for phase in PHASES for scope in (*SCOPES, OTHER)]
+    return tuple(
+        ScopeTime(*key, own.flops, own.bytes, own.seconds, own.limit)
+        for key, own in sorted(sums.items(), key=lambda item: order.index((item[0][1], item[0][0])))
+    )
+
+
+@dataclasses.dataclass
+class _Sums:
+    """Of one scope; `seconds_of_flops`: of matmuls that FLOPs limit, and not memory."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    seconds: float = 0.0
+    seconds_of_flops: float = 0.0
+
+    @property
+    def limit(self) -> str:
+        return "FLOPs" if self.seconds_of_flops >= self.seconds / 2 else "memory"
+
+
+def _matmul_rate(one: Matmul, accelerator: Accelerator) -> float:
+    """FLOP/s that a device reaches in it."""
+    platform = accelerator.platform
+    peak = accelerator.flops.get(one.dtype)
+    if peak is None:
+        peak = accelerator.flops["bfloat16"]
+        if one.dtype == "float32":
+            peak *= FLOAT32_RATE[platform]
+    if one.operation != "dot_general":
+        return peak * ATTENTION_EFFICIENCY[platform]
+    _, M, N, K = one.sizes
+    filled = math.prod(size / (math.ceil(size / BLOCK) * BLOCK) for size in (M, N))
+    return peak * MATMUL_EFFICIENCY[platform] * filled * K / (K + PIPELINE_FILL)
+
+
 def traffic(program: Program) -> tuple[Traffic, ...]:
-    """By part and phase, in the order of the schedule."""
+    """By scope, phase and loop, in the order of the schedule."""
     totals: dict[tuple[str, str, bool], int] = {}
     for one, place in program.instructions():
         moved = 0 if _inside_fusion(place) else _moved(one, place.computation, program)
         if moved:
             names = one.op_name or (place.loops[-1].op_name if place.loops else "")
             around = "/".join(loop.op_name for loop in place.loops)
-            key = (part(names), phase(names), "layers" in f"{around}/{names}")
+            key = (scope(names), phase(names), "layers" in f"{around}/{names}")
             totals[key] = totals.get(key, 0) + moved * place.times
     return tuple(Traffic(*key, total) for key, total in totals.items())
 
