@@ -146,7 +146,7 @@ def grouped(found: Sequence[Collective]) -> Iterable[tuple[_Alike, list[Collecti
 
 @dataclasses.dataclass(frozen=True)
 class _Occurrence:
-    """A collective's instruction, and the instruction of the schedule that it is or is fused into."""
+    """A collective's instruction, and the scheduled one that it is, or that it is fused into."""
 
     instruction: Instruction
     place: Place

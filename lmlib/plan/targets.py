@@ -174,65 +174,53 @@ def _no_plugin(accelerator: Accelerator) -> str:
     )
 
 
-# The figures of GPUs are in NVIDIA's CUDA C++ Programming Guide (technical specifications of each
-# compute capability) and in the white papers of the architectures; those of AMD in the CDNA 3 white
-# paper.
-
 # cuDNN kernels are chosen for this version: the oldest that has all that the models here use.
 _CUDNN = "major: 9 minor: 10 patch: 0"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chip:
-    """`cores` are streaming multiprocessors or compute units; memory in bytes."""
+    """A GPU as XLA describes it.
+
+    `cores` are streaming multiprocessors or compute units; `shared_memory` and `registers` are
+    those of one core; memory is in bytes. The figures of NVIDIA's chips are in its CUDA C++
+    Programming Guide (technical specifications of each compute capability) and in the white papers
+    of the architectures; those of AMD's in the CDNA 3 white paper.
+    """
 
     capability: str
     cores: int
     fpus_per_core: int
     clock_ghz: float
     l2_cache: int
-    shared_memory_per_core: int
-    shared_memory_per_block: int
-    shared_memory_per_block_at_most: int
-    threads_per_warp: int
-    registers: int
+    shared_memory: int
+    shared_memory_per_block: int = 48 * 1024
+    reserved_shared_memory: int = 1024  # that no block can have
+    threads_per_warp: int = 32
+    registers: int = 65_536
 
 
-def _nvidia(
-    capability: str, cores: int, fpus: int, clock: float, l2_cache: int, shared: int
-) -> _Chip:
-    # A block may have all of a core's shared memory but one KiB.
-    return _Chip(
-        f"cuda_compute_capability {{ {capability} }}",
-        cores,
-        fpus,
-        clock,
-        l2_cache,
-        shared,
-        48 * 1024,
-        shared - 1024,
-        threads_per_warp=32,
-        registers=65_536,
-    )
-
-
-_HOPPER = "major: 9 feature_extension: ACCELERATED_FEATURES"
-_BLACKWELL = "major: 10 feature_extension: ACCELERATED_FEATURES"
+_A100 = _Chip(
+    "cuda_compute_capability { major: 8 }", 108, 64, 1.41, 40 * 2**20, shared_memory=164 * 1024
+)
+_HOPPER = "cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }"
+_H100 = _Chip(_HOPPER, 132, 128, 1.98, 50 * 2**20, shared_memory=228 * 1024)
+_BLACKWELL = "cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }"
 _CHIPS = {
-    "a100": _nvidia("major: 8", 108, 64, 1.41, 40 * 2**20, 164 * 1024),
-    "a100-40gb": _nvidia("major: 8", 108, 64, 1.41, 40 * 2**20, 164 * 1024),
-    "h100": _nvidia(_HOPPER, 132, 128, 1.98, 50 * 2**20, 228 * 1024),
-    "h200": _nvidia(_HOPPER, 132, 128, 1.98, 50 * 2**20, 228 * 1024),
-    "b200": _nvidia(_BLACKWELL, 148, 128, 1.965, 126 * 2**20, 228 * 1024),
+    "a100": _A100,
+    "a100-40gb": _A100,
+    "h100": _H100,
+    "h200": _H100,
+    "b200": _Chip(_BLACKWELL, 148, 128, 1.965, 126 * 2**20, shared_memory=228 * 1024),
     "mi300x": _Chip(
         'rocm_compute_capability { gcn_arch_name: "gfx942:sramecc+:xnack-" }',
-        cores=304,
-        fpus_per_core=128,
-        clock_ghz=2.1,
-        l2_cache=4 * 2**20,
-        shared_memory_per_core=64 * 1024,
+        304,
+        128,
+        2.1,
+        4 * 2**20,
+        shared_memory=64 * 1024,
         shared_memory_per_block=64 * 1024,
-        shared_memory_per_block_at_most=64 * 1024,
+        reserved_shared_memory=0,
         threads_per_warp=64,
         registers=131_072,
     ),
@@ -240,7 +228,7 @@ _CHIPS = {
 
 
 def _target_config(accelerator: Accelerator) -> str:
-    """What XLA must know of a GPU to compile for it without one: a `GpuTargetConfigProto`, as text."""
+    """What XLA must know of a GPU to compile for it without one: a GpuTargetConfigProto as text."""
     chip = _CHIPS[accelerator.name]
     assert accelerator.memory_bandwidth is not None
     return f"""
@@ -257,9 +245,9 @@ gpu_device_info {{
   block_dim_limit_z: 65535
   registers_per_core_limit: {chip.registers}
   registers_per_block_limit: {chip.registers}
-  shared_memory_per_core: {chip.shared_memory_per_core}
+  shared_memory_per_core: {chip.shared_memory}
   shared_memory_per_block: {chip.shared_memory_per_block}
-  shared_memory_per_block_optin: {chip.shared_memory_per_block_at_most}
+  shared_memory_per_block_optin: {chip.shared_memory - chip.reserved_shared_memory}
   l2_cache_size: {chip.l2_cache}
   device_memory_size: {accelerator.memory_bytes}
   memory_bandwidth: {accelerator.memory_bandwidth:.0f}

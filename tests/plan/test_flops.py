@@ -185,7 +185,7 @@ def test_a_step_multiplies_what_the_analytic_count_says_and_what_it_recomputes(m
     assert sum(one.device_flops for one in found.matmuls) * devices == found.total
 
 
-def test_parts_of_a_step():
+def test_scopes_of_a_step():
     found = step_flops(make_mesh(fsdp=2, tensor=2))
     forward = {}
     for one in found.matmuls:

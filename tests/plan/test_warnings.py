@@ -91,7 +91,7 @@ def test_an_all_reduce_of_a_whole_gradient_is_named_and_a_reduce_scatter_is_not(
 
 
 def test_a_gather_in_the_guise_of_a_sum_is_named():
-    """As XLA for TPUs gathers parts that fill no tile."""
+    """As XLA for TPUs gathers shards that fill no tile."""
     mesh = make_mesh(fsdp=8)
     text = f"""\
 HloModule jit_step, is_scheduled=true
