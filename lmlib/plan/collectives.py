@@ -43,8 +43,8 @@ class Collective:
 
     Args:
       name: of its instruction.
-      kind: out of `KINDS`; a TPU's fused all-reduce and slice is a reduce-scatter.
-      mesh_axes: the axes that its groups of devices span; empty if they are no groups of the mesh.
+      kind: one of `KINDS`; a TPU's fused all-reduce and slice is a reduce-scatter.
+      mesh_axes: the axes that its groups of devices span; empty if no axes give those groups.
       group_size: devices of a group.
       arrays: what one device holds of the whole: results of an all-gather, operands of the others.
         Several where XLA combined small collectives into one.
@@ -244,7 +244,8 @@ def _cycles(pairs: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def spanned_axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which the devices of each group differ; () if groups are not made so.
+    """The mesh axes along which the devices of each group differ; () if no axes give
+    those groups.
 
     A program numbers its devices in the order of `mesh.devices.flat`. Axes of size 1 are never
     named.

@@ -50,7 +50,8 @@ def communication_time(
     mesh: Mesh,
     accelerator: Accelerator,
 ) -> tuple[CollectiveTime, ...] | None:
-    """Those that overlap hide behind the compute of their own loop; `None` where `route` is.
+    """Those that overlap hide behind the compute of their own loop; `None` where `route`
+    is `None`.
 
     Args:
       compute_seconds: of each of `lmlib.plan.compute_time.LOOPS`.

@@ -55,7 +55,10 @@ class CommunicationWarning:
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A weight's path, and the shapes of it on one device in both layouts, stacked layers first."""
+    """A weight on one device: its shapes as it is computed with and as it is stored.
+
+    `stacked` counts the leading axes that stack layers.
+    """
 
     path: str
     stacked: int

@@ -91,11 +91,11 @@ class ScopeTime:
 
     @property
     def loop(self) -> str:
-        """Out of `LOOPS`."""
         return loop_of(self.phase, self.in_layers)
 
 
 def loop_of(phase: str, in_layers: bool) -> str:
+    """One of `LOOPS`; recomputation is in the backward one."""
     if not in_layers:
         return LOOPS[2]
     return LOOPS[0] if phase == "forward" else LOOPS[1]
@@ -214,7 +214,7 @@ def _is_left_out(one: Instruction) -> bool:
 
 
 def _read_of(parameter: Instruction, fused: Computation) -> int:
-    """Bytes of a fusion's parameter that it needs."""
+    """Bytes that a fusion reads of one of its parameters."""
     readers = list(_readers(parameter, fused))
     if readers and all(
         each.opcode in _SLICES or each.opcode == "dynamic-update-slice" for each, _ in readers
@@ -228,7 +228,7 @@ def _read_of(parameter: Instruction, fused: Computation) -> int:
 
 
 def _readers(parameter: Instruction, fused: Computation) -> Iterator[tuple[Instruction, int]]:
-    """Who reads it, and as which operand; through bitcasts."""
+    """The instructions that read it, directly or through bitcasts, and as which operand."""
     names = {parameter.name}
     for each in fused.instructions:
         for position, operand in enumerate(each.operands):

@@ -178,7 +178,7 @@ def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
 
 
 def _turns(equation: Any) -> int:
-    """How often an equation runs what it calls; a while loop, which doesn't say, once."""
+    """How often an equation runs what it calls; 1 for a while loop, which does not say."""
     if equation.primitive.name == "scan":
         return equation.params["length"]
     return 1

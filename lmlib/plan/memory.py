@@ -86,11 +86,11 @@ class Memory:
     Args:
       capacity: what programs have; `None`: unknown.
       parameters, optimizer_state, batch: the step's arguments; a few counters are left out.
-      gradients: of the weights, as large as they.
+      gradients: as large as the parameters.
       saved: what one microbatch keeps for its backward pass, by name, shapes global.
       counted: by XLA; `None` if there is no room, and XLA stopped there.
-      needed: what the step needs altogether; at least, if `counted` is `None`.
-      largest: the three largest shares, and what to change to have less of each.
+      needed: what the step needs in all; a lower bound if `counted` is `None`.
+      largest: the three largest shares, each with what to change to have less of it.
       largest_arrays: among the temporaries, as XLA names them.
       remarks: what else to know.
     """
@@ -160,7 +160,7 @@ class Memory:
 
 
 def _table(title: str, shares: Sequence[Share]) -> str:
-    rows = [(f"  {one.name}", bytes_text(one.bytes).rjust(8), one.note) for one in shares]
+    rows = [(f"  {one.name}", bytes_text(one.bytes).rjust(7), one.note) for one in shares]
     return f"{title}\n{columns(rows)}"
 
 
@@ -272,9 +272,10 @@ _MAKES_NOTHING = {
 
 
 def largest_arrays(program: Program, count: int = 3) -> tuple[LargeArray, ...]:
-    """The largest ones on one device, by type and JAX operation; equal ones count once.
+    """The largest arrays that a program makes on one device, by type and JAX operation.
 
-    They need not all be there at the same time. Padding, which TPUs add, is not counted.
+    Equal ones count once. They need not all be there at the same time. Padding, which TPUs add, is
+    not counted.
     """
     found: dict[str, LargeArray] = {}
     for instruction, place in program.instructions():
@@ -349,7 +350,7 @@ def advice(share: Share, experiment: Experiment, arrays: Sequence[LargeArray]) -
 
 
 def microbatch_counts(experiment: Experiment) -> list[int]:
-    """Into how many microbatches the rows of each device can be split, ascending."""
+    """The numbers of microbatches that each device's rows can be split into, ascending."""
     mesh = experiment.mesh.shape
     rows = experiment.data.batch_size // (mesh["data"] * mesh["fsdp"])
     return [count for count in range(1, rows + 1) if rows % count == 0]

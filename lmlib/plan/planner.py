@@ -56,7 +56,7 @@ class Report:
       remarks: on the plan as a whole.
       memory: of each device.
       collectives: of each device; `None` if the step does not fit, and was not compiled.
-      warnings: what the communication should not be like.
+      warnings: what should not be in the communication.
       flops: of the whole step.
       estimate: of the time; `None` where that is unknown.
       seconds: what tracing and compiling took here.

@@ -150,7 +150,7 @@ def _check(target: Target) -> None:
 def prepare(target: Target) -> None:
     """Tells JAX, which must not have started, that it is to compile for `target` on a CPU.
 
-    What the environment says already stays.
+    It leaves alone what the environment sets already.
     """
     if target.accelerator.platform == "tpu":
         # libtpu would ask Google's metadata server for its chips, and lock them.
