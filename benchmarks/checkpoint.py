@@ -1,6 +1,6 @@
 """Saving and restoring a state, beside Orbax's defaults, bare TensorStore and `np.save`.
 
-    python benchmarks/checkpoint.py [--megabytes=1024] [--rounds=3] [--directory=/tmp]
+    python benchmarks/checkpoint.py [--megabytes=1000] [--rounds=3] [--directory=/tmp]
 
 The state is random fp32, as hard to compress as trained weights. The ways take turns, so that a
 busy machine slows all of them alike; each is measured after what the one before it wrote has gone
@@ -26,7 +26,7 @@ from absl import app, flags, logging
 from lmlib.checkpoint import Checkpoints
 from lmlib.table import columns
 
-_MEGABYTES = flags.DEFINE_integer("megabytes", 1024, "Size of the state in MiB.", lower_bound=8)
+_MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "Size of the state.", lower_bound=8)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Saves and restores of each way.", lower_bound=1)
 _DIRECTORY = flags.DEFINE_string("directory", None, "Where to save; default: the system's for tmp.")
 
@@ -144,7 +144,7 @@ def measure(way: str, state: State) -> list[float]:
 
 def main(_: list[str]) -> None:
     logging.set_verbosity(logging.ERROR)
-    rows = _MEGABYTES.value * 2**20 // (ARRAYS * 4 * 1024)
+    rows = _MEGABYTES.value * 10**6 // (ARRAYS * 4 * 1024)
     keys = jax.random.split(jax.random.key(0), ARRAYS)
     state = {f"w{i}": jax.random.normal(key, (rows, 1024)) for i, key in enumerate(keys)}
     for way in WAYS:

@@ -13,8 +13,7 @@ from absl import app, flags
 
 from lmlib.experiment import Experiment
 from lmlib.plan import targets
-from lmlib.plan.planner import plan
-from lmlib.plan.report import Report
+from lmlib.plan.planner import Report, plan
 from runner.absent_hardware.stand_ins import built, without_data
 from runner.config import configs
 from runner.jax_settings.xla_flags import overlap_communication

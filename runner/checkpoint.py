@@ -20,11 +20,11 @@ from absl import flags
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, folders
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.progress import read_progress
+from lmlib.quantities import bytes_text, duration_text
 from lmlib.table import columns
 from runner.command_line.command import run
 from runner.command_line.errors import ConfigError, did_you_mean, user_errors
 from runner.processes.endings import FINISHED
-from runner.watch.progress import bytes_text, duration_text
 
 DAMAGED = 1  # exit status of verify
 

@@ -24,9 +24,8 @@ from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from lmlib.hardware import ACCELERATORS
-from lmlib.plan import compiler_log, targets
-from lmlib.plan.planner import plan, versions
-from lmlib.plan.report import section
+from lmlib.plan import targets
+from lmlib.plan.planner import plan, section, stderr_kept, versions
 from lmlib.plan.search import search
 from lmlib.plan.targets import Target
 from runner.absent_hardware import kept_plans
@@ -74,7 +73,7 @@ def _report(cfg: fdl.Config, target: Target) -> dict[str, Any]:
         _tell("this report was made before, of the same config, code and versions; --no_cache")
         return kept
     with user_errors():
-        with compiler_log.captured():  # plugins talk as they start
+        with stderr_kept():  # plugins talk as they start
             devices = target.devices()
         experiment = built(cfg, devices)
         experiment.check()

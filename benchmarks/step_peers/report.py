@@ -56,7 +56,7 @@ def table(size: Size, measurements: Mapping[str, Measurement], device: jax.Devic
 
     head = ["", "tokens per CPU-second" if on_cpu else "tokens per second"]
     head += ["slowest … fastest turn", "lmlib ÷ it"]
-    head += ["tokens per second"] if on_cpu else ["MFU causal", "MFU whole", "peak GiB"]
+    head += ["tokens per second"] if on_cpu else ["MFU causal", "MFU whole", "peak GB"]
     rows = [[*head, "first loss", "last loss", "largest difference"]]
     for name, found in measurements.items():
         found_speed = speed(found)
@@ -69,7 +69,7 @@ def table(size: Size, measurements: Mapping[str, Measurement], device: jax.Devic
             shares = [mfu(flops, found_speed.median, [device]) for flops in flops_per_token]
             row += ["unknown" if share is None else f"{share:.1%}" for share in shares]
             peak = found.peak_bytes
-            row.append("unknown" if peak is None else f"{peak / 2**30:.1f}")
+            row.append("unknown" if peak is None else f"{peak / 1e9:.1f}")
         row += [f"{found.losses[0]:.5f}", f"{found.losses[-1]:.5f}"]
         if found.same_data:
             difference = largest_difference(found.losses[:CHECKED], lmlib.losses[:CHECKED])

@@ -10,7 +10,7 @@ collective-permute.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -43,8 +43,8 @@ class Collective:
 
     Args:
       name: of its instruction.
-      kind: out of `KINDS`; a TPU's fused all-reduce and slice is a reduce-scatter.
-      mesh_axes: the axes that its groups of devices span; empty if they are no groups of the mesh.
+      kind: one of `KINDS`; a TPU's fused all-reduce and slice is a reduce-scatter.
+      mesh_axes: the axes that its groups of devices span; empty if no axes give those groups.
       group_size: devices of a group.
       arrays: what one device holds of the whole: results of an all-gather, operands of the others.
         Several where XLA combined small collectives into one.
@@ -55,8 +55,8 @@ class Collective:
       phase: "forward", "recomputation", "backward" or "update".
       overlaps: whether the device computes while it travels: at least one fusion, matmul, kernel
         or loop is scheduled between its start and its end.
-      assembles: whether it is a gather in the guise of an all-reduce: each device adds its part to
-        zeros. XLA for TPUs makes it of some parts that are no whole tiles.
+      assembles: whether it is an all-reduce that does the work of an all-gather: each device adds
+        its shard to zeros. XLA for TPUs does so where shards are no whole tiles.
       op_name: the JAX operation that it comes from.
     """
 
@@ -100,7 +100,7 @@ class Collectives(tuple[Collective, ...]):
             return "The devices send each other nothing."
         head = ("collective", "over", "where", "of", "arrays", "count each", "count per step")
         rows: list[tuple[str, ...]] = [(*head, "overlap", "bytes sent each", "bytes sent per step")]
-        for (kind, axes, where), group in _grouped(self):
+        for (kind, axes, where), group in grouped(self):
             each = sum(one.bytes_sent for one in group)
             per_step = sum(one.bytes_sent_per_step for one in group)
             rows.append(
@@ -133,18 +133,20 @@ def collectives(program: Program, mesh: Mesh) -> Collectives:
     return Collectives(one for one in found if one.group_size > 1)
 
 
-def _grouped(
-    found: Sequence[Collective],
-) -> Iterator[tuple[tuple[str, tuple[str, ...], str], list[Collective]]]:
-    groups: dict[tuple[str, tuple[str, ...], str], list[Collective]] = {}
+_Alike = tuple[str, tuple[str, ...], str]
+
+
+def grouped(found: Sequence[Collective]) -> Iterable[tuple[_Alike, list[Collective]]]:
+    """`found` by kind, mesh axes and place (`where`), in the order of the first of each group."""
+    groups: dict[_Alike, list[Collective]] = {}
     for one in found:
         groups.setdefault((one.kind, one.mesh_axes, one.where), []).append(one)
-    yield from groups.items()
+    return groups.items()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Occurrence:
-    """A collective's instruction, and the instruction of the schedule that it is or is part of."""
+    """A collective's instruction, and the scheduled one that it is, or that it is fused into."""
 
     instruction: Instruction
     place: Place
@@ -185,7 +187,7 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
     one, place = first.instruction, first.place
     kind = _kind(one.opcode) or one.opcode
     if kind == "all-reduce" and first.is_fused and _slices(place.computation):
-        # Fused with what cuts out this device's part: no device receives more than that.
+        # Fused with what cuts out this device's shard: no device receives more than that.
         kind = "reduce-scatter"
     groups = _groups(one, mesh.devices.size)
     size = groups.shape[1]
@@ -205,7 +207,7 @@ def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) ->
         each=_each(place.loops),
         phase=phase(op_name or (place.loops[-1].op_name if place.loops else "")),
         overlaps=_overlaps(occurrences, program),
-        assembles=kind == "all-reduce" and _reads_parts(one, place.computation),
+        assembles=kind == "all-reduce" and _adds_shard_to_zeros(one, place.computation),
         op_name=op_name,
     )
 
@@ -214,7 +216,7 @@ def _slices(computation: Computation) -> bool:
     return any(one.opcode == "dynamic-slice" for one in computation.instructions)
 
 
-def _reads_parts(one: Instruction, computation: Computation) -> bool:
+def _adds_shard_to_zeros(one: Instruction, computation: Computation) -> bool:
     return any(computation.by_name[name].opcode == "dynamic-update-slice" for name in one.operands)
 
 
@@ -242,7 +244,8 @@ def _cycles(pairs: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def spanned_axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which the devices of each group differ; () if groups are not made so.
+    """The mesh axes along which the devices of each group differ; () if no axes give
+    those groups.
 
     A program numbers its devices in the order of `mesh.devices.flat`. Axes of size 1 are never
     named.
@@ -289,7 +292,7 @@ def _before_concatenation(
         operand = source.root
     if operand.opcode != "concatenate" or len(operand.results[0].shape) != 1:
         return ()
-    return tuple(source.by_name[part].results[0] for part in operand.operands)
+    return tuple(source.by_name[name].results[0] for name in operand.operands)
 
 
 def _source(first: _Occurrence) -> str:

@@ -1,4 +1,4 @@
-"""Communication that a step could do without, and what to do about each case."""
+"""Warnings of communication that a step could do without, each with what to do about it."""
 
 import dataclasses
 import itertools
@@ -55,7 +55,10 @@ class CommunicationWarning:
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A weight's path, and the shapes of it on one device in both layouts, stacked layers first."""
+    """A weight on one device: its shapes as it is computed with and as it is stored.
+
+    `stacked` counts the leading axes that stack layers.
+    """
 
     path: str
     stacked: int
@@ -64,7 +67,7 @@ class _Weight:
 
     @property
     def gathered(self) -> int:
-        """Into how many pieces more than in the compute layout it rests."""
+        """Over how many devices it is gathered before it is used."""
         return math.prod(self.computed) // math.prod(self.stored)
 
     @property
@@ -75,7 +78,7 @@ class _Weight:
 def communication_warnings(
     collectives: Sequence[Collective], model: Any, mesh: Mesh, compiler_log: str = ""
 ) -> tuple[CommunicationWarning, ...]:
-    """What `collectives` and the compiler's messages show that should not be, the largest first.
+    """What should not be in a step's communication, the largest first.
 
     Args:
       collectives: of the compiled step.
@@ -130,7 +133,7 @@ def _gathered_stacks(
 def _whole_sums(
     collectives: Sequence[Collective], weights: list[_Weight], platform: str
 ) -> Iterator[CommunicationWarning]:
-    """All-reduces of gradients of which each device keeps a part only, or of weights' parts."""
+    """All-reduces of gradients of which each device keeps a shard only, or of weights' shards."""
     split = [weight for weight in weights if weight.gathered > 1]
     groups: dict[tuple[bool, str, str, str], list[Collective]] = {}
     for one in collectives:
@@ -148,15 +151,15 @@ def _whole_sums(
             problem = "all-reduce for all-gather"
             message = (
                 f"{name}: weights ({paths}) are gathered over {axes} {where} by adding each "
-                f"device's part to zeros, which sends {sends} bytes per step where an all-gather "
-                f"sends {would_send}. XLA for TPUs does so with some parts that are no whole tiles "
-                "(8 × 128): with a smaller fsdp axis each device has a larger part of embed."
+                f"device's shard to zeros, which sends {sends} bytes per step where an all-gather "
+                f"sends {would_send}. XLA for TPUs does so with some shards that are no whole "
+                "tiles (8 × 128): with a smaller fsdp axis each device has a larger shard of embed."
             )
         else:
             problem = "all-reduce for reduce-scatter"
             message = (
                 f"{name}: whole gradients ({paths}) are summed over {axes} {where}, though each "
-                f"device keeps a part of them only: an all-reduce sends {sends} bytes per step "
+                f"device keeps a shard of them only: an all-reduce sends {sends} bytes per step "
                 f"where a reduce-scatter sends {would_send}. "
                 f"{_ADVICE.get(platform, _ADVICE['cuda'])}"
             )
@@ -206,7 +209,7 @@ def _full_rematerializations(compiler_log: str) -> Iterator[CommunicationWarning
             "full rematerialization",
             f"XLA cannot get {found['array']} ({source.group(1) if source else found['name']}) "
             f"from the layout {found['source']} to {found['target']} directly: every device "
-            "gathers all of it and cuts its part out. Go there in two steps, each of which moves "
+            "gathers all of it and cuts its shard out. Go there in two steps, each of which moves "
             "one mesh axis (jax.sharding.reshard), or choose layouts that differ in one axis.",
             0,
         )

@@ -1,7 +1,7 @@
-"""Matmul FLOPs of a traced step, scans counted as often as they turn, by part of the model.
+"""FLOPs of a training step: the matmuls of the traced step, beside the model's analytic number.
 
-A multiplication and an addition count as two. What multiplies no matrices is not counted: it is
-bound by memory.
+Scans count as often as they turn. A multiplication and an addition count as two. What multiplies no
+matrices is not counted: it is bound by memory.
 
 Shapes: M rows, N columns, K contracted.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lmlib.plan.scopes import OTHER, PARTS, PHASES, part, phase
+from lmlib.plan.scopes import OTHER, PHASES, SCOPES, phase, scope
 from lmlib.table import columns
 
 
@@ -22,7 +22,7 @@ class Matmul:
     """Equal matrix products, or equal calls of a kernel, of one step.
 
     Args:
-      part, phase: as lmlib.plan.scopes names them.
+      scope, phase: as lmlib.plan.scopes names them.
       in_layers: whether inside the loop over layers.
       operation: "dot_general" or the kernel's primitive.
       dtype: of the operands; the wider of the two.
@@ -33,7 +33,7 @@ class Matmul:
       device_bytes: operands and results of all of them on one device, each read or written once.
     """
 
-    part: str
+    scope: str
     phase: str
     in_layers: bool
     operation: str
@@ -47,7 +47,7 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class StepFlops:
-    """Every matmul of a step. `str()` gives a table by part and phase."""
+    """Every matmul of a step. `str()` gives a table by scope and phase."""
 
     matmuls: tuple[Matmul, ...]
 
@@ -60,19 +60,59 @@ class StepFlops:
         return math.fsum(one.flops for one in self.matmuls if one.phase in phases)
 
     def __str__(self) -> str:
-        by_part: dict[str, dict[str, float]] = {}
+        by_scope: dict[str, dict[str, float]] = {}
         for one in self.matmuls:
-            phases_of = by_part.setdefault(one.part, dict.fromkeys(PHASES, 0.0))
+            phases_of = by_scope.setdefault(one.scope, dict.fromkeys(PHASES, 0.0))
             phases_of[one.phase] += one.flops
         phases = [name for name in PHASES if self.of(name)]
-        rows = [("part", *(f"{name} (TFLOP)" for name in phases), "together (TFLOP)", "share")]
-        for name in (*PARTS, OTHER):
-            if name in by_part:
-                found = by_part[name]
+        rows = [("scope", *(f"{name} (TFLOP)" for name in phases), "together (TFLOP)", "share")]
+        for name in (*SCOPES, OTHER):
+            if name in by_scope:
+                found = by_scope[name]
                 share = sum(found.values()) / self.total
                 rows.append((name, *_in_tera([found[name] for name in phases]), f"{share:.1%}"))
         rows.append(("total", *_in_tera([self.of(name) for name in phases]), ""))
         return columns(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlopsPerToken:
+    """FLOPs of a training step.
+
+    Args:
+      analytic, analytic_causal: of the model for one token, with attention whole and with its
+        causal half; what MFU counts.
+      counted: the matmuls of the traced step. Kernels that skip what the mask hides count as they
+        compute; products of no matrices are left out.
+      tokens: of a step.
+    """
+
+    analytic: float
+    analytic_causal: float
+    counted: StepFlops
+    tokens: int
+
+    @property
+    def needed(self) -> float:
+        """For one token, counted, without what is computed again."""
+        return (self.counted.total - self.counted.of("recomputation")) / self.tokens
+
+    @property
+    def recomputed(self) -> float:
+        """For one token, counted."""
+        return self.counted.of("recomputation") / self.tokens
+
+    def __str__(self) -> str:
+        analytic, causal, needed, recomputed = (
+            f"{flops / 1e9:,.3f} GFLOP"
+            for flops in (self.analytic, self.analytic_causal, self.needed, self.recomputed)
+        )
+        return (
+            f"analytic, for each token: {analytic} with attention whole, {causal} with its causal "
+            f"half\ncounted in the traced step: {needed} ({self.needed / self.analytic:.1%} of the "
+            f"analytic number with attention whole), and {recomputed} to compute activations "
+            f"again\n\n{self.counted}"
+        )
 
 
 def _in_tera(flops: list[float]) -> list[str]:
@@ -88,7 +128,7 @@ def count_flops(step: Any) -> StepFlops:
     """
     equal: dict[tuple[Any, ...], Matmul] = {}
     for one in _matmuls(getattr(step, "jaxpr", step), _Place("", 1, 1)):
-        kind = (one.part, one.phase, one.in_layers, one.operation, one.dtype, one.sizes)
+        kind = (one.scope, one.phase, one.in_layers, one.operation, one.dtype, one.sizes)
         before = equal.get(kind)
         equal[kind] = one if before is None else _together(before, one)
     return StepFlops(tuple(equal.values()))
@@ -106,8 +146,8 @@ def _together(first: Matmul, second: Matmul) -> Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The names around a jaxpr, how often it runs, and on how many devices each with its own part
-    (1 where types give global shapes)."""
+    """The names around a jaxpr, how often it runs, and how many devices run it on their own
+    shards (1 where types give global shapes)."""
 
     names: str
     times: int
@@ -138,7 +178,7 @@ def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
 
 
 def _turns(equation: Any) -> int:
-    """How often an equation runs what it calls; a while loop, which doesn't say, once."""
+    """How often an equation runs what it calls; 1 for a while loop, which does not say."""
     if equation.primitive.name == "scan":
         return equation.params["length"]
     return 1
@@ -161,7 +201,7 @@ def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
 
 def _counted(equation: Any, work: "_Work", place: _Place) -> Matmul:
     return Matmul(
-        part=part(place.names),
+        scope=scope(place.names),
         phase=phase(place.names),
         in_layers="layers" in place.names,
         operation=equation.primitive.name,
@@ -176,7 +216,7 @@ def _counted(equation: Any, work: "_Work", place: _Place) -> Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """One execution on one device; `pieces`: into how many such the whole falls."""
+    """One execution on one device; `pieces`: how many such executions make up the whole."""
 
     dtype: str
     sizes: tuple[int, int, int, int]
@@ -186,7 +226,7 @@ class _Work:
 
 
 def _local(aval: Any) -> tuple[list[int], set[str]]:
-    """The shape of one device's part, and the mesh axes that split it, as types say it."""
+    """The shape of one device's shard, and the mesh axes that split it, as types say it."""
     sizes: list[int] = list(aval.shape)
     axes: set[str] = set()
     sharding = getattr(aval, "sharding", None)

@@ -1,24 +1,58 @@
-"""What a step holds in the memory of each device."""
+"""What a step holds in the memory of each device, and what to change where that is too much."""
 
 import dataclasses
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
 from lmlib.activations import SavedActivation, saved_activations
+from lmlib.data.batch import Batch
+from lmlib.experiment import Experiment
 from lmlib.hardware import Accelerator
-from lmlib.plan.abstract_step import AbstractStep
-from lmlib.plan.advice import advice
-from lmlib.plan.largest_arrays import LargeArray, largest_arrays
-from lmlib.plan.out_of_memory import OutOfMemory
-from lmlib.plan.parts import Part, bytes_per_device, largest, size_text, table
-from lmlib.plan.program import Program
+from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.plan.program import HOST_MEMORY, Program
+from lmlib.quantities import bytes_text
 from lmlib.table import columns
+from lmlib.train import State
 
 # What the driver, NCCL and cuDNN leave of a GPU's memory, about.
 _USABLE_ON_GPU = 0.95
 # What JAX takes of it unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 _TAKEN_BY_JAX = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What something takes of a device's memory; `note`: what it is, or how to have less of it."""
+
+    name: str
+    bytes: int
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class LargeArray(Share):
+    """One array of one device."""
+
+    shape: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory:
+    """What XLA's TPU compiler says where it finds no room.
+
+    Args:
+      needed: bytes.
+      temporaries_only: whether state and batch come on top of them.
+      largest: what takes most of it, as far as the compiler says.
+    """
+
+    needed: int
+    temporaries_only: bool
+    largest: tuple[LargeArray, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +86,11 @@ class Memory:
     Args:
       capacity: what programs have; `None`: unknown.
       parameters, optimizer_state, batch: the step's arguments; a few counters are left out.
-      gradients: of the weights, as large as they.
+      gradients: as large as the parameters.
       saved: what one microbatch keeps for its backward pass, by name, shapes global.
       counted: by XLA; `None` if there is no room, and XLA stopped there.
-      needed: what the step needs altogether; at least, if `counted` is `None`.
-      largest: the three largest parts, and what to change to have less of each.
+      needed: what the step needs in all; a lower bound if `counted` is `None`.
+      largest: the three largest shares, each with what to change to have less of it.
       largest_arrays: among the temporaries, as XLA names them.
       remarks: what else to know.
     """
@@ -69,7 +103,7 @@ class Memory:
     saved: tuple[SavedActivation, ...]
     counted: Counted | None
     needed: int
-    largest: tuple[Part, ...]
+    largest: tuple[Share, ...]
     largest_arrays: tuple[LargeArray, ...]
     remarks: tuple[str, ...]
 
@@ -80,71 +114,77 @@ class Memory:
 
     @property
     def verdict(self) -> str:
-        needed = size_text(self.needed)
+        needed = bytes_text(self.needed)
         if self.capacity is None:
             return f"needs {needed}; how much there is depends on the machine"
-        capacity = size_text(self.capacity)
+        capacity = bytes_text(self.capacity)
         if self.fits:
-            spare = size_text(self.capacity - self.needed)
+            spare = bytes_text(self.capacity - self.needed)
             return f"fits: needs {needed} of {capacity}, {spare} to spare"
         at_least = "at least " if self.counted is None else ""
-        over = size_text(self.needed - self.capacity)
+        over = bytes_text(self.needed - self.capacity)
         return f"does not fit: needs {at_least}{needed} of {capacity}, {over} too much"
 
     def __str__(self) -> str:
-        rows = [("on each device", "bytes", ""), *map(_row, self._parts())]
-        blocks = [self.verdict, columns(rows)]
+        rows = [(one.name, f"{one.bytes:,}".rjust(17), one.note) for one in self._lines()]
+        blocks = [self.verdict, columns([("on each device", "bytes", ""), *rows])]
         if self.largest_arrays:
-            blocks.append(table("the largest temporaries, as XLA has them", self.largest_arrays))
-        blocks.append(table("the three largest parts, and what to change", self.largest))
+            blocks.append(_table("the largest temporaries, as XLA has them", self.largest_arrays))
+        blocks.append(_table("the three largest shares, and what to change", self.largest))
         if self.remarks:
             blocks.append("\n".join(self.remarks))
         return "\n\n".join(blocks)
 
-    def _parts(self) -> Iterable[Part]:
-        yield Part("parameters", self.parameters, "as stored")
-        yield Part("optimizer state", self.optimizer_state)
-        yield Part("batch", self.batch)
-        yield Part("gradients", self.gradients, "a temporary")
+    def shares(self) -> Iterator[Share]:
+        yield Share("parameters", self.parameters, "as stored")
+        yield Share("optimizer state", self.optimizer_state)
+        yield Share("batch", self.batch)
+        yield Share("gradients", self.gradients, "a temporary")
         for kept in self.saved:
             shape = " × ".join(map(str, kept.shape))
-            remark = f"a temporary, {kept.dtype} {shape} over all devices"
-            yield Part(f"saved {kept.name}", kept.bytes_per_device, remark)
+            note = f"a temporary, {kept.dtype} {shape} over all devices"
+            yield Share(f"saved {kept.name}", kept.bytes_per_device, note)
+
+    def _lines(self) -> Iterator[Share]:
+        yield from self.shares()
         if self.counted is None:
-            yield Part("needed at least", self.needed)
+            yield Share("needed at least", self.needed)
             return
-        yield Part("all arguments", self.counted.arguments, "state and batch")
-        yield Part("all temporaries", self.counted.temporaries, "not all of them at a time")
-        yield Part("program", self.counted.program)
+        yield Share("all arguments", self.counted.arguments, "state and batch")
+        yield Share("all temporaries", self.counted.temporaries, "not all of them at a time")
+        yield Share("program", self.counted.program)
         if self.counted.peak is not None:
-            yield Part("peak", self.counted.peak, "in use at the worst moment")
+            yield Share("peak", self.counted.peak, "in use at the worst moment")
         if self.counted.on_host:
-            yield Part("on the host", self.counted.on_host, "offloaded")
+            yield Share("on the host", self.counted.on_host, "offloaded")
 
 
-def _row(part: Part) -> tuple[str, str, str]:
-    return part.name, f"{part.bytes:,}".rjust(17), part.advice
+def _table(title: str, shares: Sequence[Share]) -> str:
+    rows = [(f"  {one.name}", bytes_text(one.bytes).rjust(7), one.note) for one in shares]
+    return f"{title}\n{columns(rows)}"
 
 
 def memory(
-    step: AbstractStep,
+    experiment: Experiment,
+    state: State,
+    batch: Batch,
     accelerator: Accelerator,
     result: jax.stages.Compiled | OutOfMemory,
     program: Program | None,
 ) -> Memory:
-    """Sums up one device.
+    """What the step of `experiment` takes on one device.
 
     Args:
-      step: what was compiled.
-      result: what came of it.
+      state, batch: those of the step; `ShapeDtypeStruct`s with shardings.
+      result: what came of compiling it.
       program: that of `result`; `None` if there was no room.
     """
-    saved = saved_activations(step.experiment)
-    parameters = bytes_per_device(step.state.model)
-    optimizer_state = bytes_per_device(step.state.optimizer)
-    batch = bytes_per_device(step.batch)
+    saved = saved_activations(experiment)
+    parameters = _bytes_per_device(state.model)
+    optimizer_state = _bytes_per_device(state.optimizer)
+    batch_bytes = _bytes_per_device(batch)
     if isinstance(result, OutOfMemory):
-        arguments = parameters + optimizer_state + batch
+        arguments = parameters + optimizer_state + batch_bytes
         counted, arrays = None, result.largest
         needed = result.needed + (arguments if result.temporaries_only else 0)
         temporaries = needed - arguments
@@ -153,29 +193,31 @@ def memory(
         counted, arrays = _counted(result, accelerator), largest_arrays(program)
         needed = counted.needed
         temporaries = needed - counted.arguments - counted.program
-    parts = [
-        Part("parameters", parameters),
-        Part("optimizer state", optimizer_state),
-        Part("batch", batch),
-        Part("gradients", parameters),
-        *(Part(f"saved {kept.name}", kept.bytes_per_device) for kept in saved),
-        Part("other temporaries", temporaries - parameters - saved.bytes_per_device),
-    ]
-    return Memory(
+    found = Memory(
         capacity=_capacity(accelerator),
         parameters=parameters,
         optimizer_state=optimizer_state,
         gradients=parameters,
-        batch=batch,
+        batch=batch_bytes,
         saved=tuple(saved),
         counted=counted,
         needed=needed,
-        largest=tuple(
-            dataclasses.replace(part, advice=advice(part, step.experiment, arrays))
-            for part in largest(parts, 3)
-        ),
+        largest=(),
         largest_arrays=arrays,
         remarks=tuple(_remarks(accelerator, needed)),
+    )
+    rest = Share("other temporaries", temporaries - parameters - saved.bytes_per_device)
+    largest = tuple(
+        dataclasses.replace(share, note=advice(share, experiment, arrays))
+        for share in sorted([*found.shares(), rest], key=lambda one: -one.bytes)[:3]
+    )
+    return dataclasses.replace(found, largest=largest)
+
+
+def _bytes_per_device(tree: Any) -> int:
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
     )
 
 
@@ -199,18 +241,116 @@ def _capacity(accelerator: Accelerator) -> int | None:
     return round(whole * _USABLE_ON_GPU) if whole and on_gpu else whole
 
 
-def _remarks(accelerator: Accelerator, needed: int) -> Iterable[str]:
+def _remarks(accelerator: Accelerator, needed: int) -> Iterator[str]:
     if accelerator.platform == "cpu":
         yield "The temporaries are those of the CPU's compiler; other compilers need fewer."
     if accelerator.platform in ("cuda", "rocm"):
         assert accelerator.memory_bytes is not None
         yield (
-            f"Of {size_text(accelerator.memory_bytes)} on the card, {_USABLE_ON_GPU:.0%} count as "
+            f"Of {bytes_text(accelerator.memory_bytes)} on the card, {_USABLE_ON_GPU:.0%} count as "
             "usable; the driver, NCCL and cuDNN have the rest."
         )
-        share = needed / accelerator.memory_bytes
-        if _TAKEN_BY_JAX < share <= _USABLE_ON_GPU:
+        if _TAKEN_BY_JAX < needed / accelerator.memory_bytes <= _USABLE_ON_GPU:
             yield (
                 f"JAX takes {_TAKEN_BY_JAX:.0%} of it unless told otherwise: set "
                 f"XLA_PYTHON_CLIENT_MEM_FRACTION={_USABLE_ON_GPU}"
             )
+
+
+# Opcodes that hand on what others have made, or stand for the program's arguments.
+_MAKES_NOTHING = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "optimization-barrier",
+}
+
+
+def largest_arrays(program: Program, count: int = 3) -> tuple[LargeArray, ...]:
+    """The largest arrays that a program makes on one device, by type and JAX operation.
+
+    Equal ones count once. They need not all be there at the same time. Padding, which TPUs add, is
+    not counted.
+    """
+    found: dict[str, LargeArray] = {}
+    for instruction, place in program.instructions():
+        fused = place.caller is not None and place.caller[0].opcode == "fusion"
+        if fused or instruction.opcode in _MAKES_NOTHING:
+            continue
+        operation = "/".join(instruction.op_name.split("/")[-2:])
+        for array in instruction.results:
+            if array.memory != HOST_MEMORY:
+                shape = ",".join(map(str, array.shape))
+                name = f"{array.dtype}[{shape}] {operation}".rstrip()
+                found[name] = LargeArray(name, array.bytes, shape=array.shape)
+    return tuple(sorted(found.values(), key=lambda one: -one.bytes)[:count])
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+_ALLOCATION = re.compile(
+    rf"Size: {_SIZE}(?:\s+Operator: op_name=\"(?P<operator>[^\"]*)\"[^\n]*)?"
+    r"\s+Shape: (?P<shape>\S+)"
+)
+
+
+def out_of_memory(message: str) -> OutOfMemory | None:
+    """Reads the message of an error of XLA; `None` if it is about something else."""
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    temporaries = re.search(rf"HLO temporaries \({_SIZE}\) exceeds", message)
+    used = temporaries or re.search(rf"Used {_SIZE} of", message)
+    if used is None:
+        return None
+    largest = tuple(
+        LargeArray(
+            f"{found['shape']} {found['operator'] or ''}".strip(), _bytes(*found.group(1, 2))
+        )
+        for found in _ALLOCATION.finditer(message)
+    )
+    return OutOfMemory(_bytes(*used.group(1, 2)), temporaries is not None, largest[:5])
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * _UNITS[unit])
+
+
+def advice(share: Share, experiment: Experiment, arrays: Sequence[LargeArray]) -> str:
+    """A setting of `experiment`, as the command line takes it, that makes `share` smaller.
+
+    Args:
+      share: by its name: "parameters", "saved mlp_gate", "other temporaries".
+      arrays: the largest of the step.
+    """
+    mesh, model = experiment.mesh.shape, experiment.abstract_model()
+    if share.name in ("parameters", "optimizer state", "gradients"):
+        if mesh["data"] > 1:
+            fsdp = mesh["data"] * mesh["fsdp"]
+            return f"shard over more: --fdl.mesh.data=1 --fdl.mesh.fsdp={fsdp}"
+        return f"over all {math.prod(mesh.values())} devices already: use more, or a smaller model"
+    name = share.name.removeprefix("saved ")
+    if name in ACTIVATIONS:
+        others = tuple(saved for saved in model.saved if saved != name)
+        return f'compute it again: --fdl.model.saved="{others}"'
+    if name == "other temporaries":
+        logits = model.vocab // mesh["tensor"]
+        for array in arrays:
+            if array.shape[1:] == (logits,) and array.bytes > share.bytes / 4:
+                return f"fewer logits at a time: --fdl.model.loss_chunk={array.shape[0] // 2}"
+    if more := [each for each in microbatch_counts(experiment) if each > experiment.microbatches]:
+        return f"fewer sequences at a time: --fdl.microbatches={more[0]}"
+    if mesh["tensor"] > 1 and not model.sequence_parallel:
+        return "split the sequence between layers: --fdl.model.sequence_parallel=True"
+    return f"split each sequence's work: --fdl.mesh.tensor={2 * mesh['tensor']}"
+
+
+def microbatch_counts(experiment: Experiment) -> list[int]:
+    """The numbers of microbatches that each device's rows can be split into, ascending."""
+    mesh = experiment.mesh.shape
+    rows = experiment.data.batch_size // (mesh["data"] * mesh["fsdp"])
+    return [count for count in range(1, rows + 1) if rows % count == 0]

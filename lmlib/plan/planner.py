@@ -1,27 +1,33 @@
-"""Compiles a run's train step for hardware that is absent, and reads what it will need."""
+"""Compiles a run's train step for hardware that is absent, and reports what it will need."""
 
 import contextlib
+import dataclasses
+import functools
 import importlib.metadata
+import json
 import math
+import os
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from lmlib import train
+from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
-from lmlib.plan import compiler_log
-from lmlib.plan.abstract_step import AbstractStep, abstract_step, traced
-from lmlib.plan.collectives import collectives
-from lmlib.plan.communication_warnings import communication_warnings
-from lmlib.plan.compilable import compilable
-from lmlib.plan.flops_per_token import flops_per_token
-from lmlib.plan.memory import memory
-from lmlib.plan.out_of_memory import OutOfMemory, out_of_memory
+from lmlib.guard import Guard
+from lmlib.plan.collectives import Collectives, collectives
+from lmlib.plan.communication_warnings import CommunicationWarning, communication_warnings
+from lmlib.plan.compute_time import traffic
+from lmlib.plan.estimate import Estimate, estimate
+from lmlib.plan.flops import FlopsPerToken, count_flops
+from lmlib.plan.memory import Memory, OutOfMemory, memory, out_of_memory
 from lmlib.plan.program import read_program
-from lmlib.plan.report import Report
-from lmlib.plan.roofline import estimate
 from lmlib.plan.targets import Target
-from lmlib.plan.traffic import traffic
 
 # What decides how a program is compiled, where it is installed.
 _PACKAGES = (
@@ -32,6 +38,84 @@ _PACKAGES = (
     "jax-cuda13-plugin",
     "nvidia-cudnn-cu12",
 )
+_NO_CUDNN = (
+    "cuDNN is not installed here: planned with attention='blockwise' in its place, which is slower "
+    "than what will run; pip install nvidia-cudnn-cu12"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A plan of one train step on one target; `str()` gives all of it.
+
+    Args:
+      target: as `--topology` takes it.
+      mesh: sizes of the mesh's axes.
+      parameters: of the whole model.
+      batch_size, sequence_length, microbatches: of the step.
+      remarks: on the plan as a whole.
+      memory: of each device.
+      collectives: of each device; `None` if the step does not fit, and was not compiled.
+      warnings: what should not be in the communication.
+      flops: of the whole step.
+      estimate: of the time; `None` where that is unknown.
+      seconds: what tracing and compiling took here.
+      versions: of what compiled it.
+    """
+
+    target: str
+    mesh: dict[str, int]
+    parameters: int
+    batch_size: int
+    sequence_length: int
+    microbatches: int
+    remarks: tuple[str, ...]
+    memory: Memory
+    collectives: Collectives | None
+    warnings: tuple[CommunicationWarning, ...]
+    flops: FlopsPerToken
+    estimate: Estimate | None
+    seconds: float
+    versions: dict[str, str]
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{package} {version}" for package, version in self.versions.items())
+        communication = time = "unknown: the step does not fit"
+        if self.collectives is not None:
+            communication = "\n\n".join([str(self.collectives), *map(str, self.warnings)])
+            time = str(self.estimate or f"unknown: nothing is known of the speed of {self.target}")
+        return "\n\n".join(
+            [
+                self._heading(),
+                section("Memory", str(self.memory)),
+                section("Communication", communication),
+                section("FLOPs", str(self.flops)),
+                section("Time", time),
+                f"compiled in {self.seconds:,.0f} s by {versions}",
+            ]
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What JSON can hold; bytes, FLOPs and seconds."""
+        fields = dataclasses.asdict(self)
+        fields["memory"]["fits"] = self.memory.fits
+        return json.loads(json.dumps(fields, default=str))  # dtypes by their names
+
+    def _heading(self) -> str:
+        mesh = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        plural = "es" * (self.microbatches > 1)
+        return "\n".join(
+            [
+                f"{self.parameters:,} parameters on {self.target}, mesh {mesh}",
+                f"{self.batch_size * self.sequence_length:,} tokens a step: {self.batch_size:,} "
+                f"sequences of {self.sequence_length:,}, in {self.microbatches} microbatch{plural}",
+                *self.remarks,
+            ]
+        )
+
+
+def section(title: str, text: str) -> str:
+    return f"{title}\n{'─' * len(title)}\n{text}"
 
 
 def plan(
@@ -48,57 +132,123 @@ def plan(
     experiment.check()
     began = time.perf_counter()
     tell(f"compiling the step for {target}")
-    with compiler_log.captured() as log:
+    with stderr_kept() as log:
         experiment, remarks = compilable(experiment, target)
-        step = abstract_step(experiment)
-        result = compile_step(step)
+        step = traced_step(experiment)
+        result = _compiled(step, experiment)
     seconds = time.perf_counter() - began
     tell(f"compiled in {seconds:.0f} s")
-    program = None if isinstance(result, OutOfMemory) else read_program(result.as_text() or "")
-    mesh, model = experiment.mesh, step.state.model
-    flops = flops_per_token(step)
-    travelling = None if program is None else collectives(program, mesh)
+    mesh, data, model = experiment.mesh, experiment.data, step.state.model
+    flops = FlopsPerToken(
+        analytic=model.training_flops_per_token(data.sequence_length, causal=False),
+        analytic_causal=model.training_flops_per_token(data.sequence_length, causal=True),
+        counted=count_flops(step.traced.jaxpr),
+        tokens=data.batch_size * data.sequence_length,
+    )
+    program = sent = expected = None
+    warnings: tuple[CommunicationWarning, ...] = ()
+    if not isinstance(result, OutOfMemory):
+        program = read_program(result.as_text() or "")
+        sent = collectives(program, mesh)
+        warnings = communication_warnings(sent, model, mesh, log.text)
+        expected = estimate(flops, traffic(program), sent, target.accelerator, mesh)
     return Report(
         target=str(target),
         mesh=dict(mesh.shape),
         parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model)),
-        batch_size=experiment.data.batch_size,
-        sequence_length=experiment.data.sequence_length,
+        batch_size=data.batch_size,
+        sequence_length=data.sequence_length,
         microbatches=experiment.microbatches,
         remarks=remarks,
-        memory=memory(step, target.accelerator, result, program),
-        collectives=travelling,
-        warnings=()
-        if travelling is None
-        else communication_warnings(travelling, model, mesh, log.text),
+        memory=memory(experiment, step.state, step.batch, target.accelerator, result, program),
+        collectives=sent,
+        warnings=warnings,
         flops=flops,
-        estimate=None
-        if program is None or travelling is None
-        else estimate(
-            flops.counted,
-            traffic(program),
-            travelling,
-            target.accelerator,
-            mesh,
-            flops.tokens,
-            flops.analytic,
-            flops.analytic_causal,
-        ),
+        estimate=expected,
         seconds=round(seconds, 1),
         versions=versions(),
     )
 
 
-def compile_step(step: AbstractStep) -> jax.stages.Compiled | OutOfMemory:
-    """The step that a run makes, compiled as the run does it."""
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """A run's step as the run traces it; `state` and `batch` have layouts, and no arrays."""
+
+    state: train.State
+    batch: Batch
+    traced: jax.stages.Traced
+
+
+def traced_step(experiment: Experiment) -> TracedStep:
+    """The step that a run of `experiment` makes, on the devices of its mesh."""
+    optimizer = experiment.optimizer(experiment.steps)
+    mesh, data = experiment.mesh, experiment.data
+    guard = experiment.guard or Guard()
+    state = train.abstract_state(experiment.make_model, optimizer, mesh, guard)
+    batch = train.abstract_batch(data.batch_size, data.sequence_length, mesh)
+    traced = train.trace_step(
+        state, batch, optimizer, mesh, experiment.microbatches, experiment.z_loss, guard
+    )
+    return TracedStep(state, batch, traced)
+
+
+def _compiled(step: TracedStep, experiment: Experiment) -> jax.stages.Compiled | OutOfMemory:
     try:
-        with jax.set_mesh(step.experiment.mesh):
-            return traced(step).lower().compile()
+        with jax.set_mesh(experiment.mesh):
+            return step.traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         found = out_of_memory(str(error))
         if found is None:
             raise
         return found
+
+
+def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tuple[str, ...]]:
+    """`experiment`, or one as near to it as can be compiled here, and remarks on what differs."""
+    if target.accelerator.platform != "cuda" or _has_cudnn():
+        return experiment, ()
+    if experiment.abstract_model().attention not in ("auto", "cudnn"):
+        return experiment, ()
+    model = functools.partial(experiment.model, attention="blockwise")
+    return dataclasses.replace(experiment, model=model), (_NO_CUDNN,)
+
+
+def _has_cudnn() -> bool:
+    """Whether JAX finds the library, which it needs to compile for absent GPUs too."""
+    query = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        jax.eval_shape(attend, query, query, query)
+    except RuntimeError:
+        return False
+    return True
+
+
+class CompilerLog:
+    """`text` is what was written to stderr, once that is over."""
+
+    text = ""
+
+
+@contextlib.contextmanager
+def stderr_kept() -> Iterator[CompilerLog]:
+    """Keeps what the process writes to its stderr, and shows none of it.
+
+    Compilers write to the file descriptor: they know nothing of Python's `sys.stderr`.
+    """
+    log = CompilerLog()
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield log
+        finally:
+            sys.stderr.flush()
+            os.dup2(shown, 2)
+            os.close(shown)
+            file.seek(0)
+            log.text = file.read().decode(errors="replace")
 
 
 def versions() -> dict[str, str]:

@@ -136,7 +136,7 @@ class Place:
     """Where an instruction stands.
 
     Args:
-      computation: the one it is part of.
+      computation: the one that it is in.
       loops: those around it, outermost first.
       caller: the instruction that calls the computation, and its own place; `None` in the entry.
     """
@@ -237,7 +237,7 @@ def parse_replica_groups(text: str) -> np.ndarray | None:
     """Groups of devices as XLA prints them at the start of `text`, one a row; `None` for "{}".
 
     Three spellings: lists `{{0,1},{2,3}}`; a transposed range `[2,4]<=[4,2]T(1,0)`; axes of a mesh
-    `mesh['a'=4,'b'=2] {'a'}`, where `'a':(2)2` is the part of an axis that follows 2 to its left.
+    `mesh['a'=4,'b'=2] {'a'}`, where `'a':(2)2` is the piece of an axis that follows 2 to its left.
     """
     if text.startswith("{"):
         return _listed_groups(text)
@@ -271,7 +271,7 @@ def _range(text: str) -> np.ndarray:
     found = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if found is None:
         raise ValueError(f"unknown spelling of a range of devices: {text[:60]!r}")
-    shape, order = (_integers(part) for part in found.groups())
+    shape, order = (_integers(numbers) for numbers in found.groups())
     return np.arange(math.prod(shape)).reshape(shape).transpose(order or range(len(shape)))
 
 
@@ -282,15 +282,15 @@ def _mesh_groups(text: str) -> np.ndarray:
         raise ValueError(f"unknown spelling of replica groups: {text[:60]!r}")
     axes, devices, chosen = found.groups()
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", axes)}
-    parts = [
+    pieces = [
         (name, int(begin or 1), int(begin or 1) * int(size or sizes[name]))
         for name, begin, size in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", chosen)
     ]
-    # Each axis is cut where a chosen part of it begins or ends.
+    # Each axis is cut where a chosen piece of it begins or ends.
     shape: list[int] = []
     inside: list[int] = []
     for name, size in sizes.items():
-        own = [(begin, end) for axis, begin, end in parts if axis == name]
+        own = [(begin, end) for axis, begin, end in pieces if axis == name]
         for begin, end in itertools.pairwise(sorted({1, size, *itertools.chain(*own)})):
             if any(first <= begin and end <= last for first, last in own):
                 inside.append(len(shape))

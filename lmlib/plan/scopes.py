@@ -8,16 +8,16 @@ control flow ("while/body"), and the named scopes that the model and the step pu
 import re
 
 # Named scopes of lmlib around what it computes.
-PARTS = ("embed", "projections", "attention", "mlp", "loss", "optimizer")
+SCOPES = ("embed", "projections", "attention", "mlp", "loss", "optimizer")
 OTHER = "other"  # norms, residual sums and all else outside those scopes
 PHASES = ("forward", "recomputation", "backward", "update")
 # Named scopes around loops, and one turn of such a loop.
 TURNS = {"layers": "layer", "microbatches": "microbatch", "loss": "chunk of the loss"}
 
 
-def part(names: str) -> str:
-    """The innermost of `PARTS` in `names`, or `OTHER`."""
-    found = [name for name in re.findall(r"\w+", names) if name in PARTS]
+def scope(names: str) -> str:
+    """The innermost of `SCOPES` in `names`, or `OTHER`."""
+    found = [name for name in re.findall(r"\w+", names) if name in SCOPES]
     return found[-1] if found else OTHER
 
 

@@ -1,8 +1,8 @@
-"""The largest microbatch that fits, and with it the least that is computed again.
+"""A search for the largest microbatch that fits, and for the least recomputation with it.
 
-A microbatch is the larger the fewer there are in a batch, so microbatches are searched for first,
-nothing being kept; then what to keep. Each trial compiles the step. What a trial would need is
-guessed from those before, so that few are made.
+The search first finds the smallest number of microbatches that fits if nothing is kept, and then
+what to keep. Each trial compiles the step. What a trial would need is guessed from the trials
+before it, so that few are made.
 """
 
 import dataclasses
@@ -10,21 +10,34 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lmlib.activations import saved_activations
 from lmlib.experiment import Experiment
-from lmlib.plan.advice import microbatch_counts
-from lmlib.plan.compilable import compilable
-from lmlib.plan.parts import size_text
-from lmlib.plan.planner import plan
-from lmlib.plan.policies import Policy, keeping, policies
-from lmlib.plan.report import Report
+from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.plan.flops import count_flops
+from lmlib.plan.memory import microbatch_counts
+from lmlib.plan.planner import Report, compilable, plan, traced_step
 from lmlib.plan.targets import Target
+from lmlib.quantities import bytes_text
 from lmlib.table import columns
 
-# How many larger numbers of microbatches are tried besides the least that fits: fewer sequences at
-# a time leave room to keep more.
+# How many larger numbers of microbatches are tried besides the smallest that fits: fewer sequences
+# at a time leave room to keep more.
 _MORE_COUNTS = 2
-# What is guessed to need so much more than there is, is not tried.
+# A trial is not made if the guess of what it needs is so much more than there is.
 _HOPELESS = 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A value of `model.saved`.
+
+    Args:
+      saved: the names.
+      bytes: what they take on each device, in one microbatch of the experiment.
+    """
+
+    saved: tuple[str, ...]
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +45,7 @@ class Trial:
     """Settings that were compiled.
 
     Args:
-      microbatches: parts of a batch.
+      microbatches: how many a batch is split into.
       saved: what `model.saved` names.
       report: the plan with these settings.
     """
@@ -65,9 +78,9 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """All trials, those with the largest microbatches first, and the one that was looked for.
+    """All trials, those with the largest microbatches first; `str()` gives the table.
 
-    `best` is `None` if nothing fits. `str()` gives the table.
+    `best` has the largest microbatch that fits, and recomputes least; `None` if nothing fits.
     """
 
     trials: tuple[Trial, ...]
@@ -119,7 +132,7 @@ class Search:
         return (
             f"{trial.microbatches:,}",
             f"{at_a_time:,}",
-            f"{at_least}{size_text(report.memory.needed)}",
+            f"{at_least}{bytes_text(report.memory.needed)}",
             ("yes" if trial.fits else "no") + (", best" if trial is self.best else ""),
             f"{trial.recomputed:.1%} of FLOPs",
             f"{trial.step_seconds:.3f}" if trial.step_seconds else "",
@@ -133,9 +146,10 @@ def search(
     tell: Callable[[str], None] = lambda line: None,
     known: Report | None = None,
 ) -> Search:
-    """Searches for the settings of `experiment`, as for `lmlib.plan.planner.plan`, that fit.
+    """Searches for settings of `experiment` that fit the memory of `target`.
 
     Args:
+      experiment: its mesh is made of `target.devices()`, as for `lmlib.plan.planner.plan`.
       target: whose memory is known.
       tell: told what is going on, a line at a time.
       known: the plan of `experiment` as it is, if that was made.
@@ -160,12 +174,11 @@ class _Searcher:
 
     @functools.cached_property
     def _policies(self) -> tuple[Policy, ...]:
-        """They keep ever less; the last keeps nothing."""
         self._tell("counting what each kept activation saves")
         return policies(self._experiment)
 
     def add(self, report: Report) -> None:
-        """Takes the plan of the experiment as it is for a trial, if it keeps nothing."""
+        """Makes a trial of the plan of the experiment as it is, if that keeps nothing."""
         if not self._experiment.abstract_model().saved:
             count = self._experiment.microbatches
             self._trials[count, _NOTHING] = Trial(count, (), report)
@@ -187,12 +200,12 @@ class _Searcher:
 
     def _first_that_fits(self, choices: Sequence[_Choice]) -> Trial | None:
         """By bisection: each choice needs less memory than the one before."""
-        low, high = -1, len(choices)  # what is known not to fit, and what is known to, or the end
+        low, high = -1, len(choices)  # the last known not to fit; the first known to, or the end
         while high - low > 1:
             between = range(low + 1, high)
-            if high < len(choices) and self._share(*choices[high - 1]) > _HOPELESS:
+            if high < len(choices) and self._fraction(*choices[high - 1]) > _HOPELESS:
                 break
-            hopeful = [at for at in between if self._share(*choices[at]) <= 1]
+            hopeful = [at for at in between if self._fraction(*choices[at]) <= 1]
             at = hopeful[0] if hopeful else between[-1]
             if self._try(*choices[at]).fits:
                 high = at
@@ -210,8 +223,8 @@ class _Searcher:
             self._trials[count, policy] = Trial(count, policy.saved, report)
         return self._trials[count, policy]
 
-    def _share(self, count: int, policy: Policy) -> float:
-        """What would be needed, over what there is: a guess from the trial most like it."""
+    def _fraction(self, count: int, policy: Policy) -> float:
+        """The memory needed over the memory there is, guessed from the trial most like it."""
         nearest, known = min(
             self._trials,
             key=lambda tried: (
@@ -221,7 +234,7 @@ class _Searcher:
         )
         memory = self._trials[nearest, known].report.memory
         assert memory.capacity is not None
-        # State and gradients stay; all else is in proportion to the sequences at a time.
+        # State and gradients stay as they are; the rest grows with the sequences at a time.
         staying = memory.parameters + memory.optimizer_state + memory.gradients + memory.batch
         working = memory.needed - staying - self._kept(nearest, known)
         guess = staying + working * nearest / count + self._kept(count, policy)
@@ -229,3 +242,52 @@ class _Searcher:
 
     def _kept(self, count: int, policy: Policy) -> float:
         return policy.bytes * self._experiment.microbatches / count
+
+
+def policies(experiment: Experiment) -> tuple[Policy, ...]:
+    """Policies from all names to none; each has one name less than the one before.
+
+    The name that goes is the one that saves the fewest FLOPs for each of its bytes, as counted in
+    the traced step; of several that save none, the largest. A name saves more FLOPs once others are
+    gone, since more has to be computed again on the way to it. So earlier counts are lower bounds,
+    and only the lowest is counted anew.
+    """
+    sizes = _sizes(experiment)
+    counted = functools.cache(lambda saved: _recomputed_flops(experiment, saved))
+
+    def worth(name: str, saved: tuple[str, ...]) -> tuple[float, int]:
+        others = tuple(other for other in saved if other != name)
+        return (counted(others) - counted(saved)) / sizes[name], -sizes[name]
+
+    saved = tuple(name for name in ACTIVATIONS if name in sizes)
+    bounds = {name: worth(name, saved) for name in saved}
+    found = [saved]
+    while saved:
+        lowest = min(bounds, key=lambda name: bounds[name])
+        bounds[lowest] = worth(lowest, saved)
+        if bounds[lowest] == min(bounds.values()):
+            del bounds[lowest]
+            saved = tuple(name for name in saved if name != lowest)
+            found.append(saved)
+    return tuple(Policy(saved, sum(sizes[name] for name in saved)) for saved in found)
+
+
+def keeping(experiment: Experiment, saved: tuple[str, ...]) -> Experiment:
+    """`experiment` with `saved` as what its model saves."""
+    return dataclasses.replace(experiment, model=functools.partial(experiment.model, saved=saved))
+
+
+def _sizes(experiment: Experiment) -> dict[str, int]:
+    """Bytes of each name on each device, of those that the model has and does not offload."""
+    offloaded = experiment.abstract_model().offloaded
+    names = tuple(name for name in ACTIVATIONS if name not in offloaded)
+    sizes: dict[str, int] = {}
+    for kept in saved_activations(keeping(experiment, names)):
+        if kept.name in names:
+            sizes[kept.name] = sizes.get(kept.name, 0) + kept.bytes_per_device
+    return sizes
+
+
+def _recomputed_flops(experiment: Experiment, saved: tuple[str, ...]) -> float:
+    step = traced_step(keeping(experiment, saved))
+    return count_flops(step.traced.jaxpr).of("recomputation")

@@ -16,7 +16,6 @@ import jax
 from jax.experimental import topologies
 
 from lmlib.hardware import ACCELERATORS, Accelerator
-from lmlib.plan.gpu_descriptions import target_config
 
 # Chips of the largest slice that can be had; docs.cloud.google.com/tpu/docs.
 _LARGEST_SLICE = {"v4": 4_096, "v5e": 256, "v5p": 6_144, "v6e": 256, "7x": 9_216}
@@ -94,7 +93,7 @@ class Target:
         return topologies.get_topology_desc(
             "",
             self.accelerator.platform,
-            target_config=target_config(self.accelerator),
+            target_config=_target_config(self.accelerator),
             topology=f"1x{hosts}x{gpus}",
         )
 
@@ -114,14 +113,14 @@ def parse(text: str) -> Target:
     Raises:
       TargetError: if there is no such accelerator, or no such shape of it.
     """
-    parts = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z0-9-]+):([1-9]\d*(?:x[1-9]\d*)*)", text)
-    if parts is None or parts[2] not in ACCELERATORS:
+    found = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z0-9-]+):([1-9]\d*(?:x[1-9]\d*)*)", text)
+    if found is None or found[2] not in ACCELERATORS:
         raise TargetError(
             f"{text!r} is no topology: write v5e:16x16, 2xv5e:16x16 (two slices), h100:8x8 (hosts "
             f"× GPUs of each) or cpu:256; accelerators: {', '.join(ACCELERATORS)}"
         )
-    accelerator = ACCELERATORS[parts[2]]
-    target = Target(accelerator, tuple(map(int, parts[3].split("x"))), int(parts[1] or 1))
+    accelerator = ACCELERATORS[found[2]]
+    target = Target(accelerator, tuple(map(int, found[3].split("x"))), int(found[1] or 1))
     _check(target)
     return target
 
@@ -151,7 +150,7 @@ def _check(target: Target) -> None:
 def prepare(target: Target) -> None:
     """Tells JAX, which must not have started, that it is to compile for `target` on a CPU.
 
-    What the environment says already stays.
+    It leaves alone what the environment sets already.
     """
     if target.accelerator.platform == "tpu":
         # libtpu would ask Google's metadata server for its chips, and lock them.
@@ -173,3 +172,87 @@ def _no_plugin(accelerator: Accelerator) -> str:
     return (
         f"cannot compile for {accelerator.name}: install its compiler, pip install 'lmlib[{extra}]'"
     )
+
+
+# cuDNN kernels are chosen for this version: the oldest that has all that the models here use.
+_CUDNN = "major: 9 minor: 10 patch: 0"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+    """A GPU as XLA describes it.
+
+    `cores` are streaming multiprocessors or compute units; `shared_memory` and `registers` are
+    those of one core; memory is in bytes. The figures of NVIDIA's chips are in its CUDA C++
+    Programming Guide (technical specifications of each compute capability) and in the white papers
+    of the architectures; those of AMD's in the CDNA 3 white paper.
+    """
+
+    capability: str
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    l2_cache: int
+    shared_memory: int
+    shared_memory_per_block: int = 48 * 1024
+    reserved_shared_memory: int = 1024  # that no block can have
+    threads_per_warp: int = 32
+    registers: int = 65_536
+
+
+_A100 = _Chip(
+    "cuda_compute_capability { major: 8 }", 108, 64, 1.41, 40 * 2**20, shared_memory=164 * 1024
+)
+_HOPPER = "cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }"
+_H100 = _Chip(_HOPPER, 132, 128, 1.98, 50 * 2**20, shared_memory=228 * 1024)
+_BLACKWELL = "cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }"
+_CHIPS = {
+    "a100": _A100,
+    "a100-40gb": _A100,
+    "h100": _H100,
+    "h200": _H100,
+    "b200": _Chip(_BLACKWELL, 148, 128, 1.965, 126 * 2**20, shared_memory=228 * 1024),
+    "mi300x": _Chip(
+        'rocm_compute_capability { gcn_arch_name: "gfx942:sramecc+:xnack-" }',
+        304,
+        128,
+        2.1,
+        4 * 2**20,
+        shared_memory=64 * 1024,
+        shared_memory_per_block=64 * 1024,
+        reserved_shared_memory=0,
+        threads_per_warp=64,
+        registers=131_072,
+    ),
+}
+
+
+def _target_config(accelerator: Accelerator) -> str:
+    """What XLA must know of a GPU to compile for it without one: a GpuTargetConfigProto as text."""
+    chip = _CHIPS[accelerator.name]
+    assert accelerator.memory_bandwidth is not None
+    return f"""
+gpu_device_info {{
+  {chip.capability}
+  core_count: {chip.cores}
+  fpus_per_core: {chip.fpus_per_core}
+  clock_rate_ghz: {chip.clock_ghz}
+  threads_per_warp: {chip.threads_per_warp}
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: {chip.registers}
+  registers_per_block_limit: {chip.registers}
+  shared_memory_per_core: {chip.shared_memory}
+  shared_memory_per_block: {chip.shared_memory_per_block}
+  shared_memory_per_block_optin: {chip.shared_memory - chip.reserved_shared_memory}
+  l2_cache_size: {chip.l2_cache}
+  device_memory_size: {accelerator.memory_bytes}
+  memory_bandwidth: {accelerator.memory_bandwidth:.0f}
+}}
+platform_name: "{accelerator.platform.upper()}"
+dnn_version_info {{ {_CUDNN} }}
+device_description_str: "{accelerator.device_kinds[0]}"
+"""

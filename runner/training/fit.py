@@ -23,6 +23,7 @@ from lmlib.guard import Guard
 from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.optim import Optimizer
 from lmlib.parallel.layout import partition
+from lmlib.quantities import bytes_text, duration_text
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
 from runner.config.text import flattened
@@ -48,7 +49,7 @@ from runner.training.validation import Validation
 from runner.watch.goodput import GoodputLog
 from runner.watch.phases import Phase, Phases
 from runner.watch.profiling import Profiler, dump_program
-from runner.watch.progress import Progress, bytes_text, duration_text
+from runner.watch.progress import Progress
 from runner.watch.watchdog import Limits, Watchdog
 
 

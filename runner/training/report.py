@@ -12,11 +12,11 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
 from lmlib.generate import sample
 from lmlib.metrics import mfu
+from lmlib.quantities import count_text
 from lmlib.table import columns
 from lmlib.train import State
 from runner.training.validation import Validation
 from runner.watch.goodput import Goodput
-from runner.watch.progress import count_text
 
 FILE_NAME = "result.json"
 LOSS_STEPS = 50

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lmlib.quantities import duration_text
 from lmlib.table import columns
 from runner.watch.phases import Phase, Phases
-from runner.watch.progress import duration_text
 
 FILE_NAME = "goodput.json"
 NOT_RUNNING = "not running"

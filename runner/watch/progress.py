@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from lmlib.quantities import count_text
+
 BAR_WIDTH = 20
 REDRAW_SECONDS = 0.1  # of the live line
 PLAIN_LINES_AT_FIRST = 3
@@ -116,43 +118,3 @@ class Progress:
         if self._stream is not None:
             self._stream.write(text)
             self._stream.flush()
-
-
-def count_text(count: float) -> str:
-    """Three digits and thousands, millions, billions or trillions: 950, 4.21 M, 1.00 B."""
-    return _scaled(count, 1000, ["", "k", "M", "B", "T"])
-
-
-def bytes_text(size: float) -> str:
-    """Three digits and a binary unit: 1.25 GiB, 512 B."""
-    return _scaled(size, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
-
-
-def duration_text(seconds: float) -> str:
-    """The two largest units: 3 min 12 s, 2 h 0 min, 4 d 6 h; 0.41 s and 8.2 s below a minute."""
-    if seconds < 59.95:
-        return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    minutes = round(seconds / 60)
-    if minutes < 24 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    hours = round(seconds / 3600)
-    return f"{hours // 24} d {hours % 24} h"
-
-
-def _scaled(value: float, base: int, units: list[str]) -> str:
-    """Three digits of `value` in the largest unit that leaves 1 or more of it, rounded."""
-    if value < base and value == int(value):
-        return f"{value:.0f} {units[0]}".strip()
-    for unit in units[:-1]:
-        if float(_three_digits(value)) < base:
-            return f"{_three_digits(value)} {unit}".strip()
-        value /= base
-    return f"{_three_digits(value)} {units[-1]}"
-
-
-def _three_digits(value: float) -> str:
-    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{decimals}f}"

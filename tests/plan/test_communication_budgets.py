@@ -228,7 +228,7 @@ def test_a_step_sends_what_its_layout_needs_and_nothing_else(layout):
 
 
 def test_a_tpu_sends_the_same_but_for_how_it_sums_gradients():
-    """libtpu scatters only sums whose parts fill its tiles, and reduces the others whole."""
+    """libtpu scatters only sums whose shards fill its tiles, and reduces the others whole."""
     sent, _, _ = compiled("v5e:4x2", "FSDP × TP")
 
     def without_the_kind_of_sums(budget):

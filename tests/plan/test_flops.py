@@ -30,7 +30,7 @@ def test_a_matmul_and_what_it_moves():
     assert one.flops == one.device_flops == 2 * 5 * M * K * N
     assert one.sizes == (1, 5 * M, N, K)
     assert one.device_bytes == 2 * (5 * M * K + K * N + 5 * M * N)
-    assert (one.dtype, one.count, one.part, one.phase) == ("bfloat16", 1, "other", "update")
+    assert (one.dtype, one.count, one.scope, one.phase) == ("bfloat16", 1, "other", "update")
 
 
 def test_scans_count_as_often_as_they_turn():
@@ -74,7 +74,7 @@ def test_phases_of_a_rematerialised_scan():
     assert found.of("recomputation") == 7 * 2 * each
     assert found.of("backward") == 2 * found.of("forward")
     assert found.total == found.of("forward", "recomputation", "backward")
-    assert {one.part for one in found.matmuls if not one.in_layers} == {"loss"}
+    assert {one.scope for one in found.matmuls if not one.in_layers} == {"loss"}
     assert "loss" in str(found)
 
 
@@ -185,12 +185,12 @@ def test_a_step_multiplies_what_the_analytic_count_says_and_what_it_recomputes(m
     assert sum(one.device_flops for one in found.matmuls) * devices == found.total
 
 
-def test_parts_of_a_step():
+def test_scopes_of_a_step():
     found = step_flops(make_mesh(fsdp=2, tensor=2))
     forward = {}
     for one in found.matmuls:
         if one.phase == "forward":
-            forward[one.part] = forward.get(one.part, 0) + one.flops / (B * S)
+            forward[one.scope] = forward.get(one.scope, 0) + one.flops / (B * S)
     loss = forward.pop("loss")
     assert forward == {
         "projections": L * 2 * E * HEAD_DIM * (2 * HEADS + 2 * KV),

@@ -1,6 +1,6 @@
 """What XLA's TPU compiler says when there is no room, word for word."""
 
-from lmlib.plan.out_of_memory import out_of_memory
+from lmlib.plan.memory import out_of_memory
 
 BEFORE_SCHEDULING = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "

@@ -86,7 +86,7 @@ def test_a_small_step_fits(planned):
     assert memory.counted.arguments < memory.needed < 1e9
     assert memory.fits is (None if target.accelerator.platform == "cpu" else True)
     assert len(memory.largest) == 3
-    assert all(part.advice for part in memory.largest)
+    assert all(share.note for share in memory.largest)
 
 
 def test_it_gathers_over_fsdp(planned):
@@ -123,7 +123,7 @@ def test_an_update_reads_and_writes_each_number_once():
     the gradient is read before that, for its norm. A tenth or two are not fused."""
     target = parse("h100:1x1")
     report = plan(experiment(target, embed=512, mlp=2048, layers=4), target)
-    updates = [one for one in report.estimate.parts if one.part == "optimizer"]
+    updates = [one for one in report.estimate.scopes if one.scope == "optimizer"]
     assert sum(one.bytes for one in updates) == pytest.approx(8 * 4 * report.parameters, rel=0.2)
 
 
@@ -135,7 +135,7 @@ def test_too_large_for_a_tpu_is_an_answer():
     assert memory.fits is False
     assert memory.needed > 4 * 4 * report.parameters * 0.9  # weights, moments and gradients
     assert memory.verdict.startswith("does not fit: needs at least ")
-    assert "optimizer state" in {part.name for part in memory.largest}
+    assert "optimizer state" in {share.name for share in memory.largest}
     assert report.collectives is None and "the step does not fit" in str(report)
 
 
@@ -144,9 +144,9 @@ def test_whether_it_fits_is_told_by_the_capacity(planned):
     if target.accelerator.platform == "cuda":
         assert report.memory.capacity == round(0.95 * 84_942_979_072)
     less = dataclasses.replace(report.memory, capacity=report.memory.needed - 10_000)
-    assert less.fits is False and less.verdict.endswith(", 0.01 MB too much")
+    assert less.fits is False and less.verdict.endswith(", 10.0 KB too much")
     enough = dataclasses.replace(report.memory, capacity=report.memory.needed)
-    assert enough.fits is True and enough.verdict.endswith(", 0.00 MB to spare")
+    assert enough.fits is True and enough.verdict.endswith(", 0 B to spare")
 
 
 def test_cpu_256():

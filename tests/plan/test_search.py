@@ -15,8 +15,7 @@ from lmlib.models.llama import Llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import plan
-from lmlib.plan.policies import keeping, policies
-from lmlib.plan.search import search
+from lmlib.plan.search import keeping, policies, search
 from lmlib.plan.targets import Target
 from runner.config import configs
 from runner.config.overrides import apply_override

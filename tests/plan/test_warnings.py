@@ -13,7 +13,7 @@ from lmlib.parallel.layout import gather
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.collectives import collectives
 from lmlib.plan.communication_warnings import communication_warnings
-from lmlib.plan.compiler_log import captured
+from lmlib.plan.planner import stderr_kept
 from lmlib.plan.program import read_program
 from lmlib.train import abstract_model
 
@@ -91,7 +91,7 @@ def test_an_all_reduce_of_a_whole_gradient_is_named_and_a_reduce_scatter_is_not(
 
 
 def test_a_gather_in_the_guise_of_a_sum_is_named():
-    """As XLA for TPUs gathers parts that fill no tile."""
+    """As XLA for TPUs gathers shards that fill no tile."""
     mesh = make_mesh(fsdp=8)
     text = f"""\
 HloModule jit_step, is_scheduled=true
@@ -144,7 +144,7 @@ def test_what_the_partitioner_complains_about_is_named():
         target = NamedSharding(automatic, P(None, ("data", "fsdp"), None))
         return jax.lax.with_sharding_constraint(jnp.sin(x), target)
 
-    with captured() as log:
+    with stderr_kept() as log:
         jax.jit(moved).lower(jnp.ones((8, 8, 8))).compile()
     (warning,) = communication_warnings((), abstract_model(make, mesh), mesh, log.text * 2)
     assert warning.problem == "full rematerialization"

@@ -10,16 +10,16 @@ from absent_hardware import absent
 
 from lmlib.hardware import ACCELERATORS, CPU
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan import network, roofline
+from lmlib.plan import communication_time, compute_time
 from lmlib.plan.collectives import Collective
-from lmlib.plan.flops import Matmul, StepFlops
-from lmlib.plan.network import Route, closes, route
+from lmlib.plan.communication_time import Route, closes, route
+from lmlib.plan.compute_time import Traffic, traffic
+from lmlib.plan.estimate import estimate
+from lmlib.plan.flops import FlopsPerToken, Matmul, StepFlops
 from lmlib.plan.program import ArrayType, read_program
-from lmlib.plan.roofline import estimate
-from lmlib.plan.traffic import Traffic, traffic
 
 H100 = ACCELERATORS["h100"]
-MEMORY = H100.memory_bandwidth * roofline.MEMORY_EFFICIENCY
+MEMORY = H100.memory_bandwidth * compute_time.MEMORY_EFFICIENCY
 
 
 def matmul(M, N, K, phase="forward", in_layers=True, count=10, dtype="bfloat16"):
@@ -39,25 +39,30 @@ def sent(bytes_sent, overlaps, phase="forward", kind="all-gather", count=10):
 
 def estimated(matmuls=(), moved=(), collectives=(), accelerator=H100, tokens=1_000):
     mesh = make_mesh(fsdp=8)
-    flops = StepFlops(tuple(matmuls))
-    return estimate(flops, moved, collectives, accelerator, mesh, tokens, 3e9, 2e9)
+    flops = FlopsPerToken(3e9, 2e9, StepFlops(tuple(matmuls)), tokens)
+    return estimate(flops, moved, collectives, accelerator, mesh)
 
 
 def test_a_large_matmul_is_bound_by_flops_and_a_thin_one_by_memory():
     large, thin = matmul(4_096, 4_096, 4_096), matmul(4_096, 128, 128)
-    rate = 989e12 * roofline.MATMUL_EFFICIENCY["cuda"] * 4_096 / (4_096 + roofline.PIPELINE_FILL)
+    rate = (
+        989e12
+        * compute_time.MATMUL_EFFICIENCY["cuda"]
+        * 4_096
+        / (4_096 + compute_time.PIPELINE_FILL)
+    )
     found = estimated([large])
     assert found.step_seconds == pytest.approx(large.device_flops / rate)
-    assert [one.limit for one in found.parts] == ["FLOPs"]
+    assert [one.limit for one in found.scopes] == ["FLOPs"]
     found = estimated([thin])
     assert found.step_seconds == pytest.approx(thin.device_bytes / MEMORY)
-    assert [one.limit for one in found.parts] == ["memory"]
+    assert [one.limit for one in found.scopes] == ["memory"]
 
 
 def test_float32_and_blocks_that_are_not_full_cost_more():
     plain = estimated([matmul(4_096, 4_096, 4_096)]).step_seconds
     wide = estimated([matmul(4_096, 4_096, 4_096, dtype="float32")]).step_seconds
-    assert wide == pytest.approx(plain / roofline.FLOAT32_RATE["cuda"])
+    assert wide == pytest.approx(plain / compute_time.FLOAT32_RATE["cuda"])
     # 1,025 rows take as long as 1,152, which are nine blocks of 128.
     ragged = estimated([matmul(1_025, 8_192, 8_192)]).step_seconds
     assert ragged == pytest.approx(estimated([matmul(1_152, 8_192, 8_192)]).step_seconds)
@@ -160,7 +165,7 @@ def test_routes_on_real_topologies(target, sizes, axes, inside, outside, links):
     accelerator, devices = devices_of(target)
     way = route(axes, make_mesh(**sizes, devices=devices), accelerator)
     assert (way.inside, way.outside) == (inside, outside)
-    bandwidth = accelerator.link_bandwidth * network.LINK_EFFICIENCY
+    bandwidth = accelerator.link_bandwidth * communication_time.LINK_EFFICIENCY
     assert way.link_bandwidth == pytest.approx(links * bandwidth)
 
 
@@ -178,7 +183,7 @@ def test_traffic_of_a_compiled_program_is_what_its_arrays_hold():
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((size,), (7, size))]
     found = traffic(read_program(jax.jit(step).lower(*shapes).compile().as_text()))
-    moved = {(one.part, one.in_layers): one.bytes for one in found}
+    moved = {(one.scope, one.in_layers): one.bytes for one in found}
     assert moved["optimizer", False] == 2 * size * 4
     # Each turn reads x and a row, and writes x; besides, the loop's counter moves.
     in_layers = sum(size for (_, in_layers), size in moved.items() if in_layers)

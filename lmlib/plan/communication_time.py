@@ -1,12 +1,13 @@
-"""How fast the devices along some axes of a mesh can send to each other.
+"""How long a step's collectives take, at best, and how much of that no compute hides.
 
-A collective over devices of several slices or hosts is made hierarchically: over the n devices of
-each slice or host by their links, and between slices or hosts, each device with 1/n of the bytes.
+A collective takes what the links or the network between its devices allow. Over several slices or
+hosts it is hierarchical: links join the n devices of each slice or host, and between slices or
+hosts each device sends 1/n of the bytes.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lmlib.hardware import Accelerator
+from lmlib.plan.collectives import Collective, grouped
+from lmlib.plan.compute_time import loop_of
 
 # Seconds for one message from a device to the next: TPUs' over a link, GPUs' over NVLink, and
 # between hosts.
@@ -23,6 +26,65 @@ NETWORK_LATENCY = 5e-6
 # and waiting for the slowest device.
 LINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTime:
+    """Collectives of one kind, mesh axes and place, in one step.
+
+    `seconds` is what they take; `exposed_seconds` is what no compute hides.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    where: str
+    route: str
+    bytes_sent: int
+    seconds: float
+    exposed_seconds: float
+
+
+def communication_time(
+    collectives: Sequence[Collective],
+    compute_seconds: Mapping[str, float],
+    mesh: Mesh,
+    accelerator: Accelerator,
+) -> tuple[CollectiveTime, ...] | None:
+    """Those that overlap hide behind the compute of their own loop; `None` where `route`
+    is `None`.
+
+    Args:
+      compute_seconds: of each of `lmlib.plan.compute_time.LOOPS`.
+    """
+    unused = dict(compute_seconds)  # compute that hides no collective yet
+    found = []
+    for (kind, axes, where), group in grouped(collectives):
+        way = route(axes or mesh.axis_names, mesh, accelerator)
+        if way is None:
+            return None
+        overlapping, alone = (
+            math.fsum(
+                way.seconds(one.bytes_sent, kind) * one.count_per_step
+                for one in group
+                if one.overlaps is overlaps
+            )
+            for overlaps in (True, False)
+        )
+        loop = loop_of(group[0].phase, group[0].in_layers)
+        hidden = min(overlapping, unused[loop])
+        unused[loop] -= hidden
+        found.append(
+            CollectiveTime(
+                kind,
+                axes,
+                where,
+                way.name,
+                sum(one.bytes_sent_per_step for one in group),
+                overlapping + alone,
+                overlapping + alone - hidden,
+            )
+        )
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +116,7 @@ class Route:
     def seconds(self, bytes_sent: int, kind: str) -> float:
         """For a collective over which each device of one flat ring would send `bytes_sent`.
 
-        Links and network work at the same time on different parts of an array, so the slower one
+        Links and network work at the same time on different pieces of an array, so the slower one
         decides.
         """
         n = self.inside * self.outside
