@@ -27,6 +27,7 @@ from typing import Any
 import fiddle as fdl
 from fiddle.experimental import serialization
 
+from lmlib.whole_file import write_whole
 from runner.config_text import flattened, text_of, with_defaults
 from runner.errors import ConfigError, did_you_mean
 from runner.overrides import BAD_LITERAL, apply_override
@@ -83,9 +84,7 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
         ) from error
     Path(workdir).mkdir(parents=True, exist_ok=True)
     for name, content in {"config.json": text + "\n", "config.txt": flattened(cfg)}.items():
-        unfinished = Path(workdir, f".{name}.unfinished")
-        unfinished.write_text(content, encoding="utf-8")
-        unfinished.replace(Path(workdir, name))
+        write_whole(Path(workdir, name), content)
 
 
 def experiments() -> dict[str, str]:
