@@ -32,6 +32,7 @@ from runner.config_text import flattened, text_of, with_defaults
 from runner.errors import ConfigError, did_you_mean
 from runner.overrides import BAD_LITERAL, apply_override
 from runner.saved_config import read_config
+from runner.saved_data import data_text
 
 
 def load(
@@ -70,10 +71,13 @@ def load(
 
 
 def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
-    """Writes `config.json` (for `load`) and `config.txt` (`flattened`), each whole or not at all.
+    """Writes config.json (for `load`), config.txt (`flattened`) and data.json (`data_text`).
 
-    Defaults are written out: a later run repeats this one even if they have changed since. Raises
-    `ConfigError` for a value that no later run could find again, such as a lambda or an array.
+    Each is written whole or not at all. Defaults are written out: a later run repeats this one even
+    if they have changed since.
+
+    Raises:
+      ConfigError: for a value that no later run could find again, such as a lambda or an array.
     """
     try:
         text = serialization.dump_json(with_defaults(cfg), indent=1)
@@ -83,7 +87,8 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
             f"the top of an importable module. {error}"
         ) from error
     Path(workdir).mkdir(parents=True, exist_ok=True)
-    for name, content in {"config.json": text + "\n", "config.txt": flattened(cfg)}.items():
+    contents = {"config.txt": flattened(cfg), "data.json": data_text(with_defaults(cfg))}
+    for name, content in {"config.json": text + "\n", **contents}.items():
         write_whole(Path(workdir, name), content)
 
 
