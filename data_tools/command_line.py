@@ -1,13 +1,19 @@
-"""What the commands have in common: mistakes told in one line, and the exit status."""
+"""What the commands have in common: mistakes and progress told in a line, and the exit status."""
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from absl import app, flags, logging
 
 MISTAKE, INTERRUPTED = 2, 130  # exit status
+
+# Called with what was done, what there is to do, and the unit of both.
+Progress = Callable[[int, int, str], None]
+
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 def run(name: str, command: Callable[[Sequence[str]], int]) -> NoReturn:
@@ -44,3 +50,26 @@ def run(name: str, command: Callable[[Sequence[str]], int]) -> NoReturn:
 def _told(name: str, error: Exception) -> int:
     print(f"{name}:", " ".join(str(error).split()), file=sys.stderr)
     return MISTAKE
+
+
+def no_progress(done: int, total: int, unit: str) -> None:
+    """Says nothing."""
+
+
+class ProgressLines:
+    """Prints a line to stderr every few seconds."""
+
+    def __init__(self) -> None:
+        self._begun = self._printed = time.monotonic()
+
+    def __call__(self, done: int, total: int, unit: str) -> None:
+        now = time.monotonic()
+        if now - self._printed < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed = now
+        per_second = done / (now - self._begun)
+        print(
+            f"{done:,} of {total:,} {unit} ({100 * done / max(total, 1):.1f}%), "
+            f"{per_second:,.0f} {unit}/s",
+            file=sys.stderr,
+        )

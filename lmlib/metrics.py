@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lmlib.hardware import peak_flops
 from lmlib.tensorboard import TensorBoard
+from lmlib.whole_file import write_whole
 
 FILE_NAME = "metrics.jsonl"
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
@@ -78,7 +79,7 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE_NAME
         lines = [f"{to_json(entry)}\n" for entry in _entries(path) if entry["step"] <= last]
-        _replace(path, "".join(lines))
+        write_whole(path, "".join(lines))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
         self._tensorboard = TensorBoard(folder / "tensorboard", last + 1)
@@ -166,13 +167,3 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError, TypeError):  # a list, say, is not hashable
             yield from_json(line)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Puts `text` in the place of the file: all of it or, after a crash, the old one."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)

@@ -19,19 +19,19 @@ from lmlib.checkpoint.failures import storage_error
 ROOT = Path(__file__).parents[1]
 SIZE = 1 << 16
 
-# Kills itself just before Python does `event` to a path that ends with `ending`, once step 1 is
-# whole and step 2 has begun.
+# Kills itself just before Python does `event` to a path in which `pattern` is found, once step 1
+# is whole and step 2 has begun.
 SAVE_AND_DIE = f"""
-import os, signal, sys
+import os, re, signal, sys
 import jax.numpy as jnp
 from lmlib.checkpoint import Checkpoints
 
-directory, event, ending = sys.argv[1:]
+directory, event, pattern = sys.argv[1:]
 begun = False
 
 def die(name, arguments):
     if begun and name == event and isinstance(arguments[0], (str, bytes, os.PathLike)):
-        if os.fsdecode(arguments[0]).endswith(ending):
+        if re.search(pattern, os.fsdecode(arguments[0])):
             os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(die)
@@ -60,17 +60,28 @@ def target() -> dict[str, jax.ShapeDtypeStruct]:
 
 
 @pytest.mark.parametrize(
-    ("event", "ending", "survivor"),
+    ("event", "pattern", "survivor"),
     [
-        ("os.mkdir", "/2.orbax-checkpoint-tmp", 1),  # before anything is there
-        ("open", "state.orbax-checkpoint-tmp/_METADATA", 1),  # while arrays are written
-        ("open", "2.orbax-checkpoint-tmp/manifest.json", 1),  # all there but the manifest
-        ("os.rename", "/2.orbax-checkpoint-tmp", 1),  # manifest there, the step not yet visible
-        ("os.rmdir", "/1", 2),  # step 2 whole, step 1 half deleted
+        ("os.mkdir", r"/2\.orbax-checkpoint-tmp$", 1),  # before anything is there
+        ("open", r"state\.orbax-checkpoint-tmp/_METADATA$", 1),  # while arrays are written
+        (
+            "open",
+            r"2\.orbax-checkpoint-tmp/\.manifest\.json\.\w+\.unfinished$",
+            1,
+        ),  # all but the manifest
+        (
+            "os.rename",
+            r"2\.orbax-checkpoint-tmp/\.manifest\.json",
+            1,
+        ),  # it is there but for its name
+        ("os.rename", r"/2\.orbax-checkpoint-tmp$", 1),  # manifest there, the step not yet visible
+        ("os.rmdir", "/1$", 2),  # step 2 whole, step 1 half deleted
     ],
 )
-def test_killed_at_any_moment_the_last_whole_checkpoint_restores(tmp_path, event, ending, survivor):
-    child = run(SAVE_AND_DIE, str(tmp_path), event, ending)
+def test_killed_at_any_moment_the_last_whole_checkpoint_restores(
+    tmp_path, event, pattern, survivor
+):
+    child = run(SAVE_AND_DIE, str(tmp_path), event, pattern)
     assert child.returncode == -signal.SIGKILL, child.stdout + child.stderr
     if survivor == 1:
         unfinished = (tmp_path / "2.orbax-checkpoint-tmp").exists()
@@ -137,7 +148,7 @@ import jax.numpy as jnp
 from lmlib.checkpoint import Checkpoints
 
 def lose(name, arguments):
-    if name == "open" and str(arguments[0]).endswith("2.orbax-checkpoint-tmp/manifest.json"):
+    if name == "open" and "2.orbax-checkpoint-tmp/.manifest.json." in str(arguments[0]):
         shutil.rmtree(f"{sys.argv[1]}/2.orbax-checkpoint-tmp/state/weight")
 
 checkpoints = Checkpoints(sys.argv[1], keep=1)

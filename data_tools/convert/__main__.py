@@ -14,8 +14,8 @@ from pathlib import Path
 from absl import flags
 
 from data_tools import command_line
+from data_tools.command_line import ProgressLines
 from data_tools.convert import ConvertedSplit, to_lmlib, to_seqax
-from data_tools.inspect.progress import ProgressLines
 from data_tools.tokenizer import load_tokenizer
 
 _TO = flags.DEFINE_enum("to", None, ["lmlib", "seqax"], "The format to write.", required=True)

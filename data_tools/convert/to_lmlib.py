@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.inspect.progress import Progress, no_progress
-from data_tools.inspect.splits import BLOCK_LENGTH, blocks
+from data_tools.command_line import Progress, no_progress
+from data_tools.inspect.description import BLOCK_LENGTH, blocks
 from lmlib.data.metadata import FILE_NAME, TOKENIZER_FILE, TokenizerIdentity, read_shard, shard_name
 from lmlib.data.seqax import SeqaxSplit, is_seqax_split
 from lmlib.data.shard_writer import ShardWriter

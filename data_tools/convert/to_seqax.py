@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
+from data_tools.command_line import Progress, no_progress
 from data_tools.convert.to_lmlib import ConvertedSplit
-from data_tools.inspect.progress import Progress, no_progress
-from data_tools.inspect.splits import blocks, split_folders
+from data_tools.inspect.description import blocks, split_folders
 from lmlib.data.seqax import ATTRIBUTES, STARTS, TOKENS, is_seqax_split
 from lmlib.data.stored_split import StoredSplit
 from lmlib.data.token_arrays import append

@@ -3,12 +3,12 @@
     python -m data_tools.inspect DIR                  what it holds, document lengths, samples
     python -m data_tools.inspect DIR --verify         reads everything; status 1 if it is damaged
     python -m data_tools.inspect DIR --batch=0 --batch_size=8 --sequence_length=1024
-    python -m data_tools.inspect RUN/config.json --batch=5000
+    python -m data_tools.inspect RUN --batch=5000
 
-DIR is a data set, of this library's format or seqax's, or one of its splits. With the config.json
-of a run, or the run's folder, --batch takes the settings from the run, and --split chooses what it
-trained on ("train") or evaluated on ("validation"). A config.json names code to run: only this
-library's own sources of data are, and modules that --trust_module names.
+DIR is a data set, of this library's format or seqax's, or one of its splits. RUN is the workdir of
+a run: --batch takes the settings from its data.json, and --split chooses what it trained on
+("train") or evaluated on ("validation"). A data.json names code to run: only this library's own
+sources of data are, and modules that --trust_module names.
 """
 
 import sys
@@ -18,6 +18,7 @@ from pathlib import Path
 from absl import flags
 
 from data_tools import command_line
+from data_tools.command_line import ProgressLines
 from data_tools.hf_stream import HFStream
 from data_tools.inspect import (
     SavedRun,
@@ -31,9 +32,9 @@ from data_tools.inspect import (
     split_folders,
     verify_split,
 )
-from data_tools.inspect.decoding import Decode
-from data_tools.inspect.progress import ProgressLines
+from data_tools.inspect.description import Decode
 from data_tools.inspect.report import description_text, lengths_text, row_text, sample_text
+from data_tools.inspect.saved_run import FILE_NAME
 from lmlib.data import FlatTokens, Source, TokenizerIdentity
 from lmlib.data.seqax import is_seqax_split
 
@@ -69,10 +70,10 @@ _ATTEND_ACROSS_DOCUMENTS = flags.DEFINE_bool(
     "attend_across_documents", False, "With --batch: as FlatTokens(attend_across_documents=…)."
 )
 _TRUST_MODULE = flags.DEFINE_multi_string(
-    "trust_module", [], "With a config.json: a module of yours that its data may consist of."
+    "trust_module", [], "With a run: a module of yours that its data may consist of."
 )
 
-# What a run's config says, or else a flag.
+# What a run's data.json says, or else a flag.
 _SETTINGS = (
     _BATCH_SIZE,
     _SEQUENCE_LENGTH,
@@ -87,15 +88,15 @@ _SETTINGS = (
 def inspect(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0, or 1 if --verify found damage."""
     if len(arguments) != 1:
-        raise ValueError("give one data set, split, or config.json of a run; see --help")
+        raise ValueError("give one data set, split, or workdir of a run; see --help")
     path = Path(arguments[0])
-    if (path / "config.json").is_file():
-        path /= "config.json"
-    _check_flags(is_run=path.suffix == ".json")
+    run = SavedRun(path, _TRUST_MODULE.value) if (path / FILE_NAME).exists() else None
+    _check_flags(is_run=run is not None)
     if _BATCH.value is not None:
-        _show_batch(path, _BATCH.value)
+        source, decode = _of_run(run, _BATCH.value) if run else _of_data_set(path)
+        _show_batch(source, decode, _BATCH.value)
         return 0
-    folders = _folders(path)
+    folders = _folders_of_run(run) if run else _folders(path)
     if _VERIFY.value:
         return _verify(folders)
     for number, folder in enumerate(folders):
@@ -107,7 +108,7 @@ def inspect(arguments: Sequence[str]) -> int:
 def _check_flags(is_run: bool) -> None:
     """Raises ValueError for flags that would be of no effect."""
     if _TRUST_MODULE.present and not is_run:
-        raise ValueError("--trust_module is of use with the config.json of a run only")
+        raise ValueError("--trust_module is of use with a run only")
     if _BATCH.value is not None and _VERIFY.value:
         raise ValueError("--batch and --verify are two commands: give one of them")
     if _BATCH.value is None:
@@ -121,22 +122,22 @@ def _check_flags(is_run: bool) -> None:
 
 
 def _folders(path: Path) -> list[Path]:
-    """The splits that are asked for."""
-    if path.suffix == ".json":
-        parts = [_SPLIT.value] if _SPLIT.value else ["train", "validation"]
-        run = SavedRun(path, _TRUST_MODULE.value)
-        found = [folder / split for part in parts for folder, split in run.data_sets(part)]
-        if not found:
-            raise ValueError(
-                f"the run of {path} reads no flat tokens; --batch=STEP shows its batches"
-            )
-        return [folder for each in dict.fromkeys(found) for folder in split_folders(each)]
+    """The splits of a data set that are asked for."""
     folders = split_folders(path)
     wanted = [folder for folder in folders if _SPLIT.value in (None, folder.absolute().name)]
     if not wanted:
         names = ", ".join(folder.absolute().name for folder in folders)
         raise ValueError(f"{path} has no split {_SPLIT.value!r}; it has {names}")
     return wanted
+
+
+def _folders_of_run(run: SavedRun) -> list[Path]:
+    """The splits that are asked for of what a run reads."""
+    parts = [_SPLIT.value] if _SPLIT.value else ["train", "validation"]
+    found = [folder / split for part in parts for folder, split in run.data_sets(part)]
+    if not found:
+        raise ValueError("the run reads no flat tokens; --batch=STEP shows its batches")
+    return [folder for each in dict.fromkeys(found) for folder in split_folders(each)]
 
 
 def _show_split(folder: Path) -> None:
@@ -171,8 +172,7 @@ def _verdict(damages: int, seqax: bool) -> str:
     return "no damage found; seqax's format has no checksums" if seqax else "all data is whole"
 
 
-def _show_batch(path: Path, step: int) -> None:
-    source, decode = _of_run(path, step) if path.suffix == ".json" else _of_data_set(path)
+def _show_batch(source: Source, decode: Decode | None, step: int) -> None:
     if source.batches is not None and step >= source.batches:
         raise ValueError(
             f"there is no step {step:,}: the data ends after {source.batches:,} batches"
@@ -188,9 +188,9 @@ def _show_batch(path: Path, step: int) -> None:
         print(f"\n{row_text(row, decode, origins[row.number])}")
 
 
-def _of_run(config: Path, step: int) -> tuple[Source, Decode | None]:
+def _of_run(run: SavedRun, step: int) -> tuple[Source, Decode | None]:
     """What a run reads, about to give the batch of `step`, and what decodes its ids."""
-    run, split = SavedRun(config, _TRUST_MODULE.value), _SPLIT.value or "train"
+    split = _SPLIT.value or "train"
     source = run.source_at(step, split)
     if isinstance(source, HFStream):
         return source, source.decode

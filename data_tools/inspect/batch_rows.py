@@ -1,4 +1,4 @@
-"""A batch as the model sees it, row by row and document by document.
+"""A batch as the model sees it, row by row and document by document, and where each row is from.
 
 Shape suffixes: S sequence.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmlib.data import Batch
+from lmlib.data import Batch, FlatTokens, Mixture, Source
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,27 @@ def _row(batch: Batch, row: int, number: int) -> Row:
         for start, stop in itertools.pairwise(cuts)
     ]
     return Row(number, tuple(pieces))
+
+
+def row_origins(source: Source, step: int) -> list[str | None]:
+    """For each row of the batch of `step`, the stored sequence it is; None if that is unknown.
+
+    For a `Mixture` the name of the source comes first.
+    """
+    if isinstance(source, FlatTokens):
+        return [
+            f"sequence {number:,} of {source.sequences:,}" if number >= 0 else None
+            for number in source.sequence_numbers(step).tolist()
+        ]
+    if isinstance(source, Mixture):
+        return [
+            _in_mixture(source, name, number)
+            for name, number in zip(*source.origins(step), strict=True)
+        ]
+    return [None] * source.batch_size
+
+
+def _in_mixture(mixture: Mixture, name: str, number: int) -> str:
+    step, row = divmod(number, mixture.batch_size)
+    origin = row_origins(mixture.sources[name], step)[row]
+    return name if origin is None else f"{name}, {origin}"

@@ -7,10 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 from data_tools.inspect.batch_rows import Piece, Row
-from data_tools.inspect.decoding import Decode
-from data_tools.inspect.description import SplitDescription
-from data_tools.inspect.lengths import DocumentLengths
-from data_tools.inspect.samples import Sample
+from data_tools.inspect.description import Decode, DocumentLengths, Sample, SplitDescription
 
 _WIDTH = 100
 _BAR = 40  # characters of the longest bar

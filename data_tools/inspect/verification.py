@@ -4,13 +4,14 @@ Shape suffixes: N values of a block, C chunks of tokens and one more.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from data_tools.inspect.array_files import ArrayFiles, Damage, Report, cause_of
-from data_tools.inspect.progress import Progress, no_progress
+from data_tools.command_line import Progress, no_progress
+from data_tools.inspect.description import BLOCK_LENGTH
 from lmlib.data.array_layout import check_claim, file_sizes, seqax_layout
 from lmlib.data.metadata import (
     LARGEST_TOKENIZER,
@@ -25,7 +26,18 @@ from lmlib.data.metadata import (
 )
 from lmlib.data.seqax import STARTS, TOKENS, SeqaxSplit, is_seqax_split
 from lmlib.data.stored_json import read_json
-from lmlib.data.token_arrays import DamagedDataError
+from lmlib.data.token_arrays import DamagedDataError, StoredArray, reading_context
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something in a data set that is not as it should be."""
+
+    path: Path  # the file, or the folder of the array or shard
+    reason: str
+
+
+Report = Callable[[Damage], None]
 
 
 def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]:
@@ -52,6 +64,43 @@ def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]
     for tokenizer in {metadata.tokenizer for metadata in shards}:
         _verify_tokenizer(folder.absolute().parent / TOKENIZER_FILE, tokenizer, damages.append)
     return damages
+
+
+class _ArrayFiles:
+    """A one-dimensional zarr3 or zarr2 array, as its files hold it."""
+
+    def __init__(self, path: Path, length: int, driver: str = "zarr3") -> None:
+        """Opens it; raises DamagedDataError as `StoredArray` does.
+
+        `driver` is TensorStore's name for the format, "zarr3" or "zarr".
+        """
+        self._path = path
+        self._stored = StoredArray(path, length, reading_context(), driver)
+        self._stored.check_claim()
+        self.chunk_length = self._stored.chunk_length
+        self.length = length
+
+    def blocks(self, report: Report, on_read: Callable[[int], None]) -> Iterator[np.ndarray]:
+        """Its values in order, a few million at a time, without those of damaged files.
+
+        Each damaged file goes to `report`, once; `on_read` hears how many values were tried.
+        """
+        layout = self._stored.layout
+        for number, start in enumerate(range(0, self.length, layout.file_length)):
+            stop = min(start + layout.file_length, self.length)
+            for first in range(start, stop, BLOCK_LENGTH):
+                last = min(first + BLOCK_LENGTH, stop)
+                try:
+                    values = self._stored.read(first, last).result()
+                except DamagedDataError as error:
+                    report(self._damage(layout.folder / str(number), error))
+                    on_read(stop - first)
+                    break
+                yield values
+                on_read(last - first)
+
+    def _damage(self, file: Path, error: DamagedDataError) -> Damage:
+        return Damage(file, "is missing" if not file.exists() else _cause_of(error))
 
 
 class _Values:
@@ -127,15 +176,15 @@ class _Shard:
             if len(wrong_C):
                 self._say("first_documents", f"disagrees with document_starts at {wrong_C[0]}")
 
-    def _array(self, name: str, length: int) -> ArrayFiles | None:
+    def _array(self, name: str, length: int) -> _ArrayFiles | None:
         try:
-            return ArrayFiles(self._folder / name, length)
+            return _ArrayFiles(self._folder / name, length)
         except DamagedDataError as error:
-            self._say(name, cause_of(error))
+            self._say(name, _cause_of(error))
             self._values.read(length)
             return None
 
-    def _blocks(self, array: ArrayFiles) -> Iterator[np.ndarray]:
+    def _blocks(self, array: _ArrayFiles) -> Iterator[np.ndarray]:
         return array.blocks(self._remember, self._values.read)
 
     def _remember(self, damage: Damage) -> None:
@@ -191,9 +240,9 @@ def _verify_tokenizer(file: Path, tokenizer: TokenizerIdentity | None, report: R
 def _verify_seqax(folder: Path, report: Report, progress: Progress) -> None:
     try:
         split = SeqaxSplit(folder)
-        encoded = ArrayFiles(folder / TOKENS, split.tokens, driver="zarr")
+        encoded = _ArrayFiles(folder / TOKENS, split.tokens, driver="zarr")
     except DamagedDataError as error:
-        report(Damage(folder, cause_of(error)))
+        report(Damage(folder, _cause_of(error)))
         return
     intact = True
 
@@ -234,9 +283,9 @@ def _verify_seqax_starts(path: Path, split: SeqaxSplit, report: Report) -> None:
                 report(Damage(path / str(number), "is missing"))
         return
     try:
-        starts = ArrayFiles(path, split.documents + 1, driver="zarr")
+        starts = _ArrayFiles(path, split.documents + 1, driver="zarr")
     except DamagedDataError as error:
-        report(Damage(path, cause_of(error)))
+        report(Damage(path, _cause_of(error)))
         return
     last = -1
     for start_N in starts.blocks(report, lambda count: None):
@@ -245,3 +294,8 @@ def _verify_seqax_starts(path: Path, split: SeqaxSplit, report: Report) -> None:
         last = int(start_N[-1])
     if last != split.tokens:
         report(Damage(path, f"ends with {last}, but there are {split.tokens} tokens"))
+
+
+def _cause_of(error: Exception) -> str:
+    """What TensorStore found wrong, in one line without its settings."""
+    return str(error.__cause__ or error).partition(" [")[0]

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from lmlib.whole_file import write_whole
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 # Orbax writes these two after the manifest; nothing of ours reads them.
@@ -92,7 +94,7 @@ def write_manifest(
         files = dict(zip(names, saved, strict=True))
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     manifest = Manifest(step, now, metric, arrays, files)
-    (folder / MANIFEST).write_bytes(encode(manifest))
+    write_whole(folder / MANIFEST, encode(manifest))
     return manifest
 
 

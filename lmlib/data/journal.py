@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from lmlib.data.metadata import JOURNAL_FILE, write_durably
+from lmlib.data.metadata import JOURNAL_FILE
 from lmlib.data.stored_json import read_json
+from lmlib.whole_file import write_whole
 
 LOCK_FILE = "writer.lock"
 STARTS_FILE = "document_starts.partial"  # little-endian uint64, of the marked documents
@@ -56,7 +57,7 @@ class Journal:
     written: int = 0
 
     def save(self, folder: Path) -> None:
-        write_durably(folder / JOURNAL_FILE, json.dumps(asdict(self), indent=2) + "\n")
+        write_whole(folder / JOURNAL_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_journal(shard_folder: Path) -> Journal:

@@ -1,7 +1,6 @@
 """metadata.json: what a finished shard of flat tokens holds, and its shards as a split."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmlib.data.stored_json import read_json
+from lmlib.whole_file import write_whole
 
 FORMAT = "lmlib flat tokens"
 VERSION = 2
@@ -68,7 +68,7 @@ class ShardMetadata:
     def write(self, shard_folder: Path) -> None:
         """Writes metadata.json atomically and durably: whole or absent, also after a crash."""
         content = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=2)
-        write_durably(shard_folder / FILE_NAME, content + "\n")
+        write_whole(shard_folder / FILE_NAME, content + "\n")
 
 
 @dataclass(frozen=True)
@@ -227,21 +227,6 @@ def _check_types(metadata: ShardMetadata) -> None:
             raise ValueError(f"its tokenizer has {text!r:.40} for a text")
     if not isinstance(metadata.source, dict):
         raise ValueError(f"its source is {metadata.source!r:.40}")
-
-
-def write_durably(file: Path, content: str, temporary: Path | None = None) -> None:
-    """Replaces `file` by UTF-8 `content` in one step that survives a crash once it returns."""
-    temporary = temporary or file.with_name(file.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8", newline="") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _refuse_version_1(split_folder: Path) -> None:

@@ -30,7 +30,6 @@ from lmlib.data.metadata import (
     TokenizerIdentity,
     read_shard,
     shard_name,
-    write_durably,
 )
 from lmlib.data.shard_checks import (
     check_data_set,
@@ -49,6 +48,7 @@ from lmlib.data.token_arrays import (
     create_array,
     open_for_appending,
 )
+from lmlib.whole_file import UNFINISHED, write_whole
 
 
 class ShardWriter:
@@ -221,9 +221,7 @@ class ShardWriter:
 
     def _begin(self, path: str | Path, tokenizer_json: str | None) -> None:
         if tokenizer_json is not None:
-            # Other shards may be writing the same file.
-            temporary = self.folder / f"{TOKENIZER_FILE}.tmp"
-            write_durably(Path(path) / TOKENIZER_FILE, tokenizer_json, temporary)
+            write_whole(Path(path) / TOKENIZER_FILE, tokenizer_json)  # as other shards may
         self._tokens = create_array(
             self.folder / "tokens",
             self._dtype,
@@ -331,11 +329,9 @@ def shard_progress(split_folder: Path, shard: int, shards: int) -> tuple[bool, T
 
 def remove_leftovers(shard_folder: Path) -> None:
     """Removes what only an unfinished shard needs."""
-    temporary = shard_folder.rglob("*.__lock")  # of a killed TensorStore write
     for file in (
         *(shard_folder / name for name in (JOURNAL_FILE, STARTS_FILE, LOCK_FILE)),
-        shard_folder / f"{JOURNAL_FILE}.tmp",
-        shard_folder / f"{TOKENIZER_FILE}.tmp",
-        *temporary,
+        *shard_folder.glob(f".*{UNFINISHED}"),  # of a killed process, as the next
+        *shard_folder.rglob("*.__lock"),  # TensorStore's
     ):
         file.unlink(missing_ok=True)

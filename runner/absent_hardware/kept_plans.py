@@ -9,6 +9,7 @@ from typing import Any
 
 import fiddle as fdl
 
+from lmlib.whole_file import write_whole
 from runner.config.code_digest import code_digest
 from runner.config.text import flattened
 
@@ -47,8 +48,6 @@ def write(key: str, content: dict[str, Any]) -> None:
     """Keeps `content`. Where the folder cannot be written to, the plan is made anew next time."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        unfinished = folder() / f".{key}.{os.getpid()}"
-        unfinished.write_text(json.dumps(content), encoding="utf-8")
-        unfinished.replace(folder() / f"{key}.json")
+        write_whole(folder() / f"{key}.json", json.dumps(content))
     except OSError as error:
         print(f"this plan is not kept for the next time: {error}", file=sys.stderr)

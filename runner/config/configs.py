@@ -27,9 +27,11 @@ from typing import Any
 import fiddle as fdl
 from fiddle.experimental import serialization
 
+from lmlib.whole_file import write_whole
 from runner.command_line.errors import ConfigError, did_you_mean
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
+from runner.config.saved_data import data_text
 from runner.config.text import flattened, text_of, with_defaults
 
 
@@ -69,10 +71,13 @@ def load(
 
 
 def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
-    """Writes `config.json` (for `load`) and `config.txt` (`flattened`), each whole or not at all.
+    """Writes config.json (for `load`), config.txt (`flattened`) and data.json (`data_text`).
 
-    Defaults are written out: a later run repeats this one even if they have changed since. Raises
-    `ConfigError` for a value that no later run could find again, such as a lambda or an array.
+    Each is written whole or not at all. Defaults are written out: a later run repeats this one even
+    if they have changed since.
+
+    Raises:
+      ConfigError: for a value that no later run could find again, such as a lambda or an array.
     """
     try:
         text = serialization.dump_json(with_defaults(cfg), indent=1)
@@ -82,10 +87,9 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
             f"the top of an importable module. {error}"
         ) from error
     Path(workdir).mkdir(parents=True, exist_ok=True)
-    for name, content in {"config.json": text + "\n", "config.txt": flattened(cfg)}.items():
-        unfinished = Path(workdir, f".{name}.unfinished")
-        unfinished.write_text(content, encoding="utf-8")
-        unfinished.replace(Path(workdir, name))
+    contents = {"config.txt": flattened(cfg), "data.json": data_text(with_defaults(cfg))}
+    for name, content in {"config.json": text + "\n", **contents}.items():
+        write_whole(Path(workdir, name), content)
 
 
 def experiments() -> dict[str, Path]:

@@ -28,6 +28,7 @@ from lmlib.data.batch import Batch
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
 from lmlib.metrics import from_json, to_json
+from lmlib.whole_file import write_whole
 from runner.command_line.errors import in_words
 from runner.processes.agreement import from_first
 from runner.training.recorder import Line
@@ -91,7 +92,8 @@ class Captures:
                 )
             np.savez(unfinished / "batch.npz", **cast(Any, rows))
             shutil.copy2(self._workdir / "config.json", unfinished / "config.json")
-            (unfinished / "capture.json").write_text(json.dumps(self._facts(line), indent=1) + "\n")
+            facts = json.dumps(self._facts(line), indent=1) + "\n"
+            write_whole(unfinished / "capture.json", facts)
             unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from lmlib.data.batch import Batch
 from lmlib.train import State
+from lmlib.whole_file import write_whole
 from runner.command_line.errors import ConfigError
 from runner.config.code_digest import code_digest
 from runner.config.text import changed_paths, flattened
@@ -91,11 +92,9 @@ def save_compiled(
     digest = hashlib.sha256(content).hexdigest()
     header = {"identity": identity, "metrics": list(metrics), "sha256": digest}
     path = Path(path)
-    unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(_FORMAT + json.dumps(header).encode() + b"\n" + content)
-        unfinished.replace(path)
+        write_whole(path, _FORMAT + json.dumps(header).encode() + b"\n" + content)
     except OSError as error:
         raise ConfigError(f"--save_compiled={path}: {error}") from error
 

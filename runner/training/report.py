@@ -15,6 +15,7 @@ from lmlib.metrics import mfu
 from lmlib.quantities import count_text
 from lmlib.table import columns
 from lmlib.train import State
+from lmlib.whole_file import write_whole
 from runner.training.validation import Validation
 from runner.watch.goodput import Goodput
 
@@ -47,9 +48,7 @@ class Summary:
 
     def save(self, workdir: Path) -> None:
         """Writes result.json, whole or not at all."""
-        unfinished = workdir / f".{FILE_NAME}.unfinished"
-        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
-        unfinished.replace(workdir / FILE_NAME)
+        write_whole(workdir / FILE_NAME, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     def text(self, workdir: Path) -> str:
         """The table that a run ends with."""

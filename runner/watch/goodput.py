@@ -4,9 +4,9 @@
 process did after its last entry counts as time in which nothing ran.
 """
 
+import contextlib
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from lmlib.quantities import duration_text
 from lmlib.table import columns
+from lmlib.whole_file import write_whole
 from runner.watch.phases import Phase, Phases
 
 FILE_NAME = "goodput.json"
@@ -96,12 +97,8 @@ class GoodputLog:
         if not self._enabled:
             return
         starts = [dataclasses.asdict(start) for start in (*self._earlier, self._start())]
-        unfinished = self._file.with_name(f".{FILE_NAME}.unfinished")
-        try:
-            unfinished.write_text(json.dumps({"starts": starts}, indent=1) + "\n")
-            os.replace(unfinished, self._file)
-        except OSError:
-            return
+        with contextlib.suppress(OSError):
+            write_whole(self._file, json.dumps({"starts": starts}, indent=1) + "\n")
 
     def __enter__(self) -> "GoodputLog":
         return self

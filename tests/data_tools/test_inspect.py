@@ -221,10 +221,10 @@ def test_the_status_of_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "give one data set, split, or config.json of a run; see --help"),
-        ("data other", "give one data set, split, or config.json of a run; see --help"),
+        ("", "give one data set, split, or workdir of a run; see --help"),
+        ("data other", "give one data set, split, or workdir of a run; see --help"),
         ("other", "there is no folder other"),
-        ("other.json", "there is no file other.json"),
+        ("other.json", "there is no folder other.json"),
         ("data --batch=-1", "flag --batch=-1: -1 is not a non-negative integer"),
         ("data --cheque=1", "Unknown command line flag 'cheque'"),
         ("data --batch=0 --verify", "--batch and --verify are two commands: give one of them"),

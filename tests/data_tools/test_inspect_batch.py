@@ -71,13 +71,12 @@ def save_run(path: Path, workdir: Path, **more) -> Path:
     )
     validation = fdl.Config(Synthetic, vocab_size=64, batch_size=2, sequence_length=5)
     configs.save(fdl.Config(Experiment, data=data, validation=validation, steps=3), workdir)
-    return workdir / "config.json"
+    return workdir
 
 
 def test_the_data_of_a_run(tmp_path: Path) -> None:
     write_texts(tmp_path / "data")
-    file = save_run(tmp_path / "data", tmp_path / "run", reset_positions=False)
-    run = SavedRun(file)
+    run = SavedRun(save_run(tmp_path / "data", tmp_path / "run", reset_positions=False))
     assert run.data_sets() == [(tmp_path / "data", "train")]
     assert run.data_sets("validation") == []
     expected = FlatTokens(
@@ -101,7 +100,7 @@ def test_the_data_of_a_run_on_a_mixture(tmp_path: Path) -> None:
     stages = [fdl.Config(Stage, weights={"code": 1.0, "prose": 3.0})]
     mixture = fdl.Config(Mixture, sources=sources, stages=stages)
     configs.save(fdl.Config(Experiment, data=mixture, steps=3), tmp_path)
-    run = SavedRun(tmp_path / "config.json")
+    run = SavedRun(tmp_path)
     assert run.data_sets() == [(tmp_path / "code", "train"), (tmp_path / "prose", "train")]
     expected = fdl.build(mixture).batch(5)
     np.testing.assert_array_equal(run.source().batch(5).tokens, expected.tokens)
@@ -119,7 +118,7 @@ def test_the_stream_of_a_run_is_brought_to_the_step(tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
     data = fdl.Config(HFStream, str(tmp_path / "texts.jsonl"), "bytes", 4, 8, shuffle_documents=9)
     configs.save(fdl.Config(Experiment, data=data, validation=data, steps=20), tmp_path)
-    run = SavedRun(tmp_path / "config.json")
+    run = SavedRun(tmp_path)
     one = fdl.build(data)
     expected = [one.batch(step).tokens for step in range(10)]
     np.testing.assert_array_equal(run.source_at(7).batch(7).tokens, expected[7])
@@ -145,16 +144,42 @@ def test_the_stream_of_a_run_is_brought_to_the_step(tmp_path: Path) -> None:
     assert "    │ " in done.stdout
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"root": 1, "objects": {}}', None])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"train": null}', None])
 def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "config.json"
     if content is not None:
-        file.write_text(content)
-        with pytest.raises(ValueError, match=r"config\.json is no config\.json that a run"):
-            SavedRun(file)
+        (tmp_path / "data.json").write_text(content)
+        with pytest.raises(ValueError, match=r"data\.json is no data\.json that a run"):
+            SavedRun(tmp_path)
     else:
         with pytest.raises(FileNotFoundError):
-            SavedRun(file)
+            SavedRun(tmp_path)
+
+
+class Anything:
+    """What any arguments make; it is no source."""
+
+    def __init__(self, **arguments: object) -> None:
+        made.append(arguments)
+
+
+made: list[dict[str, object]] = []
+
+
+def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
+    """Tuples stay tuples, keys that are no strings stay what they are, and functions are found."""
+    values = {"tuple": (1, (2.5, None)), "dict": {3: [True], "module": "x", "name": "y"}}
+    more = {"list": ["a", 1], "limit": float("inf"), "function": FlatTokens}
+    configs.save(fdl.Config(Experiment, data=fdl.Config(Anything, **values, **more)), tmp_path)
+    with pytest.raises(ValueError, match="has no data for 'train'"):
+        SavedRun(tmp_path, [__name__]).source()
+    assert made == [values | more]
+
+
+def test_what_json_cannot_say_is_refused(tmp_path: Path) -> None:
+    data = fdl.Config(Anything, a={1, 2})
+    configs.save(fdl.Config(Experiment, data=data), tmp_path)
+    with pytest.raises(ValueError, match=r"makes no sense: .*unreadable.*\{1, 2\}"):
+        SavedRun(tmp_path, [__name__]).source()
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -170,10 +195,9 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_shows_the_batch_of_a_run(tmp_path: Path) -> None:
     write_texts(tmp_path / "data")
     save_run(tmp_path / "data", tmp_path / "run")
-    done = command(tmp_path, "run/config.json", "--batch=1", "--rows=1")
+    done = command(tmp_path, "run", "--batch=1", "--rows=1")
     assert (done.returncode, done.stderr) == (0, "")
-    assert command(tmp_path, "run", "--batch=1", "--rows=1").stdout == done.stdout
     done = command(tmp_path, "run", "--batch=1", "--batch_size=4")
     assert done.stderr == "inspect: --batch_size is for data sets: a run has its own setting\n"
-    done = command(tmp_path, "run/config.json", "--batch=1", "--rows=1")
+    done = command(tmp_path, "run", "--batch=1", "--rows=1")
     assert done.stdout.startswith("step 1: 3 rows of 9 tokens, 1 shown\n\nrow 0 (sequence ")

@@ -392,7 +392,11 @@ def test_the_readable_text_is_saved_and_nothing_unfinished_is_left(experiment, t
     save(load(experiment), workdir)
     save(load(experiment, ["tiny"]), workdir)
     assert (workdir / "config.txt").read_text() == flattened(load(experiment, ["tiny"]))
-    assert sorted(path.name for path in workdir.iterdir()) == ["config.json", "config.txt"]
+    assert sorted(path.name for path in workdir.iterdir()) == [
+        "config.json",
+        "config.txt",
+        "data.json",
+    ]
 
 
 def test_overrides_apply_to_a_saved_config_and_fiddlers_do_not(experiment, tmp_path):

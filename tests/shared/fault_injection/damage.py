@@ -71,7 +71,7 @@ def leave_half_a_config(workdir: Path, random: Random) -> None:
     """As a kill does that comes while the config is written."""
     content = (workdir / "config.json").read_bytes()
     half = content[: random.randrange(len(content))]
-    (workdir / ".config.json.unfinished").write_bytes(half)
+    (workdir / ".config.json.0123456789abcdef.unfinished").write_bytes(half)
 
 
 def _any_file(checkpoint: Path, random: Random) -> tuple[Path, bytearray]:
