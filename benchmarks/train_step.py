@@ -45,6 +45,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
+from lmlib.models.llama import Llama
 from step_peers import maxtext_peer
 from step_peers.ahead_of_time import compiled_for, target_of
 from step_peers.contender import Contender, Work
@@ -53,7 +54,6 @@ from step_peers.report import CHECKED, TOLERANCE, OtherWork, check_same_work, ta
 from step_peers.sizes import ON_CPU, ON_GPU, SIZES
 
 from lmlib.hardware import peak_flops
-from lmlib.models.llama import Llama
 from runner.jax_settings.xla_flags import overlap_communication
 
 PEERS = ("jax", "pytorch_eager", "pytorch_compiled", "maxtext")

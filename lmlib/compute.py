@@ -31,7 +31,7 @@ class Compute:
 
     dtype: str = "bfloat16"
     attention: str = "auto"
-    quantized: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    quantized: Mapping[str, str] | None = None
     saved: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     unroll: int = 1
@@ -50,6 +50,10 @@ class Compute:
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"{name!r} is named twice in saved and offloaded")
+
+    def precision(self, kind: str) -> str | None:
+        """Of the products of layers of this kind; `None` where they are not quantized."""
+        return (self.quantized or {}).get(kind)
 
     @property
     def residual(self) -> str:

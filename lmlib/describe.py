@@ -3,8 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import equinox as eqx
 import jax
 from jax.sharding import Mesh, NamedSharding
 
@@ -75,7 +75,7 @@ class Description:
         return f"{columns(rows)}\n{self.short()}"
 
 
-def describe(model: eqx.Module, mesh: Mesh, decays: Decays = as_declared) -> Description:
+def describe(model: Any, mesh: Mesh, decays: Decays = as_declared) -> Description:
     """Describes `model` (arrays, or `ShapeDtypeStruct`s out of `jax.eval_shape`) on `mesh`."""
     parameters: list[Parameter] = []
 

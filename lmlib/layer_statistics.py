@@ -46,14 +46,20 @@ def layer_statistics(model: Model, batch: Batch, mesh: Mesh, compute: Compute) -
     with jax.set_mesh(mesh):
         measure = jax.jit(functools.partial(_measured, compute=compute))
         loss, outputs, weights, gradients = jax.device_get(measure(model, batch))
-    shapes = model.parts()
-    rows = _rows(shapes, weights, gradients)
     embedded, *after_layers = map(float, outputs)
-    parts = []
-    for name, layer, weight, gradient in rows:
-        output = embedded if not parts else after_layers[layer] if layer is not None else None
-        parts.append(PartStatistics(name, output, weight, gradient))
-    return LayerStatistics(tuple(parts), float(loss))
+    before: list[PartStatistics] = []
+    layers: dict[int, PartStatistics] = {}
+    after: list[PartStatistics] = []
+    for part, weight, gradient in zip(model.parts(), weights, gradients, strict=True):
+        if part.layers is None:
+            output = None if before or layers else embedded
+            found = PartStatistics(part.name, output, float(weight), float(gradient))
+            (after if layers else before).append(found)
+        else:
+            for i, w, g in zip(part.layers, weight, gradient, strict=True):
+                layers[i] = PartStatistics(f"layer {i}", after_layers[i], float(w), float(g))
+    parts = (*before, *(layers[i] for i in sorted(layers)), *after)
+    return LayerStatistics(parts, float(loss))
 
 
 def _measured(model: Model, batch: Batch, compute: Compute) -> tuple[Array, Array, Any, Any]:
@@ -78,23 +84,6 @@ def _norm(part: Part) -> Array:
         for leaf in jax.tree.leaves(part.weights)
     ]
     return jnp.sqrt(functools.reduce(jnp.add, squares))
-
-
-def _rows(
-    parts: tuple[Part, ...], weights: Any, gradients: Any
-) -> list[tuple[str, int | None, float, float]]:
-    """Name, layer, and norms; one row for each layer of those that are stacked, layers in order."""
-    before, layers, after = [], [], []
-    for part, weight, gradient in zip(parts, weights, gradients, strict=True):
-        if part.layers is not None:
-            layers += [
-                (f"layer {i}", i, float(w), float(g))
-                for i, w, g in zip(part.layers, weight, gradient, strict=True)
-            ]
-        else:
-            rows = after if layers else before
-            rows.append((part.name, None, float(weight), float(gradient)))
-    return [*before, *sorted(layers, key=lambda row: row[1]), *after]
 
 
 def first_offender(statistics: LayerStatistics) -> str | None:

@@ -142,7 +142,8 @@ def step(
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         check_model(state.model, mesh)
-        check_batch(*batch.tokens.shape, microbatches, compute.sequence_parallel, mesh)
+        B, S = batch.tokens.shape
+        check_batch(B, S, microbatches, compute.sequence_parallel, mesh)
     tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
     divisor = jnp.maximum(tokens, 1).astype(jnp.float32)
 

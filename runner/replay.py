@@ -24,7 +24,6 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import Batch, place
 from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
-from lmlib.guard import Guard
 from lmlib.layer_statistics import first_offender, layer_statistics, table
 from lmlib.parallel.layout import partition
 from lmlib.table import columns
@@ -61,17 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
     """Shows the step; whether its numbers are those of the run."""
     state, made = _begin(capture, experiment)
-    compiled = train.compile_step(
-        state,
-        train.abstract_batch(
-            experiment.data.batch_size, experiment.data.sequence_length, experiment.mesh
-        ),
-        experiment.optimizer(experiment.steps),
-        experiment.mesh,
-        experiment.microbatches,
-        experiment.z_loss,
-        experiment.guard or Guard(),
-    )
+    compiled = experiment.compile_step()
     sharding = NamedSharding(experiment.mesh, partition("batch seq"))
     with Progress(capture.step - 1) as progress:
         for step in range(made + 1, capture.step):
@@ -81,7 +70,7 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
             speed = rows.tokens.size / (time.perf_counter() - began)
             progress.update(step, loss=loss, tokens_per_second=speed)
     batch = jax.tree.map(lambda field: jax.device_put(field, sharding), rows)
-    statistics = layer_statistics(state.model, batch, experiment.mesh)
+    statistics = layer_statistics(state.model, batch, experiment.mesh, experiment.compute)
     _, metrics = compiled(state, batch)
     again = {name: value.item() for name, value in jax.device_get(metrics).items()}
 
@@ -104,26 +93,20 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
 
 def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
     """The state that the capture begins with, and the steps made in it."""
-    made = (
-        experiment.optimizer(experiment.steps),
-        experiment.mesh,
-        experiment.guard or Guard(),
-    )
     with user_errors():
         folder = capture.folder / "checkpoints"
         if folder.is_dir():
             with Checkpoints(folder, read_only=True) as checkpoints:
-                target = train.abstract_state(experiment.make_model, *made)
-                found = checkpoints.restore_newest(target, fallback=False)
+                found = checkpoints.restore_newest(experiment.abstract_state(), fallback=False)
             if found is None:
                 raise ConfigError(f"{folder} holds no checkpoint")
             if isinstance(experiment.data, Resumable):
                 experiment.data.restore(found.step, found.progress["data"])
             return found.state, found.step
         if capture.initialised_from is None:
-            return train.init(experiment.make_model, *made, seed=experiment.seed), 0
+            return experiment.init(), 0
         model, _ = weights_of(capture.initialised_from, experiment)
-    return train.begin(model, *made, seed=experiment.seed), 0
+    return experiment.begin(model), 0
 
 
 if __name__ == "__main__":

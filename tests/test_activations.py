@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
+from lmlib.models.llama import Llama
 
 from lmlib import optim
 from lmlib.activations import saved_activations
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.losses import batch_loss
-from lmlib.models.llama import Llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 from lmlib.train import abstract_batch, abstract_model

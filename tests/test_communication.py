@@ -11,9 +11,9 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from lmlib.models.llama import Llama
 
 from lmlib.losses import batch_loss
-from lmlib.models.llama import Llama
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import move
 from lmlib.parallel.mesh import make_mesh

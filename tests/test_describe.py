@@ -4,9 +4,9 @@ import math
 import jax
 import numpy as np
 import pytest
+from lmlib.models.llama import Llama
 
 from lmlib.describe import describe
-from lmlib.models.llama import Llama
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from llama_reference import reference_logits
+from lmlib.models.initial import fold
+from lmlib.models.llama import Llama
 
 from lmlib import optim, train
 from lmlib.data.batch import place
@@ -19,8 +21,6 @@ from lmlib.generate import sample
 from lmlib.layer_statistics import layer_statistics
 from lmlib.losses import batch_loss
 from lmlib.models.dropout import dropout
-from lmlib.models.initial import fold
-from lmlib.models.llama import Llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.layout import creator, partition
 from lmlib.parallel.mesh import make_mesh

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lmlib.models.llama import Llama
 
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate import Evaluation, Evaluator
 from lmlib.generate import sample
-from lmlib.models.llama import Llama
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
 

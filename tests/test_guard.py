@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lmlib.models.llama import Llama
 
 from lmlib import train
 from lmlib.data.synthetic import Synthetic
 from lmlib.guard import Guard
-from lmlib.models.llama import Llama
 from lmlib.optim import Optimizer, adamw
 from lmlib.parallel.mesh import make_mesh
 

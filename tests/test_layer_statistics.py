@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from lmlib.models.llama import Llama
 
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.layer_statistics import first_offender, layer_statistics, table
 from lmlib.losses import batch_loss
-from lmlib.models.llama import Llama
 from lmlib.parallel.layout import creator, partition
 from lmlib.parallel.mesh import make_mesh
 

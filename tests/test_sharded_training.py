@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from lmlib.models.llama import Llama
 
 from lmlib import optim, train
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses import batch_loss
-from lmlib.models.llama import Llama
 from lmlib.parallel.layout import creator, partition
 from lmlib.parallel.mesh import make_mesh
 

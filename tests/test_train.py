@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
+from lmlib.models.llama import Llama
 
 from lmlib import optim, train
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
-from lmlib.models.llama import Llama
 from lmlib.optim import Optimizer
 from lmlib.parallel.layout import partition, shardings
 from lmlib.parallel.mesh import make_mesh

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import jax
 import numpy as np
+from lmlib.models.llama import Llama
 
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
-from lmlib.models.llama import Llama
 from step_peers.sizes import ADAMW, AdamW, Size
 
 Weights = dict[str, np.ndarray]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-
 from lmlib.models.llama import Llama
+
 from lmlib.models.rematerialization import ACTIVATIONS
 from runner.config.configs import load
 

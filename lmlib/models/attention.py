@@ -43,6 +43,12 @@ class Attention(eqx.Module):
       ValueError: if `kv_heads` does not divide `heads`.
     """
 
+    rotary: Rotary | None = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+    soft_cap: float | None = eqx.field(static=True)
+    query_norm: Norm | None
+    key_norm: Norm | None
     query: Float[Array, "embed heads head_dim"] = weight(fan_in("embed"))
     key: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
     value: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
@@ -51,12 +57,6 @@ class Attention(eqx.Module):
     key_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
     value_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
     output_bias: Float[Array, "embed"] | None = weight(zeros)
-    query_norm: Norm | None
-    key_norm: Norm | None
-    rotary: Rotary | None = eqx.field(static=True)
-    window: int | None = eqx.field(static=True)
-    scale: float | None = eqx.field(static=True)
-    soft_cap: float | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -81,14 +81,15 @@ class Attention(eqx.Module):
             raise ValueError(f"window must be at least 1, or None, got {window}")
         sizes = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
-        def first(field: str, present: bool = True) -> Array | None:
-            return first_values(Attention, field, key, **sizes) if present else None
+        def first(field: str) -> Array:
+            return first_values(Attention, field, key, **sizes)
 
         self.query, self.key, self.value = first("query"), first("key"), first("value")
         self.output = first("output")
-        self.query_bias, self.key_bias = first("query_bias", bias), first("key_bias", bias)
-        self.value_bias = first("value_bias", bias)
-        self.output_bias = first("output_bias", output_bias)
+        self.query_bias = first("query_bias") if bias else None
+        self.key_bias = first("key_bias") if bias else None
+        self.value_bias = first("value_bias") if bias else None
+        self.output_bias = first("output_bias") if output_bias else None
         key_norm = norm if key_norm is None else key_norm
         of_heads = {name: sizes[name] for name in ("heads", "kv_heads", "head_dim")}
         self.query_norm = norm and norm(key=fold(key, "query_norm"), **of_heads)
@@ -105,7 +106,7 @@ class Attention(eqx.Module):
         """
         if cache is not None:
             raise ValueError("attention keeps no cache: give trunk() none, and whole sequences")
-        precision = context.compute.quantized.get("projections")
+        precision = context.compute.precision("projections")
         with jax.named_scope("projections"):
             q_BSHD = product("bse,ehd->bshd", x_BSE, self.query, precision)
             k_BTKD = product("bte,ekd->btkd", x_BSE, self.key, precision)

@@ -47,10 +47,10 @@ class GatedMLP(eqx.Module):
       activation: of the gate.
     """
 
+    activation: Activation = eqx.field(static=True)
     gate: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     up: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     down: Float[Array, "mlp embed"] = weight(fan_in("mlp"))
-    activation: Activation = eqx.field(static=True)
 
     def __init__(self, embed: int, mlp: int, activation: Activation = silu, *, key: PRNGKeyArray):
         self.gate = first_values(GatedMLP, "gate", key, embed=embed, mlp=mlp)
@@ -64,7 +64,7 @@ class GatedMLP(eqx.Module):
     ) -> tuple[Float[Array, "b s embed"], dict[str, Array]]:
         """Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which
         the last product is summed over `tensor` (a psum or a reduce-scatter)."""
-        precision, residual = context.compute.quantized.get("mlp"), spec(context.compute.residual)
+        precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
         gate_BSF = product("bse,ef->bsf", x_BSE, self.gate, precision)
         gate_BSF = checkpoint_name(gate_BSF, "mlp_gate")
         up_BSF = checkpoint_name(product("bse,ef->bsf", x_BSE, self.up, precision), "mlp_up")
@@ -82,11 +82,11 @@ class MLP(eqx.Module):
       bias: whether there are biases.
     """
 
+    activation: Activation = eqx.field(static=True)
     up: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     up_bias: Float[Array, "mlp"] | None = weight(zeros)
     down: Float[Array, "mlp embed"] = weight(fan_in("mlp"))
     down_bias: Float[Array, "embed"] | None = weight(zeros)
-    activation: Activation = eqx.field(static=True)
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class MLP(eqx.Module):
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> tuple[Float[Array, "b s embed"], dict[str, Array]]:
         """Layouts: as of `GatedMLP`."""
-        precision, residual = context.compute.quantized.get("mlp"), spec(context.compute.residual)
+        precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
         up_BSF = product("bse,ef->bsf", x_BSE, self.up, precision)
         up_BSF = up_BSF if self.up_bias is None else up_BSF + self.up_bias
         up_BSF = checkpoint_name(up_BSF, "mlp_up")

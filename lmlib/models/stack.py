@@ -129,7 +129,7 @@ def stack_flops_per_token(stack: Stack, sequence_length: int, causal: bool) -> f
 def check_stack(stack: Stack, sequence_length: int, compute: Compute) -> None:
     """Raises ValueError if the layers cannot be computed as `compute` says."""
     check_names(saved=compute.saved, offloaded=compute.offloaded)
-    check_quantized(compute.quantized)
+    check_quantized(compute.quantized or {})
     for pattern in stack:
         for block in pattern:
             block.attention.check(sequence_length, compute)
@@ -205,7 +205,9 @@ def _unstacked(tree_R: Any, repeats: int) -> list[Any]:
 
     leaves, structure = jax.tree.flatten(tree_R)
     columns = [pieces(leaf) for leaf in leaves]
-    return [structure.unflatten(column[i] for column in columns) for i in range(repeats)]
+    return [
+        jax.tree.unflatten(structure, [column[i] for column in columns]) for i in range(repeats)
+    ]
 
 
 def _split(tree_R: Any, at: int, repeats: int) -> tuple[Any, Any]:
@@ -220,8 +222,8 @@ def _split(tree_R: Any, at: int, repeats: int) -> tuple[Any, Any]:
         return first, second
 
     leaves, structure = jax.tree.flatten(tree_R)
-    halves = [both(leaf) for leaf in leaves]
-    return tuple(structure.unflatten(half[i] for half in halves) for i in (0, 1))
+    first, second = zip(*map(both, leaves), strict=True)
+    return jax.tree.unflatten(structure, first), jax.tree.unflatten(structure, second)
 
 
 def _turns(stack: Stack, context: Context) -> dict[Any, Any]:

@@ -6,13 +6,12 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
 
 Axes = tuple[str | None, ...]
 MeshAxes = str | tuple[str, ...] | None
 Rules = Mapping[str, MeshAxes]
-M = TypeVar("M", bound=eqx.Module)
+M = TypeVar("M")
 
 METADATA = "lmlib"  # of a field that `lmlib.models.weights.weight` declares
 
@@ -93,7 +92,7 @@ def declaration(owner: Any, field: str) -> Declaration:
     if isinstance(own, Mapping) and field in own:
         return own[field]
     kind = owner if isinstance(owner, type) else type(owner)
-    metadata = kind.__dataclass_fields__[field].metadata
+    metadata = {each.name: each.metadata for each in dataclasses.fields(kind)}[field]
     if METADATA in metadata:
         return metadata[METADATA]
     raise LayoutError(

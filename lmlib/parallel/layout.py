@@ -83,6 +83,18 @@ def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
     )
 
 
+def shard_shapes(
+    weight: Weight, shape: Sequence[int], mesh: Mesh
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What each device holds of a weight between its uses, and what it multiplies."""
+    moves = _moves(weight, shape, mesh)
+    used = tuple(size * times for size, times in zip(shape, moves.repeats, strict=True))
+    return (
+        NamedSharding(mesh, moves.stored).shard_shape(tuple(shape)),
+        NamedSharding(mesh, moves.computed).shard_shape(used),
+    )
+
+
 def spec(axes: str | Axes) -> PartitionSpec | None:
     """For `out_sharding=`: the compute layout of `axes`, or `None` where no mesh is set."""
     return None if jax.sharding.get_abstract_mesh().empty else partition(axes)
@@ -133,7 +145,7 @@ class _Moves(NamedTuple):
     multiplied: bool
 
 
-def _moves(weight: Weight, shape: Sequence[int], mesh: AbstractMesh) -> _Moves:
+def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _Moves:
     rules = {**COMPUTE, **weight.declaration.rules}
     times = tuple(
         repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from lmlib.parallel.axes import Axes, map_weights
-from lmlib.parallel.layout import COMPUTE, STORED, partition
+from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.layout import shard_shapes
 from lmlib.plan.collectives import Collective
 from lmlib.plan.program import ArrayType
 
@@ -98,12 +98,9 @@ def communication_warnings(
 def _weights(model: Any, mesh: Mesh) -> list[_Weight]:
     found: list[_Weight] = []
 
-    def add(path: str, axes: Axes, weight: jax.ShapeDtypeStruct) -> None:
-        computed, stored = (
-            NamedSharding(mesh, partition(axes, rules)).shard_shape(weight.shape)
-            for rules in (COMPUTE, STORED)
-        )
-        found.append(_Weight(path, axes.count(None), computed, stored))
+    def add(weight: Weight, array: jax.ShapeDtypeStruct) -> None:
+        stored, computed = shard_shapes(weight, array.shape, mesh)
+        found.append(_Weight(weight.path, weight.axes.count(None), computed, stored))
 
     map_weights(add, jax.eval_shape(lambda: model))
     return found

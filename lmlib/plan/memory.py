@@ -327,7 +327,7 @@ def advice(share: Share, experiment: Experiment, arrays: Sequence[LargeArray]) -
       share: by its name: "parameters", "saved mlp_gate", "other temporaries".
       arrays: the largest of the step.
     """
-    mesh, model = experiment.mesh.shape, experiment.abstract_model()
+    mesh, compute = experiment.mesh.shape, experiment.compute
     if share.name in ("parameters", "optimizer state", "gradients"):
         if mesh["data"] > 1:
             fsdp = mesh["data"] * mesh["fsdp"]
@@ -335,17 +335,17 @@ def advice(share: Share, experiment: Experiment, arrays: Sequence[LargeArray]) -
         return f"over all {math.prod(mesh.values())} devices already: use more, or a smaller model"
     name = share.name.removeprefix("saved ")
     if name in ACTIVATIONS:
-        others = tuple(saved for saved in model.saved if saved != name)
-        return f'compute it again: --fdl.model.saved="{others}"'
+        others = tuple(saved for saved in compute.saved if saved != name)
+        return f'compute it again: --fdl.compute.saved="{others}"'
     if name == "other temporaries":
-        logits = model.vocab // mesh["tensor"]
+        logits = experiment.abstract_model().vocab // mesh["tensor"]
         for array in arrays:
             if array.shape[1:] == (logits,) and array.bytes > share.bytes / 4:
-                return f"fewer logits at a time: --fdl.model.loss_chunk={array.shape[0] // 2}"
+                return f"fewer logits at a time: --fdl.compute.loss_chunk={array.shape[0] // 2}"
     if more := [each for each in microbatch_counts(experiment) if each > experiment.microbatches]:
         return f"fewer sequences at a time: --fdl.microbatches={more[0]}"
-    if mesh["tensor"] > 1 and not model.sequence_parallel:
-        return "split the sequence between layers: --fdl.model.sequence_parallel=True"
+    if mesh["tensor"] > 1 and not compute.sequence_parallel:
+        return "split the sequence between layers: --fdl.compute.sequence_parallel=True"
     return f"split each sequence's work: --fdl.mesh.tensor={2 * mesh['tensor']}"
 
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from lmlib import train
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
-from lmlib.guard import Guard
 from lmlib.plan.collectives import Collectives, collectives
 from lmlib.plan.communication_warnings import CommunicationWarning, communication_warnings
 from lmlib.plan.compute_time import traffic
@@ -140,8 +139,8 @@ def plan(
     tell(f"compiled in {seconds:.0f} s")
     mesh, data, model = experiment.mesh, experiment.data, step.state.model
     flops = FlopsPerToken(
-        analytic=model.training_flops_per_token(data.sequence_length, causal=False),
-        analytic_causal=model.training_flops_per_token(data.sequence_length, causal=True),
+        analytic=model.flops_per_token(data.sequence_length, causal=False),
+        analytic_causal=model.flops_per_token(data.sequence_length, causal=True),
         counted=count_flops(step.traced.jaxpr),
         tokens=data.batch_size * data.sequence_length,
     )
@@ -181,15 +180,8 @@ class TracedStep:
 
 def traced_step(experiment: Experiment) -> TracedStep:
     """The step that a run of `experiment` makes, on the devices of its mesh."""
-    optimizer = experiment.optimizer(experiment.steps)
-    mesh, data = experiment.mesh, experiment.data
-    guard = experiment.guard or Guard()
-    state = train.abstract_state(experiment.make_model, optimizer, mesh, guard)
-    batch = train.abstract_batch(data.batch_size, data.sequence_length, mesh)
-    traced = train.trace_step(
-        state, batch, optimizer, mesh, experiment.microbatches, experiment.z_loss, guard
-    )
-    return TracedStep(state, batch, traced)
+    state, batch = experiment.abstract_state(), experiment.abstract_batch()
+    return TracedStep(state, batch, experiment.trace_step())
 
 
 def _compiled(step: TracedStep, experiment: Experiment) -> jax.stages.Compiled | OutOfMemory:
@@ -207,10 +199,10 @@ def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tupl
     """`experiment`, or one as near to it as can be compiled here, and remarks on what differs."""
     if target.accelerator.platform != "cuda" or _has_cudnn():
         return experiment, ()
-    if experiment.abstract_model().attention not in ("auto", "cudnn"):
+    if experiment.compute.attention not in ("auto", "cudnn"):
         return experiment, ()
-    model = functools.partial(experiment.model, attention="blockwise")
-    return dataclasses.replace(experiment, model=model), (_NO_CUDNN,)
+    compute = dataclasses.replace(experiment.compute, attention="blockwise")
+    return dataclasses.replace(experiment, compute=compute), (_NO_CUDNN,)
 
 
 def _has_cudnn() -> bool:

@@ -29,7 +29,7 @@ _HOPELESS = 1.25
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A value of `model.saved`.
+    """A value of `compute.saved`.
 
     Args:
       saved: the names.
@@ -46,7 +46,7 @@ class Trial:
 
     Args:
       microbatches: how many a batch is split into.
-      saved: what `model.saved` names.
+      saved: what `compute.saved` names.
       report: the plan with these settings.
     """
 
@@ -67,7 +67,7 @@ class Trial:
     @property
     def flags(self) -> tuple[str, str]:
         """As `python -m runner` takes them."""
-        return f"--fdl.microbatches={self.microbatches}", f'--fdl.model.saved="{self.saved}"'
+        return f"--fdl.microbatches={self.microbatches}", f'--fdl.compute.saved="{self.saved}"'
 
     @property
     def step_seconds(self) -> float | None:
@@ -179,7 +179,7 @@ class _Searcher:
 
     def add(self, report: Report) -> None:
         """Makes a trial of the plan of the experiment as it is, if that keeps nothing."""
-        if not self._experiment.abstract_model().saved:
+        if not self._experiment.compute.saved:
             count = self._experiment.microbatches
             self._trials[count, _NOTHING] = Trial(count, (), report)
 
@@ -273,13 +273,14 @@ def policies(experiment: Experiment) -> tuple[Policy, ...]:
 
 
 def keeping(experiment: Experiment, saved: tuple[str, ...]) -> Experiment:
-    """`experiment` with `saved` as what its model saves."""
-    return dataclasses.replace(experiment, model=functools.partial(experiment.model, saved=saved))
+    """`experiment` with `saved` as what is kept."""
+    compute = dataclasses.replace(experiment.compute, saved=saved)
+    return dataclasses.replace(experiment, compute=compute)
 
 
 def _sizes(experiment: Experiment) -> dict[str, int]:
     """Bytes of each name on each device, of those that the model has and does not offload."""
-    offloaded = experiment.abstract_model().offloaded
+    offloaded = experiment.compute.offloaded
     names = tuple(name for name in ACTIVATIONS if name not in offloaded)
     sizes: dict[str, int] = {}
     for kept in saved_activations(keeping(experiment, names)):

@@ -95,12 +95,6 @@ def changed_paths(before: str, after: str) -> list[str]:
     return list(dict.fromkeys(found[1] for line in lines if (found := _PATH.match(line))))
 
 
-def is_new_and_unset(path: str, before: str, after: str) -> bool:
-    """Whether `before` lacks the parameter and it is `None` in `after`: lmlib has got it since."""
-    was_there = any(line.startswith((f"{path} = ", f"{path}: ")) for line in before.splitlines())
-    return not was_there and f"{path} = None" in after.splitlines()
-
-
 def _lines(value: Any, path: str, seen: dict[int, str]) -> Iterator[str]:
     """Lines of `flattened`; `seen` maps each config already written to its path."""
     if not nodes(value):

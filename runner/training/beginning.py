@@ -12,30 +12,13 @@ from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from lmlib.data.resumable import Resumable
 from lmlib.data.stored_json import read_text
 from lmlib.experiment import Experiment
-from lmlib.guard import Guard
-from lmlib.optim import Optimizer
 from runner.command_line.errors import ConfigError, in_words, user_errors
-from runner.config.text import changed_paths, difference, flattened, is_new_and_unset
+from runner.config.text import changed_paths, difference, flattened
 from runner.training import data_probe
 from runner.training.options import Options
 from runner.watch.progress import Progress
 
 _LARGEST_CONFIG = 10_000_000  # bytes
-# Parameters of a model that say how it is computed or regularised, not what it is.
-_FREE = frozenset(
-    {
-        "attention",
-        "compute_dtype",
-        "dropout",
-        "logits_dtype",
-        "loss_chunk",
-        "offloaded",
-        "quantized",
-        "saved",
-        "sequence_parallel",
-        "unroll",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +43,6 @@ class Beginning:
 
 def begin(
     experiment: Experiment,
-    optimizer: Optimizer,
     directory: Path,
     options: Options,
     progress: Progress,
@@ -73,10 +55,9 @@ def begin(
     Raises:
       ConfigError: if what is there cannot be gone on from, and why.
     """
-    made = optimizer, experiment.mesh, experiment.guard or Guard()
     init_from, data_may_change = options.init_from, "data" in options.allowed_changes
     with user_errors():
-        target = train.abstract_state(experiment.make_model, *made)
+        target = experiment.abstract_state()
         with Checkpoints(directory, read_only=True) as checkpoints:
             found = checkpoints.restore_newest(target, fallback=options.checkpoint_fallback)
         if found is not None:
@@ -93,11 +74,10 @@ def begin(
                 found.damaged,
             )
         if init_from is None:
-            state = train.init(experiment.make_model, *made, seed=experiment.seed)
-            return Beginning(state, 0, 0, None, None)
+            return Beginning(experiment.init(), 0, 0, None, None)
         model, initialised_from = weights_of(init_from, experiment, data_may_change)
     progress.message(f"beginning with the weights of {initialised_from}")
-    return Beginning(train.begin(model, *made, seed=experiment.seed), 0, 0, None, initialised_from)
+    return Beginning(experiment.begin(model), 0, 0, None, initialised_from)
 
 
 def weights_of(
@@ -155,11 +135,7 @@ def check_config(
         return
     progress.message(f"the config has changed since this run began:\n{changes}")
     of_the_model = [
-        path
-        for path in changed_paths(before, flattened(cfg))
-        if path.partition(".")[0] == "model"
-        and path.rpartition(".")[2] not in _FREE
-        and not is_new_and_unset(path, before, flattened(cfg))
+        path for path in changed_paths(before, flattened(cfg)) if path.partition(".")[0] == "model"
     ]
     if of_the_model and "model" not in allowed_changes:
         raise ConfigError(

@@ -17,7 +17,7 @@ def stop_if_diverged(experiment: Experiment, line: Line, state: State, batch: Ba
     in_a_row = line["skipped_in_a_row"]
     if in_a_row < experiment.stop_after_skipped:
         return
-    statistics = layer_statistics(state.model, batch, experiment.mesh)
+    statistics = layer_statistics(state.model, batch, experiment.mesh, experiment.compute)
     offender = first_offender(statistics)
     found = (
         f"the first number that is not finite is in {offender}"

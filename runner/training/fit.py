@@ -15,13 +15,10 @@ from jax.sharding import NamedSharding
 from lmlib import train
 from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
-from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
 from lmlib.describe import describe
 from lmlib.experiment import Experiment
-from lmlib.guard import Guard
 from lmlib.metrics import MetricsLog, read_metrics
-from lmlib.optim import Optimizer
 from lmlib.parallel.layout import partition
 from lmlib.quantities import bytes_text, duration_text
 from runner.command_line.errors import ConfigError, user_errors
@@ -99,7 +96,7 @@ def fit(
         run.announce()
         with phases.during(Phase.RESTORE):
             directory = workdir / "checkpoints"
-            beginning = begin(experiment, run.optimizer, directory, options, progress)
+            beginning = begin(experiment, directory, options, progress)
             with agreed():
                 run.check_compiled(beginning.state)
         # Before this line, and whatever the user's mistake, nothing is written.
@@ -133,10 +130,6 @@ class _Run:
     primary: bool
 
     @functools.cached_property
-    def optimizer(self) -> Optimizer:
-        return self.experiment.optimizer(self.experiment.steps)
-
-    @functools.cached_property
     def validation(self) -> Validation | None:
         source = self.experiment.validation
         return None if source is None else Validation(source, self.experiment)
@@ -144,7 +137,9 @@ class _Run:
     def announce(self) -> None:
         experiment = self.experiment
         model = experiment.abstract_model()
-        self.progress.message(describe(model, experiment.mesh, self.optimizer.decays).short())
+        self.progress.message(
+            describe(model, experiment.mesh, experiment.made_optimizer.decays).short()
+        )
         kept = saved_activations(experiment).bytes_per_device
         self.progress.message(f"kept for the backward pass: {bytes_text(kept)} on each device")
         if may_wait_for_ever():
@@ -234,16 +229,15 @@ class _Run:
         began = time.perf_counter()
         done = "compiled the step"
         if options.compiled is not None:
+            batch = self.experiment.abstract_batch()
             with agreed():
-                compiled = load_compiled(
-                    options.compiled, self._identity(state), state, self._abstract_batch
-                )
+                compiled = load_compiled(options.compiled, self._identity(state), state, batch)
             done = f"took the compiled step out of {options.compiled}"
         elif options.save_compiled is not None:
             with compiled_anew():
-                compiled = self._compile_step(state)
+                compiled = self.experiment.compile_step()
         else:
-            compiled = self._compile_step(state)
+            compiled = self.experiment.compile_step()
         self.progress.message(f"{done} in {duration_text(time.perf_counter() - began)}")
         memory = compiled.memory_analysis()
         if memory is not None:  # not every platform says
@@ -258,22 +252,6 @@ class _Run:
             self.progress.message(f"wrote the compiled step to {options.save_compiled}")
         return compiled
 
-    def _compile_step(self, state: train.State) -> jax.stages.Compiled:
-        experiment = self.experiment
-        return train.compile_step(
-            state,
-            self._abstract_batch,
-            self.optimizer,
-            experiment.mesh,
-            experiment.microbatches,
-            experiment.z_loss,
-            experiment.guard or Guard(),
-        )
-
-    @property
-    def _abstract_batch(self) -> Batch:
-        data = self.experiment.data
-        return train.abstract_batch(data.batch_size, data.sequence_length, self.experiment.mesh)
-
     def _identity(self, state: train.State) -> Identity:
-        return identity_of(self.cfg, self.experiment.mesh, state, self._abstract_batch)
+        experiment = self.experiment
+        return identity_of(self.cfg, experiment.mesh, state, experiment.abstract_batch())

@@ -36,7 +36,7 @@ class Recorder:
         self.tokens = tokens
         self.best = best
         self._positions = data.batch_size * data.sequence_length
-        self._flops_per_token = experiment.abstract_model().training_flops_per_token(
+        self._flops_per_token = experiment.abstract_model().flops_per_token(
             data.sequence_length, causal=False
         )
         self._devices = list(experiment.mesh.devices.flat)

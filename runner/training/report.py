@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
 from lmlib.generate import sample
@@ -109,7 +110,7 @@ def summarise(
     data = experiment.data
     positions = len(metrics) * data.batch_size * data.sequence_length
     tokens_per_second = positions / sum(line["step_seconds"] for line in metrics)
-    flops = state.model.training_flops_per_token(data.sequence_length, causal=False)
+    flops = state.model.flops_per_token(data.sequence_length, causal=False)
     recent = metrics[-LOSS_STEPS:]
     loss = sum(line["loss"] * line["valid_tokens"] for line in recent)
     summary = Summary(
@@ -146,5 +147,7 @@ def _samples(experiment: Experiment, state: State) -> tuple[str, ...]:
     begin = [] if data.metadata is None or data.metadata.bos_id is None else [data.metadata.bos_id]
     prompts = [begin + tokenizer.encode(prompt).ids for prompt in experiment.prompts]
     key = jax.random.key(experiment.seed)
-    sampled = sample(state.model, prompts, SAMPLED_TOKENS, key, experiment.mesh)
+    # What suits training's sequences may not suit prompts: any kernel, whole sequences.
+    compute = Compute(dtype=experiment.compute.dtype)
+    sampled = sample(state.model, prompts, SAMPLED_TOKENS, key, experiment.mesh, compute)
     return tuple(tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sampled)

@@ -16,7 +16,7 @@ class Validation:
         batches = every or whole
         assert batches is not None  # Experiment.check saw to it
         self._source = source
-        self._evaluator = Evaluator(source, experiment.mesh)
+        self._evaluator = Evaluator(source, experiment.mesh, experiment.compute)
         self._batches = batches
         self._all_batches = whole or batches
 

@@ -11,12 +11,12 @@ import pytest
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lmlib.models.llama import Llama
 from numcodecs import Blosc, Delta
 
 from lmlib import optim
 from lmlib.data import DamagedDataError, FlatTokens
 from lmlib.experiment import Experiment
-from lmlib.models.llama import Llama
 from lmlib.parallel.mesh import make_mesh
 
 SMALL = [[1, 2], [3, 4, 5], [6, 7, 8]]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import jax
 import pytest
-
 from lmlib.models.llama import Llama
+
 from runner import fit
 from runner.config import configs
 from runner.config.text import flattened

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_reference import reference_logits
-
 from lmlib.models.llama import Llama
+
 from lmlib.models.rematerialization import ACTIVATIONS
 
 V, E, L, H, K, D, F, B, S = 61, 32, 3, 4, 2, 8, 48, 2, 24

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
+from lmlib.models.llama import Llama
 
 from lmlib import optim, train
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.models.llama import Llama
 from lmlib.models.product import product
 from lmlib.models.quantized import FORMATS, rounded
 from lmlib.parallel.layout import gather, partition

@@ -2,8 +2,8 @@ import functools
 
 import jax
 import pytest
-
 from lmlib.models.llama import Llama
+
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.mesh import make_mesh

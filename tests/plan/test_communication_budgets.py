@@ -12,9 +12,9 @@ from collections import Counter
 import jax
 import pytest
 from absent_hardware import absent
+from lmlib.models.llama import Llama
 
 from lmlib import optim, train
-from lmlib.models.llama import Llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.collectives import collectives
 from lmlib.plan.communication_warnings import communication_warnings

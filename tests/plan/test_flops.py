@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
+from lmlib.models.llama import Llama
 
 from lmlib import optim, train
 from lmlib.models.attend import splash
-from lmlib.models.llama import Llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
 

@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from lmlib.models.llama import Llama
 
 from lmlib import optim
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
-from lmlib.models.llama import Llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import Target, parse, prepare

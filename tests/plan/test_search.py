@@ -6,12 +6,12 @@ import itertools
 
 import fiddle as fdl
 import pytest
+from lmlib.models.llama import Llama
 
 from lmlib import optim
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.hardware import CPU
-from lmlib.models.llama import Llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import plan

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
 from lmlib.models.llama import Llama
+
 from lmlib.parallel.layout import gather
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.collectives import collectives

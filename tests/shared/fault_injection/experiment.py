@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fiddle as fdl
 import numpy as np
+from lmlib.models.llama import Llama
 
 from lmlib import optim
 from lmlib.data.flat_tokens import FlatTokens
@@ -17,7 +18,6 @@ from lmlib.data.shard_writer import ShardWriter
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.guard import Guard
-from lmlib.models.llama import Llama
 from lmlib.parallel.mesh import make_mesh
 
 VOCAB, BATCH, SEQUENCE, STEPS = 4_096, 16, 16, 60
