@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, E embed, V vocab.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
@@ -78,6 +78,7 @@ class Part(NamedTuple):
     layers: range | None = None
 
 
+@runtime_checkable
 class Model(Protocol):
     """A decoder of tokens. Its arrays are weights: each names its axes, declares its first values
     (`lmlib.models.weights`), is float32, and lies as `lmlib.parallel.layout.stored` says."""
