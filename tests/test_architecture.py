@@ -5,6 +5,7 @@ inside lmlib: train ──▶ models ──▶ parallel; optim ──▶ paralle
 """
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -164,6 +165,13 @@ def test_nothing_private_of_other_packages_is_used(file):
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert "_src" not in attributes
     assert not [name for name in imports_of(file) if "_src" in name.split(".")]
+
+
+def test_the_packages_that_are_installed_ship_their_types():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    packages = {name.rstrip("*") for name in settings["setuptools"]["packages"]["find"]["include"]}
+    assert {file.parent.name for file in ROOT.glob("*/py.typed")} == packages
+    assert settings["setuptools"]["package-data"] == {"*": ["py.typed"]}
 
 
 def test_every_file_name_says_what_is_in_it():

@@ -248,6 +248,7 @@ def nest(folder: Path) -> None:
         (change_json("state/weight/.zarray", chunks=[0, 0]), "no uncompressed chunks"),
         (change_json("state/weight/.zarray", chunks=[1, 1]), "asks for 48 chunks"),
         (change_json("state/weight/.zarray", compressor={"id": "zlib"}), "no uncompressed chunks"),
+        (change_json("state/weight/.zarray", order="F"), "no uncompressed chunks"),
         (change_json("state/weight/.zarray", chunks="x"), "cannot be read"),
         (lambda folder: delete(folder / "state/weight/3.0"), "is no chunk of 24 bytes"),
         (lambda folder: lengthen(folder / "state/weight/3.0"), "is no chunk of 24 bytes"),
