@@ -118,7 +118,7 @@ def check_layout(folder: Path, manifest: Manifest, wanted: dict[str, Any]) -> No
                 raise DamagedCheckpointError(folder, prefix + file, reason)
     for file, size in rest.items():
         texts = ("_METADATA", "_sharding", "commit_success.txt", "array_metadatas/")
-        if not file.startswith(("progress/", *(f"{STATE}/{text}" for text in texts))):
+        if not file.startswith(("notes/", *(f"{STATE}/{text}" for text in texts))):
             raise DamagedCheckpointError(folder, file, "belongs to no array")
         if size > _LARGEST_TEXT:
             raise DamagedCheckpointError(folder, file, f"has {size:,} bytes, too many for a text")

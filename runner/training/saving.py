@@ -71,16 +71,16 @@ class Saver:
                 self._bear(unwritten)
                 return
             step = line["step"]
-            progress: dict[str, Any] = {
+            notes: dict[str, Any] = {
                 "tokens": line["tokens"],
                 "best": best,
                 "batches": probe(self._experiment.data, step),
                 "initialised_from": self._initialised_from,
             }
             if data_state is not None:
-                progress["data"] = gather_states(data_state)
+                notes["data"] = gather_states(data_state)
             try:
-                blocked = self._checkpoints.save(step, state, progress, line.get("validation_loss"))
+                blocked = self._checkpoints.save(step, state, notes, line.get("validation_loss"))
             except OSError as failure:
                 self._bear(failure)
                 return
