@@ -71,7 +71,7 @@ def begin(
       directory: of the run's checkpoints; it may be absent.
 
     Raises:
-      ConfigError: if what is there cannot be gone on from, and why.
+      ConfigError: if the run cannot go on from what is there, and why.
     """
     made = optimizer, experiment.mesh, experiment.guard or Guard()
     init_from, data_may_change = options.init_from, "data" in options.allowed_changes
@@ -207,7 +207,7 @@ def _say(
     if found.damaged:
         progress.message(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
     if init_from is not None:
-        progress.message(f"--init_from={init_from} is not looked at: this run has checkpoints")
+        progress.message(f"--init_from={init_from} is ignored: this run has checkpoints")
     if found.step < experiment.steps:
         progress.message(f"resuming after step {found.step:,} of {experiment.steps:,}")
 

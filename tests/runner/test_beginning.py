@@ -59,7 +59,7 @@ def test_once_it_has_checkpoints_a_run_goes_on_from_them(trained, tmp_path, caps
     again = fit(small("steps=3"), tmp_path, options)
     assert [line["step"] for line in again.metrics] == [1, 2, 3]
     assert again.metrics[:2] == first.metrics
-    assert "is not looked at: this run has checkpoints" in capsys.readouterr().err
+    assert "is ignored: this run has checkpoints" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
