@@ -167,7 +167,7 @@ def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:
     """`make` as one program, where each operation would otherwise be compiled by itself."""
 
     def call(key: PRNGKeyArray) -> M:
-        if isinstance(key, jax.core.Tracer):  # part of a program already
+        if isinstance(jnp.zeros(()), jax.core.Tracer):  # part of a program already
             return make(key)
         return jax.jit(make, compiler_options=quick_to_compile(platform()))(key)
 
