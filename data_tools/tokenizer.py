@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.encoders import Encoder, make_encoder
-from data_tools.encoders.hugging_face import read_tokenizer
-from data_tools.encoders.tokenizers_errors import tokenizers_errors
 from lmlib.data import TokenizerIdentity
 from lmlib.data.metadata import LARGEST_TOKENIZER
 from lmlib.data.stored_json import read_json, read_text
+from lmlib.data.text import BYTE_TOKENIZER, decoded_bytes, read_tokenizer, tokenizers_errors
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 
@@ -49,7 +48,7 @@ class ByteTokenizer(Tokenizer):
     """UTF-8 bytes are ids 0 to 255; 256 begins a document and 257 ends it."""
 
     def __init__(self) -> None:
-        self.identity = TokenizerIdentity("bytes", None)
+        self.identity = BYTE_TOKENIZER
         self.tokenizer_json = None
         self.vocab_size, self.bos_id, self.eos_id = 258, 256, 257
 
@@ -60,7 +59,7 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`; bytes that are not UTF-8 become U+FFFD."""
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+        return decoded_bytes(ids)
 
 
 class JsonTokenizer(Tokenizer):

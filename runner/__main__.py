@@ -26,6 +26,7 @@ from runner.command_line.command import DEBUG, commands, listed, run
 from runner.command_line.config_flags import check_chosen, chosen_config
 from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.jax_settings.accelerators import use_cpu_if_alone
 from runner.jax_settings.xla_flags import (
     keep_cpus_in_order,
     make_deterministic,
@@ -141,6 +142,7 @@ def _supervise_or_train(
             processes.startup_seconds,
             _GRACE_SECONDS.value,
         )
+    use_cpu_if_alone()
     overlap_communication()
     keep_cpus_in_order(several_processes=supervisor is not None)
     if _DETERMINISTIC.value:

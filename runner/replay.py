@@ -31,6 +31,7 @@ from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
+from runner.jax_settings.accelerators import use_cpu_if_alone
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
 from runner.training.beginning import weights_of
@@ -43,6 +44,7 @@ COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updat
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
+    use_cpu_if_alone()
     keep_cpus_in_order(several_processes=False)
     if len(arguments) != 1:
         raise ConfigError("give the folder of a capture, WORKDIR/captures/STEP")

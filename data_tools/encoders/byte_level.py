@@ -13,12 +13,12 @@ import tiktoken
 from tokenizers.normalizers import NFC
 
 from data_tools.encoders.added_tokens import AddedTokens
-from data_tools.encoders.hugging_face import read_tokenizer
 from data_tools.encoders.merge_table import merge_table
 from data_tools.encoders.normalization import may_change
 from data_tools.encoders.pre_tokenization import GPT2, PreTokenization, known_pre_tokenization
 from data_tools.encoders.unsuitable import UnsuitableError
 from data_tools.encoders.utf8 import utf8_size
+from lmlib.data.text import read_tokenizer
 
 _CHUNK = 1 << 20  # characters; bounds the memory, and the loss where a chunk is encoded twice
 _LONG_RUN = 1 << 20  # characters of one kind; such a pre-token takes too much memory

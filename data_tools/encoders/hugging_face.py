@@ -5,24 +5,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import tokenizers
 
-from data_tools.encoders.tokenizers_errors import tokenizers_errors
 from data_tools.encoders.utf8 import utf8_size
+from lmlib.data.text import read_tokenizer, tokenizers_errors
 
 # `tokenizers` was measured to need up to 380 bytes of memory for a byte of text.
 _MAX_TEXT_BYTES = 1 << 20  # also of a batch
-
-
-def read_tokenizer(tokenizer_json: str) -> tokenizers.Tokenizer:
-    """The tokenizer that takes any text as plain and whole: no truncation, no padding.
-
-    Raises ValueError if the text describes no tokenizer.
-    """
-    with tokenizers_errors("the text is not a valid tokenizer.json"):
-        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
-    tokenizer.encode_special_tokens = True  # their names in a text are only text
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 class HuggingFaceEncoder:

@@ -24,8 +24,8 @@ from typing import Any
 
 import tokenizers
 
-from data_tools.encoders.tokenizers_errors import tokenizers_errors
 from data_tools.encoders.unsuitable import UnsuitableError
+from lmlib.data.text import tokenizers_errors
 
 
 def merge_table(model: dict[str, Any]) -> tuple[list[bytes], list[int]]:

@@ -8,30 +8,22 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, SavedArray
-from lmlib.checkpoint.orbax_files import check_orbax_files
+from lmlib.checkpoint.orbax_internals import LAYOUTS, STATE_FILES
 
 STATE = "state"
+ZARRAY = ".zarray"  # the description of an array, beside its chunks
 
 _LARGEST_TEXT = 64 << 20  # bytes, for the files of a checkpoint that hold no array
 _LARGEST_ZARRAY = 1 << 16  # bytes
-
-
-def handler() -> ocp.PyTreeCheckpointHandler:
-    """How Orbax writes and reads the arrays.
-
-    Its OCDBT format and compression are off: a save takes a fraction of the time without them,
-    and trained weights hardly compress.
-    """
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -50,7 +42,7 @@ def check_savable(arrays: dict[str, Any]) -> None:
                 f"cannot save {name}: it is {_describe(array)}, not an array with elements; "
                 "keep it out of the state or make it a static field"
             )
-        if "/" in name or name.startswith((".", "_")) or name == "array_metadatas":
+        if "/" in name or name.startswith((".", "_")) or name == LAYOUTS:
             raise ValueError(
                 f"cannot save {name!r}: the folder of an array has the name of its leaf, which "
                 "may hold no / and begin with neither . nor _; rename it"
@@ -100,62 +92,50 @@ def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
             )
 
 
-def check_layout(folder: Path, manifest: Manifest, wanted: dict[str, Any]) -> None:
+def is_chunk(file: str, wanted: Collection[str]) -> bool:
+    """Whether a file of a step holds elements of one of the arrays `wanted`."""
+    match file.split("/"):
+        case [folder, name, chunk]:
+            return folder == STATE and name in wanted and chunk != ZARRAY
+    return False
+
+
+def check_layout(
+    folder: Path, manifest: Manifest, wanted: dict[str, Any]
+) -> dict[str, tuple[int, ...]]:
     """Compares the files of the arrays with the wanted shapes and dtypes; opens no array.
 
-    The files were compared with the manifest before.
+    The sizes of the files were compared with the manifest before.
+
+    Returns:
+      The shape of the chunks of each array.
 
     Raises:
       DamagedCheckpointError: if an array has another shape, another dtype, is compressed or lacks
         a chunk, or if there are files that belong to no array.
     """
     rest = {name: file.size for name, file in manifest.files.items()}
+    chunks = {}
     for name, leaf in wanted.items():
-        prefix = f"{STATE}/{name}/"
-        for file, size in _array_files(folder, f"{prefix}.zarray", rest, _stored(leaf)).items():
+        prefix, stored = f"{STATE}/{name}/", stored_leaf(leaf)
+        chunks[name] = _chunk_shape(folder, prefix + ZARRAY, rest, stored)
+        for file, size in _chunk_files(chunks[name], stored).items():
             if rest.pop(prefix + file, None) != size:
                 reason = f"is no chunk of {size:,} bytes, as {_describe(leaf)} needs"
                 raise DamagedCheckpointError(folder, prefix + file, reason)
     for file, size in rest.items():
-        texts = ("_METADATA", "_sharding", "commit_success.txt", "array_metadatas/")
-        if not file.startswith(("progress/", *(f"{STATE}/{text}" for text in texts))):
+        if not file.startswith(("progress/", *(f"{STATE}/{text}" for text in STATE_FILES))):
             raise DamagedCheckpointError(folder, file, "belongs to no array")
         if size > _LARGEST_TEXT:
             raise DamagedCheckpointError(folder, file, f"has {size:,} bytes, too many for a text")
-    check_orbax_files(folder, STATE, wanted.keys())
+    return chunks
 
 
-def restore_arrays(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-    """Reads the arrays of a verified checkpoint; every process of the run calls it.
-
-    Raises:
-      DamagedCheckpointError: if Orbax reads something else than is wanted.
-    """
-    with ocp.Checkpointer(handler()) as checkpointer:
-        restored = checkpointer.restore(
-            folder / STATE,
-            args=ocp.args.PyTreeRestore(
-                wanted,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-                partial_restore=True,  # `wanted` may be a part of what is there
-            ),
-        )
-    for name, leaf in wanted.items():
-        array = restored[name]
-        if not isinstance(array, jax.Array) or (array.shape, array.dtype) != (
-            leaf.shape,
-            leaf.dtype,
-        ):
-            reason = f"was read as {_describe(array)}, but {_describe(leaf)} was saved"
-            raise DamagedCheckpointError(folder, f"{STATE}/{name}", reason)
-    return restored
-
-
-def _array_files(
+def _chunk_shape(
     folder: Path, description: str, sizes: dict[str, int], leaf: jax.ShapeDtypeStruct
-) -> dict[str, int]:
-    """Sizes of the files that an array consists of, read off its `.zarray`, by name."""
-    if (size := sizes.get(description)) is None:
+) -> tuple[int, ...]:
+    """The shape of an array's chunks, read off its `.zarray`, which is taken from `sizes`."""
+    if (size := sizes.pop(description, None)) is None:
         raise DamagedCheckpointError(folder, description, "is missing")
     if size > _LARGEST_ZARRAY:
         raise DamagedCheckpointError(folder, description, f"has {size:,} bytes, too many")
@@ -163,7 +143,7 @@ def _array_files(
         zarray = json.loads((folder / description).read_bytes())
         chunks = [int(length) for length in zarray["chunks"]]
         stored = (tuple(zarray["shape"]), np.dtype(str(zarray["dtype"])))
-        plain = (zarray["compressor"], zarray["filters"]) == (None, None)
+        plain = (zarray["compressor"], zarray["filters"], zarray["order"]) == (None, None, "C")
         separator = zarray.get("dimension_separator", ".")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(folder, description, f"cannot be read: {error!r}") from error
@@ -179,13 +159,22 @@ def _array_files(
     counts = [-(-length // chunk) for length, chunk in zip(shape, chunks, strict=True)]
     if math.prod(counts) > len(sizes):  # more than there are files: do not count them out
         raise DamagedCheckpointError(folder, description, f"asks for {math.prod(counts):,} chunks")
-    chunk_bytes = math.prod(chunks) * leaf.dtype.itemsize
-    indices = itertools.product(*map(range, counts))
-    names = [".".join(map(str, index)) or "0" for index in indices]  # "0": an array of no axes
-    return {".zarray": size} | dict.fromkeys(names, chunk_bytes)
+    return tuple(chunks)
 
 
-def _stored(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _chunk_files(chunk: tuple[int, ...], leaf: jax.ShapeDtypeStruct) -> dict[str, int]:
+    """Sizes of the files that hold an array's chunks, by name."""
+    counts = [-(-length // part) for length, part in zip(leaf.shape, chunk, strict=True)]
+    names = map(chunk_name, itertools.product(*map(range, counts)))
+    return dict.fromkeys(names, math.prod(chunk) * leaf.dtype.itemsize)
+
+
+def chunk_name(place: Sequence[int]) -> str:
+    """The file of the chunk at `place` in the grid of chunks; "0" for an array of no axes."""
+    return ".".join(map(str, place)) or "0"
+
+
+def stored_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """What stands for a leaf on disk: for typed PRNG keys, their words."""
     bare = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

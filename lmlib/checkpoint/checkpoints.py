@@ -3,7 +3,7 @@
 `orbax.checkpoint.CheckpointManager` saves and deletes, not the newer `orbax.checkpoint.v1`, whose
 interface is still moving. The manifest is written between Orbax's last file of a step and the
 renaming that makes the step visible, so a step without one is no half-written step but a damaged
-one. Steps are restored from their verified files alone, by no way through the manager.
+one. Steps are restored from their verified files alone, without Orbax.
 """
 
 import contextlib
@@ -21,17 +21,19 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from lmlib.checkpoint import arrays as saved
-from lmlib.checkpoint import folders, orbax_noise
+from lmlib.checkpoint import folders, orbax_internals, writing
 from lmlib.checkpoint import progress as saved_progress
 from lmlib.checkpoint.failures import storage_error
 from lmlib.checkpoint.manifest import (
     DamagedCheckpointError,
     Manifest,
-    check_files,
+    check_digests,
+    check_names_and_sizes,
     read_manifest,
     write_manifest,
 )
 from lmlib.checkpoint.processes import agreed, barrier, orbax_barrier
+from lmlib.checkpoint.reading import read_arrays
 from lmlib.checkpoint.retention import finite_or_none, preservation_policy
 
 
@@ -89,9 +91,11 @@ class Checkpoints:
         self._policy = preservation_policy(keep, keep_every, keep_best, self._metrics)
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None  # the step that was begun last
-        self._finish: Callable[[], None] = lambda: None  # writes the manifest of that step
+        # Of that step: each process digests the chunks it wrote; process 0 writes the manifest.
+        self._digest: Callable[[Path], None] = lambda folder: None
+        self._finish: Callable[[], None] = lambda: None
         self._save_seconds = save_seconds
-        orbax_noise.install()
+        orbax_internals.silence()
         if read_only:
             return
         with self._named_errors("open the checkpoints"):
@@ -140,18 +144,23 @@ class Checkpoints:
         described, rank = saved.saved_arrays(arrays), finite_or_none(metric)
         folder = folders.unfinished_folder(self._directory, step)
         bare = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+            for name, array in arrays.items()
         }
 
+        def digest(arrays_folder: Path) -> None:
+            writing.send_digests(folder, writing.digest_own_chunks(arrays_folder, bare))
+
         def finish() -> None:
-            manifest = write_manifest(folder, step, rank, described)
+            digests = writing.received_digests(folder)
+            manifest = write_manifest(folder, step, rank, described, digests)
             saved.check_layout(folder, manifest, bare)  # what could not be restored is not saved
 
-        self._finish, self._saving = finish, step
+        self._digest, self._finish, self._saving = digest, finish, step
         if rank is not None:
             self._metrics[step] = rank
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(arrays), progress=ocp.args.JsonSave(progress)
+            state=writing.ArraysSave(arrays), progress=ocp.args.JsonSave(progress)
         )
         with self._recovery(f"save step {step}"):
             if not self._directory.is_dir():  # Orbax would make it again, without the others
@@ -189,8 +198,8 @@ class Checkpoints:
         """
         folder = self._folder(step)
         manifest = agreed(folder, lambda: read_manifest(folder))
-        part, parts = jax.process_index(), jax.process_count()
-        agreed(folder, lambda: check_files(folder, manifest, part, parts))
+        agreed(folder, lambda: check_names_and_sizes(folder, manifest))
+        self._check_digests(folder, manifest, sorted(manifest.files))
         return manifest
 
     def restore(self, step: int, target: PyTree) -> tuple[PyTree, dict[str, Any]]:
@@ -302,7 +311,9 @@ class Checkpoints:
                 ),
             ),
             item_handlers={
-                saved.STATE: saved.handler(),
+                saved.STATE: writing.ArraysHandler(
+                    lambda folder: self._digest(folder), self._save_seconds
+                ),
                 saved_progress.PROGRESS: saved_progress.handler(),
             },
         )
@@ -314,12 +325,19 @@ class Checkpoints:
         manifest = agreed(folder, lambda: read_manifest(folder))
         manifest_of_part = saved.part_of(manifest, part)
         saved.check_target(manifest_of_part, wanted)
-        self.verify(step)
-        agreed(folder, lambda: saved.check_layout(folder, manifest_of_part, wanted))
+        agreed(folder, lambda: check_names_and_sizes(folder, manifest))
+        others = [file for file in sorted(manifest.files) if not saved.is_chunk(file, wanted)]
+        self._check_digests(folder, manifest, others)
+        chunks = agreed(folder, lambda: saved.check_layout(folder, manifest_of_part, wanted))
         progress = agreed(folder, lambda: saved_progress.read_progress(folder, manifest))
-        restored = saved.restore_arrays(folder, wanted)
+        restored = agreed(folder, lambda: read_arrays(folder, manifest, wanted, chunks))
         leaves = [restored[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(target), leaves), progress
+
+    def _check_digests(self, folder: Path, manifest: Manifest, files: Sequence[str]) -> None:
+        """Each process reads a share of the files; all raise if one of them finds damage."""
+        share = files[jax.process_index() :: jax.process_count()]
+        agreed(folder, lambda: check_digests(folder, manifest, share))
 
     def _folder(self, step: int) -> Path:
         if step not in self.steps():

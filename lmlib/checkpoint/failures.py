@@ -2,9 +2,10 @@
 
 import errno
 import os
-import re
 import shutil
 from pathlib import Path
+
+from lmlib.checkpoint.orbax_internals import tensorstore_error_number
 
 _CAUSES = {
     errno.ENOSPC: "the disk is full",
@@ -41,8 +42,7 @@ def _error_number(error: BaseException) -> int | None:
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno is not None:
             return seen.errno
-        # TensorStore: "… No space left on device [os_error_code='28']"
-        if found := re.search(r"os_error_code='(\d+)'", str(seen)):
-            return int(found[1])
+        if (number := tensorstore_error_number(str(seen))) is not None:
+            return number
         seen = seen.__cause__ or seen.__context__
     return None

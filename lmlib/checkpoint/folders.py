@@ -3,7 +3,8 @@
 import shutil
 from pathlib import Path
 
-_UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's ending for the folder of a step being saved
+from lmlib.checkpoint.orbax_internals import UNFINISHED
+
 _SET_ASIDE = ".damaged"
 
 
@@ -15,12 +16,12 @@ def steps_in(directory: Path) -> list[int]:
 
 def unfinished_folder(directory: Path, step: int) -> Path:
     """Where a step is until it is whole."""
-    return directory / f"{step}{_UNFINISHED}"
+    return directory / f"{step}{UNFINISHED}"
 
 
 def unfinished_in(directory: Path) -> list[Path]:
     """What saves and removals that run, or that were killed, have left."""
-    return [directory / name for name in _folder_names(directory) if _UNFINISHED in name]
+    return [directory / name for name in _folder_names(directory) if UNFINISHED in name]
 
 
 def set_aside_in(directory: Path) -> list[Path]:
@@ -38,7 +39,7 @@ def set_aside(folder: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Deletes a step; killed in between, it leaves what `unfinished_in` finds, no half step."""
-    leaving = folder.with_name(f"{folder.name}{_UNFINISHED}-removed")
+    leaving = folder.with_name(f"{folder.name}{UNFINISHED}-removed")
     folder.rename(leaving)
     shutil.rmtree(leaving)
 

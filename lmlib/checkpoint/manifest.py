@@ -10,22 +10,24 @@ import json
 import math
 import os
 import stat
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
+from lmlib.checkpoint.orbax_internals import STEP_FILES
 from lmlib.whole_file import write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Orbax writes these two after the manifest; nothing of ours reads them.
-NOT_COVERED = frozenset({MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"})
+NOT_COVERED = frozenset({MANIFEST, *STEP_FILES})  # nothing of ours reads the others
+THREADS = 8  # for reading files
 
 _LARGEST_MANIFEST = 32 << 20  # bytes; of a quarter of a million files
 _READ_SIZE = 1 << 20  # bytes
-_THREADS = 8
 
 
 class DamagedCheckpointError(ValueError):
@@ -81,17 +83,24 @@ class Manifest:
 
 
 def write_manifest(
-    folder: Path, step: int, metric: float | None, arrays: dict[str, SavedArray]
+    folder: Path,
+    step: int,
+    metric: float | None,
+    arrays: dict[str, SavedArray],
+    known: Mapping[str, SavedFile] | None = None,
 ) -> Manifest:
-    """Reads every file below `folder` once and writes what is there into its manifest.
+    """Writes what is below `folder` into its manifest.
+
+    Args:
+      known: of the files whose digests were made before; each of the others is read once.
 
     Raises:
       OSError: if a file cannot be read or the manifest not be written.
     """
+    known = known or {}
     names = sorted(files_below(folder).keys() - NOT_COVERED)
-    with ThreadPoolExecutor(_THREADS) as threads:
-        saved = threads.map(lambda name: _read(folder / name), names)
-        files = dict(zip(names, saved, strict=True))
+    read = digests_of(folder, [name for name in names if name not in known])
+    files = {name: known.get(name) or read[name] for name in names}
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     manifest = Manifest(step, now, metric, arrays, files)
     write_whole(folder / MANIFEST, encode(manifest))
@@ -127,18 +136,12 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-    """Compares the files below `folder` with its manifest, their bytes included.
-
-    Only paths that are found below `folder` are opened, none that the manifest names.
-
-    Args:
-      part: of `parts` that the reading is divided into, so that several processes can share it;
-        missing and unknown files are looked for in each.
+def check_names_and_sizes(folder: Path, manifest: Manifest) -> None:
+    """Compares the files below `folder` with its manifest; opens none.
 
     Raises:
       DamagedCheckpointError: for the first file, in order of names, that is missing, unknown, no
-        ordinary file, of another size or with other bytes.
+        ordinary file or of another size.
     """
     found = files_below(folder)
     for name in sorted((found.keys() | manifest.files.keys()) - NOT_COVERED):
@@ -151,15 +154,28 @@ def check_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1)
             raise DamagedCheckpointError(
                 folder, name, f"has {found[name]:,} bytes, but {wanted:,} were saved"
             )
-    names = sorted(manifest.files)[part::parts]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        for name, read in zip(
-            names, threads.map(lambda name: _read_or_complain(folder, name), names), strict=True
-        ):
-            if read != manifest.files[name]:
-                raise DamagedCheckpointError(
-                    folder, name, f"has other bytes than were saved: digest {read.digest}"
-                )
+
+
+def check_digests(folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
+    """Reads files that were found below `folder` and compares their bytes with its manifest.
+
+    Raises:
+      DamagedCheckpointError: for the first of `names` that cannot be read or has other bytes.
+    """
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in threads.map(lambda name: _verify(folder, manifest, name), names):
+            pass
+
+
+def read_verified(folder: Path, name: str, manifest: Manifest) -> np.ndarray:
+    """The bytes of a file whose size was compared before, uint8[bytes]; read once.
+
+    Raises:
+      DamagedCheckpointError: if it cannot be read or has other bytes than were saved.
+    """
+    content = np.empty(manifest.files[name].size, np.uint8)
+    _verify(folder, manifest, name, memoryview(content))
+    return content
 
 
 def files_below(folder: Path) -> dict[str, int]:
@@ -188,22 +204,34 @@ def digest_of(content: bytes) -> str:
     return xxhash.xxh3_128(content).hexdigest()
 
 
-def _read_or_complain(folder: Path, name: str) -> SavedFile:
+def digests_of(folder: Path, names: Sequence[str]) -> dict[str, SavedFile]:
+    """Sizes and digests of files below `folder`, read by several threads."""
+    with ThreadPoolExecutor(THREADS) as threads:
+        return dict(zip(names, threads.map(lambda name: _read(folder / name), names), strict=True))
+
+
+def _verify(folder: Path, manifest: Manifest, name: str, into: memoryview | None = None) -> None:
+    """Reads a file, `into` what has its size, and compares its digest with the manifest's."""
     try:
-        return _read(folder / name)
+        found = _read(folder / name, into)
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
         raise DamagedCheckpointError(folder, name, reason) from error
+    if found != manifest.files[name]:
+        reason = f"has other bytes than were saved: digest {found.digest}"
+        raise DamagedCheckpointError(folder, name, reason)
 
 
-def _read(path: Path) -> SavedFile:
-    """Size and digest of a file, in one pass and little memory."""
+def _read(path: Path, into: memoryview | None = None) -> SavedFile:
+    """Size and digest of a file, in one pass; its bytes, as many as fit, go `into` the buffer."""
     digest, size = xxhash.xxh3_128(), 0
-    buffer = memoryview(bytearray(_READ_SIZE))
+    piece = memoryview(bytearray(_READ_SIZE)) if into is None else into[:_READ_SIZE]
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
             size += count
+            if into is not None:
+                piece = into[size : size + _READ_SIZE]
     return SavedFile(size, digest.hexdigest())
 
 

@@ -15,12 +15,14 @@ from lmlib.data.prefetch import Prefetch
 from lmlib.data.resumable import Resumable
 from lmlib.data.shard_writer import ShardWriter, finished_shard, shard_progress
 from lmlib.data.synthetic import Synthetic
+from lmlib.data.text import HasText, TextCodec
 from lmlib.data.token_arrays import DamagedDataError
 
 __all__ = [
     "Batch",
     "DamagedDataError",
     "FlatTokens",
+    "HasText",
     "Mixture",
     "Prefetch",
     "Resumable",
@@ -30,6 +32,7 @@ __all__ = [
     "SplitMetadata",
     "Stage",
     "Synthetic",
+    "TextCodec",
     "TokenizerIdentity",
     "finished_shard",
     "permute",

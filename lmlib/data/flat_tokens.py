@@ -21,6 +21,7 @@ from lmlib.data.packing import packed_batch
 from lmlib.data.permutation import permute
 from lmlib.data.seqax import SeqaxSplit, is_seqax_split
 from lmlib.data.stored_split import StoredSplit
+from lmlib.data.text import BYTE_TOKENIZER, TextCodec, codec_of_bytes, codec_of_file
 from lmlib.data.token_arrays import DamagedDataError
 
 
@@ -156,6 +157,13 @@ class FlatTokens:
         """The tokenizer.json that made the tokens, if the data set has one."""
         file = self._path / TOKENIZER_FILE
         return file if file.is_file() else None
+
+    def text_codec(self) -> TextCodec | None:
+        """See `HasText`."""
+        bos_id = None if self.metadata is None else self.metadata.bos_id
+        if self.tokenizer_path is not None:
+            return codec_of_file(self.tokenizer_path, bos_id)
+        return codec_of_bytes(bos_id) if self.tokenizer == BYTE_TOKENIZER else None
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the batch of `step`; see `Source.batch`.

@@ -19,6 +19,7 @@ import numpy as np
 from lmlib.data.batch import Batch, Source
 from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.data.resumable import Resumable
+from lmlib.data.text import HasText, TextCodec
 
 PERIOD = 1024  # sequences after which a stage's pattern repeats
 
@@ -108,6 +109,12 @@ class Mixture:
         """The tokenizer of those sources that know theirs, with its sha256 if one knows that."""
         known = [source.tokenizer for source in self.sources.values() if source.tokenizer]
         return next((each for each in known if each.sha256), known[0] if known else None)
+
+    def text_codec(self) -> TextCodec | None:
+        """See `HasText`: that of the first source that has one, by name."""
+        ordered = [self.sources[name] for name in sorted(self.sources)]
+        codecs = (source.text_codec() for source in ordered if isinstance(source, HasText))
+        return next((codec for codec in codecs if codec is not None), None)
 
     def sequences_before(self, step: int) -> dict[str, int]:
         """How many sequences steps 0 … `step` - 1 take from each source."""

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -18,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from runner.command_line.command import exit_code, tell
 from runner.command_line.errors import AGREED, ConfigError
+from runner.jax_settings.accelerators import has_tpu
 from runner.processes.supervisor import Connection
 
 SHUTDOWN_SECONDS = 60  # that a process which is done waits for the others to be
@@ -30,8 +30,6 @@ _LAUNCHERS = (
     "TPU_PROCESS_ADDRESSES",
     "TPU_PROCESS_ADDRESSES_PATH",
 )
-# PCI devices of Google's that every machine of its cloud may have: network and disk.
-_NO_TPU = {"0x0042", "0x001f"}
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")  # the inner launcher first
 
 
@@ -176,15 +174,6 @@ def leave(error: BaseException, heartbeat_seconds: int, debug: bool) -> NoReturn
     if together:
         jax.distributed.shutdown()
     os._exit(exit_code(error))
-
-
-def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether this machine has a device of Google's besides the network and disk of its cloud."""
-    ids = (
-        ((device / "vendor").read_text().strip(), (device / "device").read_text().strip())
-        for device in (devices.iterdir() if devices.is_dir() else ())
-    )
-    return any(vendor == "0x1ae0" and device not in _NO_TPU for vendor, device in ids)
 
 
 def _from_jax(error: BaseException | None) -> bool:

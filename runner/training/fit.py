@@ -21,7 +21,7 @@ from lmlib.experiment import Experiment
 from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.parallel.layout import partition
 from lmlib.quantities import bytes_text, duration_text
-from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.errors import ConfigError, in_words, user_errors
 from runner.config import configs
 from runner.config.text import flattened
 from runner.jax_settings.compilation_cache import keep_compiled_programs
@@ -40,7 +40,14 @@ from runner.training.compiled_step import (
 from runner.training.loop import Loop
 from runner.training.options import Options
 from runner.training.recorder import Recorder
-from runner.training.report import Summary, finished_summary, from_json, summarise
+from runner.training.report import (
+    Summary,
+    finished_summary,
+    from_json,
+    sampled,
+    summarise,
+    totals_of,
+)
 from runner.training.saving import Saver
 from runner.training.validation import Validation
 from runner.watch.goodput import GoodputLog
@@ -52,7 +59,13 @@ from runner.watch.watchdog import Limits, Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run leaves: the final state on its mesh, the lines of metrics.jsonl, the summary."""
+    """What a run leaves.
+
+    Attributes:
+      state: the final one, on its mesh.
+      metrics: the lines of metrics.jsonl on process 0, none on the others.
+      summary: its numbers.
+    """
 
     state: train.State
     metrics: list[dict[str, Any]]
@@ -114,7 +127,7 @@ def fit(
                         state = run.make_steps(beginning, checkpoints, goodput)
                     phases.enter(Phase.EVALUATION)
                     summary = run.summarise(state, goodput)
-    return Result(state, from_first(read_metrics(workdir)), summary)
+    return Result(state, read_metrics(workdir) if primary else [], summary)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,13 +216,24 @@ class _Run:
         return saved and from_json(saved)
 
     def summarise(self, state: train.State, goodput: GoodputLog) -> Summary:
-        metrics = from_first(read_metrics(self.workdir))
-        if not metrics:
+        """Writes result.json before it samples: a run does not fail for want of samples."""
+        totals = from_first(totals_of(read_metrics(self.workdir)) if self.primary else None)
+        if totals is None:
             raise ConfigError(f"{self.workdir} has a finished checkpoint but no metrics.jsonl")
-        summary = summarise(self.experiment, state, metrics, self.validation)
+        summary = summarise(self.experiment, state, totals, self.validation)
         summary = dataclasses.replace(summary, goodput=goodput.total())
         if self.primary:
             summary.save(self.workdir)
+        try:
+            if samples := sampled(self.experiment, state):
+                summary = dataclasses.replace(summary, samples=samples, goodput=goodput.total())
+                if self.primary:
+                    summary.save(self.workdir)
+        except Exception as error:
+            reason = in_words(error).partition("\n")[0]
+            self.progress.message(
+                f"WARNING: the prompts are not continued: {type(error).__name__}: {reason}"
+            )
         return summary
 
     def _prefetch(self, start: int) -> Prefetch:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from lmlib.compute import Compute
-from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.text import HasText
 from lmlib.experiment import Experiment
 from lmlib.generate import sample
 from lmlib.metrics import mfu
@@ -17,6 +17,8 @@ from lmlib.quantities import count_text
 from lmlib.table import columns
 from lmlib.train import State
 from lmlib.whole_file import write_whole
+from runner.command_line.errors import ConfigError, user_errors
+from runner.processes.agreement import agreed
 from runner.training.validation import Validation
 from runner.watch.goodput import Goodput
 
@@ -100,30 +102,42 @@ def from_json(saved: Mapping[str, Any]) -> Summary:
     return Summary(**{**saved, "samples": tuple(saved["samples"]), "goodput": goodput})
 
 
+def totals_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What a summary needs of the lines of metrics.jsonl; `None` if there are none."""
+    if not metrics:
+        return None
+    recent = metrics[-LOSS_STEPS:]
+    loss = sum(line["loss"] * line["valid_tokens"] for line in recent)
+    return {
+        "steps": len(metrics),
+        "seconds": sum(line["step_seconds"] for line in metrics),
+        "tokens": metrics[-1]["tokens"],
+        "training_loss": loss / sum(line["valid_tokens"] for line in recent),
+    }
+
+
 def summarise(
     experiment: Experiment,
     state: State,
-    metrics: Sequence[Mapping[str, Any]],
+    totals: Mapping[str, Any],
     validation: Validation | None,
 ) -> Summary:
-    """Evaluates the final state, samples from it, and sums up the lines of metrics.jsonl."""
+    """Evaluates the final state, and puts that and `totals_of` together; without samples."""
     data = experiment.data
-    positions = len(metrics) * data.batch_size * data.sequence_length
-    tokens_per_second = positions / sum(line["step_seconds"] for line in metrics)
+    positions = totals["steps"] * data.batch_size * data.sequence_length
+    tokens_per_second = positions / totals["seconds"]
     flops = state.model.flops_per_token(data.sequence_length, causal=False)
-    recent = metrics[-LOSS_STEPS:]
-    loss = sum(line["loss"] * line["valid_tokens"] for line in recent)
     summary = Summary(
         steps=experiment.steps,
         parameters=sum(weight.size for weight in jax.tree.leaves(state.model)),
-        tokens=metrics[-1]["tokens"],
+        tokens=totals["tokens"],
         tokens_per_second=tokens_per_second,
         mfu=mfu(flops, tokens_per_second, list(experiment.mesh.devices.flat)),
-        training_loss=loss / sum(line["valid_tokens"] for line in recent),
+        training_loss=totals["training_loss"],
         validation_loss=None,
         validation_bits_per_byte=None,
         gzip_bits_per_byte=None,
-        samples=_samples(experiment, state),
+        samples=(),
     )
     if validation is None:
         return summary
@@ -136,18 +150,22 @@ def summarise(
     )
 
 
-def _samples(experiment: Experiment, state: State) -> tuple[str, ...]:
-    """Continuations of the experiment's prompts, if the data set has a tokenizer."""
-    data = experiment.data
-    if not (experiment.prompts and isinstance(data, FlatTokens) and data.tokenizer_path):
-        return ()
-    from tokenizers import Tokenizer  # heavy, and only needed here
+def sampled(experiment: Experiment, state: State) -> tuple[str, ...]:
+    """Continuations of the experiment's prompts; every process must call it.
 
-    tokenizer = Tokenizer.from_file(str(data.tokenizer_path))
-    begin = [] if data.metadata is None or data.metadata.bos_id is None else [data.metadata.bos_id]
-    prompts = [begin + tokenizer.encode(prompt).ids for prompt in experiment.prompts]
+    Raises:
+      ConfigError: if the data has no tokenizer, or one that cannot read the prompts.
+    """
+    if not experiment.prompts:
+        return ()
+    with agreed(), user_errors():
+        data = experiment.data
+        codec = data.text_codec() if isinstance(data, HasText) else None
+        if codec is None:
+            raise ConfigError(f"{type(data).__name__} knows no tokenizer")
+        prompts = [codec.encode(prompt) for prompt in experiment.prompts]
     key = jax.random.key(experiment.seed)
     # What suits training's sequences may not suit prompts: any kernel, whole sequences.
     compute = Compute(dtype=experiment.compute.dtype)
-    sampled = sample(state.model, prompts, SAMPLED_TOKENS, key, experiment.mesh, compute)
-    return tuple(tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sampled)
+    continued = sample(state.model, prompts, SAMPLED_TOKENS, key, experiment.mesh, compute)
+    return tuple(codec.decode(tokens) for tokens in continued)

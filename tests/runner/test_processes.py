@@ -17,7 +17,7 @@ from lmlib.metrics import read_metrics
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.processes.endings import FAILED, MISTAKE, PEER_ENDED, STOPPED, ending
-from runner.processes.joining import Processes, has_tpu
+from runner.processes.joining import Processes
 
 ROOT = Path(configs.__file__).parents[2]
 DEVICES = 8
@@ -333,20 +333,3 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
 )
 def test_where_other_processes_are_looked_for(processes, environment, expected):
     assert processes.may_be_several(environment) == expected
-
-
-@pytest.mark.parametrize(
-    ("devices", "expected"),
-    [
-        ({}, False),
-        ({"0000:00:04.0": ("0x1ae0", "0x0063")}, True),
-        ({"0000:00:04.0": ("0x10de", "0x2330"), "0000:00:05.0": ("0x1ae0", "0x0042")}, False),
-    ],
-)
-def test_a_tpu_is_seen_by_its_pci_device(tmp_path, devices, expected):
-    for name, (vendor, device) in devices.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
-        (tmp_path / name / "device").write_text(f"{device}\n")
-    assert has_tpu(tmp_path) == expected
-    assert not has_tpu(tmp_path / "absent")

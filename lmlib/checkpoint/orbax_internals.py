@@ -1,15 +1,37 @@
-"""What Orbax and TensorStore write to the terminal, kept off it."""
+"""What this library relies on of Orbax and TensorStore that is no interface of theirs.
+
+Names of files and folders, and texts of log lines and errors. tests/test_orbax_internals.py makes
+real saves and fails where a new version of theirs has changed one.
+"""
 
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Callable
 
+UNFINISHED = ".orbax-checkpoint-tmp"  # ending of the folder of a step that is being saved
+STEP_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the manifest
+# What lies beside the folders of the arrays. Nothing of ours reads it.
+LAYOUTS = "array_metadatas"
+STATE_FILES = ("_METADATA", "_sharding", "commit_success.txt", f"{LAYOUTS}/")
+
+_NO_OCDBT = "merge of OCDBT"
 _CLOSED = "Event loop is closed"
+_ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
+
+
+def tensorstore_error_number(text: str) -> int | None:
+    """The number of the operating system's error that a text of TensorStore's tells, if any.
+
+    It ends as in "No space left on device [os_error_code='28']".
+    """
+    found = _ERROR_NUMBER.search(text)
+    return int(found[1]) if found else None
 
 
 class OrbaxNoise(logging.Filter):
-    """Drops what they say of saves, since `Checkpoints` says it in words.
+    """Drops what Orbax and TensorStore log of saves, since `Checkpoints` says it in words.
 
     Those are Orbax's INFO lines, its tracebacks, and its warning that there is no OCDBT to merge:
     under `absl.app.run` some forty lines a save, and a hundred for one that fails, where each of
@@ -24,11 +46,11 @@ class OrbaxNoise(logging.Filter):
         if "orbax" not in record.pathname:
             return True
         told = record.levelno >= logging.WARNING and record.exc_info is None
-        return told and "merge of OCDBT" not in record.getMessage()
+        return told and _NO_OCDBT not in record.getMessage()
 
 
-def install() -> None:
-    """Once for the process; again changes nothing."""
+def silence() -> None:
+    """Keeps the noise off the terminal, from now on; a second call changes nothing."""
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
         if not any(isinstance(each, OrbaxNoise) for each in logger.filters):

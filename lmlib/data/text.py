@@ -1,0 +1,96 @@
+"""Between texts and the token ids of a data set."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from lmlib.data.metadata import LARGEST_TOKENIZER, TokenizerIdentity
+from lmlib.data.stored_json import read_text
+
+if TYPE_CHECKING:  # heavy
+    from tokenizers import Tokenizer
+
+
+BYTE_TOKENIZER = TokenizerIdentity("bytes", None)  # UTF-8 bytes are ids 0 to 255
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    """How a data set's ids are made of text, and text of its ids.
+
+    `encode` gives the ids of the beginning of a document: first the token that begins a document,
+    if the data set has one. `decode` leaves special tokens out.
+    """
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Iterable[int]], str]
+
+
+@runtime_checkable
+class HasText(Protocol):
+    """A `Source` that may know its tokenizer."""
+
+    def text_codec(self) -> TextCodec | None:
+        """Loads the tokenizer; `None` if the source knows none.
+
+        Raises ValueError or OSError if it cannot be loaded.
+        """
+
+
+def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
+    """By the tokenizer.json `file`; `bos_id` begins a document.
+
+    Raises ValueError or OSError if the file describes no tokenizer.
+    """
+    begin = [] if bos_id is None else [bos_id]
+    tokenizer = read_tokenizer(read_text(file, LARGEST_TOKENIZER))
+
+    def encode(text: str) -> list[int]:
+        with tokenizers_errors(f"{file} cannot encode {text!r}"):
+            return begin + tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(ids: Iterable[int]) -> str:
+        with tokenizers_errors(f"{file} cannot decode"):
+            return tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    return TextCodec(encode, decode)
+
+
+def codec_of_bytes(bos_id: int | None) -> TextCodec:
+    """By the byte tokenizer: ids below 256 are the bytes of UTF-8, others are special."""
+    begin = [] if bos_id is None else [bos_id]
+    return TextCodec(lambda text: [*begin, *text.encode()], decoded_bytes)
+
+
+def decoded_bytes(ids: Iterable[int]) -> str:
+    """The text of UTF-8 bytes, without ids above; bytes that are no UTF-8 become U+FFFD."""
+    return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+def read_tokenizer(tokenizer_json: str) -> "Tokenizer":
+    """The tokenizer that takes any text as plain and whole: no truncation, no padding.
+
+    Raises ValueError if the text describes no tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    with tokenizers_errors("the text is not a valid tokenizer.json"):
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.encode_special_tokens = True  # their names in a text are only text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@contextmanager
+def tokenizers_errors(what: str) -> Iterator[None]:
+    """Turns whatever `tokenizers` raises into ValueError: `what`, and its cause in one line."""
+    try:
+        yield
+    except BaseException as error:  # `tokenizers` raises bare Exception
+        # A panic of Rust is no Exception, and has no public class to catch.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,91 @@
+"""Where JAX starts on the CPU, and where it is left to look for accelerators."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import runner
+from runner.jax_settings.accelerators import has_accelerator, has_tpu
+
+ROOT = Path(runner.__file__).parents[1]
+PLUGIN = """
+import sys, jax
+def initialize():
+    print("started for", jax.config.jax_platforms, file=sys.stderr)
+"""
+
+
+def stderr_of_a_run(tmp_path, plugin, **environment):
+    """Of a run with `plugin` installed as well."""
+    (tmp_path / "jax_plugins" / plugin).mkdir(parents=True)
+    (tmp_path / "jax_plugins" / plugin / "__init__.py").write_text(PLUGIN)
+    unset = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    python_path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    small = ["--fdl.steps=1", "--fdl.model.layers=1", "--fdl.validation=None"]
+    experiment = ["--fdl_config=experiments/llama_84m", "--fiddler=tiny", *small]
+    ended = subprocess.run(
+        [sys.executable, "-m", "runner", *experiment, f"--workdir={tmp_path / 'run'}"],
+        env=unset | python_path | {"XLA_FLAGS": ""} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stderr
+
+
+def test_plugins_without_hardware_are_not_started(tmp_path):
+    written = stderr_of_a_run(tmp_path, "xla_cuda0")
+    if has_accelerator():
+        assert "started for None" in written
+    else:
+        assert written.startswith("no accelerator is to be seen on this machine")
+        assert "started for cpu" in written
+        assert "Traceback" not in written and "TPU_" not in written
+
+
+@pytest.mark.parametrize(
+    ("plugin", "platforms"), [("xla_cuda0", {"JAX_PLATFORMS": "cpu"}), ("another_maker", {})]
+)
+def test_jax_is_left_alone(tmp_path, plugin, platforms):
+    written = stderr_of_a_run(tmp_path, plugin, **platforms)
+    assert "no accelerator is to be seen" not in written
+    assert f"started for {platforms.get('JAX_PLATFORMS')}" in written
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("nvidiactl", True),
+        ("nvidia0", True),
+        ("dxg", True),
+        ("kfd", True),
+        ("accel0", True),
+        ("vfio/0", True),
+        ("vfio/vfio", False),
+        ("null", False),
+    ],
+)
+def test_an_accelerator_is_seen_by_its_device_file(tmp_path, file, expected):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    assert has_accelerator(tmp_path) == (expected or has_tpu())
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ({}, False),
+        ({"0000:00:04.0": ("0x1ae0", "0x0063")}, True),
+        ({"0000:00:04.0": ("0x10de", "0x2330"), "0000:00:05.0": ("0x1ae0", "0x0042")}, False),
+    ],
+)
+def test_a_tpu_is_seen_by_its_pci_device(tmp_path, devices, expected):
+    for name, (vendor, device) in devices.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / name / "device").write_text(f"{device}\n")
+    assert has_tpu(tmp_path) == expected
+    assert not has_tpu(tmp_path / "absent")

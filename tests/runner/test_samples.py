@@ -1,0 +1,85 @@
+"""The texts that a finished run writes."""
+
+import json
+
+import fiddle as fdl
+import pytest
+
+from data_tools.hf_stream import HFStream
+from data_tools.pretokenize.split import pretokenize
+from data_tools.tokenizer import ByteTokenizer, train_byte_level_bpe
+from lmlib.data import FlatTokens, Mixture, Stage
+from lmlib.data.synthetic import Synthetic
+from lmlib.data.text import TextCodec, codec_of_bytes
+from runner import fit
+from runner.config import configs
+
+TEXTS = ["one two three", "four five", "six"] * 40
+
+
+class WithoutBeginning(Synthetic):
+    """Made-up ids, taken for bytes; no token begins a document."""
+
+    def text_codec(self) -> TextCodec:
+        return codec_of_bytes(bos_id=None)
+
+
+def tiny(prompts, data):
+    cfg = configs.load("experiments/llama_84m", ["tiny"], ["steps=1"])
+    cfg.prompts, cfg.validation = prompts, None
+    cfg.data = data
+    return cfg
+
+
+def flat_tokens(folder, tokenizer):
+    pretokenize(TEXTS, tokenizer, folder, "train")
+    return fdl.Config(FlatTokens, path=str(folder), split="train", batch_size=8, sequence_length=64)
+
+
+def mixture(source):
+    return fdl.Config(Mixture, sources={"all": source}, stages=[fdl.Config(Stage, {"all": 1.0})])
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), train_byte_level_bpe(TEXTS, 280)])
+@pytest.mark.parametrize("kind", ["flat", "mixed", "streamed"])
+def test_every_source_with_a_tokenizer_reads_and_writes_text(kind, tokenizer, tmp_path):
+    if kind == "streamed":
+        (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in TEXTS))
+        if tokenizer.tokenizer_json:
+            (tmp_path / "tokenizer.json").write_text(tokenizer.tokenizer_json)
+        name = str(tmp_path / "tokenizer.json") if tokenizer.tokenizer_json else "bytes"
+        source = HFStream(str(tmp_path / "texts.jsonl"), name, 8, 64)
+    else:
+        cfg = flat_tokens(tmp_path / "data", tokenizer)
+        source = fdl.build(cfg if kind == "flat" else mixture(cfg))
+    codec = source.text_codec()
+    ids = codec.encode("five six")
+    assert ids == [tokenizer.bos_id, *tokenizer.encode_batch(["five six"])[0].tolist()]
+    assert codec.decode(ids) == "five six"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_run_continues_its_prompts(tmp_path, mixed):
+    data = flat_tokens(tmp_path / "data", ByteTokenizer())
+    cfg = tiny(("one two",), mixture(data) if mixed else data)
+    (text,) = fit(cfg, tmp_path / "run").summary.samples
+    assert text.startswith("one two") and len(text) > len("one two")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["samples"] == [text]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (WithoutBeginning, "ValueError: every prompt needs at least one token"),
+        (Synthetic, "ConfigError: Synthetic knows no tokenizer"),
+    ],
+)
+def test_a_run_is_finished_without_its_samples(tmp_path, capsys, kind, reason):
+    data = fdl.Config(kind, vocab_size=512, batch_size=8, sequence_length=64)
+    cfg = tiny(("",), data)
+    summary = fit(cfg, tmp_path).summary
+    assert f"WARNING: the prompts are not continued: {reason}" in capsys.readouterr().err
+    assert summary.samples == ()
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == 1
+    assert fit(cfg, tmp_path).summary == summary
+    assert "finished all its 1 steps before" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""What is relied on of Orbax and TensorStore without being their interface, in real saves.
+
+A failure here after an upgrade says which constant of lmlib/checkpoint/orbax_internals.py to adapt.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tensorstore
+
+from lmlib.checkpoint import Checkpoints, orbax_internals
+from lmlib.checkpoint.arrays import STATE, ZARRAY
+from lmlib.checkpoint.manifest import MANIFEST
+
+NAMES = {"weight", "key"}
+
+
+def save(directory) -> None:
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(1, {"weight": jnp.ones((4, 2)), "key": jax.random.key(0)}, {"tokens": 1})
+
+
+def test_the_folder_of_a_step_that_is_being_saved(tmp_path):
+    made = []
+    sys.addaudithook(
+        lambda event, arguments: made.append(str(arguments[0])) if event == "os.mkdir" else None
+    )
+    save(tmp_path)
+    assert f"{tmp_path}/1{orbax_internals.UNFINISHED}" in made
+    assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
+
+
+def test_the_files_of_a_step(tmp_path):
+    save(tmp_path)
+    files = {entry.name for entry in (tmp_path / "1").iterdir()}
+    assert files == {MANIFEST, STATE, "progress", *orbax_internals.STEP_FILES}
+    entries = (tmp_path / "1" / STATE).iterdir()
+    found = {f"{entry.name}{'/' * entry.is_dir()}" for entry in entries}
+    assert found - {f"{name}/" for name in NAMES} == set(orbax_internals.STATE_FILES)
+    weight = os.listdir(tmp_path / "1" / STATE / "weight")
+    assert sorted(weight) == [ZARRAY, "0.0"]
+
+
+def test_what_is_logged_of_a_save(tmp_path):
+    """The lines that the filter drops are still there, and still told by their origin."""
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    logger, handler = logging.getLogger("absl"), Keep()
+    with Checkpoints(tmp_path) as checkpoints:  # which installs the filter
+        filters, level = logger.filters, logger.level
+        logger.filters = []
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        checkpoints.save(1, {"weight": jnp.ones(4)}, {})
+        checkpoints.wait()
+        logger.filters = filters
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert len(records) > 10
+    assert any("merge of OCDBT" in record.getMessage() for record in records)
+    noise = orbax_internals.OrbaxNoise()
+    assert not [record.getMessage() for record in records if noise.filter(record)]
+
+
+def test_the_number_of_the_systems_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = {"driver": "file", "path": f"{tmp_path}/file/below/"}
+    with pytest.raises(ValueError) as raised:
+        tensorstore.KvStore.open(store).result().write("key", b"value").result()
+    with pytest.raises(OSError) as expected:
+        (tmp_path / "file" / "below").mkdir()
+    number = orbax_internals.tensorstore_error_number(str(raised.value))
+    assert number == expected.value.errno
+
+
+def test_what_a_closed_event_loop_says():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    with pytest.raises(RuntimeError, match=r"^Event loop is closed$"):
+        loop.call_soon_threadsafe(print)
