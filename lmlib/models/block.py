@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, E embed.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 from jax.ad_checkpoint import checkpoint_name
@@ -20,6 +20,7 @@ Norm = Callable[[Array], Array]
 Losses = dict[str, Array]
 
 
+@runtime_checkable
 class Mixer(Protocol):
     """What a block asks of its attention, or of what stands in its place. One with an attribute
     `rotary` finds that `Rotary`'s table in `context.turns`."""
@@ -35,6 +36,7 @@ class Mixer(Protocol):
         """Raises ValueError for what it cannot compute."""
 
 
+@runtime_checkable
 class FeedForward(Protocol):
     """What a block asks of its mlp."""
 

@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, E embed, V vocab.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
@@ -78,6 +78,7 @@ class Part(NamedTuple):
     layers: range | None = None
 
 
+@runtime_checkable
 class Model(Protocol):
     """A decoder of tokens. Its arrays are weights: each names its axes, declares its first values
     (`lmlib.models.weights`), is float32, and lies as `lmlib.parallel.layout.stored` says."""
@@ -133,7 +134,9 @@ def check_protocol(model: Any) -> None:
     Raises:
       ValueError: naming what is missing and what it is for.
     """
-    missing = [f"{name}, which {_PURPOSES[name]}" for name in _PURPOSES if not hasattr(model, name)]
+    # Not hasattr(), which would compute properties, and shapes have no `unembedding_EV`.
+    there = dir(model)
+    missing = [f"{name}, which {_PURPOSES[name]}" for name in _PURPOSES if name not in there]
     if missing:
         raise ValueError(
             f"{type(model).__name__} is no lmlib.models.protocol.Model: it lacks "

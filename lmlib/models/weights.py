@@ -10,7 +10,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -33,6 +33,7 @@ from lmlib.parallel.axes import (
 BELL_DEVIATION = math.sqrt(2**2 * 4 * (2**32 - 1) / 12)
 
 
+@runtime_checkable
 class FirstValues(Protocol):
     """What a weight starts with, given the size of each of its named axes."""
 

@@ -178,7 +178,10 @@ def test_a_weight_depends_on_the_seed_and_its_path_only():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"heads": 6, "kv_heads": 4}, "heads = 6 must be a multiple of kv_heads = 4"),
+        (
+            {"heads": 6, "kv_heads": 4, "head_dim": 8},
+            "heads = 6 must be a multiple of kv_heads = 4",
+        ),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"heads": 0, "kv_heads": None}, "heads must be at least 1, got 0"),
