@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from lmlib.compute import Compute
@@ -149,11 +150,11 @@ def _repeated(
         return _in_a_row(context, False, x_BSE, parts_R, repeats)
     looped = turns * unroll
     head_R, tail_R = _split(parts_R, looped, repeats)
-    turns_TU = jax.tree.map(lambda w_R: w_R.reshape(turns, unroll, *w_R.shape[1:]), head_R)
+    turns_TU = jax.tree.map(lambda w_R: _reshaped(w_R, 1, (turns, unroll)), head_R)
     x_BSE, out_TU = jax.lax.scan(
         lambda x_BSE, parts_U: _in_a_row(context, True, x_BSE, parts_U, unroll), x_BSE, turns_TU
     )
-    out_R = jax.tree.map(lambda y_TU: y_TU.reshape(looped, *y_TU.shape[2:]), out_TU)
+    out_R = jax.tree.map(lambda y_TU: _reshaped(y_TU, 2, (looped,)), out_TU)
     if looped == repeats:
         return x_BSE, out_R
     x_BSE, out_tail = _in_a_row(context, False, x_BSE, tail_R, repeats - looped)
@@ -195,13 +196,13 @@ def _layer(
 def _unstacked(tree_R: Any, repeats: int) -> list[Any]:
     """A tree for each index of the leading axis."""
     if repeats == 1:
-        return [jax.tree.map(lambda x_R: x_R.reshape(x_R.shape[1:]), tree_R)]
+        return [jax.tree.map(lambda x_R: jnp.squeeze(x_R, 0), tree_R)]
 
     def pieces(x_R: Array) -> list[Array]:
         if jnp.issubdtype(x_R.dtype, jax.dtypes.prng_key):
             return list(x_R)
         # Backward, pieces of a split are concatenated; those of an index would be padded and added.
-        return [x.reshape(x.shape[1:]) for x in jax.lax.split(x_R, (1,) * repeats)]
+        return [jnp.squeeze(x, 0) for x in jax.lax.split(x_R, (1,) * repeats)]
 
     leaves, structure = jax.tree.flatten(tree_R)
     columns = [pieces(leaf) for leaf in leaves]
@@ -226,6 +227,16 @@ def _split(tree_R: Any, at: int, repeats: int) -> tuple[Any, Any]:
     return jax.tree.unflatten(structure, first), jax.tree.unflatten(structure, second)
 
 
+def _reshaped(x: Array, leading: int, sizes: tuple[int, ...]) -> Array:
+    """`x` with `sizes` for its first axes, which are whole; the others lie as they did. (JAX alone
+    forgets how an axis of size 1 lies.)"""
+    layout = None
+    if not jax.sharding.get_abstract_mesh().empty:
+        others = jax.typeof(x).sharding.spec.partitions[leading:]
+        layout = PartitionSpec(*(None,) * len(sizes), *others)
+    return jnp.reshape(x, (*sizes, *x.shape[leading:]), out_sharding=layout)
+
+
 def _turns(stack: Stack, context: Context) -> dict[Any, Any]:
     """The rotary tables of all layers, each made once, outside of the loop."""
     settings = [getattr(block.attention, "rotary", None) for pattern in stack for block in pattern]
@@ -239,7 +250,10 @@ def _turns(stack: Stack, context: Context) -> dict[Any, Any]:
 def _in_order(seen: list[Any]) -> Any:
     """(R, …) of each block of a pattern, as one (layers, …)."""
     return jax.tree.map(
-        lambda *each_R: jnp.stack(each_R, axis=1).reshape(-1, *each_R[0].shape[1:]), *seen
+        lambda *each_R: _reshaped(
+            jnp.stack(each_R, axis=1), 2, (len(each_R) * each_R[0].shape[0],)
+        ),
+        *seen,
     )
 
 
