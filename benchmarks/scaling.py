@@ -70,8 +70,8 @@ def experiment(size: str, layout: Layout, batch: int, target: targets.Target) ->
     cfg = configs.load("experiments/llama_8b")
     for name, value in MODELS[size].items():
         setattr(cfg.model, name, value)
-    cfg.model.saved = layout.saved
-    cfg.model.sequence_parallel = layout.tensor > 1
+    cfg.compute.saved = layout.saved
+    cfg.compute.sequence_parallel = layout.tensor > 1
     for name in ("data", "fsdp", "tensor"):
         setattr(cfg.mesh, name, getattr(layout, name))
     cfg.data.batch_size = batch

@@ -45,7 +45,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
-from lmlib.models.llama import Llama
 from step_peers import maxtext_peer
 from step_peers.ahead_of_time import compiled_for, target_of
 from step_peers.contender import Contender, Work
@@ -53,6 +52,7 @@ from step_peers.measure import TURN, Measurement, in_turns
 from step_peers.report import CHECKED, TOLERANCE, OtherWork, check_same_work, table, title
 from step_peers.sizes import ON_CPU, ON_GPU, SIZES
 
+from lmlib.compute import Compute
 from lmlib.hardware import peak_flops
 from runner.jax_settings.xla_flags import overlap_communication
 
@@ -74,7 +74,7 @@ _STEPS = flags.DEFINE_integer(
     "steps", CHECKED, f"Of each contender, in turns of {TURN}.", lower_bound=2 * TURN
 )
 _SETTINGS = flags.DEFINE_multi_string(
-    "setting", [], "Of lmlib's model alone, NAME=LITERAL: --setting=unroll=8 --setting=saved=()"
+    "setting", [], "Of lmlib's Compute, NAME=LITERAL: --setting=unroll=8 --setting=saved=()"
 )
 _COMPILE_ONLY = flags.DEFINE_string(
     "compile_only", None, "Compile lmlib's step for one of these, h200 or h100:1x8 say, and stop."
@@ -188,11 +188,11 @@ def chosen_works(sizes: Sequence[str], precisions: Sequence[str]) -> list[Work]:
 
 def changed_settings(texts: Sequence[str]) -> dict[str, Any]:
     """Values by name from NAME=LITERAL."""
-    known, changes = inspect.signature(Llama).parameters, {}
+    known, changes = inspect.signature(Compute).parameters, {}
     for text in texts:
         name, _, literal = text.partition("=")
         if name not in known:
-            sys.exit(f"--setting={text}: the model has no {name!r}; it has {', '.join(known)}")
+            sys.exit(f"--setting={text}: there is no {name!r}; there are {', '.join(known)}")
         try:
             changes[name] = ast.literal_eval(literal)
         except (SyntaxError, ValueError):

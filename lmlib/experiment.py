@@ -14,7 +14,7 @@ from lmlib.data.batch import Batch, Source
 from lmlib.data.metadata import tokenizers_differ
 from lmlib.guard import Guard
 from lmlib.losses import Objective
-from lmlib.models.protocol import Model, check_protocol
+from lmlib.models.protocol import check_protocol
 from lmlib.optim import Optimizer
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.train import State
@@ -106,7 +106,7 @@ class Experiment:
     def made_optimizer(self) -> Optimizer:
         return self.optimizer(self.steps)
 
-    def abstract_model(self) -> Model:
+    def abstract_model(self) -> Any:
         """The model with `ShapeDtypeStruct`s for weights."""
         return jax.eval_shape(self.make_model)
 
@@ -186,7 +186,7 @@ class Experiment:
                     "each evaluation should see"
                 )
 
-    def _check_source(self, name: str, source: Source, model: Model, microbatches: int) -> None:
+    def _check_source(self, name: str, source: Source, model: Any, microbatches: int) -> None:
         if source.max_token_id >= model.vocab:
             raise ValueError(
                 f"{name} has token ids up to {source.max_token_id}, but the model's vocabulary ends"

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
-from lmlib.models.llama import Llama
 
 from lmlib import optim
 from lmlib.activations import saved_activations
+from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.losses import batch_loss
+from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 from lmlib.train import abstract_batch, abstract_model
@@ -22,18 +23,8 @@ from lmlib.train import abstract_batch, abstract_model
 
 def experiment(saved, mesh, sequence_parallel=False, microbatches=1, unroll=1):
     return Experiment(
-        model=functools.partial(
-            Llama,
-            vocab=160,
-            embed=64,
-            layers=3,
-            heads=8,
-            kv_heads=4,
-            mlp=96,
-            saved=saved,
-            sequence_parallel=sequence_parallel,
-            unroll=unroll,
-        ),
+        model=functools.partial(llama, vocab=160, embed=64, layers=3, heads=8, kv_heads=4, mlp=96),
+        compute=Compute(saved=saved, sequence_parallel=sequence_parallel, unroll=unroll),
         data=Synthetic(vocab_size=160, batch_size=16, sequence_length=32),
         optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
         mesh=mesh,
@@ -50,10 +41,12 @@ def kept_by_jax(experiment):
     batch = abstract_batch(data.batch_size // experiment.microbatches, data.sequence_length, mesh)
     with jax.set_mesh(mesh):
         pullback = jax.eval_shape(
-            lambda m, b: jax.vjp(lambda m: batch_loss(m, b).minimised, m)[1], model, batch
+            lambda m, b: jax.vjp(lambda m: batch_loss(m, b, experiment.compute)[0].minimised, m)[1],
+            model,
+            batch,
         )
     weights = Counter(leaf.shape for leaf in jax.tree.leaves(model))
-    layers, _, heads, _ = model.blocks.attention.query.shape
+    layers, _, heads, _ = model.stack[0][0].attention.query.shape
     numbers = layers * heads * batch.tokens.size
     kept = Counter()
     for leaf in jax.tree.leaves(pullback):

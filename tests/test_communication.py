@@ -11,11 +11,12 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from lmlib.models.llama import Llama
 
-from lmlib.losses import batch_loss
+from lmlib.compute import Compute
+from lmlib.losses import Objective, batch_loss
+from lmlib.models.families.llama import llama
 from lmlib.parallel.axes import map_weights
-from lmlib.parallel.layout import move
+from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import make_mesh
 from lmlib.train import abstract_batch, abstract_model
 
@@ -24,7 +25,7 @@ B, S = 16, 32
 DATA = 4  # devices that share the batch, and each weight's `embed` axis
 TENSOR = 2
 make = functools.partial(
-    Llama, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F, key=jax.random.key(0)
+    llama, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F, key=jax.random.key(0)
 )
 # One layer's weights as each device gathers them: whole along embed, split over tensor.
 GATHERED_LAYER = Counter(
@@ -41,10 +42,11 @@ GATHERED_LAYER = Counter(
 
 def lowered(loss=batch_loss, mesh=None, **settings):
     mesh = mesh or make_mesh(fsdp=DATA, tensor=TENSOR)
-    model = abstract_model(functools.partial(make, **settings), mesh)
+    model, compute = abstract_model(make, mesh), Compute(**settings)
 
     def scalar(model, batch):
-        return loss(model, batch).minimised
+        sums, _ = loss(model, batch, compute)
+        return sums.minimised
 
     with jax.set_mesh(mesh):
         return jax.jit(jax.value_and_grad(scalar)).lower(model, abstract_batch(B, S, mesh))
@@ -73,7 +75,7 @@ def moves(program):
 def gathered_stacks(program):
     """Moves of whole layer stacks to a layout without fsdp."""
     model = jax.eval_shape(make)
-    stacks = {leaf.shape for leaf in jax.tree.leaves(model.blocks)}
+    stacks = {leaf.shape for leaf in jax.tree.leaves(model.stack)}
     return [
         (shape, dtype)
         for shape, dtype, layout in moves(program)
@@ -83,9 +85,7 @@ def gathered_stacks(program):
 
 def test_each_layer_is_gathered_in_bfloat16_inside_the_scan():
     program = lowered()
-    per_layer = Counter(
-        {leaf.shape[1:]: 0 for leaf in jax.tree.leaves(jax.eval_shape(make).blocks)}
-    )
+    per_layer = Counter({leaf.shape[1:]: 0 for leaf in jax.tree.leaves(jax.eval_shape(make).stack)})
     for shape, dtype, layout in moves(program):
         if shape in per_layer and '"fsdp"' not in layout and dtype == "bf16":
             per_layer[shape] += 1
@@ -139,24 +139,24 @@ def test_sequence_parallelism_gathers_activations_and_never_the_table():
 
 
 def test_a_gathered_stack_would_be_seen():
-    def gathers_everything_first(model, batch):
-        def gathered(path, axes, weight):
-            return jnp.sum(move(weight.astype(jnp.bfloat16), axes))
+    def gathers_everything_first(model, batch, compute):
+        def gathered(weight, array):
+            return jnp.sum(reshard(array.astype(jnp.bfloat16), weight.axes))
 
-        sums = batch_loss(model, batch)
-        whole = jax.tree.leaves(map_weights(gathered, model.blocks))
-        return sums._replace(minimised=sums.minimised + sum(whole))
+        sums, observed = batch_loss(model, batch, compute)
+        whole = jax.tree.leaves(map_weights(gathered, model.stack))
+        return sums._replace(minimised=sums.minimised + sum(whole)), observed
 
     assert len(gathered_stacks(lowered(gathers_everything_first))) >= 9
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_sends_nothing_and_draws_where_the_activations_lie(sequence_parallel):
-    def with_key(model, batch):
-        return batch_loss(model, batch, jax.random.key(0))
+    def with_dropout(model, batch, compute):
+        return batch_loss(model, batch, compute, Objective(dropout=0.1), jax.random.key(0))
 
     plain = lowered(sequence_parallel=sequence_parallel)
-    program = lowered(with_key, dropout=0.1, sequence_parallel=sequence_parallel)
+    program = lowered(with_dropout, sequence_parallel=sequence_parallel)
     any_kind = "(?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
     sent, expected = (
         Counter(tuple(sorted(shape)) for _, shape in compiled_collectives(each, any_kind))
@@ -171,7 +171,7 @@ def test_dropout_sends_nothing_and_draws_where_the_activations_lie(sequence_para
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 8}])
 def test_gathers_follow_fsdp_alone(mesh):
     gathered = compiled_collectives(lowered(mesh=make_mesh(**mesh)), "all-gather")
-    stacks = {leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(make).blocks)}
+    stacks = {leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(make).stack)}
     assert not stacks & {shape for _, shape in gathered}
     assert bool(gathered) == (mesh.get("fsdp", 1) > 1)
 

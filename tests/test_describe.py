@@ -4,14 +4,14 @@ import math
 import jax
 import numpy as np
 import pytest
-from lmlib.models.llama import Llama
 
 from lmlib.describe import describe
+from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
 
 make = functools.partial(
-    Llama, vocab=512, embed=64, layers=2, heads=8, kv_heads=4, mlp=256, key=jax.random.key(0)
+    llama, vocab=512, embed=64, layers=2, heads=8, kv_heads=4, mlp=256, key=jax.random.key(0)
 )
 
 
@@ -26,10 +26,10 @@ def test_every_parameter_has_a_row_that_its_arrays_bear_out():
         assert row.path == jax.tree_util.keystr(path, simple=True, separator=".")
         assert row.shape == leaf.shape
         assert row.bytes_per_device == leaf.addressable_shards[0].data.nbytes
-        if row.initial_scale is None:
+        if row.first_values == "ones":
             assert np.all(np.asarray(leaf) == 1)
         else:
-            assert np.std(np.asarray(leaf)) == pytest.approx(row.initial_scale, rel=0.03)
+            assert np.std(np.asarray(leaf)) == pytest.approx(float(row.first_values), rel=0.03)
         assert row.decays == ("norm" not in row.path)
     assert table.size == sum(leaf.size for _, leaf in leaves)
     assert table.bytes_per_device == sum(
@@ -46,7 +46,7 @@ def test_shapes_suffice():
 
 def test_the_text_names_axes_layout_and_totals():
     text = str(describe(jax.eval_shape(make), make_mesh(fsdp=4, tensor=2)))
-    row = next(line for line in text.splitlines() if line.startswith("blocks.mlp.down"))
+    row = next(line for line in text.splitlines() if line.startswith("stack.0.0.mlp.down"))
     assert "2 × mlp 256 × embed 64" in row
     assert "whole, tensor, fsdp" in row
     assert f"{2 * 256 * 64 * 4 // 8:,}" in row
@@ -59,6 +59,6 @@ def test_the_text_names_axes_layout_and_totals():
 
 def test_decay_follows_the_rule_given():
     mesh = make_mesh()
-    none = describe(jax.eval_shape(make), mesh, decays=lambda axes: "vocab" in axes)
+    none = describe(jax.eval_shape(make), mesh, decays=lambda weight: "vocab" in weight.axes)
     assert {row.path for row in none.parameters if row.decays} == {"embedding", "unembedding"}
     assert math.isclose(none.size, sum(row.size for row in none.parameters))

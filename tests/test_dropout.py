@@ -1,5 +1,6 @@
 """Dropout in training: what is drawn depends on seed, step and microbatch, and on nothing else."""
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -10,18 +11,20 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from llama_reference import reference_logits
-from lmlib.models.initial import fold
-from lmlib.models.llama import Llama
 
 from lmlib import optim, train
+from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate import Evaluator
 from lmlib.generate import sample
 from lmlib.layer_statistics import layer_statistics
-from lmlib.losses import batch_loss
+from lmlib.losses import Objective, batch_loss
 from lmlib.models.dropout import dropout
+from lmlib.models.families.llama import llama
+from lmlib.models.protocol import Context, whole_rows
 from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.models.weights import fold
 from lmlib.parallel.layout import creator, partition
 from lmlib.parallel.mesh import make_mesh
 
@@ -32,17 +35,9 @@ MESHES = {
     "4 fsdp, 2 tensor": ({"fsdp": 4, "tensor": 2}, False),
     "2, 2, 2, sequence-parallel": ({"data": 2, "fsdp": 2, "tensor": 2}, True),
 }
+FLOAT32, DROPPED = Compute(dtype="float32"), Objective(dropout=RATE)
 make = functools.partial(
-    Llama,
-    vocab=V,
-    embed=E,
-    layers=L,
-    heads=4,
-    kv_heads=2,
-    mlp=48,
-    dropout=RATE,
-    compute_dtype="float32",
-    key=jax.random.key(0),
+    llama, vocab=V, embed=E, layers=L, heads=4, kv_heads=2, mlp=48, key=jax.random.key(0)
 )
 source = Synthetic(vocab_size=V, batch_size=B, sequence_length=S)
 optimizer = optim.adamw(6, peak_lr=1e-2)
@@ -97,30 +92,41 @@ def documented_factors(key, shape, rate):
 
 def test_logits_match_the_equations_with_the_documented_masks():
     model, key = make(), jax.random.key(11)
-    given = tuple(x_BS[:3] for x_BS in inputs(source.batch(0)))
+    tokens_BS, positions_BS, segment_ids_BS = (x_BS[:3] for x_BS in inputs(source.batch(0)))
     factors = documented_factors(key, (3, S, E), RATE)
     masks = [factors["embedding"], *factors["attention"], *factors["mlp"]]
     assert len({mask.tobytes() for mask in masks}) == 1 + 2 * L
     exact = jax.tree.map(lambda weight: np.asarray(weight, np.float64), model)
-    expected = reference_logits(exact, *given, 10_000.0, 1e-5, factors)
+    expected = reference_logits(
+        exact, tokens_BS, positions_BS, segment_ids_BS, 10_000.0, 1e-5, factors
+    )
+    context = Context(positions_BS, segment_ids_BS, FLOAT32, key, RATE)
     with jax.default_matmul_precision("highest"):
-        found = np.asarray(model(*given, key=key), np.float64)
+        found = np.asarray(model(tokens_BS, context), np.float64)
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
 def test_what_only_looks_at_a_model_drops_nothing():
-    mesh = make_mesh()
-    model, plain = make(), make(dropout=0.0)
+    """Nothing is dropped without a key, and nothing else than training gives one."""
+    mesh, model = make_mesh(), make()
     batch = jax.tree.map(jnp.asarray, source.batch(0))
-    assert Evaluator(source, mesh)(model, 1) == Evaluator(source, mesh)(plain, 1)
-    equal_bits(layer_statistics(model, batch, mesh), layer_statistics(plain, batch, mesh))
-    texts = [sample(each, [[1, 2]], 4, jax.random.key(0), mesh) for each in (model, plain)]
-    assert texts[0] == texts[1]
+    plain, _ = batch_loss(model, batch, FLOAT32)
+    equal_bits(batch_loss(model, batch, FLOAT32, DROPPED)[0], plain)
+    loss = pytest.approx(float(plain.cross_entropy) / int(batch.loss_mask.sum()), rel=1e-6)
+    assert Evaluator(source, mesh, FLOAT32)(model, 1).loss == loss
+    assert layer_statistics(model, batch, mesh, FLOAT32).loss == loss
+    prompt_BS = jnp.array([[1, 2]])
+    context = dataclasses.replace(whole_rows(prompt_BS, FLOAT32), dropout=RATE)
+    likeliest = int(jnp.argmax(model(prompt_BS, context)[0, -1]))
+    text = sample(model, [[1, 2]], 1, jax.random.key(0), mesh, FLOAT32, temperature=0.0)
+    assert text == [[1, 2, likeliest]]
 
 
 def test_rate_zero_traces_to_the_same_program_with_a_key_as_without():
-    model, key = make(dropout=0.0), jax.random.key(0)
-    gradient = jax.value_and_grad(lambda model, batch, key: batch_loss(model, batch, key)[0])
+    model, key = make(), jax.random.key(0)
+    gradient = jax.value_and_grad(
+        lambda model, batch, key: batch_loss(model, batch, FLOAT32, Objective(), key)[0].minimised
+    )
     programs = [
         jax.jit(functools.partial(gradient, key=given)).lower(model, source.batch(0)).as_text()
         for given in (None, key)
@@ -132,16 +138,18 @@ def test_rate_zero_traces_to_the_same_program_with_a_key_as_without():
 def compiled_step(mesh_name, rate=RATE):
     sizes, sequence_parallel = MESHES[mesh_name]
     mesh = make_mesh(**sizes)
-    maker = functools.partial(make, dropout=rate, sequence_parallel=sequence_parallel)
-    state = train.abstract_state(maker, optimizer, mesh)
+    state = train.abstract_state(make, optimizer, mesh)
     batch = train.abstract_batch(B, S, mesh)
-    return train.compile_step(state, batch, optimizer, mesh, microbatches=2), maker, mesh
+    compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
+    traced = train.trace_step(
+        state, batch, optimizer, mesh, compute, Objective(dropout=rate), microbatches=2
+    )
+    return traced.lower().compile(), mesh
 
 
 @functools.cache
 def initial_state(mesh_name, seed):
-    _, maker, mesh = compiled_step(mesh_name)
-    return train.init(maker, optimizer, mesh, seed=seed)
+    return train.init(make, optimizer, make_mesh(**MESHES[mesh_name][0]), seed=seed)
 
 
 def begin(mesh_name, seed=0):
@@ -151,7 +159,7 @@ def begin(mesh_name, seed=0):
 
 def advance(mesh_name, state, steps, batch=None):
     """The state after `steps` more steps, and their losses; `batch` instead of each step's own."""
-    compiled, _, mesh = compiled_step(mesh_name)
+    compiled, mesh = compiled_step(mesh_name)
     rows, losses = NamedSharding(mesh, partition("batch seq")), []
     first = int(state.step)
     for step in range(first, first + steps):
@@ -177,7 +185,10 @@ def test_the_loss_of_a_step_is_that_of_its_documented_keys():
 
     def loss(keys):
         parts = [jax.tree.map(lambda x, i=i: jnp.asarray(x[i::2]), batch) for i in range(2)]
-        sums = [batch_loss(weights, *each)[0] for each in zip(parts, keys, strict=True)]
+        sums = [
+            batch_loss(weights, part, FLOAT32, DROPPED, key)[0].minimised
+            for part, key in zip(parts, keys, strict=True)
+        ]
         return float(sum(sums)) / batch.loss_mask.sum()
 
     _, losses = advance("1", state, 1)
@@ -229,16 +240,16 @@ def test_every_mesh_drops_the_same(mesh_name):
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(settings):
     """The backward pass computes the layers again; differences, which are the reference, do not."""
     with jax.enable_x64(True):
-        model = jax.tree.map(
-            lambda weight: weight.astype(jnp.float64), make(compute_dtype="float64", **settings)
-        )
+        model = jax.tree.map(lambda weight: weight.astype(jnp.float64), make())
+        compute = Compute(dtype="float64", **settings)
         random = np.random.default_rng(0)
         direction = jax.tree.map(
             lambda weight: jnp.asarray(random.normal(size=weight.shape)), model
         )
 
         def loss(model):
-            return batch_loss(model, source.batch(0), jax.random.key(2)).minimised
+            sums, _ = batch_loss(model, source.batch(0), compute, DROPPED, jax.random.key(2))
+            return sums.minimised
 
         def moved(distance):
             there = jax.tree.map(lambda w, d: w + distance * d, model, direction)
@@ -255,13 +266,15 @@ def test_no_mask_is_kept_for_the_backward_pass():
     mesh = make_mesh(fsdp=4, tensor=2)
 
     def kept(rate):
-        model = train.abstract_model(functools.partial(make, dropout=rate), mesh)
-        batch, key = train.abstract_batch(B, S, mesh), jax.random.key(0)
+        model, batch = train.abstract_model(make, mesh), train.abstract_batch(B, S, mesh)
+
+        def loss(model, batch):
+            sums, _ = batch_loss(model, batch, FLOAT32, Objective(dropout=rate), jax.random.key(0))
+            return sums.minimised
+
         with jax.set_mesh(mesh):
             pullback = jax.eval_shape(
-                lambda m, b: jax.vjp(lambda m: batch_loss(m, b, key).minimised, m)[1],
-                model,
-                batch,
+                lambda m, b: jax.vjp(lambda m: loss(m, b), m)[1], model, batch
             )
         leaves = jax.tree.leaves(pullback)
         return Counter((leaf.shape, leaf.dtype) for leaf in leaves if leaf.size >= B * S * E)
@@ -272,7 +285,7 @@ def test_no_mask_is_kept_for_the_backward_pass():
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, float("nan")])
 def test_impossible_rates_are_refused(rate):
     with pytest.raises(ValueError, match=f"dropout must be at least 0 and below 1, got {rate}"):
-        make(dropout=rate)
+        Objective(dropout=rate)
 
 
 def test_one_model_can_be_trained_on_from_its_weights_alone():

@@ -7,25 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lmlib.models.llama import Llama
 
+from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate import Evaluation, Evaluator
 from lmlib.generate import sample
+from lmlib.models.families.llama import llama
+from lmlib.models.protocol import Context, whole_rows
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
 
 V = 32
-make = functools.partial(
-    Llama,
-    vocab=V,
-    embed=32,
-    layers=2,
-    heads=4,
-    mlp=48,
-    compute_dtype="float32",
-    key=jax.random.key(0),
-)
+make = functools.partial(llama, vocab=V, embed=32, layers=2, heads=4, mlp=48, key=jax.random.key(0))
+FLOAT32 = Compute(dtype="float32")
 source = Synthetic(vocab_size=V, batch_size=8, sequence_length=16)
 
 
@@ -37,13 +31,14 @@ def on(mesh):
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_the_loss_is_the_mean_over_all_valid_tokens(mesh):
     mesh = make_mesh(**mesh)
-    evaluation = Evaluator(source, mesh)(on(mesh), 3)
+    evaluation = Evaluator(source, mesh, FLOAT32)(on(mesh), 3)
     model, total, count = make(), 0.0, 0
     for step in range(3):
         batch = source.batch(step)
-        logits = model(
-            *(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids))
+        tokens_BS, positions_BS, segment_ids_BS = (
+            jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids)
         )
+        logits = model(tokens_BS, Context(positions_BS, segment_ids_BS, FLOAT32))
         log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
         for b, s in np.argwhere(batch.loss_mask):
             total -= log_p[b, s, batch.targets[b, s]]
@@ -64,30 +59,35 @@ def test_nothing_to_evaluate_is_an_error():
 
     mesh = make_mesh()
     with pytest.raises(ValueError, match="every position is masked"):
-        Evaluator(Padding(V, 8, 16), mesh)(on(mesh), 1)
+        Evaluator(Padding(V, 8, 16), mesh, FLOAT32)(on(mesh), 1)
+
+
+def last_logits(model, tokens):
+    tokens_BS = jnp.array([tokens])
+    return model(tokens_BS, whole_rows(tokens_BS, FLOAT32))[0, -1]
 
 
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}])
 def test_greedy_sampling_takes_the_likeliest_token_each_time(mesh):
     mesh = make_mesh(**mesh)
     prompts = [[3, 1, 4], [1], [5, 9]]
-    found = sample(on(mesh), prompts, 6, jax.random.key(0), mesh, temperature=0.0)
+    found = sample(on(mesh), prompts, 6, jax.random.key(0), mesh, FLOAT32, temperature=0.0)
     model = make()
     for prompt, tokens in zip(prompts, found, strict=True):
         expected = [*prompt]
         for _ in range(6):
-            expected.append(int(jnp.argmax(model(jnp.array([expected]))[0, -1])))
+            expected.append(int(jnp.argmax(last_logits(model, expected))))
         assert tokens == expected
 
 
 def test_sampling_follows_the_distribution():
     mesh = make_mesh()
-    draws = sample(on(mesh), [[7]] * 4096, 1, jax.random.key(1), mesh, temperature=1.0)
+    draws = sample(on(mesh), [[7]] * 4096, 1, jax.random.key(1), mesh, FLOAT32, temperature=1.0)
     counts = np.bincount([tokens[1] for tokens in draws], minlength=V)
-    p = np.asarray(jax.nn.softmax(make()(jnp.array([[7]]))[0, -1]))
+    p = np.asarray(jax.nn.softmax(last_logits(make(), [7])))
     assert (np.abs(counts - 4096 * p) <= 5 * np.sqrt(4096 * p * (1 - p)) + 1).all()
 
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="at least one token"):
-        sample(make(), [[]], 1, jax.random.key(0), make_mesh())
+        sample(make(), [[]], 1, jax.random.key(0), make_mesh(), FLOAT32)

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from lmlib.models.llama import Llama
 
 from lmlib import train
+from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.guard import Guard
+from lmlib.models.families.llama import llama
 from lmlib.optim import Optimizer, adamw
 from lmlib.parallel.mesh import make_mesh
 
@@ -69,7 +70,7 @@ def test_settings_that_make_no_sense(settings, message):
 def test_a_skipped_update_changes_nothing_but_its_count():
     mesh = make_mesh(fsdp=4, tensor=2)
     make = functools.partial(
-        Llama, vocab=64, embed=16, layers=2, heads=2, mlp=32, key=jax.random.key(0)
+        llama, vocab=64, embed=16, layers=2, heads=2, mlp=32, key=jax.random.key(0)
     )
     schedule = optax.linear_schedule(1e-2, 0.0, 10)
     adam = adamw(10, 1e-2, schedule=lambda peak_lr, steps: schedule)
@@ -80,7 +81,7 @@ def test_a_skipped_update_changes_nothing_but_its_count():
         Synthetic(64, 8, 16).batch(0),
         jax.tree.map(lambda leaf: leaf.sharding, train.abstract_batch(8, 16, mesh)),
     )
-    compiled = train.compile_step(state, batch, optimizer, mesh)
+    compiled = train.trace_step(state, batch, optimizer, mesh, Compute()).lower().compile()
     state, metrics = compiled(state, batch)
     metrics = jax.device_get(metrics)
     assert (int(metrics["skipped_updates"]), int(metrics["skipped_in_a_row"])) == (0, 0)

@@ -69,7 +69,7 @@ def assert_close(values, expected):
 def test_sums_and_gradients_match_float64_in_chunks_of_any_size(seed, scale, share, chunk, z_loss):
     arrays = inputs(seed, scale, share)
     expected = reference(*arrays, z_loss)
-    how = LossSettings(z_loss, chunk)
+    how = LossSettings(z_loss, chunk=chunk)
     assert_close(found(how, *arrays), expected)
     assert_close(jax.jit(functools.partial(loss_sums, how))(*arrays), expected[:2])
 
@@ -98,7 +98,7 @@ def check_on_a_mesh(mesh, chunk, features):
             jax.device_put(array, NamedSharding(mesh, layout))
             for array, layout in zip(arrays, layouts, strict=True)
         ]
-        how = LossSettings(1e-2, chunk)
+        how = LossSettings(1e-2, chunk=chunk)
         values = found(how, *placed)
         evaluated = jax.jit(functools.partial(loss_sums, how))(*placed)
     expected = reference(*arrays, 1e-2)

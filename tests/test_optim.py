@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from jaxtyping import Array, Float
 
 from lmlib import optim
+from lmlib.models.weights import fan_in, ones, weight
 
 
 class Model(eqx.Module):
-    matrix: Float[Array, "embed mlp"]
-    scale: Float[Array, "embed"]
+    matrix: Float[Array, "embed mlp"] = weight(fan_in("embed"))
+    scale: Float[Array, "embed"] = weight(ones)
 
 
 SCHEDULES = {
@@ -63,7 +64,7 @@ def test_updates_follow_the_equations():
 def test_decay_follows_the_rule_given():
     model = Model(jnp.ones((2, 3)), jnp.ones(2))
     assert optim.decay_mask(model) == Model(True, False)
-    mask = optim.decay_mask(model, lambda axes: axes == ("embed",))
+    mask = optim.decay_mask(model, lambda weight: weight.axes == ("embed",))
     assert (mask.matrix, mask.scale) == (False, True)
 
 

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from lmlib.models.llama import Llama
 
 from lmlib import optim, train
+from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses import batch_loss
+from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import creator, partition
 from lmlib.parallel.mesh import make_mesh
 
@@ -24,19 +25,19 @@ MESHES = {
     "2, 2, 2": {"data": 2, "fsdp": 2, "tensor": 2},
     "8 tensor": {"tensor": 8},
 }
+FLOAT32 = Compute(dtype="float32")
+# Settings of the model, and how it is computed.
 VARIANTS = {
-    "untied": {},
-    "tied": {"tied": True},
-    "sequence-parallel": {"sequence_parallel": True},
+    "untied": ({}, FLOAT32),
+    "tied": ({"tied": True}, FLOAT32),
+    "sequence-parallel": ({}, Compute(dtype="float32", sequence_parallel=True)),
 }
 source = Synthetic(vocab_size=128, batch_size=16, sequence_length=32)
 
 
 def model_maker(**settings):
     sizes = {"vocab": 128, "embed": 64, "layers": 2, "heads": 16, "kv_heads": 8, "mlp": 128}
-    return functools.partial(
-        Llama, **sizes, **settings, compute_dtype="float32", key=jax.random.key(3)
-    )
+    return functools.partial(llama, **sizes, **settings, key=jax.random.key(3))
 
 
 def rows(mesh):
@@ -46,10 +47,12 @@ def rows(mesh):
 @functools.cache
 def loss_and_gradients(mesh_name, variant):
     mesh = make_mesh(**MESHES[mesh_name])
-    make = model_maker(**VARIANTS[variant])
+    settings, compute = VARIANTS[variant]
+    make = model_maker(**settings)
 
     def mean(model, batch):
-        return batch_loss(model, batch).minimised / batch.loss_mask.sum()
+        sums, _ = batch_loss(model, batch, compute)
+        return sums.minimised / batch.loss_mask.sum()
 
     with jax.set_mesh(mesh):
         model = creator(make, mesh)()
@@ -78,13 +81,19 @@ def test_weights_loss_and_gradients_equal_those_of_one_device(mesh_name, variant
         assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
+def compiled_step(state, optimizer, mesh, compute=FLOAT32, microbatches=1):
+    batch = train.abstract_batch(source.batch_size, source.sequence_length, mesh)
+    traced = train.trace_step(state, batch, optimizer, mesh, compute, microbatches=microbatches)
+    return traced.lower().compile()
+
+
 @functools.cache
 def curve(mesh_name, variant, microbatches=1, steps=20):
     mesh = make_mesh(**MESHES[mesh_name])
     optimizer = optim.adamw(steps, peak_lr=1e-2)
-    state = train.init(model_maker(**VARIANTS[variant]), optimizer, mesh)
-    batch = train.abstract_batch(source.batch_size, source.sequence_length, mesh)
-    compiled = train.compile_step(state, batch, optimizer, mesh, microbatches)
+    settings, compute = VARIANTS[variant]
+    state = train.init(model_maker(**settings), optimizer, mesh)
+    compiled = compiled_step(state, optimizer, mesh, compute, microbatches)
     losses = []
     for step in range(steps):
         state, metrics = compiled(state, place(source, step, rows(mesh)))
@@ -107,7 +116,7 @@ def test_twenty_steps_sequence_parallel_with_microbatches_give_the_same_curve():
 def test_initialisation_never_holds_an_unsharded_copy():
     mesh = make_mesh(fsdp=8)
     make = functools.partial(
-        Llama, vocab=4096, embed=512, layers=4, heads=8, mlp=2048, key=jax.random.key(0)
+        llama, vocab=4096, embed=512, layers=4, heads=8, mlp=2048, key=jax.random.key(0)
     )
     shapes = jax.tree.leaves(jax.eval_shape(make))
     with jax.set_mesh(mesh):
@@ -126,8 +135,7 @@ def test_the_state_is_donated_and_every_sharding_is_named():
     optimizer = optim.adamw(10, peak_lr=1e-2)
     make = model_maker()
     state = train.init(make, optimizer, mesh)
-    batch = train.abstract_batch(source.batch_size, source.sequence_length, mesh)
-    compiled = train.compile_step(state, batch, optimizer, mesh)
+    compiled = compiled_step(state, optimizer, mesh)
     state_shardings, batch_shardings = compiled.input_shardings[0]
     for sharding in jax.tree.leaves((state_shardings, batch_shardings, compiled.output_shardings)):
         assert isinstance(sharding, NamedSharding)
@@ -158,9 +166,7 @@ def test_a_tied_table_is_one_leaf_and_stays_one():
     shapes = [leaf.shape for leaf in jax.tree.leaves(state.model)]
     assert shapes.count((128, 64)) == 1
     assert (64, 128) not in shapes
-    batch = train.abstract_batch(source.batch_size, source.sequence_length, mesh)
-    new_state, _ = train.compile_step(state, batch, optimizer, mesh)(
-        state, place(source, 0, rows(mesh))
-    )
+    compiled = compiled_step(state, optimizer, mesh)
+    new_state, _ = compiled(state, place(source, 0, rows(mesh)))
     assert [leaf.shape for leaf in jax.tree.leaves(new_state.model)] == shapes
     assert new_state.model.unembedding is None

@@ -10,28 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
-from lmlib.models.llama import Llama
 
 from lmlib import optim, train
+from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
+from lmlib.losses import Objective
+from lmlib.models.families.llama import llama
+from lmlib.models.protocol import Context
 from lmlib.optim import Optimizer
 from lmlib.parallel.layout import partition, shardings
 from lmlib.parallel.mesh import make_mesh
 
 B, S, V = 8, 12, 40
-make = functools.partial(
-    Llama,
-    vocab=V,
-    embed=16,
-    layers=2,
-    heads=2,
-    mlp=24,
-    compute_dtype="float32",
-    key=jax.random.key(0),
-)
+make = functools.partial(llama, vocab=V, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
+FLOAT32 = Compute(dtype="float32")
 # Plain descent with rate one: the update is the gradient.
-descent = Optimizer(optax.sgd(1.0), optax.constant_schedule(1.0), optim.matrices)
+descent = Optimizer(optax.sgd(1.0), optax.constant_schedule(1.0), optim.as_declared)
 source = Synthetic(vocab_size=V, batch_size=B, sequence_length=S)
 
 
@@ -45,7 +40,10 @@ def compiled_step(microbatches, z_loss=0.0, **mesh):
     mesh = make_mesh(**mesh)
     state = train.abstract_state(make, descent, mesh)
     batch = train.abstract_batch(B, S, mesh)
-    return train.compile_step(state, batch, descent, mesh, microbatches, z_loss), mesh
+    traced = train.trace_step(
+        state, batch, descent, mesh, FLOAT32, Objective(z_loss), microbatches=microbatches
+    )
+    return traced.lower().compile(), mesh
 
 
 @functools.cache
@@ -64,16 +62,20 @@ def gradient_and_metrics(mask_BS, microbatches, z_loss=0.0, **mesh):
     return gradient, jax.device_get(metrics)
 
 
+def logits(model, batch):
+    tokens_BS, positions_BS, segment_ids_BS = (
+        jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids)
+    )
+    return model(tokens_BS, Context(positions_BS, segment_ids_BS, FLOAT32))
+
+
 @functools.cache
 def token_gradients():
     """For each position of the batch its loss and its gradient, each computed alone, float64."""
     model, batch = make(), source.batch(0)
 
     def losses_of(model):
-        logits_BSV = model(
-            *(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids))
-        )
-        log_p_BSV = jax.nn.log_softmax(logits_BSV)
+        log_p_BSV = jax.nn.log_softmax(logits(model, batch))
         return -jnp.take_along_axis(log_p_BSV, jnp.asarray(batch.targets)[..., None], -1)[..., 0]
 
     @jax.jit
@@ -165,7 +167,8 @@ def test_grad_norm_is_taken_before_clipping():
     mesh = make_mesh()
     optimizer = optim.adamw(10, 1e-3, clip_norm=1e-3)
     state = train.init(make, optimizer, mesh)
-    compiled = train.compile_step(state, train.abstract_batch(B, S, mesh), optimizer, mesh)
+    blank = train.abstract_batch(B, S, mesh)
+    compiled = train.trace_step(state, blank, optimizer, mesh, FLOAT32).lower().compile()
     rows = NamedSharding(mesh, partition("batch seq"))
     batch = jax.tree.map(lambda x: jax.device_put(x, rows), source.batch(0))
     state, metrics = compiled(state, batch)
@@ -180,10 +183,7 @@ def test_z_loss_pulls_the_normaliser_down_and_is_not_reported_as_loss():
     assert metrics_with_z["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
 
     def mean_square(model):
-        logits = model(
-            *(jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids))
-        )
-        log_z_BS = jax.nn.logsumexp(logits, axis=-1)
+        log_z_BS = jax.nn.logsumexp(logits(model, batch), axis=-1)
         return jnp.sum(jnp.square(log_z_BS) * batch.loss_mask) / batch.loss_mask.sum()
 
     expected = jax.grad(mean_square)(make())

@@ -29,7 +29,8 @@ def compiled_for(target: Target, works: Sequence[Work]) -> Iterator[tuple[str, s
     for work in works:
         size = work.size
         experiment = Experiment(
-            model=size.make_model(work.precision),
+            model=size.model,
+            compute=size.compute(work.precision),
             data=Synthetic(size.settings["vocab"], size.batch, size.sequence),
             optimizer=lambda steps, work=work: make_optimizer(work),
             mesh=mesh,

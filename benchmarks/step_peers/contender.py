@@ -9,10 +9,10 @@ from typing import Protocol
 
 import jax
 import numpy as np
-from lmlib.models.llama import Llama
 
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
+from lmlib.models.decoder import Decoder
 from step_peers.sizes import ADAMW, AdamW, Size
 
 Weights = dict[str, np.ndarray]
@@ -33,7 +33,7 @@ class Work:
 
     @functools.cached_property
     def weights(self) -> Weights:
-        return named_weights(jax.jit(self.size.make_model(self.precision))())
+        return named_weights(jax.jit(self.size.make_model)())
 
     @functools.cached_property
     def batches(self) -> list[Batch]:
@@ -53,22 +53,23 @@ class Contender(Protocol):
         """The device memory that the step needs at its peak, state included; None if unknown."""
 
 
-def named_weights(model: Llama) -> Weights:
+def named_weights(model: Decoder) -> Weights:
     """The model's weights, float32 in host memory, under the names and in the shapes that the
     peers read: those of layers stacked, as embedding VE, unembedding EV, norm E, attention_norm LE,
     query LEHD, key LEKD, value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE."""
-    attention, mlp = model.blocks.attention, model.blocks.mlp
+    ((block,),) = model.stack
+    attention, mlp = block.attention, block.mlp
     return jax.device_get(
         {
             "embedding": model.embedding,
             "unembedding": model.unembedding,
             "norm": model.norm.scale,
-            "attention_norm": model.blocks.attention_norm.scale,
+            "attention_norm": block.attention_norm.scale,
             "query": attention.query,
             "key": attention.key,
             "value": attention.value,
             "output": attention.output,
-            "mlp_norm": model.blocks.mlp_norm.scale,
+            "mlp_norm": block.mlp_norm.scale,
             "gate": mlp.gate,
             "up": mlp.up,
             "down": mlp.down,

@@ -29,9 +29,11 @@ class LmlibStep:
 
     def __init__(self, work: Work):
         mesh, optimizer, size = make_mesh(), make_optimizer(work), work.size
-        self._state = train.init(size.make_model(work.precision), optimizer, mesh)
+        self._state = train.init(size.make_model, optimizer, mesh)
         batch = train.abstract_batch(size.batch, size.sequence, mesh)
-        self._step = train.compile_step(self._state, batch, optimizer, mesh)
+        compute = size.compute(work.precision)
+        traced = train.trace_step(self._state, batch, optimizer, mesh, compute)
+        self._step = traced.lower().compile()
         self._batches = jax.device_put(work.batches, NamedSharding(mesh, partition("batch seq")))
 
     def run(self, steps: range) -> list[float]:

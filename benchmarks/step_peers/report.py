@@ -46,10 +46,8 @@ def table(size: Size, measurements: Mapping[str, Measurement], device: jax.Devic
     share the cores; on an accelerator per second, and as MFU."""
     on_cpu = device.platform == "cpu"
     lmlib = measurements["lmlib"]
-    model = jax.eval_shape(size.make_model("float32"))
-    flops_per_token = [
-        model.training_flops_per_token(size.sequence, causal) for causal in (True, False)
-    ]
+    model = jax.eval_shape(size.make_model)
+    flops_per_token = [model.flops_per_token(size.sequence, causal) for causal in (True, False)]
 
     def speed(found: Measurement) -> Rate:
         return rate(size.tokens, found.cpu_seconds if on_cpu else found.wall_seconds)
@@ -82,7 +80,7 @@ def table(size: Size, measurements: Mapping[str, Measurement], device: jax.Devic
 
 def title(work: Work) -> str:
     size, settings = work.size, work.size.settings
-    weights = jax.tree.leaves(jax.eval_shape(size.make_model(work.precision)))
+    weights = jax.tree.leaves(jax.eval_shape(size.make_model))
     kept = "layers computed again in the backward pass" if size.recomputed else "activations kept"
     return (
         f"{size.name}: {sum(weight.size for weight in weights) / 1e6:,.1f} M parameters (embed "

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from lmlib.models.llama import Llama
 
+from lmlib.compute import Compute
+from lmlib.models.decoder import Decoder
+from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from runner.config.configs import load
 
@@ -35,12 +37,14 @@ class Size:
 
     Args:
       name: as in --sizes.
-      settings: of `Llama`; what an experiment sets is kept as it is.
+      settings: of `llama`; what an experiment sets is kept as it is.
       batch, sequence: rows, and tokens in a row.
       recomputed: each layer and the head are computed again in the backward pass, so that only
         their inputs are kept; if not, everything that may be kept is.
       mfu_to_reach: in percent, with the causal half, on an H100 or H200.
-      changes: to lmlib's settings alone, as when trying what is fastest.
+      computed: how lmlib computes it, as an experiment sets it; the precision and what is kept are
+        set here.
+      changes: to lmlib's `Compute` alone, as when trying what is fastest.
     """
 
     name: str
@@ -49,17 +53,23 @@ class Size:
     sequence: int
     recomputed: bool = False
     mfu_to_reach: float | None = None
+    computed: Compute = Compute()
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def make_model(self, precision: str) -> Callable[[], Llama]:
-        """A function that makes lmlib's model, the same weights every time."""
-        settings = {
-            **self.settings,
-            "compute_dtype": precision,
-            "saved": () if self.recomputed else ACTIVATIONS,
-            **self.changes,
-        }
-        return functools.partial(Llama, **settings, key=jax.random.key(0))
+    @property
+    def model(self) -> Callable[..., Decoder]:
+        """Makes lmlib's model from a key."""
+        return functools.partial(llama, **self.settings)
+
+    def make_model(self) -> Decoder:
+        """lmlib's model, the same weights every time."""
+        return self.model(key=jax.random.key(0))
+
+    def compute(self, precision: str) -> Compute:
+        """How lmlib computes it."""
+        saved = () if self.recomputed else ACTIVATIONS
+        settings = {"dtype": precision, "saved": saved, **self.changes}
+        return dataclasses.replace(self.computed, **settings)
 
     @property
     def tokens(self) -> int:
@@ -67,11 +77,15 @@ class Size:
         return self.batch * self.sequence
 
 
-def _experiment_settings(name: str) -> Mapping[str, Any]:
-    """What the experiment gives to `Llama`, defaults included."""
-    model = load(f"experiments/{name}", ["fast"]).model
-    names = inspect.signature(Llama).parameters.keys() - {"key"}
-    return {name: getattr(model, name) for name in names}
+def _of_experiment(name: str) -> tuple[Mapping[str, Any], Compute]:
+    """What the experiment gives to `llama`, defaults included, and how it computes it."""
+    cfg = load(f"experiments/{name}", ["fast"])
+
+    def given(config: Any, to: Callable[..., Any]) -> dict[str, Any]:
+        names = inspect.signature(to).parameters.keys() - {"key"}
+        return {name: getattr(config, name) for name in names}
+
+    return given(cfg.model, llama), Compute(**given(cfg.compute, Compute))
 
 
 _SMALL = {"vocab": 8_192, "embed": 256, "layers": 4, "heads": 4, "mlp": 1_024}
@@ -86,8 +100,8 @@ def _sizes() -> dict[str, Size]:
         Size("8m_512", _SMALL, 8, 512),
     ]
     for name, reach in {"84m": 42, "270m": 53, "540m": 61, "1b": 63, "2b": 67}.items():
-        settings = _experiment_settings(f"llama_{name}")
-        sizes.append(Size(name, settings, 64, 1_024, mfu_to_reach=reach))
+        settings, compute = _of_experiment(f"llama_{name}")
+        sizes.append(Size(name, settings, 64, 1_024, mfu_to_reach=reach, computed=compute))
     return {size.name: size for size in sizes}
 
 

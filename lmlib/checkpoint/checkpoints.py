@@ -159,9 +159,7 @@ class Checkpoints:
         self._digest, self._finish, self._saving = digest, finish, step
         if rank is not None:
             self._metrics[step] = rank
-        items = ocp.args.Composite(
-            state=writing.ArraysSave(arrays), notes=ocp.args.JsonSave(notes)
-        )
+        items = ocp.args.Composite(state=writing.ArraysSave(arrays), notes=ocp.args.JsonSave(notes))
         with self._recovery(f"save step {step}"):
             if not self._directory.is_dir():  # Orbax would make it again, without the others
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))

@@ -113,7 +113,7 @@ class Decoder(eqx.Module):
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """See `Model.flops_per_token`: six for each parameter that multiplies activations, and what
         attention multiplies besides."""
-        head = 6.0 * self.unembedding_EV.size
+        head = 6.0 * self.embedding.size  # as large as the unembedding
         return head + stack_flops_per_token(self.stack, sequence_length, causal)
 
     def parts(self) -> tuple[Part, ...]:

@@ -134,7 +134,9 @@ def check_protocol(model: Any) -> None:
     Raises:
       ValueError: naming what is missing and what it is for.
     """
-    missing = [f"{name}, which {_PURPOSES[name]}" for name in _PURPOSES if not hasattr(model, name)]
+    # Not hasattr(), which would compute properties, and shapes have no `unembedding_EV`.
+    there = dir(model)
+    missing = [f"{name}, which {_PURPOSES[name]}" for name in _PURPOSES if name not in there]
     if missing:
         raise ValueError(
             f"{type(model).__name__} is no lmlib.models.protocol.Model: it lacks "

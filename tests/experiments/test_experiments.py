@@ -4,8 +4,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from lmlib.models.llama import Llama
 
+from lmlib.models.families.llama import llama
 from runner import fit
 from runner.config import configs
 from runner.config.text import flattened
@@ -68,7 +68,7 @@ def test_parameter_counts(name, parameters):
     """Llama 3 8B's count is the published model's."""
     cfg = configs.load(f"experiments/{name}")
     settings = {k: getattr(cfg.model, k) for k in cfg.model.__arguments__}
-    model = jax.eval_shape(lambda: Llama(**settings, key=jax.random.key(0)))
+    model = jax.eval_shape(lambda: llama(**settings, key=jax.random.key(0)))
     assert sum(leaf.size for leaf in jax.tree.leaves(model)) == parameters
 
 
@@ -79,5 +79,5 @@ def test_two_tiny_steps_on_a_mesh_of_4_by_2(name, tmp_path):
     result = fit(cfg, tmp_path)
     assert [line["step"] for line in result.metrics] == [1, 2]
     assert int(result.state.step) == 2
-    assert result.state.model.blocks.mlp.up.sharding.mesh.shape["fsdp"] == 4
+    assert result.state.model.stack[0][0].mlp.up.sharding.mesh.shape["fsdp"] == 4
     assert result.summary.validation_loss is not None

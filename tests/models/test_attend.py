@@ -53,7 +53,7 @@ def reference(q_BSHD, k_BSKD, v_BSKD, segments_BS, d_BSHD, window):
 
 def found(implementation, q, k, v, segments_BS, d_BSHD, window):
     def compute(q, k, v):
-        return attend(q, k, v, jnp.asarray(segments_BS), implementation, window)
+        return attend(q, k, v, jnp.asarray(segments_BS), implementation, window=window)
 
     output, pullback = jax.vjp(compute, *(jnp.asarray(x) for x in (q, k, v)))
     return output, *pullback(jnp.asarray(d_BSHD))

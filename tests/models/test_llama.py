@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_reference import reference_logits
-from lmlib.models.llama import Llama
 
+from lmlib.compute import Compute
+from lmlib.models.families.llama import llama
+from lmlib.models.protocol import Context
 from lmlib.models.rematerialization import ACTIVATIONS
 
 V, E, L, H, K, D, F, B, S = 61, 32, 3, 4, 2, 8, 48, 2, 24
 
-make = functools.partial(
-    Llama, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F, compute_dtype="float32"
-)
+make = functools.partial(llama, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F)
+FLOAT32 = Compute(dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,11 @@ def inputs():
     return jnp.asarray(tokens_BS), jnp.asarray(positions_BS), jnp.asarray(segment_ids_BS)
 
 
+def logits(model, inputs, compute=FLOAT32):
+    tokens_BS, positions_BS, segment_ids_BS = inputs
+    return model(tokens_BS, Context(positions_BS, segment_ids_BS, compute))
+
+
 def as_float64(model):
     return jax.tree.map(lambda weight: np.asarray(weight, np.float64), model)
 
@@ -45,16 +51,16 @@ def test_logits_match_the_equations(inputs, tied, theta):
     model = jax.tree.map(lambda w: w * random.uniform(0.5, 1.5, w.shape).astype(w.dtype), model)
     expected = reference_logits(as_float64(model), *inputs, theta=theta, epsilon=1e-5)
     with jax.default_matmul_precision("highest"):
-        found = np.asarray(model(*inputs), np.float64)
+        found = np.asarray(logits(model, inputs), np.float64)
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def test_without_segment_ids_a_row_is_one_document(inputs):
+def test_without_a_context_a_row_is_one_document(inputs):
     tokens_BS, _, _ = inputs
     model = make(key=jax.random.key(0))
     positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
-    given = model(tokens_BS, positions_BS, jnp.ones((B, S), jnp.int32))
+    given = logits(model, (tokens_BS, positions_BS, jnp.ones((B, S), jnp.int32)), Compute())
     np.testing.assert_array_equal(model(tokens_BS), given)
 
 
@@ -63,13 +69,14 @@ def test_gradients_match_central_differences_in_float64(inputs, tied):
     with jax.enable_x64(True):
         model = jax.tree.map(
             lambda weight: weight.astype(jnp.float64),
-            make(tied=tied, compute_dtype="float64", key=jax.random.key(0)),
+            make(tied=tied, key=jax.random.key(0)),
         )
+        float64 = Compute(dtype="float64")
         weights_BSV = jnp.asarray(np.random.default_rng(2).normal(size=(B, S, V)))
 
         @jax.jit
         def loss(model):
-            return jnp.sum(jax.nn.log_softmax(model(*inputs)) * weights_BSV)
+            return jnp.sum(jax.nn.log_softmax(logits(model, inputs, float64)) * weights_BSV)
 
         gradients = jax.jit(jax.grad(loss))(model)
         leaves, structure = jax.tree.flatten(model)
@@ -92,16 +99,16 @@ def influence(inputs):
     tokens_BS, positions_BS, segment_ids_BS = inputs
     model = make(key=jax.random.key(0))
 
-    def logits(x_BSE):
+    def logits_of(x_BSE):
         # One table row for each position, so that equal tokens stay apart.
         rows = x_BSE.reshape(B * S, E)
         numbered = jnp.arange(B * S, dtype=jnp.int32).reshape(B, S)
         changed = eqx.tree_at(lambda m: m.embedding, model, rows)
-        return changed(numbered, positions_BS, segment_ids_BS)
+        return logits(changed, (numbered, positions_BS, segment_ids_BS))
 
     x_BSE = model.embedding[tokens_BS]
     direction_V = jax.random.normal(jax.random.key(5), (V,))
-    _, pullback = jax.vjp(lambda x: logits(x) @ direction_V, x_BSE)
+    _, pullback = jax.vjp(lambda x: logits_of(x) @ direction_V, x_BSE)
     # One after the other, not batched: see README's known traps.
     one_hot = jnp.eye(B * S).reshape(B * S, B, S)
     jacobian = jax.lax.map(lambda arriving: pullback(arriving)[0], one_hot)
@@ -120,9 +127,11 @@ def test_gradients_reach_neither_the_future_nor_other_rows_nor_other_documents(i
 
 
 def test_what_is_saved_changes_no_gradient(inputs):
+    model = make(key=jax.random.key(0))
+
     def gradients(**settings):
-        model = make(**settings, key=jax.random.key(0))
-        return jax.jit(jax.grad(lambda m: jnp.sum(jnp.sin(m(*inputs)))))(model)
+        compute = Compute(dtype="float32", **settings)
+        return jax.jit(jax.grad(lambda m: jnp.sum(jnp.sin(logits(m, inputs, compute)))))(model)
 
     reference = jax.tree.leaves(gradients(saved=()))
     variants = [
@@ -141,38 +150,42 @@ def test_what_is_saved_changes_no_gradient(inputs):
 
 def test_compute_dtype_is_that_of_the_residual_stream(inputs):
     model = make(key=jax.random.key(0))
-    assert model.trunk(*inputs).dtype == jnp.float32
-    narrow = Llama(vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F, key=jax.random.key(0))
-    assert narrow.trunk(*inputs).dtype == jnp.bfloat16
-    assert narrow(*inputs).dtype == jnp.float32
-    assert all(weight.dtype == jnp.float32 for weight in jax.tree.leaves(narrow))
-    np.testing.assert_allclose(narrow(*inputs), model(*inputs), atol=0.1)
+    tokens_BS, positions_BS, segment_ids_BS = inputs
+
+    def dtype_of_trunk(compute):
+        return model.trunk(tokens_BS, Context(positions_BS, segment_ids_BS, compute)).x_BSE.dtype
+
+    assert dtype_of_trunk(FLOAT32) == jnp.float32
+    assert dtype_of_trunk(Compute()) == jnp.bfloat16
+    narrow = logits(model, inputs, Compute())
+    assert narrow.dtype == jnp.float32
+    assert all(weight.dtype == jnp.float32 for weight in jax.tree.leaves(model))
+    np.testing.assert_allclose(narrow, logits(model, inputs), atol=0.1)
 
 
 def test_a_weight_depends_on_the_seed_and_its_path_only():
     model = make(key=jax.random.key(0))
-    deeper = Llama(
-        vocab=V, embed=E, layers=L + 2, heads=H, kv_heads=K, mlp=F, tied=True, key=jax.random.key(0)
-    )
+    deeper = make(layers=L + 2, tied=True, key=jax.random.key(0))
     np.testing.assert_array_equal(deeper.embedding, model.embedding)
-    np.testing.assert_array_equal(deeper.blocks.mlp.up[:L], model.blocks.mlp.up)
+    ((deeper_block,),), ((block,),) = deeper.stack, model.stack
+    np.testing.assert_array_equal(deeper_block.mlp.up[:L], block.mlp.up)
     other_seed = make(key=jax.random.key(1))
     assert not np.any(np.asarray(other_seed.embedding) == np.asarray(model.embedding))
-    first, second = model.blocks.mlp.up[:2]
+    first, second = block.mlp.up[:2]
     assert not np.any(np.asarray(first) == np.asarray(second))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"heads": 6, "kv_heads": 4}, "heads = 6 must be a multiple of kv_heads = 4"),
+        (
+            {"heads": 6, "kv_heads": 4, "head_dim": 8},
+            "heads = 6 must be a multiple of kv_heads = 4",
+        ),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"heads": 0, "kv_heads": None}, "heads must be at least 1, got 0"),
-        ({"compute_dtype": "bf16"}, "must be a floating type like 'bfloat16', got 'bf16'"),
-        ({"compute_dtype": "int32"}, "must be a floating type like 'bfloat16', got 'int32'"),
-        ({"saved": ("querry",)}, "did you mean 'query'"),
-        ({"mlp": 0}, "positive size for axis 'mlp'"),
+        ({"mlp": 0}, "mlp must be at least 1, got 0"),
     ],
 )
 def test_impossible_sizes_are_named(settings, message):
@@ -180,12 +193,26 @@ def test_impossible_sizes_are_named(settings, message):
         make(**settings, key=jax.random.key(0))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "bf16"}, "must be a floating type like 'bfloat16', got 'bf16'"),
+        ({"dtype": "int32"}, "must be a floating type like 'bfloat16', got 'int32'"),
+        ({"saved": ("querry",)}, "did you mean 'query'"),
+    ],
+)
+def test_impossible_ways_to_compute_are_named(settings, message):
+    model = make(key=jax.random.key(0))
+    with pytest.raises(ValueError, match=message):
+        model.check(S, Compute(**settings))
+
+
 def test_flops_count_every_multiplication():
     model = make(key=jax.random.key(0))
     per_layer = E * H * D + 2 * E * K * D + H * D * E + 3 * E * F
     matmuls = 6 * (L * per_layer + E * V)
     attention = 12 * L * H * D * S
-    assert model.training_flops_per_token(S, causal=False) == matmuls + attention
-    assert model.training_flops_per_token(S, causal=True) == matmuls + attention / 2
+    assert model.flops_per_token(S, causal=False) == matmuls + attention
+    assert model.flops_per_token(S, causal=True) == matmuls + attention / 2
     tied = make(tied=True, key=jax.random.key(0))
-    assert tied.training_flops_per_token(S, causal=False) == matmuls + attention
+    assert tied.flops_per_token(S, causal=False) == matmuls + attention

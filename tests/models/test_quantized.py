@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
-from lmlib.models.llama import Llama
 
 from lmlib import optim, train
+from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
+from lmlib.models.families.llama import llama
 from lmlib.models.product import product
+from lmlib.models.protocol import whole_rows
 from lmlib.models.quantized import FORMATS, rounded
+from lmlib.models.weights import fan_in, weight
 from lmlib.parallel.layout import gather, partition
 from lmlib.parallel.mesh import make_mesh
 
@@ -139,7 +142,7 @@ def test_eight_devices_compute_the_same_as_one(precision, equation):
         return PartitionSpec(*(split.get(axis) for axis in axes))
 
     def both(x, w, dy, out_sharding=None):
-        y, backward = jax.vjp(lambda x, w: product(equation, x, w, out_sharding, precision), x, w)
+        y, backward = jax.vjp(lambda x, w: product(equation, x, w, precision, out_sharding), x, w)
         return y, *backward(dy)
 
     arguments = operands(equation, decades=0)
@@ -157,8 +160,8 @@ def test_eight_devices_compute_the_same_as_one(precision, equation):
         np.testing.assert_array_equal(together[0], alone[0])
 
 
-class Weight(eqx.Module):
-    w: Float[Array, "embed mlp"]
+class Matrix(eqx.Module):
+    w: Float[Array, "embed mlp"] = weight(fan_in("embed"))
 
 
 @pytest.mark.parametrize("precision", FORMATS)
@@ -167,32 +170,32 @@ def test_a_gathered_weight_and_its_gradient(precision):
     on each device."""
     x, w, dy = operands("bsf,fe->bse", decades=0)
 
-    def gradients(x, weight, dy):
-        def one(x, weight):
-            weight = gather(weight, jnp.float32)
-            return product("bse,ef->bsf", x, weight.w, precision=precision)
+    def gradients(x, matrix, dy):
+        def one(x, matrix):
+            matrix = gather(matrix, jnp.float32)
+            return product("bse,ef->bsf", x, matrix.w, precision=precision)
 
-        return jax.vjp(one, x, weight)[1](dy)
+        return jax.vjp(one, x, matrix)[1](dy)
 
-    alone = jax.jit(gradients)(x, Weight(w), dy)
+    alone = jax.jit(gradients)(x, Matrix(w), dy)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     batch = ("data", "fsdp")
     layouts = (
         PartitionSpec(batch, None, None),
-        Weight(PartitionSpec("fsdp", "tensor")),
+        Matrix(PartitionSpec("fsdp", "tensor")),
         PartitionSpec(batch, None, "tensor"),
     )
     placed = jax.tree.map(
         lambda each, layout: jax.device_put(each, NamedSharding(mesh, layout)),
-        (x, Weight(w), dy),
+        (x, Matrix(w), dy),
         layouts,
     )
     with jax.set_mesh(mesh):
-        dx, dweight = jax.jit(gradients)(*placed)
-    assert dweight.w.sharding.spec == PartitionSpec("fsdp", "tensor")
+        dx, dmatrix = jax.jit(gradients)(*placed)
+    assert dmatrix.w.sharding.spec == PartitionSpec("fsdp", "tensor")
     np.testing.assert_allclose(dx, alone[0], atol=FLOAT32 * np.abs(alone[0]).max())
     expected = alone[1].w
-    np.testing.assert_allclose(dweight.w, expected, atol=FLOAT32 * np.abs(expected).max())
+    np.testing.assert_allclose(dmatrix.w, expected, atol=FLOAT32 * np.abs(expected).max())
 
 
 def test_a_sequence_parallel_result_takes_its_layout():
@@ -203,7 +206,7 @@ def test_a_sequence_parallel_result_takes_its_layout():
     batch = ("data", "fsdp")
     with jax.set_mesh(mesh):
         found = jax.jit(
-            lambda x, w: product("bsf,fe->bse", x, w, PartitionSpec(batch, "tensor", None), "int8")
+            lambda x, w: product("bsf,fe->bse", x, w, "int8", PartitionSpec(batch, "tensor", None))
         )(
             jax.device_put(x, NamedSharding(mesh, PartitionSpec(batch, None, "tensor"))),
             jax.device_put(w, NamedSharding(mesh, PartitionSpec("tensor", None))),
@@ -235,12 +238,13 @@ def test_scan_and_rematerialization_change_nothing(precision):
 def losses(quantized, mesh, **settings):
     """Of three steps of a small model."""
     make = functools.partial(
-        Llama, vocab=64, embed=32, layers=2, heads=4, mlp=64, compute_dtype="float32",
-        quantized=quantized, key=jax.random.key(0), **settings,
-    )  # fmt: skip
+        llama, vocab=64, embed=32, layers=2, heads=4, mlp=64, key=jax.random.key(0)
+    )
+    compute = Compute(dtype="float32", quantized=quantized, **settings)
     optimizer, source = optim.adamw(10, 1e-2), Synthetic(64, 4, 32)
     state = train.init(make, optimizer, mesh)
-    step = train.compile_step(state, train.abstract_batch(4, 32, mesh), optimizer, mesh)
+    blank = train.abstract_batch(4, 32, mesh)
+    step = train.trace_step(state, blank, optimizer, mesh, compute).lower().compile()
     found = []
     for index in range(3):
         batch = place(source, index, NamedSharding(mesh, partition("batch seq")))
@@ -258,12 +262,12 @@ def test_a_model_learns_alike_on_any_mesh():
 
 
 def test_each_kind_of_layer_has_its_own_precision():
+    model = llama(vocab=64, embed=32, layers=1, heads=4, mlp=48, key=jax.random.key(0))
+    tokens_BS = jnp.zeros((1, 8), jnp.int32)
+
     def multiplied(quantized):
-        model = Llama(
-            vocab=64, embed=32, layers=1, heads=4, mlp=48, compute_dtype="float32",
-            quantized=quantized, key=jax.random.key(0),
-        )  # fmt: skip
-        text = str(jax.make_jaxpr(model.trunk)(jnp.zeros((1, 8), jnp.int32)))
+        context = whole_rows(tokens_BS, Compute(dtype="float32", quantized=quantized))
+        text = str(jax.make_jaxpr(lambda tokens_BS: model.trunk(tokens_BS, context))(tokens_BS))
         # A query and a gate, by their shapes.
         weights = ("i8[32,4,8]", "i8[32,48]", "f8_e4m3fn[32,4,8]", "f8_e4m3fn[32,48]")
         return {weight for weight in weights if weight in text}
@@ -281,10 +285,9 @@ def test_each_kind_of_layer_has_its_own_precision():
     ],
 )
 def test_what_cannot_be_quantized_is_named(quantized, message):
+    model = llama(vocab=8, embed=4, layers=1, heads=1, mlp=4, key=jax.random.key(0))
     with pytest.raises(ValueError, match=message):
-        Llama(
-            vocab=8, embed=4, layers=1, heads=1, mlp=4, quantized=quantized, key=jax.random.key(0)
-        )
+        model.check(8, Compute(quantized=quantized))
 
 
 @pytest.mark.parametrize("dtype", LIMITS)

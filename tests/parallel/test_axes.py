@@ -4,19 +4,20 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import Array, Float
 
-from lmlib.parallel.axes import LayoutError, annotated_axes, map_weights
+from lmlib.models.weights import fan_in, weight, zeros
+from lmlib.parallel.axes import LayoutError, axis_names, map_weights
 from lmlib.parallel.layout import COMPUTE, STORED, gather, partition
 
 
 class Inner(eqx.Module):
-    up: Float[Array, "embed mlp"]
-    bias: Float[Array, "mlp"] | None
+    up: Float[Array, "embed mlp"] = weight(fan_in("embed"))
+    bias: Float[Array, "mlp"] | None = weight(zeros)
     rate: float = eqx.field(static=True)
 
 
 class Outer(eqx.Module):
     first: Inner
-    table: Float[Array, "vocab embed"]
+    table: Float[Array, "vocab embed"] = weight(fan_in("embed"))
 
 
 def outer(stack=()):
@@ -26,7 +27,9 @@ def outer(stack=()):
 
 def test_every_array_is_visited_with_its_path_and_axes():
     seen = {}
-    map_weights(lambda path, axes, weight: seen.update({path: (axes, weight.shape)}), outer())
+    map_weights(
+        lambda weight, array: seen.update({weight.path: (weight.axes, array.shape)}), outer()
+    )
     assert seen == {
         "first.up": (("embed", "mlp"), (2, 3)),
         "first.bias": (("mlp",), (3,)),
@@ -35,14 +38,14 @@ def test_every_array_is_visited_with_its_path_and_axes():
 
 
 def test_stacked_axes_lead_without_a_name():
-    axes = map_weights(lambda path, axes, weight: "/".join(map(str, axes)), outer((4,)))
+    axes = map_weights(lambda weight, _: "/".join(map(str, weight.axes)), outer((4,)))
     assert axes.first.up == "None/embed/mlp"
     assert axes.first.bias == "None/mlp"
 
 
 def test_an_optional_weight_may_be_absent():
     module = Inner(jnp.ones((2, 3)), None, 0.5)
-    assert map_weights(lambda path, axes, weight: path, module).bias is None
+    assert map_weights(lambda weight, _: weight.path, module).bias is None
 
 
 def test_static_fields_survive():
@@ -58,13 +61,19 @@ class Unannotated(eqx.Module):
     weight: jax.Array
 
 
+class Undeclared(eqx.Module):
+    scale: Float[Array, "embed"]
+
+
 class Container(eqx.Module):
     weights: list[Array]
 
 
-def test_arrays_without_axis_names_are_refused():
+def test_arrays_without_axis_names_or_first_values_are_refused():
     with pytest.raises(LayoutError, match=r"Unannotated.weight holds an array but names no axes"):
         map_weights(lambda *_: None, Unannotated(jnp.ones(3)))
+    with pytest.raises(LayoutError, match=r"Undeclared.scale holds an array but declares no first"):
+        map_weights(lambda *_: None, Undeclared(jnp.ones(3)))
     with pytest.raises(LayoutError, match=r"weights.0 lies in a container"):
         map_weights(lambda *_: None, Container([jnp.ones(3)]))
     with pytest.raises(LayoutError, match=r"up has shape \(3,\) but names the axes embed mlp"):
@@ -80,4 +89,4 @@ def test_an_axis_without_a_rule_is_named():
 def test_fsdp_is_the_difference_between_the_tables():
     assert {name for name in COMPUTE if COMPUTE[name] != STORED[name]} == {"embed"}
     assert STORED["embed"] == "fsdp"
-    assert annotated_axes(Outer, "table") == ("vocab", "embed")
+    assert axis_names(Outer, "table") == ("vocab", "embed")

@@ -2,8 +2,8 @@ import functools
 
 import jax
 import pytest
-from lmlib.models.llama import Llama
 
+from lmlib.models.families.llama import llama
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.mesh import make_mesh
@@ -11,11 +11,13 @@ from lmlib.parallel.mesh import make_mesh
 
 def model(**sizes):
     settings = {"vocab": 64, "embed": 32, "layers": 2, "heads": 8, "kv_heads": 2, "mlp": 48}
-    return functools.partial(Llama, **(settings | sizes), key=jax.random.key(0))
+    return jax.eval_shape(functools.partial(llama, **(settings | sizes), key=jax.random.key(0)))
 
 
 def test_what_fits_passes():
     check_model(model(), make_mesh(fsdp=4, tensor=2))
+    # Fewer key and value heads than places, which they divide, are repeated.
+    check_model(model(), make_mesh(tensor=4))
     check_batch(16, 32, 2, True, make_mesh(data=2, fsdp=2, tensor=2))
 
 
@@ -23,12 +25,12 @@ def test_what_fits_passes():
     ("sizes", "mesh", "messages"),
     [
         (
-            {},
-            {"tensor": 4},
+            {"heads": 12, "kv_heads": 3, "head_dim": 8},
+            {"tensor": 2},
             [
-                "blocks.attention.key, blocks.attention.value: axis 'kv_heads' of size 2",
-                "over tensor=4",
-                "use tensor of 1 or 2, or kv_heads a multiple of 4",
+                "stack.0.0.attention.key, stack.0.0.attention.value: axis 'kv_heads' of size 3",
+                "over tensor=2",
+                "use tensor of 1 or 3, or kv_heads a multiple of 2 or a divisor of 2",
             ],
         ),
         (

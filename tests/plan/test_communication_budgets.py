@@ -12,9 +12,10 @@ from collections import Counter
 import jax
 import pytest
 from absent_hardware import absent
-from lmlib.models.llama import Llama
 
 from lmlib import optim, train
+from lmlib.compute import Compute
+from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.collectives import collectives
 from lmlib.plan.communication_warnings import communication_warnings
@@ -171,7 +172,7 @@ def compiled(target, layout):
     _, devices = absent(target)
     mesh = make_mesh(**sizes, devices=devices)
     make = functools.partial(
-        Llama,
+        llama,
         vocab=V,
         embed=E,
         layers=L,
@@ -179,13 +180,13 @@ def compiled(target, layout):
         kv_heads=K,
         head_dim=D,
         mlp=F,
-        attention="plain",
         key=jax.random.key(0),
-        **settings,
     )
+    compute = Compute(attention="plain", **settings)
     optimizer = optim.adamw(100, 1e-3)
     state = train.abstract_state(make, optimizer, mesh)
-    program = train.compile_step(state, train.abstract_batch(B, S, mesh), optimizer, mesh)
+    batch = train.abstract_batch(B, S, mesh)
+    program = train.trace_step(state, batch, optimizer, mesh, compute).lower().compile()
     sent = collectives(read_program(program.as_text()), mesh)
     return sent, communication_warnings(sent, state.model, mesh), mesh
 

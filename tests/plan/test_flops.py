@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
-from lmlib.models.llama import Llama
 
 from lmlib import optim, train
+from lmlib.compute import Compute
 from lmlib.models.attend import splash
+from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
 
@@ -138,7 +139,7 @@ def test_kernels_of_cudnn_are_counted_by_rule(name, products, mask, share):
 
 V, E, L, HEADS, KV, HEAD_DIM, F = 96, 32, 3, 4, 2, 16, 48
 make = functools.partial(
-    Llama,
+    llama,
     vocab=V,
     embed=E,
     layers=L,
@@ -146,17 +147,18 @@ make = functools.partial(
     kv_heads=KV,
     head_dim=HEAD_DIM,
     mlp=F,
-    attention="plain",
     key=jax.random.key(0),
 )
 B, S = 8, 64
 
 
-def step_flops(mesh, microbatches=1, **settings):
+def step_flops(mesh, microbatches=1, tied=False, **settings):
     optimizer = optim.adamw(10, 1e-3)
-    build = functools.partial(make, **settings)
-    state = train.abstract_state(build, optimizer, mesh)
-    step = functools.partial(train.step, optimizer=optimizer, microbatches=microbatches)
+    state = train.abstract_state(functools.partial(make, tied=tied), optimizer, mesh)
+    compute = Compute(attention="plain", **settings)
+    step = functools.partial(
+        train.step, optimizer=optimizer, compute=compute, microbatches=microbatches
+    )
     with jax.set_mesh(mesh):
         return counted(step, state, train.abstract_batch(B, S, mesh))
 
@@ -174,8 +176,8 @@ def step_flops(mesh, microbatches=1, **settings):
 )
 def test_a_step_multiplies_what_the_analytic_count_says_and_what_it_recomputes(mesh, settings):
     found = step_flops(make_mesh(**mesh), **settings)
-    model = jax.eval_shape(make)
-    analytic = model.training_flops_per_token(S, causal=False) * B * S
+    model = jax.eval_shape(functools.partial(make, tied=settings.get("tied", False)))
+    analytic = model.flops_per_token(S, causal=False) * B * S
     assert found.of("forward", "backward") == analytic
     # Each layer again, but for mlp's last product: nothing in the backward pass needs it.
     layer = 2 * E * HEAD_DIM * (2 * HEADS + 2 * KV) + 4 * S * HEADS * HEAD_DIM + 2 * 2 * E * F

@@ -6,12 +6,12 @@ import itertools
 
 import fiddle as fdl
 import pytest
-from lmlib.models.llama import Llama
 
 from lmlib import optim
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.hardware import CPU
+from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import plan
@@ -25,7 +25,7 @@ EMBED, LENGTH, ROWS = 32, 64, 8
 
 def experiment() -> Experiment:
     return Experiment(
-        model=functools.partial(Llama, vocab=64, embed=EMBED, layers=1, heads=2, mlp=128),
+        model=functools.partial(llama, vocab=64, embed=EMBED, layers=1, heads=2, mlp=128),
         data=Synthetic(64, ROWS, LENGTH),
         optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
         mesh=make_mesh(fsdp=2),
@@ -123,7 +123,7 @@ def test_the_flags_are_what_the_runner_takes(found):
         apply_override(flag.removeprefix("--fdl.").replace('"', ""), cfg)
     built: Experiment = fdl.build(cfg)
     assert built.microbatches == best.microbatches
-    assert built.abstract_model().saved == best.saved
+    assert built.compute.saved == best.saved
 
 
 def test_nothing_fits():

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lmlib.models.llama import Llama
 
+from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import gather
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.collectives import collectives
@@ -19,7 +19,7 @@ from lmlib.train import abstract_model
 
 V, E, F, L, H, D = 4_096, 512, 1_024, 2, 4, 64
 make = functools.partial(
-    Llama, vocab=V, embed=E, layers=L, heads=H, head_dim=D, mlp=F, key=jax.random.key(0)
+    llama, vocab=V, embed=E, layers=L, heads=H, head_dim=D, mlp=F, key=jax.random.key(0)
 )
 
 
@@ -34,7 +34,7 @@ def test_a_gathered_stack_is_named_with_its_bytes():
     mesh = make_mesh(fsdp=4, tensor=2)
 
     def gathered(model, whole_stack):
-        blocks = gather(model.blocks, jnp.float32) if whole_stack else model.blocks
+        ((blocks,),) = gather(model.stack, jnp.float32) if whole_stack else model.stack
 
         def layer(total, block):
             block = block if whole_stack else gather(block, jnp.float32)
@@ -46,7 +46,7 @@ def test_a_gathered_stack_is_named_with_its_bytes():
 
     (warning,) = warnings_of(functools.partial(gathered, whole_stack=True), mesh)
     assert warning.problem == "gathered stack"
-    assert "blocks.mlp.gate" in warning.message
+    assert "stack.0.0.mlp.gate" in warning.message
     stack = L * E * (F // 2) * 4
     assert f"{stack:,} bytes" in warning.message
     assert warning.bytes_sent_per_step == stack * 3 // 4

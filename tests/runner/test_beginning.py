@@ -119,9 +119,9 @@ def test_another_model_of_the_same_shape_is_refused_unless_allowed(tmp_path, cap
 @pytest.mark.parametrize(
     "override",
     [
-        "model.compute_dtype=float32",
-        "model.saved=('query',)",
-        "model.unroll=2",
+        "compute.dtype=float32",
+        "compute.saved=('query',)",
+        "compute.unroll=2",
         "steps=9",
         "seed=3",
     ],

@@ -123,13 +123,13 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed, capsys):
 
 def test_resumed_on_another_mesh_the_curve_is_the_same(tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    expected = fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "model.compute_dtype=float32"), whole)
+    expected = fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "compute.dtype=float32"), whole)
     # As if it had been killed after step 10: no later checkpoint, no result.
     shutil.copytree(whole, parted)
     shutil.rmtree(parted / "checkpoints" / "20")
     (parted / "result.json").unlink()
-    found = fit(tiny("mesh.fsdp=8", "mesh.tensor=1", "model.compute_dtype=float32"), parted)
-    assert found.state.model.blocks.mlp.up.sharding.mesh.shape["fsdp"] == 8
+    found = fit(tiny("mesh.fsdp=8", "mesh.tensor=1", "compute.dtype=float32"), parted)
+    assert found.state.model.stack[0][0].mlp.up.sharding.mesh.shape["fsdp"] == 8
     assert without_times(found.metrics)[:10] == without_times(expected.metrics)[:10]
     assert [line["step"] for line in found.metrics] == list(range(1, 21))
     for one, other in zip(found.metrics, expected.metrics, strict=True):
@@ -226,12 +226,12 @@ def test_accumulated_microbatches_give_the_same_run(undisturbed, tmp_path):
     ("overrides", "message"),
     [
         (("mesh.fsdp=16",), "needs 16 devices and there are 8"),
-        (("mesh.tensor=8", "mesh.fsdp=1"), "axis 'kv_heads' of size 4 cannot be split"),
+        (("mesh.tensor=8", "mesh.fsdp=1"), "axis 'heads' of size 4 cannot be split"),
         (("data.batch_size=6",), "axis 'batch' of size 6 cannot be split over data=1 x fsdp=8"),
         (("model.vocab=256",), "token ids up to 511, but the model's vocabulary ends at 255"),
         (("steps=0",), "steps must be at least 1, got 0"),
         (("validation_batches=None",), "validation never ends: set validation_batches"),
-        (("model.saved=('query', 'keys')",), "did you mean 'key'"),
+        (("compute.saved=('query', 'keys')",), "did you mean 'key'"),
         (("microbatches=3",), "8 sequences do not divide into 3 microbatches"),
     ],
 )

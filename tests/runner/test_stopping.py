@@ -58,7 +58,7 @@ def test_sigterm_saves_and_exits_with_the_code_to_requeue_on(tmp_path):
 
 
 def test_a_second_interrupt_ends_at_once_even_while_compiling(tmp_path):
-    run = SmallRun(tmp_path / "run", "model.layers=24", "model.unroll=24", *NEVER_ENDS)
+    run = SmallRun(tmp_path / "run", "model.layers=24", "compute.unroll=24", *NEVER_ENDS)
     run.wait_for("kept for the backward pass")  # the step is compiled next
     run.process.send_signal(signal.SIGINT)
     run.wait_for("SIGINT: ending after this step, with a checkpoint")

@@ -18,8 +18,9 @@ def reference_logits(
     """
     tokens_BS, positions_BS = np.asarray(tokens_BS), np.asarray(positions_BS)
     segment_ids_BS = np.asarray(segment_ids_BS)
-    L, _, H, D = model.blocks.attention.query.shape
-    K = model.blocks.attention.key.shape[2]
+    ((block,),) = model.stack  # one segment, whose pattern is one block
+    L, _, H, D = block.attention.query.shape
+    K = block.attention.key.shape[2]
 
     def norm(x_SE, scale_E):
         return x_SE / np.sqrt((x_SE**2).mean(-1, keepdims=True) + epsilon) * scale_E
@@ -34,7 +35,7 @@ def reference_logits(
         return out_D
 
     def attention(x_SE, layer, positions_S, segments_S):
-        weights, out_SE = model.blocks.attention, np.zeros_like(x_SE)
+        weights, out_SE = block.attention, np.zeros_like(x_SE)
         for head in range(H):
             group = head // (H // K)
             q_SD = x_SE @ weights.query[layer, :, head]
@@ -51,9 +52,9 @@ def reference_logits(
         return out_SE
 
     def mlp(x_SE, layer):
-        gate_SF = x_SE @ model.blocks.mlp.gate[layer]
-        hidden_SF = gate_SF / (1 + np.exp(-gate_SF)) * (x_SE @ model.blocks.mlp.up[layer])
-        return hidden_SF @ model.blocks.mlp.down[layer]
+        gate_SF = x_SE @ block.mlp.gate[layer]
+        hidden_SF = gate_SF / (1 + np.exp(-gate_SF)) * (x_SE @ block.mlp.up[layer])
+        return hidden_SF @ block.mlp.down[layer]
 
     def factor(name, *index):
         return factors[name][index] if name in factors else 1
@@ -64,10 +65,10 @@ def reference_logits(
     ):
         x_SE = model.embedding[tokens_S] * factor("embedding", b)
         for layer in range(L):
-            h_SE = norm(x_SE, model.blocks.attention_norm.scale[layer])
+            h_SE = norm(x_SE, block.attention_norm.scale[layer])
             h_SE = attention(h_SE, layer, positions_S, segments_S)
             x_SE = x_SE + h_SE * factor("attention", layer, b)
-            h_SE = norm(x_SE, model.blocks.mlp_norm.scale[layer])
+            h_SE = norm(x_SE, block.mlp_norm.scale[layer])
             x_SE = x_SE + mlp(h_SE, layer) * factor("mlp", layer, b)
         table_EV = model.embedding.T if model.unembedding is None else model.unembedding
         logits.append(norm(x_SE, model.norm.scale) @ table_EV)

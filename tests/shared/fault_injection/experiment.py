@@ -9,15 +9,17 @@ from pathlib import Path
 
 import fiddle as fdl
 import numpy as np
-from lmlib.models.llama import Llama
 
 from lmlib import optim
+from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.shard_writer import ShardWriter
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.guard import Guard
+from lmlib.losses import Objective
+from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 
 VOCAB, BATCH, SEQUENCE, STEPS = 4_096, 16, 16, 60
@@ -29,16 +31,9 @@ def config() -> fdl.Config[Experiment]:
     size = {"batch_size": BATCH, "sequence_length": SEQUENCE}
     return fdl.Config(
         Experiment,
-        model=fdl.Partial(
-            Llama,
-            vocab=VOCAB,
-            embed=32,
-            layers=2,
-            heads=4,
-            mlp=64,
-            dropout=0.1,
-            compute_dtype="float32",
-        ),
+        model=fdl.Partial(llama, vocab=VOCAB, embed=32, layers=2, heads=4, mlp=64),
+        compute=fdl.Config(Compute, dtype="float32"),
+        objective=fdl.Config(Objective, dropout=0.1),
         data=fdl.Config(
             Mixture,
             sources={

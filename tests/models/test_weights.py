@@ -1,10 +1,16 @@
-"""Initial values: their distribution, and that their bits depend on nothing but key and shape."""
+"""First values: their distribution, and that their bits depend on nothing but key and shape."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lmlib.models.initial import bell, fold, initial_scale
+
+from lmlib.models.attention import Attention
+from lmlib.models.decoder import Decoder
+from lmlib.models.mlp import GatedMLP
+from lmlib.models.norms import RMSNorm
+from lmlib.models.weights import bell, fold, ones
+from lmlib.parallel.axes import declaration
 
 
 def test_values_are_bell_shaped_with_the_deviation_asked_for():
@@ -31,11 +37,18 @@ def test_the_bits_are_those_of_exact_integers():
 
 def test_scales_follow_axis_names():
     sizes = {"embed": 64, "mlp": 256, "heads": 8, "head_dim": 16, "vocab": 1_000}
-    assert initial_scale(("embed", "mlp"), sizes) == 64**-0.5
-    assert initial_scale((None, "mlp", "embed"), sizes) == 256**-0.5
-    assert initial_scale(("heads", "head_dim", "embed"), sizes) == 128**-0.5
-    assert initial_scale(("vocab", "embed"), sizes) == 64**-0.5
-    assert initial_scale(("embed",), sizes) is None
+
+    def deviation(owner, field):
+        return declaration(owner, field).first.deviation(sizes)
+
+    assert deviation(GatedMLP, "gate") == deviation(GatedMLP, "up") == 64**-0.5
+    assert deviation(GatedMLP, "down") == 256**-0.5
+    assert deviation(Attention, "query") == deviation(Attention, "key") == 64**-0.5
+    assert deviation(Attention, "output") == 128**-0.5
+    assert deviation(Decoder, "embedding") == deviation(Decoder, "unembedding") == 64**-0.5
+    norm = RMSNorm(embed=64, key=jax.random.key(0))
+    assert declaration(norm, "scale").first == ones
+    np.testing.assert_array_equal(norm.scale, np.ones(64))
 
 
 def test_names_give_different_keys():
