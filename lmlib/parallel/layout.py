@@ -225,8 +225,8 @@ def creator(make: Callable[[], M], mesh: Mesh) -> Callable[[], M]:
 
 
 def quick_to_compile(platform: str) -> dict[str, int]:
-    """For `compiler_options`: programs that run once. On CPUs LLVM takes most of the time to compile
-    random numbers, and makes them no faster beyond its first level."""
+    """For `compiler_options` of programs that run once. On CPUs LLVM takes long to compile random
+    numbers, and makes them no faster beyond its first level."""
     return {"xla_backend_optimization_level": 1} if platform == "cpu" else {}
 
 
