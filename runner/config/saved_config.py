@@ -20,8 +20,10 @@ from runner.config.text import nodes, parameters, text_of
 
 TRUSTED = DATA_NAMES | {
     "experiments",
+    "lmlib.compute.Compute",
     "lmlib.experiment",
     "lmlib.guard.Guard",
+    "lmlib.losses.Objective",
     "lmlib.models",
     "lmlib.optim",
     "lmlib.parallel.mesh",
