@@ -33,8 +33,10 @@ TRUSTED = (
     | FIDDLE_NAMES
     | {
         "experiments",
+        "lmlib.compute.Compute",
         "lmlib.experiment",
         "lmlib.guard.Guard",
+        "lmlib.losses.Objective",
         "lmlib.models",
         "lmlib.optim",
         "lmlib.parallel.mesh",

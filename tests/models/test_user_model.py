@@ -177,4 +177,4 @@ def test_an_activation_and_a_query_norm_are_changed_in_a_line():
     ((block,),) = model.stack
     assert block.mlp.activation is relu_squared
     assert block.attention.query_norm.scale.shape == (2, 8)
-    assert np.isfinite(model(np.zeros((1, 8), np.int32))).all()
+    assert np.isfinite(model(jax.numpy.zeros((1, 8), "int32"))).all()

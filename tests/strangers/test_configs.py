@@ -43,7 +43,7 @@ HOSTILE = [
     ("lmlib.data.flat_tokens", "hashlib.file_digest"),
     ("lmlib.data.metadata", "os.system"),
     ("lmlib.experiment", "jax.numpy.load"),
-    ("lmlib.models.families.llama", "fold.__globals__"),
+    ("lmlib.models.attention", "jax.numpy.load"),
     ("lmlib.models.families.llama", "llama.__class__"),
     ("lmlib.optim", "adamw.__globals__"),
     ("lmlib.optim", "adamw.__globals__.get"),
