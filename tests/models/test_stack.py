@@ -1,0 +1,192 @@
+"""The scan over layers: any unrolling, patterns, caches, losses of blocks, in the layers' order."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
+
+from lmlib import Compute, batch_loss, llama, make_mesh, whole_rows
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.models.block import Block
+from lmlib.models.mlp import GatedMLP
+from lmlib.models.norms import RMSNorm
+from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.models.stack import Segment, depth, make_stack, run_stack, stack_parts
+from lmlib.models.weights import fan_in, first_values, fold, weight
+from lmlib.parallel.layout import creator, partition
+
+MESHES = ({}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
+source = Synthetic(vocab_size=32, batch_size=8, sequence_length=16)
+
+
+def gradients(layers: int, mesh: dict[str, int], **compute: Any):
+    mesh, compute = make_mesh(**mesh), Compute(dtype="float32", **compute)
+    make = functools.partial(
+        llama, vocab=32, embed=16, layers=layers, heads=2, mlp=16, key=jax.random.key(0)
+    )
+
+    def mean(model, batch):
+        return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
+
+    with jax.set_mesh(mesh):
+        model = creator(make, mesh)()
+        batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
+        return jax.device_get(jax.jit(jax.grad(mean))(model, batch))
+
+
+expected_gradients = functools.cache(lambda layers: gradients(layers, {}))
+
+
+def check_gradients(layers, unroll, saved, mesh, sequence_parallel):
+    found = gradients(
+        layers, mesh, unroll=unroll, saved=tuple(saved), sequence_parallel=sequence_parallel
+    )
+    for ours, theirs in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected_gradients(layers)), strict=True
+    ):
+        assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
+
+
+def test_repetitions_that_unrolling_leaves_over_follow_the_loop():
+    check_gradients(5, 2, {"attention_input", "mlp_input"}, MESHES[1], True)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    layers=st.integers(1, 5),
+    unroll=st.integers(1, 6),
+    saved=st.sets(st.sampled_from(ACTIVATIONS)),
+    mesh=st.sampled_from(MESHES),
+    sequence_parallel=st.booleans(),
+)
+@example(3, 2, {"attention_input", "mlp_input"}, MESHES[0], False)
+@example(5, 2, set(ACTIVATIONS), MESHES[2], False)
+def test_every_unrolling_of_every_depth_gives_the_same_gradients(
+    layers, unroll, saved, mesh, sequence_parallel
+):
+    check_gradients(layers, unroll, saved, mesh, sequence_parallel)
+
+
+class TokenShift(eqx.Module):
+    """A mixer with a cache: each position gets the one before it; the cache is the last one."""
+
+    shifted: Float[Array, "embed embed"] = weight(fan_in("embed"))
+
+    def __call__(self, x_BSE, context, cache=None):
+        before_B1E = jnp.zeros_like(x_BSE[:, :1]) if cache is None else cache
+        shifted_BSE = jnp.concatenate([before_B1E, x_BSE], axis=1)[:, :-1]
+        y_BSE = jnp.einsum("bse,ef->bsf", shifted_BSE, self.shifted)
+        return y_BSE, x_BSE[:, -1:]
+
+    def flops_per_token(self, sequence_length, causal):
+        return 0.0
+
+    def check(self, sequence_length, compute):
+        pass
+
+
+class CostlyMLP(eqx.Module):
+    """An mlp that adds to the loss, as a router does."""
+
+    inner: GatedMLP
+
+    def __call__(self, x_BSE, context):
+        y_BSE, _ = self.inner(x_BSE, context)
+        return y_BSE, {"squares": jnp.sum(jnp.square(y_BSE))}
+
+
+E = 8
+
+
+def shifting(key):
+    norm = RMSNorm(embed=E, key=key)
+    mixer = TokenShift(first_values(TokenShift, "shifted", key, embed=E))
+    return Block(mixer, CostlyMLP(GatedMLP(E, 12, key=fold(key, "mlp"))), norm, norm)
+
+
+def plainer(key):
+    whole = shifting(key)
+    return Block(whole.attention, whole.mlp, mlp_norm=whole.mlp_norm)
+
+
+@pytest.fixture(scope="module")
+def stack():
+    """Three times (shifting, plainer), then two plainer: eight layers."""
+    return make_stack([Segment([shifting, plainer], 3), Segment([plainer], 2)], jax.random.key(0))
+
+
+def inputs(S=6):
+    x_BSE = jax.random.normal(jax.random.key(1), (2, S, E))
+    return x_BSE, whole_rows(jnp.zeros((2, S), jnp.int32), Compute(dtype="float32"))
+
+
+def blocks_in_order(stack):
+    for pattern in stack:
+        for repetition in range(jax.tree.leaves(pattern)[0].shape[0]):
+            for block in pattern:
+                yield jax.tree.map(lambda leaf, i=repetition: leaf[i], block)
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 8])
+def test_patterns_run_in_the_order_of_their_layers(stack, unroll):
+    x_BSE, context = inputs()
+    context = dataclasses.replace(
+        context,
+        compute=dataclasses.replace(context.compute, unroll=unroll),
+        observe=lambda x_BSE: jnp.sum(x_BSE),
+    )
+    found = jax.jit(lambda stack: run_stack(stack, x_BSE, context))(stack)
+    sums, cost = [jnp.sum(x_BSE)], 0.0
+    for block in blocks_in_order(stack):
+        x_BSE, losses, _ = block(x_BSE, context)
+        sums.append(jnp.sum(x_BSE))
+        cost += losses["squares"]
+    assert depth(stack) == 8 == len(sums) - 1
+    np.testing.assert_allclose(found.x_BSE, x_BSE, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found.observed, np.array(sums), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found.losses["squares"], cost, rtol=1e-5)
+
+
+def test_a_cache_goes_on_where_the_last_call_ended(stack):
+    x_BSE, context = inputs()
+    whole = run_stack(stack, x_BSE, context).x_BSE
+    cache = tuple(
+        tuple(jnp.zeros((jax.tree.leaves(block)[0].shape[0], 2, 1, E)) for block in pattern)
+        for pattern in stack
+    )
+    pieces = []
+    for start, end in ((0, 1), (1, 4), (4, 6)):
+        part = run_stack(stack, x_BSE[:, start:end], inputs(end - start)[1], cache)
+        pieces.append(part.x_BSE)
+        cache = part.cache
+    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_know_their_layers(stack):
+    layers = [list(part.layers) for part in stack_parts(stack)]
+    assert layers == [[0, 2, 4], [1, 3, 5], [6, 7]]
+    for part in stack_parts(stack):
+        for leaf in jax.tree.leaves(part.weights):
+            assert leaf.shape[0] == len(part.layers)
+
+
+def test_a_layers_weights_depend_on_its_index_alone(stack):
+    other = make_stack([Segment([plainer], 8)], jax.random.key(0))
+    for one, two in zip(blocks_in_order(stack), blocks_in_order(other), strict=True):
+        np.testing.assert_array_equal(one.attention.shifted, two.attention.shifted)
+
+
+def test_no_layers_are_refused():
+    with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
+        make_stack([Segment([plainer], 0)], jax.random.key(0))
