@@ -1,4 +1,4 @@
-"""Writing a file whole: whoever opens it, and whatever is killed, it is the old one or the new."""
+"""Writes a file whole: a reader finds the old content or the new, even after a kill."""
 
 import contextlib
 import os

@@ -2,7 +2,7 @@
 
     python -m runner.checkpoint list WORKDIR             one line for each
     python -m runner.checkpoint verify WORKDIR           reads every byte; status 1 if any is wrong
-    python -m runner.checkpoint show WORKDIR             arrays and progress of the newest
+    python -m runner.checkpoint show WORKDIR             arrays and notes of the newest
     python -m runner.checkpoint prune WORKDIR --keep=2   removes all but the newest two
 
 --step   verify or show this one only
@@ -19,7 +19,7 @@ from absl import flags
 
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, folders
 from lmlib.checkpoint.manifest import read_manifest
-from lmlib.checkpoint.progress import read_progress
+from lmlib.checkpoint.notes import read_notes
 from lmlib.quantities import bytes_text, duration_text
 from lmlib.table import columns
 from runner.command_line.command import run
@@ -103,7 +103,7 @@ def _show(checkpoints: Checkpoints, directory: Path) -> int:
     metric = "" if manifest.metric is None else f", metric {manifest.metric:.6g}"
     print(f"step {step:,}, saved at {manifest.saved_at}, {bytes_text(manifest.size)}{metric}\n")
     print(columns(rows))
-    print("\nprogress:", json.dumps(read_progress(folder, manifest), indent=1))
+    print("\nnotes:", json.dumps(read_notes(folder, manifest), indent=1))
     return FINISHED
 
 

@@ -103,7 +103,7 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
             if found is None:
                 raise ConfigError(f"{folder} holds no checkpoint")
             if isinstance(experiment.data, Resumable):
-                experiment.data.restore(found.step, found.progress["data"])
+                experiment.data.restore(found.step, found.notes["data"])
             return found.state, found.step
         if capture.initialised_from is None:
             return experiment.init(), 0

@@ -7,6 +7,7 @@ inside lmlib: parallel, compute ──▶ models ──▶ losses ──▶ opti
 
 import ast
 import functools
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -185,6 +186,13 @@ def reaches_into_others(file: Path) -> bool:
 
 def test_nothing_private_of_other_packages_is_used():
     assert not names([file for file in SOURCES + TESTS if reaches_into_others(file)])
+
+
+def test_the_packages_that_are_installed_ship_their_types():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    packages = {name.rstrip("*") for name in settings["setuptools"]["packages"]["find"]["include"]}
+    assert {file.parent.name for file in ROOT.glob("*/py.typed")} == packages
+    assert settings["setuptools"]["package-data"] == {"*": ["py.typed"]}
 
 
 def test_every_file_name_says_what_is_in_it():

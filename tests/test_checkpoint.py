@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.checkpoint import Checkpoints
 
-PROGRESS = {"tokens": 123_456_789_012}
+NOTES = {"tokens": 123_456_789_012}
 
 
 class Block(eqx.Module):
@@ -88,12 +88,12 @@ def bits(tree) -> list[tuple[np.dtype, bytes]]:
 def test_a_state_comes_back_bitwise_on_any_mesh(tmp_path, fsdp, tensor):
     state, mesh = make_state(make_mesh(4, 2)), make_mesh(fsdp, tensor)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(7, state, PROGRESS)
+        checkpoints.save(7, state, NOTES)
         checkpoints.wait()
         target = target_of(state, mesh)
-        restored, progress = checkpoints.restore(7, target)
+        restored, notes = checkpoints.restore(7, target)
     assert bits(restored) == bits(state)
-    assert progress == PROGRESS
+    assert notes == NOTES
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
         assert leaf.sharding == wanted.sharding
@@ -103,7 +103,7 @@ def test_another_process_opens_what_this_one_saved(tmp_path):
     state = make_state(make_mesh(4, 2))
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.newest() is None
-        checkpoints.save(7, state, PROGRESS)
+        checkpoints.save(7, state, NOTES)
     with Checkpoints(tmp_path) as reopened:
         assert reopened.newest() == 7
         restored, _ = reopened.restore(7, target_of(state, make_mesh(4, 2)))
@@ -126,7 +126,7 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(tmp_path):
     target = target_of(state, mesh)
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state, PROGRESS)
+        checkpoints.save(1, state, NOTES)
         jax.block_until_ready(overwrite(overwrite(overwrite(state))))
         checkpoints.wait()
         restored, _ = checkpoints.restore(1, target)
@@ -144,7 +144,7 @@ def test_a_tied_weight_stays_one_array(tmp_path):
     mesh = make_mesh(8, 1)
     tied = place(Tied(jnp.arange(16.0).reshape(1, 8, 2), head=None), mesh)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, tied, PROGRESS)
+        checkpoints.save(1, tied, NOTES)
         checkpoints.wait()
         restored, _ = checkpoints.restore(1, target_of(tied, mesh))
         assert restored.head is None
@@ -158,7 +158,7 @@ def test_only_the_newest_are_kept(tmp_path):
     state = make_state(make_mesh(8, 1))
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (10, 20, 30, 40):
-            checkpoints.save(step, state, PROGRESS)
+            checkpoints.save(step, state, NOTES)
         checkpoints.wait()
         assert checkpoints.steps() == [30, 40]
         assert checkpoints.newest() == 40
@@ -190,8 +190,8 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
     target = {"weight": jax.ShapeDtypeStruct((1 << 25,), jnp.float32, sharding=sharding)}
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         assert checkpoints.steps() == [1]
-        restored, progress = checkpoints.restore(1, target)
-        assert progress == {"tokens": 1}
+        restored, notes = checkpoints.restore(1, target)
+        assert notes == {"tokens": 1}
         assert bool((restored["weight"] == 1.0).all())
         # The step that was cut short is saved again, over its remains.
         checkpoints.save(2, restored, {"tokens": 2})
@@ -205,7 +205,7 @@ def saved(tmp_path):
     """A checkpoint at step 5 and its target."""
     state = make_state(make_mesh(4, 2))
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(5, state, PROGRESS)
+        checkpoints.save(5, state, NOTES)
         checkpoints.wait()
         yield checkpoints, target_of(state, make_mesh(4, 2))
 
@@ -266,21 +266,21 @@ def test_a_step_that_is_not_there_is_refused(saved):
 def test_a_step_that_is_not_new_is_refused(saved, step):
     checkpoints, _ = saved
     with pytest.raises(ValueError, match=f"cannot save step {step}: .* holds step 5"):
-        checkpoints.save(step, make_state(make_mesh(4, 2)), PROGRESS)
+        checkpoints.save(step, make_state(make_mesh(4, 2)), NOTES)
 
 
 @pytest.mark.parametrize("leaf", [jnp.zeros((0, 4)), "text", jax.nn.silu])
 def test_what_is_no_array_is_refused_by_name(saved, leaf):
     checkpoints, _ = saved
     with pytest.raises(ValueError, match=r"cannot save model\.activation"):
-        checkpoints.save(6, {"model": {"activation": leaf}}, PROGRESS)
+        checkpoints.save(6, {"model": {"activation": leaf}}, NOTES)
     assert checkpoints.steps() == [5]
 
 
 def test_the_terminal_stays_quiet_and_other_libraries_are_heard(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="absl"):  # as under absl.app.run
         with Checkpoints(tmp_path) as checkpoints:
-            checkpoints.save(1, make_state(make_mesh(8, 1)), PROGRESS)
+            checkpoints.save(1, make_state(make_mesh(8, 1)), NOTES)
             checkpoints.wait()
             assert caplog.messages == []
             absl.logging.info("from somewhere else")

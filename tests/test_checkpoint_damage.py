@@ -24,7 +24,7 @@ from lmlib.checkpoint.manifest import (
     write_manifest,
 )
 
-PROGRESS = {"tokens": 123, "data": [{"position": 7}]}
+NOTES = {"tokens": 123, "data": [{"position": 7}]}
 STEP = 5
 
 
@@ -66,7 +66,7 @@ def same(restored, saved) -> bool:
 def pristine(tmp_path_factory, state):
     directory = tmp_path_factory.mktemp("pristine")
     with Checkpoints(directory) as checkpoints:
-        checkpoints.save(STEP, state, PROGRESS)
+        checkpoints.save(STEP, state, NOTES)
     return directory
 
 
@@ -124,21 +124,21 @@ def test_damage_to_any_file_is_noticed_and_named(directory, state, target, damag
             damage(path)
             assert not path.exists() or path.read_bytes() != sound
             if file in NOT_COVERED - {MANIFEST}:
-                restored, progress = checkpoints.restore(STEP, target)
+                restored, notes = checkpoints.restore(STEP, target)
                 assert same(restored, state)
-                assert progress == PROGRESS
+                assert notes == NOTES
             else:
                 with pytest.raises(DamagedCheckpointError) as refused:
                     checkpoints.restore(STEP, target)
                 assert str(folder) in str(refused.value)
                 assert refused.value.file == file
             path.write_bytes(sound)
-        restored, progress = checkpoints.restore(STEP, target)  # all put back: sound again
+        restored, notes = checkpoints.restore(STEP, target)  # all put back: sound again
         assert same(restored, state)
-        assert progress == PROGRESS
+        assert notes == NOTES
 
 
-def test_every_array_and_the_progress_are_covered(directory):
+def test_every_array_and_the_notes_are_covered(directory):
     folder = directory / str(STEP)
     assert files_below(folder).keys() - read_manifest(folder).files.keys() == NOT_COVERED
 
@@ -152,7 +152,7 @@ def test_a_run_goes_on_whatever_happens_to_what_orbax_keeps_for_itself(
     with Checkpoints(directory, keep=1) as checkpoints:
         found = checkpoints.restore_newest(target)
         assert same(found.state, state)
-        checkpoints.save(STEP + 1, found.state, PROGRESS)
+        checkpoints.save(STEP + 1, found.state, NOTES)
         checkpoints.wait()
         assert checkpoints.steps() == [STEP + 1]
 
@@ -173,7 +173,7 @@ def test_a_run_falls_back_to_the_newest_sound_checkpoint(tmp_path, state, target
     with Checkpoints(tmp_path) as checkpoints:
         found = checkpoints.restore_newest(target)
         assert found.step == 10
-        assert found.progress == {"tokens": 10}
+        assert found.notes == {"tokens": 10}
         assert same(found.state, state)
         assert [error.folder.name for error in found.damaged] == ["30", "20"]
         assert checkpoints.steps() == [10]
@@ -234,7 +234,7 @@ def add(file: str) -> Callable[[Path], None]:
 
 
 def nest(folder: Path) -> None:
-    (folder / "progress/progress.json").write_text("[" * 100_000)
+    (folder / "notes/notes.json").write_text("[" * 100_000)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,7 @@ def nest(folder: Path) -> None:
         (change_json("state/weight/.zarray", chunks=[0, 0]), "no uncompressed chunks"),
         (change_json("state/weight/.zarray", chunks=[1, 1]), "asks for 48 chunks"),
         (change_json("state/weight/.zarray", compressor={"id": "zlib"}), "no uncompressed chunks"),
+        (change_json("state/weight/.zarray", order="F"), "no uncompressed chunks"),
         (change_json("state/weight/.zarray", chunks="x"), "cannot be read"),
         (lambda folder: delete(folder / "state/weight/3.0"), "is no chunk of 24 bytes"),
         (lambda folder: lengthen(folder / "state/weight/3.0"), "is no chunk of 24 bytes"),

@@ -91,7 +91,7 @@ def test_killed_at_any_moment_the_last_whole_checkpoint_restores(
         found = checkpoints.restore_newest(target())
         assert found.step == survivor
         assert found.damaged == ()
-        assert found.progress == {"tokens": survivor}
+        assert found.notes == {"tokens": survivor}
         np.testing.assert_array_equal(found.state["weight"], float(survivor))
         checkpoints.save(3, found.state, {"tokens": 3})
         checkpoints.wait()

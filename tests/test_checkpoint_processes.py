@@ -1,5 +1,6 @@
-"""Two processes that save into one directory, and what each of them sees of damage."""
+"""Two processes that save into one directory: what each reads, and what it sees of damage."""
 
+import json
 import os
 import socket
 import subprocess
@@ -45,7 +46,53 @@ with Checkpoints(directory) as checkpoints:
 """
 
 
-def test_two_processes_save_one_checkpoint_and_fall_back_together(tmp_path):
+# Tells which chunks each process opens in a save and in a restore.
+READS = """
+import json, re, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+directory, port, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(f"localhost:{port}", 2, index)
+from lmlib.checkpoint import Checkpoints
+
+opened = []
+
+def hear(event, arguments):
+    found = event == "open" and re.search(r"/state[^/]*/(\\w+/[0-9.]+)$", str(arguments[0]))
+    if found:
+        opened.append(found[1])
+
+mesh = jax.make_mesh((2, 2), ("fsdp", "data"), axis_types=(AxisType.Explicit,) * 2)
+layouts = {"split": P("fsdp"), "other": P("data"), "whole": P(), "odd": P()}
+shapes = {"split": (4, 6), "other": (4, 6), "whole": (8, 6), "odd": (3, 5)}
+target = {
+    name: jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, layouts[name]))
+    for name, shape in shapes.items()
+}
+full = {name: np.random.default_rng(0).normal(size=shape) for name, shape in shapes.items()}
+state = {
+    name: jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda i, name=name: full[name][i].astype("float32")
+    )
+    for name, leaf in target.items()
+}
+sys.addaudithook(hear)
+with Checkpoints(directory) as checkpoints:
+    checkpoints.save(1, state, {})
+    checkpoints.wait()
+    in_save = list(opened)
+    opened.clear()
+    restored, _ = checkpoints.restore(1, target)
+for name, array in restored.items():
+    for shard in array.addressable_shards:
+        assert np.array_equal(shard.data, full[name][shard.index].astype("float32")), name
+print(json.dumps([in_save, opened]))
+"""
+
+
+def run_two(code: str, directory: Path) -> list[str]:
+    """The last line that each of two processes prints."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -53,10 +100,9 @@ def test_two_processes_save_one_checkpoint_and_fall_back_together(tmp_path):
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
-    directory = tmp_path / "checkpoints"
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(directory), str(port), str(index)],
+            [sys.executable, "-c", code, str(directory), str(port), str(index)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -64,10 +110,37 @@ def test_two_processes_save_one_checkpoint_and_fall_back_together(tmp_path):
         )
         for index in range(2)
     ]
+    lines = []
     for child in children:
         output, errors = child.communicate(timeout=120)
         assert child.returncode == 0, errors
-        assert output.split("\n")[-2] == "2 ['3'] [1, 2]", output + errors
+        lines.append(output.split("\n")[-2])
+    return lines
+
+
+def test_each_process_digests_what_it_wrote_and_restores_from_one_reading(tmp_path):
+    directory = tmp_path / "checkpoints"
+    (saved_0, restored_0), (saved_1, restored_1) = map(json.loads, run_two(READS, directory))
+    chunks = sorted(
+        str(file.relative_to(directory / "1/state"))
+        for file in (directory / "1/state").rglob("*")
+        if file.name[0].isdigit()
+    )
+    assert sorted(saved_0 + saved_1) == chunks  # each by one process, once
+    for read_0, read_1 in ((saved_0, saved_1), (restored_0, restored_1)):
+        # Two devices hold each half of `split`, and Orbax lets both write.
+        assert sorted(file for file in read_0 if "split" in file) == ["split/0.0", "split/1.0"]
+        assert sorted(file for file in read_1 if "split" in file) == ["split/2.0", "split/3.0"]
+        assert len(read_0) == len(set(read_0))  # nothing twice
+        assert len(read_1) == len(set(read_1))
+    assert {"other/0.0", "other/2.0"} <= set(saved_0)
+    assert {"other/1.0", "other/3.0"} <= set(saved_1)
+    assert sorted({*restored_0, *restored_1}) == chunks
+
+
+def test_two_processes_save_one_checkpoint_and_fall_back_together(tmp_path):
+    directory = tmp_path / "checkpoints"
+    assert run_two(PROCESS, directory) == ["2 ['3'] [1, 2]"] * 2
     with Checkpoints(directory) as checkpoints:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=sharding)

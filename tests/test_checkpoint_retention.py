@@ -55,16 +55,14 @@ def test_numbers_that_keep_nothing_are_refused(tmp_path, keeping):
     assert not (tmp_path / "new").exists()
 
 
-def test_progress_is_copied_and_must_be_json(tmp_path):
-    progress = {"data": {"position": 1}}
+def test_notes_are_copied_and_must_be_json(tmp_path):
+    notes = {"data": {"position": 1}}
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, STATE, progress)
-        progress["data"]["position"] = 2  # while it is saved
+        checkpoints.save(1, STATE, notes)
+        notes["data"]["position"] = 2  # while it is saved
         checkpoints.wait()
         sharding = STATE["weight"].sharding
         target = {"weight": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)}
         assert checkpoints.restore(1, target)[1] == {"data": {"position": 1}}
-        with pytest.raises(
-            ValueError, match=r"the progress cannot be saved as JSON: .*object is not"
-        ):
+        with pytest.raises(ValueError, match=r"the notes cannot be saved as JSON: .*object is not"):
             checkpoints.save(2, STATE, {"data": object()})

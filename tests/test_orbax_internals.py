@@ -16,6 +16,7 @@ import tensorstore
 from lmlib.checkpoint import Checkpoints, orbax_internals
 from lmlib.checkpoint.arrays import STATE, ZARRAY
 from lmlib.checkpoint.manifest import MANIFEST
+from lmlib.checkpoint.notes import NOTES
 
 NAMES = {"weight", "key"}
 
@@ -38,7 +39,7 @@ def test_the_folder_of_a_step_that_is_being_saved(tmp_path):
 def test_the_files_of_a_step(tmp_path):
     save(tmp_path)
     files = {entry.name for entry in (tmp_path / "1").iterdir()}
-    assert files == {MANIFEST, STATE, "progress", *orbax_internals.STEP_FILES}
+    assert files == {MANIFEST, STATE, NOTES, *orbax_internals.STEP_FILES}
     entries = (tmp_path / "1" / STATE).iterdir()
     found = {f"{entry.name}{'/' * entry.is_dir()}" for entry in entries}
     assert found - {f"{name}/" for name in NAMES} == set(orbax_internals.STATE_FILES)

@@ -4,7 +4,7 @@ One folder per step, `<directory>/<step>`, which is whole or absent:
 
     state/<leaf>/    one zarr array per leaf of the state, named by the leaf's path
                      (`model.layers.query`): it does not depend on the classes that made it
-    progress/        a small JSON object of the caller's
+    notes/           a small JSON object of the caller's
     manifest.json    shapes and dtypes of the leaves, the size and the digest of every file
 
 A step is written to `<step>.orbax-checkpoint-tmp`, its manifest last, and then renamed. What is

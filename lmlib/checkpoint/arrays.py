@@ -124,7 +124,7 @@ def check_layout(
                 reason = f"is no chunk of {size:,} bytes, as {_describe(leaf)} needs"
                 raise DamagedCheckpointError(folder, prefix + file, reason)
     for file, size in rest.items():
-        if not file.startswith(("progress/", *(f"{STATE}/{text}" for text in STATE_FILES))):
+        if not file.startswith(("notes/", *(f"{STATE}/{text}" for text in STATE_FILES))):
             raise DamagedCheckpointError(folder, file, "belongs to no array")
         if size > _LARGEST_TEXT:
             raise DamagedCheckpointError(folder, file, f"has {size:,} bytes, too many for a text")

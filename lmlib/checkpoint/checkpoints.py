@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from lmlib.checkpoint import arrays as saved
 from lmlib.checkpoint import folders, orbax_internals, writing
-from lmlib.checkpoint import progress as saved_progress
+from lmlib.checkpoint import notes as saved_notes
 from lmlib.checkpoint.failures import storage_error
 from lmlib.checkpoint.manifest import (
     DamagedCheckpointError,
@@ -44,13 +44,13 @@ class Restored:
     Attributes:
       step: the step of the newest sound checkpoint.
       state: as the target says.
-      progress: what was saved with it.
+      notes: what was saved with it.
       damaged: what is wrong with each newer checkpoint, newest first.
     """
 
     step: int
     state: PyTree
-    progress: dict[str, Any]
+    notes: dict[str, Any]
     damaged: tuple[DamagedCheckpointError, ...]
 
 
@@ -108,7 +108,7 @@ class Checkpoints:
             self._manager = self._open()
 
     def save(
-        self, step: int, state: PyTree, progress: dict[str, Any], metric: float | None = None
+        self, step: int, state: PyTree, notes: dict[str, Any], metric: float | None = None
     ) -> float:
         """Starts saving; returns once the arrays are copied, so `state` may be donated at once.
 
@@ -118,7 +118,7 @@ class Checkpoints:
         Args:
           step: larger than that of every checkpoint in the directory.
           state: every leaf an array of at least one element, typed PRNG keys included.
-          progress: what JSON can hold, the same on every process; copied.
+          notes: what JSON can hold, the same on every process; copied.
           metric: what `keep_best` ranks by, smaller is better; one that is not finite never ranks.
 
         Returns:
@@ -140,7 +140,7 @@ class Checkpoints:
             )
         arrays = saved.named_leaves(state)
         saved.check_savable(arrays)
-        progress = saved_progress.copied(progress)
+        notes = saved_notes.copied(notes)
         described, rank = saved.saved_arrays(arrays), finite_or_none(metric)
         folder = folders.unfinished_folder(self._directory, step)
         bare = {
@@ -159,9 +159,7 @@ class Checkpoints:
         self._digest, self._finish, self._saving = digest, finish, step
         if rank is not None:
             self._metrics[step] = rank
-        items = ocp.args.Composite(
-            state=writing.ArraysSave(arrays), progress=ocp.args.JsonSave(progress)
-        )
+        items = ocp.args.Composite(state=writing.ArraysSave(arrays), notes=ocp.args.JsonSave(notes))
         with self._recovery(f"save step {step}"):
             if not self._directory.is_dir():  # Orbax would make it again, without the others
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -203,7 +201,7 @@ class Checkpoints:
         return manifest
 
     def restore(self, step: int, target: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """The state saved at `step`, laid out as `target` says, and its `progress`; all verified.
+        """The state saved at `step`, laid out as `target` says, and its `notes`; all verified.
 
         Args:
           step: one of `steps()`.
@@ -241,7 +239,7 @@ class Checkpoints:
         damaged: list[DamagedCheckpointError] = []
         for step in reversed(self.steps()):
             try:
-                state, progress = self.restore(step, target)
+                state, notes = self.restore(step, target)
             except DamagedCheckpointError as error:
                 if not fallback:
                     raise
@@ -249,7 +247,7 @@ class Checkpoints:
                 continue
             if self._manager is not None:
                 self.set_aside(damaged)
-            return Restored(step, state, progress, tuple(damaged))
+            return Restored(step, state, notes, tuple(damaged))
         if damaged:
             damaged[0].add_note(f"None of the {len(damaged)} checkpoints there is sound.")
             raise damaged[0]
@@ -314,7 +312,7 @@ class Checkpoints:
                 saved.STATE: writing.ArraysHandler(
                     lambda folder: self._digest(folder), self._save_seconds
                 ),
-                saved_progress.PROGRESS: saved_progress.handler(),
+                saved_notes.NOTES: saved_notes.handler(),
             },
         )
 
@@ -329,10 +327,10 @@ class Checkpoints:
         others = [file for file in sorted(manifest.files) if not saved.is_chunk(file, wanted)]
         self._check_digests(folder, manifest, others)
         chunks = agreed(folder, lambda: saved.check_layout(folder, manifest_of_part, wanted))
-        progress = agreed(folder, lambda: saved_progress.read_progress(folder, manifest))
+        notes = agreed(folder, lambda: saved_notes.read_notes(folder, manifest))
         restored = agreed(folder, lambda: read_arrays(folder, manifest, wanted, chunks))
         leaves = [restored[name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(target), leaves), progress
+        return jax.tree.unflatten(jax.tree.structure(target), leaves), notes
 
     def _check_digests(self, folder: Path, manifest: Manifest, files: Sequence[str]) -> None:
         """Each process reads a share of the files; all raise if one of them finds damage."""

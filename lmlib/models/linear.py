@@ -3,6 +3,8 @@
 Shapes: leading axes, then the axes `inputs` of x, which the weight sums over.
 """
 
+from collections.abc import Mapping
+
 import equinox as eqx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -30,13 +32,12 @@ class Linear(eqx.Module):
         self, inputs: str, outputs: str, bias: bool = False, *, key: PRNGKeyArray, **sizes: int
     ):
         self.inputs, self.outputs = inputs, outputs
-        names, how = self.axis_names, self.declarations
-        self.weight, self.bias = (
-            made(how[field], tuple(names[field].split()), Linear, field, key, sizes)
-            if field == "weight" or bias
-            else None
-            for field in ("weight", "bias")
-        )
+        self.weight = self._made("weight", key, sizes)
+        self.bias = self._made("bias", key, sizes) if bias else None
+
+    def _made(self, field: str, key: PRNGKeyArray, sizes: Mapping[str, int]) -> Array:
+        axes = tuple(self.axis_names[field].split())
+        return made(self.declarations[field], axes, Linear, field, key, sizes)
 
     def __call__(
         self,

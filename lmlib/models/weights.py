@@ -28,6 +28,8 @@ from lmlib.parallel.axes import (
     declaration,
     map_weights,
 )
+from lmlib.parallel.layout import quick_to_compile
+from lmlib.parallel.local import platform
 
 # Standard deviation of twice the sum of four uniform 16-bit integers.
 BELL_DEVIATION = math.sqrt(2**2 * 4 * (2**32 - 1) / 12)
@@ -162,8 +164,14 @@ def made(
 
 
 def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:
-    """`make` as one program, where it would otherwise compile an operation at a time."""
-    return jax.jit(make)
+    """`make` as one program, where each operation would otherwise be compiled by itself."""
+
+    def call(key: PRNGKeyArray) -> M:
+        if isinstance(jnp.zeros(()), jax.core.Tracer):  # part of a program already
+            return make(key)
+        return jax.jit(make, compiler_options=quick_to_compile(platform()))(key)
+
+    return call
 
 
 def fold(key: PRNGKeyArray, name: str) -> PRNGKeyArray:

@@ -217,7 +217,17 @@ def creator(make: Callable[[], M], mesh: Mesh) -> Callable[[], M]:
         lambda weight, array: stored(weight, array.shape, mesh), jax.eval_shape(make)
     )
     layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    return jax.jit(jax.sharding.auto_axes(make, out_sharding=specs), out_shardings=layout)
+    return jax.jit(
+        jax.sharding.auto_axes(make, out_sharding=specs),
+        out_shardings=layout,
+        compiler_options=quick_to_compile(mesh.devices.flat[0].platform),
+    )
+
+
+def quick_to_compile(platform: str) -> dict[str, int]:
+    """For `compiler_options` of programs that run once. On CPUs LLVM takes long to compile random
+    numbers, and makes them no faster beyond its first level."""
+    return {"xla_backend_optimization_level": 1} if platform == "cpu" else {}
 
 
 def shardings(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a run's program is made of besides its config: code."""
+"""A digest of the code that a run's program is made of."""
 
 import hashlib
 import sys
@@ -12,7 +12,7 @@ from runner.config.text import nodes
 
 
 def code_digest(cfg: fdl.Config) -> str:
-    """Of lmlib's sources and of the files that define what `cfg` names."""
+    """The digest of lmlib's sources and of the files that define what `cfg` names."""
     total = hashlib.sha256()
     for file in sorted(set(_sources(cfg))):
         total.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())

@@ -18,27 +18,38 @@ from lmlib.data.trusted_names import DATA_NAMES, UntrustedNameError, named_value
 from runner.command_line.errors import ConfigError, did_you_mean
 from runner.config.text import nodes, parameters, text_of
 
-TRUSTED = DATA_NAMES | {
-    "experiments",
-    "lmlib.compute.Compute",
-    "lmlib.experiment",
-    "lmlib.guard.Guard",
-    "lmlib.losses.Objective",
-    "lmlib.models",
-    "lmlib.optim",
-    "lmlib.parallel.mesh",
-    "optax",
-    "jax.nn",
-    "jax._src.nn",  # where the functions of jax.nn say that they are
-    *(f"jax.numpy.{dtype}" for dtype in ("bfloat16", "float16", "float32", "float64")),
-    *(f"builtins.{kind}" for kind in ("set", "frozenset", "slice", "bool", "int", "float", "str")),
-    # What Fiddle makes its JSON of.
+# What Fiddle makes its JSON of; tests/runner/test_configs.py has it make some.
+FIDDLE_NAMES = {
     "fiddle._src.config.BuildableTraverserMetadata",
     "fiddle._src.config.Config",
-    "fiddle._src.config.NoValue",
+    "fiddle._src.signatures.NoValue",
     "fiddle._src.partial.ArgFactory",
     "fiddle._src.partial.Partial",
 }
+# Where the functions of jax.nn say that they are.
+JAX_NN = "jax._src.nn"
+TRUSTED = (
+    DATA_NAMES
+    | FIDDLE_NAMES
+    | {
+        "experiments",
+        "lmlib.compute.Compute",
+        "lmlib.experiment",
+        "lmlib.guard.Guard",
+        "lmlib.losses.Objective",
+        "lmlib.models",
+        "lmlib.optim",
+        "lmlib.parallel.mesh",
+        "optax",
+        "jax.nn",
+        JAX_NN,
+        *(f"jax.numpy.{dtype}" for dtype in ("bfloat16", "float16", "float32", "float64")),
+        *(
+            f"builtins.{kind}"
+            for kind in ("set", "frozenset", "slice", "bool", "int", "float", "str")
+        ),
+    }
+)
 
 _LARGEST = 10_000_000  # bytes; a config has some thousand
 _MOST_VALUES = 100_000  # with each shared one counted wherever it is used

@@ -46,7 +46,7 @@ def overlap_communication(environment: MutableMapping[str, str] = os.environ) ->
 def keep_cpus_in_order(
     several_processes: bool, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Lets CPU devices not wait for each other for ever; call it before JAX finds its devices.
+    """Keeps CPU devices from waiting for each other for ever; call it before JAX finds its devices.
 
     A run of one device stays as it is, and has every core.
     """

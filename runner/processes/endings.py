@@ -1,8 +1,9 @@
 """How a process of a run ended, and which other process was the reason."""
 
 import dataclasses
-import re
 import signal
+
+from runner.processes import jax_messages
 
 FINISHED = 0
 FAILED = 1  # this process, by an error of its own
@@ -10,12 +11,6 @@ MISTAKE = 2  # of the user's, or the processes did not find each other: nothing 
 PEER_ENDED = 3  # another process ended or stopped answering
 STOPPED = 75  # by a signal, its checkpoint whole: sysexits.h's "try again"; a scheduler may requeue
 SIGNALLED = 128  # and the signal's number, as a shell has it
-
-# What JAX's coordination service writes before it aborts a process. Names are one a line.
-_UNHEALTHY = re.compile(r"unhealthy \(stopped sending heartbeats\):\s*(.*?)\s*The tasks", re.DOTALL)
-_BARRIER = re.compile(r"Some timed out task names:\s*(.*?)\s*(?:\[type|$)", re.DOTALL)
-_NO_COORDINATOR = "Failed to send RPC to coordination service"
-_NUMBER = re.compile(r"(\d+)\s*(?:$|[\n,])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,25 +80,20 @@ def _alone(process: int | None, seconds: int) -> str:
 
 def _missed(output: str, heartbeat_seconds: int) -> str:
     """Which process the others missed, and how; empty if the output does not say."""
-    if ended := _numbers(_UNHEALTHY, output):
+    if ended := jax_messages.unhealthy(output):
         return (
             f"{_listed(ended)} ended or stopped answering (nothing heard for {heartbeat_seconds} "
             f"s); {_logs(ended)} may say why"
         )
-    if _NO_COORDINATOR in output:
+    if jax_messages.lost_coordinator(output):
         return f"process 0, the coordinator, ended or cannot be reached; {_logs([0])} may say why"
-    if late := _numbers(_BARRIER, output):
+    if late := jax_messages.late_at_barrier(output):
         return f"{_listed(late)} did not come to a barrier in time; {_logs(late)} may say why"
     return ""
 
 
 def _last_line(output: str) -> str:
     return output.rstrip().rpartition("\n")[2]
-
-
-def _numbers(pattern: re.Pattern[str], output: str) -> list[int]:
-    found = pattern.search(output)
-    return sorted({int(number) for number in _NUMBER.findall(found[1])}) if found else []
 
 
 def _listed(processes: list[int]) -> str:

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from runner.command_line.command import exit_code, tell
 from runner.command_line.errors import AGREED, ConfigError
 from runner.jax_settings.accelerators import has_tpu
+from runner.processes.jax_messages import detects_nothing
 from runner.processes.supervisor import Connection
 
 SHUTDOWN_SECONDS = 60  # that a process which is done waits for the others to be
@@ -117,8 +118,7 @@ class Processes:
         try:
             jax.distributed.initialize(**limits)
         except (ValueError, RuntimeError) as error:
-            # JAX has no other way to say that it detects nothing.
-            if "coordinator_address should be defined" not in str(error):
+            if not detects_nothing(error):
                 raise ConfigError(
                     f"JAX's detection of the other processes failed: {error}. For a run of one "
                     "process give --distributed=off; else --coordinator, --num_processes and "

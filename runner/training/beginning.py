@@ -53,7 +53,7 @@ def begin(
       directory: of the run's checkpoints; it may be absent.
 
     Raises:
-      ConfigError: if what is there cannot be gone on from, and why.
+      ConfigError: if the run cannot go on from what is there, and why.
     """
     init_from, data_may_change = options.init_from, "data" in options.allowed_changes
     with user_errors():
@@ -61,10 +61,10 @@ def begin(
         with Checkpoints(directory, read_only=True) as checkpoints:
             found = checkpoints.restore_newest(target, fallback=options.checkpoint_fallback)
         if found is not None:
-            _check_progress(found)
+            _check_notes(found)
             _check_data(experiment, found, data_may_change, progress)
             _say(found, experiment, init_from, progress)
-            saved = found.progress
+            saved = found.notes
             return Beginning(
                 found.state,
                 found.step,
@@ -100,10 +100,10 @@ def weights_of(
             step = checkpoints.newest() if step is None else step
             if step is None:
                 raise ConfigError(f"{folder} holds no checkpoint")
-            model, progress = checkpoints.restore_part(step, "model", target)
+            model, notes = checkpoints.restore_part(step, "model", target)
     except (ValueError, OSError) as error:
         raise ConfigError(f"--init_from={init_from}: {in_words(error)}") from error
-    problem = data_probe.tokenizer_changed(experiment.data, progress.get("batches", {}))
+    problem = data_probe.tokenizer_changed(experiment.data, notes.get("batches", {}))
     if problem is not None and not tokenizer_may_differ:
         raise ConfigError(
             f"--init_from={init_from} was trained on other data: {problem}, so its ids mean other "
@@ -145,11 +145,11 @@ def check_config(
         )
 
 
-def _check_progress(found: Restored) -> None:
-    if missing := {"tokens", "best", "batches", "initialised_from"} - found.progress.keys():
+def _check_notes(found: Restored) -> None:
+    if missing := {"tokens", "best", "batches", "initialised_from"} - found.notes.keys():
         raise ConfigError(
-            f"checkpoint {found.step} was saved by another version of the runner: its progress "
-            f"has no {', '.join(sorted(missing))}; take its weights with --init_from into another "
+            f"checkpoint {found.step} was saved by another version of the runner: its notes "
+            f"have no {', '.join(sorted(missing))}; take its weights with --init_from into another "
             "workdir"
         )
 
@@ -159,10 +159,10 @@ def _check_data(
 ) -> None:
     """Sees that the run goes on with the data it was trained on, and takes a stream there."""
     source = experiment.data
-    problem = data_probe.changed(source, found.progress["batches"])
+    problem = data_probe.changed(source, found.notes["batches"])
     if problem is None and isinstance(source, Resumable):
         try:
-            source.restore(found.step, found.progress["data"])
+            source.restore(found.step, found.notes["data"])
         except ValueError as error:
             problem = str(error)
     if problem is None:
@@ -183,7 +183,7 @@ def _say(
     if found.damaged:
         progress.message(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
     if init_from is not None:
-        progress.message(f"--init_from={init_from} is not looked at: this run has checkpoints")
+        progress.message(f"--init_from={init_from} is ignored: this run has checkpoints")
     if found.step < experiment.steps:
         progress.message(f"resuming after step {found.step:,} of {experiment.steps:,}")
 

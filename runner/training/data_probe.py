@@ -1,4 +1,4 @@
-"""Whether batches are what they were: a few rows of two of them, as digests in the checkpoint.
+"""Whether the data gives the batches it gave before: digests of a few rows, in each checkpoint.
 
 The batch of a step is a function of the config and the data alone. So a run that goes on need not
 compare paths, seeds or the times of files: it makes two earlier batches again. (Data of the same

@@ -84,7 +84,7 @@ def fit(
       cfg: builds to an `Experiment`; stays as it is.
       workdir: receives config.json, config.txt, metrics.jsonl, tensorboard/, checkpoints/,
         goodput.json, result.json and, where an update was skipped, captures/.
-      options: how to go about it; `None`: `Options()`.
+      options: settings that change nothing about what it trains; `None`: `Options()`.
 
     Raises:
       ConfigError: if the parts of the experiment do not fit each other, or the checkpoint does not

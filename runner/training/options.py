@@ -1,4 +1,4 @@
-"""How a run is gone about, as opposed to what it trains."""
+"""Settings of a run that change nothing about what it trains."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -20,9 +20,9 @@ class Options:
       dump_hlo: whether to write the optimised program into workdir/hlo.
       reports: whether this process shows its progress on stderr; `None`: if it is process 0.
       checkpoint_fallback: whether to go on from an older checkpoint if the newest is damaged.
-      init_from: `RUN` or `RUN@STEP`: begin with the weights of a checkpoint of another run. Not
-        looked at once this run has checkpoints of its own.
-      allowed_changes: "data" or "model", where a run shall go on with others than it had.
+      init_from: `RUN` or `RUN@STEP`: begin with the weights of a checkpoint of another run. Ignored
+        once this run has checkpoints of its own.
+      allowed_changes: "data", "model": what may be another than the run had when it stopped.
       save_compiled: a file to write the compiled step to.
       compiled: a file to take it from instead of compiling; loading it can run any code.
       limits: this process ends if something takes longer; `None`: it never does.

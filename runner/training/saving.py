@@ -18,7 +18,7 @@ from runner.watch.progress import Progress
 
 
 class Saver:
-    """Saves, and bears `experiment.tolerated_failed_saves` failures one after the other.
+    """Saves, and tolerates `experiment.tolerated_failed_saves` failures in a row.
 
     After one the run goes on: the checkpoints before stay, and the next save may succeed. Not so
     with several processes: the others wait for one that failed in the middle of their save, so it
@@ -68,32 +68,32 @@ class Saver:
             self.settle()
             # A checkpoint promises that the lines up to its step are on disk.
             if (unwritten := _error_of(self._log.flush)) is not None:
-                self._bear(unwritten)
+                self._tolerate(unwritten)
                 return
             step = line["step"]
-            progress: dict[str, Any] = {
+            notes: dict[str, Any] = {
                 "tokens": line["tokens"],
                 "best": best,
                 "batches": probe(self._experiment.data, step),
                 "initialised_from": self._initialised_from,
             }
             if data_state is not None:
-                progress["data"] = gather_states(data_state)
+                notes["data"] = gather_states(data_state)
             try:
-                blocked = self._checkpoints.save(step, state, progress, line.get("validation_loss"))
+                blocked = self._checkpoints.save(step, state, notes, line.get("validation_loss"))
             except OSError as failure:
-                self._bear(failure)
+                self._tolerate(failure)
                 return
             self._pending = True
         self._progress.message(f"saving step {step:,} held training up for {blocked:.2f} s")
 
     def settle(self) -> None:
-        """Returns when the save that was begun last is whole, or its failure borne.
+        """Returns when the save that was begun last is whole, or its failure is tolerated.
 
         Raises as `save` does.
         """
         if (error := self._settled()) is not None:
-            self._bear(error)
+            self._tolerate(error)
 
     def finish(self) -> None:
         """Waits for the last save.
@@ -122,21 +122,21 @@ class Saver:
             self._failed, self._last_error = 0, None
         return error
 
-    def _bear(self, error: OSError) -> None:
+    def _tolerate(self, error: OSError) -> None:
         if jax.process_count() > 1:
             raise error
         self._failed += 1
         self._last_error = error
-        borne = self._experiment.tolerated_failed_saves
-        if self._failed > borne:
+        tolerated = self._experiment.tolerated_failed_saves
+        if self._failed > tolerated:
             raise TrainingStopped(
                 f"{in_words(error)}. Of the saves the last {self._failed} failed, and "
-                f"tolerated_failed_saves is {borne}; the checkpoints before are sound: the same "
-                "command goes on from there"
+                f"tolerated_failed_saves is {tolerated}; the checkpoints before are sound: the "
+                "same command goes on from there"
             ) from error
         self._progress.message(
             f"WARNING: {in_words(error)}. Training goes on without that checkpoint, and stops if "
-            f"{borne + 1 - self._failed} more fail"
+            f"{tolerated + 1 - self._failed} more fail"
         )
 
 

@@ -48,8 +48,8 @@ def test_a_run_begins_with_the_weights_of_another_alone(trained, tmp_path):
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
             warm.state,
         )
-        _, progress = checkpoints.restore(4, target)
-    assert progress["initialised_from"] == f"{other / 'checkpoints'}@3"
+        _, notes = checkpoints.restore(4, target)
+    assert notes["initialised_from"] == f"{other / 'checkpoints'}@3"
 
 
 def test_once_it_has_checkpoints_a_run_goes_on_from_them(trained, tmp_path, capsys):
@@ -59,7 +59,7 @@ def test_once_it_has_checkpoints_a_run_goes_on_from_them(trained, tmp_path, caps
     again = fit(small("steps=3"), tmp_path, options)
     assert [line["step"] for line in again.metrics] == [1, 2, 3]
     assert again.metrics[:2] == first.metrics
-    assert "is not looked at: this run has checkpoints" in capsys.readouterr().err
+    assert "is ignored: this run has checkpoints" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

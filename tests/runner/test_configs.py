@@ -1,15 +1,19 @@
 import importlib
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fiddle as fdl
+import jax
 import pytest
+from fiddle.experimental import serialization
 
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.configs import load, save
+from runner.config.saved_config import FIDDLE_NAMES, JAX_NN
 from runner.config.text import changed_paths, difference, flattened
 
 LIBRARY = """
@@ -455,3 +459,24 @@ def test_every_shipped_experiment_is_saved_and_loaded_again(tmp_path):
         cfg = load(name)
         save(cfg, tmp_path)
         assert load(str(tmp_path)) == cfg
+
+
+def test_fiddle_writes_the_private_names_that_are_trusted():
+    parts = [
+        fdl.Partial(dict),
+        fdl.Partial(dict, a=fdl.ArgFactory(dict)),
+        fdl.Config(dict, unset=fdl.NO_VALUE),
+    ]
+    found = set()
+
+    def note(value):
+        if isinstance(value, dict):
+            if {"module", "name"} <= value.keys():
+                found.add(f"{value['module']}.{value['name']}")
+            value = list(value.values())
+        for part in value if isinstance(value, list) else ():
+            note(part)
+
+    note(json.loads(serialization.dump_json(fdl.Config(dict, parts=parts))))
+    assert {name for name in found if name.startswith("fiddle")} == FIDDLE_NAMES
+    assert jax.nn.gelu.__module__.startswith(f"{JAX_NN}.")

@@ -31,10 +31,10 @@ target = {
 TRY = """
     with Checkpoints(arguments) as checkpoints:
         found = checkpoints.restore_newest(target)
-        assert found.step == 5 and found.progress == {"tokens": 1}
+        assert found.step == 5 and found.notes == {"tokens": 1}
         for name, leaf in found.state.items():
             assert isinstance(leaf, jax.Array) and (np.asarray(leaf) == 1).all(), name
-        checkpoints.save(6, found.state, found.progress)
+        checkpoints.save(6, found.state, found.notes)
 """
 DEEP = "[" * 1_000_000
 HUGE = 10**15
@@ -139,14 +139,14 @@ ATTACKS: dict[str, Callable[[Path], None]] = {
     "a deep step": text(STEP_METADATA, DEEP),
     "a long step": sparse(STEP_METADATA, 5 << 30),
     "a handler by name": text(
-        STEP_METADATA, json.dumps({"item_handlers": {"state": "os.system", "progress": "evil.run"}})
+        STEP_METADATA, json.dumps({"item_handlers": {"state": "os.system", "notes": "evil.run"}})
     ),
     "a linked step": link(STEP_METADATA),
-    "deep progress": text("progress/progress.json", DEEP),
-    "long progress": sparse("progress/progress.json", 900 << 20),
-    "progress of lists": text("progress/progress.json", '{"a": [' + "[]," * 30_000_000 + "[]]}"),
-    "no progress": text("progress/progress.json", "[]"),
-    "linked progress": link("progress/progress.json"),
+    "deep notes": text("notes/notes.json", DEEP),
+    "long notes": sparse("notes/notes.json", 900 << 20),
+    "notes of lists": text("notes/notes.json", '{"a": [' + "[]," * 30_000_000 + "[]]}"),
+    "no notes": text("notes/notes.json", "[]"),
+    "linked notes": link("notes/notes.json"),
     "linked arrays": link("state/weight"),
     "a linked state": link("state"),
 }
@@ -202,7 +202,7 @@ def test_nothing_is_removed_through_a_link(tmp_path: Path, name: str) -> None:
     os.symlink(outside, directory / name)
     found = outcomes(
         RESTORE + 'target = {"weight": jax.ShapeDtypeStruct((3,), "float32", sharding=sharding)}',
-        TRY.replace('found.progress == {"tokens": 1}', "True").replace("save(6", "save(7"),
+        TRY.replace('found.notes == {"tokens": 1}', "True").replace("save(6", "save(7"),
         {name: str(directory)},
         tmp_path,
         megabytes=1500,

@@ -8,8 +8,8 @@ import orbax.checkpoint as ocp
 
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, digest_of
 
-PROGRESS = "progress"
-_FILE = "progress.json"
+NOTES = "notes"
+_FILE = "notes.json"
 _LARGEST = 64 << 20  # bytes; parsed, they may take twenty times as much memory
 
 
@@ -18,21 +18,21 @@ def handler() -> ocp.JsonCheckpointHandler:
     return ocp.JsonCheckpointHandler(filename=_FILE)
 
 
-def copied(progress: dict[str, Any]) -> dict[str, Any]:
+def copied(notes: dict[str, Any]) -> dict[str, Any]:
     """The same after a way through JSON; raises ValueError if it holds what JSON cannot."""
     try:
-        return json.loads(json.dumps(progress))
+        return json.loads(json.dumps(notes))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the progress cannot be saved as JSON: {error}") from error
+        raise ValueError(f"the notes cannot be saved as JSON: {error}") from error
 
 
-def read_progress(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """The progress of a step.
+def read_notes(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The notes of a step.
 
     Raises:
       DamagedCheckpointError: if its bytes are not those that were saved, or are no JSON object.
     """
-    name = f"{PROGRESS}/{_FILE}"
+    name = f"{NOTES}/{_FILE}"
     saved = manifest.files.get(name)
     if saved is None or saved.size > _LARGEST:
         raise DamagedCheckpointError(folder, name, "is not in the manifest or far too large")
@@ -40,11 +40,11 @@ def read_progress(folder: Path, manifest: Manifest) -> dict[str, Any]:
         content = (folder / name).read_bytes()
         if digest_of(content) != saved.digest:
             raise DamagedCheckpointError(folder, name, "has other bytes than were saved")
-        progress = json.loads(content)
+        notes = json.loads(content)
     except DamagedCheckpointError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(folder, name, f"cannot be read: {error!r}") from error
-    if not isinstance(progress, dict):
+    if not isinstance(notes, dict):
         raise DamagedCheckpointError(folder, name, "is no JSON object")
-    return progress
+    return notes

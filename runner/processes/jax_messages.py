@@ -1,0 +1,36 @@
+"""Messages of JAX's that a run has to understand: there is no other way to learn what they say.
+
+tests/runner/test_jax_messages.py has JAX write each of them.
+"""
+
+import re
+
+# What its coordination service writes before it aborts a process. Names are one a line.
+_UNHEALTHY = re.compile(r"unhealthy \(stopped sending heartbeats\):\s*(.*?)\s*The tasks", re.DOTALL)
+_BARRIER = re.compile(r"Some timed out task names:\s*(.*?)\s*(?:\[type|$)", re.DOTALL)
+_NUMBER = re.compile(r"(\d+)\s*(?:$|[\n,])")
+
+
+def unhealthy(output: str) -> list[int]:
+    """The processes that `output` says stopped sending heartbeats."""
+    return _numbers(_UNHEALTHY, output)
+
+
+def late_at_barrier(output: str) -> list[int]:
+    """The processes that `output` says did not come to a barrier."""
+    return _numbers(_BARRIER, output)
+
+
+def lost_coordinator(output: str) -> bool:
+    """Whether `output` says that process 0 cannot be reached."""
+    return "Failed to send RPC to coordination service" in output
+
+
+def detects_nothing(error: BaseException) -> bool:
+    """Whether `jax.distributed.initialize` raised `error` because nothing started several."""
+    return "coordinator_address should be defined" in str(error)
+
+
+def _numbers(pattern: re.Pattern[str], output: str) -> list[int]:
+    found = pattern.search(output)
+    return sorted({int(number) for number in _NUMBER.findall(found[1])}) if found else []

@@ -1,0 +1,182 @@
+"""The house is open: a model written outside of lmlib does all that lmlib's own do."""
+
+import dataclasses
+import functools
+import math
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from user_model import Learned
+
+from lmlib import Compute, Experiment, batch_loss, describe, make_mesh, optim, sample, whole_rows
+from lmlib.activations import saved_activations
+from lmlib.checkpoint import Checkpoints
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.layer_statistics import first_offender, layer_statistics, table
+from lmlib.models.attention import Attention
+from lmlib.models.families.llama import llama
+from lmlib.models.head import logits
+from lmlib.models.mlp import GatedMLP, relu_squared
+from lmlib.models.norms import RMSNorm
+from lmlib.parallel.layout import creator, partition
+from lmlib.plan.planner import plan
+from lmlib.plan.targets import parse
+
+source = Synthetic(vocab_size=64, batch_size=16, sequence_length=32)
+make = functools.partial(Learned, vocab=64, embed=32, layers=3, heads=4, positions=32)
+MESHES = {"fsdp": {"fsdp": 8}, "all": {"data": 2, "fsdp": 2, "tensor": 2}}
+
+
+def experiment(mesh, **compute):
+    return Experiment(
+        model=make,
+        data=source,
+        optimizer=functools.partial(optim.adamw, peak_lr=1e-2),
+        mesh=make_mesh(**mesh),
+        steps=20,
+        compute=Compute(dtype="float32", **compute),
+    )
+
+
+def reference_logits(model, tokens_BS):
+    """As GPT-2 is written down, in float64."""
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model)
+    ((block,),) = weights.stack
+
+    def normed(x, norm, *layer):
+        centred = x - x.mean(-1, keepdims=True)
+        unit = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + norm.epsilon)
+        return unit * norm.scale[layer] + norm.bias[layer]
+
+    def gelu(x):
+        return x * 0.5 * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
+
+    x_BSE = weights.tokens_VE[tokens_BS] + weights.positions.table_PE[: tokens_BS.shape[1]]
+    S = tokens_BS.shape[1]
+    for i in range(block.mlp.up.shape[0]):
+        h, attention = normed(x_BSE, block.attention_norm, i), block.attention
+        q = np.einsum("bse,ehd->bhsd", h, attention.query[i]) + attention.query_bias[i][:, None]
+        k = np.einsum("bse,ehd->bhsd", h, attention.key[i]) + attention.key_bias[i][:, None]
+        v = np.einsum("bse,ehd->bhsd", h, attention.value[i]) + attention.value_bias[i][:, None]
+        scores = np.where(np.tri(S), q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)
+        mix = np.exp(scores - scores.max(-1, keepdims=True))
+        mix /= mix.sum(-1, keepdims=True)
+        x_BSE = x_BSE + np.einsum("bhsd,hde->bse", mix @ v, attention.output[i])
+        h = gelu(normed(x_BSE, block.mlp_norm, i) @ block.mlp.up[i] + block.mlp.up_bias[i])
+        x_BSE = x_BSE + h @ block.mlp.down[i] + block.mlp.down_bias[i]
+    return normed(x_BSE, weights.norm) @ weights.tokens_VE.T
+
+
+def with_random_biases(model):
+    """Biases start at zero, which would hide one that is not added."""
+    return jax.tree.map(
+        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), model
+    )
+
+
+def test_its_logits_are_those_of_the_definition():
+    model = with_random_biases(make(key=jax.random.key(0)))
+    tokens_BS = jax.numpy.asarray(source.batch(0).tokens)
+    context = whole_rows(tokens_BS, Compute(dtype="float32"))
+    features = model.features(model.trunk(tokens_BS, context).x_BSE, context)
+    found, expected = logits(model, features, context.compute), reference_logits(model, tokens_BS)
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@functools.cache
+def gradients(mesh_name, sequence_parallel=False):
+    mesh = make_mesh(**MESHES.get(mesh_name, {}))
+    compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
+
+    def mean(model, batch):
+        return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
+
+    make_model = functools.partial(make, key=jax.random.key(1))
+    with jax.set_mesh(mesh):
+        model = creator(make_model, mesh)()
+        batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
+        return jax.device_get(jax.jit(jax.grad(mean))(model, batch))
+
+
+@pytest.mark.parametrize("case", [("fsdp",), ("all",), ("all", True)])
+def test_its_gradients_are_the_same_on_every_mesh(case):
+    for found, expected in zip(
+        jax.tree.leaves(gradients(*case)), jax.tree.leaves(gradients("one")), strict=True
+    ):
+        assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected) + 1e-9
+
+
+def test_it_trains_and_resumes_bit_for_bit(tmp_path):
+    run = experiment(MESHES["all"], sequence_parallel=True)
+    run.check()
+    step = run.compile_step()
+    rows = NamedSharding(run.mesh, partition("batch seq"))
+    state, losses = run.init(), []
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for i in range(20):
+            state, metrics = step(state, place(source, i, rows))
+            losses.append(float(metrics["loss"]))
+            if i == 9:
+                checkpoints.save(10, state, {})
+    assert losses[-1] < losses[0] - 0.2
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        again = checkpoints.restore_newest(run.abstract_state()).state
+    for i in range(10, 20):
+        again, metrics = step(again, place(source, i, rows))
+        assert float(metrics["loss"]) == losses[i]
+
+
+def test_it_is_planned_described_measured_and_sampled():
+    run = experiment({"fsdp": 8})
+    described = str(describe(run.abstract_model(), run.mesh))
+    assert "positions.table_PE" in described and "position 32 × embed 32" in described
+    assert {kept.name for kept in saved_activations(run)} >= {"layer_input", "loss_gradient"}
+    report = plan(run, parse("cpu:8"))
+    assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(run.abstract_model()))
+    model = run.init().model
+    rows = NamedSharding(run.mesh, partition("batch seq"))
+    found = layer_statistics(model, place(source, 0, rows), run.mesh, run.compute)
+    names = [part.name for part in found.parts]
+    assert names == ["tokens", "positions", "layer 0", "layer 1", "layer 2", "norm"]
+    assert first_offender(found) is None and "positions" in table(found)
+    broken = eqx.tree_at(lambda m: m.norm.bias, model, model.norm.bias * np.nan)
+    found = layer_statistics(broken, place(source, 0, rows), run.mesh, run.compute)
+    assert first_offender(found) == "the weights of norm"
+    (ids,) = sample(model, [[1, 2, 3]], 5, jax.random.key(0), run.mesh, Compute(dtype="float32"))
+    assert ids[:3] == [1, 2, 3] and len(ids) == 8
+
+
+def test_what_decays_is_what_it_declares():
+    run = experiment({})
+    decays = {row.path: row.decays for row in describe(run.abstract_model(), run.mesh).parameters}
+    assert decays["tokens_VE"] and decays["stack.0.0.attention.output"]
+    assert not decays["stack.0.0.attention.query_bias"]  # two axes, and no matrix
+    assert not decays["stack.0.0.mlp.up_bias"] and not decays["norm.scale"]
+
+
+class Half(eqx.Module):
+    """Has tokens in and features out, and nothing else."""
+
+    trunk = features = vocab = None
+
+
+def test_a_model_that_lacks_a_part_is_told_which_and_what_for():
+    run = dataclasses.replace(experiment({}), model=lambda key: Half())
+    with pytest.raises(ValueError, match=r"Half is no .*Model.*: it lacks .*parts, which names"):
+        run.check()
+
+
+def test_an_activation_and_a_query_norm_are_changed_in_a_line():
+    model = llama(
+        vocab=64, embed=32, layers=2, heads=4, mlp=48, key=jax.random.key(0),
+        feed_forward=functools.partial(GatedMLP, activation=relu_squared),
+        attention=functools.partial(Attention, norm=functools.partial(RMSNorm, "head_dim")),
+    )  # fmt: skip
+    ((block,),) = model.stack
+    assert block.mlp.activation is relu_squared
+    assert block.attention.query_norm.scale.shape == (2, 8)
+    assert np.isfinite(model(jax.numpy.zeros((1, 8), "int32"))).all()

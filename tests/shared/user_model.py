@@ -1,0 +1,78 @@
+"""A model of one's own: learned positions, LayerNorm with biases, GELU, no rotary positions.
+
+docs/your-own-architecture.md goes through it. Shapes: B batch, S sequence, P position, E embed,
+V vocab.
+"""
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from lmlib.models.attention import Attention
+from lmlib.models.block import Block
+from lmlib.models.embedding import embedded
+from lmlib.models.mlp import MLP, gelu
+from lmlib.models.norms import LayerNorm
+from lmlib.models.protocol import Part
+from lmlib.models.stack import (
+    Segment,
+    Stack,
+    check_stack,
+    make_stack,
+    run_stack,
+    stack_flops_per_token,
+    stack_parts,
+)
+from lmlib.models.weights import first_values, fold, normal, weight
+from lmlib.parallel.layout import gather, reshard, spec
+
+
+class Positions(eqx.Module):
+    table_PE: Float[Array, "position embed"] = weight(normal(0.01), rules={"position": None})
+
+    def __call__(self, context):
+        rows_BSE = self.table_PE.at[context.positions_BS].get(out_sharding=spec("batch seq embed"))
+        return reshard(rows_BSE, context.compute.residual)
+
+
+class Learned(eqx.Module):
+    stack: Stack
+    norm: LayerNorm
+    positions: Positions
+    tokens_VE: Float[Array, "vocab embed"] = weight(normal(0.02))
+
+    def __init__(self, vocab, embed, layers, heads, positions, *, key):
+        def block(key):
+            attention = Attention(embed, heads, heads, embed // heads, bias=True, key=key)
+            mlp = MLP(embed, 4 * embed, gelu, key=fold(key, "mlp"))
+            norms = (LayerNorm(embed=embed, key=key) for _ in range(2))
+            return Block(attention, mlp, *norms)
+
+        sizes = {"vocab": vocab, "embed": embed, "position": positions}
+        self.stack = make_stack([Segment([block], layers)], key)
+        self.norm = LayerNorm(embed=embed, key=key)
+        self.positions = Positions(first_values(Positions, "table_PE", key, **sizes))
+        self.tokens_VE = first_values(Learned, "tokens_VE", key, **sizes)
+
+    def trunk(self, tokens_BS, context, cache=None):
+        compute = context.compute
+        x_BSE = embedded(self.tokens_VE, tokens_BS, compute.dtype, compute.residual)
+        x_BSE += gather(self.positions, compute.dtype)(context)
+        return run_stack(self.stack, x_BSE, context, cache)
+
+    def features(self, x_BSE, context):
+        return gather(self.norm, context.compute.dtype)(x_BSE)
+
+    logit_cap = None
+    vocab = property(lambda self: self.tokens_VE.shape[0])
+    unembedding_EV = property(lambda self: self.tokens_VE.T)
+
+    def flops_per_token(self, sequence_length, causal):
+        head = 6.0 * self.tokens_VE.size
+        return head + stack_flops_per_token(self.stack, sequence_length, causal)
+
+    def parts(self):
+        before = Part("tokens", self.tokens_VE), Part("positions", self.positions)
+        return (*before, *stack_parts(self.stack), Part("norm", self.norm))
+
+    def check(self, sequence_length, compute):
+        check_stack(self.stack, sequence_length, compute)
