@@ -65,8 +65,16 @@ def with_defaults(cfg: fdl.Config) -> fdl.Config:
     for node in nodes(cfg):
         for name, value in arguments(node).items():
             if isinstance(name, str):  # a number for what is positional only
-                setattr(node, name, value)
+                setattr(node, name, _as_config(value))
     return cfg
+
+
+def _as_config(value: Any) -> Any:
+    """The config that makes `value`, if that is an instance of a dataclass, as a default may be."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = [field.name for field in dataclasses.fields(value) if field.init]
+    return fdl.Config(type(value), **{name: getattr(value, name) for name in fields})
 
 
 def text_of(value: Any) -> str:

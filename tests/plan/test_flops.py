@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from lmlib import optim, train
 from lmlib.compute import Compute
 from lmlib.models.attend import splash
+from lmlib.models.attend.options import Options
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
@@ -108,10 +109,11 @@ def test_sharded_matmuls_count_whole_and_for_one_device(sizes):
 def test_splash_attention_counts_the_tiles_that_it_computes():
     B, S, H, D, tile = 2, 1_536, 4, 64, 512
     arguments = shapes(*[(B, S, H, D)] * 3, dtype=jnp.bfloat16)
+    options = Options(window=None, scale=D**-0.5, soft_cap=None)
     segment_ids_BS = jax.ShapeDtypeStruct((B, S), jnp.int32)
 
     def total(*arguments):
-        return jnp.sum(splash.attend(*arguments).astype(jnp.float32))
+        return jnp.sum(splash.attend(*arguments, options).astype(jnp.float32))
 
     product = 2 * B * H * tile * tile * D * 6  # of 3 × 3 tiles, 6 are not all masked
     forward = counted(total, *arguments, segment_ids_BS)
