@@ -82,7 +82,8 @@ def test_arrays_without_axis_names_or_first_values_are_refused():
 
 
 def test_an_axis_without_a_rule_is_named():
-    with pytest.raises(LayoutError, match=r"axis 'experts' has no rule \(known: batch.*rules={'experts': None}"):
+    message = r"axis 'experts' has no rule \(known: batch.*rules={'experts': None}"
+    with pytest.raises(LayoutError, match=message):
         partition("experts embed", COMPUTE)
 
 
