@@ -1,4 +1,4 @@
-"""How a model is computed, never what it is: nothing here changes a weight or a curve's meaning."""
+"""How a model is computed. Nothing here changes what the model is."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -148,7 +148,7 @@ class Experiment:
             return self.trace_step().lower().compile()
 
     def check(self) -> None:
-        """Sees that the parts fit each other, before anything compiles.
+        """Checks that the parts fit each other, before anything compiles.
 
         Raises:
           ValueError: naming the setting, its value, and what would work.

@@ -307,5 +307,5 @@ def _added(one: LossSums, other: LossSums) -> LossSums:
 
 
 def _over_batch(sums: LossSums) -> LossSums:
-    """Every part of the batch together."""
+    """The sums over the parts of the batch on all devices (a psum)."""
     return LossSums(*(psum(each, COMPUTE["batch"]) for each in sums))

@@ -51,7 +51,7 @@ def init(
 ) -> State:
     """The state before the first step, laid out on `mesh` from the start.
 
-    `seed` is for what is random in the steps; the weights are `make_model`'s affair.
+    `seed` is for what is random in the steps; that of the weights is in `make_model`.
     """
     with jax.set_mesh(mesh):
         model = creator(make_model, mesh)()

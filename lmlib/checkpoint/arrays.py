@@ -27,7 +27,7 @@ _LARGEST_ZARRAY = 1 << 16  # bytes
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Leaves by path, in tree order: `{"model.layers.query": …, "optimizer.0.count": …}`."""
+    """Leaves by path, in tree order: `{"model.norm.scale": …, "optimizer.0.count": …}`."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)

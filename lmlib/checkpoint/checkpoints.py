@@ -163,7 +163,7 @@ class Checkpoints:
         with self._recovery(f"save step {step}"):
             if not self._directory.is_dir():  # Orbax would make it again, without the others
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            self._manager.save(step, args=items, force=True)  # force: when to save is not its say
+            self._manager.save(step, args=items, force=True)  # force: the caller says when
         return time.perf_counter() - began
 
     def steps(self) -> list[int]:
@@ -392,6 +392,6 @@ class Checkpoints:
 
 class _Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
-        """Orbax asks JAX this after each save. Whoever stops on signals asks at each step, and for
-        that JAX must not hear of earlier ones in between."""
+        """Never: Orbax would ask JAX after each save. A run that stops on signals asks JAX itself,
+        after each step, and JAX must not be asked about earlier steps in between."""
         return False

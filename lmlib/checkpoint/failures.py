@@ -1,4 +1,4 @@
-"""What went wrong with the disk, said exactly."""
+"""Errors of the storage, as messages that name the directory and the cause."""
 
 import errno
 import os

@@ -30,7 +30,7 @@ def set_aside_in(directory: Path) -> list[Path]:
 
 
 def set_aside(folder: Path) -> None:
-    """Takes a damaged step out of the way; an earlier one of the same step goes for good."""
+    """Renames a damaged step; one of the same step that was renamed before is deleted."""
     aside = folder.with_name(folder.name + _SET_ASIDE)
     if aside.exists():
         shutil.rmtree(aside)
@@ -38,7 +38,7 @@ def set_aside(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a step; killed in between, it leaves what `unfinished_in` finds, no half step."""
+    """Deletes a step. A kill meanwhile leaves what `unfinished_in` finds, and no half of a step."""
     leaving = folder.with_name(f"{folder.name}{UNFINISHED}-removed")
     folder.rename(leaving)
     shutil.rmtree(leaving)

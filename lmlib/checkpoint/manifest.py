@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: which files it consists of, and how damage to them is noticed.
 
-The digests are XXH3 with 128 bits. They tell damage from soundness, not friend from foe: whoever
-makes a checkpoint also makes its digests.
+The digests are XXH3 with 128 bits. They find damage, and no forgery: whoever makes a checkpoint
+also makes its digests.
 """
 
 import dataclasses

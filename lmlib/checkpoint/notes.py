@@ -19,7 +19,7 @@ def handler() -> ocp.JsonCheckpointHandler:
 
 
 def copied(notes: dict[str, Any]) -> dict[str, Any]:
-    """The same after a way through JSON; raises ValueError if it holds what JSON cannot."""
+    """A copy of `notes`, made through JSON; raises ValueError if it holds what JSON cannot."""
     try:
         return json.loads(json.dumps(notes))
     except (TypeError, ValueError, RecursionError) as error:

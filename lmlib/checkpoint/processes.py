@@ -41,9 +41,9 @@ def barrier(name: str) -> None:
 
 
 def orbax_barrier() -> Callable[..., None]:
-    """Where Orbax's threads wait for those of the other processes: not after an error.
+    """The barrier of Orbax's threads for those of other processes; after an error it raises that.
 
-    Orbax would wait even then, and so keep its error to itself for as long as a save may take.
+    Orbax's own waits even then, and so hides the error for as long as a save may take.
     """
     wait = ocp.multihost.get_barrier_sync_fn()
 

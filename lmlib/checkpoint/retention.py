@@ -56,6 +56,6 @@ class _Best(orbax.PreservationPolicy):
 
 
 def finite_or_none(metric: Any) -> float | None:
-    """The metric as the manifest keeps it: NaN and infinity rank nothing."""
+    """The metric as the manifest keeps it: `None` for NaN and infinity, which have no rank."""
     value = None if metric is None else float(metric)
     return value if value is not None and abs(value) < float("inf") else None

@@ -89,7 +89,7 @@ def _check_types(journal: Journal) -> None:
 
 @contextmanager
 def writing(shard_folder: Path) -> Iterator[None]:
-    """Gives an OSError that does not say where it happened, as that of a full disk, the folder."""
+    """Adds the folder to an OSError that names no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:

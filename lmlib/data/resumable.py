@@ -1,4 +1,4 @@
-"""Sources that remember: what they must tell so that a killed run goes on with the same batches."""
+"""Sources with a state, such as streams, which a checkpoint keeps for a resumed run."""
 
 import json
 from typing import Any, Protocol, runtime_checkable

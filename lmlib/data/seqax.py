@@ -42,7 +42,7 @@ class SeqaxSplit:
         return _EncodedSpan(self._encoded.read(start, stop))
 
     def document_bounds(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Not to be had without reading all tokens: raises ValueError."""
+        """Raises ValueError: it would take reading all tokens."""
         raise ValueError(
             f"{self._folder} is in seqax's format, whose document starts cannot be read one by "
             "one: convert it with python -m data_tools.convert, or use packed=True"

@@ -1,4 +1,4 @@
-"""What must hold before a shard is written: sound settings, and no other data in its place."""
+"""Checks before a shard is written: the settings make sense, and no other data is in its place."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +34,7 @@ def check_settings(
 
 
 def check_folder(folder: Path) -> None:
-    """Never touch what no writer put there, nor a finished shard."""
+    """Raises FileExistsError for a finished shard, or for what no writer put there."""
     if folder.is_symlink():
         raise FileExistsError(f"{folder} is a link, and no writer makes any: delete it")
     if not folder.exists():
@@ -55,7 +55,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_data_set(path: Path, tokenizer_json: str | None) -> None:
-    """Never touch what is no data set, or one of another tokenizer."""
+    """Raises FileExistsError for what is no data set, or one of another tokenizer."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is no folder: choose another name for the data set")
     file = path / TOKENIZER_FILE
@@ -69,7 +69,7 @@ def check_data_set(path: Path, tokenizer_json: str | None) -> None:
 
 
 def check_neighbours(path: Path, split: str, wanted: Mapping[str, Any]) -> None:
-    """All shards of a split agree in all but their number, all splits in their tokenizer."""
+    """Checks that the split's other shards, and the data set's other splits, were made alike."""
     if (path / split / FILE_NAME).exists():
         raise FileExistsError(
             f"{path / split} holds another {FILE_NAME}, of a data set in another format: choose "

@@ -245,7 +245,7 @@ class ShardWriter:
         self._tokens = open_for_appending(self.folder / "tokens", found.written)
 
     def _verify(self, tokens: np.ndarray, start: int) -> np.ndarray:
-        """What of `tokens`, which begin at `start`, is not on disk yet; the rest must be equal."""
+        """The tokens that are not on disk yet, from `start` on; raises if others are on disk."""
         again = min(max(self._stored_before - start, 0), len(tokens))
         if again:
             stored = self._tokens[start : start + again].read().result()

@@ -40,7 +40,7 @@ class HasText(Protocol):
 
 
 def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
-    """By the tokenizer.json `file`; `bos_id` begins a document.
+    """The codec of the tokenizer.json `file`; `bos_id` begins a document.
 
     Raises ValueError or OSError if the file describes no tokenizer.
     """
@@ -59,7 +59,7 @@ def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
 
 
 def codec_of_bytes(bos_id: int | None) -> TextCodec:
-    """By the byte tokenizer: ids below 256 are the bytes of UTF-8, others are special."""
+    """The codec of bytes: ids below 256 are the bytes of UTF-8, others are special."""
     begin = [] if bos_id is None else [bos_id]
     return TextCodec(lambda text: [*begin, *text.encode()], decoded_bytes)
 

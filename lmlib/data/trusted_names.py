@@ -69,7 +69,7 @@ def named_value(module: str, name: str, trusted: Collection[str]) -> Any:
 
 
 def full_name(value: Any) -> str | None:
-    """Where a function, a class or an instance of one says that it is defined; None: nowhere."""
+    """`module.name` of a function, a class or the class of an instance; None if it has none."""
     module = getattr(value, "__module__", None)
     name = getattr(value, "__qualname__", type(value).__qualname__)
     return f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else None

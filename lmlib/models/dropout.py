@@ -21,9 +21,9 @@ def dropout(
     """Each element is 0 with probability `rate`, else x / (1 - rate), so that the mean stays
     (Srivastava et al. 2014, "Dropout: a simple way to prevent neural networks from overfitting").
 
-    An element's lot depends on `key`, `name` and its place in the whole array. It is drawn where
-    the element lies, in `layout` as x is, so nothing travels and every mesh draws the same bits.
-    Without a key x stays as it is.
+    Whether an element is dropped depends on `key`, `name` and its place in the whole array. Each
+    device draws for its own elements, x lying as `layout` says: nothing travels, and every mesh
+    draws the same bits. Without a key x stays as it is.
     """
     if key is None:
         return x_BSE

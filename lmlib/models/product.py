@@ -29,8 +29,8 @@ def product(
     x and w, and lie as these do. `precision` rounds the operands of this product and of x's
     gradient to "int8" or "float8", as `lmlib.models.quantized` says; `None` does not.
 
-    Every product of activations and a weight goes through here; nothing else multiplies a weight
-    that is declared with `fan_in`.
+    Every product of activations and a weight goes through here, but for that with the unembedding,
+    which `lmlib.losses` and `lmlib.models.head` make.
     """
     if precision is None:
         return jnp.einsum(equation, x, w, out_sharding=out_sharding)

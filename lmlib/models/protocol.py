@@ -101,8 +101,8 @@ class Model(Protocol):
     def features(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> Float[Array, "b s embed"]:
-        """What `unembedding_EV` multiplies: the residual stream after the last norm; laid out as
-        it came, in its dtype."""
+        """What `unembedding_EV` multiplies: the residual stream after the last norm, in the
+        layout and the dtype of `x_BSE`."""
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Analytic FLOPs of forward and backward pass for one token, rematerialisation not counted
@@ -129,7 +129,7 @@ _PURPOSES = {
 
 
 def check_protocol(model: Any) -> None:
-    """Sees that `model` has every part of `Model`.
+    """Checks that `model` has every part of `Model`.
 
     Raises:
       ValueError: naming what is missing and what it is for.

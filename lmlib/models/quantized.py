@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 
 
 class Formats(NamedTuple):
-    """Of forward operands, and of the gradient that arrives backward."""
+    """The dtypes of forward operands, and of the gradient that arrives in the backward pass."""
 
     forward: DTypeLike
     arriving: DTypeLike
@@ -118,8 +118,8 @@ def _places_not_in(others: str, axes: str) -> tuple[int, ...]:
 
 
 def _plain(x: Array) -> Array:
-    """`x` for any arithmetic: of what was gathered, JAX remembers how its gradient will lie, and
-    lets nothing but products see it."""
+    """`x` without the `reduced` axes in its layout, which what was gathered has: JAX lets only
+    products take those."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.sharding.reshard(x, jax.typeof(x).sharding.spec.update(reduced=frozenset()))

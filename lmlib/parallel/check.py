@@ -1,4 +1,4 @@
-"""Impossible layouts, found from shapes alone, before anything compiles."""
+"""Finds layouts that are impossible, from shapes alone and before anything compiles."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from lmlib.parallel.layout import COMPUTE, REPEATED, STORED, partition, pieces, 
 
 
 def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
-    """Sees that `mesh` can hold the model in both layouts.
+    """Checks that `mesh` can hold the model in both layouts.
 
     Args:
       model: with arrays, or `ShapeDtypeStruct`s, for weights.
@@ -44,7 +44,7 @@ def check_batch(
     sequence_parallel: bool,
     mesh: Mesh | AbstractMesh,
 ) -> None:
-    """Sees that `mesh` can split the batch.
+    """Checks that `mesh` can split the batch.
 
     Raises:
       LayoutError: naming the axis and both numbers, and what would work.

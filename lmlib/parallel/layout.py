@@ -2,8 +2,8 @@
 
 A weight names its axes in its annotation (`Float[Array, "embed mlp"]`). Two tables say which mesh
 axes split each name. They differ where FSDP acts: a weight rests in `STORED`, and `gather` moves it
-to `COMPUTE` just before use; the gradient takes the same way back. Names that the tables do not
-have get their rule where the weight is declared. Without a mesh (no `jax.set_mesh`) nothing is
+to `COMPUTE` just before use; its gradient moves back. Names that the tables do not have get their
+rule where the weight is declared. Without a mesh (no `jax.set_mesh`) nothing is
 placed and the same model runs on one device.
 """
 

@@ -72,7 +72,7 @@ def axis_index(mesh_axis: str) -> jax.Array | int:
 
 
 def platform() -> str:
-    """Of the devices that what is traced now will run on: "cpu", "tpu", "cuda" or "rocm"."""
+    """The platform of the devices that traced code will run on: "cpu", "tpu", "cuda" or "rocm"."""
     mesh = jax.sharding.get_abstract_mesh()
     device = (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
     if device.platform == "gpu":

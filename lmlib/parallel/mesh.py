@@ -1,4 +1,4 @@
-"""The device mesh: three axes, always present, and nothing else decides where arrays live."""
+"""The device mesh. Its three axes are always there; an axis that is not used has size 1."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How long a step's collectives take, at best, and how much of that no compute hides.
+"""How long a step's collectives take, at best, and how much of that compute does not hide.
 
 A collective takes what the links or the network between its devices allow. Over several slices or
 hosts it is hierarchical: links join the n devices of each slice or host, and between slices or
@@ -135,8 +135,8 @@ class Route:
 
 
 def route(axes: Sequence[str], mesh: Mesh, accelerator: Accelerator) -> Route | None:
-    """Between the devices that differ along `axes`; `None` where the accelerator's links, or its
-    network if it is needed, are unknown."""
+    """The route between devices that differ along `axes`; `None` where the accelerator's links, or
+    its network if it is needed, are unknown."""
     others = [index for index, name in enumerate(mesh.axis_names) if name not in axes]
     group = mesh.devices.transpose(
         *others, *(mesh.axis_names.index(name) for name in axes)

@@ -1,4 +1,4 @@
-"""Warnings of communication that a step could do without, each with what to do about it."""
+"""Warnings of needless communication in a step, each with what to change."""
 
 import dataclasses
 import itertools

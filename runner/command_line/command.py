@@ -1,4 +1,4 @@
-"""What every command does: parses its flags, tells errors in a few lines, exits with a status."""
+"""What all commands share: they parse flags, show errors in a few lines, exit with a status."""
 
 import ast
 import re
@@ -23,8 +23,8 @@ _TOLD = (ConfigError, TrainingStopped, OSError, DamagedDataError)
 def run(command: Callable[[Sequence[str]], int]) -> NoReturn:
     """Runs `command` with the arguments that are no flags; exits with the status it returns.
 
-    An error, a wrong flag too, is told on stderr, and the status is its `exit_code`. `--help` shows
-    the docstring of `__main__`.
+    Errors, also wrong flags, are shown on stderr; the status is then their `exit_code`. `--help`
+    shows the docstring of `__main__`.
     """
 
     def main(arguments: Sequence[str]) -> int:
@@ -78,7 +78,7 @@ def listed(title: str, files: Mapping[str, Path]) -> str:
 
 
 def first_line(file: Path) -> str:
-    """Of the docstring of a file of Python, which is not run."""
+    """The first line of the docstring of a Python file, which is not run."""
     return (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]
 
 

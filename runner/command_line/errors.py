@@ -37,7 +37,7 @@ def in_words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Where only the user's settings and files can be wrong: turns errors into `ConfigError`."""
+    """A block whose errors are the user's, of settings or files: raises them as `ConfigError`."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -109,7 +109,7 @@ class _Policy(serialization.PyrefPolicy):
 
 
 def _check_size(cfg: fdl.Config) -> None:
-    """Refuses a few values that use each other so often that to write them out would never end."""
+    """Refuses values that share parts so often that writing them out would never end."""
     sizes: dict[int, int] = {}
 
     def size(value: Any, depth: int) -> int:

@@ -1,6 +1,6 @@
-"""What a config says: its parameters, defaults included, the same as text, and what has changed.
+"""The parameters of a config, defaults included: as values, as text, and what has changed.
 
-Changes are found in the texts: the modules that an old run's config names may be gone.
+Changes are found in the texts, since modules that an old run's config names may be gone.
 """
 
 import copy
@@ -124,7 +124,7 @@ def _lines(value: Any, path: str, seen: dict[int, str]) -> Iterator[str]:
 
 
 def _printable(line: str) -> str:
-    """A stranger's config.txt cannot steer the terminal."""
+    """`line` without control characters: a stranger's config.txt must not steer the terminal."""
     return "".join(
         character if character.isprintable() else f"\\x{ord(character):02x}" for character in line
     )

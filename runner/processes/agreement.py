@@ -19,10 +19,7 @@ from runner.command_line.errors import AGREED, ConfigError
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-    """Where the user's mistake on one process is that of all: each raises the same ConfigError.
-
-    Every process must come here.
-    """
+    """A block whose ConfigError on one process is raised on all; every process must enter it."""
     mistake: ConfigError | None = None
     try:
         yield
@@ -71,11 +68,11 @@ def from_first(value: Any) -> Any:
 
 @contextlib.contextmanager
 def ends_other_processes() -> Iterator[None]:
-    """Where processes need each other at every step: one that fails is soon noticed by the others.
+    """A block that ends the other processes soon after it fails on this one.
 
-    Those wait for it in a collective operation, while JAX would have it wait for them at exit, for
-    five minutes. It exits without that wait instead, with status 1, after the usual traceback. What
-    is `AGREED` passes: all processes find the same.
+    They wait for this process in a collective operation, and JAX would have it wait for them at
+    exit, for five minutes. It exits without that wait instead, with status 1, after the usual
+    traceback. What is `AGREED` passes: all processes find the same.
     """
     try:
         yield

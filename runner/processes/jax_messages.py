@@ -1,4 +1,4 @@
-"""Messages of JAX's that a run has to understand: there is no other way to learn what they say.
+"""Messages of JAX that a run reads, since JAX tells what they say in no other way.
 
 tests/runner/test_jax_messages.py has JAX write each of them.
 """

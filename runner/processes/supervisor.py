@@ -1,4 +1,4 @@
-"""Each process of a run of many is a child of one that watches it.
+"""In a run of several processes, each is the child of a supervisor that watches it.
 
 When a process of the run dies, JAX aborts the others, and Python code in them cannot say why. Their
 supervisors can: they keep what each process writes to its terminal in workdir/logs, and find there
@@ -121,7 +121,7 @@ def supervise(
 
 
 class _Output(threading.Thread):
-    """Keeps what the child writes, and what it tells of itself."""
+    """Keeps what the child writes, and what it reports over the connection."""
 
     def __init__(
         self, workdir: Path, stdout: IO[bytes], stderr: IO[bytes], connection: socket.socket

@@ -157,7 +157,7 @@ def _check_notes(found: Restored) -> None:
 def _check_data(
     experiment: Experiment, found: Restored, may_change: bool, progress: Progress
 ) -> None:
-    """Sees that the run goes on with the data it was trained on, and takes a stream there."""
+    """Checks that the data is what the run was trained on; moves a stream to where it was."""
     source = experiment.data
     problem = data_probe.changed(source, found.notes["batches"])
     if problem is None and isinstance(source, Resumable):

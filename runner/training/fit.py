@@ -210,7 +210,7 @@ class _Run:
             return loop.run(beginning.state)
 
     def earlier_summary(self) -> Summary | None:
-        """What process 0 finds: the file systems of the others may not show it yet."""
+        """The summary that process 0 finds; file systems of the others may not show it yet."""
         found = finished_summary(self.workdir, self.experiment.steps)
         saved = from_first(None if found is None else dataclasses.asdict(found))
         return saved and from_json(saved)

@@ -22,13 +22,13 @@ class Options:
       checkpoint_fallback: whether to go on from an older checkpoint if the newest is damaged.
       init_from: `RUN` or `RUN@STEP`: begin with the weights of a checkpoint of another run. Ignored
         once this run has checkpoints of its own.
-      allowed_changes: "data", "model": what may be another than the run had when it stopped.
+      allowed_changes: "data", "model": what may have changed since the run stopped.
       save_compiled: a file to write the compiled step to.
       compiled: a file to take it from instead of compiling; loading it can run any code.
       limits: this process ends if something takes longer; `None`: it never does.
       stop: called with the number of each step; if true the run saves a checkpoint and ends. It
         must answer alike on all processes.
-      started: when this process was, in seconds since the epoch; `None`: when `fit` is called.
+      started: when this process started, in seconds since the epoch; `None`: when `fit` is called.
     """
 
     profile: range | None = None

@@ -1,4 +1,4 @@
-"""What a finished run says of itself: its numbers, a few sampled lines, what to try next."""
+"""The summary of a finished run: its numbers, a few sampled lines, what to try next."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def finished_summary(workdir: Path, steps: int) -> Summary | None:
 
 
 def from_json(saved: Mapping[str, Any]) -> Summary:
-    """What `dataclasses.asdict` made of a summary, after a way through JSON."""
+    """The summary whose `dataclasses.asdict` was written as JSON and read back."""
     goodput = saved["goodput"] and Goodput(**saved["goodput"])
     return Summary(**{**saved, "samples": tuple(saved["samples"]), "goodput": goodput})
 

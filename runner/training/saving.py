@@ -1,4 +1,4 @@
-"""What a run's checkpoints hold besides its state, and what becomes of a save that fails."""
+"""Saves a run's checkpoints with their notes, and decides what a failed save means."""
 
 from collections.abc import Callable
 from typing import Any

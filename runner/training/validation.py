@@ -29,7 +29,7 @@ class Validation:
         return metrics if bits is None else {**metrics, "validation_bits_per_byte": bits}
 
     def whole(self, model: Any) -> Evaluation:
-        """All of a source that ends."""
+        """The loss over all batches; over `validation_batches` if the source never ends."""
         return self._evaluator(model, self._all_batches)
 
     def bits_per_byte(self, evaluation: Evaluation) -> float | None:

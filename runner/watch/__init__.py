@@ -1,1 +1,1 @@
-"""What a run does at the moment: phases, progress, goodput, traces, and an end if it hangs."""
+"""What a run is doing: phases, progress, goodput, traces, and a watchdog for one that hangs."""

@@ -61,7 +61,7 @@ class Goodput:
 
 
 class GoodputLog:
-    """Keeps `workdir/goodput.json`; on all processes but one it only counts."""
+    """Keeps `workdir/goodput.json`; writes it if `enabled`, which it is on one process."""
 
     def __init__(self, workdir: Path, phases: Phases, enabled: bool = True):
         """Reads what earlier starts left; what cannot be read is not counted."""
@@ -81,7 +81,7 @@ class GoodputLog:
         return max((start.last_step for start in self._earlier), default=0)
 
     def update(self, step: int) -> float:
-        """Tells that `step` is made; returns the fraction of the wall time up to now."""
+        """Records that `step` is made; returns the goodput up to now (0.9 for 90 %)."""
         self._last_step = step
         if time.monotonic() - self._written_at >= WRITE_SECONDS:
             self.write()

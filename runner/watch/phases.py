@@ -36,7 +36,7 @@ class Phases:
         self._current = Phase.STARTUP, time.monotonic()
 
     def enter(self, phase: Phase) -> None:
-        """From now on it is `phase`."""
+        """Charges the time from now on to `phase`."""
         before, since = self._current
         now = time.monotonic()
         self._current = phase, now
@@ -44,7 +44,7 @@ class Phases:
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """It is `phase` in the block, and after it what it was before."""
+        """Charges the time of a block to `phase`, and then goes back to the phase before."""
         before, _ = self._current
         self.enter(phase)
         try:

@@ -55,7 +55,7 @@ class Progress:
         tokens_per_second: float,
         mfu: float | None = None,
     ) -> None:
-        """Tells that `step` is done; writes unless a line was written just before.
+        """Records that `step` is done; writes unless a line was written just before.
 
         Time left is that of the steps since the first update, so compilation is not in it.
         """
