@@ -14,6 +14,7 @@ from lmlib.data.metadata import (
     shard_folders,
     shard_number,
 )
+from lmlib.whole_file import UNFINISHED
 
 
 def check_settings(
@@ -42,12 +43,12 @@ def check_folder(folder: Path) -> None:
     if (folder / FILE_NAME).exists():
         raise FileExistsError(f"{folder} is already finished: delete it first to make it again")
     own = {JOURNAL_FILE, STARTS_FILE, LOCK_FILE}
-    own |= {f"{name}.tmp" for name in (JOURNAL_FILE, FILE_NAME, TOKENIZER_FILE)}
     own |= {"tokens", "document_starts", "first_documents"}
     for entry in folder.rglob("*"):
         if entry.is_symlink():
             raise FileExistsError(f"{entry} is a link, and no writer makes any: delete it")
-    strangers = sorted({entry.name for entry in folder.iterdir()} - own)
+    # A kill leaves what `write_whole` had begun.
+    strangers = sorted({one.name for one in folder.iterdir() if one.suffix != UNFINISHED} - own)
     if strangers:
         raise FileExistsError(
             f"{folder} holds {strangers[0]!r}, which is no part of a shard: choose another folder"

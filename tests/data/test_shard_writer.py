@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from lmlib.data import FlatTokens, ShardWriter, TokenizerIdentity, finished_shard, read_shard
 from lmlib.data import shard_writer as shard_writer_module
 from lmlib.data.journal import WriterLock, writing
+from lmlib.data.metadata import JOURNAL_FILE
+from lmlib.whole_file import UNFINISHED
 
 IDS = st.integers(0, 299) | st.just(0)  # zeros, the fill value, come often
 DOCUMENTS = st.lists(st.lists(IDS, max_size=70), max_size=12)
@@ -172,6 +174,13 @@ def abandoned(path: Path, **settings: object) -> None:
     for _ in range(2):
         writer.append(np.array([7, 8, 9]), 1)
     writer.close()
+
+
+def test_a_shard_goes_on_after_a_kill_that_left_a_file_unfinished(tmp_path: Path) -> None:
+    abandoned(tmp_path)
+    folder = tmp_path / "train" / ALONE
+    (folder / f".{JOURNAL_FILE}.0123456789abcdef{UNFINISHED}").write_text("{")
+    abandoned(tmp_path)
 
 
 def test_other_settings_cannot_go_on_with_a_shard(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""Key and value heads fewer than `tensor`: repeated, exactly, with gradients summed once."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from lmlib import Compute, adamw, batch_loss, describe, llama, make_mesh, train
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.models.attention import Attention
+from lmlib.models.norms import RMSNorm
+from lmlib.parallel.axes import LayoutError
+from lmlib.parallel.check import check_model
+from lmlib.parallel.layout import creator, partition
+
+source = Synthetic(vocab_size=64, batch_size=8, sequence_length=16)
+# Biases have the axis of heads too, and norms over all of them; none may count a copy twice.
+with_all_parts = functools.partial(
+    Attention,
+    bias=True,
+    norm=functools.partial(RMSNorm, "heads head_dim"),
+    key_norm=functools.partial(RMSNorm, "kv_heads head_dim"),
+)
+
+
+def maker(kv_heads, attention=with_all_parts):
+    return functools.partial(
+        llama, vocab=64, embed=32, layers=2, heads=8, kv_heads=kv_heads, mlp=32,
+        attention=attention, key=jax.random.key(3),
+    )  # fmt: skip
+
+
+@functools.cache
+def loss_and_gradients(kv_heads, sequence_parallel=False, **mesh):
+    mesh, make = make_mesh(**mesh), maker(kv_heads)
+    compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
+
+    def mean(model, batch):
+        return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
+
+    with jax.set_mesh(mesh):
+        model = creator(make, mesh)()
+        batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
+        loss, gradients = jax.jit(jax.value_and_grad(mean))(model, batch)
+    for weight, gradient in zip(jax.tree.leaves(model), jax.tree.leaves(gradients), strict=True):
+        assert gradient.sharding == weight.sharding
+    return float(loss), jax.device_get(gradients)
+
+
+SENTINELS = [(1, {"fsdp": 2, "tensor": 4}, True), (2, {"data": 2, "tensor": 4}, False)]
+OTHERS = [
+    (kv_heads, mesh, parallel)
+    for kv_heads in (1, 2)
+    for mesh in ({"tensor": 2}, {"fsdp": 2, "tensor": 4}, {"tensor": 8})
+    for parallel in (False, True)
+]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "mesh", "sequence_parallel"),
+    [*SENTINELS, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
+)
+def test_loss_and_gradients_are_those_of_one_device(kv_heads, mesh, sequence_parallel):
+    loss, gradients = loss_and_gradients(kv_heads, sequence_parallel, **mesh)
+    expected_loss, expected = loss_and_gradients(kv_heads)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        # A key's bias moves all scores of a query alike, so its gradient is rounding.
+        assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs) + 1e-7
+
+
+def test_they_are_stored_once_along_tensor():
+    mesh = make_mesh(fsdp=2, tensor=4)
+    rows = describe(jax.eval_shape(maker(2)), mesh).parameters
+    layouts = {row.path.rpartition(".")[2]: row.layout for row in rows}
+    assert layouts["key"] == ("whole", "fsdp", "whole", "whole")
+    assert layouts["query"] == ("whole", "fsdp", "tensor", "whole")
+
+
+def test_what_does_not_fill_tensor_is_refused_with_one_sentence_everywhere():
+    make = functools.partial(
+        llama, vocab=64, embed=32, layers=1, heads=6, kv_heads=3, head_dim=8, mlp=32,
+        key=jax.random.key(0),
+    )  # fmt: skip
+    mesh, optimizer = make_mesh(tensor=2), adamw(10, peak_lr=1e-3)
+    with pytest.raises(LayoutError) as before:
+        check_model(jax.eval_shape(make), mesh)
+    assert "axis 'kv_heads' of size 3 cannot be split over tensor=2" in str(before.value)
+    assert "or kv_heads a multiple of 2 or a divisor of 2" in str(before.value)
+    state = jax.eval_shape(lambda: train.fresh_state(make(), optimizer))
+    batch = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, source.batch(0)))
+    with jax.set_mesh(mesh), pytest.raises(LayoutError) as directly:
+        jax.eval_shape(
+            functools.partial(train.step, optimizer=optimizer, compute=Compute()), state, batch
+        )
+    assert str(directly.value) == str(before.value)
