@@ -1,15 +1,20 @@
-"""Language-model pretraining in JAX: what a notebook needs."""
+"""Language-model pretraining in JAX. What a notebook needs is here; each name is imported when it is
+first asked for, so that what only reads data starts without JAX."""
 
-from lmlib.compute import Compute
-from lmlib.describe import describe
-from lmlib.experiment import Experiment
-from lmlib.generate import sample
-from lmlib.losses import Objective, batch_loss
-from lmlib.models.decoder import Decoder
-from lmlib.models.families.llama import llama
-from lmlib.models.protocol import Context, whole_rows
-from lmlib.optim import adamw
-from lmlib.parallel.mesh import make_mesh
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmlib.compute import Compute
+    from lmlib.description import describe
+    from lmlib.experiment import Experiment
+    from lmlib.generate import sample
+    from lmlib.losses import Objective, batch_loss
+    from lmlib.models.decoder import Decoder
+    from lmlib.models.families.llama import llama
+    from lmlib.models.protocol import Context, whole_rows
+    from lmlib.optim import adamw
+    from lmlib.parallel.mesh import make_mesh
 
 __all__ = [
     "Compute",
@@ -25,3 +30,24 @@ __all__ = [
     "sample",
     "whole_rows",
 ]
+
+_HOMES = {
+    "Compute": "lmlib.compute",
+    "Context": "lmlib.models.protocol",
+    "Decoder": "lmlib.models.decoder",
+    "Experiment": "lmlib.experiment",
+    "Objective": "lmlib.losses",
+    "adamw": "lmlib.optim",
+    "batch_loss": "lmlib.losses",
+    "describe": "lmlib.description",
+    "llama": "lmlib.models.families.llama",
+    "make_mesh": "lmlib.parallel.mesh",
+    "sample": "lmlib.generate",
+    "whole_rows": "lmlib.models.protocol",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'lmlib' has no attribute {name!r}")

@@ -65,7 +65,7 @@ MAY_IMPORT = {
         "lmlib.data",
     },
     "lmlib.generate": {"lmlib.models", "lmlib.parallel", "lmlib.compute"},
-    "lmlib.describe": {"lmlib.optim", "lmlib.parallel", "lmlib.table"},
+    "lmlib.description": {"lmlib.optim", "lmlib.parallel", "lmlib.table"},
     "lmlib.layer_statistics": {
         "lmlib.losses",
         "lmlib.models",

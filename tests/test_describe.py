@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from lmlib.describe import describe
+from lmlib.description import describe
 from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh

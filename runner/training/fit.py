@@ -16,7 +16,7 @@ from lmlib import train
 from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
-from lmlib.describe import describe
+from lmlib.description import describe
 from lmlib.experiment import Experiment
 from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.parallel.layout import partition

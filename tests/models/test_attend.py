@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from lmlib.models.attend import IMPLEMENTATIONS, attend, chosen
+from lmlib.models.attend import IMPLEMENTATIONS, attend, check_attention, chosen, problem
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
 
@@ -26,7 +26,7 @@ def inputs(sequence=S, heads=H, kv_heads=K, head_dim=D):
     return q_BSHD, k_BSKD, v_BSKD, np.cumsum(borders_BS, axis=1).astype(np.int32), d_BSHD
 
 
-def reference(q_BSHD, k_BSKD, v_BSKD, segments_BS, d_BSHD, window):
+def reference(q_BSHD, k_BSKD, v_BSKD, segments_BS, d_BSHD, window, scale=None, soft_cap=None):
     """The output and the gradients for q, k and v, head by head and in float64."""
     sequence, heads, head_dim = q_BSHD.shape[1:]
     group = heads // k_BSKD.shape[2]
@@ -37,23 +37,28 @@ def reference(q_BSHD, k_BSKD, v_BSKD, segments_BS, d_BSHD, window):
         q_SD = q_BSHD[b, :, h].astype(np.float64)
         k_SD, v_SD = (x[b, :, h // group].astype(np.float64) for x in (k_BSKD, v_BSKD))
         allowed_ST = near_ST & (segments_BS[b][:, None] == segments_BS[b])
-        scores_ST = np.where(allowed_ST, q_SD @ k_SD.T / head_dim**0.5, -np.inf)
+        scores_ST = q_SD @ k_SD.T * (scale or head_dim**-0.5)
+        slope_ST = np.full(scores_ST.shape, scale or head_dim**-0.5)
+        if soft_cap is not None:
+            scores_ST = soft_cap * np.tanh(scores_ST / soft_cap)
+            slope_ST *= 1 - (scores_ST / soft_cap) ** 2
+        scores_ST = np.where(allowed_ST, scores_ST, -np.inf)
         weights_ST = np.exp(scores_ST - scores_ST.max(axis=1, keepdims=True))
         weights_ST /= weights_ST.sum(axis=1, keepdims=True)
         d_SD = d_BSHD[b, :, h].astype(np.float64)
         output[b, :, h] = weights_ST @ v_SD
         d_weights_ST = d_SD @ v_SD.T
         inner_S1 = (weights_ST * d_weights_ST).sum(axis=1, keepdims=True)
-        d_scores_ST = weights_ST * (d_weights_ST - inner_S1) / head_dim**0.5
+        d_scores_ST = weights_ST * (d_weights_ST - inner_S1) * slope_ST
         dq[b, :, h] = d_scores_ST @ k_SD
         dk[b, :, h // group] += d_scores_ST.T @ q_SD
         dv[b, :, h // group] += weights_ST.T @ d_SD
     return output, dq, dk, dv
 
 
-def found(implementation, q, k, v, segments_BS, d_BSHD, window):
+def found(implementation, q, k, v, segments_BS, d_BSHD, window, **options):
     def compute(q, k, v):
-        return attend(q, k, v, jnp.asarray(segments_BS), implementation, window=window)
+        return attend(q, k, v, jnp.asarray(segments_BS), implementation, window=window, **options)
 
     output, pullback = jax.vjp(compute, *(jnp.asarray(x) for x in (q, k, v)))
     return output, *pullback(jnp.asarray(d_BSHD))
@@ -73,6 +78,22 @@ def test_outputs_and_gradients_match_the_definition(implementation, window):
     with jax.default_matmul_precision("highest"):
         values = found(implementation, *arrays, window)
     assert_close(values, reference(*arrays, window), 2e-6)
+
+
+@pytest.mark.parametrize("options", [{"scale": 0.3, "soft_cap": 2.0}])
+@pytest.mark.parametrize("implementation", RUNNABLE)
+def test_a_scale_and_a_soft_cap_match_the_definition(implementation, options):
+    arrays = inputs()
+    with jax.default_matmul_precision("highest"):
+        values = found(implementation, *arrays, 100, **options)
+    assert_close(values, reference(*arrays, 100, **options), 4e-6)
+
+
+def test_cudnn_has_no_soft_cap_and_says_so():
+    reason = problem("cudnn", S, D, jnp.bfloat16, soft_cap=30.0)
+    assert reason == "cudnn has no soft cap"
+    with pytest.raises(ValueError, match="cudnn has no soft cap; use 'blockwise' or 'auto'"):
+        check_attention("cudnn", S, D, "bfloat16", soft_cap=30.0)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,22 @@
 """First values: their distribution, and that their bits depend on nothing but key and shape."""
 
+import functools
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Float
 
+from lmlib import llama
 from lmlib.models.attention import Attention
 from lmlib.models.decoder import Decoder
+from lmlib.models.linear import Linear
 from lmlib.models.mlp import GatedMLP
 from lmlib.models.norms import RMSNorm
-from lmlib.models.weights import bell, fold, ones
-from lmlib.parallel.axes import declaration
+from lmlib.models.weights import bell, fan_in, first_values, fold, normal, ones, weight, zeros
+from lmlib.parallel.axes import LayoutError, axis_names, declaration, map_weights
 
 
 def test_values_are_bell_shaped_with_the_deviation_asked_for():
@@ -49,6 +55,89 @@ def test_scales_follow_axis_names():
     norm = RMSNorm(embed=64, key=jax.random.key(0))
     assert declaration(norm, "scale").first == ones
     np.testing.assert_array_equal(norm.scale, np.ones(64))
+
+
+class Experts(eqx.Module):
+    """As a mixture of experts has them."""
+
+    up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules={"expert": None})
+    down: Float[Array, "expert mlp embed"] = weight(fan_in("mlp"), rules={"expert": None})
+    bias: Float[Array, "expert mlp"] = weight(zeros, rules={"expert": None})
+    gain: Float[Array, "embed"] = weight(normal(0.1), decays=False)
+
+
+def test_experts_do_not_count_into_the_fan_in():
+    sizes = {"expert": 8, "embed": 64, "mlp": 256}
+    down = first_values(Experts, "down", jax.random.key(0), **sizes)
+    assert down.shape == (8, 256, 64)
+    assert float(down.std()) == pytest.approx(256**-0.5, rel=0.01)
+
+
+def declarations(module):
+    found = {}
+    map_weights(lambda weight, array: found.update({weight.path: weight.declaration}), module)
+    return found
+
+
+def test_what_decays_and_what_is_multiplied_follows_for_every_kind_of_weight():
+    make = functools.partial(first_values, Experts, key=jax.random.key(0), expert=2, embed=4, mlp=6)
+    experts = Experts(*(make(field=field) for field in ("up", "down", "bias", "gain")))
+    attention = Attention(
+        8, 2, 2, 4, bias=True, output_bias=True, key=jax.random.key(0),
+        norm=functools.partial(RMSNorm, "heads head_dim"),
+    )  # fmt: skip
+    linear = Linear("embed", "heads head_dim", True, key=jax.random.key(0), **SIZES)
+    gemma = RMSNorm(offset=1.0, embed=8, key=jax.random.key(0))
+    matrices = {
+        *("up", "down"),
+        *("attention.query", "attention.key", "attention.value", "attention.output"),
+        "linear.weight",
+    }
+    found = declarations(experts)
+    for name, module in {"attention": attention, "linear": linear, "gemma": gemma}.items():
+        found |= {f"{name}.{path}": how for path, how in declarations(module).items()}
+    assert {path for path, how in found.items() if how.multiplied} == matrices
+    assert {path for path, how in found.items() if how.decays} == matrices
+    # Biases and scales of two axes, a scale that starts at zero, random values that say so.
+    assert found["bias"].first == found["attention.query_bias"].first == zeros
+    assert found["attention.query_norm.scale"].first == ones
+    assert found["gemma.scale"].first == zeros
+    assert found["gain"].first == normal(0.1)
+    tables = declarations(jax.eval_shape(lambda: llama_of_one_layer()))
+    assert tables["embedding"].decays and not tables["embedding"].multiplied
+
+
+SIZES = {"embed": 8, "heads": 2, "head_dim": 4}
+
+
+def llama_of_one_layer():
+    return llama(vocab=16, embed=8, layers=1, heads=2, mlp=8, key=jax.random.key(0))
+
+
+def test_an_instance_names_its_own_axes():
+    linear = Linear("heads head_dim", "embed", key=jax.random.key(0), **SIZES)
+    assert axis_names(linear, "weight") == ("heads", "head_dim", "embed")
+    assert float(linear.weight.std()) == pytest.approx(8**-0.5, rel=0.2)
+    x_BSHD = jax.random.normal(jax.random.key(1), (3, 5, 2, 4))
+    expected = np.asarray(x_BSHD, np.float64).reshape(3, 5, 8) @ np.asarray(
+        linear.weight, np.float64
+    ).reshape(8, 8)
+    np.testing.assert_allclose(linear(x_BSHD), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(LayoutError, match=r"scale holds an array but names no axes|declares no"):
+        axis_names(Nameless, "scale")
+
+
+class Nameless(eqx.Module):
+    scale: Array
+
+
+class Undeclared(eqx.Module):
+    scale: Float[Array, "embed"]
+
+
+def test_a_weight_that_declares_nothing_is_refused_by_name():
+    with pytest.raises(LayoutError, match=r"Undeclared.scale .*declares no first values; declare"):
+        declarations(Undeclared(jnp.ones(3)))
 
 
 def test_names_give_different_keys():

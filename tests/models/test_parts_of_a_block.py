@@ -1,0 +1,181 @@
+"""Norms, mlps and the optional parts of attention and of a block, against NumPy in float64.
+
+Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmlib import Compute, whole_rows
+from lmlib.models.attention import Attention
+from lmlib.models.block import Block
+from lmlib.models.head import capped
+from lmlib.models.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared, silu
+from lmlib.models.norms import LayerNorm, RMSNorm
+from lmlib.models.rope import Rotary
+
+B, S, E, F, H, K, D = 2, 5, 8, 12, 4, 2, 6
+key = jax.random.key(0)
+x_BSE = jax.random.normal(jax.random.key(1), (B, S, E))
+context = whole_rows(jnp.zeros((B, S), jnp.int32), Compute(dtype="float32"))
+
+
+def moved(module):
+    """With every array off its first values, so that none can be left out unnoticed."""
+    leaves, structure = jax.tree.flatten(module)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    return jax.tree.unflatten(
+        structure,
+        [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)],
+    )
+
+
+def wide(tree):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+
+
+def assert_close(found, expected):
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def rms(x, scale, axes=1, epsilon=1e-5, offset=0.0):
+    last = tuple(range(-axes, 0))
+    return x / np.sqrt((x**2).mean(last, keepdims=True) + epsilon) * (offset + scale)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(offset):
+    norm = RMSNorm(epsilon=1e-3, offset=offset, embed=E, key=key)
+    np.testing.assert_allclose(norm(x_BSE), rms(wide(x_BSE), 1.0, epsilon=1e-3), rtol=1e-5)
+    norm = moved(norm)
+    assert_close(norm(x_BSE), rms(wide(x_BSE), wide(norm.scale), epsilon=1e-3, offset=offset))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm(bias):
+    norm = moved(LayerNorm(bias=bias, embed=E, key=key))
+    assert (norm.bias is not None) == bias
+    x = wide(x_BSE) + 3
+    centred = x - x.mean(-1, keepdims=True)
+    unit = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    expected = unit * wide(norm.scale) + (wide(norm.bias) if bias else 0)
+    assert_close(norm(x_BSE + 3), expected)
+
+
+ACTIVATIONS = {
+    silu: lambda x: x / (1 + np.exp(-x)),
+    gelu: lambda x: x * 0.5 * (1 + np.vectorize(math.erf)(x / 2**0.5)),
+    gelu_tanh: lambda x: 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    relu_squared: lambda x: np.maximum(x, 0) ** 2,
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_mlps(activation):
+    definition, x = ACTIVATIONS[activation], wide(x_BSE)
+    gated = moved(GatedMLP(E, F, activation, key=key))
+    w = wide(gated)
+    found, losses = gated(x_BSE, context)
+    assert_close(found, (definition(x @ w.gate) * (x @ w.up)) @ w.down)
+    assert losses == {}
+    plain = moved(MLP(E, F, activation, key=key))
+    w = wide(plain)
+    expected = definition(x @ w.up + w.up_bias) @ w.down + w.down_bias
+    assert_close(plain(x_BSE, context)[0], expected)
+    unbiased = MLP(E, F, activation, bias=False, key=key)
+    assert unbiased.up_bias is None is unbiased.down_bias
+    w = wide(unbiased)
+    assert_close(unbiased(x_BSE, context)[0], definition(x @ w.up) @ w.down)
+
+
+def attention_reference(w, x, scale, cap, window, norm_axes, turned):
+    """Query, key and value with biases, then norms, then turns, head by head."""
+    q = np.einsum("bse,ehd->bshd", x, w.query) + w.query_bias
+    k = np.einsum("bse,ekd->bskd", x, w.key) + w.key_bias
+    v = np.einsum("bse,ekd->bskd", x, w.value) + w.value_bias
+    q, k = rms(q, w.query_norm.scale, norm_axes), rms(k, w.key_norm.scale, norm_axes)
+    if turned:
+        angles = np.arange(S)[:, None] * 10.0 ** (-2 * np.arange(D // 2) / D)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+
+        def turn(y):
+            first, second = np.split(y, 2, axis=-1)
+            parts = first * cos - second * sin, second * cos + first * sin
+            return np.concatenate(parts, axis=-1)
+
+        q, k = turn(q), turn(k)
+    output = np.zeros((B, S, E))
+    distance = np.arange(S)[:, None] - np.arange(S)
+    seen = (distance >= 0) & (distance < window)
+    for h in range(H):
+        scores = q[:, :, h] @ k[:, :, h // (H // K)].swapaxes(-1, -2) * scale
+        scores = np.where(seen, cap * np.tanh(scores / cap), -np.inf)
+        mix = np.exp(scores - scores.max(-1, keepdims=True))
+        mix /= mix.sum(-1, keepdims=True)
+        output += mix @ v[:, :, h // (H // K)] @ w.output[h]
+    return output + w.output_bias
+
+
+@pytest.mark.parametrize("rotary", [None, Rotary(D, 10.0)])
+@pytest.mark.parametrize("axes", ["head_dim", "heads head_dim"])
+def test_attention_with_every_option(axes, rotary):
+    attention = moved(
+        Attention(
+            E, H, K, D, rotary, window=3, scale=0.7, soft_cap=1.5, bias=True, output_bias=True,
+            norm=functools.partial(RMSNorm, axes),
+            key_norm=functools.partial(RMSNorm, axes.replace("heads", "kv_heads")),
+            key=key,
+        )
+    )  # fmt: skip
+    turns = {} if rotary is None else {rotary: rotary.turns(context.positions_BS, "float32")}
+    given = type(context)(**{**vars(context), "turns": turns})
+    found, cache = attention(x_BSE, given)
+    assert cache is None
+    count = len(axes.split())
+    expected = attention_reference(
+        wide(attention), wide(x_BSE), 0.7, 1.5, 3, count, rotary is not None
+    )
+    assert_close(found, expected)
+
+
+def test_norms_after_what_a_block_adds():
+    mlp, norm = GatedMLP(E, F, key=key), moved(RMSNorm(embed=E, key=key))
+    attention = Attention(E, H, K, D, key=key)
+    block = Block(attention, mlp, attention_after_norm=norm, mlp_after_norm=norm)
+    found, losses, cache = block(x_BSE, context)
+    added = wide(attention(x_BSE, context)[0])
+    middle = wide(x_BSE) + rms(added, wide(norm.scale))
+    added = wide(mlp(jnp.asarray(middle, jnp.float32), context)[0])
+    assert_close(found, middle + rms(added, wide(norm.scale)))
+    assert losses == {} and cache is None
+
+
+def test_capped_logits():
+    logits = jnp.array([-100.0, -1.0, 0.0, 50.0])
+    expected = 30 * np.tanh(np.asarray(logits, np.float64) / 30)
+    np.testing.assert_allclose(capped(logits, 30.0), expected, 1e-6)
+    assert capped(logits, None) is logits
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),
+        ({"window": 0}, "window must be at least 1, or None, got 0"),
+    ],
+)
+def test_what_attention_cannot_be_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Attention(E, H, **{"kv_heads": K, "head_dim": D, **settings}, key=key)
+
+
+def test_rotary_settings_are_checked():
+    with pytest.raises(ValueError, match="head_dim must be even for rotary positions, got 7"):
+        Rotary(7)
+    with pytest.raises(ValueError, match="rope_theta must be positive, got 0.0"):
+        Rotary(8, 0.0)
