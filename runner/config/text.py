@@ -51,12 +51,17 @@ def takes_any(node: fdl.Buildable) -> bool:
 
 
 def arguments(node: fdl.Buildable) -> dict[Any, Any]:
-    """What is set or has a default, in declared order; not what a default factory would make."""
+    """What is set or has a default, in declared order; not what a default factory would make.
+
+    The instance of a dataclass, as which a default may be given, comes as the config that makes it.
+    """
     function, given = fdl.get_callable(node), fdl.ordered_arguments(node)
     fields = dataclasses.fields(function) if dataclasses.is_dataclass(function) else ()
     made = {field.name for field in fields if field.default_factory is not dataclasses.MISSING}
     arguments = fdl.ordered_arguments(node, include_defaults=True)
-    return {name: arguments[name] for name in arguments if name in given or name not in made}
+    return {
+        name: _as_config(arguments[name]) for name in arguments if name in given or name not in made
+    }
 
 
 def with_defaults(cfg: fdl.Config) -> fdl.Config:
@@ -65,12 +70,11 @@ def with_defaults(cfg: fdl.Config) -> fdl.Config:
     for node in nodes(cfg):
         for name, value in arguments(node).items():
             if isinstance(name, str):  # a number for what is positional only
-                setattr(node, name, _as_config(value))
+                setattr(node, name, value)
     return cfg
 
 
 def _as_config(value: Any) -> Any:
-    """The config that makes `value`, if that is an instance of a dataclass, as a default may be."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     fields = [field.name for field in dataclasses.fields(value) if field.init]

@@ -10,9 +10,11 @@ import jax
 import pytest
 from fiddle.experimental import serialization
 
+from lmlib.experiment import Experiment
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.configs import load, save
+from runner.config.overrides import apply_override
 from runner.config.saved_config import FIDDLE_NAMES, JAX_NN
 from runner.config.text import changed_paths, difference, flattened
 
@@ -195,6 +197,16 @@ def test_an_override_sets_a_python_literal(experiment, override, read, expected)
 
 def test_an_element_of_a_tuple_can_be_overridden(experiment):
     assert load(experiment, (), ["optimizer.betas[1]=0.99"]).optimizer.betas == (0.9, 0.99)
+
+
+def test_parts_left_to_their_defaults_are_overridden_and_saved_as_configs(tmp_path):
+    cfg = fdl.Config(Experiment, steps=3)
+    apply_override("compute.dtype=float32", cfg)
+    save(cfg, tmp_path)
+    again = load(str(tmp_path))
+    assert flattened(again) == flattened(cfg)
+    assert again.compute.dtype == "float32"
+    assert fdl.build(again.guard) == Experiment.guard
 
 
 def test_overriding_part_of_a_default_leaves_the_default_alone(experiment):
