@@ -27,7 +27,7 @@ class TextCodec:
     """
 
     encode: Callable[[str], list[int]]
-    decode: Callable[[Iterable[int | np.integer]], str]
+    decode: Callable[[Iterable[int]], str]
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
         with tokenizers_errors(f"{file} cannot encode {text!r}"):
             return begin + tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(ids: Iterable[int | np.integer]) -> str:
+    def decode(ids: Iterable[int]) -> str:
         with tokenizers_errors(f"{file} cannot decode"):
             return tokenizer.decode(list(ids), skip_special_tokens=True)
 
