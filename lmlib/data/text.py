@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
+
 from lmlib.data.metadata import LARGEST_TOKENIZER, TokenizerIdentity
 from lmlib.data.stored_json import read_text
 
@@ -64,9 +66,9 @@ def codec_of_bytes(bos_id: int | None) -> TextCodec:
     return TextCodec(lambda text: [*begin, *text.encode()], decoded_bytes)
 
 
-def decoded_bytes(ids: Iterable[int]) -> str:
+def decoded_bytes(ids: Iterable[int | np.integer]) -> str:
     """The text of UTF-8 bytes, without ids above; bytes that are no UTF-8 become U+FFFD."""
-    return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+    return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 def read_tokenizer(tokenizer_json: str) -> "Tokenizer":
