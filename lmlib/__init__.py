@@ -1,5 +1,7 @@
-"""Language-model pretraining in JAX. What a notebook needs is here; each name is imported when it is
-first asked for, so that what only reads data starts without JAX."""
+"""Language-model pretraining in JAX: what a notebook needs.
+
+Each name is imported when it is first asked for, so that what only reads data starts without JAX.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -177,5 +177,5 @@ def test_what_attention_cannot_be_is_refused(settings, message):
 def test_rotary_settings_are_checked():
     with pytest.raises(ValueError, match="head_dim must be even for rotary positions, got 7"):
         Rotary(7)
-    with pytest.raises(ValueError, match="rope_theta must be positive, got 0.0"):
+    with pytest.raises(ValueError, match=r"rope_theta must be positive, got 0\.0"):
         Rotary(8, 0.0)
