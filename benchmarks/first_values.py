@@ -1,0 +1,131 @@
+"""Which first values train best: schemes beside each other, over sizes, rates and seeds.
+
+    python benchmarks/first_values.py [--widths=32,64,128] [--depths=2,8] [--seeds=3] [--steps=200]
+
+Trains small Llamas on the Python standard library's sources and prints the validation loss of each
+scheme, in nats per token: the mean over seeds at the better of the rates.
+
+    fan_in       every matrix by its fan-in, embedding embed^-1/2
+    gpt2         0.02 everywhere, what writes to the residual stream / √(2 · layers)
+    unit         fan-in, embedding 1; where it is tied, the last norm's scale starts at embed^-1/2
+    unit_deep    unit, what writes to the residual stream / √(2 · layers)
+    half_deep    unit_deep with an embedding of 1/4, the last norm's scale 4 · embed^-1/2 where tied
+"""
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from absl import app, flags
+
+from data_tools.standard_library import standard_library
+from lmlib import optim, train
+from lmlib.compute import Compute
+from lmlib.data.batch import place
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.evaluate import Evaluator
+from lmlib.models.decoder import Decoder
+from lmlib.models.families.llama import llama
+from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.models.weights import Random
+from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.layout import partition
+from lmlib.parallel.mesh import make_mesh
+from lmlib.table import columns
+
+_WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "of the residual stream")
+_DEPTHS = flags.DEFINE_list("depths", ["2", "8"], "layers")
+_RATES = flags.DEFINE_list("rates", ["3e-3", "1e-2"], "peak learning rates")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 200, "of each run", lower_bound=1)
+_OUT = flags.DEFINE_string("out", None, "a file for every run's loss, JSON")
+
+_VOCAB, _BATCH, _SEQUENCE = 1_024, 16, 64
+
+
+def scaled(model: Decoder, scheme: str) -> Decoder:
+    """`model`, made with fan-in values, with those of `scheme` instead."""
+    ((block,),) = model.stack
+    layers, embed = block.mlp.down.shape[0], model.embedding.shape[1]
+    deep = (2 * layers) ** -0.5
+
+    def multiply(where: Any, factor: float, tree: Decoder) -> Decoder:
+        return eqx.tree_at(where, tree, where(tree) * factor)
+
+    def writes(tree: Decoder, factor: float) -> Decoder:
+        tree = multiply(lambda m: m.stack[0][0].attention.output, factor, tree)
+        return multiply(lambda m: m.stack[0][0].mlp.down, factor, tree)
+
+    if scheme == "gpt2":
+        return writes(map_weights(_like_gpt2, model), deep)
+    if scheme == "fan_in":
+        return model
+    table = {"unit": 1.0, "unit_deep": 1.0, "half_deep": 0.25}[scheme]
+    model = multiply(lambda m: m.embedding, table * embed**0.5, model)
+    if model.unembedding is None:
+        model = multiply(lambda m: m.norm.scale, embed**-0.5 / table, model)
+    return writes(model, deep) if scheme.endswith("deep") else model
+
+
+def _like_gpt2(weight: Weight, array: jax.Array) -> jax.Array:
+    first = weight.declaration.first
+    sizes = dict(zip(weight.axes, array.shape, strict=True))
+    return array * 0.02 / first.deviation(sizes) if isinstance(first, Random) else array
+
+
+SCHEMES = ("fan_in", "gpt2", "unit", "unit_deep", "half_deep")
+
+
+def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[float]]:
+    """The validation loss of each scheme, for each seed."""
+    path = standard_library(vocab_size=_VOCAB)
+    of = functools.partial(FlatTokens, path, batch_size=_BATCH, sequence_length=_SEQUENCE)
+    data, mesh, compute = of(split="train"), make_mesh(), Compute("float32", saved=ACTIVATIONS)
+    evaluate = Evaluator(of(split="validation", seed=None, epochs=1), mesh, compute)
+    optimizer = optim.adamw(_STEPS.value, rate)
+    make = functools.partial(
+        llama, _VOCAB, width, depth, max(2, width // 32), 3 * width, tied=tied
+    )
+    rows = jax.sharding.NamedSharding(mesh, partition("batch seq"))
+    step, found = None, {}
+    batches = [place(data, i, rows) for i in range(_STEPS.value)]
+    for scheme, seed in itertools.product(SCHEMES, range(_SEEDS.value)):
+        model = jax.jit(lambda seed: scaled(make(key=jax.random.key(seed)), scheme))(seed)
+        with jax.set_mesh(mesh):
+            layout = train.abstract_model(functools.partial(make, key=jax.random.key(0)), mesh)
+            model = jax.device_put(model, jax.tree.map(lambda leaf: leaf.sharding, layout))
+        state = train.begin(model, optimizer, mesh)
+        if step is None:
+            batch = train.abstract_batch(_BATCH, _SEQUENCE, mesh)
+            step = train.trace_step(state, batch, optimizer, mesh, compute).lower().compile()
+        for batch in batches:
+            state, _ = step(state, batch)
+        found.setdefault(scheme, []).append(evaluate(state.model, 32).loss)
+    return found
+
+
+def main(arguments: Sequence[str]) -> None:
+    every: dict[str, Any] = {}
+    table = [("width", "layers", "tied", *SCHEMES)]
+    for width, depth, tied in itertools.product(
+        map(int, _WIDTHS.value), map(int, _DEPTHS.value), (False, True)
+    ):
+        by_rate = [losses(width, depth, tied, float(rate)) for rate in _RATES.value]
+        every[f"{width} {depth} {tied}"] = by_rate
+        best = {scheme: min(np.mean(one[scheme]) for one in by_rate) for scheme in SCHEMES}
+        table.append(
+            (str(width), str(depth), "yes" if tied else "no", *(f"{best[s]:.3f}" for s in SCHEMES))
+        )
+        print(columns(table), end="\n\n", flush=True)
+        if _OUT.value:
+            with open(_OUT.value, "w", encoding="utf-8") as file:
+                json.dump(every, file)
+
+
+if __name__ == "__main__":
+    app.run(main)
