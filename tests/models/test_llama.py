@@ -186,6 +186,8 @@ def test_a_weight_depends_on_the_seed_and_its_path_only():
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"heads": 0, "kv_heads": None}, "heads must be at least 1, got 0"),
         ({"mlp": 0}, "mlp must be at least 1, got 0"),
+        ({"embed": -64}, "embed must be at least 1, got -64"),
+        ({"embed": 65}, "embed = 65 must be a multiple of heads = 4, or give head_dim"),
     ],
 )
 def test_impossible_sizes_are_named(settings, message):
