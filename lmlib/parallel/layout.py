@@ -75,11 +75,11 @@ def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
     """How a weight lies between its uses: on `mesh` as `STORED` says."""
     rules = {**STORED, **weight.declaration.rules}
     layout = partition(weight.axes, rules)
-    whole = [
-        repeats(axis, size, rules, mesh) > 1 for axis, size in zip(weight.axes, shape, strict=True)
-    ]
     return PartitionSpec(
-        *(None if one else place for one, place in zip(whole, layout, strict=True))
+        *(
+            None if repeats(axis, size, rules, mesh) > 1 else place
+            for axis, size, place in zip(weight.axes, shape, layout, strict=True)
+        )
     )
 
 
@@ -136,12 +136,13 @@ def gather(module: M, dtype: DTypeLike) -> M:
 
 
 class _Moves(NamedTuple):
-    """The layouts that a weight passes through from rest to use."""
+    """The layouts that a weight passes through to its use, and its gradient on the way back."""
 
     stored: PartitionSpec
-    whole: PartitionSpec  # COMPUTE, whole along the axes that are repeated
-    repeats: tuple[int, ...]  # of each element, for each axis
+    whole: PartitionSpec  # as `computed`, but whole along the axes that are repeated
     computed: PartitionSpec
+    copies: PartitionSpec  # as `stored`, but split along the axes that are repeated
+    repeats: tuple[int, ...]  # of each element, for each axis
     multiplied: bool
 
 
@@ -150,20 +151,27 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
     times = tuple(
         repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)
     )
-    computed = partition(weight.axes, rules)
-    whole = (None if n > 1 else place for n, place in zip(times, computed, strict=True))
+    at_rest, computed = stored(weight, shape, mesh), partition(weight.axes, rules)
+
+    def chosen(repeated: PartitionSpec | None, others: PartitionSpec) -> PartitionSpec:
+        places = [None] * len(times) if repeated is None else repeated
+        return PartitionSpec(
+            *(a if n > 1 else b for n, a, b in zip(times, places, others, strict=True))
+        )
+
     return _Moves(
-        stored(weight, shape, mesh),
-        PartitionSpec(*whole),
-        times,
-        computed,
-        weight.declaration.multiplied,
+        stored=at_rest,
+        whole=chosen(None, computed),
+        computed=computed,
+        copies=chosen(computed, at_rest),
+        repeats=times,
+        multiplied=weight.declaration.multiplied,
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(moves: _Moves, array: jax.Array) -> jax.Array:
-    if max(moves.repeats, default=1) > 1:
+    if moves.whole != moves.computed:
         array = jax.sharding.reshard(array, moves.whole)
         for axis, times in enumerate(moves.repeats):
             array = jnp.repeat(array, times, axis) if times > 1 else array
@@ -177,30 +185,16 @@ def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    repeated = max(moves.repeats, default=1) > 1
-    # Where heads are repeated, each device first gets the whole gradient of its own copy.
-    resting = (
-        PartitionSpec(
-            *(
-                after if times > 1 else before
-                for before, after, times in zip(
-                    moves.stored, moves.computed, moves.repeats, strict=True
-                )
-            )
-        )
-        if repeated
-        else moves.stored
-    )
     if moves.multiplied:
-        gradient = jax.sharding.reshard(gradient, resting.update(unreduced={"data"}))
-    gradient = jax.sharding.reshard(gradient, resting)
-    if repeated:
+        gradient = jax.sharding.reshard(gradient, moves.copies.update(unreduced={"data"}))
+    gradient = jax.sharding.reshard(gradient, moves.copies)
+    if moves.copies != moves.stored:
         gradient = jax.sharding.reshard(gradient, moves.stored)
         for axis, times in enumerate(moves.repeats):
-            if times > 1:
+            if times > 1:  # the gradients of an element's copies add up to its own
                 size = gradient.shape[axis] // times
-                copies = (*gradient.shape[:axis], size, times, *gradient.shape[axis + 1 :])
-                gradient = jnp.sum(gradient.reshape(copies), axis + 1)
+                apart = (*gradient.shape[:axis], size, times, *gradient.shape[axis + 1 :])
+                gradient = jnp.sum(gradient.reshape(apart), axis + 1)
     return (gradient,)
 
 
