@@ -88,14 +88,12 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
     data, mesh, compute = of(split="train"), make_mesh(), Compute("float32", saved=ACTIVATIONS)
     evaluate = Evaluator(of(split="validation", seed=None, epochs=1), mesh, compute)
     optimizer = optim.adamw(_STEPS.value, rate)
-    make = functools.partial(
-        llama, _VOCAB, width, depth, max(2, width // 32), 3 * width, tied=tied
-    )
+    make = functools.partial(llama, _VOCAB, width, depth, max(2, width // 32), 3 * width, tied=tied)
     rows = jax.sharding.NamedSharding(mesh, partition("batch seq"))
     step, found = None, {}
     batches = [place(data, i, rows) for i in range(_STEPS.value)]
     for scheme, seed in itertools.product(SCHEMES, range(_SEEDS.value)):
-        model = jax.jit(lambda seed: scaled(make(key=jax.random.key(seed)), scheme))(seed)
+        model = jax.jit(scaled, static_argnums=1)(make(key=jax.random.key(seed)), scheme)
         with jax.set_mesh(mesh):
             layout = train.abstract_model(functools.partial(make, key=jax.random.key(0)), mesh)
             model = jax.device_put(model, jax.tree.map(lambda leaf: leaf.sharding, layout))
