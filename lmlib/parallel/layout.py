@@ -130,7 +130,10 @@ def gather(module: M, dtype: DTypeLike) -> M:
 
     def to_compute(weight: Weight, array: jax.Array) -> jax.Array:
         array = array.astype(dtype)
-        return array if mesh.empty else _gathered(_moves(weight, array.shape, mesh), array)
+        if mesh.empty:
+            return array
+        moves = _moves(weight, array.shape, mesh)
+        return _gathered(moves._replace(given=jax.typeof(array).sharding.spec), array)
 
     return map_weights(to_compute, module)
 
@@ -138,6 +141,7 @@ def gather(module: M, dtype: DTypeLike) -> M:
 class _Moves(NamedTuple):
     """The layouts that a weight passes through to its use, and its gradient on the way back."""
 
+    given: PartitionSpec  # where it is; as `stored`, but in a notebook it may lie in another way
     stored: PartitionSpec
     whole: PartitionSpec  # as `computed`, but whole along the axes that are repeated
     computed: PartitionSpec
@@ -160,6 +164,7 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
         )
 
     return _Moves(
+        given=at_rest,
         stored=at_rest,
         whole=chosen(None, computed),
         computed=computed,
@@ -195,7 +200,7 @@ def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
                 size = gradient.shape[axis] // times
                 apart = (*gradient.shape[:axis], size, times, *gradient.shape[axis + 1 :])
                 gradient = jnp.sum(gradient.reshape(apart), axis + 1)
-    return (gradient,)
+    return (jax.sharding.reshard(gradient, moves.given),)
 
 
 _gathered.defvjp(_forward, _backward)

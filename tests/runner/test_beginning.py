@@ -137,16 +137,3 @@ def test_an_unchanged_config_is_not_spoken_of(tmp_path, capsys):
     check(small(), tmp_path)
     check(small(), tmp_path / "new")
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("override", "refused"), [("steps=9", False), ("model.window=8", True)])
-def test_a_run_older_than_a_setting_goes_on_while_it_is_unset(tmp_path, override, refused):
-    configs.save(small(), tmp_path)
-    text = (tmp_path / "config.txt").read_text()
-    assert "model.window = None\n" in text
-    (tmp_path / "config.txt").write_text(text.replace("model.window = None\n", ""))
-    if refused:
-        with pytest.raises(ConfigError, match=r"model.window changed since the run in"):
-            check(small(override), tmp_path)
-    else:
-        check(small(override), tmp_path)

@@ -51,7 +51,7 @@ def test_list_and_show(workdir):
     status, output, _ = command("show", workdir / "checkpoints")
     assert status == 0
     assert output.startswith("step 3,000, saved at ")
-    assert ["weight", "bfloat16", "3", "×", "1024", "6.00", "KiB"] in [
+    assert ["weight", "bfloat16", "3", "×", "1024", "6.14", "KB"] in [
         line.split() for line in output.splitlines()
     ]
     assert ["key", "key<fry>", "scalar", "8", "B"] in [line.split() for line in output.splitlines()]

@@ -15,6 +15,7 @@ import pytest
 from states import assert_same_bits
 
 from lmlib.metrics import read_metrics
+from lmlib.models.stack import depth
 from runner import Options, fit
 from runner.command_line.errors import ConfigError, TrainingStopped
 from runner.config import configs
@@ -195,7 +196,7 @@ def test_a_sweep_is_a_for_loop(tmp_path):
             cfg.optimizer.peak_lr, cfg.model.layers = peak_lr, layers
             result = fit(cfg, tmp_path / f"{peak_lr}-{layers}")
             losses[peak_lr, layers] = result.metrics[-1]["loss"]
-            assert result.state.model.layers == layers
+            assert depth(result.state.model.stack) == layers
     assert losses[1e-2, 1] < losses[1e-4, 1]
     assert losses[1e-2, 2] < losses[1e-4, 2]
 
