@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sentinels import sentinels
 
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
@@ -28,7 +29,7 @@ def on(mesh):
         return creator(make, mesh)()
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("mesh", sentinels([{}, {"data": 2, "fsdp": 2, "tensor": 2}], bool))
 def test_the_loss_is_the_mean_over_all_valid_tokens(mesh):
     mesh = make_mesh(**mesh)
     evaluation = Evaluator(source, mesh, FLOAT32)(on(mesh), 3)
@@ -67,7 +68,7 @@ def last_logits(model, tokens):
     return model(tokens_BS, whole_rows(tokens_BS, FLOAT32))[0, -1]
 
 
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}])
+@pytest.mark.parametrize("mesh", sentinels([{}, {"fsdp": 4, "tensor": 2}], bool))
 def test_greedy_sampling_takes_the_likeliest_token_each_time(mesh):
     mesh = make_mesh(**mesh)
     prompts = [[3, 1, 4], [1], [5, 9]]

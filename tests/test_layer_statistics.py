@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from sentinels import sentinels
 
 from lmlib.compute import Compute
 from lmlib.data.batch import place
@@ -34,7 +35,7 @@ def norm(tree) -> float:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("sizes", sentinels([{}, {"data": 2, "fsdp": 2, "tensor": 2}], bool))
 def test_each_layer_is_measured(tied, sizes):
     mesh = make_mesh(**sizes)
     model = creator(lambda: make(tied), mesh)()

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from sentinels import sentinels
 
 from lmlib import optim, train
 from lmlib.compute import Compute
@@ -64,7 +65,7 @@ def loss_and_gradients(mesh_name, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("mesh_name", list(MESHES)[1:])
+@pytest.mark.parametrize("mesh_name", sentinels(list(MESHES)[1:], lambda mesh: mesh == "2, 2, 2"))
 def test_weights_loss_and_gradients_equal_those_of_one_device(mesh_name, variant):
     weights, loss, gradients = loss_and_gradients(mesh_name, variant)
     expected_weights, expected_loss, expected_gradients = loss_and_gradients("1", "untied")
@@ -101,7 +102,7 @@ def curve(mesh_name, variant, microbatches=1, steps=20):
     return np.array(losses)
 
 
-@pytest.mark.parametrize("mesh_name", list(MESHES)[1:])
+@pytest.mark.parametrize("mesh_name", sentinels(list(MESHES)[1:], lambda mesh: mesh == "2, 2, 2"))
 def test_twenty_steps_give_the_same_curve(mesh_name):
     expected = curve("1", "untied")
     assert expected[-1] < expected[0] - 0.5

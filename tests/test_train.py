@@ -176,6 +176,7 @@ def test_grad_norm_is_taken_before_clipping():
     assert int(state.step) == 1
 
 
+@pytest.mark.slow
 def test_z_loss_pulls_the_normaliser_down_and_is_not_reported_as_loss():
     batch = source.batch(0)
     plain, metrics = gradient_and_metrics(batch.loss_mask, 1)

@@ -169,7 +169,8 @@ def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:
     def call(key: PRNGKeyArray) -> M:
         if isinstance(jnp.zeros(()), jax.core.Tracer):  # part of a program already
             return make(key)
-        return jax.jit(make, compiler_options=quick_to_compile(platform()))(key)
+        options = quick_to_compile(jax.eval_shape(make, key), platform())
+        return jax.jit(make, compiler_options=options)(key)
 
     return call
 

@@ -212,21 +212,26 @@ def creator(make: Callable[[], M], mesh: Mesh) -> Callable[[], M]:
     Call it under `jax.set_mesh(mesh)`. Random numbers do not depend on the layout: the values are
     the same bits on every mesh.
     """
-    specs = map_weights(
-        lambda weight, array: stored(weight, array.shape, mesh), jax.eval_shape(make)
-    )
+    model = jax.eval_shape(make)
+    specs = map_weights(lambda weight, array: stored(weight, array.shape, mesh), model)
     layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return jax.jit(
         jax.sharding.auto_axes(make, out_sharding=specs),
         out_shardings=layout,
-        compiler_options=quick_to_compile(mesh.devices.flat[0].platform),
+        compiler_options=quick_to_compile(model, mesh.devices.flat[0].platform),
     )
 
 
-def quick_to_compile(platform: str) -> dict[str, int]:
-    """For `compiler_options` of programs that run once. On CPUs LLVM takes long to compile random
-    numbers, and makes them no faster beyond its first level."""
-    return {"xla_backend_optimization_level": 1} if platform == "cpu" else {}
+def quick_to_compile(model: Any, platform: str) -> dict[str, int]:
+    """For `compiler_options` of the program that makes `model`, which runs once.
+
+    On CPUs LLVM takes long to compile random numbers. Its level 1 makes them as fast as its highest
+    one does; for few numbers not even that is worth its time.
+    """
+    if platform != "cpu":
+        return {}
+    few = sum(leaf.size for leaf in jax.tree.leaves(model)) < 2**22
+    return {"xla_backend_optimization_level": 0 if few else 1}
 
 
 def shardings(tree: Any) -> Any:

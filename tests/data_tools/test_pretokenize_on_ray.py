@@ -77,6 +77,7 @@ def test_a_lost_worker_is_replaced(
     assert "of 3 failed" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_fails_for_good_is_an_error(cluster: Path, tmp_path: Path, lines: Path) -> None:
     (cluster / "dying.py").write_text("import os\ndef text(row): os.kill(os.getpid(), 9)\n")
     importlib.invalidate_caches()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from sentinels import sentinels
 
 from lmlib.models.attend import IMPLEMENTATIONS, attend, check_attention, chosen, problem
 from lmlib.parallel.layout import partition
@@ -71,7 +72,7 @@ def assert_close(values, expected, tolerance):
         assert error <= tolerance * max(np.linalg.norm(right), right.size**0.5)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", sentinels(WINDOWS, lambda window: window in (None, 129)))
 @pytest.mark.parametrize("implementation", RUNNABLE)
 def test_outputs_and_gradients_match_the_definition(implementation, window):
     arrays = inputs()
@@ -98,7 +99,10 @@ def test_cudnn_has_no_soft_cap_and_says_so():
 
 @pytest.mark.parametrize(
     ("sequence", "heads", "kv_heads", "head_dim"),
-    [(1, 1, 1, 2), (97, 3, 1, 8), (128, 2, 2, 16), (300, 6, 3, 10), (385, 2, 1, 4)],
+    sentinels(
+        [(1, 1, 1, 2), (97, 3, 1, 8), (128, 2, 2, 16), (300, 6, 3, 10), (385, 2, 1, 4)],
+        lambda sizes: sizes == (300, 6, 3, 10),
+    ),
 )
 @pytest.mark.parametrize("implementation", ["plain", "blockwise"])
 def test_any_shape_will_do(implementation, sequence, heads, kv_heads, head_dim):
@@ -136,7 +140,9 @@ def test_a_document_does_not_notice_the_others_of_its_row(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["plain", "blockwise"])
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "tensor": 2}, {"fsdp": 2}])
+@pytest.mark.parametrize(
+    "mesh", sentinels([{"tensor": 2}, {"data": 2, "tensor": 2}, {"fsdp": 2}], lambda m: len(m) == 2)
+)
 def test_the_mesh_changes_nothing(implementation, mesh):
     arrays = inputs()
     mesh = make_mesh(**mesh)

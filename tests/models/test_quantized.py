@@ -253,6 +253,7 @@ def losses(quantized, mesh, **settings):
     return found
 
 
+@pytest.mark.slow
 def test_a_model_learns_alike_on_any_mesh():
     both = {"projections": "int8", "mlp": "float8"}
     alone = losses(both, make_mesh())

@@ -51,7 +51,7 @@ def experiment(target: Target, compute: Compute = Compute(), **sizes: int) -> Ex
     params=[
         pytest.param("v5e:2x2", marks=needs_tpu_compiler),
         pytest.param("h100:2x4", marks=needs_gpu_compiler),
-        "cpu:8",
+        pytest.param("cpu:8", marks=pytest.mark.slow),
     ],
 )
 def planned(request):
@@ -106,6 +106,7 @@ def test_the_report_can_be_read(planned):
     assert json.loads(json.dumps(report.as_json()))["memory"]["needed"] == report.memory.needed
 
 
+@pytest.mark.slow
 @needs_tpu_compiler
 def test_what_is_offloaded_lies_in_the_memory_of_the_host():
     target = parse("v5e:2x2")
@@ -121,6 +122,7 @@ def test_what_is_offloaded_lies_in_the_memory_of_the_host():
     assert re.search(rf"\non the host +{activations:,}  offloaded\n", str(offloaded))
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_an_update_reads_and_writes_each_number_once():
     """Weight, gradient and two moments are read, and the new ones but for the gradient written;
@@ -153,6 +155,7 @@ def test_whether_it_fits_is_told_by_the_capacity(planned):
     assert enough.fits is True and enough.verdict.endswith(", 0 B to spare")
 
 
+@pytest.mark.slow
 def test_cpu_256():
     """In a process of its own: this one simulates eight devices."""
     code = f"""

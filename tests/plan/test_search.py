@@ -86,6 +86,7 @@ def found(all_policies):
     return capacity, search(experiment(), with_memory(capacity))
 
 
+@pytest.mark.slow
 def test_the_best_fits(found):
     capacity, search_ = found
     best = search_.best

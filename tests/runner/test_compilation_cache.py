@@ -55,6 +55,7 @@ def test_nothing_is_kept_where_the_user_says_so(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_simulated_devices_do_not_wait_for_each_other_in_a_kept_program(tmp_path):
     """JAX 0.10 and 0.11 forget the order of the collectives in it. With this scheduler, and without
     a flag that the command line adds, a run like the second was aborted after 27 to 119 steps."""

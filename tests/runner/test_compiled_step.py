@@ -84,6 +84,7 @@ def test_a_damaged_file_is_refused_before_it_is_unpickled(saved, tmp_path):
     assert f"--compiled={tmp_path / 'damaged'} is damaged" in refused.stderr
 
 
+@pytest.mark.slow
 def test_another_file_is_refused(tmp_path):
     (tmp_path / "text").write_text("text")
     refused = run(tmp_path / "run", f"--compiled={tmp_path / 'text'}")

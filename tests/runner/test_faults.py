@@ -2,6 +2,7 @@
 
 from random import Random
 
+import pytest
 from fault_injection.comparison import difference, difference_at_end
 from fault_injection.job import Job, prepare
 from fault_injection.moments import (
@@ -34,6 +35,7 @@ MOMENTS = (
 )
 
 
+@pytest.mark.slow
 def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
     prepare(tmp_path)
     undisturbed = Job(tmp_path, "undisturbed", (STEPS, "keep_checkpoints=1000"))

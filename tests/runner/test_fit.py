@@ -122,6 +122,7 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed, capsys):
     assert_same_bits(again.state, result.state)
 
 
+@pytest.mark.slow
 def test_resumed_on_another_mesh_the_curve_is_the_same(tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     expected = fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "compute.dtype=float32"), whole)
@@ -188,6 +189,7 @@ def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, 
     assert_same_bits(state, expected.state)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_for_loop(tmp_path):
     losses = {}
     for peak_lr in (1e-4, 1e-2):
@@ -215,6 +217,7 @@ def test_a_changed_config_is_shown_on_resume(tmp_path, capsys):
     assert "+ optimizer.peak_lr = 0.5" in error
 
 
+@pytest.mark.slow
 def test_accumulated_microbatches_give_the_same_run(undisturbed, tmp_path):
     expected, _ = undisturbed
     result = fit(tiny("mesh.fsdp=2", "microbatches=4", "steps=20"), tmp_path)
@@ -257,6 +260,7 @@ def test_a_checkpoint_of_another_model_is_refused(undisturbed):
     assert on_disk() == before
 
 
+@pytest.mark.slow
 def test_without_its_checkpoints_a_run_begins_anew(tmp_path):
     first = fit(tiny("steps=2"), tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
@@ -281,6 +285,7 @@ def test_the_command_line_shows_help_and_one_line_errors(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_line_profiles_and_dumps(tmp_path):
     done = command(
         "--fdl_config=experiments/llama_84m",

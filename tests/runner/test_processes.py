@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from sentinels import sentinels
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics import read_metrics
@@ -145,6 +146,7 @@ def assert_same_line(line, expected):
         assert line[name] == pytest.approx(expected[name], rel=tolerance, abs=0), name
 
 
+@pytest.mark.slow
 def test_four_processes_give_the_curve_of_one(runs, folder):
     assert_same_curve(folder / "workdir_4", folder / "workdir_1")
 
@@ -206,7 +208,7 @@ def test_when_a_process_is_killed_the_others_name_it_and_end(killed):
     assert len(read_metrics(workdir)) < STEPS
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", sentinels([1, 4], lambda count: count == 1))
 def test_other_numbers_of_processes_continue_it_on_the_same_curve(killed, runs, folder, count):
     _, _, left = killed
     workdir = folder / f"workdir_continued_{count}"
@@ -243,6 +245,7 @@ def test_a_mistake_on_one_process_is_said_once_and_ends_all(tmp_path):
     assert run.output(1) == ""
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_find_each_other_say_so(tmp_path):
     limit = ["--startup_seconds=3"]
     alone = Run(2, tmp_path / "a", tmp_path / "outputs_a", only=[1], flags=limit)
@@ -253,6 +256,7 @@ def test_processes_that_do_not_find_each_other_say_so(tmp_path):
     assert "error: process 0 waited 3 s and not all others came" in waiting.output(0)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_with_one_checkpoint(tmp_path):
     workdir = tmp_path / "run"
     endless = ("steps=1_000_000", "checkpoint_every=1_000_000", "evaluate_every=1_000_000")

@@ -4,6 +4,7 @@ import json
 
 import fiddle as fdl
 import pytest
+from sentinels import sentinels
 
 from data_tools.hf_stream import HFStream
 from data_tools.pretokenize.split import pretokenize
@@ -58,7 +59,7 @@ def test_every_source_with_a_tokenizer_reads_and_writes_text(kind, tokenizer, tm
     assert codec.decode(ids) == "five six"
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", sentinels([False, True], bool))
 def test_a_run_continues_its_prompts(tmp_path, mixed):
     data = flat_tokens(tmp_path / "data", ByteTokenizer())
     cfg = tiny(("one two",), mixture(data) if mixed else data)

@@ -70,6 +70,7 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, capsys):
     assert saved_steps(tmp_path / "checkpoints") == [5, 15, 20]
 
 
+@pytest.mark.slow
 def test_too_many_failed_saves_stop_the_run(tmp_path):
     cfg = disturbed(tmp_path, {8: "away"}, "tolerated_failed_saves=1", "steps=40")
     with pytest.raises(TrainingStopped, match=r"^cannot save step 15 .*the last 2 failed"):

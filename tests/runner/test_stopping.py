@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from small_runs import SmallRun
 
 from lmlib.checkpoint import Checkpoints
@@ -69,6 +70,7 @@ def test_a_second_interrupt_ends_at_once_even_while_compiling(tmp_path):
     assert "Traceback" not in run.output()
 
 
+@pytest.mark.slow
 def test_the_grace_period_ends_a_run_that_cannot_stop(tmp_path):
     run = hanging_run(tmp_path, "--grace_seconds=1")
     run.wait_until(lambda: len(read_metrics(tmp_path / "run")) == 3, "three steps")
@@ -77,6 +79,7 @@ def test_the_grace_period_ends_a_run_that_cannot_stop(tmp_path):
     assert "error: ended by SIGTERM: its checkpoint was not whole 1 s after" in run.output()
 
 
+@pytest.mark.slow
 def test_stacks_are_shown_on_request_and_beyond_a_limit(tmp_path):
     run = hanging_run(tmp_path, "--data_seconds=5")
     stacks = tmp_path / "run" / "stacks" / "process_00000.txt"

@@ -275,6 +275,7 @@ fit(cfg, workdir)
 """
 
 
+@pytest.mark.slow
 def test_where_the_stream_of_one_process_fails_for_good_the_others_end(tmp_path: Path) -> None:
     """A step takes 8 documents of each stream, which are tokenized by 64: the second 64 fail."""
     (other, _), (status, output) = run_two(FAILING, str(tmp_path))
@@ -286,6 +287,7 @@ def test_where_the_stream_of_one_process_fails_for_good_the_others_end(tmp_path:
     assert "while prefetching the batch of step 7" in output
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_checkpoints_goes_on_where_it_was(texts: str, tmp_path: Path) -> None:
     """Through the command line, with SIGKILL."""
     experiment = tmp_path / "streamed.py"
