@@ -51,6 +51,7 @@ def test_lmlib_and_its_peers_make_the_same_losses():
     assert re.search(pytorch, ran.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

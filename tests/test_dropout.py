@@ -177,6 +177,7 @@ def test_a_compiled_step_without_dropout_draws_nothing():
     assert " xor(" not in compiled_step("1", rate=0.0)[0].as_text()
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_step_is_that_of_its_documented_keys():
     weights, batch, seed = make(), source.batch(0), 5
     state = begin("1", seed)
@@ -293,6 +294,7 @@ def test_impossible_rates_are_refused(rate):
         Objective(dropout=rate)
 
 
+@pytest.mark.slow
 def test_one_model_can_be_trained_on_from_its_weights_alone():
     mesh = make_mesh(fsdp=4, tensor=2)
     trained, _ = advance("4 fsdp, 2 tensor", begin("4 fsdp, 2 tensor"), 2)

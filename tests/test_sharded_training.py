@@ -102,6 +102,7 @@ def curve(mesh_name, variant, microbatches=1, steps=20):
     return np.array(losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", sentinels(list(MESHES)[1:], lambda mesh: mesh == "2, 2, 2"))
 def test_twenty_steps_give_the_same_curve(mesh_name):
     expected = curve("1", "untied")

@@ -156,6 +156,7 @@ def test_a_changed_source_cannot_go_on(tmp_path: Path) -> None:
         pretokenize(Files([str(file)]), ByteTokenizer(), out, "train", file_length=FILE_LENGTH)
 
 
+@pytest.mark.slow
 def test_a_document_of_100_megabytes(tmp_path: Path) -> None:
     text = "a line of ordinary text, and then some more of it\n" * 2_000_000
     (tmp_path / "lines.jsonl").write_text(

@@ -46,6 +46,7 @@ def lines(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_same_bytes_as_on_one_machine(cluster: Path, tmp_path: Path, lines: Path) -> None:
     target = (Files([str(lines)]), ByteTokenizer())
     calls: list[Progress] = []

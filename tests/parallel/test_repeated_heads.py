@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from sentinels import sentinels
 
 from lmlib import Compute, adamw, batch_loss, describe, llama, make_mesh, train
 from lmlib.data.batch import place
@@ -50,18 +51,17 @@ def loss_and_gradients(kv_heads, sequence_parallel=False, **mesh):
     return float(loss), jax.device_get(gradients)
 
 
-SENTINELS = [(1, {"fsdp": 2, "tensor": 4}, True), (2, {"data": 2, "tensor": 4}, False)]
-OTHERS = [
+CASES = [
     (kv_heads, mesh, parallel)
     for kv_heads in (1, 2)
-    for mesh in ({"tensor": 2}, {"fsdp": 2, "tensor": 4}, {"tensor": 8})
+    for mesh in ({"tensor": 2}, {"data": 2, "tensor": 4}, {"fsdp": 2, "tensor": 4}, {"tensor": 8})
     for parallel in (False, True)
 ]
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "mesh", "sequence_parallel"),
-    [*SENTINELS, *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
+    sentinels(CASES, lambda case: case == (2, {"fsdp": 2, "tensor": 4}, True)),
 )
 def test_loss_and_gradients_are_those_of_one_device(kv_heads, mesh, sequence_parallel):
     loss, gradients = loss_and_gradients(kv_heads, sequence_parallel, **mesh)

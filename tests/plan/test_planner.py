@@ -50,7 +50,7 @@ def experiment(target: Target, compute: Compute = Compute(), **sizes: int) -> Ex
     scope="module",
     params=[
         pytest.param("v5e:2x2", marks=needs_tpu_compiler),
-        pytest.param("h100:2x4", marks=needs_gpu_compiler),
+        pytest.param("h100:2x4", marks=[needs_gpu_compiler, pytest.mark.slow]),
         pytest.param("cpu:8", marks=pytest.mark.slow),
     ],
 )

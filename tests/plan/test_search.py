@@ -95,6 +95,7 @@ def test_the_best_fits(found):
     assert needed(keeping(changed, best.saved)) <= capacity
 
 
+@pytest.mark.slow
 def test_what_is_better_does_not_fit(found, all_policies):
     capacity, search_ = found
     best = search_.best
@@ -108,6 +109,7 @@ def test_what_is_better_does_not_fit(found, all_policies):
     assert best.microbatches > 1 or number > 0
 
 
+@pytest.mark.slow
 def test_few_steps_are_compiled_and_all_are_shown(found, all_policies):
     _, search_ = found
     assert len(search_.trials) <= 10 < 3 * len(all_policies)
@@ -116,6 +118,7 @@ def test_few_steps_are_compiled_and_all_are_shown(found, all_policies):
     assert sum("yes, best" in line for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_the_flags_are_what_the_runner_takes(found):
     best = found[1].best
     cfg = configs.load("experiments/llama_84m", ["tiny"])

@@ -46,6 +46,7 @@ def test_plugins_without_hardware_are_not_started(tmp_path):
         assert "Traceback" not in written and "TPU_" not in written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugin", "platforms"), [("xla_cuda0", {"JAX_PLATFORMS": "cpu"}), ("another_maker", {})]
 )

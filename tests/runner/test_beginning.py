@@ -52,6 +52,7 @@ def test_a_run_begins_with_the_weights_of_another_alone(trained, tmp_path):
     assert notes["initialised_from"] == f"{other / 'checkpoints'}@3"
 
 
+@pytest.mark.slow
 def test_once_it_has_checkpoints_a_run_goes_on_from_them(trained, tmp_path, capsys):
     _, other = trained
     options = Options(init_from=str(other))

@@ -46,6 +46,7 @@ def losses(workdir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.slow
 def test_another_process_takes_it_and_trains_to_the_same_bits(saved):
     done = run(saved / "second", f"--compiled={saved / 'step'}")
     assert done.returncode == 0, done.stderr

@@ -209,6 +209,7 @@ def test_a_saved_config_is_launched_again(undisturbed, tmp_path):
     assert len(fit(cfg, tmp_path).metrics) == 2
 
 
+@pytest.mark.slow
 def test_a_changed_config_is_shown_on_resume(tmp_path, capsys):
     fit(tiny("steps=1"), tmp_path)
     fit(tiny("steps=2", "optimizer.peak_lr=0.5"), tmp_path)

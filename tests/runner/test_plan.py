@@ -56,7 +56,7 @@ def plan(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("topology", "devices"),
     [
         pytest.param("v5e:2x4", 8, marks=[needs_compilers, pytest.mark.slow]),
-        pytest.param("h100:2x4", 8, marks=needs_compilers),
+        pytest.param("h100:2x4", 8, marks=[needs_compilers, pytest.mark.slow]),
         ("cpu:8", 8),
     ],
 )

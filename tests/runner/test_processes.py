@@ -151,6 +151,7 @@ def test_four_processes_give_the_curve_of_one(runs, folder):
     assert_same_curve(folder / "workdir_4", folder / "workdir_1")
 
 
+@pytest.mark.slow
 def test_only_process_0_writes_and_prints(runs, folder):
     one, four = folder / "workdir_1", folder / "workdir_4"
     assert sorted(path.name for path in four.iterdir()) == [
@@ -173,6 +174,7 @@ def test_only_process_0_writes_and_prints(runs, folder):
         assert runs[4].output(process) == ""
 
 
+@pytest.mark.slow
 def test_every_process_keeps_a_log(runs, folder):
     logs = sorted((folder / "workdir_4" / "logs").iterdir())
     assert [log.name for log in logs] == [f"process_{n:05}.log" for n in range(4)]
@@ -208,6 +210,7 @@ def test_when_a_process_is_killed_the_others_name_it_and_end(killed):
     assert len(read_metrics(workdir)) < STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", sentinels([1, 4], lambda count: count == 1))
 def test_other_numbers_of_processes_continue_it_on_the_same_curve(killed, runs, folder, count):
     _, _, left = killed
@@ -220,6 +223,7 @@ def test_other_numbers_of_processes_continue_it_on_the_same_curve(killed, runs, 
     assert (workdir / "logs" / "process_00000.log").read_text().count("=== process 0 of ") == 2
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_curve_of_one(killed, runs, folder):
     """As far as they came."""
     _, _, workdir = killed

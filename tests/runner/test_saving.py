@@ -81,6 +81,7 @@ def test_too_many_failed_saves_stop_the_run(tmp_path):
     assert [line["step"] for line in again.metrics] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_save_failed_is_not_finished(tmp_path):
     cfg = disturbed(tmp_path, {8: "away"}, "steps=10")
     with pytest.raises(TrainingStopped, match="the last checkpoint could not be saved"):

@@ -95,6 +95,7 @@ def test_validation_restarts_the_stream_each_time(undisturbed: tuple[Any, Path])
     assert losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_other_data_than_the_checkpoint_was_made_with_is_refused(
     undisturbed: tuple[Any, Path], texts: str, tmp_path: Path
 ) -> None:
