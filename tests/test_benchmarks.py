@@ -41,6 +41,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_lmlib_and_its_peers_make_the_same_losses():
     ran = run("--sizes=tiny_recomputed", "--peers=jax,pytorch_eager", "--precisions=float32")
     assert ran.returncode == 0, ran.stderr

@@ -107,6 +107,7 @@ def test_logits_match_the_equations_with_the_documented_masks():
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 def test_what_only_looks_at_a_model_drops_nothing():
     """Nothing is dropped without a key, and nothing else than training gives one."""
     mesh, model = make_mesh(), make()
@@ -200,6 +201,7 @@ def test_the_loss_of_a_step_is_that_of_its_documented_keys():
     assert losses[0] != pytest.approx(loss([keys[0]] * 2), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_seed_and_step_change_what_is_dropped():
     first = advance("1", begin("1"), 1, batch=0)[1]
     assert first == advance("1", begin("1"), 1, batch=0)[1]

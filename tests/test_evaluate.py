@@ -68,6 +68,7 @@ def last_logits(model, tokens):
     return model(tokens_BS, whole_rows(tokens_BS, FLOAT32))[0, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", sentinels([{}, {"fsdp": 4, "tensor": 2}], bool))
 def test_greedy_sampling_takes_the_likeliest_token_each_time(mesh):
     mesh = make_mesh(**mesh)

@@ -163,6 +163,7 @@ def all_pairs(style: str) -> str:
     return changed(byte_level(merges), pre_tokenizer=json.loads(trained(style))["pre_tokenizer"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", sentinels(["gpt2", "llama3"], lambda style: style == "llama3"))
 def test_every_code_point_is_cut_alike(style: str) -> None:
     characters = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]

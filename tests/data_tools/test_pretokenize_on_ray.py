@@ -59,6 +59,7 @@ def test_the_same_bytes_as_on_one_machine(cluster: Path, tmp_path: Path, lines: 
     assert calls[-1] == Progress(2000, metadata.tokens, metadata.bytes, 1.0)
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_replaced(
     cluster: Path, tmp_path: Path, lines: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,11 +108,12 @@ def gradients(mesh_name, sequence_parallel=False):
     sentinels([("fsdp", False), ("all", False), ("all", True)], lambda case: case[1]),
 )
 def test_its_gradients_are_the_same_on_every_mesh(mesh_name, sequence_parallel):
-    ours = gradients(mesh_name, sequence_parallel)
-    for found, expected in zip(
-        jax.tree.leaves(ours), jax.tree.leaves(gradients("one")), strict=True
-    ):
-        assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected) + 1e-9
+    ours, one = gradients(mesh_name, sequence_parallel), gradients("one")
+    whole = np.linalg.norm([np.linalg.norm(leaf) for leaf in jax.tree.leaves(one)])
+    for found, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(one), strict=True):
+        # That of a key's bias is nothing but rounding: it moves all scores of a query alike.
+        bound = 1e-5 * np.linalg.norm(expected) + 1e-8 * whole
+        assert np.linalg.norm(found - expected) <= bound
 
 
 def test_it_trains_and_resumes_bit_for_bit(tmp_path):

@@ -38,6 +38,7 @@ def all_policies():
     return policies(experiment())
 
 
+@pytest.mark.slow
 def test_policies_go_from_everything_to_nothing(all_policies):
     everything, *_, nothing = all_policies
     assert set(everything.saved) == set(ACTIVATIONS)
@@ -47,18 +48,21 @@ def test_policies_go_from_everything_to_nothing(all_policies):
         assert less.bytes < more.bytes
 
 
+@pytest.mark.slow
 def test_what_costs_nothing_to_compute_again_goes_first(all_policies):
     # Norms and products by element: no matmul leads to them alone.
     gone = set(ACTIVATIONS) - set(all_policies[3].saved)
     assert gone == {"attention_input", "mlp_input", "mlp_hidden"}
 
 
+@pytest.mark.slow
 def test_what_takes_the_most_flops_for_its_bytes_goes_last(all_policies):
     # For each byte of it a projection saves embed FLOPs, and attention twice the sequence.
     assert LENGTH * 2 > EMBED
     assert all_policies[-2].saved == ("attention",)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_names(all_policies):
     one_row = LENGTH * EMBED * 2  # bf16
     per_device = ROWS // 2 * one_row

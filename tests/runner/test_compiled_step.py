@@ -56,6 +56,7 @@ def test_another_process_takes_it_and_trains_to_the_same_bits(saved):
     assert len(losses(saved / "first")) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -76,6 +77,7 @@ def test_that_of_another_config_is_refused(saved, tmp_path, flags, told):
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_refused_before_it_is_unpickled(saved, tmp_path):
     content = bytearray((saved / "step").read_bytes())
     content[-1000] ^= 1
