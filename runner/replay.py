@@ -32,6 +32,7 @@ from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
 from runner.jax_settings.accelerators import use_cpu_if_alone
+from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
 from runner.training.beginning import weights_of
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     """The exit status."""
     use_cpu_if_alone()
     keep_cpus_in_order(several_processes=False)
+    keep_compiled_programs()  # the step of a run on this machine is there already
     if len(arguments) != 1:
         raise ConfigError("give the folder of a capture, WORKDIR/captures/STEP")
     folder = Path(arguments[0])
