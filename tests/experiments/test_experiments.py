@@ -72,7 +72,16 @@ def test_parameter_counts(name, parameters):
     assert sum(leaf.size for leaf in jax.tree.leaves(model)) == parameters
 
 
-# The others' `tiny` is that of llama_84m.
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_published_sizes_are_one_experiment_when_tiny(name):
+    """But for the rate; so that the steps below stand for all of them."""
+    one, other = (
+        flattened(configs.load(f"experiments/{each}", ["tiny"], ["optimizer.peak_lr=1e-3"]))
+        for each in (name, "llama_84m")
+    )
+    assert one == other
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_84m", "llama_8b", "quickstart"])
 def test_two_tiny_steps_on_a_mesh_of_4_by_2(name, tmp_path):
