@@ -1,25 +1,28 @@
 """Which first values train best: schemes beside each other, over sizes, rates and seeds.
 
-    python benchmarks/first_values.py [--widths=32,64,128] [--depths=2,8] [--seeds=3] [--steps=200]
+    python benchmarks/first_values.py [--widths=32,64,128] [--depths=2,6] [--seeds=3] [--steps=200]
 
 Trains small Llamas on the Python standard library's sources and prints the validation loss of each
 scheme, in nats per token: the mean over seeds at the better of the rates.
 
-    fan_in       every matrix by its fan-in, embedding embed^-1/2
-    gpt2         0.02 everywhere, what writes to the residual stream / √(2 · layers)
-    unit         fan-in, embedding 1; where it is tied, the last norm's scale starts at embed^-1/2
-    unit_deep    unit, what writes to the residual stream / √(2 · layers)
-    half_deep    unit_deep with an embedding of 1/4, the last norm's scale 4 · embed^-1/2 where tied
+    fan_in      every matrix by its fan-in, embedding embed^-1/2
+    gpt2        0.02 everywhere, what writes to the residual stream / √(2 · layers)
+    unit        by fan-in, embedding 1, what writes to the residual stream / √(2 · layers)
+    unit_small  unit, with logits of standard deviation embed^-1/2 instead of 1
+    quarter     unit_small, with an embedding of 1/4
+
+A tied table has the embedding's deviation; the last norm's scale makes the logits' what it is.
 """
 
 import functools
 import itertools
 import json
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
@@ -39,46 +42,62 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.table import columns
 
 _WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "of the residual stream")
-_DEPTHS = flags.DEFINE_list("depths", ["2", "8"], "layers")
-_RATES = flags.DEFINE_list("rates", ["3e-3", "1e-2"], "peak learning rates")
+_DEPTHS = flags.DEFINE_list("depths", ["2", "6"], "layers")
+_RATES = flags.DEFINE_list("rates", ["5e-3", "2e-2"], "peak learning rates")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 200, "of each run", lower_bound=1)
 _OUT = flags.DEFINE_string("out", None, "a file for every run's loss, JSON")
 
-_VOCAB, _BATCH, _SEQUENCE = 1_024, 16, 64
+_VOCAB, _BATCH, _SEQUENCE = 1_024, 8, 64
 
 
-def scaled(model: Decoder, scheme: str) -> Decoder:
-    """`model`, made with fan-in values, with those of `scheme` instead."""
-    ((block,),) = model.stack
-    layers, embed = block.mlp.down.shape[0], model.embedding.shape[1]
-    deep = (2 * layers) ** -0.5
+class Scheme(NamedTuple):
+    """Standard deviations, given the size `embed`."""
 
-    def multiply(where: Any, factor: float, tree: Decoder) -> Decoder:
-        return eqx.tree_at(where, tree, where(tree) * factor)
-
-    def writes(tree: Decoder, factor: float) -> Decoder:
-        tree = multiply(lambda m: m.stack[0][0].attention.output, factor, tree)
-        return multiply(lambda m: m.stack[0][0].mlp.down, factor, tree)
-
-    if scheme == "gpt2":
-        return writes(map_weights(_like_gpt2, model), deep)
-    if scheme == "fan_in":
-        return model
-    table = {"unit": 1.0, "unit_deep": 1.0, "half_deep": 0.25}[scheme]
-    model = multiply(lambda m: m.embedding, table * embed**0.5, model)
-    if model.unembedding is None:
-        model = multiply(lambda m: m.norm.scale, embed**-0.5 / table, model)
-    return writes(model, deep) if scheme.endswith("deep") else model
+    embedding: Callable[[int], float]
+    logits: Callable[[int], float]
+    deep: bool  # residual writes / √(2 · layers)
+    matrices: float | None = None  # of all matrices; None: by their fan-in
 
 
-def _like_gpt2(weight: Weight, array: jax.Array) -> jax.Array:
-    first = weight.declaration.first
-    sizes = dict(zip(weight.axes, array.shape, strict=True))
-    return array * 0.02 / first.deviation(sizes) if isinstance(first, Random) else array
+SCHEMES = {
+    "fan_in": Scheme(lambda embed: embed**-0.5, lambda embed: 1.0, deep=False),
+    "gpt2": Scheme(lambda embed: 0.02, lambda embed: 0.02 * embed**0.5, deep=True, matrices=0.02),
+    "unit": Scheme(lambda embed: 1.0, lambda embed: 1.0, deep=True),
+    "unit_small": Scheme(lambda embed: 1.0, lambda embed: embed**-0.5, deep=True),
+    "quarter": Scheme(lambda embed: 0.25, lambda embed: embed**-0.5, deep=True),
+}
 
 
-SCHEMES = ("fan_in", "gpt2", "unit", "unit_deep", "half_deep")
+def scaled(model: Decoder, name: str) -> Decoder:
+    """`model` with first values of the scheme `name`, whatever it was made with."""
+    scheme, embed = SCHEMES[name], model.embedding.shape[1]
+    layers = model.stack[0][0].mlp.down.shape[0]
+
+    def deviation(weight: Weight, sizes: dict[str, int]) -> float:
+        field = weight.path.rsplit(".", 1)[-1]
+        if field == "embedding":
+            return scheme.embedding(embed)
+        if field == "unembedding":
+            return scheme.logits(embed) * embed**-0.5
+        first = weight.declaration.first
+        found = scheme.matrices or math.prod(sizes[axis] for axis in first.summed) ** -0.5
+        return (
+            found * (2 * layers) ** -0.5 if scheme.deep and field in ("output", "down") else found
+        )
+
+    def made(weight: Weight, array: jax.Array) -> jax.Array:
+        first = weight.declaration.first
+        sizes = dict(zip(weight.axes, array.shape, strict=True))
+        if isinstance(first, Random):
+            return array * (deviation(weight, sizes) / first.deviation(sizes))
+        if weight.path == "norm.scale" and model.unembedding is None:
+            return jnp.full_like(
+                array, scheme.logits(embed) / scheme.embedding(embed) * embed**-0.5
+            )
+        return jnp.ones_like(array)
+
+    return map_weights(made, model)
 
 
 def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[float]]:

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from importlib.metadata import version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The second flag keeps the collectives of simulated devices in one order; see xla_flags.py.
@@ -11,6 +12,8 @@ os.environ["XLA_FLAGS"] = (
     "--xla_cpu_multi_thread_eigen=false "
     "--xla_backend_optimization_level=0"
 )
+if version("jax").startswith("0.10."):  # later ones have no older emitters to choose
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 # Many tests compile the same step, some of them in processes of their own.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # it is, in the processes that share the tests

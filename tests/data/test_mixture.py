@@ -168,7 +168,7 @@ def test_every_prefix_of_the_pattern_keeps_the_proven_bound(counts: list[int]) -
     assert Fraction(deviation, PERIOD) <= bound
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(compositions())
 def test_the_pattern_is_that_of_the_paper(counts: list[int]) -> None:
     assert interleave(counts) == reference_pattern(counts)
@@ -192,7 +192,7 @@ def test_every_window_of_1024_has_exactly_the_counts(
         assert np.abs(in_batch - batch_size * number / PERIOD).max() < 2
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(stage_arguments(), st.sampled_from([1, 7, 32, 300]))
 def test_equals_a_walk_from_the_first_sequence(
     arguments: list[tuple[dict[str, float | int], int]], batch_size: int
@@ -213,7 +213,7 @@ def test_equals_a_walk_from_the_first_sequence(
         assert mine == [f"{name}{number}" for number in range(total)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(stage_arguments(), weights, st.integers(1, 5))
 def test_a_later_stage_leaves_earlier_batches_alone(
     arguments: list[tuple[dict[str, float | int], int]],

@@ -25,6 +25,8 @@ from lmlib.data.mixture import Mixture, Stage
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
 
+slow = pytest.mark.slow
+
 BATCH_SIZE, SEQUENCE_LENGTH = 32, 12
 DEVICES = 8
 MESHES = [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)]  # data, fsdp, tensor
@@ -95,7 +97,9 @@ def work(port: int, processes: int, process: int, data_set: str, out: str) -> No
     np.savez(out, **held)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)]
+)
 def held_by_processes(
     request: pytest.FixtureRequest, example: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, np.ndarray]]:

@@ -138,13 +138,13 @@ HOSTILE = st.lists(
 
 
 @pytest.mark.parametrize("style", sentinels(STYLES, lambda style: style == "llama3"))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(texts=st.lists(HOSTILE, max_size=3))
 def test_hostile_text(style: str, texts: list[str]) -> None:
     assert_same_ids(encoder(style), trained(style), texts)
 
 
-@pytest.mark.parametrize("style", sentinels(STYLES, lambda style: style == "qwen2"))
+@pytest.mark.parametrize("style", sentinels(STYLES, lambda style: style == "llama3"))
 def test_real_text_and_round_trip(style: str) -> None:
     assert isinstance(encoder(style), ByteLevelEncoder)
     texts = standard_library() + multilingual()
@@ -186,7 +186,14 @@ def test_texts_longer_than_a_chunk(style: str) -> None:
 
 @pytest.mark.parametrize(
     ("style", "run"),
-    [*product(["gpt2", "llama3"], [" ", "\n", "\t\r\n "]), ("llama3", "\u3000"), ("qwen2", "\t")],
+    sentinels(
+        [
+            *product(["gpt2", "llama3"], [" ", "\n", "\t\r\n "]),
+            ("llama3", "\u3000"),
+            ("qwen2", "\t"),
+        ],
+        lambda case: case in (("gpt2", "\n"), ("llama3", "\t\r\n "), ("qwen2", "\t")),
+    ),
 )
 def test_long_whitespace(style: str, run: str) -> None:
     repeated = run * (1_010_000 // len(run))  # fancy-regex gives up at a million
@@ -222,7 +229,7 @@ print(len(text), len(ids), int(peak.group(1)) // 1024)
     assert size > 30e6 and count > 5e6 and mebibytes < 700
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", sentinels(STYLES, lambda style: style == "gpt2"))
 def test_pickling(style: str) -> None:
     texts = ["Hello world", "naïve café"]
     again = pickle.loads(pickle.dumps(encoder(style)))

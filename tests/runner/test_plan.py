@@ -57,7 +57,7 @@ def plan(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         pytest.param("v5e:2x4", 8, marks=[needs_compilers, pytest.mark.slow]),
         pytest.param("h100:2x4", 8, marks=[needs_compilers, pytest.mark.slow]),
-        ("cpu:8", 8),
+        ("cpu:2", 2),
     ],
 )
 def test_a_report_is_shown_written_and_kept(tmp_path, topology, devices):

@@ -26,7 +26,7 @@ class WithoutBeginning(Synthetic):
 
 
 def tiny(prompts, data):
-    cfg = configs.load("experiments/llama_84m", ["tiny"], ["steps=1"])
+    cfg = configs.load("experiments/llama_84m", ["tiny"], ["steps=1", "mesh.fsdp=1"])
     cfg.prompts, cfg.validation = prompts, None
     cfg.data = data
     return cfg
