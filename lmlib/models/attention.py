@@ -16,7 +16,8 @@ from lmlib.models.attend import attend, check_attention
 from lmlib.models.product import product
 from lmlib.models.protocol import Context
 from lmlib.models.rope import Rotary, rotate
-from lmlib.models.weights import fan_in, first_values, fold, weight, zeros
+from lmlib.models.weights import declared, fan_in, first_values, fold, weight, zeros
+from lmlib.parallel.axes import Declaration
 from lmlib.parallel.layout import spec
 
 Norm = Callable[[Array], Array]
@@ -38,6 +39,7 @@ class Attention(eqx.Module):
         sizes of heads and head_dim: `RMSNorm` with axes "head_dim", for each head alone, or with
         "heads head_dim" (of keys: "kv_heads head_dim"). `None`: there are none.
       key_norm: makes the norm of keys; `None`: `norm` does.
+      residual_scale: of the output's first values; see `lmlib.models.weights.residual_scale`.
 
     Raises:
       ValueError: if `kv_heads` does not divide `heads`.
@@ -47,12 +49,13 @@ class Attention(eqx.Module):
     window: int | None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
     soft_cap: float | None = eqx.field(static=True)
+    residual_scale: float = eqx.field(static=True)
     query_norm: Norm | None
     key_norm: Norm | None
     query: Float[Array, "embed heads head_dim"] = weight(fan_in("embed"))
     key: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
     value: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
-    output: Float[Array, "heads head_dim embed"] = weight(fan_in("heads", "head_dim"))
+    output: Float[Array, "heads head_dim embed"]
     query_bias: Float[Array, "heads head_dim"] | None = weight(zeros)
     key_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
     value_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
@@ -72,6 +75,7 @@ class Attention(eqx.Module):
         output_bias: bool = False,
         norm: Callable[..., Norm] | None = None,
         key_norm: Callable[..., Norm] | None = None,
+        residual_scale: float = 1.0,
         *,
         key: PRNGKeyArray,
     ):
@@ -79,10 +83,11 @@ class Attention(eqx.Module):
             raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, or None, got {window}")
+        self.residual_scale = residual_scale
         sizes = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
         def first(field: str) -> Array:
-            return first_values(Attention, field, key, **sizes)
+            return first_values(self, field, key, **sizes)
 
         self.query, self.key, self.value = first("query"), first("key"), first("value")
         self.output = first("output")
@@ -134,6 +139,10 @@ class Attention(eqx.Module):
             residual = spec(context.compute.residual)
             y_BSE = product("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
             return _biased(y_BSE, self.output_bias), None
+
+    @property
+    def declarations(self) -> dict[str, Declaration]:
+        return {"output": declared(fan_in("heads", "head_dim", scale=self.residual_scale))}
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Of the two products of activations, forward and backward: 12 · heads · head_dim · keys.

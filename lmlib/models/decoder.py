@@ -26,7 +26,8 @@ from lmlib.models.stack import (
     stack_flops_per_token,
     stack_parts,
 )
-from lmlib.models.weights import fan_in, first_values, weight
+from lmlib.models.weights import declared, fan_in, first_values, normal, weight
+from lmlib.parallel.axes import Declaration
 from lmlib.parallel.layout import gather, reshard
 
 Norm = Callable[[Array], Array]
@@ -41,10 +42,12 @@ class Decoder(eqx.Module):
       norm: after the last layer; may be absent.
       tied: one table embeds and unembeds.
       logit_cap: c, where logits z become c · tanh(z / c); `None` where they stay.
+      embedding_deviation: standard deviation of the embedding's first values.
       key: seed of the weights.
     """
 
-    embedding: Float[Array, "vocab embed"] = weight(fan_in("embed"), multiplied=False)
+    embedding_deviation: float = eqx.field(static=True)
+    embedding: Float[Array, "vocab embed"]
     stack: Stack
     norm: Norm | None
     unembedding: Float[Array, "embed vocab"] | None = weight(fan_in("embed"))
@@ -58,15 +61,16 @@ class Decoder(eqx.Module):
         norm: Norm | None = None,
         tied: bool = False,
         logit_cap: float | None = None,
+        embedding_deviation: float = 1.0,
         *,
         key: PRNGKeyArray,
     ):
+        self.logit_cap, self.embedding_deviation = logit_cap, embedding_deviation
         sizes = {"vocab": vocab, "embed": embed}
-        self.embedding = first_values(Decoder, "embedding", key, **sizes)
+        self.embedding = first_values(self, "embedding", key, **sizes)
         self.stack = make_stack(segments, key)
         self.norm = norm
-        self.unembedding = None if tied else first_values(Decoder, "unembedding", key, **sizes)
-        self.logit_cap = logit_cap
+        self.unembedding = None if tied else first_values(self, "unembedding", key, **sizes)
 
     def __call__(
         self, tokens_BS: Int32[Array, "b s"], context: Context | None = None
@@ -100,6 +104,10 @@ class Decoder(eqx.Module):
             return x_BSE if self.norm is None else gather(self.norm, compute.dtype)(x_BSE)
 
         return jax.checkpoint(normed, policy=policy(compute.saved, compute.offloaded))(x_BSE)
+
+    @property
+    def declarations(self) -> dict[str, Declaration]:
+        return {"embedding": declared(normal(self.embedding_deviation))}
 
     @property
     def vocab(self) -> int:

@@ -3,14 +3,12 @@
 Shapes: leading axes, then the axes `inputs` of x, which the weight sums over.
 """
 
-from collections.abc import Mapping
-
 import equinox as eqx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.product import product
-from lmlib.models.weights import declared, fan_in, made, zeros
+from lmlib.models.weights import declared, fan_in, first_values, zeros
 from lmlib.parallel.axes import Declaration
 
 
@@ -32,12 +30,8 @@ class Linear(eqx.Module):
         self, inputs: str, outputs: str, bias: bool = False, *, key: PRNGKeyArray, **sizes: int
     ):
         self.inputs, self.outputs = inputs, outputs
-        self.weight = self._made("weight", key, sizes)
-        self.bias = self._made("bias", key, sizes) if bias else None
-
-    def _made(self, field: str, key: PRNGKeyArray, sizes: Mapping[str, int]) -> Array:
-        axes = tuple(self.axis_names[field].split())
-        return made(self.declarations[field], axes, Linear, field, key, sizes)
+        self.weight = first_values(self, "weight", key, **sizes)
+        self.bias = first_values(self, "bias", key, **sizes) if bias else None
 
     def __call__(
         self,

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.product import product
 from lmlib.models.protocol import Context
-from lmlib.models.weights import fan_in, first_values, weight, zeros
+from lmlib.models.weights import declared, fan_in, first_values, weight, zeros
+from lmlib.parallel.axes import Declaration
 from lmlib.parallel.layout import spec
 
 Activation = Callable[[Array], Array]
@@ -45,18 +46,28 @@ class GatedMLP(eqx.Module):
     Args:
       embed, mlp: sizes.
       activation: of the gate.
+      residual_scale: of the first values of `down`; see `lmlib.models.weights.residual_scale`.
     """
 
     activation: Activation = eqx.field(static=True)
+    residual_scale: float = eqx.field(static=True)
     gate: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     up: Float[Array, "embed mlp"] = weight(fan_in("embed"))
-    down: Float[Array, "mlp embed"] = weight(fan_in("mlp"))
+    down: Float[Array, "mlp embed"]
 
-    def __init__(self, embed: int, mlp: int, activation: Activation = silu, *, key: PRNGKeyArray):
-        self.gate = first_values(GatedMLP, "gate", key, embed=embed, mlp=mlp)
-        self.up = first_values(GatedMLP, "up", key, embed=embed, mlp=mlp)
-        self.down = first_values(GatedMLP, "down", key, embed=embed, mlp=mlp)
-        self.activation = activation
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        activation: Activation = silu,
+        residual_scale: float = 1.0,
+        *,
+        key: PRNGKeyArray,
+    ):
+        self.activation, self.residual_scale = activation, residual_scale
+        self.gate = first_values(self, "gate", key, embed=embed, mlp=mlp)
+        self.up = first_values(self, "up", key, embed=embed, mlp=mlp)
+        self.down = first_values(self, "down", key, embed=embed, mlp=mlp)
 
     @jax.named_scope("mlp")
     def __call__(
@@ -71,6 +82,10 @@ class GatedMLP(eqx.Module):
         hidden_BSF = checkpoint_name(self.activation(gate_BSF) * up_BSF, "mlp_hidden")
         return product("bsf,fe->bse", hidden_BSF, self.down, precision, residual), {}
 
+    @property
+    def declarations(self) -> dict[str, Declaration]:
+        return {"down": declared(fan_in("mlp", scale=self.residual_scale))}
+
 
 class MLP(eqx.Module):
     """down(activation(up x)), each product with a bias if `bias` (Vaswani et al. 2017,
@@ -80,12 +95,14 @@ class MLP(eqx.Module):
       embed, mlp: sizes.
       activation: between the two products.
       bias: whether there are biases.
+      residual_scale: of the first values of `down`, as of `GatedMLP`.
     """
 
     activation: Activation = eqx.field(static=True)
+    residual_scale: float = eqx.field(static=True)
     up: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     up_bias: Float[Array, "mlp"] | None = weight(zeros)
-    down: Float[Array, "mlp embed"] = weight(fan_in("mlp"))
+    down: Float[Array, "mlp embed"]
     down_bias: Float[Array, "embed"] | None = weight(zeros)
 
     def __init__(
@@ -94,14 +111,15 @@ class MLP(eqx.Module):
         mlp: int,
         activation: Activation = gelu_tanh,
         bias: bool = True,
+        residual_scale: float = 1.0,
         *,
         key: PRNGKeyArray,
     ):
-        self.up = first_values(MLP, "up", key, embed=embed, mlp=mlp)
-        self.up_bias = first_values(MLP, "up_bias", key, mlp=mlp) if bias else None
-        self.down = first_values(MLP, "down", key, embed=embed, mlp=mlp)
-        self.down_bias = first_values(MLP, "down_bias", key, embed=embed) if bias else None
-        self.activation = activation
+        self.activation, self.residual_scale = activation, residual_scale
+        self.up = first_values(self, "up", key, embed=embed, mlp=mlp)
+        self.up_bias = first_values(self, "up_bias", key, mlp=mlp) if bias else None
+        self.down = first_values(self, "down", key, embed=embed, mlp=mlp)
+        self.down_bias = first_values(self, "down_bias", key, embed=embed) if bias else None
 
     @jax.named_scope("mlp")
     def __call__(
@@ -115,3 +133,7 @@ class MLP(eqx.Module):
         hidden_BSF = checkpoint_name(self.activation(up_BSF), "mlp_hidden")
         y_BSE = product("bsf,fe->bse", hidden_BSF, self.down, precision, residual)
         return (y_BSE if self.down_bias is None else y_BSE + self.down_bias), {}
+
+    @property
+    def declarations(self) -> dict[str, Declaration]:
+        return {"down": declared(fan_in("mlp", scale=self.residual_scale))}

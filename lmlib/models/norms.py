@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.weights import Constant, declared, made, zeros
+from lmlib.models.weights import Constant, declared, first_values, zeros
 from lmlib.parallel.axes import Declaration
 
 
@@ -20,6 +20,7 @@ class RMSNorm(eqx.Module):
         head alone; "heads head_dim" for all heads together.
       epsilon: added to the mean square.
       offset: added to the scale. With 1, as in Gemma, the scale starts at zero.
+      first: what x / rms(x) is multiplied by before any training.
       key: unused, as the scale starts as a constant; here for all parts to be made alike.
       sizes: of the axes, by name.
     """
@@ -28,19 +29,20 @@ class RMSNorm(eqx.Module):
     axes: str = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
     offset: float = eqx.field(static=True)
+    first: float = eqx.field(static=True)
 
     def __init__(
         self,
         axes: str = "embed",
         epsilon: float = 1e-5,
         offset: float = 0.0,
+        first: float = 1.0,
         *,
         key: PRNGKeyArray,
         **sizes: int,
     ):
-        self.axes, self.epsilon, self.offset = axes, epsilon, offset
-        how = self.declarations["scale"]
-        self.scale = made(how, tuple(axes.split()), RMSNorm, "scale", key, sizes)
+        self.axes, self.epsilon, self.offset, self.first = axes, epsilon, offset, first
+        self.scale = first_values(self, "scale", key, **sizes)
 
     def __call__(self, x_N: Float[Array, "..."]) -> Float[Array, "..."]:
         wide_N = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32))
@@ -55,7 +57,7 @@ class RMSNorm(eqx.Module):
 
     @property
     def declarations(self) -> dict[str, Declaration]:
-        return {"scale": declared(Constant(1 - self.offset))}
+        return {"scale": declared(Constant(self.first - self.offset))}
 
 
 class LayerNorm(eqx.Module):
@@ -81,11 +83,8 @@ class LayerNorm(eqx.Module):
         **sizes: int,
     ):
         self.axes, self.epsilon = axes, epsilon
-        names = tuple(axes.split())
-        self.scale = made(self.declarations["scale"], names, LayerNorm, "scale", key, sizes)
-        self.bias = (
-            made(self.declarations["bias"], names, LayerNorm, "bias", key, sizes) if bias else None
-        )
+        self.scale = first_values(self, "scale", key, **sizes)
+        self.bias = first_values(self, "bias", key, **sizes) if bias else None
 
     def __call__(self, x_N: Float[Array, "..."]) -> Float[Array, "..."]:
         wide_N = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32))

@@ -91,6 +91,13 @@ def fan_in(*axes: str, scale: float = 1.0) -> Random:
     return Random(scale, axes)
 
 
+def residual_scale(layers: int) -> float:
+    """(2 · layers)^-1/2, for the matrices that write to the residual stream, two in each layer:
+    what all layers add together then starts with the variance of one write (Radford et al. 2019,
+    "Language Models are Unsupervised Multitask Learners", §2.3)."""
+    return (2 * layers) ** -0.5
+
+
 def weight(
     first: FirstValues,
     *,
@@ -130,37 +137,28 @@ def declared(
     )
 
 
-def first_values(
-    owner: type[eqx.Module], field: str, key: PRNGKeyArray, **sizes: int
-) -> Float[Array, "..."]:
-    """The first value of `owner.field`, float32, as its class declares it.
+def first_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> Float[Array, "..."]:
+    """The first value of `owner.field`, float32, as it is declared.
 
     Args:
+      owner: a module's class, or a module in its `__init__` after what its own `axis_names` and
+        `declarations` need.
       key: of the owner; the field's name is folded in.
       sizes: of the axes, by name; others may be among them.
 
     Raises:
       LayoutError: if `sizes` lacks an axis, or one is not positive.
     """
-    return made(declaration(owner, field), axis_names(owner, field), owner, field, key, sizes)
-
-
-def made(
-    how: Declaration,
-    axes: tuple[str, ...],
-    owner: type[eqx.Module],
-    field: str,
-    key: PRNGKeyArray,
-    sizes: Mapping[str, int],
-) -> Float[Array, "..."]:
-    """As `first_values`, for a weight whose axes and declaration are the instance's own."""
+    axes = axis_names(owner, field)
     for axis in axes:
         if sizes.get(axis, 0) < 1:
+            kind = owner if isinstance(owner, type) else type(owner)
             raise LayoutError(
-                f"{owner.__name__}.{field} needs a positive size for axis {axis!r}, "
+                f"{kind.__name__}.{field} needs a positive size for axis {axis!r}, "
                 f"got {sizes.get(axis)}"
             )
-    return how.first.make(fold(key, field), tuple(sizes[axis] for axis in axes), sizes)
+    shape = tuple(sizes[axis] for axis in axes)
+    return declaration(owner, field).first.make(fold(key, field), shape, sizes)
 
 
 def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:

@@ -167,7 +167,7 @@ def test_compute_dtype_is_that_of_the_residual_stream(inputs):
 
 def test_a_weight_depends_on_the_seed_and_its_path_only():
     model = make(key=jax.random.key(0))
-    deeper = make(layers=L + 2, tied=True, key=jax.random.key(0))
+    deeper = make(layers=L + 2, window=3, key=jax.random.key(0))
     np.testing.assert_array_equal(deeper.embedding, model.embedding)
     ((deeper_block,),), ((block,),) = deeper.stack, model.stack
     np.testing.assert_array_equal(deeper_block.mlp.up[:L], block.mlp.up)

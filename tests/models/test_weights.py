@@ -11,12 +11,10 @@ from jaxtyping import Array, Float
 
 from lmlib import llama
 from lmlib.models.attention import Attention
-from lmlib.models.decoder import Decoder
 from lmlib.models.linear import Linear
-from lmlib.models.mlp import GatedMLP
 from lmlib.models.norms import RMSNorm
 from lmlib.models.weights import bell, fan_in, first_values, fold, normal, ones, weight, zeros
-from lmlib.parallel.axes import LayoutError, axis_names, declaration, map_weights
+from lmlib.parallel.axes import LayoutError, axis_names, map_weights
 
 
 def test_values_are_bell_shaped_with_the_deviation_asked_for():
@@ -41,20 +39,26 @@ def test_the_bits_are_those_of_exact_integers():
     np.testing.assert_array_equal(bell(key, shape, 0.25), expected)
 
 
-def test_scales_follow_axis_names():
-    sizes = {"embed": 64, "mlp": 256, "heads": 8, "head_dim": 16, "vocab": 1_000}
-
-    def deviation(owner, field):
-        return declaration(owner, field).first.deviation(sizes)
-
-    assert deviation(GatedMLP, "gate") == deviation(GatedMLP, "up") == 64**-0.5
-    assert deviation(GatedMLP, "down") == 256**-0.5
-    assert deviation(Attention, "query") == deviation(Attention, "key") == 64**-0.5
-    assert deviation(Attention, "output") == 128**-0.5
-    assert deviation(Decoder, "embedding") == deviation(Decoder, "unembedding") == 64**-0.5
-    norm = RMSNorm(embed=64, key=jax.random.key(0))
-    assert declaration(norm, "scale").first == ones
-    np.testing.assert_array_equal(norm.scale, np.ones(64))
+@pytest.mark.parametrize("tied", [False, True])
+def test_first_values_of_llama(tied):
+    """As `llama` says: matrices by fan-in, what each of 3 layers writes twice / √6."""
+    sizes = {"vocab": 1_000, "embed": 64, "heads": 8, "head_dim": 16, "mlp": 256}
+    model = llama(layers=3, tied=tied, key=jax.random.key(0), **sizes)
+    ((block,),) = model.stack
+    expected = {
+        64**-0.5: [block.attention.query, block.attention.key, block.mlp.gate, block.mlp.up],
+        (128 * 6) ** -0.5: [block.attention.output],
+        (256 * 6) ** -0.5: [block.mlp.down],
+        0.25 if tied else 1.0: [model.embedding],
+    }
+    for deviation, weights in expected.items():
+        for found in weights:
+            assert float(jnp.std(found)) == pytest.approx(deviation, rel=0.03)
+    np.testing.assert_array_equal(block.mlp_norm.scale, np.ones((3, 64)))
+    # Logits of features of variance one have variance one.
+    logits_EV = model.norm.scale[:, None] * model.unembedding_EV
+    assert float(jnp.std(logits_EV)) * 64**0.5 == pytest.approx(1.0, rel=0.03)
+    assert float(jnp.std(model.norm.scale)) == 0
 
 
 class Experts(eqx.Module):

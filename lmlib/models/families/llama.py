@@ -13,7 +13,7 @@ from lmlib.models.mlp import GatedMLP
 from lmlib.models.norms import RMSNorm
 from lmlib.models.rope import Rotary
 from lmlib.models.stack import Segment
-from lmlib.models.weights import compiled, fold
+from lmlib.models.weights import compiled, fold, residual_scale
 
 
 def llama(
@@ -56,24 +56,34 @@ def llama(
     if head_dim is None and embed % heads:
         raise ValueError(f"embed = {embed} must be a multiple of heads = {heads}, or give head_dim")
     head_dim = embed // heads if head_dim is None else head_dim
-    rotary = Rotary(head_dim, rope_theta)
+    rotary, scale = Rotary(head_dim, rope_theta), residual_scale(layers)
 
-    def norm(key: PRNGKeyArray) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, embed=embed, key=key)
+    def norm(key: PRNGKeyArray, first: float = 1.0) -> RMSNorm:
+        return RMSNorm(epsilon=norm_epsilon, first=first, embed=embed, key=key)
 
     def block(key: PRNGKeyArray) -> Block:
         return Block(
             attention_norm=norm(fold(key, "attention_norm")),
             attention=attention(
-                embed, heads, kv_heads, head_dim, rotary, window, key=fold(key, "attention")
+                embed,
+                heads,
+                kv_heads,
+                head_dim,
+                rotary,
+                window,
+                residual_scale=scale,
+                key=fold(key, "attention"),
             ),
             mlp_norm=norm(fold(key, "mlp_norm")),
-            mlp=feed_forward(embed, mlp, key=fold(key, "mlp")),
+            mlp=feed_forward(embed, mlp, residual_scale=scale, key=fold(key, "mlp")),
         )
 
     def model(key: PRNGKeyArray) -> Decoder:
+        # A tied table is the unembedding, too: the norm before it makes logits of deviation 1.
+        deviation = 0.25 if tied else 1.0
+        last = norm(fold(key, "norm"), embed**-0.5 / deviation if tied else 1.0)
         segments = [Segment([block], layers)]
-        return Decoder(vocab, embed, segments, norm(fold(key, "norm")), tied, key=key)
+        return Decoder(vocab, embed, segments, last, tied, embedding_deviation=deviation, key=key)
 
     return compiled(model)(key)
 
