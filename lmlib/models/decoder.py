@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
@@ -15,6 +16,7 @@ from lmlib.compute import Compute
 from lmlib.models.dropout import dropout
 from lmlib.models.embedding import embedded
 from lmlib.models.head import logits
+from lmlib.models.positions import Positions
 from lmlib.models.protocol import Context, Part, Trunk, whole_rows
 from lmlib.models.rematerialization import policy
 from lmlib.models.stack import (
@@ -33,6 +35,13 @@ from lmlib.parallel.layout import gather, reshard
 Norm = Callable[[Array], Array]
 
 
+def table_values(embed: int, tied: bool) -> tuple[float, float]:
+    """What `embedding_deviation` is to be, and the first scale of the last norm, for logits that
+    start with standard deviation 1: a tied table embeds and unembeds, so the norm between its two
+    uses makes up for their difference."""
+    return (0.25, 4 * embed**-0.5) if tied else (1.0, 1.0)
+
+
 class Decoder(eqx.Module):
     """Tokens to logits; a `lmlib.models.protocol.Model`. Weights are float32.
 
@@ -43,11 +52,15 @@ class Decoder(eqx.Module):
       tied: one table embeds and unembeds.
       logit_cap: c, where logits z become c · tanh(z / c); `None` where they stay.
       embedding_deviation: standard deviation of the embedding's first values.
+      embedding_scale: what embedded tokens are multiplied by.
+      positions: learned ones, added to embedded tokens; `None`: there are none.
       key: seed of the weights.
     """
 
     embedding_deviation: float = eqx.field(static=True)
+    embedding_scale: float = eqx.field(static=True)
     embedding: Float[Array, "vocab embed"]
+    positions: Positions | None
     stack: Stack
     norm: Norm | None
     unembedding: Float[Array, "embed vocab"] | None = weight(fan_in("embed"))
@@ -62,10 +75,13 @@ class Decoder(eqx.Module):
         tied: bool = False,
         logit_cap: float | None = None,
         embedding_deviation: float = 1.0,
+        embedding_scale: float = 1.0,
+        positions: Positions | None = None,
         *,
         key: PRNGKeyArray,
     ):
-        self.logit_cap, self.embedding_deviation = logit_cap, embedding_deviation
+        self.logit_cap, self.positions = logit_cap, positions
+        self.embedding_deviation, self.embedding_scale = embedding_deviation, embedding_scale
         sizes = {"vocab": vocab, "embed": embed}
         self.embedding = first_values(self, "embedding", key, **sizes)
         self.stack = make_stack(segments, key)
@@ -86,6 +102,10 @@ class Decoder(eqx.Module):
         compute, key = context.compute, context.key
         with jax.named_scope("embed"):
             x_BSE = embedded(self.embedding, tokens_BS, compute.dtype, compute.residual)
+            if self.embedding_scale != 1:
+                x_BSE *= jnp.asarray(self.embedding_scale, x_BSE.dtype)
+            if self.positions is not None:
+                x_BSE += gather(self.positions, compute.dtype)(context)
         if key is not None and context.dropout > 0:
             # Drawn again in the backward pass, as in the layers, rather than kept.
             x_BSE = jax.checkpoint(dropout, static_argnums=(1, 3, 4))(
@@ -126,13 +146,18 @@ class Decoder(eqx.Module):
 
     def parts(self) -> tuple[Part, ...]:
         """See `Model.parts`."""
-        after = ("norm", self.norm), ("unembedding", self.unembedding)
+
+        def there(**parts: Any) -> list[Part]:
+            return [Part(name, part) for name, part in parts.items() if part is not None]
+
         return (
-            Part("embedding", self.embedding),
+            *there(embedding=self.embedding, positions=self.positions),
             *stack_parts(self.stack),
-            *(Part(name, part) for name, part in after if part is not None),
+            *there(norm=self.norm, unembedding=self.unembedding),
         )
 
     def check(self, sequence_length: int, compute: Compute) -> None:
         """See `Model.check`."""
         check_stack(self.stack, sequence_length, compute)
+        if self.positions is not None:
+            self.positions.check(sequence_length)

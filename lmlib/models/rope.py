@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from lmlib.models.rope_scaling import Scaling
+
 
 class Turns(NamedTuple):
     """Cosine and sine of each position's angle for each pair of coordinates, the same for all
@@ -24,9 +26,10 @@ class Rotary:
     """Settings from which a table of turns follows.
 
     Args:
-      head_dim: coordinates of a head, all of which are turned.
+      head_dim: coordinates that are turned, the first ones of a head.
       theta: base of the wavelengths: pair i turns by position · theta^(-2i / head_dim) radians
         (eq. 15).
+      scaling: changes these for longer sequences; `None` does not.
 
     Raises:
       ValueError: if `head_dim` is odd, or `theta` not positive.
@@ -34,6 +37,7 @@ class Rotary:
 
     head_dim: int
     theta: float = 10_000.0
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
@@ -45,21 +49,30 @@ class Rotary:
         """The table of `positions_BS`, in float32 at least; wider if `dtype` is."""
         wide = jnp.promote_types(dtype, jnp.float32)
         frequency_D = self.theta ** (-jnp.arange(0, self.head_dim, 2, dtype=wide) / self.head_dim)
+        amplitude = 1.0
+        if self.scaling is not None:
+            frequency_D = self.scaling.frequencies(frequency_D)
+            amplitude = self.scaling.amplitude
         angle_BS1D = positions_BS[:, :, None, None] * frequency_D
-        return Turns(jnp.cos(angle_BS1D), jnp.sin(angle_BS1D))
+        return Turns(amplitude * jnp.cos(angle_BS1D), amplitude * jnp.sin(angle_BS1D))
 
 
 def rotate(x_BSHD: Float[Array, "b s h d"], turns: Turns) -> Float[Array, "b s h d"]:
     """`x` with each pair of coordinates turned (eq. 34), computed in the table's dtype.
 
-    Coordinate i pairs with i + D/2, as in Llama's published weights.
+    Coordinate i pairs with i + D/2, as in Llama's published weights. Coordinates beyond those of
+    the table stay.
     """
     cos_BS1D, sin_BS1D = turns
-    first_BSHD, second_BSHD = jnp.split(x_BSHD.astype(cos_BS1D.dtype), 2, axis=-1)
+    D = cos_BS1D.shape[-1]
+    first_BSHD, second_BSHD, *rest = jnp.split(
+        x_BSHD.astype(cos_BS1D.dtype), [D] if x_BSHD.shape[-1] == 2 * D else [D, 2 * D], axis=-1
+    )
     turned_BSHD = jnp.concatenate(
         (
             first_BSHD * cos_BS1D - second_BSHD * sin_BS1D,
             second_BSHD * cos_BS1D + first_BSHD * sin_BS1D,
+            *rest,
         ),
         axis=-1,
     )

@@ -38,6 +38,19 @@ class Segment(NamedTuple):
     repeats: int
 
 
+def segments(layers: Sequence[Callable[[PRNGKeyArray], Block]]) -> list[Segment]:
+    """The shortest pattern that repeats in `layers`, each of which makes its block from a key, and
+    the layers that are left over."""
+    period = next(
+        period
+        for period in range(1, len(layers) + 1)
+        if all(make is layers[i % period] for i, make in enumerate(layers))
+    )
+    repeats, left = divmod(len(layers), period)
+    whole = Segment(layers[:period], repeats)
+    return [whole, Segment(layers[:left], 1)] if left else [whole]
+
+
 def make_stack(segments: Sequence[Segment], key: PRNGKeyArray) -> Stack:
     """The blocks of all layers. A layer's weights depend on `key` and its index only.
 

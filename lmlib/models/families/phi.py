@@ -1,0 +1,32 @@
+"""Phi-3: Llama, published with its projections fused (Abdin et al. 2024, arXiv:2404.14219)."""
+
+from jaxtyping import PRNGKeyArray
+
+from lmlib.models.decoder import Decoder
+from lmlib.models.families.llama import llama
+
+
+def phi3(
+    vocab: int,
+    embed: int,
+    layers: int,
+    heads: int,
+    mlp: int,
+    kv_heads: int | None = None,
+    rope_theta: float = 10_000.0,
+    norm_epsilon: float = 1e-5,
+    tied: bool = False,
+    window: int | None = None,
+    turned: float = 1.0,
+    *,
+    key: PRNGKeyArray,
+) -> Decoder:
+    """Phi-3 and Phi-4 (§2): Llama in all its math. Arguments as of `llama`.
+
+    Args:
+      turned: share of each head's coordinates that rotary positions turn; Phi-4 mini has 3/4.
+    """
+    return llama(
+        vocab, embed, layers, heads, mlp, kv_heads, None, rope_theta, None, norm_epsilon,
+        tied, window, turned, key=key,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Qwen: Llama with biases of queries, keys and values (2 and 2.5), or with norms of queries and
+keys (3)."""
+
+import functools
+
+from jaxtyping import PRNGKeyArray
+
+from lmlib.models.attention import Attention
+from lmlib.models.decoder import Decoder
+from lmlib.models.families.llama import llama
+from lmlib.models.norms import RMSNorm
+from lmlib.models.rope_scaling import Scaling
+
+
+def qwen2(
+    vocab: int,
+    embed: int,
+    layers: int,
+    heads: int,
+    mlp: int,
+    kv_heads: int | None = None,
+    rope_theta: float = 1_000_000.0,
+    rope_scaling: Scaling | None = None,
+    norm_epsilon: float = 1e-6,
+    tied: bool = False,
+    *,
+    key: PRNGKeyArray,
+) -> Decoder:
+    """Qwen 2 and 2.5 (arXiv:2407.10671, §2.2.1; arXiv:2412.15115): Llama with biases of queries,
+    keys and values. Arguments as of `llama`; `rope_scaling` is a `Yarn` in long contexts."""
+    return llama(
+        vocab, embed, layers, heads, mlp, kv_heads, None, rope_theta, rope_scaling, norm_epsilon,
+        tied, attention=functools.partial(Attention, bias=True), key=key,
+    )  # fmt: skip
+
+
+def qwen3(
+    vocab: int,
+    embed: int,
+    layers: int,
+    heads: int,
+    mlp: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = 128,
+    rope_theta: float = 1_000_000.0,
+    rope_scaling: Scaling | None = None,
+    norm_epsilon: float = 1e-6,
+    tied: bool = False,
+    *,
+    key: PRNGKeyArray,
+) -> Decoder:
+    """Qwen 3, dense (arXiv:2505.09388, §2): Llama with norms of each head's queries and keys.
+    Arguments as of `llama`."""
+    norm = functools.partial(RMSNorm, "head_dim", norm_epsilon)
+    return llama(
+        vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, rope_scaling,
+        norm_epsilon, tied, attention=functools.partial(Attention, norm=norm), key=key,
+    )  # fmt: skip

@@ -1,0 +1,21 @@
+"""Sizes of attention, as families take and check them."""
+
+
+def head_sizes(
+    embed: int, heads: int, kv_heads: int | None, head_dim: int | None, **others: int
+) -> tuple[int, int]:
+    """`kv_heads`, by default `heads`, and `head_dim`, by default embed / heads.
+
+    Args:
+      others: sizes that are only checked, by name.
+
+    Raises:
+      ValueError: if a size is not positive, or `heads` does not divide `embed` where it has to.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    for name, size in {"embed": embed, "heads": heads, "kv_heads": kv_heads, **others}.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if head_dim is None and embed % heads:
+        raise ValueError(f"embed = {embed} must be a multiple of heads = {heads}, or give head_dim")
+    return kv_heads, embed // heads if head_dim is None else head_dim

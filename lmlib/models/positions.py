@@ -1,0 +1,38 @@
+"""Learned positions.
+
+Shapes: B batch, S sequence, P position, E embed.
+"""
+
+import equinox as eqx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.models.protocol import Context
+from lmlib.models.weights import first_values, normal, weight
+from lmlib.parallel.layout import reshard, spec
+
+
+class Positions(eqx.Module):
+    """A vector for each position of a document, added to the embedding (Gehring et al. 2017,
+    arXiv:1705.03122, §3.1).
+
+    Args:
+      position, embed: sizes.
+    """
+
+    table: Float[Array, "position embed"] = weight(normal(0.02), rules={"position": None})
+
+    def __init__(self, position: int, embed: int, *, key: PRNGKeyArray):
+        self.table = first_values(self, "table", key, position=position, embed=embed)
+
+    def __call__(self, context: Context) -> Float[Array, "b s embed"]:
+        """Of the context's positions, laid out as `context.compute.residual` names."""
+        rows_BSE = self.table.at[context.positions_BS].get(out_sharding=spec("batch seq embed"))
+        return reshard(rows_BSE, context.compute.residual)
+
+    def check(self, sequence_length: int) -> None:
+        """Raises ValueError if sequences are longer than the table."""
+        if sequence_length > self.table.shape[0]:
+            raise ValueError(
+                f"sequences of {sequence_length} tokens, but the model learns "
+                f"{self.table.shape[0]} positions"
+            )
