@@ -1,0 +1,87 @@
+"""Every family whose folders are read and written."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import PRNGKeyArray
+
+from lmlib.hf import gemma, gpt2, llama, olmo, phi, qwen
+from lmlib.hf.family import Family
+from lmlib.hf.settings import Settings
+from lmlib.hf.tensor_files import FolderError, read_json
+from lmlib.models.architecture import architecture
+from lmlib.models.decoder import Decoder
+
+FAMILIES: tuple[Family, ...] = (
+    *llama.FAMILIES,
+    *qwen.FAMILIES,
+    *gemma.FAMILIES,
+    *olmo.FAMILIES,
+    *phi.FAMILIES,
+    *gpt2.FAMILIES,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What a folder's config.json says: a family and the arguments of its `build`."""
+
+    family: Family
+    arguments: dict[str, Any]
+
+    def build(self, key: PRNGKeyArray) -> Decoder:
+        """The model, with new weights."""
+        return self.family.build(**self.arguments, key=key)
+
+
+def described(folder: Path) -> Described:
+    """Reads `folder`/config.json.
+
+    Raises:
+      FolderError: if there is none, or it has a key or a value that is not known here.
+    """
+    content = read_json(folder / "config.json")
+    return described_by(content, str(folder / "config.json"))
+
+
+def described_by(content: dict[str, Any], where: str) -> Described:
+    """As `described`, of the content of a config.json."""
+    kind = content.get("model_type")
+    family = next((each for each in FAMILIES if each.model_type == kind), None)
+    if family is None:
+        known = ", ".join(each.model_type for each in FAMILIES)
+        raise FolderError(f"{where}: model_type {kind!r} is not supported; there are {known}")
+    settings = Settings(content, where)
+    arguments = family.arguments(settings)
+    settings.done()
+    return Described(family, arguments)
+
+
+def family_of(model: Decoder) -> tuple[Family, dict[str, Any]]:
+    """The family of a model (arrays or shapes), and the config.json that describes exactly it:
+    what is built from that has the same parts, settings and shapes.
+
+    Raises:
+      ValueError: if no family has such a model.
+    """
+    read, wanted = architecture(model), shape_of(model)
+    for family in FAMILIES:
+        content = {"model_type": family.model_type, **family.settings(read)}
+        try:
+            found = described_by(content, "the model")
+            built = shape_of(jax.eval_shape(found.build, jax.random.key(0)))
+        except ValueError:  # no config.json of this family says such a thing
+            continue
+        if built == wanted:
+            return family, content
+    raise ValueError(
+        f"none of {', '.join(each.model_type for each in FAMILIES)} is this model: it has parts or "
+        "settings that no config.json of theirs describes"
+    )
+
+
+def shape_of(model: Any) -> Any:
+    """Parts, settings and shapes, to be compared."""
+    return jax.tree.structure(model), [leaf.shape for leaf in jax.tree.leaves(model)]

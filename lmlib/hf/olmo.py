@@ -1,0 +1,38 @@
+"""OLMo 2."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmlib.hf.family import Family
+from lmlib.hf.llama import ATTENTION, MLP, OUTSIDE, shared_settings, sizes
+from lmlib.hf.names import Names, Tensor
+from lmlib.hf.settings import Settings
+from lmlib.models.architecture import Architecture
+from lmlib.models.families.olmo import olmo2
+
+_LAYER = (
+    *ATTENTION,
+    *MLP,
+    Tensor("self_attn.q_norm.weight", {"attention.query_norm.scale": ("heads head_dim",)}),
+    Tensor("self_attn.k_norm.weight", {"attention.key_norm.scale": ("kv_heads head_dim",)}),
+    Tensor("post_attention_layernorm.weight", {"attention_after_norm.scale": ("embed",)}),
+    Tensor("post_feedforward_layernorm.weight", {"mlp_after_norm.scale": ("embed",)}),
+)
+
+
+def _arguments(settings: Settings) -> dict[str, Any]:
+    settings.only("hidden_act", "silu")
+    settings.only("attention_bias", False)
+    theta, scaling = settings.rope()
+    shared = sizes(settings)
+    shared["norm_epsilon"] = settings.take("rms_norm_eps", 1e-5, float)
+    return {**shared, "rope_theta": theta, "rope_scaling": scaling}
+
+
+def _settings(model: Architecture) -> dict[str, Any]:
+    return shared_settings(model) | {"attention_bias": False}
+
+
+FAMILIES: Sequence[Family] = (
+    Family("olmo2", "Olmo2ForCausalLM", olmo2, Names(OUTSIDE, _LAYER), _arguments, _settings),
+)

@@ -1,0 +1,260 @@
+"""Files of tensors: safetensors, one or several with an index.
+
+A file is the length of its header in 8 bytes, a JSON header, and the tensors' bytes one after
+another (https://github.com/huggingface/safetensors, README, "Format"). A folder is a stranger's:
+everything that a header says is checked against the file before anything is read.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_LARGEST_HEADER = 100_000_000  # bytes, as of the format's own reader
+_LARGEST_INDEX = 100_000_000
+
+
+class FolderError(ValueError):
+    """A folder of weights that cannot be used, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies: `dtype` and `shape`, and its first byte in `file`."""
+
+    file: Path
+    offset: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """Behind its last byte."""
+        return self.offset + self.size * self.dtype.itemsize
+
+    def read(self, start: int, end: int) -> np.ndarray:
+        """Its values `start` to `end`, counted in the order of the file.
+
+        Raises:
+          FolderError: if the file has become shorter.
+        """
+        values = np.empty(end - start, self.dtype)
+        view = memoryview(values.view(np.uint8))
+        with open(self.file, "rb", buffering=0) as file:
+            file.seek(self.offset + start * self.dtype.itemsize)
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise FolderError(f"{self.file} ends early: it was changed while it was read")
+                view = view[count:]
+        return values
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a folder, by name.
+
+    Raises:
+      FolderError: if there are none, or a header, the index or a file contradicts another.
+    """
+    if (folder / INDEX).exists():
+        return _indexed(folder)
+    if (folder / SINGLE).exists():
+        return read_header(folder / SINGLE)
+    if pickled := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt")):
+        raise FolderError(
+            f"{pickled[0]} is a pickle, which can run any code and is never read: convert the "
+            "folder to safetensors first, with `save_pretrained` of transformers"
+        )
+    raise FolderError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+
+
+def _indexed(folder: Path) -> dict[str, Stored]:
+    index = read_json(folder / INDEX, _LARGEST_INDEX)
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise FolderError(f"{folder / INDEX} has no weight_map of names to files")
+    found: dict[str, Stored] = {}
+    for file in sorted(set(names.values())):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise FolderError(f"{folder / INDEX} names {file!r}, which is no file of this folder")
+        for name, tensor in read_header(folder / file).items():
+            if names.get(name) != file:
+                raise FolderError(
+                    f"{folder / file} holds {name}, but {INDEX} has it in {names.get(name)}"
+                )
+            found[name] = tensor
+    if missing := sorted(set(names) - set(found)):
+        raise FolderError(f"{folder / INDEX} names {missing[0]}, which its file does not hold")
+    return found
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of one file, by name.
+
+    Raises:
+      FolderError: if the header is no header, or its tensors do not fill the file exactly.
+    """
+    try:
+        length = path.stat().st_size
+        with open(path, "rb") as file:
+            head = file.read(8)
+            size = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+            if not 2 <= size <= min(_LARGEST_HEADER, length - 8):
+                raise FolderError(f"{path} is no safetensors file: its header cannot be {size}")
+            text = file.read(size)
+    except OSError as error:
+        raise FolderError(f"{path} cannot be read: {error.strerror}") from error
+    header = _parsed(path, text)
+    header.pop("__metadata__", None)
+    tensors: dict[str, Stored] = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: _begin(path, item)):
+        dtype, shape, (first, last) = _entry(path, name, entry)
+        if first != end or last - first != math.prod(shape) * dtype.itemsize:
+            raise FolderError(f"{path}: the bytes of {name} are not where they should be")
+        tensors[name] = Stored(path, 8 + size + first, dtype, shape)
+        end = last
+    if 8 + size + end != length:
+        raise FolderError(
+            f"{path} has {length:,} bytes, but its header tells of {8 + size + end:,}: it is cut "
+            "short, or was not downloaded to its end"
+        )
+    return tensors
+
+
+def _begin(path: Path, item: tuple[str, Any]) -> int:
+    return _entry(path, *item)[2][0]
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], tuple[int, int]]:
+    try:
+        shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise FolderError(f"{path}: the header's entry of {name} is damaged") from None
+    dtype = DTYPES.get(entry.get("dtype"))
+    if dtype is None:
+        raise FolderError(
+            f"{path}: {name} has dtype {entry.get('dtype')}; there are {', '.join(DTYPES)}"
+        )
+    return dtype, shape, (first, last)
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise FolderError(f"{path} is damaged: its JSON cannot be read") from None
+    if not isinstance(content, dict):
+        raise FolderError(f"{path} is damaged: its JSON is no object")
+    return content
+
+
+def read_json(path: Path, largest: int = 10_000_000) -> dict[str, Any]:
+    """The object in a JSON file of at most `largest` bytes.
+
+    Raises:
+      FolderError: if there is none.
+    """
+    try:
+        if path.stat().st_size > largest:
+            raise FolderError(f"{path} has more than {largest:,} bytes")
+        return _parsed(path, path.read_bytes())
+    except OSError as error:
+        raise FolderError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def laid_out(
+    folder: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], file_bytes: int
+) -> dict[str, Stored]:
+    """Where tensors of these dtypes and shapes are to lie, in files of about `file_bytes`."""
+    groups: list[list[str]] = [[]]
+    room = file_bytes
+    for name, (dtype, shape) in tensors.items():
+        size = dtype.itemsize * math.prod(shape)
+        if groups[-1] and size > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(name)
+        room -= size
+    placed: dict[str, Stored] = {}
+    for number, names in enumerate(groups, 1):
+        path = folder / (
+            SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        )
+        offset = len(_header({name: tensors[name] for name in names}))
+        for name in names:
+            dtype, shape = tensors[name]
+            placed[name] = Stored(path, offset, dtype, shape)
+            offset += dtype.itemsize * math.prod(shape)
+    return placed
+
+
+def begin_files(tensors: Mapping[str, Stored]) -> None:
+    """Makes the files of `tensors`, which `laid_out` placed, with headers and room for all bytes,
+    and their index if there are several."""
+    files: dict[Path, dict[str, Stored]] = {}
+    for name, tensor in tensors.items():
+        files.setdefault(tensor.file, {})[name] = tensor
+    for path, held in files.items():
+        with open(path, "wb") as file:
+            file.write(_header({name: (each.dtype, each.shape) for name, each in held.items()}))
+            file.truncate(max(each.end for each in held.values()))
+    if len(files) > 1:
+        total = sum(each.end - each.offset for each in tensors.values())
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: each.file.name for name, each in tensors.items()},
+        }
+        (next(iter(files)).parent / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def write(tensor: Stored, start: int, values: np.ndarray) -> None:
+    """Writes values into the place of `tensor`, from its value `start` on."""
+    with open(tensor.file, "r+b") as file:
+        file.seek(tensor.offset + start * tensor.dtype.itemsize)
+        file.write(np.ascontiguousarray(values, tensor.dtype).view(np.uint8).data)
+
+
+def synced(files: Iterable[Path]) -> None:
+    """Brings files to the disk."""
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        end = offset + dtype.itemsize * math.prod(shape)
+        entries[name] = {
+            "dtype": names[dtype], "shape": list(shape), "data_offsets": [offset, end],
+        }  # fmt: skip
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    return struct.pack("<Q", len(text)) + text

@@ -1,0 +1,70 @@
+"""The sizes and settings of a `Decoder`, read off it."""
+
+from typing import NamedTuple
+
+from lmlib.models.attention import Attention
+from lmlib.models.decoder import Decoder
+from lmlib.models.norms import LayerNorm, RMSNorm
+from lmlib.models.rope import Rotary
+
+
+class Layer(NamedTuple):
+    """What can differ from layer to layer."""
+
+    window: int | None
+    rotary: Rotary | None
+
+
+class Architecture(NamedTuple):
+    """Sizes are those of the first layer; `layers` has all of them in order. `positions` is 0 where
+    none are learned, `scale` `None` for head_dim^-1/2."""
+
+    vocab: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    tied: bool
+    positions: int
+    norm_epsilon: float
+    scale: float | None
+    attention_cap: float | None
+    logit_cap: float | None
+    layers: tuple[Layer, ...]
+
+
+def architecture(model: Decoder) -> Architecture:
+    """Reads `model`, whose arrays may be shapes.
+
+    Raises:
+      ValueError: if its blocks or its norm are not those that lmlib's families have.
+    """
+    blocks = [block for pattern in model.stack for block in pattern]
+    attention, norm = blocks[0].attention, model.norm
+    if not all(isinstance(block.attention, Attention) for block in blocks):
+        raise ValueError(f"{type(attention).__name__} is no attention that a family here has")
+    if not isinstance(norm, RMSNorm | LayerNorm):
+        raise ValueError(f"{type(norm).__name__} is no norm that a family here has")
+    layers: list[Layer] = []
+    for pattern in model.stack:
+        repeats = pattern[0].attention.query.shape[0]
+        of_pattern = [Layer(block.attention.window, block.attention.rotary) for block in pattern]
+        layers += of_pattern * repeats
+    vocab, embed = model.embedding.shape
+    heads, head_dim = attention.query.shape[-2:]
+    return Architecture(
+        vocab=vocab,
+        embed=embed,
+        heads=heads,
+        kv_heads=attention.key.shape[-2],
+        head_dim=head_dim,
+        mlp=blocks[0].mlp.down.shape[-2],
+        tied=model.unembedding is None,
+        positions=0 if model.positions is None else model.positions.table.shape[0],
+        norm_epsilon=norm.epsilon,
+        scale=attention.scale,
+        attention_cap=attention.soft_cap,
+        logit_cap=model.logit_cap,
+        layers=tuple(layers),
+    )
