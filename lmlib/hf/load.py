@@ -114,7 +114,7 @@ def _read(source: Stored, mesh: Mesh) -> jax.Array:
     """The tensor's values one after another, a share on each device, padded with zeros."""
     padded, layout = shares(source.size, mesh)
 
-    def share(index: tuple[slice, ...]) -> np.ndarray:
+    def share(index: Any) -> np.ndarray:
         start, end, _ = index[0].indices(padded)
         values = source.read(min(start, source.size), min(end, source.size))
         return np.pad(values, (0, end - start - values.size))
@@ -122,9 +122,7 @@ def _read(source: Stored, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_callback((padded,), layout, share)
 
 
-def _cut(
-    flat: jax.Array, shape: tuple[int, ...], share: Share, layout: NamedSharding
-) -> jax.Array:
+def _cut(flat: jax.Array, shape: tuple[int, ...], share: Share, layout: NamedSharding) -> jax.Array:
     """The weight in a tensor of `shape`, of the tensor's padded values. Each device has the whole
     tensor for a moment."""
     whole = jax.sharding.reshard(flat, NamedSharding(layout.mesh, PartitionSpec()))

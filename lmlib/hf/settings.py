@@ -32,7 +32,7 @@ class Settings:
         self._content, self.where = dict(content), where
         self._left = set(content) - WITHOUT_EFFECT
 
-    def take(self, key: str, default: Any = _NOT_GIVEN, kind: type | tuple[type, ...] = int) -> Any:
+    def take(self, key: str, default: Any = _NOT_GIVEN, kind: type = int) -> Any:
         """The value of `key`, or `default` where it is absent or null.
 
         Raises:
@@ -44,10 +44,11 @@ class Settings:
             if default is _NOT_GIVEN:
                 raise FolderError(f"{self.where} has no {key}")
             return default
-        kinds = (int, float) if kind is float else kind
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-            raise FolderError(f"{self.where}: {key} = {value!r} is of the wrong type")
-        return float(value) if kind is float else value
+        if kind is float and type(value) in (int, float):
+            return float(value)
+        if type(value) is not kind:
+            raise FolderError(f"{self.where}: {key} = {value!r} is no {kind.__name__}")
+        return value
 
     def nullable(self, key: str, absent: Any, kind: type = int) -> Any:
         """The value of `key`, `None` where it is null, `absent` where it is not there."""

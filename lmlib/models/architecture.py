@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from lmlib.models.attention import Attention
 from lmlib.models.decoder import Decoder
+from lmlib.models.mlp import MLP, GatedMLP
 from lmlib.models.norms import LayerNorm, RMSNorm
 from lmlib.models.rope import Rotary
 
@@ -16,7 +17,7 @@ class Layer(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """Sizes are those of the first layer; `layers` has all of them in order. `positions` is 0 where
+    """Sizes are those of any layer; `layers` has all of them in order. `positions` is 0 where
     none are learned, `scale` `None` for head_dim^-1/2."""
 
     vocab: int
@@ -40,17 +41,20 @@ def architecture(model: Decoder) -> Architecture:
     Raises:
       ValueError: if its blocks or its norm are not those that lmlib's families have.
     """
-    blocks = [block for pattern in model.stack for block in pattern]
-    attention, norm = blocks[0].attention, model.norm
-    if not all(isinstance(block.attention, Attention) for block in blocks):
-        raise ValueError(f"{type(attention).__name__} is no attention that a family here has")
-    if not isinstance(norm, RMSNorm | LayerNorm):
-        raise ValueError(f"{type(norm).__name__} is no norm that a family here has")
     layers: list[Layer] = []
     for pattern in model.stack:
-        repeats = pattern[0].attention.query.shape[0]
-        of_pattern = [Layer(block.attention.window, block.attention.rotary) for block in pattern]
-        layers += of_pattern * repeats
+        of_pattern = []
+        for block in pattern:
+            attention, mlp = block.attention, block.mlp
+            if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP | MLP):
+                raise ValueError(
+                    f"no family here has {type(attention).__name__} and {type(mlp).__name__}"
+                )
+            of_pattern.append(Layer(attention.window, attention.rotary))
+        layers += of_pattern * attention.query.shape[0]
+    norm = model.norm
+    if not isinstance(norm, RMSNorm | LayerNorm):
+        raise ValueError(f"no family here has a {type(norm).__name__} after its last layer")
     vocab, embed = model.embedding.shape
     heads, head_dim = attention.query.shape[-2:]
     return Architecture(
@@ -59,7 +63,7 @@ def architecture(model: Decoder) -> Architecture:
         heads=heads,
         kv_heads=attention.key.shape[-2],
         head_dim=head_dim,
-        mlp=blocks[0].mlp.down.shape[-2],
+        mlp=mlp.down.shape[-2],
         tied=model.unembedding is None,
         positions=0 if model.positions is None else model.positions.table.shape[0],
         norm_epsilon=norm.epsilon,

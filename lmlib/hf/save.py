@@ -1,0 +1,176 @@
+"""Models to folders that Hugging Face's `from_pretrained` loads.
+
+Each tensor is put together on the devices; each process writes its own contiguous share of it.
+"""
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lmlib.hf.families import family_of
+from lmlib.hf.load import Progress, shares
+from lmlib.hf.names import Placed, Share, placed
+from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced, write
+from lmlib.models.decoder import Decoder
+from lmlib.parallel.axes import map_weights
+from lmlib.parallel.mesh import make_mesh
+from lmlib.whole_file import write_whole
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def save(
+    model: Decoder,
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    dtype: str = "bfloat16",
+    longest: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    file_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
+) -> None:
+    """Writes config.json, generation_config.json, safetensors with their index, and the
+    tokenizer's files. With several processes each calls it, and all see the folder.
+
+    Args:
+      folder: new, or empty.
+      tokenizer: a folder with a tokenizer's files, or one tokenizer.json; they are copied.
+      dtype: of the file: "bfloat16", "float16" or "float32".
+      longest: the longest sequence the model was trained on, as `max_position_embeddings`.
+      settings: more keys of config.json, such as `bos_token_id` and `eos_token_id`.
+      file_bytes: about how large a file may become.
+      progress: called with the bytes written and all bytes, after each tensor.
+
+    Raises:
+      ValueError: if no family has such a model, or `dtype` is another.
+      FileExistsError: if the folder holds something.
+    """
+    folder = Path(folder)
+    if dtype not in _NAMES:
+        raise ValueError(f"dtype must be one of {', '.join(_NAMES)}, got {dtype!r}")
+    family, content = family_of(model)
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty: give a new folder")
+    content |= {
+        "architectures": [family.transformers_class],
+        "dtype": dtype,
+        **(
+            {}
+            if longest is None or "n_positions" in content
+            else {"max_position_embeddings": longest}
+        ),
+        **(settings or {}),
+    }
+    wanted = placed(model, family.names)
+    files = laid_out(
+        folder, {each.name: (DTYPES[_NAMES[dtype]], each.shape) for each in wanted}, file_bytes
+    )
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        begin_files(files)
+    _meet("lmlib: files begun")
+    _write_all(model, wanted, files, progress)
+    synced({each.file for each in files.values()})
+    _meet("lmlib: tensors written")
+    if jax.process_index() == 0:
+        if tokenizer is not None:
+            _copy_tokenizer(Path(tokenizer), folder)
+        ends = {key: content[key] for key in ("bos_token_id", "eos_token_id") if key in content}
+        write_whole(folder / "generation_config.json", json.dumps(ends, indent=2) + "\n")
+        # Last: a folder with a config is whole.
+        write_whole(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
+    _meet("lmlib: folder written")
+
+
+def _write_all(
+    model: Decoder,
+    wanted: Sequence[Placed],
+    files: Mapping[str, Stored],
+    progress: Progress | None,
+) -> None:
+    weights: dict[str, jax.Array] = {}
+    map_weights(lambda weight, array: weights.update({weight.path: array}), model)
+    sharding = next(iter(weights.values())).sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    if mesh is None:  # weights made without one
+        mesh = make_mesh(devices=list(sharding.device_set))
+        whole = NamedSharding(mesh, PartitionSpec())
+        weights = {path: jax.device_put(array, whole) for path, array in weights.items()}
+    total = sum(each.end - each.offset for each in files.values())
+    written = 0
+    for tensor in wanted:
+        target = files[tensor.name]
+        layers = np.array([piece.repetition or 0 for piece in tensor.pieces], np.int32)
+        shares_of = tuple((piece.share, piece.repetition is not None) for piece in tensor.pieces)
+        join = _joiner(tensor.shape, tensor.along, shares_of, target.dtype, mesh)
+        _write_shares(join(layers, *(weights[piece.path] for piece in tensor.pieces)), target)
+        written += target.end - target.offset
+        if progress is not None:
+            progress(written, total)
+
+
+@functools.lru_cache(maxsize=256)
+def _joiner(
+    shape: tuple[int, ...],
+    along: int,
+    pieces: tuple[tuple[Share, bool], ...],
+    dtype: np.dtype,
+    mesh: Mesh,
+) -> Callable[..., jax.Array]:
+    """Makes a tensor's padded values of its weights, a contiguous share on each device."""
+    padded, layout = shares(math.prod(shape), mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def join(layers: jax.Array, *weights: jax.Array) -> jax.Array:
+        parts = []
+        for (share, stacked), weight, layer in zip(pieces, weights, layers, strict=True):
+            own = jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False) if stacked else weight
+            parts.append(share.joined(jax.sharding.reshard(own, whole)))
+        flat = jnp.concatenate(parts, along).astype(dtype).reshape(-1)
+        return jax.sharding.reshard(jnp.pad(flat, (0, padded - flat.size)), layout)
+
+    return jax.jit(join)
+
+
+def _write_shares(flat: jax.Array, target: Stored) -> None:
+    """This process's shares of the tensor; of those that several devices hold, one."""
+    for shard in flat.addressable_shards:
+        start, end, _ = shard.index[0].indices(flat.size)
+        if shard.replica_id == 0 and start < target.size:
+            write(target, start, np.asarray(shard.data)[: min(end, target.size) - start])
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    files = [source] if source.is_file() else [source / name for name in TOKENIZER_FILES]
+    found = [file for file in files if file.is_file()]
+    if not found:
+        raise FileNotFoundError(
+            f"{source} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}"
+        )
+    for file in found:
+        name = "tokenizer.json" if source.is_file() else file.name
+        shutil.copyfile(file, folder / name)
+    if not (folder / "tokenizer_config.json").exists():
+        fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        write_whole(folder / "tokenizer_config.json", json.dumps(fast, indent=2) + "\n")
+
+
+def _meet(name: str) -> None:
+    """Waits for all processes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
