@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from lmlib.models.attention import Attention
+from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
 from lmlib.models.mlp import MLP, GatedMLP
 from lmlib.models.norms import LayerNorm, RMSNorm
@@ -17,7 +18,7 @@ class Layer(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """Sizes are those of any layer; `layers` has all of them in order. `positions` is 0 where
+    """Sizes are those of the first layer; `layers` has all of them in order. `positions` is 0 where
     none are learned, `scale` `None` for head_dim^-1/2."""
 
     vocab: int
@@ -43,15 +44,12 @@ def architecture(model: Decoder) -> Architecture:
     """
     layers: list[Layer] = []
     for pattern in model.stack:
-        of_pattern = []
-        for block in pattern:
-            attention, mlp = block.attention, block.mlp
-            if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP | MLP):
-                raise ValueError(
-                    f"no family here has {type(attention).__name__} and {type(mlp).__name__}"
-                )
-            of_pattern.append(Layer(attention.window, attention.rotary))
-        layers += of_pattern * attention.query.shape[0]
+        mixers = [_attention(block) for block in pattern]
+        layers += [Layer(each.window, each.rotary) for each in mixers] * mixers[0].query.shape[0]
+    first = model.stack[0][0]
+    attention, mlp = _attention(first), first.mlp
+    if not isinstance(mlp, GatedMLP | MLP):
+        raise ValueError(f"no family here has a {type(mlp).__name__}")
     norm = model.norm
     if not isinstance(norm, RMSNorm | LayerNorm):
         raise ValueError(f"no family here has a {type(norm).__name__} after its last layer")
@@ -72,3 +70,9 @@ def architecture(model: Decoder) -> Architecture:
         logit_cap=model.logit_cap,
         layers=tuple(layers),
     )
+
+
+def _attention(block: Block) -> Attention:
+    if not isinstance(block.attention, Attention):
+        raise ValueError(f"no family here has a {type(block.attention).__name__}")
+    return block.attention
