@@ -9,7 +9,8 @@ scheme, in nats per token: the mean over seeds at the better of the rates.
     gpt2        0.02 everywhere, what writes to the residual stream / √(2 · layers)
     unit        by fan-in, embedding 1, what writes to the residual stream / √(2 · layers)
     unit_small  unit, with logits of standard deviation embed^-1/2 instead of 1
-    quarter     unit_small, with an embedding of 1/4
+    quarter     unit, with an embedding of 1/4
+    half        unit, with an embedding of 1/2
 
 A tied table has the embedding's deviation; the last norm's scale makes the logits' what it is.
 """
@@ -41,15 +42,6 @@ from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
 from lmlib.table import columns
 
-_WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "of the residual stream")
-_DEPTHS = flags.DEFINE_list("depths", ["2", "6"], "layers")
-_RATES = flags.DEFINE_list("rates", ["5e-3", "2e-2"], "peak learning rates")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 200, "of each run", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, "a file for every run's loss, JSON")
-
-_VOCAB, _BATCH, _SEQUENCE = 1_024, 8, 64
-
 
 class Scheme(NamedTuple):
     """Standard deviations, given the size `embed`."""
@@ -65,8 +57,20 @@ SCHEMES = {
     "gpt2": Scheme(lambda embed: 0.02, lambda embed: 0.02 * embed**0.5, deep=True, matrices=0.02),
     "unit": Scheme(lambda embed: 1.0, lambda embed: 1.0, deep=True),
     "unit_small": Scheme(lambda embed: 1.0, lambda embed: embed**-0.5, deep=True),
-    "quarter": Scheme(lambda embed: 0.25, lambda embed: embed**-0.5, deep=True),
+    "quarter": Scheme(lambda embed: 0.25, lambda embed: 1.0, deep=True),
+    "half": Scheme(lambda embed: 0.5, lambda embed: 1.0, deep=True),
 }
+
+_WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "of the residual stream")
+_DEPTHS = flags.DEFINE_list("depths", ["2", "6"], "layers")
+_RATES = flags.DEFINE_list("rates", ["5e-3", "2e-2"], "peak learning rates")
+_SCHEMES = flags.DEFINE_list("schemes", list(SCHEMES), "of those above")
+_TIED = flags.DEFINE_list("tied", ["no", "yes"], "whether one table embeds and unembeds")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 200, "of each run", lower_bound=1)
+_OUT = flags.DEFINE_string("out", None, "a file for every run's loss, JSON")
+
+_VOCAB, _BATCH, _SEQUENCE = 1_024, 8, 64
 
 
 def scaled(model: Decoder, name: str) -> Decoder:
@@ -111,7 +115,7 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
     rows = jax.sharding.NamedSharding(mesh, partition("batch seq"))
     step, found = None, {}
     batches = [place(data, i, rows) for i in range(_STEPS.value)]
-    for scheme, seed in itertools.product(SCHEMES, range(_SEEDS.value)):
+    for scheme, seed in itertools.product(_SCHEMES.value, range(_SEEDS.value)):
         model = jax.jit(scaled, static_argnums=1)(make(key=jax.random.key(seed)), scheme)
         with jax.set_mesh(mesh):
             layout = train.abstract_model(functools.partial(make, key=jax.random.key(0)), mesh)
@@ -128,16 +132,14 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
 
 def main(arguments: Sequence[str]) -> None:
     every: dict[str, Any] = {}
-    table = [("width", "layers", "tied", *SCHEMES)]
+    table = [("width", "layers", "tied", *_SCHEMES.value)]
     for width, depth, tied in itertools.product(
-        map(int, _WIDTHS.value), map(int, _DEPTHS.value), (False, True)
+        map(int, _WIDTHS.value), map(int, _DEPTHS.value), _TIED.value
     ):
-        by_rate = [losses(width, depth, tied, float(rate)) for rate in _RATES.value]
+        by_rate = [losses(width, depth, tied == "yes", float(rate)) for rate in _RATES.value]
         every[f"{width} {depth} {tied}"] = by_rate
-        best = {scheme: min(np.mean(one[scheme]) for one in by_rate) for scheme in SCHEMES}
-        table.append(
-            (str(width), str(depth), "yes" if tied else "no", *(f"{best[s]:.3f}" for s in SCHEMES))
-        )
+        best = {scheme: min(np.mean(one[scheme]) for one in by_rate) for scheme in _SCHEMES.value}
+        table.append((str(width), str(depth), tied, *(f"{best[s]:.3f}" for s in _SCHEMES.value)))
         print(columns(table), end="\n\n", flush=True)
         if _OUT.value:
             with open(_OUT.value, "w", encoding="utf-8") as file:

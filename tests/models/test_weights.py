@@ -49,7 +49,7 @@ def test_first_values_of_llama(tied):
         64**-0.5: [block.attention.query, block.attention.key, block.mlp.gate, block.mlp.up],
         (128 * 6) ** -0.5: [block.attention.output],
         (256 * 6) ** -0.5: [block.mlp.down],
-        0.25 if tied else 1.0: [model.embedding],
+        0.5 if tied else 1.0: [model.embedding],
     }
     for deviation, weights in expected.items():
         for found in weights:
