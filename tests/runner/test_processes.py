@@ -257,7 +257,7 @@ def test_processes_that_do_not_find_each_other_say_so(tmp_path):
     assert alone.exit_codes() == [MISTAKE], alone.everything()
     assert waiting.exit_codes() == [MISTAKE], waiting.everything()
     assert "error: process 1 could not reach the coordinator within 3 s" in alone.output(1)
-    assert "error: process 0 waited 3 s and not all others came" in waiting.output(0)
+    assert "error: process 0 waited 3 s and process 1 did not come" in waiting.output(0)
 
 
 @pytest.mark.slow
@@ -282,6 +282,12 @@ UNHEALTHY = """The following tasks are unhealthy (stopped sending heartbeats):
 The tasks have crashed. Check the task logs for an earlier error.
 """
 UNREACHABLE = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the …"
+SILENT = """Terminating process because the JAX distributed service detected fatal errors. …
+absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
+
+RPC: /xla.coordination.CoordinationService/Heartbeat
+"""
+FATAL = "Terminating process because the JAX distributed service detected fatal errors. …"
 BARRIER = """# of tasks that reached the barrier: 2/3.
 The first task at the barrier: 1. Some timed out task names:
 2
@@ -295,6 +301,8 @@ The first task at the barrier: 1. Some timed out task names:
         (0, "", 0, ""),
         (-signal.SIGABRT, UNHEALTHY, PEER_ENDED, "because processes 1, 12 ended or stopped"),
         (-signal.SIGABRT, UNREACHABLE, PEER_ENDED, "because process 0, the coordinator, ended"),
+        (-signal.SIGABRT, SILENT, PEER_ENDED, "because process 0, the coordinator, ended, stopped"),
+        (-signal.SIGABRT, FATAL, PEER_ENDED, "because another process ended or stopped"),
         (-signal.SIGABRT, BARRIER, PEER_ENDED, "because process 2 did not come to a barrier"),
         (-signal.SIGABRT, "", 134, "process 3 was ended by SIGABRT"),
         (-signal.SIGKILL, "", 137, "process 3 was ended by SIGKILL, perhaps for want of memory"),
