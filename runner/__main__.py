@@ -163,6 +163,7 @@ def _supervise_or_train(
         limits=Limits(**{name: flag.value for name, flag in _LIMITS.items()}),
         # Of several processes a signal may reach one alone: then they agree on the step.
         stop=reached_stop if is_one_of_several() else _stop_on_signals(),
+        experiment_file=configs.experiment_file(flags.FLAGS.fdl_config),
         started=runner.IMPORTED_AT,
     )
     _train(workdir, options)

@@ -67,8 +67,8 @@ def ending(
 
 def _alone(seconds: int) -> str:
     return (
-        f"did not find the others within {seconds} s: see that each of them runs, and that they may "
-        "connect to each other; or raise --startup_seconds"
+        f"did not find the others within {seconds} s: see that each of them runs, and that they "
+        "may connect to each other; or raise --startup_seconds"
     )
 
 

@@ -74,7 +74,8 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
     except OSError as error:
         raise ConfigError(
             f"--coordinator={coordinator}: process 0 cannot listen at port {port} "
-            f"({os.strerror(error.errno or 0)}): give all processes a port that is free on its machine"
+            f"({os.strerror(error.errno or 0)}): give all processes a port that is free on its "
+            "machine"
         ) from error
     server = await asyncio.start_server(hear, sock=listening)
     if processes == 1:

@@ -175,8 +175,8 @@ class _Output(threading.Thread):
             self._log.flush()
             if lost := self._log.dropped:
                 where = log_file(self._workdir, self.process or 0)
-                line = f"the last {lost:,} bytes of {where} are lost: {self._log.reason}\n"
-                _show(line.encode(), sys.stderr.buffer)
+                loss = f"the last {lost:,} bytes of {where} are lost: {self._log.reason}\n"
+                _show(loss.encode(), sys.stderr.buffer)
 
     def _hear(self) -> bool:
         """Takes in what the child tells; whether there may be more."""
