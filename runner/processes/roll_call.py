@@ -49,6 +49,8 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
         try:
             said = json.loads(await reader.readline())
             process, told = int(said["process"]), int(said["processes"])
+            if not 0 < process < max(told, processes):
+                raise ValueError
         except (OSError, ValueError, TypeError, KeyError):  # not of this run
             writer.close()
             return
