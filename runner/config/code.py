@@ -44,10 +44,11 @@ def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
     elsewhere = {file.resolve() for file in (*_named(cfg), *([experiment] if experiment else ()))}
     elsewhere = {file for file in elsewhere if not _is_in(file, [*ours.values(), *_INSTALLED])}
     folders = {file.parent for file in elsewhere}
-    loaded = map(Path.resolve, _loaded() if folders else ())
-    beside = {file for file in loaded if file.parent in folders}
+    loaded = set(_loaded())
+    near = {folder for folder in {file.parent for file in loaded} if folder.resolve() in folders}
+    beside = {file.resolve() for file in loaded if file.parent in near}
     found |= {f"{file.parent.name}/{file.name}": file for file in sorted(elsewhere | beside)}
-    return {name: _digest(file) for name, file in found.items()}
+    return {name: _digest(file) for name, file in found.items() if file.is_file()}
 
 
 def versions() -> dict[str, str]:
