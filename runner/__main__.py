@@ -25,6 +25,7 @@ import runner
 from runner.command_line.command import DEBUG, commands, listed, run
 from runner.command_line.config_flags import check_chosen, chosen_config
 from runner.command_line.errors import ConfigError
+from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.config import configs
 from runner.jax_settings.accelerators import use_cpu_if_alone
 from runner.jax_settings.xla_flags import (
@@ -109,6 +110,7 @@ _LIMITS = {
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
+    lossy_standard_streams()
     supervisor = Connection.inherited()
     processes = Processes(
         _COORDINATOR.value,
@@ -161,6 +163,7 @@ def _supervise_or_train(
         limits=Limits(**{name: flag.value for name, flag in _LIMITS.items()}),
         # Of several processes a signal may reach one alone: then they agree on the step.
         stop=reached_stop if is_one_of_several() else _stop_on_signals(),
+        experiment_file=configs.experiment_file(flags.FLAGS.fdl_config),
         started=runner.IMPORTED_AT,
     )
     _train(workdir, options)

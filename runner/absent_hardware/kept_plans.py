@@ -10,7 +10,7 @@ from typing import Any
 import fiddle as fdl
 
 from lmlib.whole_file import write_whole
-from runner.config.code_digest import code_digest
+from runner.config.code import code_digest
 from runner.config.text import flattened
 
 # They change what is compiled, and no config tells of them.

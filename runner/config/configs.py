@@ -71,10 +71,17 @@ def load(
 
 
 def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
-    """Writes config.json (for `load`), config.txt (`flattened`) and data.json (`data_text`).
+    """Writes `saved_files`, each whole or not at all; raises ConfigError as that does."""
+    contents = saved_files(cfg)
+    Path(workdir).mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        write_whole(Path(workdir, name), content)
 
-    Each is written whole or not at all. Defaults are written out: a later run repeats this one even
-    if they have changed since.
+
+def saved_files(cfg: fdl.Config) -> dict[str, str]:
+    """The content of config.json (for `load`), config.txt (`flattened`), data.json (`data_text`).
+
+    Defaults are written out: a later run repeats this one even if they have changed since.
 
     Raises:
       ConfigError: for a value that no later run could find again, such as a lambda or an array.
@@ -86,10 +93,11 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
             "this config cannot be saved: it may hold only literals, and functions and classes at "
             f"the top of an importable module. {error}"
         ) from error
-    Path(workdir).mkdir(parents=True, exist_ok=True)
-    contents = {"config.txt": flattened(cfg), "data.json": data_text(with_defaults(cfg))}
-    for name, content in {"config.json": text + "\n", **contents}.items():
-        write_whole(Path(workdir, name), content)
+    return {
+        "config.json": text + "\n",
+        "config.txt": flattened(cfg),
+        "data.json": data_text(with_defaults(cfg)),
+    }
 
 
 def experiments() -> dict[str, Path]:
@@ -98,6 +106,14 @@ def experiments() -> dict[str, Path]:
     folders = (spec and spec.submodule_search_locations) or []
     files = sorted(file for folder in folders for file in Path(folder).glob("[!_]*.py"))
     return {f"experiments/{file.stem}": file for file in files}
+
+
+def experiment_file(reference: str) -> Path | None:
+    """The file of code that `load` would take; `None` if it is a saved config, or absent."""
+    file = Path(reference.removesuffix(".py") + ".py")
+    if file.is_file():
+        return file
+    return experiments().get(reference.removesuffix(".py").replace(".", "/"))
 
 
 def _experiment(reference: str) -> types.ModuleType:

@@ -98,7 +98,7 @@ def difference(before: str, after: str) -> str:
     """The lines that differ, `- old` and `+ new`; empty where there is none."""
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
     changed = [line for line in list(lines)[2:] if not line.startswith("@@")]
-    return "".join(f"{line[0]} {_printable(line[1:])}\n" for line in changed)
+    return "".join(f"{line[0]} {printable(line[1:])}\n" for line in changed)
 
 
 def changed_paths(before: str, after: str) -> list[str]:
@@ -127,7 +127,7 @@ def _lines(value: Any, path: str, seen: dict[int, str]) -> Iterator[str]:
         yield from _lines(part, f"{path}{element.code}".removeprefix("."), seen)
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """`line` without control characters: a stranger's config.txt must not steer the terminal."""
     return "".join(
         character if character.isprintable() else f"\\x{ord(character):02x}" for character in line

@@ -1,12 +1,16 @@
-"""What all processes of a run agree on: the user's mistakes, settings, what the disk shows."""
+"""What all processes of a run agree on: code, settings, mistakes, what the disk shows."""
 
 import atexit
 import contextlib
 import hashlib
 import json
 import os
+import secrets
+import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +18,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lmlib.data.resumable import gather_states
-from runner.command_line.errors import AGREED, ConfigError
+from runner.command_line.errors import AGREED, ConfigError, user_errors
+
+_SHOWN = 6  # parts that differ
+_LONGEST_VALUE = 40  # characters; a digest has more
+_APPEARS_SECONDS = 10.0
 
 
 @contextlib.contextmanager
@@ -39,17 +47,63 @@ def agreed() -> Iterator[None]:
         raise ConfigError("\n".join(found)) from mistake
 
 
-def require_same(what: str, text: str) -> None:
-    """Raises ConfigError on all processes if `text` is not the same on all; every one must call."""
+def require_same(facts: Mapping[str, Mapping[str, str]]) -> None:
+    """Raises ConfigError on all processes if `facts` are not the same on all; every one must call.
+
+    Args:
+      facts: what is compared, to its parts and their values; all processes have the same names.
+    """
     if jax.process_count() == 1:
         return
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    digests = [answer["digest"] for answer in gather_states({"digest": digest})]
-    others = [str(n) for n, other in enumerate(digests) if other != digests[0]]
-    if others:
+    digests = {what: _digest(parts) for what, parts in facts.items()}
+    gathered = gather_states(digests)
+    for what, parts in facts.items():
+        if len({each[what] for each in gathered}) > 1:
+            raise ConfigError(differing(what, gather_states(dict(parts))))
+
+
+def differing(what: str, found: Sequence[Mapping[str, str]]) -> str:
+    """The message about `what`, its parts `found` on each process, not the same on all."""
+    first = found[0]
+    others = [n for n, parts in enumerate(found) if parts != first]
+    shown = found[others[0]]
+    names = sorted(
+        name for name in shown.keys() | first.keys() if shown.get(name) != first.get(name)
+    )
+    told = [_told(name, shown.get(name), first.get(name)) for name in names[:_SHOWN]]
+    more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return (
+        f"{what} of process {', '.join(map(str, others))} is another than that of process 0 "
+        f"({', '.join(told + more)}): start all processes with the same code, packages, "
+        "experiment, fiddlers, overrides and flags"
+    )
+
+
+def require_same_workdir(workdir: Path) -> None:
+    """Raises ConfigError on all processes if one does not see what process 0 writes to its workdir.
+
+    Every process must call it. It leaves nothing behind but an empty folder.
+    """
+    if jax.process_count() == 1:
+        return
+    name = from_first(f".seen_by_all_{secrets.token_hex(8)}")
+    mark = workdir / name
+    try:
+        with agreed(), user_errors():
+            if jax.process_index() == 0:
+                workdir.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+        place = f"{workdir.absolute()} on {socket.gethostname()}"
+        answers = gather_states({"sees": _appears(mark), "place": place})
+    finally:
+        if jax.process_index() == 0:
+            mark.unlink(missing_ok=True)
+    blind = [n for n, answer in enumerate(answers) if not answer["sees"]]
+    if blind:
         raise ConfigError(
-            f"{what} of process {', '.join(others)} is another than that of process 0: start all "
-            "processes with the same code, experiment, fiddlers and overrides"
+            f"process {blind[0]} does not see in its workdir, {answers[blind[0]]['place']}, what "
+            f"process 0 writes into its own, {answers[0]['place']}: give all processes the same "
+            "--workdir, on a file system that all of them reach"
         )
 
 
@@ -82,6 +136,27 @@ def ends_other_processes() -> Iterator[None]:
         if jax.process_count() > 1:
             atexit.register(_exit_at_once)  # before what JAX registered: the last comes first
         raise
+
+
+def _digest(parts: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _told(name: str, value: str | None, first: str | None) -> str:
+    """A part that differs; its values too, if they can be read at a glance."""
+    if max(len(value or ""), len(first or "")) > _LONGEST_VALUE:
+        return name
+    return f"{name}: {value or 'absent'}, there {first or 'absent'}"
+
+
+def _appears(mark: Path) -> bool:
+    """Whether the file is there, or comes soon: network file systems may show it late."""
+    deadline = time.monotonic() + _APPEARS_SECONDS
+    while not mark.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _exit_at_once() -> None:

@@ -48,8 +48,8 @@ def ending(
             MISTAKE, "" if joined else _last_line(output), is_news=process not in (0, None)
         )
     aborted = returncode == -signal.SIGABRT
-    if aborted and not joined:
-        return Ending(MISTAKE, f"error: {name} {_alone(process, startup_seconds)}")
+    if aborted and not joined:  # among processes that JAX detects; else the roll call says it
+        return Ending(MISTAKE, f"error: {name} {_alone(startup_seconds)}")
     if aborted and (reason := _missed(output, heartbeat_seconds)):
         return Ending(
             PEER_ENDED,
@@ -65,16 +65,10 @@ def ending(
     return Ending(returncode, f"error: {name} failed: {reason}", process != 0)
 
 
-def _alone(process: int | None, seconds: int) -> str:
-    if process == 0:
-        return (
-            f"waited {seconds} s and not all others came: see that each of them runs, and that all "
-            "have the same --coordinator and --num_processes; or raise --startup_seconds"
-        )
+def _alone(seconds: int) -> str:
     return (
-        f"could not reach the coordinator within {seconds} s: see that process 0 runs, that it "
-        "listens at the address of --coordinator and that this machine may connect to it; or "
-        "raise --startup_seconds"
+        f"did not find the others within {seconds} s: see that each of them runs, and that they "
+        "may connect to each other; or raise --startup_seconds"
     )
 
 
@@ -86,9 +80,14 @@ def _missed(output: str, heartbeat_seconds: int) -> str:
             f"s); {_logs(ended)} may say why"
         )
     if jax_messages.lost_coordinator(output):
-        return f"process 0, the coordinator, ended or cannot be reached; {_logs([0])} may say why"
+        return (
+            "process 0, the coordinator, ended, stopped answering or cannot be reached; "
+            f"{_logs([0])} may say why"
+        )
     if late := jax_messages.late_at_barrier(output):
         return f"{_listed(late)} did not come to a barrier in time; {_logs(late)} may say why"
+    if jax_messages.aborted(output):
+        return "another process ended or stopped answering; the logs of the others may say why"
     return ""
 
 

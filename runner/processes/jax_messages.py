@@ -8,6 +8,7 @@ import re
 # What its coordination service writes before it aborts a process. Names are one a line.
 _UNHEALTHY = re.compile(r"unhealthy \(stopped sending heartbeats\):\s*(.*?)\s*The tasks", re.DOTALL)
 _BARRIER = re.compile(r"Some timed out task names:\s*(.*?)\s*(?:\[type|$)", re.DOTALL)
+_SILENT = re.compile(r"DEADLINE_EXCEEDED[^\n]*\s+RPC: /\S*CoordinationService/Heartbeat")
 _NUMBER = re.compile(r"(\d+)\s*(?:$|[\n,])")
 
 
@@ -22,8 +23,13 @@ def late_at_barrier(output: str) -> list[int]:
 
 
 def lost_coordinator(output: str) -> bool:
-    """Whether `output` says that process 0 cannot be reached."""
-    return "Failed to send RPC to coordination service" in output
+    """Whether `output` says that process 0 cannot be reached, or does not answer."""
+    return "Failed to send RPC to coordination service" in output or bool(_SILENT.search(output))
+
+
+def aborted(output: str) -> bool:
+    """Whether `output` says that the coordination service ended this process, whatever for."""
+    return "the JAX distributed service detected fatal errors" in output
 
 
 def detects_nothing(error: BaseException) -> bool:

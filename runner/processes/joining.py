@@ -19,6 +19,7 @@ from runner.command_line.command import exit_code, tell
 from runner.command_line.errors import AGREED, ConfigError
 from runner.jax_settings.accelerators import has_tpu
 from runner.processes.jax_messages import detects_nothing
+from runner.processes.roll_call import roll_call
 from runner.processes.supervisor import Connection
 
 SHUTDOWN_SECONDS = 60  # that a process which is done waits for the others to be
@@ -86,8 +87,8 @@ class Processes:
     def join(self, supervisor: Connection) -> None:
         """Connects to the other processes, before any other use of JAX.
 
-        JAX aborts the process if they are not there in time. Raises ConfigError if JAX cannot
-        detect them, or process 0 cannot listen.
+        JAX aborts the process if those that it detects are not there in time. Raises ConfigError
+        if it cannot detect them, or if the `roll_call` finds them wrong or absent.
         """
         limits: dict[str, Any] = {
             "initialization_timeout": self.startup_seconds,
@@ -100,6 +101,12 @@ class Processes:
         else:
             assert self.num_processes is not None and self.process_id is not None
             supervisor.tell(self.process_id, self.num_processes, joined=False)
+            mistake = roll_call(
+                self.coordinator, self.process_id, self.num_processes, self.startup_seconds
+            )
+            supervisor.tell(self.process_id, self.num_processes, joined=True)
+            if mistake:
+                raise ConfigError(mistake)
             try:
                 jax.distributed.initialize(
                     self.coordinator,

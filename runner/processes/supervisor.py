@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from runner.command_line.lossy_stream import LossyStream
 from runner.processes.endings import SIGNALLED, Ending, ending
 from runner.processes.stopping import StopSignals
 
@@ -121,7 +122,10 @@ def supervise(
 
 
 class _Output(threading.Thread):
-    """Keeps what the child writes, and what it reports over the connection."""
+    """Keeps what the child writes, and what it reports over the connection.
+
+    It goes on whatever becomes of the log and the terminal: the child would wait for it.
+    """
 
     def __init__(
         self, workdir: Path, stdout: IO[bytes], stderr: IO[bytes], connection: socket.socket
@@ -134,7 +138,7 @@ class _Output(threading.Thread):
         self._connection = connection
         self._end = bytearray()
         self._facts = b""
-        self._log: IO[bytes] | None = None
+        self._log: LossyStream | None = None
 
     def run(self) -> None:
         """Until the child, and every process that it has left behind, has closed its output."""
@@ -167,10 +171,19 @@ class _Output(threading.Thread):
             self._write(line)
             if told.is_news:
                 _show(line, sys.stderr.buffer)
+        if self._log is not None:
+            self._log.flush()
+            if lost := self._log.dropped:
+                where = log_file(self._workdir, self.process or 0)
+                loss = f"the last {lost:,} bytes of {where} are lost: {self._log.reason}\n"
+                _show(loss.encode(), sys.stderr.buffer)
 
     def _hear(self) -> bool:
         """Takes in what the child tells; whether there may be more."""
-        heard = self._connection.recv(4096)
+        try:
+            heard = self._connection.recv(4096)
+        except OSError:  # the child has ended
+            return False
         *lines, self._facts = (self._facts + heard).split(b"\n")
         for line in lines:
             self._take(json.loads(line))
@@ -182,8 +195,7 @@ class _Output(threading.Thread):
             return
         self.process = fact["process"]
         file = log_file(self._workdir, self.process)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._log = file.open("ab", buffering=0)
+        self._log = LossyStream(lambda: _opened(file))
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         header = (
             f"=== process {self.process} of {fact['processes']} on {socket.gethostname()}, {now}\n"
@@ -203,6 +215,11 @@ class _Output(threading.Thread):
     def _write(self, written: bytes) -> None:
         if self._log is not None:
             self._log.write(written)
+
+
+def _opened(log: Path) -> int:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
 def _show(written: bytes, shown_on: IO[bytes]) -> None:

@@ -118,7 +118,7 @@ def check_config(
     allowed_changes: Collection[str],
     progress: Progress,
 ) -> None:
-    """Shows how the config differs from the one that the run in `workdir` was begun with.
+    """Shows how the config differs from the one that the run in `workdir` was last trained with.
 
     Compares with config.txt: of the config.json of an old run perhaps not every module is left.
 
@@ -133,14 +133,14 @@ def check_config(
     changes = difference(before, flattened(cfg))
     if not changes:
         return
-    progress.message(f"the config has changed since this run began:\n{changes}")
+    progress.message(f"the config has changed since this run was last trained:\n{changes}")
     of_the_model = [
         path for path in changed_paths(before, flattened(cfg)) if path.partition(".")[0] == "model"
     ]
     if of_the_model and "model" not in allowed_changes:
         raise ConfigError(
-            f"{', '.join(of_the_model)} changed since the run in {workdir} began, so its weights "
-            "are those of another model; use another workdir (--init_from takes the weights "
+            f"{', '.join(of_the_model)} changed since the run in {workdir} was trained, so its "
+            "weights are those of another model; use another workdir (--init_from takes them "
             "there), or give --allow_change=model to go on all the same"
         )
 

@@ -27,7 +27,7 @@ from lmlib.data.batch import Batch
 from lmlib.train import State
 from lmlib.whole_file import write_whole
 from runner.command_line.errors import ConfigError
-from runner.config.code_digest import code_digest
+from runner.config.code import code_digest
 from runner.config.text import changed_paths, flattened
 
 _FORMAT = b"lmlib compiled step, format 1\n"

@@ -22,11 +22,16 @@ from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.parallel.layout import partition
 from lmlib.quantities import bytes_text, duration_text
 from runner.command_line.errors import ConfigError, in_words, user_errors
-from runner.config import configs
 from runner.config.text import flattened
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, may_wait_for_ever
-from runner.processes.agreement import agreed, ends_other_processes, from_first, require_same
+from runner.processes.agreement import (
+    agreed,
+    ends_other_processes,
+    from_first,
+    require_same,
+    require_same_workdir,
+)
 from runner.training.beginning import Beginning, begin, check_config
 from runner.training.captures import Captures
 from runner.training.compiled_step import (
@@ -49,6 +54,7 @@ from runner.training.report import (
     totals_of,
 )
 from runner.training.saving import Saver
+from runner.training.starts import Start
 from runner.training.validation import Validation
 from runner.watch.goodput import GoodputLog
 from runner.watch.phases import Phase, Phases
@@ -82,8 +88,8 @@ def fit(
 
     Args:
       cfg: builds to an `Experiment`; stays as it is.
-      workdir: receives config.json, config.txt, metrics.jsonl, tensorboard/, checkpoints/,
-        goodput.json, result.json and, where an update was skipped, captures/.
+      workdir: receives config.json, config.txt, data.json, starts/, metrics.jsonl, tensorboard/,
+        checkpoints/, goodput.json, result.json and, where an update was skipped, captures/.
       options: settings that change nothing about what it trains; `None`: `Options()`.
 
     Raises:
@@ -97,15 +103,22 @@ def fit(
     phases = Phases(time.time() if options.started is None else options.started)
     workdir = Path(workdir)
     primary = jax.process_index() == 0
+    with agreed():
+        start = Start(cfg, workdir, options.experiment_file)
+    require_same({"the code": start.code, "the software": start.versions})
     with agreed(), user_errors():
         experiment = fdl.build(cfg)
         experiment.check()
-    require_same("the config", flattened(cfg))
+    config = dict(line.partition(" = ")[::2] for line in flattened(cfg).splitlines())
+    require_same({"the config": config, "the command": options.of_the_command()})
+    require_same_workdir(workdir)
     shown = primary if options.reports is None else options.reports
     with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress:
         with agreed():
             check_config(cfg, workdir, options.allowed_changes, progress)
-        run = _Run(cfg, experiment, workdir, options, progress, phases, primary)
+        if changes := start.changes():
+            progress.message(f"the code has changed since this run was last trained: {changes}")
+        run = _Run(cfg, experiment, start, workdir, options, progress, phases, primary)
         run.announce()
         with phases.during(Phase.RESTORE):
             directory = workdir / "checkpoints"
@@ -115,8 +128,6 @@ def fit(
         # Before this line, and whatever the user's mistake, nothing is written.
         with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
             checkpoints.set_aside(beginning.damaged)
-            if primary:
-                configs.save(cfg, workdir)
             state, summary = beginning.state, None
             if beginning.step >= experiment.steps:
                 progress.message(f"this run finished all its {experiment.steps:,} steps before")
@@ -136,6 +147,7 @@ class _Run:
 
     cfg: fdl.Config[Experiment]
     experiment: Experiment
+    start: Start
     workdir: Path
     options: Options
     progress: Progress
@@ -204,6 +216,7 @@ class _Run:
                 profiler=profiler,
                 phases=self.phases,
                 first=beginning.step + 1,
+                begun=self.start.record if self.primary else lambda step: None,
                 repeated=repeated,
                 stop=self.options.stop,
             )

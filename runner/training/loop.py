@@ -40,6 +40,7 @@ class Loop:
     Args:
       compiled: `state, metrics = compiled(state, batch)`.
       first: the first step that this process makes.
+      begun: called with that step once it is made.
       repeated: the last step that an earlier process of the run made.
       stop: whether to stop after a step, saved; the same answer on all processes.
     """
@@ -54,6 +55,7 @@ class Loop:
     profiler: Profiler
     phases: Phases
     first: int
+    begun: Callable[[int], None]
     repeated: int
     stop: Callable[[int], bool]
 
@@ -115,9 +117,10 @@ class Loop:
 
     def _finish(self, line: Line, batch: Batch, newest: train.State) -> None:
         """Writes the line of a step and acts on what it says; `newest` may be a step later."""
-        self.recorder.write(line)
         if line["step"] == self.first:
+            self.begun(self.first)
             self.recorder.message(f"first step after {self.phases.text()}")
+        self.recorder.write(line)
         if (message := self.captures.take(line, batch)) is not None:
             self.recorder.message(message)
         stop_if_diverged(self.experiment, line, newest, batch)

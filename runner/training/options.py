@@ -28,6 +28,7 @@ class Options:
       limits: this process ends if something takes longer; `None`: it never does.
       stop: called with the number of each step; if true the run saves a checkpoint and ends. It
         must answer alike on all processes.
+      experiment_file: the file of code that the config came from; its edits are told of.
       started: when this process started, in seconds since the epoch; `None`: when `fit` is called.
     """
 
@@ -41,4 +42,13 @@ class Options:
     compiled: Path | None = None
     limits: Limits | None = None
     stop: Callable[[int], bool] = never
+    experiment_file: Path | None = None
     started: float | None = None
+
+    def of_the_command(self) -> dict[str, str]:
+        """The flags that must be the same for all processes of a run."""
+        return {
+            "--init_from": self.init_from or "none",
+            "--allow_change": ",".join(sorted(self.allowed_changes)) or "none",
+            "--checkpoint_fallback": str(self.checkpoint_fallback).lower(),
+        }

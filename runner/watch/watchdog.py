@@ -4,6 +4,7 @@ The stacks of all threads go to `workdir/stacks/process_00000.txt`: when somethi
 its limit, when the process crashes or is aborted, and whenever `kill -USR1` asks for them.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import os
@@ -20,6 +21,7 @@ from runner.processes.endings import FAILED
 from runner.watch.phases import Phase, Phases
 
 LONGEST_WAIT = 1.0  # seconds between two looks
+LAST_WORDS_SECONDS = 10.0  # that a process which ends may take to say why
 _DOING = {
     Phase.COMPILE: "compiling",
     Phase.DATA: "waiting for its data source",
@@ -74,6 +76,7 @@ class Watchdog:
             return self
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a")
+        self._null = open(os.devnull, "w")
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         pid = os.getpid()
         self._say(
@@ -99,16 +102,20 @@ class Watchdog:
                 self._end(phase, self._limits.of(phase))
 
     def _end(self, phase: Phase, limit: float) -> None:
+        # Armed before anything is written: no disk and no terminal holds up the end.
+        faulthandler.dump_traceback_later(LAST_WORDS_SECONDS, exit=True, file=self._null)
         message = f"process {jax.process_index()} has been {_DOING[phase]} for {limit:g} s"
-        self._say(f"--- {time.strftime('%H:%M:%S')}: {message}, its limit")
-        faulthandler.dump_traceback(self._file, all_threads=True)
-        sys.stdout.flush()
-        print(
-            f"error: {message}, its limit; {self._path} shows what its threads were doing",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(FAILED)
+        try:
+            with contextlib.suppress(OSError):
+                self._say(f"--- {time.strftime('%H:%M:%S')}: {message}, its limit")
+            faulthandler.dump_traceback(self._file, all_threads=True)
+            print(
+                f"error: {message}, its limit; {self._path} shows what its threads were doing",
+                file=sys.stderr,
+                flush=True,
+            )
+        finally:
+            os._exit(FAILED)
 
     def _say(self, line: str) -> None:
         self._file.write(f"{line}\n")

@@ -22,6 +22,7 @@ print("joined", flush=True)
 sys.stdin.readline()
 jax.distributed.shutdown()
 """
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 NOTHING = "import jax\njax.distributed.initialize(cluster_detection_method='deactivate')"
 
 
@@ -38,8 +39,8 @@ def missed(missing, how):
     try:
         assert [each.stdout.readline() for each in both] == ["joined\n"] * 2
         other = both[1 - missing]
-        if how == "killed":
-            both[missing].kill()
+        if how in SIGNALS:
+            both[missing].send_signal(SIGNALS[how])
             written = other.stderr.read()
             other.wait()
         else:  # comes not to the end
@@ -56,6 +57,10 @@ def missed(missing, how):
     [
         (1, "killed", "process 0 ends because process 1 ended or stopped answering"),
         (0, "killed", "process 1 ends because process 0, the coordinator, ended"),
+        pytest.param(
+            *(0, "stopped", "process 1 ends because process 0, the coordinator, ended, stopped"),
+            marks=pytest.mark.slow,
+        ),
         (1, "waits", "process 0 ends because process 1 did not come to a barrier in time"),
     ],
 )

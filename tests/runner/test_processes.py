@@ -4,117 +4,19 @@ import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 from sentinels import sentinels
+from several_processes import SECONDS, STEPS, SeveralProcesses
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics import read_metrics
 from runner.command_line.errors import ConfigError
-from runner.config import configs
 from runner.processes.endings import FAILED, MISTAKE, PEER_ENDED, STOPPED, ending
 from runner.processes.joining import Processes
 
-ROOT = Path(configs.__file__).parents[2]
-DEVICES = 8
-STEPS = 30
-HEARTBEAT_SECONDS = 10
-SECONDS = 400  # that the processes may take
-SMALL = (
-    "model.embed=32",
-    "model.layers=1",
-    "data.sequence_length=16",
-    "validation.sequence_length=16",
-    "mesh.tensor=2",
-    f"steps={STEPS}",
-    "checkpoint_every=5",
-    "evaluate_every=15",
-)
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")
 EXACT = ("step", "valid_tokens", "tokens")
-
-
-class Run:
-    """The processes of a run, begun; what each writes to its terminal goes to a file."""
-
-    def __init__(self, count, workdir, outputs, *, only=(), flags=(), overrides=None):
-        """`only`: the processes to start, if not all. `overrides`: of one process each, by id."""
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self.address = f"localhost:{free.getsockname()[1]}"
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count} "
-            "--xla_backend_optimization_level=1",
-        }
-        outputs.mkdir(parents=True)
-        self.files = [outputs / str(process) for process in range(count)]
-        self.running = {}
-        for process in only or range(count):
-            own = (overrides or {}).get(process, ())
-            arguments = [
-                "--fdl_config=experiments/llama_84m",
-                "--fiddler=tiny",
-                f"--workdir={workdir}",
-                *(f"--fdl.{override}" for override in (*SMALL, *own)),
-                f"--coordinator={self.address}",
-                f"--num_processes={count}",
-                f"--process_id={process}",
-                f"--heartbeat_seconds={HEARTBEAT_SECONDS}",
-                *flags,
-            ]
-            with self.files[process].open("w") as file:
-                self.running[process] = subprocess.Popen(
-                    [sys.executable, "-m", "runner", *arguments],
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-
-    def output(self, process):
-        return self.files[process].read_text()
-
-    def everything(self):
-        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in self.files)
-
-    def wait_for_lines(self, workdir, count):
-        """Until metrics.jsonl has so many."""
-        deadline = time.monotonic() + SECONDS
-        while len(read_metrics(workdir)) < count:
-            assert time.monotonic() < deadline, self.everything()
-            try:
-                self.running[0].wait(0.05)
-            except subprocess.TimeoutExpired:
-                continue
-            pytest.fail(f"ended before step {count}\n{self.everything()}")
-
-    def exit_codes(self):
-        """Those of all, once they have ended; all output if they do not."""
-        deadline = time.monotonic() + SECONDS
-        try:
-            for each in self.running.values():
-                each.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"did not end in {SECONDS} s\n{self.everything()}")
-        finally:
-            self.end()
-        return [each.returncode for each in self.running.values()]
-
-    def end(self):
-        for each in self.running.values():
-            each.kill()
-            each.wait()
-
-    def finished(self):
-        assert set(self.exit_codes()) == {0}, self.everything()
-        return self
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +28,9 @@ def folder(tmp_path_factory):
 def runs(folder):
     """Undisturbed runs of 1 and of 4 processes, one after the other."""
     return {
-        count: Run(count, folder / f"workdir_{count}", folder / f"outputs_{count}").finished()
+        count: SeveralProcesses(
+            count, folder / f"workdir_{count}", folder / f"outputs_{count}"
+        ).finished()
         for count in (1, 4)
     }
 
@@ -164,6 +68,7 @@ def test_only_process_0_writes_and_prints(runs, folder):
         "metrics.jsonl",
         "result.json",
         "stacks",
+        "starts",
         "tensorboard",
     ]
     assert (four / "config.txt").read_text() == (one / "config.txt").read_text()
@@ -187,7 +92,7 @@ def test_every_process_keeps_a_log(runs, folder):
 def killed(folder):
     """A run of two processes whose second is killed, its exit codes and its workdir."""
     workdir = folder / "workdir_killed"
-    run = Run(2, workdir, folder / "outputs_killed")
+    run = SeveralProcesses(2, workdir, folder / "outputs_killed", devices=4)
     try:
         run.wait_for_lines(workdir, 7)
         run.running[1].send_signal(signal.SIGKILL)
@@ -216,7 +121,7 @@ def test_other_numbers_of_processes_continue_it_on_the_same_curve(killed, runs, 
     _, _, left = killed
     workdir = folder / f"workdir_continued_{count}"
     shutil.copytree(left, workdir)
-    continued = Run(count, workdir, folder / f"outputs_continued_{count}").finished()
+    continued = SeveralProcesses(count, workdir, folder / f"outputs_continued_{count}").finished()
     assert re.search(rf"resuming after step \d+ of {STEPS}", continued.output(0))
     assert_same_curve(workdir, folder / "workdir_1")
     # The log of the run before is still there.
@@ -232,40 +137,40 @@ def test_two_processes_give_the_curve_of_one(killed, runs, folder):
         assert_same_line(line, expected)
 
 
-def test_processes_with_other_configs_are_refused(tmp_path):
-    run = Run(2, tmp_path / "run", tmp_path / "outputs", overrides={1: ["seed=1"]})
-    assert run.exit_codes() == [MISTAKE, MISTAKE], run.everything()
-    message = "error: the config of process 1 is another than that of process 0"
-    assert run.output(0).count(message) == 1
-    assert run.output(1) == ""
-    assert message in (tmp_path / "run" / "logs" / "process_00001.log").read_text()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
-
-
-def test_a_mistake_on_one_process_is_said_once_and_ends_all(tmp_path):
-    run = Run(2, tmp_path / "run", tmp_path / "outputs", overrides={1: ["model.embde=1"]})
-    assert run.exit_codes() == [MISTAKE, MISTAKE], run.everything()
-    assert re.search("^error: process 1: .*embde.*embed", run.output(0), re.MULTILINE)
-    assert run.output(1) == ""
-
-
 @pytest.mark.slow
 def test_processes_that_do_not_find_each_other_say_so(tmp_path):
     limit = ["--startup_seconds=3"]
-    alone = Run(2, tmp_path / "a", tmp_path / "outputs_a", only=[1], flags=limit)
-    waiting = Run(2, tmp_path / "b", tmp_path / "outputs_b", only=[0], flags=limit)
+    alone = SeveralProcesses(2, tmp_path / "a", tmp_path / "outputs_a", only=[1], flags=limit)
+    waiting = SeveralProcesses(2, tmp_path / "b", tmp_path / "outputs_b", only=[0], flags=limit)
     assert alone.exit_codes() == [MISTAKE], alone.everything()
     assert waiting.exit_codes() == [MISTAKE], waiting.everything()
     assert "error: process 1 could not reach the coordinator within 3 s" in alone.output(1)
-    assert "error: process 0 waited 3 s and not all others came" in waiting.output(0)
+    assert "error: process 0 waited 3 s and process 1 did not come" in waiting.output(0)
+
+
+@pytest.mark.slow
+def test_a_stopped_coordinator_is_named_by_the_others(tmp_path):
+    workdir = tmp_path / "run"
+    run = SeveralProcesses(2, workdir, tmp_path / "outputs", devices=4)
+    try:
+        run.wait_for_lines(workdir, 3)
+        (stacks,) = (workdir / "stacks").glob("process_00000.txt")
+        child = int(re.search(r"kill -USR1 (\d+)", stacks.read_text())[1])
+        os.kill(child, signal.SIGSTOP)
+        assert run.running[1].wait(SECONDS) == PEER_ENDED, run.everything()
+    finally:
+        run.end()
+    last = run.output(1).rstrip().rpartition("\n")[2]
+    assert last.startswith("error: process 1 ends because process 0, the coordinator, ended,")
+    assert "logs/process_00000.log" in last and "Traceback" not in run.output(1)
 
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_with_one_checkpoint(tmp_path):
     workdir = tmp_path / "run"
-    endless = ("steps=1_000_000", "checkpoint_every=1_000_000", "evaluate_every=1_000_000")
-    own = dict.fromkeys(range(2), endless)
-    run = Run(2, workdir, tmp_path / "outputs", overrides=own)
+    names = ("steps", "checkpoint_every", "evaluate_every")
+    endless = [f"--fdl.{name}=1_000_000" for name in names]
+    run = SeveralProcesses(2, workdir, tmp_path / "outputs", flags=endless)
     run.wait_for_lines(workdir, 3)
     run.running[1].send_signal(signal.SIGTERM)
     assert run.exit_codes() == [STOPPED, STOPPED], run.everything()
@@ -282,6 +187,12 @@ UNHEALTHY = """The following tasks are unhealthy (stopped sending heartbeats):
 The tasks have crashed. Check the task logs for an earlier error.
 """
 UNREACHABLE = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the …"
+SILENT = """Terminating process because the JAX distributed service detected fatal errors. …
+absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
+
+RPC: /xla.coordination.CoordinationService/Heartbeat
+"""
+FATAL = "Terminating process because the JAX distributed service detected fatal errors. …"
 BARRIER = """# of tasks that reached the barrier: 2/3.
 The first task at the barrier: 1. Some timed out task names:
 2
@@ -295,6 +206,8 @@ The first task at the barrier: 1. Some timed out task names:
         (0, "", 0, ""),
         (-signal.SIGABRT, UNHEALTHY, PEER_ENDED, "because processes 1, 12 ended or stopped"),
         (-signal.SIGABRT, UNREACHABLE, PEER_ENDED, "because process 0, the coordinator, ended"),
+        (-signal.SIGABRT, SILENT, PEER_ENDED, "because process 0, the coordinator, ended, stopped"),
+        (-signal.SIGABRT, FATAL, PEER_ENDED, "because another process ended or stopped"),
         (-signal.SIGABRT, BARRIER, PEER_ENDED, "because process 2 did not come to a barrier"),
         (-signal.SIGABRT, "", 134, "process 3 was ended by SIGABRT"),
         (-signal.SIGKILL, "", 137, "process 3 was ended by SIGKILL, perhaps for want of memory"),

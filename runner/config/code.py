@@ -1,0 +1,114 @@
+"""The code that a run is made of: digests of its files, versions of its packages, its commits."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import fiddle as fdl
+
+import lmlib
+from runner.config.text import nodes
+
+OURS = ("lmlib", "runner", "experiments", "data_tools")
+PACKAGES = ("lmlib", "jax", "jaxlib", "equinox", "fiddle", "numpy", "optax", "orbax-checkpoint")
+_INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+_GIT_SECONDS = 5.0  # that git may take, where the repository is large or far away
+
+
+def code_digest(cfg: fdl.Config) -> str:
+    """The digest of what a compiled program is made of: lmlib, and the files that `cfg` names."""
+    total = hashlib.sha256()
+    for file in sorted({*_files_in(lmlib.__path__), *_named(cfg)}):
+        total.update(f"{file.name} {_digest(file)}\n".encode())
+    return total.hexdigest()
+
+
+def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
+    """The digest of each file of code of a run, by a name that is the same on every machine.
+
+    Those of this library; the file `experiment`, the files that define what `cfg` names, and the
+    modules beside them that are imported.
+    """
+    ours = {package: Path(folder) for package in OURS for folder in _folders_of(package)}
+    found = {
+        f"{package}/{file.relative_to(folder).as_posix()}": file
+        for package, folder in ours.items()
+        for file in _files_in([folder])
+    }
+    elsewhere = {file.resolve() for file in (*_named(cfg), *([experiment] if experiment else ()))}
+    elsewhere = {file for file in elsewhere if not _is_in(file, [*ours.values(), *_INSTALLED])}
+    folders = {file.parent for file in elsewhere}
+    loaded = set(_loaded())
+    near = {folder for folder in {file.parent for file in loaded} if folder.resolve() in folders}
+    beside = {file.resolve() for file in loaded if file.parent in near}
+    found |= {f"{file.parent.name}/{file.name}": file for file in sorted(elsewhere | beside)}
+    return {name: _digest(file) for name, file in found.items() if file.is_file()}
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a run computes with."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def commit_of(file: Path) -> dict[str, str | bool] | None:
+    """The commit that `file` is of, and whether its repository has changes beside it.
+
+    `None` where git does not know the file, or is absent or slow.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", "-C", str(file.parent), *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS
+        ).stdout
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(changes)}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _named(cfg: fdl.Config) -> Iterator[Path]:
+    for module in {fdl.get_callable(node).__module__ for node in nodes(cfg)}:
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file is not None:
+            yield Path(file)
+
+
+def _loaded() -> Iterator[Path]:
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py"):
+            yield Path(file)
+
+
+def _folders_of(package: str) -> list[str]:
+    spec = importlib.util.find_spec(package)
+    return list((spec and spec.submodule_search_locations) or ())
+
+
+def _files_in(folders: Iterable[str | Path]) -> Iterator[Path]:
+    for folder in folders:
+        yield from Path(folder).rglob("*.py")
+
+
+def _is_in(file: Path, folders: Iterable[Path]) -> bool:
+    return any(file.is_relative_to(folder.resolve()) for folder in folders)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

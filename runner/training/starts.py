@@ -1,0 +1,114 @@
+"""What a run was trained with: the config and the code of every start that made a step.
+
+    workdir/starts/00000/config.json, config.txt, data.json   of that start, to read or launch again
+                         start.json                           when, from which step, by which code
+
+The files of the config directly in the workdir are those of the newest of these starts.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import jax
+
+import lmlib
+from lmlib.data.stored_json import read_json
+from lmlib.whole_file import write_whole
+from runner.config import configs
+from runner.config.code import code_files, commit_of, versions
+from runner.config.text import printable
+
+_LARGEST = 10_000_000  # bytes; the facts of a start have some ten thousand
+_SHOWN = 8  # files
+
+
+class Start:
+    """One start of a run, recorded once it has trained.
+
+    Attributes:
+      code: the digest of each file of code.
+      versions: of Python and of packages.
+    """
+
+    def __init__(self, cfg: fdl.Config, workdir: Path, experiment: Path | None):
+        """`experiment`: the file of code that `cfg` came from, if it came from one.
+
+        Raises:
+          ConfigError: if `cfg` cannot be saved.
+        """
+        self.code = code_files(cfg, experiment)
+        self.versions = versions()
+        self._began = time.time()
+        self._experiment = experiment
+        self._workdir = workdir
+        self._config = configs.saved_files(cfg)
+
+    def changes(self) -> str:
+        """What of the code is not as it was when the run was last trained; a line, or nothing."""
+        before = _newest(self._workdir)
+        code, packages = before.get("code"), before.get("versions")
+        if not isinstance(code, dict) or not isinstance(packages, dict):
+            return ""
+        files = [
+            name
+            for name in sorted(code.keys() | self.code.keys())
+            if code.get(name) != self.code.get(name)
+        ]
+        updated = [
+            f"{name} {packages.get(name, 'absent')} → {version}"
+            for name, version in self.versions.items()
+            if packages.get(name) != version
+        ]
+        more = [f"and {len(files) - _SHOWN} more files"] if len(files) > _SHOWN else []
+        return printable(", ".join([*updated, *files[:_SHOWN], *more]))
+
+    def record(self, first_step: int) -> None:
+        """Keeps this start; for process 0 to call once `first_step`, its first, is made.
+
+        Raises:
+          OSError: if it cannot be written.
+        """
+        folder = self._workdir / "starts" / f"{_next_number(self._workdir):05}"
+        folder.mkdir(parents=True)
+        experiment = self._experiment and commit_of(self._experiment.resolve())
+        facts = {
+            "began": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self._began)),
+            "first_step": first_step,
+            "host": socket.gethostname(),
+            "processes": jax.process_count(),
+            "versions": self.versions,
+            "git": {"lmlib": commit_of(Path(lmlib.__file__).resolve()), "experiment": experiment},
+            "code": self.code,
+        }
+        # The facts come last: a start without them was not recorded whole.
+        for name, content in (self._config | {"start.json": json.dumps(facts, indent=1)}).items():
+            write_whole(folder / name, content)
+        for name, content in self._config.items():
+            write_whole(self._workdir / name, content)
+
+
+def _folders(workdir: Path) -> list[Path]:
+    """Those of the starts, in order."""
+    found = [folder for folder in (workdir / "starts").glob("*") if folder.name.isdecimal()]
+    return sorted(found, key=lambda folder: int(folder.name))
+
+
+def _next_number(workdir: Path) -> int:
+    return max((int(folder.name) + 1 for folder in _folders(workdir)), default=0)
+
+
+def _newest(workdir: Path) -> Mapping[str, Any]:
+    """The facts of the newest start that was recorded whole; nothing if there is none."""
+    for folder in reversed(_folders(workdir)):
+        try:
+            facts = read_json(folder / "start.json", _LARGEST)
+        except (OSError, ValueError):
+            continue
+        if isinstance(facts, dict):
+            return facts
+    return {}

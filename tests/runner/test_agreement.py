@@ -1,0 +1,116 @@
+"""What processes compare before anything compiles, and what they say where they differ."""
+
+import re
+import shutil
+import socket
+
+import pytest
+from several_processes import ROOT, SeveralProcesses
+
+from runner.processes.agreement import differing
+from runner.processes.endings import MISTAKE
+
+START = (
+    "start all processes with the same code, packages, experiment, fiddlers, overrides and flags"
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            [{"jax": "0.12", "numpy": "2"}, {"jax": "0.12", "numpy": "2"}, {"jax": "0.11"}],
+            "of process 2 is another than that of process 0 (jax: 0.11, there 0.12, numpy: absent, "
+            "there 2)",
+        ),
+        (
+            [{"a.py": "0" * 64, "b.py": "1" * 64}, {"a.py": "2" * 64, "b.py": "1" * 64}],
+            "of process 1 is another than that of process 0 (a.py)",
+        ),
+        (
+            [{str(n): "0" for n in range(9)}, {}, {}],
+            "of process 1, 2 is another than that of process 0 (0: absent, there 0, 1: absent, "
+            "there 0, 2: absent, there 0, 3: absent, there 0, 4: absent, there 0, 5: absent, there "
+            "0, and 3 more)",
+        ),
+    ],
+)
+def test_the_message_names_who_and_what(found, message):
+    assert differing("the code", found) == f"the code {message}: {START}"
+
+
+def assert_refused(run, folder, message):
+    """Exit code 2 on all; one line on the terminal of process 0, and the same line in all logs."""
+    assert set(run.exit_codes()) == {MISTAKE}, run.everything()
+    line = re.compile(f"^error: .*{message}.*$", re.MULTILINE)
+    (told,) = line.findall(run.output(0))
+    assert "Traceback" not in run.output(0)
+    for process in range(1, len(run.files)):
+        assert run.output(process) == ""
+    for log in folder.rglob("process_*.log"):
+        assert told in log.read_text()
+
+
+def test_processes_with_other_configs_are_refused(tmp_path):
+    run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", own={1: ["--fdl.seed=1"]})
+    message = r"the config of process 1 is another than that of process 0 \(seed: 1, there 0\)"
+    assert_refused(run, tmp_path / "run", message)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
+
+
+def test_a_mistake_on_one_process_is_said_once_and_ends_all(tmp_path):
+    run = SeveralProcesses(
+        2, tmp_path / "run", tmp_path / "outputs", own={1: ["--fdl.model.embde=1"]}
+    )
+    assert run.exit_codes() == [MISTAKE, MISTAKE], run.everything()
+    assert re.search("^error: process 1: .*embde.*embed", run.output(0), re.MULTILINE)
+    assert run.output(1) == ""
+
+
+@pytest.mark.slow
+def test_another_command_is_refused(tmp_path):
+    run = SeveralProcesses(
+        2, tmp_path / "run", tmp_path / "outputs", own={1: ["--allow_change=data"]}
+    )
+    assert_refused(run, tmp_path / "run", r"the command of process 1 .*--allow_change: data, there")
+
+
+@pytest.mark.slow
+def test_other_code_is_refused(tmp_path):
+    copy = tmp_path / "copy"
+    for package in ("lmlib", "runner", "experiments", "data_tools"):
+        shutil.copytree(ROOT / package, copy / package)
+    with (copy / "lmlib" / "train.py").open("a") as file:
+        file.write("# edited\n")
+    run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", roots={1: copy})
+    assert_refused(run, tmp_path / "run", r"the code of process 1 .* \(lmlib/train.py\)")
+
+
+@pytest.mark.slow
+def test_another_workdir_is_refused(tmp_path):
+    other = [f"--workdir={tmp_path}/other"]
+    run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", own={1: other})
+    message = f"process 1 does not see in its workdir, {tmp_path}/other on .*, what process 0 "
+    assert_refused(run, tmp_path, f"{message}writes into its own, {tmp_path}/run on ")
+    for name in ("run", "other"):
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["logs"]
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_is_refused(tmp_path):
+    run = SeveralProcesses(
+        2, tmp_path / "run", tmp_path / "outputs", own={1: ["--num_processes=3"]}
+    )
+    assert_refused(run, tmp_path / "run", "--num_processes=3 on process 1 and 2 on process 0")
+
+
+@pytest.mark.slow
+def test_a_port_that_something_else_holds_is_refused(tmp_path):
+    """It takes connections and says nothing."""
+    with socket.create_server(("localhost", 0)) as listener:
+        port = listener.getsockname()[1]
+        here = [f"--coordinator=localhost:{port}"]
+        run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", flags=here)
+        assert run.exit_codes() == [MISTAKE, MISTAKE], run.everything()
+    assert f"process 0 cannot listen at port {port} (Address already in use)" in run.output(0)
+    assert "something else than process 0 listens at the coordinator's address" in run.output(1)

@@ -1,0 +1,124 @@
+"""What a run was trained with: the config and the code of every start that made a step."""
+
+import json
+import subprocess
+
+import jax
+import pytest
+
+from runner import Options, fit
+from runner.config import configs
+from runner.config.code import commit_of
+from runner.training.starts import Start
+
+SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "mesh.fsdp=1")
+
+
+def small(*overrides):
+    return configs.load("experiments/llama_84m", ["tiny"], (*SMALL, "prompts=()", *overrides))
+
+
+def assert_holds(folder, cfg):
+    for name, content in configs.saved_files(cfg).items():
+        assert (folder / name).read_text() == content
+
+
+def fails(step):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_the_config_kept_is_the_one_that_trained(tmp_path, capsys):
+    first, second, third = (
+        small("steps=2"),
+        small("steps=2", "optimizer.peak_lr=0.5"),
+        small("steps=3", "optimizer.peak_lr=0.25"),
+    )
+    fit(first, tmp_path)
+    start = tmp_path / "starts" / "00000"
+    assert_holds(tmp_path, first)
+    assert_holds(start, first)
+    facts = json.loads((start / "start.json").read_text())
+    assert facts["first_step"] == 1 and facts["processes"] == 1
+    assert facts["versions"].keys() >= {"python", "jax", "jaxlib", "lmlib"}
+    assert {"lmlib/train.py", "experiments/llama_84m.py", "runner/__main__.py"} <= set(
+        facts["code"]
+    )
+
+    fit(second, tmp_path)  # the run is finished: it trains nothing
+    assert "+ optimizer.peak_lr = 0.5" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):  # before its first step is made
+        fit(third, tmp_path, Options(stop=fails))
+    assert_holds(tmp_path, first)
+    assert [folder.name for folder in (tmp_path / "starts").iterdir()] == ["00000"]
+
+    facts["code"]["lmlib/train.py"] = "another digest"
+    facts["versions"]["jax"] = "0.1"
+    (start / "start.json").write_text(json.dumps(facts))
+    capsys.readouterr()
+    fit(third, tmp_path)
+    told = capsys.readouterr().err
+    assert "- optimizer.peak_lr = 0.003" in told and "+ optimizer.peak_lr = 0.25" in told
+    changes = f"jax 0.1 → {jax.__version__}, lmlib/train.py\n"
+    assert f"the code has changed since this run was last trained: {changes}" in told
+    assert_holds(tmp_path, third)
+    assert_holds(tmp_path / "starts" / "00001", third)
+    assert_holds(start, first)
+
+
+EXPERIMENT = """
+import fiddle as fdl
+from code_beside import VALUE
+from experiments import llama_84m
+
+def config():
+    return llama_84m.config()
+"""
+
+
+def test_edits_of_the_experiment_and_of_what_it_imports_are_told(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "code_beside.py").write_text("VALUE = 1")
+    file = tmp_path / "code_of_mine.py"
+    file.write_text(EXPERIMENT)
+    cfg = configs.load(str(file))
+
+    def start():
+        return Start(cfg, tmp_path / "run", configs.experiment_file(str(file)))
+
+    assert start().changes() == ""  # there is no earlier one
+    start().record(1)
+    assert start().changes() == ""
+    file.write_text(EXPERIMENT + "# edited")
+    assert start().changes() == f"{tmp_path.name}/code_of_mine.py"
+    start().record(2)
+    (tmp_path / "code_beside.py").write_text("VALUE = 2")
+    assert start().changes() == f"{tmp_path.name}/code_beside.py"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"code": {}, "versions": []}'])
+def test_damaged_facts_of_a_start_are_no_obstacle(tmp_path, content):
+    start = Start(small(), tmp_path, None)
+    start.record(1)
+    (tmp_path / "starts" / "00000" / "start.json").write_text(content)
+    assert start.changes() == ""
+    start.record(5)
+    assert (tmp_path / "starts" / "00001" / "start.json").exists()
+
+
+def test_the_commit_of_a_file_and_whether_it_was_edited(tmp_path):
+    def git(*arguments):
+        identity = ("-c", "user.name=name", "-c", "user.email=name@example.com")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True)
+
+    file = tmp_path / "code.py"
+    file.write_text("")
+    assert commit_of(file) is None
+    git("init", "--quiet")
+    assert commit_of(file) is None  # git does not know it
+    git("add", "code.py")
+    git("commit", "--quiet", "--message=code")
+    found = commit_of(file)
+    assert len(found["commit"]) == 40 and found["dirty"] is False
+    file.write_text("edited")
+    assert commit_of(file) == found | {"dirty": True}

@@ -1,0 +1,116 @@
+"""A run of several real processes on one machine, through the real command line."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import runner
+from lmlib.metrics import read_metrics
+
+ROOT = Path(runner.__file__).parents[1]
+STEPS = 30
+HEARTBEAT_SECONDS = 10
+SECONDS = 400  # that the processes may take
+SMALL = (
+    "model.embed=32",
+    "model.layers=1",
+    "data.sequence_length=16",
+    "validation.sequence_length=16",
+    "mesh.tensor=2",
+    f"steps={STEPS}",
+    "checkpoint_every=5",
+    "evaluate_every=15",
+)
+
+
+class SeveralProcesses:
+    """The processes of a run, begun; what each writes to its terminal goes to a file."""
+
+    def __init__(
+        self, count, workdir, outputs, *, devices=8, only=(), flags=(), own=None, roots=None
+    ):
+        """Starts them.
+
+        Args:
+          devices: of all processes together.
+          only: the processes to start, if not all.
+          flags: more of them, of all processes.
+          own: the flags of single processes, by their numbers.
+          roots: where single processes take their code from, by their numbers.
+        """
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self.address = f"localhost:{free.getsockname()[1]}"
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count} "
+            "--xla_backend_optimization_level=0",
+        }
+        outputs.mkdir(parents=True)
+        self.files = [outputs / str(process) for process in range(count)]
+        self.running = {}
+        for process in only or range(count):
+            root = (roots or {}).get(process, ROOT)
+            arguments = [
+                "--fdl_config=experiments/llama_84m",
+                "--fiddler=tiny",
+                f"--workdir={workdir}",
+                *(f"--fdl.{override}" for override in SMALL),
+                f"--coordinator={self.address}",
+                f"--num_processes={count}",
+                f"--process_id={process}",
+                f"--heartbeat_seconds={HEARTBEAT_SECONDS}",
+                *flags,
+                *(own or {}).get(process, ()),
+            ]
+            with self.files[process].open("w") as file:
+                self.running[process] = subprocess.Popen(
+                    [sys.executable, "-m", "runner", *arguments],
+                    cwd=root,
+                    env=environment | {"PYTHONPATH": str(root)},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+
+    def output(self, process):
+        return self.files[process].read_text()
+
+    def everything(self):
+        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in self.files)
+
+    def wait_for_lines(self, workdir, count):
+        """Until metrics.jsonl has so many."""
+        deadline = time.monotonic() + SECONDS
+        while len(read_metrics(workdir)) < count:
+            assert time.monotonic() < deadline, self.everything()
+            try:
+                self.running[0].wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+            pytest.fail(f"ended before step {count}\n{self.everything()}")
+
+    def exit_codes(self):
+        """Those of all, once they have ended; all output if they do not."""
+        deadline = time.monotonic() + SECONDS
+        try:
+            for each in self.running.values():
+                each.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"did not end in {SECONDS} s\n{self.everything()}")
+        finally:
+            self.end()
+        return [each.returncode for each in self.running.values()]
+
+    def end(self):
+        for each in self.running.values():
+            each.kill()
+            each.wait()
+
+    def finished(self):
+        assert set(self.exit_codes()) == {0}, self.everything()
+        return self
