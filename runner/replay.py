@@ -71,8 +71,9 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
             began = time.perf_counter()
             state, metrics = compiled(state, place(experiment.data, step - 1, sharding))
             loss = float(metrics["loss"])
-            speed = rows.tokens.size / (time.perf_counter() - began)
-            progress.update(step, loss=loss, tokens_per_second=speed)
+            seconds = time.perf_counter() - began
+            speed = rows.tokens.size / seconds
+            progress.update(step, loss=loss, seconds=seconds, tokens_per_second=speed)
     batch = jax.tree.map(lambda field: jax.device_put(field, sharding), rows)
     statistics = layer_statistics(state.model, batch, experiment.mesh, experiment.compute)
     _, metrics = compiled(state, batch)

@@ -83,7 +83,7 @@ def fit(
     Args:
       cfg: builds to an `Experiment`; stays as it is.
       workdir: receives config.json, config.txt, metrics.jsonl, tensorboard/, checkpoints/,
-        goodput.json, result.json and, where an update was skipped, captures/.
+        run.log, goodput.json, result.json and, where an update was skipped, captures/.
       options: settings that change nothing about what it trains; `None`: `Options()`.
 
     Raises:
@@ -107,16 +107,16 @@ def fit(
             check_config(cfg, workdir, options.allowed_changes, progress)
         run = _Run(cfg, experiment, workdir, options, progress, phases, primary)
         run.announce()
-        with phases.during(Phase.RESTORE):
-            directory = workdir / "checkpoints"
-            beginning = begin(experiment, directory, options, progress)
-            with agreed():
-                run.check_compiled(beginning.state)
+        beginning = begin(experiment, workdir / "checkpoints", options, progress, phases)
+        with agreed():
+            run.check_compiled(beginning.state)
+        phases.enter(Phase.STARTUP)
         # Before this line, and whatever the user's mistake, nothing is written.
         with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
             checkpoints.set_aside(beginning.damaged)
             if primary:
                 configs.save(cfg, workdir)
+                progress.keep(workdir)
             state, summary = beginning.state, None
             if beginning.step >= experiment.steps:
                 progress.message(f"this run finished all its {experiment.steps:,} steps before")
