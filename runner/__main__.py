@@ -6,6 +6,7 @@
                folder) of an earlier run
 --fiddler      a function of the experiment that changes its config: --fiddler=tiny; repeatable
 --fdl.x.y=…    sets a parameter: --fdl.optimizer.peak_lr=1e-3
+--help         with --fdl_config: the fiddlers of that experiment too
 The same command on the same workdir goes on where the run stopped. SIGTERM or Ctrl-C saves a
 checkpoint first. What a run survives, and the exit codes: docs/faults.md; several machines:
 docs/multihost.md.
@@ -22,8 +23,8 @@ from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 import runner
-from runner.command_line.command import DEBUG, commands, listed, run
-from runner.command_line.config_flags import check_chosen, chosen_config
+from runner.command_line.command import DEBUG, commands, first_lines, listed, run
+from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.jax_settings.accelerators import use_cpu_if_alone
@@ -187,6 +188,7 @@ def _train(workdir: Path, options: Options) -> None:
     # Heavy, and a process that only supervises does without.
     import jax
 
+    from runner.config.relaunch import relaunch_command
     from runner.processes.agreement import agreed
     from runner.training.fit import fit
 
@@ -194,10 +196,11 @@ def _train(workdir: Path, options: Options) -> None:
         cfg = chosen_config()
     result = fit(cfg, workdir, options)
     if jax.process_index() == 0:
-        print(result.summary.text(workdir))
+        print(result.summary.text(workdir, relaunch_command(cfg, workdir)))
 
 
 if __name__ == "__main__":
     # absl shows the module's docstring as --help.
-    __doc__ += listed("commands", commands()) + listed("experiments", configs.experiments())
-    run(main)
+    __doc__ += listed("commands", first_lines(commands()))
+    __doc__ += listed("experiments", first_lines(configs.experiments()))
+    run(main, more_help=fiddlers_listed)

@@ -35,8 +35,8 @@ from lmlib.plan.search import search
 from lmlib.plan.targets import Target
 from runner.absent_hardware import kept_plans
 from runner.absent_hardware.stand_ins import built, without_data
-from runner.command_line.command import listed, run
-from runner.command_line.config_flags import check_chosen, chosen_config
+from runner.command_line.command import first_lines, listed, run
+from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
 from runner.jax_settings.xla_flags import overlap_communication
@@ -131,5 +131,5 @@ def _tell(line: str) -> None:
 
 if __name__ == "__main__":
     # absl shows the module's docstring as --help.
-    __doc__ += listed("experiments", configs.experiments())
-    run(main)
+    __doc__ += listed("experiments", first_lines(configs.experiments()))
+    run(main, more_help=fiddlers_listed)

@@ -48,9 +48,10 @@ def load(
     or a call with literals (`scale(layers=4)`); an override is `path=literal`, the quotes optional.
     `trusted` are modules that a `config.json` may name besides ours: "my_models" with all in it.
 
-    A file outside `experiments` is imported under its own name; its folder must be on the Python
-    path if it needs its neighbours, or if a saved config names what it defines. Raises
-    `ConfigError` for whatever the user can have got wrong, inside the experiment too.
+    A file outside `experiments` is imported under its own name, and its folder comes last on the
+    Python path, so that it finds its neighbours. A saved config that names what it defines needs
+    that folder on the path already. Raises `ConfigError` for whatever the user can have got wrong,
+    inside the experiment too.
     """
     saved = Path(reference, "config.json") if Path(reference).is_dir() else Path(reference)
     if saved.suffix == ".json":
@@ -100,6 +101,16 @@ def experiments() -> dict[str, Path]:
     return {f"experiments/{file.stem}": file for file in files}
 
 
+def fiddlers(reference: str) -> dict[str, str]:
+    """The fiddlers of an experiment, each with the first line of its docstring.
+
+    Raises `ConfigError` as `load` does; a saved config has none.
+    """
+    if reference.endswith(".json") or Path(reference).is_dir():
+        return {}
+    return {name: line for name, (_, line) in _fiddlers(_experiment(reference)).items()}
+
+
 def _experiment(reference: str) -> types.ModuleType:
     shipped = experiments()
     name = reference.removesuffix(".py").replace(".", "/")
@@ -124,6 +135,8 @@ def _imported_file(file: Path) -> types.ModuleType:
         raise ConfigError(f"{file} has the name of another module, {name!r}; rename it")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -200,6 +200,7 @@ PARTS = [
     ("validation_batches=0", "validation_batches must be at least 1, got 0"),
     ("keep_checkpoints=0", "keep_checkpoints must be at least 1, got 0"),
     ("keep_checkpoints_every=0", "keep_checkpoints_every must be at least 1, got 0"),
+    ("compute.saved=mlp_gate", """Write "('mlp_gate',)", with both quotes."""),
     ("captures=-1", "captures must be at least 0, got -1"),
 ]
 OTHERS = [

@@ -98,6 +98,12 @@ def test_without_a_topology_it_tells_what_the_run_costs(commands):
     assert done.stdout.endswith(f"with its causal half they are {causal}.\n")
 
 
+def test_an_override_may_stand_apart_from_its_value_and_be_written_as_a_float(commands):
+    done = commands.run("runner.plan", (*SMALL, "--fdl.steps", "1e3", "--fdl.microbatches", "2"))
+    assert done.returncode == FINISHED, done.stderr
+    assert done.stdout.startswith("1,000 steps of 512 tokens; ")
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
