@@ -26,8 +26,9 @@ import runner
 from runner.command_line.command import DEBUG, commands, first_lines, listed, run
 from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.errors import ConfigError
+from runner.command_line.paths import check_can_be_made
 from runner.config import configs
-from runner.jax_settings.accelerators import use_cpu_if_alone
+from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
 from runner.jax_settings.xla_flags import (
     keep_cpus_in_order,
     make_deterministic,
@@ -134,6 +135,9 @@ def _supervise_or_train(
     if not _WORKDIR.value:
         raise ConfigError("give --workdir, the folder for everything that the run writes")
     workdir = Path(_WORKDIR.value)
+    check_can_be_made(workdir)
+    if _SAVE_COMPILED.value:
+        check_can_be_made(Path(_SAVE_COMPILED.value))
     profile = steps_range(_PROFILE.value) if _PROFILE.value else None
     processes.check()
     if supervisor is None and processes.may_be_several():
@@ -192,6 +196,7 @@ def _train(workdir: Path, options: Options) -> None:
     from runner.processes.agreement import agreed
     from runner.training.fit import fit
 
+    check_devices()
     with agreed():
         cfg = chosen_config()
     result = fit(cfg, workdir, options)

@@ -53,7 +53,7 @@ def load(
     that folder on the path already. Raises `ConfigError` for whatever the user can have got wrong,
     inside the experiment too.
     """
-    saved = Path(reference, "config.json") if Path(reference).is_dir() else Path(reference)
+    saved = Path(reference, "config.json") if os.path.isdir(reference) else Path(reference)
     if saved.suffix == ".json":
         if fiddlers:
             raise ConfigError(
@@ -106,7 +106,7 @@ def fiddlers(reference: str) -> dict[str, str]:
 
     Raises `ConfigError` as `load` does; a saved config has none.
     """
-    if reference.endswith(".json") or Path(reference).is_dir():
+    if reference.endswith(".json") or os.path.isdir(reference):
         return {}
     return {name: line for name, (_, line) in _fiddlers(_experiment(reference)).items()}
 
@@ -115,7 +115,7 @@ def _experiment(reference: str) -> types.ModuleType:
     shipped = experiments()
     name = reference.removesuffix(".py").replace(".", "/")
     file = Path(reference.removesuffix(".py") + ".py")
-    if file.is_file():
+    if os.path.isfile(file):  # `Path`'s own raises if the name is too long
         name = next((name for name, other in shipped.items() if other.samefile(file)), "")
     elif name not in shipped:
         raise ConfigError(

@@ -22,6 +22,7 @@ from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.parallel.layout import partition
 from lmlib.quantities import bytes_text, duration_text
 from runner.command_line.errors import ConfigError, in_words, user_errors
+from runner.command_line.paths import check_can_be_made
 from runner.config import configs
 from runner.config.text import flattened
 from runner.jax_settings.compilation_cache import keep_compiled_programs
@@ -96,6 +97,7 @@ def fit(
     options = options or Options()
     phases = Phases(time.time() if options.started is None else options.started)
     workdir = Path(workdir)
+    check_can_be_made(workdir)
     primary = jax.process_index() == 0
     with agreed(), user_errors():
         experiment = fdl.build(cfg)
