@@ -149,7 +149,7 @@ RUNNER = [
     ((*FLAT[2:], NEW, "--fdl.data.epochs=1"), "data ends after"),
     (
         (*FLAT[2:], NEW, "--fdl.data.sequence_length=1_000_000_000"),
-        "data makes sequences of 1,000,000,000 tokens and has 101 tokens in all",
+        "data makes sequences of 1,000,000,000 tokens and has 102 tokens in all",
     ),
     # Workdirs and checkpoints.
     ((*TINY, "--workdir={scratch}/file"), "{scratch}/file"),
