@@ -1,4 +1,4 @@
-"""Llama 1B on C4, 370,000 steps of 65,536 tokens; about 1.5e20 FLOPs, 105 H100-hours at 40 % MFU.
+"""Llama 1B on C4, 370,000 steps of 65,536 tokens; 1.5e20 FLOPs, 110 H100-hours at 40 % MFU.
 
     python -m runner --fdl_config=experiments/llama_1b --workdir=/tmp/llama_1b
 

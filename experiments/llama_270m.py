@@ -1,4 +1,4 @@
-"""Llama 270M on C4, 92,000 steps of 65,536 tokens; about 1.2e19 FLOPs, 8 H100-hours at 40 % MFU.
+"""Llama 270M on C4, 92,000 steps of 65,536 tokens; 1.2e19 FLOPs, 8.5 H100-hours at 40 % MFU.
 
     python -m runner --fdl_config=experiments/llama_270m --workdir=/tmp/llama_270m
 

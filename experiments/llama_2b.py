@@ -1,4 +1,4 @@
-"""Llama 2B on C4, 740,000 steps of 65,536 tokens; about 5.9e20 FLOPs, 415 H100-hours at 40 % MFU.
+"""Llama 2B on C4, 740,000 steps of 65,536 tokens; 6.0e20 FLOPs, 420 H100-hours at 40 % MFU.
 
     python -m runner --fdl_config=experiments/llama_2b --workdir=/tmp/llama_2b
 

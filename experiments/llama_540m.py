@@ -1,4 +1,4 @@
-"""Llama 540M on C4, 185,000 steps of 65,536 tokens; about 4.5e19 FLOPs, 32 H100-hours at 40 % MFU.
+"""Llama 540M on C4, 185,000 steps of 65,536 tokens; 4.6e19 FLOPs, 33 H100-hours at 40 % MFU.
 
     python -m runner --fdl_config=experiments/llama_540m --workdir=/tmp/llama_540m
 

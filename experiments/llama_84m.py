@@ -1,4 +1,4 @@
-"""Llama 84M on C4, 26,000 steps of 65,536 tokens; 9.4e17 FLOPs, 40 H100-minutes at 40 % MFU.
+"""Llama 84M on C4, 26,000 steps of 65,536 tokens; 1.0e18 FLOPs, 43 H100-minutes at 40 % MFU.
 
     python -m data_tools.pretokenize --dataset=allenai/c4 --name=en --split=train \
         --tokenizer=huggyllama/llama-7b --out=data/c4

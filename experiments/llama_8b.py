@@ -1,4 +1,4 @@
-"""Llama 3 8B, 38,000 steps of 4.2 M tokens; 8.2e21 FLOPs, 5,800 H100-hours at 40 % MFU.
+"""Llama 3 8B, 38,000 steps of 4,194,304 tokens; 9.2e21 FLOPs, 6,500 H100-hours at 40 % MFU.
 
     python -m data_tools.pretokenize --dataset=allenai/c4 --name=en --split=train \
         --tokenizer=meta-llama/Meta-Llama-3-8B --out=data/c4_llama3

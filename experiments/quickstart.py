@@ -1,4 +1,4 @@
-"""Llama 4M on the Python standard library's own sources; under 6 minutes on 2 CPU cores.
+"""Llama 4M on Python's sources, 1,500 steps of 512 tokens; 2.0e13 FLOPs, 6 minutes on 2 CPU cores.
 
     python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
 

@@ -11,7 +11,9 @@ from jax.sharding import Mesh
 from lmlib import train
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import tokenizers_differ
+from lmlib.data.mixture import Mixture
 from lmlib.guard import Guard
 from lmlib.losses import Objective
 from lmlib.models.protocol import check_protocol
@@ -193,6 +195,7 @@ class Experiment:
                 f" at {model.vocab - 1}; set vocab to {source.max_token_id + 1} or more, or use the"
                 " data set's own tokenizer"
             )
+        _check_length(name, source)
         model.check(source.sequence_length, self.compute)
         check_batch(
             source.batch_size,
@@ -200,4 +203,16 @@ class Experiment:
             microbatches,
             self.compute.sequence_parallel,
             self.mesh,
+        )
+
+
+def _check_length(name: str, source: Source) -> None:
+    """Refuses sequences that are longer than all the data, before anything of that size is made."""
+    if isinstance(source, Mixture):
+        for part in source.sources.values():
+            _check_length(name, part)
+    elif isinstance(source, FlatTokens) and source.sequence_length >= source.tokens:
+        raise ValueError(
+            f"{name} makes sequences of {source.sequence_length:,} tokens and has "
+            f"{source.tokens:,} tokens in all: set sequence_length to {source.tokens - 1:,} or less"
         )

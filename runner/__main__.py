@@ -6,6 +6,7 @@
                folder) of an earlier run
 --fiddler      a function of the experiment that changes its config: --fiddler=tiny; repeatable
 --fdl.x.y=…    sets a parameter: --fdl.optimizer.peak_lr=1e-3
+--help         with --fdl_config: the fiddlers of that experiment too
 The same command on the same workdir goes on where the run stopped. SIGTERM or Ctrl-C saves a
 checkpoint first. What a run survives, and the exit codes: docs/faults.md; several machines:
 docs/multihost.md.
@@ -22,12 +23,13 @@ from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 import runner
-from runner.command_line.command import DEBUG, commands, listed, run
-from runner.command_line.config_flags import check_chosen, chosen_config
+from runner.command_line.command import DEBUG, commands, first_lines, listed, run
+from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.errors import ConfigError
 from runner.command_line.lossy_stream import lossy_standard_streams
+from runner.command_line.paths import check_can_be_made
 from runner.config import configs
-from runner.jax_settings.accelerators import use_cpu_if_alone
+from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
 from runner.jax_settings.xla_flags import (
     keep_cpus_in_order,
     make_deterministic,
@@ -135,6 +137,9 @@ def _supervise_or_train(
     if not _WORKDIR.value:
         raise ConfigError("give --workdir, the folder for everything that the run writes")
     workdir = Path(_WORKDIR.value)
+    check_can_be_made(workdir)
+    if _SAVE_COMPILED.value:
+        check_can_be_made(Path(_SAVE_COMPILED.value))
     profile = steps_range(_PROFILE.value) if _PROFILE.value else None
     processes.check()
     if supervisor is None and processes.may_be_several():
@@ -190,17 +195,20 @@ def _train(workdir: Path, options: Options) -> None:
     # Heavy, and a process that only supervises does without.
     import jax
 
+    from runner.config.relaunch import relaunch_command
     from runner.processes.agreement import agreed
     from runner.training.fit import fit
 
+    check_devices()
     with agreed():
         cfg = chosen_config()
     result = fit(cfg, workdir, options)
     if jax.process_index() == 0:
-        print(result.summary.text(workdir))
+        print(result.summary.text(workdir, relaunch_command(cfg, workdir)))
 
 
 if __name__ == "__main__":
     # absl shows the module's docstring as --help.
-    __doc__ += listed("commands", commands()) + listed("experiments", configs.experiments())
-    run(main)
+    __doc__ += listed("commands", first_lines(commands()))
+    __doc__ += listed("experiments", first_lines(configs.experiments()))
+    run(main, more_help=fiddlers_listed)

@@ -2,9 +2,11 @@
 
     python -m runner.plan --fdl_config=experiments/llama_8b --topology=v5e:16x16
     python -m runner.plan --fdl_config=experiments/llama_8b --topology=h100:8x8 --search
+    python -m runner.plan --fdl_config=experiments/llama_8b
 
 --fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`; the data need not be there
 --topology   v5e:16x16, v4:4x4x4, 2xv5e:16x16 (two slices), h100:8x8 (hosts x GPUs of each), cpu:256
+             without it, only the tokens and FLOPs of the whole run are told
 --search     looks for the largest microbatch and the least recomputation that fit
 --json=FILE  writes the report as JSON too; "-": to stdout, instead of the text
 --no_cache   makes the report anew
@@ -20,18 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
+import jax
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
+from lmlib.experiment import Experiment
 from lmlib.hardware import ACCELERATORS
 from lmlib.plan import targets
+from lmlib.plan.cost import Cost
 from lmlib.plan.planner import plan, section, stderr_kept, versions
 from lmlib.plan.search import search
 from lmlib.plan.targets import Target
 from runner.absent_hardware import kept_plans
 from runner.absent_hardware.stand_ins import built, without_data
-from runner.command_line.command import listed, run
-from runner.command_line.config_flags import check_chosen, chosen_config
+from runner.command_line.command import first_lines, listed, run
+from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
 from runner.jax_settings.xla_flags import overlap_communication
@@ -46,6 +51,11 @@ _NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
     check_chosen(arguments, "experiments/llama_8b")
+    if not (_TOPOLOGY.value or _SEARCH.value or _JSON.value):
+        jax.config.update("jax_platforms", "cpu")
+        with user_errors():
+            print(cost_of(chosen_config()))
+        return FINISHED
     with user_errors():
         target = _target()
         cfg = without_data(chosen_config())
@@ -53,6 +63,20 @@ def main(arguments: Sequence[str]) -> int:
         overlap_communication()  # as a run does
     _show(_report(cfg, target))
     return FINISHED
+
+
+def cost_of(cfg: fdl.Config[Experiment]) -> Cost:
+    """What the run of `cfg` costs; of its data it needs the sizes alone."""
+    cfg = without_data(cfg)
+    batch_size, sequence_length = cfg.data.batch_size, cfg.data.sequence_length
+    make_model = fdl.build(cfg.model)
+    model = jax.eval_shape(lambda: make_model(key=jax.random.key(0)))
+    return Cost(
+        cfg.steps,
+        batch_size * sequence_length,
+        model.flops_per_token(sequence_length, causal=False),
+        model.flops_per_token(sequence_length, causal=True),
+    )
 
 
 def _target() -> Target:
@@ -107,5 +131,5 @@ def _tell(line: str) -> None:
 
 if __name__ == "__main__":
     # absl shows the module's docstring as --help.
-    __doc__ += listed("experiments", configs.experiments())
-    run(main)
+    __doc__ += listed("experiments", first_lines(configs.experiments()))
+    run(main, more_help=fiddlers_listed)

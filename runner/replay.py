@@ -31,7 +31,7 @@ from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
-from runner.jax_settings.accelerators import use_cpu_if_alone
+from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
         raise ConfigError("give the folder of a capture, WORKDIR/captures/STEP")
     folder = Path(arguments[0])
+    check_devices()
     with user_errors():
         capture = read_capture(folder)
         cfg = configs.load(str(folder / "config.json"), trusted=TRUST_MODULE.value)
@@ -71,8 +72,9 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
             began = time.perf_counter()
             state, metrics = compiled(state, place(experiment.data, step - 1, sharding))
             loss = float(metrics["loss"])
-            speed = rows.tokens.size / (time.perf_counter() - began)
-            progress.update(step, loss=loss, tokens_per_second=speed)
+            seconds = time.perf_counter() - began
+            speed = rows.tokens.size / seconds
+            progress.update(step, loss=loss, seconds=seconds, tokens_per_second=speed)
     batch = jax.tree.map(lambda field: jax.device_put(field, sharding), rows)
     statistics = layer_statistics(state.model, batch, experiment.mesh, experiment.compute)
     _, metrics = compiled(state, batch)

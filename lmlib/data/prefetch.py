@@ -127,8 +127,12 @@ class Prefetch(Iterator[tuple[int, Batch]]):
         placed = _placed(source, sharding, range(start, stop))
         self._placed = ReadAhead(placed, depth, name="prefetch")
 
+    def ready(self) -> bool:
+        """Whether `next` would return, or raise, at once."""
+        return self._placed.ready()
+
     def __next__(self) -> tuple[int, Batch]:
-        ready, began = self._placed.ready(), time.perf_counter()
+        ready, began = self.ready(), time.perf_counter()
         try:
             step, batch, self.state = next(self._placed)
         except BaseException:  # the end of the steps included

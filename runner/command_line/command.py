@@ -1,6 +1,7 @@
 """What all commands share: they parse flags, show errors in a few lines, exit with a status."""
 
 import ast
+import functools
 import re
 import sys
 import traceback
@@ -12,19 +13,22 @@ from absl import app, flags, logging
 
 from lmlib.data.token_arrays import DamagedDataError
 from runner.command_line.errors import ConfigError, StoppedEarly, TrainingStopped, in_words
-from runner.processes.endings import FAILED, MISTAKE, STOPPED
+from runner.processes.endings import FAILED, FINISHED, MISTAKE, STOPPED
 
 DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
 
 # Their messages say all that a user needs: what, where, and what to do.
 _TOLD = (ConfigError, TrainingStopped, OSError, DamagedDataError)
+_HELP = {"--help", "-help", "-h", "--helpshort"}
 
 
-def run(command: Callable[[Sequence[str]], int]) -> NoReturn:
+def run(
+    command: Callable[[Sequence[str]], int], more_help: Callable[[], str] = lambda: ""
+) -> NoReturn:
     """Runs `command` with the arguments that are no flags; exits with the status it returns.
 
     Errors, also wrong flags, are shown on stderr; the status is then their `exit_code`. `--help`
-    shows the docstring of `__main__`.
+    shows the docstring of `__main__`, and what `more_help` makes of the other flags.
     """
 
     def main(arguments: Sequence[str]) -> int:
@@ -35,7 +39,7 @@ def run(command: Callable[[Sequence[str]], int]) -> NoReturn:
             tell(error, DEBUG.value)
             return exit_code(error)
 
-    app.run(main, flags_parser=_parsed)
+    app.run(main, flags_parser=functools.partial(_parsed, more_help))
 
 
 def exit_code(error: BaseException) -> int:
@@ -70,11 +74,16 @@ def commands() -> dict[str, Path]:
     }
 
 
-def listed(title: str, files: Mapping[str, Path]) -> str:
-    """A list for `--help`: each name with the first line of its file's docstring."""
-    width = max(map(len, files), default=0)
-    lines = [f"  {name:<{width}}  {first_line(file)}" for name, file in files.items()]
+def listed(title: str, entries: Mapping[str, str]) -> str:
+    """A list for `--help`: each name with its line."""
+    width = max(map(len, entries), default=0)
+    lines = [f"  {name:<{width}}  {line}" for name, line in entries.items()]
     return "\n".join([f"\n{title}:", *lines, ""])
+
+
+def first_lines(files: Mapping[str, Path]) -> dict[str, str]:
+    """The first line of the docstring of each file, by its name."""
+    return {name: first_line(file) for name, file in files.items()}
 
 
 def first_line(file: Path) -> str:
@@ -82,12 +91,26 @@ def first_line(file: Path) -> str:
     return (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]
 
 
-def _parsed(arguments: Sequence[str]) -> list[str]:
-    """`--fdl.x=1` is short for `--fdl_set=x=1`, which Fiddle defines."""
-    written_out = [re.sub(r"^--fdl\.", "--fdl_set=", argument) for argument in arguments]
+def _parsed(more_help: Callable[[], str], arguments: Sequence[str]) -> list[str]:
+    """`--fdl.x=1` and `--fdl.x 1` are short for `--fdl_set=x=1`, which Fiddle defines."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and re.fullmatch(r"--fdl\.[^=]+", joined[-1]) and argument[:2] != "--":
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    written_out = [re.sub(r"^--fdl\.", "--fdl_set=", argument) for argument in joined]
+    others = [argument for argument in written_out if argument not in _HELP]
     try:
-        return flags.FLAGS(written_out)
-    except flags.Error as error:
-        mistake = ConfigError(f"{error}; see --help")
+        given = flags.FLAGS(others)
+        if len(others) == len(written_out):
+            return given
+        main = sys.modules["__main__"]
+        main.__doc__ = f"{main.__doc__}{more_help()}"
+    except (flags.Error, ConfigError) as error:
+        hint = "; see --help" if isinstance(error, flags.Error) else ""
+        mistake = ConfigError(f"{error}{hint}")
         tell(mistake, debug=False)
         sys.exit(exit_code(mistake))
+    app.usage(shorthelp=True, writeto_stdout=True)
+    sys.exit(FINISHED)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import fiddle as fdl
 from absl import flags
 
+from runner.command_line.command import listed
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 
@@ -22,6 +23,12 @@ def check_chosen(arguments: Sequence[str], example: str) -> None:
         raise ConfigError(f"unknown argument {arguments[0]!r}; flags begin with --")
     if not flags.FLAGS.fdl_config:
         raise ConfigError(f"give --fdl_config, for example {example}; see --help")
+
+
+def fiddlers_listed() -> str:
+    """The fiddlers of --fdl_config, for --help; empty without it."""
+    reference = flags.FLAGS.fdl_config
+    return listed("fiddlers", configs.fiddlers(reference)) if reference else ""
 
 
 def chosen_config() -> fdl.Config:

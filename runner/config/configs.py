@@ -48,11 +48,12 @@ def load(
     or a call with literals (`scale(layers=4)`); an override is `path=literal`, the quotes optional.
     `trusted` are modules that a `config.json` may name besides ours: "my_models" with all in it.
 
-    A file outside `experiments` is imported under its own name; its folder must be on the Python
-    path if it needs its neighbours, or if a saved config names what it defines. Raises
-    `ConfigError` for whatever the user can have got wrong, inside the experiment too.
+    A file outside `experiments` is imported under its own name, and its folder comes last on the
+    Python path, so that it finds its neighbours. A saved config that names what it defines needs
+    that folder on the path already. Raises `ConfigError` for whatever the user can have got wrong,
+    inside the experiment too.
     """
-    saved = Path(reference, "config.json") if Path(reference).is_dir() else Path(reference)
+    saved = Path(reference, "config.json") if os.path.isdir(reference) else Path(reference)
     if saved.suffix == ".json":
         if fiddlers:
             raise ConfigError(
@@ -116,11 +117,21 @@ def experiment_file(reference: str) -> Path | None:
     return experiments().get(reference.removesuffix(".py").replace(".", "/"))
 
 
+def fiddlers(reference: str) -> dict[str, str]:
+    """The fiddlers of an experiment, each with the first line of its docstring.
+
+    Raises `ConfigError` as `load` does; a saved config has none.
+    """
+    if reference.endswith(".json") or os.path.isdir(reference):
+        return {}
+    return {name: line for name, (_, line) in _fiddlers(_experiment(reference)).items()}
+
+
 def _experiment(reference: str) -> types.ModuleType:
     shipped = experiments()
     name = reference.removesuffix(".py").replace(".", "/")
     file = Path(reference.removesuffix(".py") + ".py")
-    if file.is_file():
+    if os.path.isfile(file):  # `Path`'s own raises if the name is too long
         name = next((name for name, other in shipped.items() if other.samefile(file)), "")
     elif name not in shipped:
         raise ConfigError(
@@ -140,6 +151,8 @@ def _imported_file(file: Path) -> types.ModuleType:
         raise ConfigError(f"{file} has the name of another module, {name!r}; rename it")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -1,6 +1,7 @@
 """Overrides of parameters from the command line: `optimizer.peak_lr=1e-3`."""
 
 import ast
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -74,12 +75,24 @@ def _checked(literal: str, present: Any, accepted: set[type] | None) -> Any:
     except BAD_LITERAL:
         if str in (accepted or ()):
             return literal
-        raise ConfigError(f"{literal} is no Python literal, and {takes}. {string}") from None
+        advice = _as_strings(literal, accepted) or string
+        raise ConfigError(f"{literal} is no Python literal, and {takes}. {advice}") from None
     kind = type(value)
     if accepted is None or kind in accepted or (kind is int and float in accepted):
         return value
+    if kind is float and int in accepted and value.is_integer():
+        return int(value)  # 1e3
     string = f" {string}" if str in accepted else ""
+    if kind is str:
+        string = f" {_as_strings(literal, accepted)}"
     raise ConfigError(f"{literal} is of type {kind.__name__}, but {takes}.{string}")
+
+
+def _as_strings(literal: str, accepted: set[type] | None) -> str:
+    """How to write the words of `literal` where a tuple or list is accepted; else nothing."""
+    words = re.findall(r"[A-Za-z_]\w*", literal)
+    kinds = [kind for kind in (tuple, list) if kind in (accepted or ())]
+    return f'Write "{kinds[0](words)}", with both quotes.' if kinds and words else ""
 
 
 def _accepted_types(target: Any, key: Any, present: Any) -> set[type] | None:

@@ -16,7 +16,7 @@ from fiddle.experimental import serialization
 from lmlib.data.stored_json import parse_json, read_text
 from lmlib.data.trusted_names import DATA_NAMES, UntrustedNameError, named_value
 from runner.command_line.errors import ConfigError, did_you_mean
-from runner.config.text import nodes, parameters, text_of
+from runner.config.text import nodes, parameters, text_of, with_defaults
 
 # What Fiddle makes its JSON of; tests/runner/test_configs.py has it make some.
 FIDDLE_NAMES = {
@@ -89,6 +89,31 @@ def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
             owner, near = text_of(fdl.get_callable(node)), did_you_mean(name, known)
             raise ConfigError(f"{file} sets {name!r}, but {owner} has none (any more). {near}")
     return cfg
+
+
+def modules_to_trust(cfg: fdl.Config) -> list[str]:
+    """What `read_config` would have to be given as `trusted`, once `cfg` is saved."""
+    modules: dict[str, None] = {}
+    names: list[tuple[str, str]] = []
+
+    class Recorder(serialization.PyrefPolicy):
+        def allows_import(self, module: str, symbol: str) -> bool:
+            names.append((module, symbol))
+            return True
+
+        def allows_value(self, value: Any) -> bool:
+            return True
+
+    serialization.dump_json(with_defaults(cfg), Recorder())
+    while names:
+        module, symbol = names[-1]
+        try:
+            named_value(module, symbol, TRUSTED | modules.keys())
+        except UntrustedNameError as error:
+            modules[error.module] = None  # another may follow: that of what the name stands for
+        else:
+            names.pop()
+    return list(modules)
 
 
 class _Policy(serialization.PyrefPolicy):

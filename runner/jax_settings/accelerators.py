@@ -13,6 +13,8 @@ from pathlib import Path
 
 import jax
 
+from runner.command_line.errors import ConfigError
+
 # A driver that serves an accelerator has one of these in /dev, in a container too. Too many do no
 # harm: JAX then looks for itself, as it would without us.
 _DEVICE_FILES = (
@@ -52,6 +54,18 @@ def use_cpu_if_alone() -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def check_devices() -> None:
+    """Starts JAX's devices; raises ConfigError if it cannot, as with JAX_PLATFORMS=cuda here."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        reason = str(error).partition("\n")[0] or "it finds none of them"
+        asked = f" of JAX_PLATFORMS={platforms}" if platforms else ""
+        advice = "; unset JAX_PLATFORMS, or set it to cpu" if platforms else ""
+        raise ConfigError(f"JAX cannot start the devices{asked}: {reason}{advice}") from error
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
+import jax
 
 from lmlib import train
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
@@ -16,6 +17,7 @@ from runner.command_line.errors import ConfigError, in_words, user_errors
 from runner.config.text import changed_paths, difference, flattened
 from runner.training import data_probe
 from runner.training.options import Options
+from runner.watch.phases import Phase, Phases
 from runner.watch.progress import Progress
 
 _LARGEST_CONFIG = 10_000_000  # bytes
@@ -46,11 +48,13 @@ def begin(
     directory: Path,
     options: Options,
     progress: Progress,
+    phases: Phases,
 ) -> Beginning:
     """Restores, warm-starts or initialises; changes nothing on disk.
 
     Args:
       directory: of the run's checkpoints; it may be absent.
+      phases: is left in what this was: a restore or an initialisation.
 
     Raises:
       ConfigError: if the run cannot go on from what is there, and why.
@@ -59,6 +63,8 @@ def begin(
     with user_errors():
         target = experiment.abstract_state()
         with Checkpoints(directory, read_only=True) as checkpoints:
+            restores = checkpoints.newest() is not None or init_from is not None
+            phases.enter(Phase.RESTORE if restores else Phase.INITIALISATION)
             found = checkpoints.restore_newest(target, fallback=options.checkpoint_fallback)
         if found is not None:
             _check_notes(found)
@@ -74,7 +80,7 @@ def begin(
                 found.damaged,
             )
         if init_from is None:
-            return Beginning(experiment.init(), 0, 0, None, None)
+            return Beginning(jax.block_until_ready(experiment.init()), 0, 0, None, None)
         model, initialised_from = weights_of(init_from, experiment, data_may_change)
     progress.message(f"beginning with the weights of {initialised_from}")
     return Beginning(experiment.begin(model), 0, 0, None, initialised_from)

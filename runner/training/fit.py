@@ -22,6 +22,7 @@ from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.parallel.layout import partition
 from lmlib.quantities import bytes_text, duration_text
 from runner.command_line.errors import ConfigError, in_words, user_errors
+from runner.command_line.paths import check_can_be_made
 from runner.config.text import flattened
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, may_wait_for_ever
@@ -89,7 +90,8 @@ def fit(
     Args:
       cfg: builds to an `Experiment`; stays as it is.
       workdir: receives config.json, config.txt, data.json, starts/, metrics.jsonl, tensorboard/,
-        checkpoints/, goodput.json, result.json and, where an update was skipped, captures/.
+        checkpoints/, run.log, goodput.json, result.json and, where an update was skipped,
+        captures/.
       options: settings that change nothing about what it trains; `None`: `Options()`.
 
     Raises:
@@ -102,6 +104,7 @@ def fit(
     options = options or Options()
     phases = Phases(time.time() if options.started is None else options.started)
     workdir = Path(workdir)
+    check_can_be_made(workdir)
     primary = jax.process_index() == 0
     with agreed():
         start = Start(cfg, workdir, options.experiment_file)
@@ -120,14 +123,15 @@ def fit(
             progress.message(f"the code has changed since this run was last trained: {changes}")
         run = _Run(cfg, experiment, start, workdir, options, progress, phases, primary)
         run.announce()
-        with phases.during(Phase.RESTORE):
-            directory = workdir / "checkpoints"
-            beginning = begin(experiment, directory, options, progress)
-            with agreed():
-                run.check_compiled(beginning.state)
+        beginning = begin(experiment, workdir / "checkpoints", options, progress, phases)
+        with agreed():
+            run.check_compiled(beginning.state)
+        phases.enter(Phase.STARTUP)
         # Before this line, and whatever the user's mistake, nothing is written.
         with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
             checkpoints.set_aside(beginning.damaged)
+            if primary:
+                progress.keep(workdir)
             state, summary = beginning.state, None
             if beginning.step >= experiment.steps:
                 progress.message(f"this run finished all its {experiment.steps:,} steps before")

@@ -1,8 +1,7 @@
 """The loop over steps: dispatch a step, then read the metrics of the one before."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 
@@ -20,13 +19,15 @@ from runner.watch.phases import Phase, Phases
 from runner.watch.profiling import Profiler
 
 
-class _Dispatched(NamedTuple):
-    """A step that the devices may still be making."""
+@dataclasses.dataclass
+class _Dispatched:
+    """A step that the devices may still be making, unless its `line` is there."""
 
     step: int
     batch: Batch
     metrics: train.Metrics
     data_wait_seconds: float
+    line: Line | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Loop:
         experiment = self.experiment
         unread: _Dispatched | None = None
         self.recorder.restart_clock()
-        for step, batch in self._batches():
+        while (item := self._next_batch(unread)) is not None:
+            step, batch = item
             self.phases.enter(Phase.REPEATED if step <= self.repeated else Phase.STEP)
             self.profiler.before(step)
             state, metrics = self.compiled(state, batch)
@@ -102,18 +104,19 @@ class Loop:
         self.saver.finish()
         return state
 
-    def _batches(self) -> Iterator[tuple[int, Batch]]:
-        """Each step, from 1, with its batch."""
-        while True:
-            with self.phases.during(Phase.DATA):
-                item = next(self.batches, None)
-            if item is None:
-                return
-            index, batch = item
-            yield index + 1, batch
+    def _next_batch(self, unread: _Dispatched | None) -> tuple[int, Batch] | None:
+        """The next step, from 1, and its batch; `None` after the last."""
+        if unread is not None and not self.batches.ready():
+            # Timed before the wait, which belongs to the next step.
+            self._read(unread)
+        with self.phases.during(Phase.DATA):
+            item = next(self.batches, None)
+        return None if item is None else (item[0] + 1, item[1])
 
     def _read(self, made: _Dispatched) -> Line:
-        return self.recorder.read(made.step, made.metrics, made.data_wait_seconds)
+        if made.line is None:
+            made.line = self.recorder.read(made.step, made.metrics, made.data_wait_seconds)
+        return made.line
 
     def _finish(self, line: Line, batch: Batch, newest: train.State) -> None:
         """Writes the line of a step and acts on what it says; `newest` may be a step later."""

@@ -52,8 +52,8 @@ class Recorder:
     def read(self, step: int, metrics: Metrics, data_wait_seconds: float) -> Line:
         """Waits for the step and times it: from the step before, or `restart_clock`, to here.
 
-        `data_wait_seconds` is how long the loop waited for the step's batch, which delays the
-        step unless the devices are still busy with the one before.
+        `data_wait_seconds` is how long the loop waited for the step's batch; it is part of the
+        step's time.
         """
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         seconds = time.perf_counter() - self._clock
@@ -89,6 +89,9 @@ class Recorder:
         self._progress.update(
             line["step"],
             loss=line["loss"],
+            seconds=line["step_seconds"],
             tokens_per_second=line["tokens_per_second"],
             mfu=line["mfu"],
+            validation_loss=line.get("validation_loss"),
+            validation_bits_per_byte=line.get("validation_bits_per_byte"),
         )

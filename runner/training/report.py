@@ -53,8 +53,8 @@ class Summary:
         """Writes result.json, whole or not at all."""
         write_whole(workdir / FILE_NAME, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
-    def text(self, workdir: Path) -> str:
-        """The table that a run ends with."""
+    def text(self, workdir: Path, relaunch: str) -> str:
+        """The table that a run ends with; `relaunch` is a command to try next."""
         optional = {
             "MFU": self.mfu and f"{self.mfu:.1%}",
             "validation loss": self.validation_loss
@@ -71,11 +71,7 @@ class Summary:
             ("training loss", f"{self.training_loss:.4f} nats per token, last {LOSS_STEPS} steps"),
             *((name, value) for name, value in optional.items() if value),
             ("the run's files", str(workdir)),
-            (
-                "try next",
-                f"python -m runner --fdl_config={workdir}/config.json --workdir={workdir}_next "
-                "--fdl.optimizer.peak_lr=1e-3",
-            ),
+            ("try next", relaunch),
             (
                 "",
                 "python -m runner --fdl_config=experiments/llama_84m --fiddler=tiny "

@@ -1,5 +1,6 @@
 """Saves a run's checkpoints with their notes, and decides what a failed save means."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,14 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.data.resumable import gather_states
 from lmlib.experiment import Experiment
 from lmlib.metrics import MetricsLog
+from lmlib.quantities import duration_text
 from runner.command_line.errors import TrainingStopped, in_words
 from runner.training.data_probe import probe
 from runner.training.recorder import Line
 from runner.watch.phases import Phase, Phases
 from runner.watch.progress import Progress
+
+HELD_UP_SECONDS = 1.0  # a save that takes less of training's time is not spoken of
 
 
 class Saver:
@@ -63,6 +67,7 @@ class Saver:
           TrainingStopped: if too many saves in a row have failed, and why.
           OSError: if one has failed on this process of several.
         """
+        began = time.perf_counter()
         with self._phases.during(Phase.CHECKPOINT):
             # An earlier save fails here, and not in the middle of the next.
             self.settle()
@@ -80,12 +85,14 @@ class Saver:
             if data_state is not None:
                 notes["data"] = gather_states(data_state)
             try:
-                blocked = self._checkpoints.save(step, state, notes, line.get("validation_loss"))
+                self._checkpoints.save(step, state, notes, line.get("validation_loss"))
             except OSError as failure:
                 self._tolerate(failure)
                 return
             self._pending = True
-        self._progress.message(f"saving step {step:,} held training up for {blocked:.2f} s")
+        if (blocked := time.perf_counter() - began) >= HELD_UP_SECONDS:
+            told = duration_text(blocked)
+            self._progress.message(f"saving step {step:,} held training up for {told}")
 
     def settle(self) -> None:
         """Returns when the save that was begun last is whole, or its failure is tolerated.

@@ -10,9 +10,10 @@ class Phase(enum.StrEnum):
     """Each second of a run belongs to one of these."""
 
     STARTUP = "start-up"  # imports, config, finding the other processes, opening the data
-    RESTORE = "restore"  # or making the first state
+    INITIALISATION = "initialisation"  # of new weights
+    RESTORE = "restore"  # of a checkpoint
     COMPILE = "compile"
-    DATA = "data wait"  # while the devices may still be busy with the step before
+    DATA = "data wait"
     STEP = "steps"
     REPEATED = "repeated steps"  # made before by a process that ended before it saved them
     EVALUATION = "evaluation"

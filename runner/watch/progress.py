@@ -4,9 +4,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 from lmlib.quantities import count_text
+from runner.watch.run_log import RunLog
 
 BAR_WIDTH = 20
 REDRAW_SECONDS = 0.1  # of the live line
@@ -16,13 +18,13 @@ _CLEAR_LINE = "\r\x1b[K"  # the end of what was there may be longer than what re
 
 
 class Progress:
-    """Bar, step, loss, tokens per second, MFU and time left.
+    """Bar, step, loss, validation loss, tokens per second, MFU and time left.
 
     On a terminal the line is redrawn in place. Elsewhere the first steps, then one step in about
-    ten seconds, and the last get a line each.
+    ten seconds, and the last get a line each. A step that was validated always gets its own.
 
         with Progress(steps=1000) as progress:
-            progress.update(1, loss=10.2, tokens_per_second=1e6)
+            progress.update(1, loss=10.2, seconds=0.5, tokens_per_second=1e6)
     """
 
     def __init__(
@@ -43,46 +45,72 @@ class Progress:
         self._clock = clock
         self._live = stream is not None and stream.isatty()
         self._line = ""
-        self._lines_written = 0
-        self._written_at = -float("inf")
+        self._redrawn_at = -float("inf")
+        self._stream_pace, self._log_pace = _Pace(), _Pace()
         self._first: tuple[int, float] | None = None
+        self._log: RunLog | None = None
+        self._before_log: list[tuple[float, str]] = []  # messages, and when they were written
+
+    def keep(self, workdir: Path) -> None:
+        """From now on `workdir/run.log` gets the plain lines too; first the messages so far."""
+        self._log = RunLog(workdir)
+        for at, text in self._before_log:
+            self._log.write(text, at)
 
     def update(
         self,
         step: int,
         *,
         loss: float,
+        seconds: float,
         tokens_per_second: float,
         mfu: float | None = None,
+        validation_loss: float | None = None,
+        validation_bits_per_byte: float | None = None,
     ) -> None:
         """Records that `step` is done; writes unless a line was written just before.
 
-        Time left is that of the steps since the first update, so compilation is not in it.
+        Time left is that of the steps since the first update, so compilation is not in it; at the
+        first it is guessed from that step's own `seconds`.
         """
         now = self._clock()
         if self._first is None:
             self._first = (step, now)
-        bar = ""
-        if self._live:
-            done = BAR_WIDTH * step // max(self._steps, 1)
-            bar = f"[{'=' * done}{' ' * (BAR_WIDTH - done)}] "
+        first_step, first_time = self._first
+        if step > first_step:
+            seconds = (now - first_time) / (step - first_step)
+        bits = validation_bits_per_byte
         parts = [
-            f"{bar}step {step:,}/{self._steps:,}",
+            f"step {step:,}/{self._steps:,}",
             f"loss {loss:.4f}",
+            *([] if validation_loss is None else [f"validation loss {validation_loss:.4f}"]),
+            *([] if bits is None else [f"{bits:.3f} bits per byte"]),
             f"{count_text(tokens_per_second)} tokens/s",
             *([] if mfu is None else [f"MFU {mfu:.1%}"]),
-            *self._time_left(step, now),
+            _left(seconds * (self._steps - step)),
         ]
-        self._line = "  ".join(parts)
-        begins = not self._live and self._lines_written < PLAIN_LINES_AT_FIRST
-        interval = REDRAW_SECONDS if self._live else PLAIN_LINE_SECONDS
-        if begins or step >= self._steps or now - self._written_at >= interval:
-            self._written_at = now
-            self._lines_written += 1
-            self._write(f"{_CLEAR_LINE}{self._fitting()}" if self._live else f"{self._line}\n")
+        line = "  ".join(parts)
+        always = step >= self._steps or validation_loss is not None
+        if self._log is not None and self._log_pace.has_turn(now, always):
+            self._log.write(line)
+        if not self._live:
+            if self._stream_pace.has_turn(now, always):
+                self._write(f"{line}\n")
+            return
+        done = BAR_WIDTH * step // max(self._steps, 1)
+        self._line = f"[{'=' * done}{' ' * (BAR_WIDTH - done)}] {line}"
+        if validation_loss is not None:
+            self._write(f"{_CLEAR_LINE}{line}\n")  # stays, above the live line
+        if always or now - self._redrawn_at >= REDRAW_SECONDS:
+            self._redrawn_at = now
+            self._write(f"{_CLEAR_LINE}{self._fitting()}")
 
     def message(self, text: str) -> None:
         """Writes `text` on lines of its own, above the live line."""
+        if self._log is not None:
+            self._log.write(text)
+        else:
+            self._before_log.append((time.time(), text))
         if self._live:
             self._write(f"{_CLEAR_LINE}{text}\n{self._fitting()}")
         else:
@@ -97,16 +125,10 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
-
-    def _time_left(self, step: int, now: float) -> list[str]:
-        assert self._first is not None
-        first_step, first_time = self._first
-        if step <= first_step:
-            return []
-        seconds = round((now - first_time) / (step - first_step) * (self._steps - step))
-        return [f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"]
+        if kind is not None and self._log is not None:
+            self._log.write(f"ended by {kind.__name__}: {error}")
 
     def _fitting(self) -> str:
         """The live line, cut to the terminal: a line that wraps cannot be redrawn."""
@@ -118,3 +140,25 @@ class Progress:
         if self._stream is not None:
             self._stream.write(text)
             self._stream.flush()
+
+
+class _Pace:
+    """Which steps get a plain line: the first few, then one in about ten seconds."""
+
+    def __init__(self) -> None:
+        self._lines = 0
+        self._written_at = -float("inf")
+
+    def has_turn(self, now: float, always: bool) -> bool:
+        """Whether a step that is done `now` (seconds) gets a line; `always` says that it does."""
+        begins = self._lines < PLAIN_LINES_AT_FIRST
+        if not (always or begins or now - self._written_at >= PLAIN_LINE_SECONDS):
+            return False
+        self._lines += 1
+        self._written_at = now
+        return True
+
+
+def _left(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02} left"

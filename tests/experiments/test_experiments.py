@@ -7,8 +7,10 @@ import pytest
 
 from lmlib.models.families.llama import llama
 from runner import fit
+from runner.command_line.command import first_line
 from runner.config import configs
 from runner.config.text import flattened
+from runner.plan import cost_of
 
 NAMES = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b", "quickstart")
 GOLDEN = Path(__file__).parent / "golden"
@@ -35,6 +37,15 @@ def test_every_experiment_is_listed_with_a_command_and_a_cost():
     for name in NAMES:
         text = Path(configs.__file__).parents[2].joinpath("experiments", f"{name}.py").read_text()
         assert f"python -m runner --fdl_config=experiments/{name} --workdir=" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_header_says_what_the_plan_says(name):
+    """The steps, tokens, FLOPs and hours of `python -m runner.plan --fdl_config=…`."""
+    cost = cost_of(configs.load(f"experiments/{name}"))
+    header = first_line(configs.experiments()[f"experiments/{name}"])
+    time = "6 minutes on 2 CPU cores" if name == "quickstart" else cost.time
+    assert f", {cost.size}; {cost.flops}, {time}." in header
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,6 +11,7 @@ import runner
 from runner.jax_settings.accelerators import has_accelerator, has_tpu
 
 ROOT = Path(runner.__file__).parents[1]
+EXPERIMENT = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
 PLUGIN = """
 import sys, jax
 def initialize():
@@ -25,7 +26,7 @@ def stderr_of_a_run(tmp_path, plugin, **environment):
     unset = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     python_path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     small = ["--fdl.steps=1", "--fdl.model.layers=1", "--fdl.validation=None"]
-    experiment = ["--fdl_config=experiments/llama_84m", "--fiddler=tiny", *small]
+    experiment = [*EXPERIMENT, *small]
     ended = subprocess.run(
         [sys.executable, "-m", "runner", *experiment, f"--workdir={tmp_path / 'run'}"],
         env=unset | python_path | {"XLA_FLAGS": ""} | environment,
@@ -54,6 +55,22 @@ def test_jax_is_left_alone(tmp_path, plugin, platforms):
     written = stderr_of_a_run(tmp_path, plugin, **platforms)
     assert "no accelerator is to be seen" not in written
     assert f"started for {platforms.get('JAX_PLATFORMS')}" in written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platforms", ["nonsense", "rocm"])
+def test_platforms_that_are_not_here_are_a_mistake(tmp_path, platforms):
+    ended = subprocess.run(
+        [sys.executable, "-m", "runner", *EXPERIMENT, f"--workdir={tmp_path / 'run'}"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platforms},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2, ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(f"error: JAX cannot start the devices of JAX_PLATFORMS={platforms}: ")
+    assert last.endswith("; unset JAX_PLATFORMS, or set it to cpu")
+    assert "Traceback" not in last and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

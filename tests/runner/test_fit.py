@@ -90,11 +90,16 @@ def test_a_run_describes_itself(undisturbed):
         "goodput.json",
         "metrics.jsonl",
         "result.json",
+        "run.log",
         "starts",
         "tensorboard",
     ]
     assert "optimizer.peak_lr = 0.003" in (workdir / "config.txt").read_text()
     assert list((workdir / "tensorboard").glob("events.*"))
+    log = (workdir / "run.log").read_text()
+    for line in (lines[9], lines[19]):
+        assert f"step {line['step']}/20  loss {line['loss']:.4f}  validation loss " in log
+    assert " s initialisation, " in log and "restore" not in log
 
 
 def test_training_learns(undisturbed):
@@ -280,7 +285,7 @@ def test_the_command_line_profiles_and_dumps(tmp_path):
     assert re.search(r"^step 4/4  loss \d", done.stderr, re.MULTILINE)
     told = re.search(r"first step after ([\d.]+) s: (.*)$", done.stderr, re.MULTILINE)
     seconds, phases = zip(*(part.split(" s ", 1) for part in told[2].split(", ")), strict=True)
-    assert {"start-up", "restore", "compile"} <= set(phases)
+    assert {"start-up", "initialisation", "compile"} <= set(phases)
     # Each is rounded to a tenth, and what took less than half of one is not told.
     assert sum(map(float, seconds)) == pytest.approx(float(told[1]), abs=0.5)
     for row in ("parameters", "tokens seen", "training loss", "validation loss", "try next"):

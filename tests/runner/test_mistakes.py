@@ -147,8 +147,16 @@ RUNNER = [
     ((*FLAT[2:], NEW, "--fdl.data.path={scratch}/damaged"), "metadata.json is damaged"),
     ((*FLAT[2:], NEW, "--fdl.data.path={scratch}/other_version"), "version 99"),
     ((*FLAT[2:], NEW, "--fdl.data.epochs=1"), "data ends after"),
+    (
+        (*FLAT[2:], NEW, "--fdl.data.sequence_length=1_000_000_000"),
+        "data makes sequences of 1,000,000,000 tokens and has 102 tokens in all",
+    ),
     # Workdirs and checkpoints.
     ((*TINY, "--workdir={scratch}/file"), "{scratch}/file"),
+    ((*TINY, "--workdir={scratch}/file/below/run"), "{scratch}/file is no folder"),
+    ((*TINY, f"--workdir={{run}}{'x' * 300}"), "bytes, and the file system takes 255"),
+    ((*TINY, f"--workdir={{run}}{'/folder' * 600}"), "bytes, and the file system takes 4,096"),
+    ((f"--fdl_config={'x' * 300}", NEW), "there is no experiment and no file 'xxx"),
     ((*TINY, "--workdir=/proc/nowhere"), "/proc/nowhere"),
     (resumed(OLD, "--fdl.model.mlp=32"), "--allow_change=model"),
     (resumed(OLD, "--fdl.model.mlp=32", "--allow_change=model"), "is wanted"),
@@ -200,6 +208,7 @@ PARTS = [
     ("validation_batches=0", "validation_batches must be at least 1, got 0"),
     ("keep_checkpoints=0", "keep_checkpoints must be at least 1, got 0"),
     ("keep_checkpoints_every=0", "keep_checkpoints_every must be at least 1, got 0"),
+    ("compute.saved=mlp_gate", """Write "('mlp_gate',)", with both quotes."""),
     ("captures=-1", "captures must be at least 0, got -1"),
 ]
 OTHERS = [

@@ -88,11 +88,27 @@ def commands(tmp_path_factory):
     commands.close()
 
 
+def test_without_a_topology_it_tells_what_the_run_costs(commands):
+    done = commands.run("runner.plan", SMALL)
+    assert done.returncode == FINISHED, done.stderr
+    weights = 512 * 64 + 2 * (64 * 64 * 3 + 3 * 64 * 128)  # that multiply
+    totals = [38_000 * 512 * (6 * weights + attention * 2 * 4 * 16 * 64) for attention in (12, 6)]
+    whole, causal = (f"{total:.1e}".replace("e+", "e") for total in totals)
+    assert done.stdout.startswith(f"38,000 steps of 512 tokens; {whole} FLOPs, ")
+    assert done.stdout.endswith(f"with its causal half they are {causal}.\n")
+
+
+def test_an_override_may_stand_apart_from_its_value_and_be_written_as_a_float(commands):
+    done = commands.run("runner.plan", (*SMALL, "--fdl.steps", "1e3", "--fdl.microbatches", "2"))
+    assert done.returncode == FINISHED, done.stderr
+    assert done.stdout.startswith("1,000 steps of 512 tokens; ")
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
         ((), "give --fdl_config"),
-        ((*SMALL,), "give --topology, for example v5e:16x16; there are v4, v5e"),
+        ((*SMALL, "--search"), "give --topology, for example v5e:16x16; there are v4, v5e"),
         ((*SMALL, "--topology=v5e:3x4"), "sizes above 1 must be even"),
         ((*SMALL, "--topology=zx81:1"), "'zx81:1' is no topology: write v5e:16x16"),
         ((*SMALL, "--topology=cpu:8", "--search"), "how much memory cpu:8 has is unknown"),

@@ -67,6 +67,7 @@ def test_only_process_0_writes_and_prints(runs, folder):
         "logs",
         "metrics.jsonl",
         "result.json",
+        "run.log",
         "stacks",
         "starts",
         "tensorboard",

@@ -1,0 +1,34 @@
+"""Whether a file or folder that the user names can be made, before anything else is done."""
+
+import os
+from pathlib import Path
+
+from runner.command_line.errors import ConfigError
+
+ROOM = 512  # bytes for the longest path that a run makes in its folder
+
+
+def check_can_be_made(path: Path, room: int = ROOM) -> None:
+    """Raises ConfigError if `path` lies below a file, or is too long for the file system.
+
+    Args:
+      room: bytes that paths below `path` need.
+    """
+    whole = path.absolute()
+    there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
+    if there != whole and not there.is_dir():
+        raise ConfigError(f"{path} cannot be made: {there} is no folder")
+    folder = there if there.is_dir() else there.parent
+    longest = max(whole.parts, key=lambda part: len(os.fsencode(part)))
+    name_bytes = os.pathconf(folder, "PC_NAME_MAX")
+    if len(os.fsencode(longest)) > name_bytes:
+        raise ConfigError(
+            f"{path} cannot be made: the name {longest:.40}… has {len(os.fsencode(longest)):,} "
+            f"bytes, and the file system takes {name_bytes:,}"
+        )
+    path_bytes = os.pathconf(folder, "PC_PATH_MAX")
+    if len(os.fsencode(whole)) + room > path_bytes:
+        raise ConfigError(
+            f"{path} cannot be made: it has {len(os.fsencode(whole)):,} bytes, and the file system "
+            f"takes {path_bytes:,}, of which {room:,} are kept for what lies in it"
+        )

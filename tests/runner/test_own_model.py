@@ -1,0 +1,118 @@
+"""A model of one's own beside its experiment, outside of the repository."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import user_model
+
+from runner.config import configs
+from runner.config.relaunch import relaunch_command
+from runner.config.text import flattened
+
+ROOT = Path(configs.__file__).parents[2]
+EXPERIMENT = """
+import fiddle as fdl
+import my_model
+from experiments import llama_84m
+
+def config():
+    cfg = llama_84m.config()
+    llama_84m.tiny(cfg)
+    cfg.model = fdl.Partial(
+        my_model.Learned, vocab=512, embed=16, layers=1, heads=2, positions=64
+    )
+    cfg.validation, cfg.steps, cfg.mesh.fsdp = None, 1, 1
+    return cfg
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path, monkeypatch):
+    """The file; what its import leaves in this process is forgotten afterwards."""
+    folder = tmp_path / "my work"
+    folder.mkdir()
+    shutil.copy(user_model.__file__, folder / "my_model.py")
+    (folder / "my_experiment.py").write_text(EXPERIMENT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield folder / "my_experiment.py"
+    forget()
+
+
+def forget():
+    for name in ("my_model", "my_experiment"):
+        sys.modules.pop(name, None)
+
+
+def test_an_experiment_finds_the_module_beside_it(experiment):
+    cfg = configs.load(str(experiment))
+    assert cfg.model.__fn_or_cls__.__module__ == "my_model"
+
+
+def test_the_command_to_try_next_names_the_modules_and_their_folder(
+    experiment, tmp_path, monkeypatch
+):
+    before = list(sys.path)
+    cfg = configs.load(str(experiment))
+    configs.save(cfg, tmp_path / "run")
+    words = shlex.split(relaunch_command(cfg, tmp_path / "run"))
+    flags = [word.partition("=") for word in words if word.startswith("--")]
+    assert words[:2] == ["env", f"PYTHONPATH={experiment.parent}{_kept_path()}"]
+    assert [value for name, _, value in flags if name == "--trust_module"] == ["my_model"]
+    assert ("--workdir", "=", f"{tmp_path / 'run'}_next") in flags
+
+    # As in a process that the command starts.
+    forget()
+    monkeypatch.setattr(sys, "path", [str(experiment.parent), *before])
+    given = {name: value for name, _, value in flags}
+    peak_lr = given["--fdl.optimizer.peak_lr"]
+    again = configs.load(
+        given["--fdl_config"], (), [f"optimizer.peak_lr={peak_lr}"], trusted=["my_model"]
+    )
+    cfg.optimizer.peak_lr = float(peak_lr)
+    assert flattened(again) == flattened(cfg)
+
+
+def test_a_shipped_experiment_needs_no_trust_to_be_launched_again(tmp_path):
+    cfg = configs.load("experiments/quickstart")
+    words = shlex.split(relaunch_command(cfg, tmp_path))
+    assert words[1:] == [
+        "-m",
+        "runner",
+        f"--fdl_config={tmp_path}/config.json",
+        f"--workdir={tmp_path}_next",
+        "--fdl.optimizer.peak_lr=1e-3",
+    ]
+
+
+def test_without_a_learning_rate_it_is_the_seed_that_changes(tmp_path):
+    cfg = configs.load("experiments/quickstart")
+    cfg.optimizer, cfg.seed = None, 3
+    assert relaunch_command(cfg, tmp_path).endswith("--fdl.seed=4")
+
+
+@pytest.mark.slow
+def test_the_command_works_when_it_is_pasted(experiment, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    first = [sys.executable, "-m", "runner", f"--fdl_config={experiment}", "--fdl.steps", "2"]
+
+    def run(command: str) -> str:
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    shown = run(shlex.join([*first, f"--workdir={tmp_path / 'a run'}"]))
+    command = shown.partition("try next")[2].splitlines()[0].strip()
+    assert "training loss" in run(command)
+    assert (tmp_path / "a run_next" / "result.json").is_file()
+
+
+def _kept_path() -> str:
+    kept = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return "".join(f"{os.pathsep}{entry}" for entry in kept)
