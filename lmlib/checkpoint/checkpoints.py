@@ -9,6 +9,7 @@ one. Steps are restored from their verified files alone, without Orbax.
 import contextlib
 import dataclasses
 import errno
+import math
 import os
 import shutil
 import time
@@ -30,11 +31,12 @@ from lmlib.checkpoint.manifest import (
     check_digests,
     check_names_and_sizes,
     read_manifest,
+    rewrite_metric,
     write_manifest,
 )
 from lmlib.checkpoint.processes import agreed, barrier, orbax_barrier
 from lmlib.checkpoint.reading import read_arrays
-from lmlib.checkpoint.retention import finite_or_none, preservation_policy
+from lmlib.checkpoint.retention import preservation_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Checkpoints:
         Args:
           keep: the newest so many stay; the rest go whenever another one is whole.
           keep_every: checkpoints at multiples of so many steps stay too.
-          keep_best: so many with the smallest `metric` stay too.
+          keep_best: so many that `rank` gave the smallest metric stay too.
           read_only: changes nothing; for reading while a run may be saving.
           save_seconds: limit of a save, and of the processes' wait for each other in it.
 
@@ -88,7 +90,8 @@ class Checkpoints:
         """
         self._directory = Path(directory).absolute()
         self._metrics: dict[int, float] = {}
-        self._policy = preservation_policy(keep, keep_every, keep_best, self._metrics)
+        self._held: set[int] = set()
+        self._policy = preservation_policy(keep, keep_every, keep_best, self._metrics, self._held)
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None  # the step that was begun last
         # Of that step: each process digests the chunks it wrote; process 0 writes the manifest.
@@ -108,7 +111,7 @@ class Checkpoints:
             self._manager = self._open()
 
     def save(
-        self, step: int, state: PyTree, notes: dict[str, Any], metric: float | None = None
+        self, step: int, state: PyTree, notes: dict[str, Any], hold: int | None = None
     ) -> float:
         """Starts saving; returns once the arrays are copied, so `state` may be donated at once.
 
@@ -119,7 +122,8 @@ class Checkpoints:
           step: larger than that of every checkpoint in the directory.
           state: every leaf an array of at least one element, typed PRNG keys included.
           notes: what JSON can hold, the same on every process; copied.
-          metric: what `keep_best` ranks by, smaller is better; one that is not finite never ranks.
+          hold: an earlier step that stays, whatever is kept otherwise, until a save holds another
+            or none.
 
         Returns:
           The seconds for which it blocked, the wait for an earlier save included.
@@ -141,7 +145,7 @@ class Checkpoints:
         arrays = saved.named_leaves(state)
         saved.check_savable(arrays)
         notes = saved_notes.copied(notes)
-        described, rank = saved.saved_arrays(arrays), finite_or_none(metric)
+        described = saved.saved_arrays(arrays)
         folder = folders.unfinished_folder(self._directory, step)
         bare = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
@@ -153,18 +157,37 @@ class Checkpoints:
 
         def finish() -> None:
             digests = writing.received_digests(folder)
-            manifest = write_manifest(folder, step, rank, described, digests)
+            manifest = write_manifest(folder, step, described, digests)
             saved.check_layout(folder, manifest, bare)  # what could not be restored is not saved
 
         self._digest, self._finish, self._saving = digest, finish, step
-        if rank is not None:
-            self._metrics[step] = rank
+        self._held.clear()
+        if hold is not None:
+            self._held.add(hold)
         items = ocp.args.Composite(state=writing.ArraysSave(arrays), notes=ocp.args.JsonSave(notes))
         with self._recovery(f"save step {step}"):
             if not self._directory.is_dir():  # Orbax would make it again, without the others
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             self._manager.save(step, args=items, force=True)  # force: the caller says when
         return time.perf_counter() - began
+
+    def rank(self, step: int, metric: float) -> None:
+        """Ranks a checkpoint for `keep_best`, smaller is better; what is not finite has no rank.
+
+        Waits for a save. A checkpoint that is not there, since its save failed, is left alone.
+
+        Raises:
+          DamagedCheckpointError: if its manifest cannot be read.
+          OSError: as `save`.
+        """
+        self.wait()
+        if not math.isfinite(metric):
+            return
+        self._metrics[step] = metric
+        folder = self._directory / str(step)
+        if jax.process_index() == 0 and folder.is_dir():
+            with self._named_errors(f"rank step {step}"):
+                rewrite_metric(folder, folders.unfinished_folder(self._directory, step), metric)
 
     def steps(self) -> list[int]:
         """The steps of all whole checkpoints, in order; what a killed save left is not among them.

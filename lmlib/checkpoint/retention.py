@@ -1,19 +1,24 @@
 """Which checkpoints stay when a new one is whole, as a policy for Orbax."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from orbax.checkpoint import checkpoint_managers as orbax
 
 
 def preservation_policy(
-    keep: int, keep_every: int | None, keep_best: int, metrics: Mapping[int, float]
+    keep: int,
+    keep_every: int | None,
+    keep_best: int,
+    metrics: Mapping[int, float],
+    held: Collection[int],
 ) -> orbax.AnyPreservationPolicy:
-    """Keeps the newest `keep`, the multiples of `keep_every`, and the `keep_best` best.
+    """Keeps the newest `keep`, the multiples of `keep_every`, the `keep_best` best, and `held`.
 
     Args:
       metrics: of the steps that have one, smaller is better; looked at whenever a save begins.
+      held: steps; looked at whenever a save begins.
 
     Raises:
       ValueError: if `keep` or `keep_every` is less than 1, or `keep_best` less than 0.
@@ -24,12 +29,24 @@ def preservation_policy(
         raise ValueError(f"keep_every={keep_every} must be a number of steps, at least 1, or None")
     if keep_best < 0:
         raise ValueError(f"keep_best={keep_best} must be 0 or more")
-    policies: list[orbax.PreservationPolicy] = [orbax.LatestN(keep)]
+    policies: list[orbax.PreservationPolicy] = [orbax.LatestN(keep), _Held(held)]
     if keep_every is not None:
         policies.append(orbax.EveryNSteps(keep_every))
     if keep_best:
         policies.append(_Best(keep_best, metrics))
     return orbax.AnyPreservationPolicy(policies)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held(orbax.PreservationPolicy):
+    """Preserves the checkpoints of given steps. Orbax's `CustomSteps` takes them once."""
+
+    steps: Collection[int]
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: orbax.PreservationContext
+    ) -> Sequence[bool]:
+        return [info.step in self.steps for info in checkpoints]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +70,3 @@ class _Best(orbax.PreservationPolicy):
         )
         best = {-negated for _, negated in ranked[: self.number]}
         return [info.step in best for info in checkpoints]
-
-
-def finite_or_none(metric: Any) -> float | None:
-    """The metric as the manifest keeps it: `None` for NaN and infinity, which have no rank."""
-    value = None if metric is None else float(metric)
-    return value if value is not None and abs(value) < float("inf") else None
