@@ -9,7 +9,6 @@ one. Steps are restored from their verified files alone, without Orbax.
 import contextlib
 import dataclasses
 import errno
-import math
 import os
 import shutil
 import time
@@ -31,12 +30,11 @@ from lmlib.checkpoint.manifest import (
     check_digests,
     check_names_and_sizes,
     read_manifest,
-    rewrite_metric,
     write_manifest,
 )
 from lmlib.checkpoint.processes import agreed, barrier, orbax_barrier
 from lmlib.checkpoint.reading import read_arrays
-from lmlib.checkpoint.retention import preservation_policy
+from lmlib.checkpoint.retention import Retention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +87,7 @@ class Checkpoints:
           OSError: if the directory cannot be made or read, naming it and the cause.
         """
         self._directory = Path(directory).absolute()
-        self._metrics: dict[int, float] = {}
-        self._held: set[int] = set()
-        self._policy = preservation_policy(keep, keep_every, keep_best, self._metrics, self._held)
+        self._retention = Retention(keep, keep_every, keep_best)
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None  # the step that was begun last
         # Of that step: each process digests the chunks it wrote; process 0 writes the manifest.
@@ -107,7 +103,7 @@ class Checkpoints:
                 self._remove_unfinished()
             barrier("checkpoints opened")
             if keep_best:
-                self._read_metrics()
+                self._retention.read_ranks(self._directory)
             self._manager = self._open()
 
     def save(
@@ -161,9 +157,7 @@ class Checkpoints:
             saved.check_layout(folder, manifest, bare)  # what could not be restored is not saved
 
         self._digest, self._finish, self._saving = digest, finish, step
-        self._held.clear()
-        if hold is not None:
-            self._held.add(hold)
+        self._retention.held = hold
         items = ocp.args.Composite(state=writing.ArraysSave(arrays), notes=ocp.args.JsonSave(notes))
         with self._recovery(f"save step {step}"):
             if not self._directory.is_dir():  # Orbax would make it again, without the others
@@ -172,22 +166,13 @@ class Checkpoints:
         return time.perf_counter() - began
 
     def rank(self, step: int, metric: float) -> None:
-        """Ranks a checkpoint for `keep_best`, smaller is better; what is not finite has no rank.
+        """Ranks a step for `keep_best`, smaller is better, once a save that still runs is whole.
 
-        Waits for a save. A checkpoint that is not there, since its save failed, is left alone.
-
-        Raises:
-          DamagedCheckpointError: if its manifest cannot be read.
-          OSError: as `save`.
+        Raises OSError as `save` does. A step whose save failed is left alone.
         """
         self.wait()
-        if not math.isfinite(metric):
-            return
-        self._metrics[step] = metric
-        folder = self._directory / str(step)
-        if jax.process_index() == 0 and folder.is_dir():
-            with self._named_errors(f"rank step {step}"):
-                rewrite_metric(folder, folders.unfinished_folder(self._directory, step), metric)
+        with self._named_errors(f"rank step {step}"):
+            self._retention.rank(self._directory, step, metric)
 
     def steps(self) -> list[int]:
         """The steps of all whole checkpoints, in order; what a killed save left is not among them.
@@ -321,7 +306,7 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 create=False,
                 lightweight_initialize=True,  # otherwise it reads files that no digest covers
-                preservation_policy=self._policy,
+                preservation_policy=self._retention.policy(),
                 async_options=ocp.AsyncOptions(
                     timeout_secs=self._save_seconds,
                     barrier_sync_fn=orbax_barrier(),
@@ -367,13 +352,6 @@ class Checkpoints:
                 f"it has {self.steps() or 'none'}"
             )
         return self._directory / str(step)
-
-    def _read_metrics(self) -> None:
-        for step in self.steps():
-            with contextlib.suppress(DamagedCheckpointError):  # then it does not rank
-                metric = read_manifest(self._directory / str(step)).metric
-                if metric is not None:
-                    self._metrics[step] = metric
 
     def _reopen(self) -> None:
         """Orbax's list of steps, read again."""
