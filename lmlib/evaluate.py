@@ -36,7 +36,13 @@ def evaluation_step(model: Model, batch: Batch, compute: Compute) -> tuple[Array
 
 
 class Evaluator:
-    """Evaluates models on the first batches of `source`, always the same ones."""
+    """Evaluates models on the first batches of `source`, always the same ones.
+
+    Two batches are on their way at a time: the devices never wait, and no more of them is held than
+    that. XLA's CPU client lets 32 programs wait; one more blocks the thread that starts it, which
+    may be the thread that another device needs, and simulated devices then wait for each other
+    until XLA aborts.
+    """
 
     def __init__(self, source: Source, mesh: Mesh, compute: Compute):
         self._source = source
@@ -53,8 +59,11 @@ class Evaluator:
         """
         rows = NamedSharding(self._mesh, partition("batch seq"))
         with jax.set_mesh(self._mesh), Prefetch(self._source, rows, 0, batches) as placed:
-            sums = [self._step(model, batch) for _, batch in placed]
-        # Read once at the end, so that batches queue up on the devices; summed in float64.
+            sums: list[tuple[Array, Array]] = []
+            for _, batch in placed:
+                sums.append(self._step(model, batch))
+                jax.block_until_ready(sums[-2:][0])
+        # Summed in float64.
         losses, counts = zip(*jax.device_get(sums), strict=True)
         tokens = sum(int(count) for count in counts)
         if tokens == 0:

@@ -1,4 +1,4 @@
-"""Which updates are not made: those of numbers that are not finite, and of sudden high losses.
+"""Which updates are not made: those that are not finite, and those of sudden high losses.
 
 Shapes: W recent losses.
 """
@@ -17,14 +17,18 @@ MAD_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation in media
 class GuardState(eqx.Module):
     """What a guard remembers; part of a run's state, so that a resumed run judges alike."""
 
-    skipped: Int32[Array, ""]  # updates not made, in all
+    skipped: Int32[Array, ""]  # unsound updates, not made, in all
     skipped_in_a_row: Int32[Array, ""]  # up to now
+    empty_batches: Int32[Array, ""]  # without a target: no update, and nothing to judge; in all
     recent_losses_W: Float[Array, "W"] | None  # of updates made; NaN where there were fewer
 
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """Skips an update whose loss or gradient norm is not finite; weights and moments stay.
+    """Skips an update whose loss, gradient or update is not finite; weights and moments stay.
+
+    A batch without a target makes no update either: its gradient is zero, but weight decay and old
+    moments would still move the weights. It is counted apart, and nothing else remembers it.
 
     Args:
       spike_deviations: also skip an update whose loss exceeds the median of the recent ones by more
@@ -51,14 +55,26 @@ class Guard:
         return GuardState(
             skipped=jnp.zeros((), jnp.int32),
             skipped_in_a_row=jnp.zeros((), jnp.int32),
+            empty_batches=jnp.zeros((), jnp.int32),
             recent_losses_W=None if self.spike_deviations is None else nothing,
         )
 
     def judge(
-        self, state: GuardState, loss: Float[Array, ""], grad_norm: Float[Array, ""]
+        self,
+        state: GuardState,
+        loss: Float[Array, ""],
+        grad_norm: Float[Array, ""],
+        update_norm: Float[Array, ""],
+        tokens: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], GuardState]:
-        """Whether to make the update, and the state after that."""
-        sound = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        """Whether to make the update, and the state after that.
+
+        Args:
+          update_norm: of the update that would be made.
+          tokens: valid targets of the batch.
+        """
+        empty = tokens == 0
+        sound = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
         recent_W = state.recent_losses_W
         if recent_W is not None:
             assert self.spike_deviations is not None
@@ -66,15 +82,40 @@ class Guard:
             deviation = MAD_TO_DEVIATION * jnp.median(jnp.abs(recent_W - median))
             # While the window is not full these are NaN, and no loss is larger than NaN.
             sound &= ~(loss > median + self.spike_deviations * deviation)
-            recent_W = jnp.where(sound, jnp.roll(recent_W, -1).at[-1].set(loss), recent_W)
-        unsound = jnp.where(sound, 0, 1).astype(jnp.int32)
-        return sound, GuardState(
-            skipped=state.skipped + unsound,
-            skipped_in_a_row=unsound * (state.skipped_in_a_row + 1),
+            newest_W = jnp.roll(recent_W, -1).at[-1].set(loss)
+            recent_W = jnp.where(sound & ~empty, newest_W, recent_W)
+        in_a_row = jnp.where(sound, 0, state.skipped_in_a_row + 1)
+        return sound & ~empty, GuardState(
+            skipped=state.skipped + (~sound & ~empty),
+            skipped_in_a_row=jnp.where(empty, state.skipped_in_a_row, in_a_row),
+            empty_batches=state.empty_batches + empty,
             recent_losses_W=recent_W,
         )
 
 
-def choose(sound: Bool[Array, ""], new: Any, old: Any) -> Any:
-    """`new` if `sound`, else `old`, leaf by leaf."""
-    return jax.tree.map(lambda n, o: jnp.where(sound, n, o), new, old)
+def not_finite(model: Any, optimizer: Any) -> list[str]:
+    """The names of the arrays that hold a number which is not finite, in the order of the trees.
+
+    An optimizer's scalars may be infinite, as the best loss so far is before the first.
+    """
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree.leaves_with_path({"model": model, "optimizer": optimizer})
+    }
+    checked = [
+        name
+        for name, leaf in named.items()
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and (leaf.ndim or name.startswith("model"))
+    ]
+    finite = jax.device_get(_all_finite([named[name] for name in checked]))
+    return [name for name, sound in zip(checked, finite, strict=True) if not sound]
+
+
+@jax.jit
+def _all_finite(arrays: list[Array]) -> list[Bool[Array, ""]]:
+    return [jnp.all(jnp.isfinite(array)) for array in arrays]
+
+
+def choose(made: Bool[Array, ""], new: Any, old: Any) -> Any:
+    """`new` if the update is `made`, else `old`, leaf by leaf."""
+    return jax.tree.map(lambda n, o: jnp.where(made, n, o), new, old)

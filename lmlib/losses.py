@@ -255,12 +255,15 @@ def _chunk_sums(
     highest_N = pmax(jnp.max(logits_NV, axis=-1), "tensor")
     exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
     normaliser_N = psum(jnp.sum(exponentials_NV, axis=-1), "tensor")
-    log_z_N = highest_N + jnp.log(normaliser_N)
+    log_normaliser_N = jnp.log(normaliser_N)
+    log_z_N = highest_N + log_normaliser_N
     N, V = logits_NV.shape
     ids_NV = jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index("tensor")
     is_target_NV = targets_N[:, None] == ids_NV
     target_N = psum(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), "tensor")
-    cross_entropy = jnp.sum(jnp.where(loss_mask_N, log_z_N - target_N, 0))
+    # Large logits cancel before anything is rounded, which log_z - target would be.
+    cross_entropy_N = (highest_N - target_N) + log_normaliser_N
+    cross_entropy = jnp.sum(jnp.where(loss_mask_N, cross_entropy_N, 0))
     z = jnp.sum(jnp.where(loss_mask_N, jnp.square(log_z_N), 0))
     # d log_z / d logit is its probability.
     slope_N = (1 + 2 * settings.z_loss * log_z_N) / normaliser_N

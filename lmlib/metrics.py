@@ -80,7 +80,8 @@ class MetricsLog:
         path = folder / FILE_NAME
         lines = [f"{to_json(entry)}\n" for entry in _entries(path) if entry["step"] <= last]
         write_whole(path, "".join(lines))
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("r+b", buffering=0)
+        self._file.seek(0, os.SEEK_END)
         self._unwritten = b""
         self._tensorboard = TensorBoard(folder / "tensorboard", last + 1)
 
@@ -97,6 +98,23 @@ class MetricsLog:
             return
         present = {name: value for name, value in metrics.items() if value is not None}
         self._unwritten += f"{to_json({'step': step, **present})}\n".encode()
+        with contextlib.suppress(OSError):  # `flush` raises it
+            self.flush()
+        self._tensorboard.write(
+            step, {name: value for name, value in present.items() if math.isfinite(value)}
+        )
+
+    def add(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        """Adds metrics to the newest line, that of `step`: those that are known only later."""
+        present = {name: value for name, value in metrics.items() if value is not None}
+        if not self._enabled or not present:
+            return
+        end = f", {to_json(present)[1:]}\n".encode()  # in the place of the line's own "}\n"
+        if self._unwritten:
+            self._unwritten = self._unwritten[:-2] + end
+        else:
+            self._file.seek(-2, os.SEEK_END)
+            self._unwritten = end
         with contextlib.suppress(OSError):  # `flush` raises it
             self.flush()
         self._tensorboard.write(

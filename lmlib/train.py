@@ -128,13 +128,14 @@ def step(
 
     The loss is the sum over valid target tokens divided by their count in the whole batch, so
     neither microbatches nor devices nor uneven masks change it. An update that `guard` finds
-    unsound is not made: weights, moments and the learning rate's schedule stay where they are.
+    unsound, and that of a batch without a target, is not made: weights, moments and the learning
+    rate's schedule stay where they are.
     Random layers draw from `state.key`, folded with the step and then with the microbatch's index.
 
     Metrics, float32 unless said: `loss` (nats per token, without z-loss), `grad_norm` before
-    clipping, `parameter_norm` before the update, `update_norm`, `learning_rate`, and, int32,
-    `tokens`, the valid target tokens of this batch, `skipped_updates` in all and
-    `skipped_in_a_row`.
+    clipping, `parameter_norm` before the update, `update_norm`, 0 if it is not made,
+    `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch, `skipped_updates`
+    in all, `skipped_in_a_row`, and `empty_batches`, in all, which had no target.
 
     Raises:
       LayoutError: if the mesh that is set cannot split the weights or the batch.
@@ -181,24 +182,25 @@ def _updated(
 ) -> tuple[State, Metrics]:
     """The state after the update that `gradients` ask for, and the step's metrics."""
     grad_norm = optax.global_norm(gradients)
-    sound, guarded = guard.judge(state.guard, loss, grad_norm)
     updates, moments = optimizer.transformation.update(gradients, state.optimizer, state.model)
-    updated = choose(sound, optax.apply_updates(state.model, updates), state.model)
-    updates_made = state.step - state.guard.skipped
+    update_norm = optax.global_norm(updates)
+    made, guarded = guard.judge(state.guard, loss, grad_norm, update_norm, tokens)
+    updates_made = state.step - state.guard.skipped - state.guard.empty_batches
     metrics = {
         "loss": loss,
         "grad_norm": grad_norm,
         "parameter_norm": optax.global_norm(state.model),
-        "update_norm": jnp.where(sound, optax.global_norm(updates), 0),
+        "update_norm": jnp.where(made, update_norm, 0),
         "learning_rate": jnp.asarray(optimizer.learning_rate(updates_made), jnp.float32),
         "tokens": tokens,
         "skipped_updates": guarded.skipped,
         "skipped_in_a_row": guarded.skipped_in_a_row,
+        "empty_batches": guarded.empty_batches,
     }
     new_state = State(
         step=state.step + 1,
-        model=updated,
-        optimizer=choose(sound, moments, state.optimizer),
+        model=choose(made, optax.apply_updates(state.model, updates), state.model),
+        optimizer=choose(made, moments, state.optimizer),
         guard=guarded,
         key=state.key,
     )

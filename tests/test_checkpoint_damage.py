@@ -261,7 +261,7 @@ def test_files_that_do_not_fit_the_arrays_are_refused(directory, target, tamper,
     folder = directory / str(STEP)
     arrays = read_manifest(folder).arrays
     tamper(folder)
-    write_manifest(folder, STEP, None, arrays)
+    write_manifest(folder, STEP, arrays)
     with (
         Checkpoints(directory, read_only=True) as checkpoints,
         pytest.raises(DamagedCheckpointError, match=message),
@@ -273,7 +273,7 @@ def test_no_path_leads_out_of_the_folder(directory, state, target):
     folder = directory / str(STEP)
     arrays = read_manifest(folder).arrays
     another_key(folder)
-    write_manifest(folder, STEP, None, arrays)
+    write_manifest(folder, STEP, arrays)
     with Checkpoints(directory, read_only=True) as checkpoints:
         try:
             restored, _ = checkpoints.restore(STEP, target)

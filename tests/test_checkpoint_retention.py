@@ -15,7 +15,9 @@ STATE = {"weight": jnp.ones(4)}
 def save_all(directory, metrics: dict[int, float | None], **keeping) -> list[int]:
     with Checkpoints(directory, **keeping) as checkpoints:
         for step, metric in metrics.items():
-            assert checkpoints.save(step, STATE, {}, metric) > 0
+            assert checkpoints.save(step, STATE, {}) > 0
+            if metric is not None:
+                checkpoints.rank(step, metric)
         checkpoints.wait()
         return checkpoints.steps()
 
@@ -32,6 +34,28 @@ def test_the_best_stay_also_over_a_restart(tmp_path):
 
 def test_equally_good_ones_the_newer_stays(tmp_path):
     assert save_all(tmp_path, {1: 1.0, 2: 1.0, 3: 2.0}, keep=1, keep_best=1) == [2, 3]
+
+
+def test_what_is_held_stays_until_it_is_not_held(tmp_path):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step, hold in ((1, None), (2, 1), (3, 1), (4, 1)):
+            checkpoints.save(step, STATE, {}, hold=hold)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(5, STATE, {}, hold=1)
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 5]
+        checkpoints.save(6, STATE, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [6]
+
+
+def test_a_ranked_checkpoint_is_sound_and_one_that_was_never_saved_is_left_alone(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, STATE, {})
+        checkpoints.rank(1, 2.5)
+        checkpoints.rank(2, 1.5)
+        assert checkpoints.verify(1).metric == 2.5
+        assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
 
 
 @pytest.mark.parametrize("none", [None, math.nan, math.inf, -math.inf])

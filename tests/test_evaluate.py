@@ -2,6 +2,10 @@
 
 import functools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ import numpy as np
 import pytest
 from sentinels import sentinels
 
+import lmlib
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate import Evaluation, Evaluator
@@ -46,6 +51,42 @@ def test_the_loss_is_the_mean_over_all_valid_tokens(mesh):
             count += 1
     assert evaluation.tokens == count
     assert evaluation.loss == pytest.approx(total / count, rel=1e-6)
+
+
+MANY_BATCHES = """
+import functools, jax
+from lmlib.compute import Compute
+from lmlib.data.synthetic import Synthetic
+from lmlib.evaluate import Evaluator
+from lmlib.models.families.llama import llama
+from lmlib.parallel.layout import creator
+from lmlib.parallel.mesh import make_mesh
+
+mesh = make_mesh(fsdp=2, tensor=2)
+make = functools.partial(
+    llama, vocab=512, embed=64, layers=2, heads=4, mlp=128, key=jax.random.key(0)
+)
+with jax.set_mesh(mesh):
+    model = creator(make, mesh)()
+evaluator = Evaluator(Synthetic(512, 4, 64), mesh, Compute())
+for _ in range(5):
+    print(evaluator(model, 200))
+"""
+
+
+@pytest.mark.slow
+def test_simulated_devices_evaluate_more_batches_than_xla_lets_wait():
+    """In a process of its own, which XLA would abort."""
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_BATCHES],
+        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(Path(lmlib.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(set(done.stdout.splitlines())) == 1
 
 
 def test_bits_per_byte():

@@ -108,6 +108,33 @@ def check_on_a_mesh(mesh, chunk, features):
         assert gradient.sharding.is_equivalent_to(array.sharding, gradient.ndim)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "cap"),
+    [({}, None), ({"tensor": 4}, None), ({}, 2.0**40)],
+    ids=["whole", "split", "capped"],
+)
+def test_large_logits_lose_no_digits(mesh, cap):
+    """All are near 1e4, where neighbours in float32 are 1e-3 apart; each is exact, capped too."""
+    _, _, targets_BS, mask_BS = inputs(share=1.0)
+    h_BSE = jnp.zeros((B, S, E)).at[..., 0].set(1.0)
+    steps_V = np.random.default_rng(1).integers(-2_000, 2_000, V)
+    table_EV = jnp.zeros((E, V)).at[0].set(1e4 + steps_V / 2**10)
+    layouts = [partition("batch seq embed"), partition("embed vocab", STORED)]
+    layouts += [partition("batch seq")] * 2
+    mesh = make_mesh(**mesh)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(array, NamedSharding(mesh, layout))
+            for array, layout in zip((h_BSE, table_EV, targets_BS, mask_BS), layouts, strict=True)
+        ]
+        minimised, cross_entropy, _, found_EV = found(LossSettings(cap=cap), *placed)
+        (evaluated, _) = jax.jit(functools.partial(loss_sums, LossSettings(cap=cap)))(*placed)
+    expected = reference(h_BSE, table_EV, targets_BS, mask_BS, 0.0)
+    for value in (minimised, cross_entropy, evaluated):
+        assert abs(float(value) - expected[0]) / (B * S) < 1e-6
+    assert_close([found_EV], expected[3:])
+
+
 def test_what_arrives_scales_the_gradients():
     arrays = inputs()
     minimised, cross_entropy, dh_BSE, dtable_EV = reference(*arrays, 0.0)

@@ -58,6 +58,22 @@ def test_lines_are_on_disk_at_once_and_read_back(tmp_path):
     assert all(line.startswith('{"step": ') for line in lines)
 
 
+def test_what_is_known_later_is_added_to_the_newest_line(tmp_path):
+    with MetricsLog(tmp_path, resume_step=None) as log:
+        log.write(1, {"loss": 3.25})
+        log.write(2, {"loss": 3.0})
+        log.add(2, {"validation_loss": math.nan, "bits": 1.5, "mfu": None})
+        log.write(3, {"loss": 2.5})
+    with MetricsLog(tmp_path, resume_step=3) as log:
+        log.add(3, {"validation_loss": 2.0})
+    assert strict_lines(tmp_path) == [
+        {"step": 1, "loss": 3.25},
+        {"step": 2, "loss": 3.0, "validation_loss": "NaN", "bits": 1.5},
+        {"step": 3, "loss": 2.5, "validation_loss": 2.0},
+    ]
+    assert (2, "bits", 1.5) in scalars(tmp_path)
+
+
 def test_what_is_not_finite_stays_strict_json_and_comes_back(tmp_path):
     with MetricsLog(tmp_path, resume_step=None) as log:
         log.write(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "loss": 1.0})

@@ -156,6 +156,7 @@ def test_metrics_are_what_they_say():
         "tokens",
         "skipped_updates",
         "skipped_in_a_row",
+        "empty_batches",
     }
     assert metrics["grad_norm"] == pytest.approx(norm(gradient), rel=1e-4)
     assert metrics["update_norm"] == pytest.approx(norm(gradient), rel=1e-4)

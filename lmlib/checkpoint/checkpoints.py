@@ -34,7 +34,7 @@ from lmlib.checkpoint.manifest import (
 )
 from lmlib.checkpoint.processes import agreed, barrier, orbax_barrier
 from lmlib.checkpoint.reading import read_arrays
-from lmlib.checkpoint.retention import finite_or_none, preservation_policy
+from lmlib.checkpoint.retention import Retention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Checkpoints:
         Args:
           keep: the newest so many stay; the rest go whenever another one is whole.
           keep_every: checkpoints at multiples of so many steps stay too.
-          keep_best: so many with the smallest `metric` stay too.
+          keep_best: so many that `rank` gave the smallest metric stay too.
           read_only: changes nothing; for reading while a run may be saving.
           save_seconds: limit of a save, and of the processes' wait for each other in it.
 
@@ -87,8 +87,7 @@ class Checkpoints:
           OSError: if the directory cannot be made or read, naming it and the cause.
         """
         self._directory = Path(directory).absolute()
-        self._metrics: dict[int, float] = {}
-        self._policy = preservation_policy(keep, keep_every, keep_best, self._metrics)
+        self._retention = Retention(keep, keep_every, keep_best)
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None  # the step that was begun last
         # Of that step: each process digests the chunks it wrote; process 0 writes the manifest.
@@ -104,11 +103,11 @@ class Checkpoints:
                 self._remove_unfinished()
             barrier("checkpoints opened")
             if keep_best:
-                self._read_metrics()
+                self._retention.read_ranks(self._directory)
             self._manager = self._open()
 
     def save(
-        self, step: int, state: PyTree, notes: dict[str, Any], metric: float | None = None
+        self, step: int, state: PyTree, notes: dict[str, Any], hold: int | None = None
     ) -> float:
         """Starts saving; returns once the arrays are copied, so `state` may be donated at once.
 
@@ -119,7 +118,8 @@ class Checkpoints:
           step: larger than that of every checkpoint in the directory.
           state: every leaf an array of at least one element, typed PRNG keys included.
           notes: what JSON can hold, the same on every process; copied.
-          metric: what `keep_best` ranks by, smaller is better; one that is not finite never ranks.
+          hold: an earlier step that stays, whatever is kept otherwise, until a save holds another
+            or none.
 
         Returns:
           The seconds for which it blocked, the wait for an earlier save included.
@@ -141,7 +141,7 @@ class Checkpoints:
         arrays = saved.named_leaves(state)
         saved.check_savable(arrays)
         notes = saved_notes.copied(notes)
-        described, rank = saved.saved_arrays(arrays), finite_or_none(metric)
+        described = saved.saved_arrays(arrays)
         folder = folders.unfinished_folder(self._directory, step)
         bare = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
@@ -153,18 +153,26 @@ class Checkpoints:
 
         def finish() -> None:
             digests = writing.received_digests(folder)
-            manifest = write_manifest(folder, step, rank, described, digests)
+            manifest = write_manifest(folder, step, described, digests)
             saved.check_layout(folder, manifest, bare)  # what could not be restored is not saved
 
         self._digest, self._finish, self._saving = digest, finish, step
-        if rank is not None:
-            self._metrics[step] = rank
+        self._retention.held = hold
         items = ocp.args.Composite(state=writing.ArraysSave(arrays), notes=ocp.args.JsonSave(notes))
         with self._recovery(f"save step {step}"):
             if not self._directory.is_dir():  # Orbax would make it again, without the others
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             self._manager.save(step, args=items, force=True)  # force: the caller says when
         return time.perf_counter() - began
+
+    def rank(self, step: int, metric: float) -> None:
+        """Ranks a step for `keep_best`, smaller is better, once a save that still runs is whole.
+
+        Raises OSError as `save` does. A step whose save failed is left alone.
+        """
+        self.wait()
+        with self._named_errors(f"rank step {step}"):
+            self._retention.rank(self._directory, step, metric)
 
     def steps(self) -> list[int]:
         """The steps of all whole checkpoints, in order; what a killed save left is not among them.
@@ -298,7 +306,7 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 create=False,
                 lightweight_initialize=True,  # otherwise it reads files that no digest covers
-                preservation_policy=self._policy,
+                preservation_policy=self._retention.policy(),
                 async_options=ocp.AsyncOptions(
                     timeout_secs=self._save_seconds,
                     barrier_sync_fn=orbax_barrier(),
@@ -344,13 +352,6 @@ class Checkpoints:
                 f"it has {self.steps() or 'none'}"
             )
         return self._directory / str(step)
-
-    def _read_metrics(self) -> None:
-        for step in self.steps():
-            with contextlib.suppress(DamagedCheckpointError):  # then it does not rank
-                metric = read_manifest(self._directory / str(step)).metric
-                if metric is not None:
-                    self._metrics[step] = metric
 
     def _reopen(self) -> None:
         """Orbax's list of steps, read again."""

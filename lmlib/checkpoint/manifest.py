@@ -9,6 +9,7 @@ import datetime
 import json
 import math
 import os
+import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,7 +87,6 @@ class Manifest:
 def write_manifest(
     folder: Path,
     step: int,
-    metric: float | None,
     arrays: dict[str, SavedArray],
     known: Mapping[str, SavedFile] | None = None,
 ) -> Manifest:
@@ -103,9 +103,29 @@ def write_manifest(
     read = digests_of(folder, [name for name in names if name not in known])
     files = {name: known.get(name) or read[name] for name in names}
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    manifest = Manifest(step, now, metric, arrays, files)
+    manifest = Manifest(step, now, None, arrays, files)
     write_whole(folder / MANIFEST, encode(manifest))
     return manifest
+
+
+def rewrite_metric(folder: Path, unfinished: Path, metric: float) -> None:
+    """Puts `metric` into the manifest of a step's folder, in one step.
+
+    Args:
+      unfinished: a folder beside it that is not there yet. A kill may leave it, and nothing in
+        `folder` itself, where another file would be damage.
+
+    Raises:
+      DamagedCheckpointError: if the manifest cannot be read.
+      OSError: if it cannot be written.
+    """
+    manifest = dataclasses.replace(read_manifest(folder), metric=metric)
+    unfinished.mkdir()
+    try:
+        write_whole(unfinished / MANIFEST, encode(manifest))
+        os.replace(unfinished / MANIFEST, folder / MANIFEST)
+    finally:
+        shutil.rmtree(unfinished)
 
 
 def read_manifest(folder: Path) -> Manifest:

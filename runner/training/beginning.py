@@ -30,7 +30,7 @@ class Beginning:
     Attributes:
       step: steps made.
       tokens: target tokens that they were trained on.
-      best: the lowest validation loss so far, and its step.
+      before_skipped: the newest step that was saved while no update was being skipped.
       initialised_from: whose weights the run began with, if it was another run's.
       damaged: newer checkpoints, which are to be set aside.
     """
@@ -38,7 +38,7 @@ class Beginning:
     state: train.State
     step: int
     tokens: int
-    best: dict[str, Any] | None
+    before_skipped: int | None
     initialised_from: str | None
     damaged: tuple[DamagedCheckpointError, ...] = ()
 
@@ -75,7 +75,7 @@ def begin(
                 found.state,
                 found.step,
                 saved["tokens"],
-                saved["best"],
+                saved["before_skipped"],
                 saved["initialised_from"],
                 found.damaged,
             )
@@ -152,7 +152,7 @@ def check_config(
 
 
 def _check_notes(found: Restored) -> None:
-    if missing := {"tokens", "best", "batches", "initialised_from"} - found.notes.keys():
+    if missing := {"tokens", "before_skipped", "batches", "initialised_from"} - found.notes.keys():
         raise ConfigError(
             f"checkpoint {found.step} was saved by another version of the runner: its notes "
             f"have no {', '.join(sorted(missing))}; take its weights with --init_from into another "

@@ -60,7 +60,9 @@ class Captures:
         Every process must call it.
         """
         step = line["step"]
-        if line["skipped_in_a_row"] != 1 or not from_first(self._has_room(step)):
+        if line["skipped_in_a_row"] != 1 or line["valid_tokens"] == 0:
+            return None
+        if not from_first(self._has_room(step)):
             return None
         self._saver.settle()  # no checkpoint may be removed while it is linked
         rows = {name: _whole(getattr(batch, name)) for name in _FIELDS}

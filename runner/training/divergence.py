@@ -6,9 +6,12 @@ from lmlib.layer_statistics import first_offender, layer_statistics, table
 from lmlib.train import State
 from runner.command_line.errors import TrainingStopped
 from runner.training.recorder import Line
+from runner.training.saving import Saver
 
 
-def stop_if_diverged(experiment: Experiment, line: Line, state: State, batch: Batch) -> None:
+def stop_if_diverged(
+    experiment: Experiment, line: Line, state: State, batch: Batch, saver: Saver
+) -> None:
     """Raises TrainingStopped if `line` tells of too many skipped updates in a row.
 
     Every process must call it. `state` and `batch` are the newest: a skipped update leaves the
@@ -17,16 +20,25 @@ def stop_if_diverged(experiment: Experiment, line: Line, state: State, batch: Ba
     in_a_row = line["skipped_in_a_row"]
     if in_a_row < experiment.stop_after_skipped:
         return
+    saver.settle()
     statistics = layer_statistics(state.model, batch, experiment.mesh, experiment.compute)
     offender = first_offender(statistics)
+    if offender is None and experiment.guard.spike_deviations is None:
+        offender = "the optimizer's update"
     found = (
         f"the first number that is not finite is in {offender}"
         if offender
-        else "all numbers are finite, so the losses were spikes"
+        else "loss and gradients are finite, so the losses were spikes or the updates not finite"
+    )
+    newest = (
+        "No checkpoint is from before them: begin again"
+        if saver.before_skipped is None
+        else f"The newest checkpoint from before them is step {saver.before_skipped:,}: go on from "
+        "it"
     )
     raise TrainingStopped(
         f"{in_a_row} updates in a row were skipped, up to step {line['step']:,} (loss "
-        f"{line['loss']:.4g}, gradient norm {line['grad_norm']:.4g}): {found}. The newest "
-        "checkpoint is from before: go on from it with a lower learning rate or another seed of "
-        f"the data, or raise stop_after_skipped.\n{table(statistics)}"
+        f"{line['loss']:.4g}, gradient norm {line['grad_norm']:.4g}): {found}. {newest} "
+        "with a lower learning rate or another seed of the data, or raise stop_after_skipped.\n"
+        f"{table(statistics)}"
     )

@@ -138,7 +138,7 @@ def fit(
                 summary = run.earlier_summary()
             if summary is None:
                 with GoodputLog(workdir, phases, enabled=primary) as goodput:
-                    if beginning.step < experiment.steps:
+                    if beginning.step < experiment.steps or run.unevaluated(beginning.step):
                         state = run.make_steps(beginning, checkpoints, goodput)
                     phases.enter(Phase.EVALUATION)
                     summary = run.summarise(state, goodput)
@@ -204,11 +204,17 @@ class _Run:
                 compiled = self._compile(beginning.state)
             if self.options.dump_hlo and self.primary:
                 progress.message(dump_program(compiled, workdir))
-            recorder = Recorder(
-                experiment, log, progress, goodput, beginning.tokens, beginning.best
-            )
+            recorder = Recorder(experiment, log, progress, goodput, beginning.tokens)
             origin = beginning.initialised_from
-            saver = Saver(experiment, checkpoints, log, progress, self.phases, origin)
+            saver = Saver(
+                experiment,
+                checkpoints,
+                log,
+                progress,
+                self.phases,
+                origin,
+                beginning.before_skipped,
+            )
             loop = Loop(
                 experiment=experiment,
                 compiled=compiled,
@@ -222,9 +228,21 @@ class _Run:
                 first=beginning.step + 1,
                 begun=self.start.record if self.primary else lambda step: None,
                 repeated=repeated,
+                unevaluated=self.unevaluated(beginning.step),
                 stop=self.options.stop,
             )
             return loop.run(beginning.state)
+
+    def unevaluated(self, step: int) -> bool:
+        """Whether an earlier process ended in the evaluation after `step`, which it had saved."""
+        experiment = self.experiment
+        due = step % experiment.evaluate_every == 0 or step == experiment.steps
+        if experiment.validation is None or not due:
+            return False
+        lines = read_metrics(self.workdir) if self.primary else []
+        return from_first(
+            any(line["step"] == step and "validation_loss" not in line for line in lines)
+        )
 
     def earlier_summary(self) -> Summary | None:
         """The summary that process 0 finds; file systems of the others may not show it yet."""

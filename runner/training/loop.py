@@ -35,14 +35,16 @@ class Loop:
     """Makes a step of each batch.
 
     The metrics of a step are on disk before its checkpoint is, so that a resumed run finds a line
-    for every step that it does not make again. The state of a `Resumable` source goes into the
-    checkpoint, that of every process.
+    for every step that it does not make again. The checkpoint is whole before its state is
+    evaluated, so that an evaluation that fails costs no step: the next process makes it. The state
+    of a `Resumable` source goes into the checkpoint, that of every process.
 
     Args:
       compiled: `state, metrics = compiled(state, batch)`.
       first: the first step that this process makes.
       begun: called with that step once it is made.
       repeated: the last step that an earlier process of the run made.
+      unevaluated: whether the state to begin with is still to be evaluated.
       stop: whether to stop after a step, saved; the same answer on all processes.
     """
 
@@ -58,6 +60,7 @@ class Loop:
     first: int
     begun: Callable[[int], None]
     repeated: int
+    unevaluated: bool
     stop: Callable[[int], bool]
 
     def run(self, state: train.State) -> train.State:
@@ -69,6 +72,8 @@ class Loop:
         """
         experiment = self.experiment
         unread: _Dispatched | None = None
+        if self.unevaluated:
+            self._evaluate(self.first - 1, state)
         self.recorder.restart_clock()
         while (item := self._next_batch(unread)) is not None:
             step, batch = item
@@ -87,13 +92,12 @@ class Loop:
             saves = step % experiment.checkpoint_every == 0 or last or stops
             if evaluates or saves:
                 line = self._read(unread)
-                if self.validation is not None and evaluates:
-                    with self.phases.during(Phase.EVALUATION):
-                        line |= self.validation.metrics(state.model)
                 self._finish(line, batch, state)
                 unread = None
                 if saves:
-                    self.saver.save(line, state, self.recorder.best, self.batches.state)
+                    self.saver.save(line, state, self.batches.state)
+                if evaluates:
+                    self._evaluate(step, state)
                 if stops:
                     self.saver.finish()
                     raise StoppedEarly(
@@ -113,6 +117,18 @@ class Loop:
             item = next(self.batches, None)
         return None if item is None else (item[0] + 1, item[1])
 
+    def _evaluate(self, step: int, state: train.State) -> None:
+        """Adds what validation says of `state` to the line of `step`."""
+        if self.validation is None:
+            return
+        with self.phases.during(Phase.CHECKPOINT):
+            self.saver.settle()
+        with self.phases.during(Phase.EVALUATION):
+            metrics = self.validation.metrics(state.model)
+        # First, since a line that has them says that the evaluation is done.
+        self.saver.rank(step, metrics["validation_loss"])
+        self.recorder.add(step, metrics)
+
     def _read(self, made: _Dispatched) -> Line:
         if made.line is None:
             made.line = self.recorder.read(made.step, made.metrics, made.data_wait_seconds)
@@ -126,4 +142,4 @@ class Loop:
         self.recorder.write(line)
         if (message := self.captures.take(line, batch)) is not None:
             self.recorder.message(message)
-        stop_if_diverged(self.experiment, line, newest, batch)
+        stop_if_diverged(self.experiment, line, newest, batch, self.saver)

@@ -1,6 +1,5 @@
 """From the device metrics of a step to a line of metrics.jsonl and of the terminal."""
 
-import math
 import time
 from typing import Any
 
@@ -18,9 +17,8 @@ Line = dict[str, Any]  # a metric that is None is not written
 class Recorder:
     """Times steps and writes their metrics.
 
-    `tokens` counts the target tokens trained on so far, and `best` is the lowest validation loss
-    with its step; both go into the checkpoint. `tokens_per_second` and MFU count every position
-    that the devices process, padding included.
+    `tokens` counts the target tokens trained on so far, and goes into the checkpoint.
+    `tokens_per_second` and MFU count every position that the devices process, padding included.
     """
 
     def __init__(
@@ -30,11 +28,9 @@ class Recorder:
         progress: Progress,
         goodput: GoodputLog,
         tokens: int,
-        best: dict[str, Any] | None,
     ):
         data = experiment.data
         self.tokens = tokens
-        self.best = best
         self._positions = data.batch_size * data.sequence_length
         self._flops_per_token = experiment.abstract_model().flops_per_token(
             data.sequence_length, causal=False
@@ -79,10 +75,6 @@ class Recorder:
 
     def write(self, line: Line) -> None:
         """Writes the line, and how much of the run's wall time went into steps so far."""
-        validation_loss = line.get("validation_loss", math.nan)
-        lowest = math.inf if self.best is None else self.best["validation_loss"]
-        if validation_loss < lowest:  # NaN is not
-            self.best = {"step": line["step"], "validation_loss": validation_loss}
         metrics = {name: value for name, value in line.items() if name != "step"}
         metrics["goodput"] = self._goodput.update(line["step"])
         self._log.write(line["step"], metrics)
@@ -92,6 +84,10 @@ class Recorder:
             seconds=line["step_seconds"],
             tokens_per_second=line["tokens_per_second"],
             mfu=line["mfu"],
-            validation_loss=line.get("validation_loss"),
-            validation_bits_per_byte=line.get("validation_bits_per_byte"),
         )
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds what an evaluation found to the newest line, that of `step`."""
+        self._log.add(step, metrics)
+        bits = metrics.get("validation_bits_per_byte")
+        self._progress.validated(step, metrics["validation_loss"], bits)

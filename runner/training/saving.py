@@ -1,7 +1,7 @@
 """Saves a run's checkpoints with their notes, and decides what a failed save means."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from lmlib import train
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.resumable import gather_states
 from lmlib.experiment import Experiment
+from lmlib.guard import not_finite
 from lmlib.metrics import MetricsLog
 from lmlib.quantities import duration_text
 from runner.command_line.errors import TrainingStopped, in_words
@@ -37,30 +38,38 @@ class Saver:
         progress: Progress,
         phases: Phases,
         initialised_from: str | None,
+        before_skipped: int | None,
     ):
-        """`initialised_from` says whose weights the run began with, if it was another run's."""
+        """Makes the saver of a run.
+
+        Args:
+          initialised_from: whose weights the run began with, if it was another run's.
+          before_skipped: as the attribute, from the checkpoint that the run goes on from.
+        """
         self._experiment = experiment
         self._checkpoints = checkpoints
         self._log = log
         self._progress = progress
         self._phases = phases
         self._initialised_from = initialised_from
+        # The newest step that was saved while no update was being skipped; it is kept meanwhile.
+        self.before_skipped = before_skipped
         self._failed = 0  # in a row
-        self._last_error: OSError | None = None
-        self._pending = False  # a save has begun, and how it ends is not known
+        self._last_error: OSError | FloatingPointError | None = None
+        self._pending: Line | None = None  # of a save that has begun; how it ends is not known
 
     def save(
         self,
         line: Line,
         state: train.State,
-        best: dict[str, Any] | None,
         data_state: dict[str, Any] | None,
     ) -> None:
         """Begins to save the state after the step of `line`; every process must call it.
 
+        A state that is not finite is not saved: nothing could go on from it.
+
         Args:
           line: in the log already.
-          best: the best validation so far.
           data_state: of a `Resumable` source, this process's.
 
         Raises:
@@ -76,23 +85,33 @@ class Saver:
                 self._tolerate(unwritten)
                 return
             step = line["step"]
+            if broken := not_finite(state.model, state.optimizer):
+                self._refuse(step, broken)
+                return
+            skipping = line["skipped_in_a_row"] > 0
             notes: dict[str, Any] = {
                 "tokens": line["tokens"],
-                "best": best,
+                "before_skipped": self.before_skipped if skipping else step,
                 "batches": probe(self._experiment.data, step),
                 "initialised_from": self._initialised_from,
             }
             if data_state is not None:
                 notes["data"] = gather_states(data_state)
             try:
-                self._checkpoints.save(step, state, notes, line.get("validation_loss"))
+                hold = self.before_skipped if skipping else None
+                self._checkpoints.save(step, state, notes, hold)
             except OSError as failure:
                 self._tolerate(failure)
                 return
-            self._pending = True
+            self._pending = line
         if (blocked := time.perf_counter() - began) >= HELD_UP_SECONDS:
             told = duration_text(blocked)
             self._progress.message(f"saving step {step:,} held training up for {told}")
+
+    def rank(self, step: int, validation_loss: float) -> None:
+        """Ranks the checkpoint of `step`, if there is one: for `keep_best_checkpoints`."""
+        if (error := _error_of(lambda: self._checkpoints.rank(step, validation_loss))) is not None:
+            self._tolerate(error)
 
     def settle(self) -> None:
         """Returns when the save that was begun last is whole, or its failure is tolerated.
@@ -121,13 +140,23 @@ class Saver:
 
     def _settled(self) -> OSError | None:
         """Waits for the save that was begun last; how it failed, if it did."""
-        if not self._pending:
+        if self._pending is None:
             return None
-        self._pending = False
+        line, self._pending = self._pending, None
         error = _error_of(self._checkpoints.wait)
         if error is None:
             self._failed, self._last_error = 0, None
+            if line["skipped_in_a_row"] == 0:
+                self.before_skipped = line["step"]
         return error
+
+    def _refuse(self, step: int, broken: Sequence[str]) -> None:
+        """The run goes on: its next updates will be skipped, or come out finite again."""
+        more = f"; so do {len(broken) - 1} more arrays" if len(broken) > 1 else ""
+        self._last_error = FloatingPointError(
+            f"step {step:,} is not saved: {broken[0]} holds numbers that are not finite{more}"
+        )
+        self._progress.message(f"WARNING: {self._last_error}; the checkpoints before stay")
 
     def _tolerate(self, error: OSError) -> None:
         if jax.process_count() > 1:

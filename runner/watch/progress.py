@@ -18,10 +18,10 @@ _CLEAR_LINE = "\r\x1b[K"  # the end of what was there may be longer than what re
 
 
 class Progress:
-    """Bar, step, loss, validation loss, tokens per second, MFU and time left.
+    """Bar, step, loss, tokens per second, MFU and time left.
 
     On a terminal the line is redrawn in place. Elsewhere the first steps, then one step in about
-    ten seconds, and the last get a line each. A step that was validated always gets its own.
+    ten seconds, and the last get a line each.
 
         with Progress(steps=1000) as progress:
             progress.update(1, loss=10.2, seconds=0.5, tokens_per_second=1e6)
@@ -65,8 +65,6 @@ class Progress:
         seconds: float,
         tokens_per_second: float,
         mfu: float | None = None,
-        validation_loss: float | None = None,
-        validation_bits_per_byte: float | None = None,
     ) -> None:
         """Records that `step` is done; writes unless a line was written just before.
 
@@ -79,18 +77,15 @@ class Progress:
         first_step, first_time = self._first
         if step > first_step:
             seconds = (now - first_time) / (step - first_step)
-        bits = validation_bits_per_byte
         parts = [
             f"step {step:,}/{self._steps:,}",
             f"loss {loss:.4f}",
-            *([] if validation_loss is None else [f"validation loss {validation_loss:.4f}"]),
-            *([] if bits is None else [f"{bits:.3f} bits per byte"]),
             f"{count_text(tokens_per_second)} tokens/s",
             *([] if mfu is None else [f"MFU {mfu:.1%}"]),
             _left(seconds * (self._steps - step)),
         ]
         line = "  ".join(parts)
-        always = step >= self._steps or validation_loss is not None
+        always = step >= self._steps
         if self._log is not None and self._log_pace.has_turn(now, always):
             self._log.write(line)
         if not self._live:
@@ -99,11 +94,14 @@ class Progress:
             return
         done = BAR_WIDTH * step // max(self._steps, 1)
         self._line = f"[{'=' * done}{' ' * (BAR_WIDTH - done)}] {line}"
-        if validation_loss is not None:
-            self._write(f"{_CLEAR_LINE}{line}\n")  # stays, above the live line
         if always or now - self._redrawn_at >= REDRAW_SECONDS:
             self._redrawn_at = now
             self._write(f"{_CLEAR_LINE}{self._fitting()}")
+
+    def validated(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """Shows what validation found after `step`, on a line of its own."""
+        bits = "" if bits_per_byte is None else f"  {bits_per_byte:.3f} bits per byte"
+        self.message(f"step {step:,}/{self._steps:,}  validation loss {loss:.4f}{bits}")
 
     def message(self, text: str) -> None:
         """Writes `text` on lines of its own, above the live line."""
@@ -133,7 +131,10 @@ class Progress:
     def _fitting(self) -> str:
         """The live line, cut to the terminal: a line that wraps cannot be redrawn."""
         assert self._stream is not None
-        width = os.get_terminal_size(self._stream.fileno()).columns
+        try:
+            width = os.get_terminal_size(self._stream.fileno()).columns
+        except OSError:  # the terminal has gone
+            width = 0
         return self._line[: width - 1] if width else self._line  # 0: the terminal does not say
 
     def _write(self, text: str) -> None:

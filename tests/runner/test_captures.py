@@ -107,7 +107,7 @@ def test_a_step_that_comes_out_otherwise_is_told(captured, tmp_path):
 
 @pytest.mark.slow
 def test_numbers_that_are_not_finite_are_captured_too(tmp_path):
-    cfg = config("optimizer.peak_lr=1e30", "stop_after_skipped=2")
+    cfg = config("optimizer.peak_lr=1e15", "stop_after_skipped=2")
     cfg.guard = fdl.Config(Guard)
     with pytest.raises(TrainingStopped):
         fit(cfg, tmp_path)

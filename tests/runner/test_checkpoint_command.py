@@ -30,7 +30,8 @@ def workdir(tmp_path):
     state = {"weight": jnp.ones((3, 1024), jnp.bfloat16), "key": jax.random.key(0)}
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         for step in (1000, 2000, 3000):
-            checkpoints.save(step, state, {"tokens": 7 * step}, metric=3e3 / step)
+            checkpoints.save(step, state, {"tokens": 7 * step})
+            checkpoints.rank(step, 3e3 / step)
     return tmp_path
 
 

@@ -1,15 +1,24 @@
-"""Saves that fail while a run goes on: really, on a disk that takes nothing."""
+"""Saves that fail while a run goes on, really, on a disk that takes nothing; what is never saved,
+what stays, and that a state is saved before it is evaluated."""
 
 import shutil
 import time
 from pathlib import Path
 
 import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
-from lmlib.checkpoint import folders
+from lmlib.checkpoint import Checkpoints, folders
+from lmlib.checkpoint.manifest import read_manifest
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
+from lmlib.guard import not_finite
+from lmlib.metrics import read_metrics
+from lmlib.optim import Optimizer, adamw
 from runner import fit
 from runner.command_line.errors import TrainingStopped
 from runner.config import configs
@@ -94,3 +103,103 @@ def test_a_workdir_that_is_deleted_is_told(tmp_path):
     cfg = disturbed(workdir, {8: "delete"}, "tolerated_failed_saves=0")
     with pytest.raises(TrainingStopped, match=r"^cannot save step 10 in .*was deleted or moved"):
         fit(cfg, workdir)
+
+
+def breaks_down(steps: int, of_the_state: bool) -> Optimizer:
+    """Adam; from step 6 on its update is infinite, or its own state alone."""
+    adam = adamw(steps, 1e-3)
+
+    def init(model):
+        return jnp.zeros((), jnp.int32), jnp.zeros(3)
+
+    def update(updates, state, model=None):
+        count, moment_3 = state
+        wrong = jnp.where(count >= 5, jnp.inf, 0.0)
+        if of_the_state:
+            return updates, (count + 1, moment_3 + wrong)
+        return jax.tree.map(lambda leaf: leaf + wrong, updates), (count + 1, moment_3)
+
+    transformation = optax.chain(adam.transformation, optax.GradientTransformation(init, update))
+    return Optimizer(transformation, adam.learning_rate, adam.decays)
+
+
+def breaking_down(of_the_state: bool, *overrides: str):
+    cfg = configs.load("experiments/llama_84m", ["tiny"], (*SMALL, *overrides))
+    cfg.optimizer = fdl.Partial(breaks_down, of_the_state=of_the_state)
+    return cfg
+
+
+def test_after_an_infinite_update_every_checkpoint_is_finite_and_the_one_before_stays(tmp_path):
+    settings = ("checkpoint_every=2", "keep_checkpoints=1", "captures=0", "stop_after_skipped=3")
+    cfg = breaking_down(False, *settings)
+    with pytest.raises(TrainingStopped) as stopped:
+        fit(cfg, tmp_path)
+    assert "3 updates in a row were skipped, up to step 8" in str(stopped.value)
+    assert "not finite is in the optimizer's update" in str(stopped.value)
+    assert "The newest checkpoint from before them is step 4:" in str(stopped.value)
+    assert [line["update_norm"] > 0 for line in read_metrics(tmp_path)] == [True] * 5 + [False] * 3
+    with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.steps() == [4, 6]
+        for step in (4, 6):
+            state, _ = checkpoints.restore(step, fdl.build(cfg).abstract_state())
+            assert not_finite(state.model, state.optimizer) == []
+
+
+@pytest.mark.slow
+def test_what_is_kept_from_before_skipped_updates_stays_over_a_restart(tmp_path):
+    settings = ("checkpoint_every=2", "keep_checkpoints=1", "captures=0")
+    fit(breaking_down(False, *settings, "steps=8"), tmp_path)
+    assert saved_steps(tmp_path / "checkpoints") == [4, 8]
+    with pytest.raises(TrainingStopped, match="from before them is step 4: go on from it"):
+        fit(breaking_down(False, *settings), tmp_path)
+    assert saved_steps(tmp_path / "checkpoints") == [4, 14]
+
+
+@pytest.mark.slow
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, capsys):
+    cfg = breaking_down(True, "steps=10", "checkpoint_every=5")
+    told = r"step 10 is not saved: optimizer\.1\.1 holds numbers that are not finite"
+    with pytest.raises(TrainingStopped, match=f"the last checkpoint could not be saved: {told}"):
+        fit(cfg, tmp_path)
+    assert saved_steps(tmp_path / "checkpoints") == [5]
+    assert "WARNING: step 10 is not saved: optimizer.1.1 holds" in capsys.readouterr().err
+
+
+class FailingOnce(Synthetic):
+    """Fails in one evaluation: whoever reads it for the `fails`-th time."""
+
+    def __init__(self, fails: int, **settings: int):
+        super().__init__(**settings)
+        self._fails, self._evaluations = fails, 0
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        self._evaluations += step == 0
+        if self._evaluations == self._fails:
+            raise RuntimeError("out of memory, say")
+        return super().batch(step, rows)
+
+
+@pytest.mark.parametrize("fails", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_evaluation_that_fails_costs_no_step_and_is_made_by_the_next_start(tmp_path, fails):
+    cfg = configs.load("experiments/llama_84m", ["tiny"], ("steps=4", *SMALL))
+    cfg.evaluate_every = cfg.checkpoint_every = 2
+    cfg.validation_batches = 1
+    sizes = {"vocab_size": 512, "batch_size": 8, "sequence_length": 64}
+    cfg.validation = fdl.Config(FailingOnce, fails, **sizes)
+    with pytest.raises(RuntimeError, match="out of memory, say"):
+        fit(cfg, tmp_path)
+    evaluated = 2 * fails  # the step
+    assert saved_steps(tmp_path / "checkpoints")[-1] == evaluated
+    (line,) = read_metrics(tmp_path)[evaluated - 1 :]
+    assert line["step"] == evaluated and "validation_loss" not in line
+
+    cfg.validation.fails = 0
+    lines = fit(cfg, tmp_path).metrics
+    assert lines[evaluated - 1].items() >= line.items()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert ["validation_loss" in line for line in lines] == [False, True, False, True]
+    for step in (2, 4):
+        manifest = read_manifest(tmp_path / "checkpoints" / str(step))
+        assert (
+            np.isfinite(manifest.metric) and manifest.metric == lines[step - 1]["validation_loss"]
+        )

@@ -168,7 +168,7 @@ def attacked_folder(folder: Path, sound: Path, name: str) -> str:
     arrays = read_manifest(step).arrays
     ALL[name](step)
     if name in ATTACKS and "linked" not in name:
-        write_manifest(step, STEP, None, arrays)
+        write_manifest(step, STEP, arrays)
     return str(directory)
 
 
