@@ -24,9 +24,10 @@ MAY_IMPORT = {
     "benchmarks": {"lmlib", "experiments", "runner", "data_tools"},
     "data_tools": {"lmlib.data"},
     "lmlib": {"lmlib"},  # lmlib/__init__.py itself
+    "lmlib.local_folder": set(),
     "lmlib.whole_file": set(),
     "lmlib.data": {"lmlib.whole_file"},
-    "lmlib.checkpoint": {"lmlib.whole_file"},
+    "lmlib.checkpoint": {"lmlib.local_folder", "lmlib.whole_file"},
     "lmlib.hardware": set(),
     "lmlib.quantities": set(),
     "lmlib.table": set(),
