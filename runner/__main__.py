@@ -24,7 +24,8 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 import runner
 from runner.command_line.command import DEBUG, commands, listed, run
 from runner.command_line.config_flags import check_chosen, chosen_config
-from runner.command_line.errors import ConfigError
+from runner.command_line.errors import user_errors
+from runner.command_line.workdir import chosen_workdir
 from runner.config import configs
 from runner.jax_settings.accelerators import use_cpu_if_alone
 from runner.jax_settings.xla_flags import (
@@ -39,6 +40,7 @@ from runner.processes.joining import (
     leave,
     reached_stop,
 )
+from runner.processes.lock import wait_for_lock
 from runner.processes.stopping import StopSignals
 from runner.processes.supervisor import Connection, supervise
 from runner.training.options import Options
@@ -46,6 +48,12 @@ from runner.watch.profiling import steps_range
 from runner.watch.watchdog import Limits
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
+_ALLOW_OTHER_FILES = flags.DEFINE_bool(
+    "allow_other_files", False, "use a workdir that holds other files and no run"
+)
+_LOCK_SECONDS = flags.DEFINE_float(
+    "lock_seconds", 0.0, "wait so long for the end of another run in the workdir", lower_bound=0
+)
 _PROFILE = flags.DEFINE_string(
     "profile", None, "steps to trace into workdir/profile for Perfetto: 10:12"
 )
@@ -130,11 +138,13 @@ def _supervise_or_train(
     arguments: Sequence[str], processes: Processes, supervisor: Connection | None
 ) -> int:
     check_chosen(arguments, "experiments/quickstart")
-    if not _WORKDIR.value:
-        raise ConfigError("give --workdir, the folder for everything that the run writes")
-    workdir = Path(_WORKDIR.value)
+    workdir = chosen_workdir(_WORKDIR.value, _ALLOW_OTHER_FILES.value)
     profile = steps_range(_PROFILE.value) if _PROFILE.value else None
     processes.check()
+    if supervisor is None:
+        # Once more when the run begins; here nothing has been loaded, joined or written.
+        with user_errors():
+            wait_for_lock(workdir, _LOCK_SECONDS.value)
     if supervisor is None and processes.may_be_several():
         return supervise(
             workdir,

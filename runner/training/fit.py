@@ -18,6 +18,7 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
 from lmlib.description import describe
 from lmlib.experiment import Experiment
+from lmlib.local_folder import local_folder
 from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.parallel.layout import partition
 from lmlib.quantities import bytes_text, duration_text
@@ -27,6 +28,7 @@ from runner.config.text import flattened
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, may_wait_for_ever
 from runner.processes.agreement import agreed, ends_other_processes, from_first, require_same
+from runner.processes.lock import WorkdirLock
 from runner.training.beginning import Beginning, begin, check_config
 from runner.training.captures import Captures
 from runner.training.compiled_step import (
@@ -88,31 +90,34 @@ def fit(
 
     Raises:
       ConfigError: if the parts of the experiment do not fit each other, or the checkpoint does not
-        fit them; before anything compiles.
+        fit them, or if another run goes on in `workdir`; before anything compiles.
       TrainingStopped: if updates or saves fail one after the other.
+      WorkdirTaken: if a run of another host has taken this one for dead.
       StoppedEarly: if `options.stop` said so.
     """
     keep_compiled_programs()
     options = options or Options()
     phases = Phases(time.time() if options.started is None else options.started)
-    workdir = Path(workdir)
     primary = jax.process_index() == 0
     with agreed(), user_errors():
+        workdir = local_folder(workdir)
         experiment = fdl.build(cfg)
         experiment.check()
     require_same("the config", flattened(cfg))
     shown = primary if options.reports is None else options.reports
-    with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress:
+    with agreed():
+        lock = WorkdirLock(workdir, enabled=primary)
+    with lock, Progress(experiment.steps, stream=sys.stderr if shown else None) as progress:
         with agreed():
             check_config(cfg, workdir, options.allowed_changes, progress)
-        run = _Run(cfg, experiment, workdir, options, progress, phases, primary)
+        run = _Run(cfg, experiment, workdir, options, progress, phases, lock, primary)
         run.announce()
         with phases.during(Phase.RESTORE):
             directory = workdir / "checkpoints"
             beginning = begin(experiment, directory, options, progress)
             with agreed():
                 run.check_compiled(beginning.state)
-        # Before this line, and whatever the user's mistake, nothing is written.
+        # Before this line, and whatever the user's mistake, nothing is written that stays.
         with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
             checkpoints.set_aside(beginning.damaged)
             if primary:
@@ -140,6 +145,7 @@ class _Run:
     options: Options
     progress: Progress
     phases: Phases
+    lock: WorkdirLock
     primary: bool
 
     @functools.cached_property
@@ -203,6 +209,7 @@ class _Run:
                 captures=Captures(experiment, workdir, saver, origin),
                 profiler=profiler,
                 phases=self.phases,
+                lock=self.lock,
                 first=beginning.step + 1,
                 repeated=repeated,
                 stop=self.options.stop,
@@ -222,6 +229,7 @@ class _Run:
             raise ConfigError(f"{self.workdir} has a finished checkpoint but no metrics.jsonl")
         summary = summarise(self.experiment, state, totals, self.validation)
         summary = dataclasses.replace(summary, goodput=goodput.total())
+        self.lock.check()
         if self.primary:
             summary.save(self.workdir)
         try:
