@@ -231,6 +231,12 @@ OTHERS = [
         "empty",
     ),
     ("data_tools.convert", ("--to=seqax", "{scratch}/nowhere", "{run}"), "nowhere"),
+    ("data_tools.convert", ("--to=seqax", "{scratch}/data", "gs://b/out"), "remote folders are"),
+    (
+        "data_tools.pretokenize",
+        ("--dataset={scratch}/file", "--tokenizer=bytes", "--out=gs://b/out"),
+        "remote folders are not supported yet",
+    ),
 ]
 ALL = [
     *(("runner", *mistake) for mistake in RUNNER),
