@@ -294,7 +294,7 @@ class Checkpoints:
             self.close()
 
     def _open(self) -> ocp.CheckpointManager:
-        return orbax_internals.Manager(
+        return _Manager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
                 create=False,
@@ -389,3 +389,10 @@ class Checkpoints:
                     with contextlib.suppress(Exception):  # it may raise the same error again
                         self._reopen()
                 raise
+
+
+class _Manager(orbax_internals.ManagerInAnyFolder):
+    def reached_preemption(self, step: int) -> bool:
+        """Never: Orbax would ask JAX after each save. A run that stops on signals asks JAX itself,
+        after each step, and JAX must not be asked about earlier steps in between."""
+        return False

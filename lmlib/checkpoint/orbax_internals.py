@@ -29,8 +29,8 @@ _CLOSED = "Event loop is closed"
 _ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
 
 
-class Manager(ocp.CheckpointManager):
-    """Orbax's manager, in a directory of any name and without its questions about signals."""
+class ManagerInAnyFolder(ocp.CheckpointManager):
+    """Orbax's manager, in a directory whose path may hold any character."""
 
     def __init__(self, directory: Path, **settings: Any):
         """Takes what Orbax's takes; `directory` exists."""
@@ -44,11 +44,6 @@ class Manager(ocp.CheckpointManager):
     def close(self) -> None:
         with self._opened:
             super().close()
-
-    def reached_preemption(self, step: int) -> bool:
-        """Never: Orbax would ask JAX after each save. A run that stops on signals asks JAX itself,
-        after each step, and JAX must not be asked about earlier steps in between."""
-        return False
 
 
 def tensorstore_error_number(text: str) -> int | None:
