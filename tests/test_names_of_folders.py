@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.local_folder import local_folder
+from lmlib.metrics import MetricsLog
 
 STATE = {"weight": jnp.arange(6.0).reshape(3, 2)}
 TARGET = {"weight": jax.ShapeDtypeStruct((3, 2), jnp.float32, sharding=STATE["weight"].sharding)}
@@ -24,7 +25,7 @@ NAMES = (
 )
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(NAMES)
 @example(b"sweep[lr=1e-3]")
 @example(b"back\\slash \xff**")
@@ -50,6 +51,14 @@ def test_a_url_is_refused(url, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="remote folders are not supported yet: mount"):
         Checkpoints(url)
     assert not os.listdir(tmp_path)
+
+
+def test_a_folder_that_begins_like_a_url_holds_metrics(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with MetricsLog("gs:run", None) as log:
+        log.write(1, {"loss": 3.0})
+    assert sorted(os.listdir("gs:run")) == ["metrics.jsonl", "tensorboard"]
+    assert len(os.listdir("gs:run/tensorboard")) == 1
 
 
 @pytest.mark.parametrize("name", ["gs:", "a:b/c", "run:/checkpoints", Path("run:/checkpoints")])

@@ -81,10 +81,11 @@ class WorkdirLock:
         self._mutex = threading.Lock()
         self._closed = threading.Event()
         self._other: Owner | None = None  # who has taken the lock from this run
+        self._made: list[Path] = []
         if not enabled:
             return
-        self._made = _absent(workdir)
         try:
+            self._made = _absent(workdir)
             taken = None
             while taken is None:
                 wait_for_lock(workdir, abandoned_seconds=abandoned_seconds)
@@ -176,16 +177,15 @@ def wait_for_lock(
             continue
         lives = held.by_kernel or (first is not None and held.content != first)
         if lives and now - begun >= seconds:
-            whose = f"the run of {held.owner}" if held.owner else "a run that has just begun"
             raise ConfigError(
-                f"{workdir} is in use by {whose}: one run at a time; end that one or use another "
+                f"{workdir} is in use by {held}: one run at a time; end that one or use another "
                 "workdir"
             )
         if first is None:
             first = held.content
             limit = max(seconds, 0.0 if lives else abandoned_seconds)
             print(
-                f"{workdir} is locked by {held.owner}: waiting, for {limit:g} s at most",
+                f"{workdir} is locked by {held}: waiting, for {limit:g} s at most",
                 file=sys.stderr,
                 flush=True,
             )
@@ -199,6 +199,9 @@ class _Held:
     content: bytes
     owner: Owner | None
     by_kernel: bool
+
+    def __str__(self) -> str:
+        return f"the run of {self.owner}" if self.owner else "a run that has just begun"
 
 
 def _held(file: Path) -> _Held | None:

@@ -139,7 +139,7 @@ def test_a_lock_of_another_host_that_is_not_renewed_is_taken(elsewhere, capsys):
         assert json.loads((elsewhere / "lock").read_text())["pid"] == os.getpid()
         taken.check()
     os.close(asleep)
-    assert "is locked by ada (pid 7 on far" in capsys.readouterr().err
+    assert "is locked by the run of ada (pid 7 on far" in capsys.readouterr().err
 
 
 def test_a_start_may_wait_for_the_end_of_another_run(tmp_path):
