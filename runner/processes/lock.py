@@ -98,15 +98,15 @@ class WorkdirLock:
             self._remove_made()
             raise
         self._descriptor, self._owner = taken
-        self._renewed_at = _seconds_awake_or_not()
+        self._looked_at = _seconds_awake_or_not()
         threading.Thread(target=self._keep, name="lock", daemon=True).start()
 
     def check(self) -> None:
         """Raises WorkdirTaken if another run holds the lock now; costs nothing as a rule."""
         if not self._enabled:
             return
-        if _seconds_awake_or_not() - self._renewed_at > 2 * RENEW_SECONDS:
-            self._renew()  # this process, or its host, has been asleep
+        if _seconds_awake_or_not() - self._looked_at > 2 * RENEW_SECONDS:
+            self._look()  # this process, or its host, has been asleep
         if self._other is not None:
             raise WorkdirTaken(
                 f"{self._other} has taken over {self._file.parent}, since nothing was heard of "
@@ -120,30 +120,32 @@ class WorkdirLock:
         """Gives the lock back; if another has it, raises WorkdirTaken whatever else went wrong."""
         if not self._enabled:
             return
-        with self._mutex:
-            self._closed.set()
-            with contextlib.suppress(OSError):
-                if _is_at(self._descriptor, self._file):
-                    self._file.unlink()
-            os.close(self._descriptor)
-        self._remove_made()
-        self.check()
+        try:
+            self.check()
+        finally:
+            with self._mutex:
+                self._closed.set()
+                with contextlib.suppress(OSError):
+                    if _is_at(self._descriptor, self._file):
+                        self._file.unlink()
+                os.close(self._descriptor)
+            self._remove_made()
 
     def _keep(self) -> None:
-        while not self._closed.wait(RENEW_SECONDS):
-            self._renew()
+        while not self._closed.wait(RENEW_SECONDS) and self._other is None:
+            self._look()
+            with self._mutex, contextlib.suppress(OSError):
+                if self._other is None and not self._closed.is_set():
+                    _write(self._descriptor, self._owner)
 
-    def _renew(self) -> None:
-        """Renews the content of the file, or finds that it is another run's."""
-        with self._mutex, contextlib.suppress(OSError):
-            if self._closed.is_set():
-                return
+    def _look(self) -> None:
+        """Sees whose lock it is; where that cannot be read now, the next look may show it."""
+        with contextlib.suppress(OSError):
             found = _owner(self._file.read_bytes())
-            if found is not None and found.start != self._owner.start:
+            if found is None or found.start == self._owner.start:
+                self._looked_at = _seconds_awake_or_not()
+            else:
                 self._other = found
-                return
-            _write(self._descriptor, self._owner)
-            self._renewed_at = _seconds_awake_or_not()
 
     def _remove_made(self) -> None:
         """Removes the folders that were made for the lock, unless something lies in them now."""
