@@ -25,7 +25,8 @@ class TensorBoard:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Files are named by the second: a run resumed within one would overwrite its own.
-            self._events = EventsWriter(str(folder / "events"), f".{first_step}")
+            # The absolute path: a relative one such as gs:run would be taken for a bucket.
+            self._events = EventsWriter(str(folder.absolute() / "events"), f".{first_step}")
         except OSError:
             return
         self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))

@@ -25,9 +25,10 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 import runner
 from runner.command_line.command import DEBUG, commands, first_lines, listed, run
 from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
-from runner.command_line.errors import ConfigError
+from runner.command_line.errors import user_errors
 from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.command_line.paths import check_can_be_made
+from runner.command_line.workdir import chosen_workdir
 from runner.config import configs
 from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
 from runner.jax_settings.xla_flags import (
@@ -42,6 +43,7 @@ from runner.processes.joining import (
     leave,
     reached_stop,
 )
+from runner.processes.lock import wait_for_lock
 from runner.processes.stopping import StopSignals
 from runner.processes.supervisor import Connection, supervise
 from runner.training.options import Options
@@ -49,6 +51,12 @@ from runner.watch.profiling import steps_range
 from runner.watch.watchdog import Limits
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
+_ALLOW_OTHER_FILES = flags.DEFINE_bool(
+    "allow_other_files", False, "use a workdir that holds other files and no run"
+)
+_LOCK_SECONDS = flags.DEFINE_float(
+    "lock_seconds", 0.0, "wait so long for the end of another run in the workdir", lower_bound=0
+)
 _PROFILE = flags.DEFINE_string(
     "profile", None, "steps to trace into workdir/profile for Perfetto: 10:12"
 )
@@ -134,14 +142,15 @@ def _supervise_or_train(
     arguments: Sequence[str], processes: Processes, supervisor: Connection | None
 ) -> int:
     check_chosen(arguments, "experiments/quickstart")
-    if not _WORKDIR.value:
-        raise ConfigError("give --workdir, the folder for everything that the run writes")
-    workdir = Path(_WORKDIR.value)
-    check_can_be_made(workdir)
+    workdir = chosen_workdir(_WORKDIR.value, _ALLOW_OTHER_FILES.value)
     if _SAVE_COMPILED.value:
         check_can_be_made(Path(_SAVE_COMPILED.value))
     profile = steps_range(_PROFILE.value) if _PROFILE.value else None
     processes.check()
+    if supervisor is None:
+        # Once more when the run begins; here nothing has been loaded, joined or written.
+        with user_errors():
+            wait_for_lock(workdir, _LOCK_SECONDS.value)
     if supervisor is None and processes.may_be_several():
         return supervise(
             workdir,

@@ -6,7 +6,7 @@
     python -m runner.checkpoint prune WORKDIR --keep=2   removes all but the newest two
 
 --step   verify or show this one only
-WORKDIR is the folder of a run or of its checkpoints. Remove nothing while the run goes on.
+WORKDIR is the folder of a run or of its checkpoints. While the run goes on, `prune` is refused.
 """
 
 import json
@@ -20,11 +20,13 @@ from absl import flags
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, folders
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
+from lmlib.local_folder import local_folder
 from lmlib.quantities import bytes_text, duration_text
 from lmlib.table import columns
 from runner.command_line.command import run
 from runner.command_line.errors import ConfigError, did_you_mean, user_errors
 from runner.processes.endings import FINISHED
+from runner.processes.lock import WorkdirLock
 
 DAMAGED = 1  # exit status of verify
 
@@ -110,13 +112,18 @@ def _show(checkpoints: Checkpoints, directory: Path) -> int:
 def _prune(checkpoints: Checkpoints, directory: Path) -> int:
     if _KEEP.value is None:
         raise ConfigError("give --keep, how many of the newest checkpoints stay")
+    with WorkdirLock(directory.parent if directory.name == "checkpoints" else directory):
+        return _remove_all_but(_KEEP.value, checkpoints, directory)
+
+
+def _remove_all_but(keep: int, checkpoints: Checkpoints, directory: Path) -> int:
     steps = checkpoints.steps()
-    kept, rest = steps[-_KEEP.value :], steps[: -_KEEP.value]
+    kept, rest = steps[-keep:], steps[:-keep]
     sound = checkpoints.newest_sound() if rest else None
     if sound in rest:
         enough = len(steps) - steps.index(sound)
         raise ConfigError(
-            f"step {sound} is the newest sound checkpoint, and --keep={_KEEP.value} would remove "
+            f"step {sound} is the newest sound checkpoint, and --keep={keep} would remove "
             f"it: all newer ones are damaged; keep at least {enough}"
         )
     for folder in [directory / str(step) for step in rest] + folders.set_aside_in(directory):
@@ -133,7 +140,9 @@ def _parse(arguments: Sequence[str]) -> tuple[str, Path]:
     """The command, and the folder of checkpoints."""
     if len(arguments) != 2:
         raise ConfigError("give a command and a workdir, as in: list WORKDIR; see --help")
-    command, workdir = arguments[0], Path(arguments[1])
+    command = arguments[0]
+    with user_errors():
+        workdir = local_folder(arguments[1])
     if command not in _COMMANDS:
         raise ConfigError(f"unknown command {command!r}. {did_you_mean(command, _COMMANDS)}")
     for directory in (workdir / "checkpoints", workdir):

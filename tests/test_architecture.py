@@ -22,11 +22,12 @@ MAY_IMPORT = {
     "runner": {"lmlib"},  # experiments by name only, never by an import statement
     "experiments": {"lmlib", "data_tools"},
     "benchmarks": {"lmlib", "experiments", "runner", "data_tools"},
-    "data_tools": {"lmlib.data"},
+    "data_tools": {"lmlib.data", "lmlib.local_folder"},
     "lmlib": {"lmlib"},  # lmlib/__init__.py itself
+    "lmlib.local_folder": set(),
     "lmlib.whole_file": set(),
     "lmlib.data": {"lmlib.whole_file"},
-    "lmlib.checkpoint": {"lmlib.whole_file"},
+    "lmlib.checkpoint": {"lmlib.local_folder", "lmlib.whole_file"},
     "lmlib.hardware": set(),
     "lmlib.quantities": set(),
     "lmlib.table": set(),

@@ -17,6 +17,7 @@ from data_tools import command_line
 from data_tools.command_line import ProgressLines
 from data_tools.convert import ConvertedSplit, to_lmlib, to_seqax
 from data_tools.tokenizer import load_tokenizer
+from lmlib.local_folder import local_folder
 
 _TO = flags.DEFINE_enum("to", None, ["lmlib", "seqax"], "The format to write.", required=True)
 _TOKENIZER = flags.DEFINE_string(
@@ -31,7 +32,8 @@ def convert(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
     if len(arguments) != 2:
         raise ValueError("give the folder to convert and a new one; see --help")
-    for split in _convert(Path(arguments[0]), Path(arguments[1])):
+    source, out = map(local_folder, arguments)
+    for split in _convert(source, out):
         print(_summary(split))
     return 0
 

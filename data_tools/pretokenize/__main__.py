@@ -29,6 +29,7 @@ from data_tools.pretokenize.split import pretokenize
 from data_tools.rows import RowSource, TextField, row_source
 from data_tools.tokenizer import Tokenizer, load_tokenizer
 from lmlib.data import ShardMetadata, SplitMetadata
+from lmlib.local_folder import local_folder
 
 _DATASET = flags.DEFINE_list(
     "dataset",
@@ -159,6 +160,7 @@ def make_split(arguments: Sequence[str]) -> int:
     try:
         if arguments:
             raise ValueError(f"unexpected argument {arguments[0]!r}: settings are --name=value")
+        local_folder(_OUT.value)
         source = row_source(
             _DATASET.value,
             name=_NAME.value,

@@ -35,6 +35,7 @@ from lmlib.checkpoint.manifest import (
 from lmlib.checkpoint.processes import agreed, barrier, orbax_barrier
 from lmlib.checkpoint.reading import read_arrays
 from lmlib.checkpoint.retention import Retention
+from lmlib.local_folder import local_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +84,10 @@ class Checkpoints:
           save_seconds: limit of a save, and of the processes' wait for each other in it.
 
         Raises:
-          ValueError: if a number is out of range.
+          ValueError: if a number is out of range, or the directory is a URL.
           OSError: if the directory cannot be made or read, naming it and the cause.
         """
-        self._directory = Path(directory).absolute()
+        self._directory = local_folder(directory).absolute()
         self._retention = Retention(keep, keep_every, keep_best)
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None  # the step that was begun last
@@ -391,7 +392,7 @@ class Checkpoints:
                 raise
 
 
-class _Manager(ocp.CheckpointManager):
+class _Manager(orbax_internals.ManagerInAnyFolder):
     def reached_preemption(self, step: int) -> bool:
         """Never: Orbax would ask JAX after each save. A run that stops on signals asks JAX itself,
         after each step, and JAX must not be asked about earlier steps in between."""

@@ -4,11 +4,17 @@ Names of files and folders, and texts of log lines and errors. tests/test_orbax_
 real saves and fails where a new version of theirs has changed one.
 """
 
+import contextlib
 import logging
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # ending of the folder of a step that is being saved
 STEP_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the manifest
@@ -16,9 +22,28 @@ STEP_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the
 LAYOUTS = "array_metadatas"
 STATE_FILES = ("_METADATA", "_sharding", "commit_success.txt", f"{LAYOUTS}/")
 
+# Orbax finds files by patterns, TensorStore takes a backslash for a slash, and both want UTF-8.
+_MISREAD = re.compile(r"[*?\[\\\ud800-\udfff]")
 _NO_OCDBT = "merge of OCDBT"
 _CLOSED = "Event loop is closed"
 _ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
+
+
+class ManagerInAnyFolder(ocp.CheckpointManager):
+    """Orbax's manager, in a directory whose path may hold any character."""
+
+    def __init__(self, directory: Path, **settings: Any):
+        """Takes what Orbax's takes; `directory` exists."""
+        self._opened = contextlib.ExitStack()
+        if _MISREAD.search(str(directory)):
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            self._opened.callback(os.close, descriptor)
+            directory = Path(f"/proc/self/fd/{descriptor}")
+        super().__init__(directory, **settings)
+
+    def close(self) -> None:
+        with self._opened:
+            super().close()
 
 
 def tensorstore_error_number(text: str) -> int | None:

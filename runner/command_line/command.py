@@ -12,13 +12,19 @@ from typing import NoReturn
 from absl import app, flags, logging
 
 from lmlib.data.token_arrays import DamagedDataError
-from runner.command_line.errors import ConfigError, StoppedEarly, TrainingStopped, in_words
+from runner.command_line.errors import (
+    ConfigError,
+    StoppedEarly,
+    TrainingStopped,
+    WorkdirTaken,
+    in_words,
+)
 from runner.processes.endings import FAILED, FINISHED, MISTAKE, STOPPED
 
 DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
 
 # Their messages say all that a user needs: what, where, and what to do.
-_TOLD = (ConfigError, TrainingStopped, OSError, DamagedDataError)
+_TOLD = (ConfigError, TrainingStopped, WorkdirTaken, OSError, DamagedDataError)
 _HELP = {"--help", "-help", "-h", "--helpshort"}
 
 

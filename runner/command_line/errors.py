@@ -17,6 +17,10 @@ class StoppedEarly(RuntimeError):
     """A signal asked the run to stop, and its checkpoint is whole; all processes find the same."""
 
 
+class WorkdirTaken(RuntimeError):
+    """Another run has taken this one for dead, and its workdir; process 0 alone finds it."""
+
+
 # What all processes of a run find alike.
 AGREED = (ConfigError, TrainingStopped, StoppedEarly)
 

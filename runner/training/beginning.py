@@ -13,6 +13,7 @@ from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from lmlib.data.resumable import Resumable
 from lmlib.data.stored_json import read_text
 from lmlib.experiment import Experiment
+from lmlib.local_folder import local_folder
 from runner.command_line.errors import ConfigError, in_words, user_errors
 from runner.config.text import changed_paths, difference, flattened
 from runner.training import data_probe
@@ -199,7 +200,9 @@ def _parse(init_from: str) -> tuple[Path, int | None]:
     run, at, step = init_from.rpartition("@")
     if not at or not step.isdecimal():
         run, step = init_from, ""
-    for folder in (Path(run) / "checkpoints", Path(run)):
+    with user_errors():
+        local = local_folder(run)
+    for folder in (local / "checkpoints", local):
         if folder.is_dir():
             return folder, int(step) if step else None
     raise ConfigError(f"--init_from={init_from}: {run} is no folder; write RUN or RUN@STEP")

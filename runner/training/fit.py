@@ -18,6 +18,7 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
 from lmlib.description import describe
 from lmlib.experiment import Experiment
+from lmlib.local_folder import local_folder
 from lmlib.metrics import MetricsLog, read_metrics
 from lmlib.parallel.layout import partition
 from lmlib.quantities import bytes_text, duration_text
@@ -33,6 +34,7 @@ from runner.processes.agreement import (
     require_same,
     require_same_workdir,
 )
+from runner.processes.lock import WorkdirLock
 from runner.training.beginning import Beginning, begin, check_config
 from runner.training.captures import Captures
 from runner.training.compiled_step import (
@@ -96,17 +98,18 @@ def fit(
 
     Raises:
       ConfigError: if the parts of the experiment do not fit each other, or the checkpoint does not
-        fit them; before anything compiles.
+        fit them, or if another run goes on in `workdir`; before anything compiles.
       TrainingStopped: if updates or saves fail one after the other.
+      WorkdirTaken: if a run of another host has taken this one for dead.
       StoppedEarly: if `options.stop` said so.
     """
     keep_compiled_programs()
     options = options or Options()
     phases = Phases(time.time() if options.started is None else options.started)
-    workdir = Path(workdir)
-    check_can_be_made(workdir)
     primary = jax.process_index() == 0
-    with agreed():
+    with agreed(), user_errors():
+        workdir = local_folder(workdir)
+        check_can_be_made(workdir)
         start = Start(cfg, workdir, options.experiment_file)
     require_same({"the code": start.code, "the software": start.versions})
     with agreed(), user_errors():
@@ -114,20 +117,22 @@ def fit(
         experiment.check()
     config = dict(line.partition(" = ")[::2] for line in flattened(cfg).splitlines())
     require_same({"the config": config, "the command": options.of_the_command()})
-    require_same_workdir(workdir)
     shown = primary if options.reports is None else options.reports
-    with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress:
+    with agreed():
+        lock = WorkdirLock(workdir, enabled=primary)
+    with lock, Progress(experiment.steps, stream=sys.stderr if shown else None) as progress:
+        require_same_workdir(workdir)
         with agreed():
             check_config(cfg, workdir, options.allowed_changes, progress)
         if changes := start.changes():
             progress.message(f"the code has changed since this run was last trained: {changes}")
-        run = _Run(cfg, experiment, start, workdir, options, progress, phases, primary)
+        run = _Run(cfg, experiment, start, workdir, options, progress, phases, lock, primary)
         run.announce()
         beginning = begin(experiment, workdir / "checkpoints", options, progress, phases)
         with agreed():
             run.check_compiled(beginning.state)
         phases.enter(Phase.STARTUP)
-        # Before this line, and whatever the user's mistake, nothing is written.
+        # Before this line, and whatever the user's mistake, nothing is written that stays.
         with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
             checkpoints.set_aside(beginning.damaged)
             if primary:
@@ -156,6 +161,7 @@ class _Run:
     options: Options
     progress: Progress
     phases: Phases
+    lock: WorkdirLock
     primary: bool
 
     @functools.cached_property
@@ -225,6 +231,7 @@ class _Run:
                 captures=Captures(experiment, workdir, saver, origin),
                 profiler=profiler,
                 phases=self.phases,
+                lock=self.lock,
                 first=beginning.step + 1,
                 begun=self.start.record if self.primary else lambda step: None,
                 repeated=repeated,
@@ -257,6 +264,7 @@ class _Run:
             raise ConfigError(f"{self.workdir} has a finished checkpoint but no metrics.jsonl")
         summary = summarise(self.experiment, state, totals, self.validation)
         summary = dataclasses.replace(summary, goodput=goodput.total())
+        self.lock.check()
         if self.primary:
             summary.save(self.workdir)
         try:

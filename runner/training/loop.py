@@ -10,6 +10,7 @@ from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Experiment
 from runner.command_line.errors import StoppedEarly
+from runner.processes.lock import WorkdirLock
 from runner.training.captures import Captures
 from runner.training.divergence import stop_if_diverged
 from runner.training.recorder import Line, Recorder
@@ -57,6 +58,7 @@ class Loop:
     captures: Captures
     profiler: Profiler
     phases: Phases
+    lock: WorkdirLock
     first: int
     begun: Callable[[int], None]
     repeated: int
@@ -69,6 +71,7 @@ class Loop:
         Raises:
           StoppedEarly: if `stop` says so; the checkpoint of that step is whole.
           TrainingStopped: if updates or saves fail one after the other.
+          WorkdirTaken: if another run has taken this one for dead.
         """
         experiment = self.experiment
         unread: _Dispatched | None = None
@@ -136,6 +139,7 @@ class Loop:
 
     def _finish(self, line: Line, batch: Batch, newest: train.State) -> None:
         """Writes the line of a step and acts on what it says; `newest` may be a step later."""
+        self.lock.check()
         if line["step"] == self.first:
             self.begun(self.first)
             self.recorder.message(f"first step after {self.phases.text()}")

@@ -15,6 +15,7 @@ from typing import Any
 from lmlib.quantities import duration_text
 from lmlib.table import columns
 from lmlib.whole_file import write_whole
+from runner.command_line.errors import WorkdirTaken
 from runner.watch.phases import Phase, Phases
 
 FILE_NAME = "goodput.json"
@@ -103,8 +104,9 @@ class GoodputLog:
     def __enter__(self) -> "GoodputLog":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.write()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not WorkdirTaken:
+            self.write()
 
     def _start(self) -> Start:
         seconds = {str(phase): value for phase, value in self._phases.seconds().items()}

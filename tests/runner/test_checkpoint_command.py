@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from lmlib.checkpoint import Checkpoints
+from runner.processes.lock import WorkdirLock
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,6 +79,17 @@ def test_verify_and_prune(workdir):
     assert status == 0
     assert output.splitlines() == [f"removed {workdir}/checkpoints/1000", "kept 2,000, 3,000"]
     assert sorted(entry.name for entry in (workdir / "checkpoints").iterdir()) == ["2000", "3000"]
+
+
+@pytest.mark.slow
+def test_beside_a_run_checkpoints_are_shown_and_not_removed(workdir):
+    with WorkdirLock(workdir):
+        assert command("list", workdir)[0] == command("verify", workdir)[0] == 0
+        for folder in (workdir, workdir / "checkpoints"):
+            status, _, errors = command("prune", folder, "--keep=1")
+            assert status == 2
+            assert f"{workdir} is in use by the run of" in errors
+    assert len(list((workdir / "checkpoints").iterdir())) == 3
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,20 @@ def test_every_process_keeps_a_log(runs, folder):
 
 @pytest.fixture(scope="module")
 def killed(folder):
-    """A run of two processes whose second is killed, its exit codes and its workdir."""
+    """A run of two processes whose second is killed, its exit codes and its workdir.
+
+    Before that it is started a second time.
+    """
     workdir = folder / "workdir_killed"
     run = SeveralProcesses(2, workdir, folder / "outputs_killed", devices=4)
     try:
         run.wait_for_lines(workdir, 7)
+        second = Run(2, workdir, folder / "outputs_second")
+        assert second.exit_codes() == [MISTAKE, MISTAKE], second.everything()
+        for process in range(2):
+            assert f"error: {workdir} is in use by the run of " in second.output(process)
+            log = (workdir / "logs" / f"process_{process:05}.log").read_text()
+            assert log.count("=== process ") == 1
         run.running[1].send_signal(signal.SIGKILL)
     except BaseException:
         run.end()

@@ -22,7 +22,7 @@ from fault_injection.moments import (
     Moment,
 )
 
-FINISHED, FAILED = 0, 1
+FINISHED, FAILED, MISTAKE = 0, 1, 2
 PEER_ENDED = 3  # the exit code of a process that another one left alone
 REQUEUE = 75  # that of a run that a signal stopped, its checkpoint whole
 
@@ -194,6 +194,28 @@ def disk_full_for_good(name: str, weight: float, size: Callable[[Job], int]) -> 
     return Fault(f"disk full for {name}", weight, strike)
 
 
+def started_twice(name: str, weight: float) -> Fault:
+    """The same command beside a run that goes on: it is refused, and disturbs nothing."""
+
+    def strike(job: Job, random: Random) -> Struck:
+        expected, attempt = job.newest_checkpoint(), job.start()
+        if not random.choice((RESTORING, LOADING, STEPPING)).wait(attempt, random):
+            return Struck(attempt, expected, happened=False)
+        second = job.start(beside_another=True)
+        codes = second.exit_codes()
+        happened = not attempt.ended  # else the second has rightly gone on
+        problems = []
+        if happened and set(codes) != {MISTAKE}:
+            problems.append(f"the second start ended with {codes}, and not {MISTAKE}")
+        if happened and not _lines_with(second, "error: ", str(job.workdir), "is in use by"):
+            problems.append("the second start did not say that a run goes on there")
+        attempt.kill()
+        problems += _of_early_end(attempt)
+        return Struck(attempt, expected, happened, tuple(problems))
+
+    return Fault(name, weight, strike)
+
+
 def one_killed(process: int) -> Fault:
     """SIGKILL to one process of two: the other ends, with a code that says why."""
 
@@ -214,8 +236,8 @@ def one_killed(process: int) -> Fault:
 
 def _of_early_end(attempt: Attempt) -> list[str]:
     """What is wrong with a run that should have gone on until it was killed."""
-    (code,) = attempt.exit_codes()
-    return [] if code in (-signal.SIGKILL, FINISHED) else [f"it ended with code {code}"]
+    right = (-signal.SIGKILL, FINISHED)
+    return [f"it ended with code {code}" for code in attempt.exit_codes() if code not in right]
 
 
 def _lines_with(attempt: Attempt, *texts: str) -> list[str]:
@@ -251,6 +273,7 @@ OF_ONE_PROCESS = (
     damaged("a file deleted", 3, damage.delete),
     damaged("the manifest deleted", 2, damage.delete_the_manifest),
     damaged("a stray file", 2, damage.add_a_stray_file),
+    started_twice("a second start", 4),
     left_behind("half a line in metrics.jsonl", 2, damage.cut_the_last_line),
     left_behind("tensorboard/ deleted", 2, damage.delete_tensorboard),
     left_behind("half of a new config.json", 2, damage.leave_half_a_config),
@@ -258,7 +281,7 @@ OF_ONE_PROCESS = (
     disk_full_for_good("checkpoints", 3, lambda job: LESS_THAN_A_WEIGHT),
     disk_full_for_good("metrics.jsonl", 2, _metrics_size),
 )
-OF_TWO_PROCESSES = (one_killed(0), one_killed(1))
+OF_TWO_PROCESSES = (one_killed(0), one_killed(1), started_twice("a second start of 2", 1))
 
 
 def draw(faults: tuple[Fault, ...], job: Job, random: Random) -> Iterator[Fault]:

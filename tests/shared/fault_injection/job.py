@@ -143,9 +143,10 @@ class Job:
     def checkpoints(self) -> Path:
         return self.workdir / "checkpoints"
 
-    def start(self) -> Attempt:
-        """Starts the run, or goes on with it."""
-        self._restore_programs()
+    def start(self, *, beside_another: bool = False) -> Attempt:
+        """Starts the run, or goes on with it; `beside_another` attempt that may still run."""
+        if not beside_another:
+            self._restore_programs()
         number = sum(1 for _ in self.scratch.glob(f"{self.name}.*.output.0"))
         files = [
             self.scratch / f"{self.name}.{number}.output.{process}"

@@ -1,0 +1,38 @@
+"""The folder that --workdir names: of a run, or free for one."""
+
+from pathlib import Path
+
+from lmlib.local_folder import local_folder
+from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.paths import check_can_be_made
+
+# What shows that a run was begun there. Others of its files could be anybody's.
+_OF_A_RUN = {"config.txt", "checkpoints", "lock", "logs", "run.log"}
+
+
+def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
+    """The folder, which is perhaps not there yet.
+
+    Raises:
+      ConfigError: if none is named, if it is a URL or a file, or if it holds other files and no
+        run, unless `allow_other_files`.
+    """
+    if not path:
+        raise ConfigError("give --workdir, the folder for everything that the run writes")
+    with user_errors():
+        workdir = local_folder(path)
+        check_can_be_made(workdir)
+        if not workdir.exists():
+            return workdir
+        if not workdir.is_dir():
+            raise ConfigError(f"--workdir={workdir} is a file; name a folder")
+        names = sorted(entry.name for entry in workdir.iterdir())
+    # Hidden files are not looked at: file browsers, file servers and notebooks leave some.
+    shown = [name for name in names if not name.startswith(".") and name != "lost+found"]
+    if shown and _OF_A_RUN.isdisjoint(shown) and not allow_other_files:
+        listed = ", ".join(shown[:3]) + (f" and {len(shown) - 3:,} more" if len(shown) > 3 else "")
+        raise ConfigError(
+            f"--workdir={workdir} holds {listed}, and no run: use another folder, or give "
+            "--allow_other_files to have the run there all the same"
+        )
+    return workdir

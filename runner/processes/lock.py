@@ -1,0 +1,333 @@
+"""One run at a time in a workdir: process 0 holds `workdir/lock` while its run lasts.
+
+The kernel locks the file (`flock`), and unlocks it however its owner ends. Where that lock does not
+reach, on another host say, the file's content does: the owner renews it every ten seconds, and what
+has not changed for a minute, on the clock of the process that looks, is a dead run's.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import getpass
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from runner.command_line.errors import ConfigError, WorkdirTaken
+
+FILE_NAME = "lock"
+RENEW_SECONDS = 10.0
+ABANDONED_SECONDS = 60.0
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """Who holds a lock.
+
+    Attributes:
+      since: when the run was started.
+      start: a random text, another one for each start.
+      kernel: which kernel it runs on, from one boot to the next.
+      device: the number that this kernel has given to the file system.
+      locked: whether the file system knows locks.
+    """
+
+    user: str
+    host: str
+    pid: int
+    since: str
+    start: str
+    kernel: str
+    device: int
+    locked: bool
+
+    def __str__(self) -> str:
+        return f"{self.user} (pid {self.pid} on {self.host}, since {self.since})"
+
+
+class WorkdirLock:
+    """Holds the lock of a workdir while the block runs.
+
+    with WorkdirLock(workdir) as lock:
+        lock.check()  # before a write
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        *,
+        enabled: bool = True,
+        abandoned_seconds: float = ABANDONED_SECONDS,
+    ):
+        """Takes the lock, and makes the folder if it is absent.
+
+        Args:
+          enabled: False on all processes of a run but one; then nothing is read or written.
+          abandoned_seconds: for how long a lock is watched whose owner cannot be asked for.
+
+        Raises:
+          ConfigError: if another run goes on there, and whose; or if the folder cannot be written.
+        """
+        self._file = workdir / FILE_NAME
+        self._enabled = enabled
+        self._mutex = threading.Lock()
+        self._closed = threading.Event()
+        self._other: Owner | None = None  # who has taken the lock from this run
+        self._made: list[Path] = []
+        if not enabled:
+            return
+        try:
+            self._made = _absent(workdir)
+            taken = None
+            while taken is None:
+                wait_for_lock(workdir, abandoned_seconds=abandoned_seconds)
+                workdir.mkdir(parents=True, exist_ok=True)
+                taken = _take(self._file)
+        except OSError as error:
+            self._remove_made()
+            raise ConfigError(f"cannot write {self._file}: {error.strerror}") from error
+        except ConfigError:
+            self._remove_made()
+            raise
+        self._descriptor, self._owner = taken
+        self._looked_at = _seconds_awake_or_not()
+        threading.Thread(target=self._keep, name="lock", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises WorkdirTaken if another run holds the lock now; costs nothing as a rule."""
+        if not self._enabled:
+            return
+        if _seconds_awake_or_not() - self._looked_at > 2 * RENEW_SECONDS:
+            self._look()  # this process, or its host, has been asleep
+        if self._other is not None:
+            raise WorkdirTaken(
+                f"{self._other} has taken over {self._file.parent}, since nothing was heard of "
+                f"this process for {ABANDONED_SECONDS:g} s; it ends, and writes nothing more"
+            )
+
+    def __enter__(self) -> "WorkdirLock":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Gives the lock back; if another has it, raises WorkdirTaken whatever else went wrong."""
+        if not self._enabled:
+            return
+        try:
+            self.check()
+        finally:
+            with self._mutex:
+                self._closed.set()
+                with contextlib.suppress(OSError):
+                    if _is_at(self._descriptor, self._file):
+                        self._file.unlink()
+                os.close(self._descriptor)
+            self._remove_made()
+
+    def _keep(self) -> None:
+        while not self._closed.wait(RENEW_SECONDS) and self._other is None:
+            self._look()
+            with self._mutex, contextlib.suppress(OSError):
+                if self._other is None and not self._closed.is_set():
+                    _write(self._descriptor, self._owner)
+
+    def _look(self) -> None:
+        """Sees whose lock it is; where that cannot be read now, the next look may show it."""
+        with contextlib.suppress(OSError):
+            found = _owner(self._file.read_bytes())
+            if found is None or found.start == self._owner.start:
+                self._looked_at = _seconds_awake_or_not()
+            else:
+                self._other = found
+
+    def _remove_made(self) -> None:
+        """Removes the folders that were made for the lock, unless something lies in them now."""
+        with contextlib.suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
+
+
+def wait_for_lock(
+    workdir: Path, seconds: float = 0.0, abandoned_seconds: float = ABANDONED_SECONDS
+) -> None:
+    """Returns when no run goes on in `workdir`; of what lies there only a dead run's lock goes.
+
+    Args:
+      seconds: how long to wait for the end of a run. A lock whose owner cannot be asked for, since
+        it is of another host, is watched for `abandoned_seconds` in any case.
+
+    Raises:
+      ConfigError: if a run still goes on, and whose it is.
+    """
+    file = workdir / FILE_NAME
+    begun = time.monotonic()
+    first: bytes | None = None
+    seen, seen_at = b"", begun
+    while (held := _held(file)) is not None:
+        now = time.monotonic()
+        if held.content != seen:
+            seen, seen_at = held.content, now
+        if not held.by_kernel and now - seen_at >= abandoned_seconds:
+            _remove(file, held.content)
+            continue
+        lives = held.by_kernel or (first is not None and held.content != first)
+        if lives and now - begun >= seconds:
+            raise ConfigError(
+                f"{workdir} is in use by {held}: one run at a time; end that one or use another "
+                "workdir"
+            )
+        if first is None:
+            first = held.content
+            limit = max(seconds, 0.0 if lives else abandoned_seconds)
+            print(
+                f"{workdir} is locked by {held}: waiting, for {limit:g} s at most",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(min(1.0, abandoned_seconds / 10))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A lock that another process may hold; `by_kernel` if it certainly does."""
+
+    content: bytes
+    owner: Owner | None
+    by_kernel: bool
+
+    def __str__(self) -> str:
+        return f"the run of {self.owner}" if self.owner else "a run that has just begun"
+
+
+def _held(file: Path) -> _Held | None:
+    """The lock, unless it is absent or of a process that is certainly dead."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return _held_at(descriptor, _flock(descriptor, fcntl.LOCK_SH))
+    finally:
+        os.close(descriptor)
+
+
+def _held_at(descriptor: int, locked: bool | None) -> _Held | None:
+    content = os.pread(descriptor, 1 << 16, 0)
+    owner = _owner(content)
+    if locked is False:
+        return _Held(content, owner, by_kernel=True)
+    if owner is None:
+        return None
+    here = (_kernel(), os.fstat(descriptor).st_dev)
+    dead = locked and owner.locked and (owner.kernel, owner.device) == here
+    return None if dead else _Held(content, owner, by_kernel=False)
+
+
+def _take(file: Path) -> tuple[int, Owner] | None:
+    """The file, open and locked, and what was written into it; `None` if another was faster."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        locked = _flock(descriptor, fcntl.LOCK_EX)
+        faster = locked is False or not _is_at(descriptor, file)
+        if not faster and _held_at(descriptor, locked) is None:
+            owner = _this_process(os.fstat(descriptor).st_dev, locked is True)
+            _write(descriptor, owner)
+            kept, descriptor = descriptor, -1
+            return kept, owner
+        return None
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _flock(descriptor: int, kind: int) -> bool | None:
+    """Whether the lock was to be had; `None` where there are no locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    """Whether `file` is still the one that is open: a dead run's is removed, and made anew."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(file: Path, content: bytes) -> None:
+    """Removes the file, never to be written again by its owner, unless its content has changed.
+
+    Removed rather than written: what its owner, should it wake up, still writes is then lost.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if file.read_bytes() == content:
+            file.unlink()
+
+
+def _write(descriptor: int, owner: Owner) -> None:
+    """The content has always the same length, so that it is never read half old and half new."""
+    renewed = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+    fields = {**dataclasses.asdict(owner), "renewed": renewed}
+    written = json.dumps(fields, indent=1).encode() + b"\n"
+    os.pwrite(descriptor, written, 0)
+    os.ftruncate(descriptor, len(written))
+    os.fsync(descriptor)
+
+
+def _owner(content: bytes) -> Owner | None:
+    try:
+        fields: Any = json.loads(content)
+        return Owner(**{field.name: fields[field.name] for field in dataclasses.fields(Owner)})
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _this_process(device: int, locked: bool) -> Owner:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # some containers have users without names
+        user = f"user {os.getuid()}"
+    return Owner(
+        user=user,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        since=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        start=secrets.token_hex(8),
+        kernel=_kernel(),
+        device=device,
+        locked=locked,
+    )
+
+
+def _kernel() -> str:
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _seconds_awake_or_not() -> float:
+    """A clock that goes on while the machine is suspended, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _absent(folder: Path) -> list[Path]:
+    """Those of the folder and its parents that do not exist, innermost first."""
+    absent = []
+    for each in (folder, *folder.parents):
+        if each.exists():
+            break
+        absent.append(each)
+    return absent
