@@ -12,6 +12,7 @@ import numpy as np
 
 from data_tools.command_line import Progress, no_progress
 from data_tools.tokenizer import load_tokenizer
+from lmlib.data.data_path import data_path
 from lmlib.data.journal import read_journal
 from lmlib.data.metadata import (
     FILE_NAME,
@@ -35,8 +36,11 @@ BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
 def split_folders(path: Path) -> list[Path]:
     """The splits of the data set `path`, finished or not, or `path` alone if it is a split.
 
+    They are absolute, as `data_path` has them.
+
     Raises FileNotFoundError for a folder that is not there, ValueError if it is neither.
     """
+    path = data_path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no folder {path}")
     if not path.is_dir():
@@ -273,7 +277,12 @@ def _lengths(folder: Path, progress: Progress) -> Iterator[np.ndarray]:
     context, done = reading_context(), 0
     for shard in finished:
         metadata = read_shard(shard)
-        starts = StoredArray(shard / "document_starts", metadata.documents, context)
+        starts = StoredArray(
+            shard / "document_starts",
+            metadata.documents,
+            context,
+            digest=metadata.digests["document_starts"],
+        )
         pieces = (
             starts.read(first, min(first + BLOCK_LENGTH, starts.length)).result()
             for first in range(0, starts.length, BLOCK_LENGTH)

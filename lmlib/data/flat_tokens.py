@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lmlib.data.batch import Batch
+from lmlib.data.data_path import data_path
 from lmlib.data.metadata import (
     LARGEST_TOKENIZER,
     TOKENIZER_FILE,
@@ -76,7 +77,7 @@ class FlatTokens:
             raise ValueError(f"FlatTokens needs a seed in [0, 2**64) or None, not {seed}")
         self.batch_size = batch_size
         self.sequence_length = sequence_length
-        self._path = Path(path)
+        self._path = data_path(path)
         self._seed, self._epochs, self._packed = seed, epochs, packed
         self._reset_positions = reset_positions
         self._attend_across_documents = attend_across_documents
