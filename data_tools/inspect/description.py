@@ -51,7 +51,11 @@ def split_folders(path: Path) -> list[Path]:
         return [path]
     found = [entry for entry in sorted(path.iterdir()) if entry.is_dir() and _is_split(entry)]
     if not found:
-        raise ValueError(f"{path} is neither a data set of flat tokens nor a split of one")
+        raise ValueError(
+            f"{path} is neither a data set of flat tokens nor a split of one; if it holds text, "
+            f"pretokenize it first with python -m data_tools.pretokenize --dataset={path} "
+            "--tokenizer=… --out=…"
+        )
     return found
 
 

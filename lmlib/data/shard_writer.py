@@ -5,7 +5,9 @@ given the documents from `position` on again; the bytes on disk are then those o
 was never disturbed.
 """
 
+import contextlib
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -224,6 +226,13 @@ class ShardWriter:
         remove_leftovers(self.folder)
         self._lock.release()
         return metadata
+
+    def discard(self) -> None:
+        """Deletes the unfinished shard, and its split's folder if it holds no other."""
+        shutil.rmtree(self.folder)
+        with contextlib.suppress(OSError):
+            self.folder.parent.rmdir()
+        self._lock.release()
 
     def close(self) -> None:
         """Lets another writer go on with the shard."""
