@@ -18,6 +18,7 @@ from data_tools.pretokenize import pretokenize, pretokenize_shard
 from data_tools.pretokenize.report import SkippedRows
 from data_tools.rows import Files, TextField
 from data_tools.tokenizer import ByteTokenizer
+from data_tools.train_tokenizer import train_byte_level_bpe
 
 REPOSITORY = Path(__file__).parents[2]
 FILE_LENGTH = 32 * 1024  # tokens: a journal is written after each
@@ -27,7 +28,6 @@ import sys
 from data_tools.pretokenize import pretokenize
 from data_tools.rows import Files
 from data_tools.tokenizer import ByteTokenizer
-from data_tools.train_tokenizer import train_byte_level_bpe
 
 if __name__ == "__main__":
     source, out, workers = sys.argv[1:]
