@@ -21,7 +21,7 @@ from data_tools.encoders.byte_level import ByteLevelEncoder
 from data_tools.rows import RowSource, bad_row
 from data_tools.train_tokenizer import SPECIAL_TOKENS, Style, train_byte_level_bpe
 from data_tools.train_tokenizer.byte_level_bpe import STYLES
-from lmlib.whole_file import write_whole
+from lmlib.data.text import write_tokenizer
 
 _OUT = flags.DEFINE_string(
     "out", None, "A folder for tokenizer.json, or the file if it ends in .json.", required=True
@@ -64,8 +64,7 @@ def train(arguments: Sequence[str]) -> int:
         _SPECIAL_TOKENS.value or SPECIAL_TOKENS[style],
     )
     ByteLevelEncoder(tokenizer.tokenizer_json)  # raises if it could not be run fast
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, tokenizer.tokenizer_json)
+    write_tokenizer(file, tokenizer.tokenizer_json)
     rows = {
         "tokenizer": str(file),
         "vocabulary": f"{tokenizer.vocab_size:,}",
