@@ -12,7 +12,6 @@ import numpy as np
 
 from data_tools.command_line import Progress, no_progress
 from data_tools.tokenizer import load_tokenizer
-from lmlib.data.data_path import data_path
 from lmlib.data.journal import read_journal
 from lmlib.data.metadata import (
     FILE_NAME,
@@ -36,11 +35,8 @@ BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
 def split_folders(path: Path) -> list[Path]:
     """The splits of the data set `path`, finished or not, or `path` alone if it is a split.
 
-    They are absolute, as `data_path` has them.
-
     Raises FileNotFoundError for a folder that is not there, ValueError if it is neither.
     """
-    path = data_path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no folder {path}")
     if not path.is_dir():
