@@ -49,7 +49,6 @@ def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]
     unfinished shard counts as damage. seqax's format has no checksums: there it finds files that
     are missing, cannot be decompressed, or contradict each other.
     """
-    folder = data_path(folder)
     damages: list[Damage] = []
     if is_seqax_split(folder):
         _verify_seqax(folder, damages.append, progress)
@@ -64,7 +63,7 @@ def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]
     for metadata in shards:
         _Shard(folder / metadata.name, metadata, damages.append, values).verify()
     for tokenizer in {metadata.tokenizer for metadata in shards}:
-        _verify_tokenizer(folder.parent / TOKENIZER_FILE, tokenizer, damages.append)
+        _verify_tokenizer(data_path(folder).parent / TOKENIZER_FILE, tokenizer, damages.append)
     return damages
 
 
