@@ -89,7 +89,7 @@ def test_any_path_of_a_sound_data_set_is_read(split: Path, monkeypatch: pytest.M
     expected = FlatTokens(str(split.parent), "train", 2, 8).batch(3).tokens
     for path in ("../../data", "~/data", "../../link", "./../deep/../../data/", "~/a[b] %20#?é"):
         assert np.array_equal(FlatTokens(path, "train", 2, 8).batch(3).tokens, expected), path
-        assert verify_split(Path(path) / "train") == []
+        assert verify_split(Path(os.path.expanduser(path)) / "train") == []
 
 
 @pytest.mark.parametrize("name", ["a\\b", os.fsdecode(b"\xff"), "a.__lock"])
