@@ -19,6 +19,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from data_tools.encoders import Encoder
+from data_tools.held_out import Part
 from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField
 
 _QUEUED_BLOCKS = 3  # for each worker, so that it has work while others are waited for
@@ -33,6 +34,7 @@ class Recipe:
     eos_id: int | None
     vocab_size: int
     field: TextField
+    part: Part | None  # whose documents are kept; None: all
     gzip_baseline: bool  # whether to measure each text under gzip -9
 
 
@@ -71,6 +73,7 @@ class BlockEncoder:
         sizes: list[int] = []
         compressed: list[int] = []
         bad_rows: list[tuple[int, Row]] = []
+        part = self._recipe.part
         for row in block.rows(self._recipe.field):
             text, problem = row.text, row.problem
             if text is not None:
@@ -79,7 +82,10 @@ class BlockEncoder:
                 except ValueError as error:
                     text, problem = None, str(error)
             if text is None:
-                bad_rows.append((len(texts), Row(row.where, None, problem)))
+                if part is None or not part.held_out:  # so that it counts once
+                    bad_rows.append((len(texts), Row(row.where, None, problem)))
+                continue
+            if part is not None and not part.has(text):
                 continue
             texts.append(text)
             sizes.append(size)

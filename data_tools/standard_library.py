@@ -2,23 +2,24 @@
 
 import hashlib
 import os
-import shutil
 import sys
 import sysconfig
-import tempfile
 import time
 from pathlib import Path
 
+from data_tools.made_whole import made_whole, remove_unfinished
 from data_tools.pretokenize import pretokenize
 from data_tools.rows import Texts
-from data_tools.tokenizer import train_byte_level_bpe
+from data_tools.train_tokenizer import train_byte_level_bpe
+from lmlib.data.data_path import data_path
+from lmlib.data.metadata import VERSION
 
 HELD_OUT_EVERY = 10  # one file in so many is for validation, whatever the other settings
 
 _EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
-_RECIPE = 2  # to be raised when the same sources should give other data
+_RECIPE = 3  # to be raised when the same sources should give other data
 
 
 def standard_library(
@@ -47,11 +48,11 @@ def standard_library(
         )
     folder = _cache_folder(cache) / _folder_name(texts, vocab_size, max_bytes)
     if folder.is_dir():
+        remove_unfinished(folder)
         return str(folder)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.making-", dir=folder.parent))
-    try:
+    with made_whole(folder) as making:
         documents = list(texts.values())
         validation = documents[::HELD_OUT_EVERY]
         train = [text for i, text in enumerate(documents) if i % HELD_OUT_EVERY]
@@ -67,9 +68,7 @@ def standard_library(
         held_out = Texts(validation, source)
         pretokenize(held_out, tokenizer, making, "validation", gzip_baseline=True)
         report("wrote the split validation")
-        _move_into_place(making, folder)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
+    remove_unfinished(folder)
     report(f"ready in {folder}")
     return str(folder)
 
@@ -104,7 +103,7 @@ def _python_files(root: Path) -> list[str]:
 
 
 def _folder_name(texts: dict[str, str], vocab_size: int, max_bytes: int | None) -> str:
-    digest = hashlib.sha256(f"recipe {_RECIPE}".encode())
+    digest = hashlib.sha256(f"recipe {_RECIPE}, format {VERSION}".encode())
     for path, text in texts.items():
         for part in (path.encode(), text.encode()):
             digest.update(len(part).to_bytes(8, "little") + part)
@@ -121,15 +120,5 @@ def _python_version() -> str:
 
 def _cache_folder(cache: str | None) -> Path:
     if cache is not None:
-        return Path(cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmlib"
-
-
-def _move_into_place(making: Path, folder: Path) -> None:
-    """Renames a whole data set; if another process was first, its equal one stays."""
-    making.chmod(0o755)  # temporary folders are private
-    try:
-        making.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
+        return data_path(cache)
+    return data_path(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "lmlib"))

@@ -1,8 +1,9 @@
 """Tokenizers that turn documents into token ids, and know how to frame a document."""
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -47,10 +48,11 @@ class Tokenizer(ABC):
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes are ids 0 to 255; 256 begins a document and 257 ends it."""
 
-    def __init__(self) -> None:
+    def __init__(self, bos: bool = True) -> None:
+        """`bos` is whether documents are begun by 256."""
         self.identity = BYTE_TOKENIZER
         self.tokenizer_json = None
-        self.vocab_size, self.bos_id, self.eos_id = 258, 256, 257
+        self.vocab_size, self.bos_id, self.eos_id = 258, 256 if bos else None, 257
 
     @property
     def encoder(self) -> Encoder:
@@ -73,8 +75,12 @@ class JsonTokenizer(Tokenizer):
         tokenizer_json: str,
         bos_token: str | None = None,
         eos_token: str | None = None,
+        configured: Mapping[str, str] | None = None,
     ) -> None:
-        """`tokenizer_json` is the file's text; framing tokens not given go by common names.
+        """`tokenizer_json` is the file's text; "" for a `bos_token` means none.
+
+        Framing tokens not given are those `configured`, or go by common names. A token that would
+        both begin and end documents unasked only ends them, so that one lies between two.
 
         Raises ValueError if the text describes no tokenizer, or a given token is not in its
         vocabulary.
@@ -90,8 +96,15 @@ class JsonTokenizer(Tokenizer):
         if not vocabulary:
             raise ValueError(f"{name} is not a valid tokenizer.json: it has no tokens")
         self.vocab_size = max(vocabulary.values()) + 1
-        self.bos_id = _special_id(name, vocabulary, "bos_token", bos_token, _BOS_NAMES)
-        self.eos_id = _special_id(name, vocabulary, "eos_token", eos_token, _EOS_NAMES)
+        bos, eos = (configured or {}).get("bos_token"), (configured or {}).get("eos_token")
+        bos = bos if bos_token is None else bos_token
+        eos = eos_token or eos
+        self.eos_id = _special_id(name, vocabulary, "eos_token", eos, _EOS_NAMES)
+        self.bos_id = None
+        if bos != "":
+            self.bos_id = _special_id(name, vocabulary, "bos_token", bos, _BOS_NAMES)
+        if bos_token is None and self.bos_id == self.eos_id:
+            self.bos_id = None
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -109,8 +122,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer called `name`: 'bytes', a tokenizer.json, its folder, or a name on the Hub.
 
-    `bos_token` and `eos_token` name the framing tokens; if not given, tokenizer_config.json
-    beside the file says, or else common names are tried. No code from elsewhere is ever run.
+    `bos_token` and `eos_token` name the framing tokens, "" for the first none; if not given,
+    tokenizer_config.json beside the file says, or else common names are tried. No code from
+    elsewhere is ever run.
 
     Of a folder, which may be a stranger's, only these two files are read, as JSON; they may be
     links to elsewhere.
@@ -119,16 +133,19 @@ def load_tokenizer(
     neither here nor on the Hub, a tokenizer without a token that was named, or a damaged one.
     """
     if name == "bytes":
-        return ByteTokenizer()
-    path = Path(name)
+        if bos_token or eos_token:
+            raise ValueError(f"'bytes' has no token {bos_token or eos_token!r}: leave it out")
+        return ByteTokenizer(bos=bos_token is None)
+    path = Path(os.path.expanduser(name))
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         configured = _configured_tokens(file.with_name("tokenizer_config.json"))
         return JsonTokenizer(
             name,
             _read(file),
-            bos_token or configured.get("bos_token"),
-            eos_token or configured.get("eos_token"),
+            bos_token,
+            eos_token,
+            configured,
         )
     if path.is_dir():
         raise FileNotFoundError(f"the folder {path} holds no tokenizer.json")
@@ -143,34 +160,6 @@ def load_tokenizer(
             f"fetched from the Hugging Face Hub: {error}"
         ) from error
     return JsonTokenizer(name, downloaded.to_str(pretty=True), bos_token, eos_token)
-
-
-def train_byte_level_bpe(
-    documents: Iterable[str], vocab_size: int, name: str = "byte-level BPE"
-) -> JsonTokenizer:
-    """Learns a byte-level BPE with at most `vocab_size` ids; the same documents give the same.
-
-    Ids 0 and 1 begin and end a text, the 256 bytes follow, so that any text round-trips. Source:
-    Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2.
-
-    Raises ValueError for a vocab_size below 258.
-    """
-    if vocab_size < 258:
-        raise ValueError(f"byte-level BPE needs a vocab_size of at least 258, not {vocab_size}")
-    from tokenizers import Tokenizer as UntrainedTokenizer
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = UntrainedTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[BEGIN_OF_TEXT, END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(documents, trainer)
-    return JsonTokenizer(name, tokenizer.to_str(pretty=True), BEGIN_OF_TEXT, END_OF_TEXT)
 
 
 def _read(file: Path) -> str:

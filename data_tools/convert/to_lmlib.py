@@ -8,6 +8,7 @@ import numpy as np
 
 from data_tools.command_line import Progress, no_progress
 from data_tools.inspect.description import BLOCK_LENGTH, blocks
+from lmlib.data.data_path import data_path
 from lmlib.data.metadata import FILE_NAME, TOKENIZER_FILE, TokenizerIdentity, read_shard, shard_name
 from lmlib.data.seqax import SeqaxSplit, is_seqax_split
 from lmlib.data.shard_writer import ShardWriter
@@ -45,6 +46,7 @@ def to_lmlib(
     Raises FileExistsError if `out` is finished or holds anything else, ValueError if `source` has
     no split in seqax's format or ids outside the vocabulary, DamagedDataError if it cannot be read.
     """
+    source, out = data_path(source), data_path(out)
     folders = _seqax_folders(source)
     splits = {folder.name: SeqaxSplit(folder) for folder in folders}
     largest = max(split.max_token_id for split in splits.values())

@@ -11,6 +11,7 @@ import tensorstore as ts
 from data_tools.command_line import Progress, no_progress
 from data_tools.convert.to_lmlib import ConvertedSplit
 from data_tools.inspect.description import blocks, split_folders
+from lmlib.data.data_path import data_path, file_store
 from lmlib.data.seqax import ATTRIBUTES, STARTS, TOKENS, is_seqax_split
 from lmlib.data.stored_split import StoredSplit
 from lmlib.data.token_arrays import append
@@ -40,9 +41,10 @@ def to_seqax(
     FileNotFoundError if `source` is not there or unfinished; ValueError if it is no data set;
     DamagedDataError if it cannot be read.
     """
+    source, out = data_path(source), data_path(out)
     folders = split_folders(source)
     if folders == [source]:
-        raise ValueError(f"{source} is a split: give the data set, {source.absolute().parent}")
+        raise ValueError(f"{source} is a split: give the data set, {source.parent}")
     if any(map(is_seqax_split, folders)):
         raise ValueError(f"{source} is in seqax's format already")
     splits = {folder.name: StoredSplit(folder) for folder in folders}
@@ -129,7 +131,7 @@ def _create(path: Path, dtype: type[np.unsignedinteger], chunk_length: int) -> t
     }
     spec = {
         "driver": "zarr",
-        "kvstore": {"driver": "file", "path": f"{path.absolute()}/"},
+        "kvstore": file_store(path),
         "metadata": metadata,
         "store_data_equal_to_fill_value": True,
     }

@@ -79,7 +79,7 @@ class ByteLevelEncoder:
                 continue
             # Chunks end at whitespace or newlines, with which NFC joins nothing.
             for chunk in self._pre_tokenization.chunks(part, _CHUNK):
-                if self._to_nfc and not chunk.isascii() and may_change().search(chunk):
+                if self._to_nfc and may_change(chunk):
                     chunk = NFC().normalize_str(chunk)
                 yield self._encode_chunk(chunk)
 

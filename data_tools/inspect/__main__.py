@@ -11,6 +11,7 @@ a run: --batch takes the settings from its data.json, and --split chooses what i
 sources of data are, and modules that --trust_module names.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from data_tools.inspect.description import Decode
 from data_tools.inspect.report import description_text, lengths_text, row_text, sample_text
 from data_tools.inspect.saved_run import FILE_NAME
 from lmlib.data import FlatTokens, Source, TokenizerIdentity
+from lmlib.data.data_path import data_path
 from lmlib.data.seqax import is_seqax_split
 
 _SPLIT = flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
@@ -89,7 +91,7 @@ def inspect(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0, or 1 if --verify found damage."""
     if len(arguments) != 1:
         raise ValueError("give one data set, split, or workdir of a run; see --help")
-    path = Path(arguments[0])
+    path = Path(os.path.expanduser(arguments[0]))
     run = SavedRun(path, _TRUST_MODULE.value) if (path / FILE_NAME).exists() else None
     _check_flags(is_run=run is not None)
     if _BATCH.value is not None:
@@ -124,9 +126,9 @@ def _check_flags(is_run: bool) -> None:
 def _folders(path: Path) -> list[Path]:
     """The splits of a data set that are asked for."""
     folders = split_folders(path)
-    wanted = [folder for folder in folders if _SPLIT.value in (None, folder.absolute().name)]
+    wanted = [folder for folder in folders if _SPLIT.value in (None, data_path(folder).name)]
     if not wanted:
-        names = ", ".join(folder.absolute().name for folder in folders)
+        names = ", ".join(data_path(folder).name for folder in folders)
         raise ValueError(f"{path} has no split {_SPLIT.value!r}; it has {names}")
     return wanted
 
@@ -150,7 +152,7 @@ def _show_split(folder: Path) -> None:
     if not split.finished or not split.tokens:
         print(f"\n  no samples: {'no tokens' if split.finished else 'unfinished'}")
         return
-    decode = _decoder(folder.absolute().parent, split.tokenizer)
+    decode = _decoder(data_path(folder).parent, split.tokenizer)
     for sample in samples(open_split(folder), _SAMPLES.value, _SAMPLE_LENGTH.value, _SEED.value):
         print(f"\n{sample_text(sample, decode)}")
 
@@ -202,10 +204,10 @@ def _of_data_set(path: Path) -> tuple[Source, Decode | None]:
     """The data set as the flags have it read, and what decodes its ids."""
     split = _SPLIT.value or "train"
     if split_folders(path) == [path]:  # a split
-        own = path.absolute().name
+        own = data_path(path).name
         if _SPLIT.value not in (None, own):
             raise ValueError(f"{path} is the split {own!r}, not {_SPLIT.value!r}")
-        path, split = path.absolute().parent, own
+        path, split = data_path(path).parent, own
     source = FlatTokens(
         str(path),
         split,

@@ -47,7 +47,11 @@ def split_folders(path: Path) -> list[Path]:
         return [path]
     found = [entry for entry in sorted(path.iterdir()) if entry.is_dir() and _is_split(entry)]
     if not found:
-        raise ValueError(f"{path} is neither a data set of flat tokens nor a split of one")
+        raise ValueError(
+            f"{path} is neither a data set of flat tokens nor a split of one; if it holds text, "
+            f"pretokenize it first with python -m data_tools.pretokenize --dataset={path} "
+            "--tokenizer=… --out=…"
+        )
     return found
 
 
@@ -273,7 +277,12 @@ def _lengths(folder: Path, progress: Progress) -> Iterator[np.ndarray]:
     context, done = reading_context(), 0
     for shard in finished:
         metadata = read_shard(shard)
-        starts = StoredArray(shard / "document_starts", metadata.documents, context)
+        starts = StoredArray(
+            shard / "document_starts",
+            metadata.documents,
+            context,
+            digest=metadata.digests["document_starts"],
+        )
         pieces = (
             starts.read(first, min(first + BLOCK_LENGTH, starts.length)).result()
             for first in range(0, starts.length, BLOCK_LENGTH)

@@ -11,6 +11,7 @@ from typing import Any
 
 from data_tools.hf_stream import HFStream
 from lmlib.data import FlatTokens, Resumable, Source
+from lmlib.data.data_path import data_path
 from lmlib.data.stored_json import read_json
 from lmlib.data.trusted_names import DATA_NAMES, UntrustedNameError, named_value
 
@@ -73,12 +74,12 @@ class SavedRun:
 
     def data_sets(self, part: str = "train") -> list[tuple[Path, str]]:
         """The folder and split of each `FlatTokens` in that part, each once."""
-        found = {
-            (Path(str(_built(call.arguments["path"]))), str(_built(call.arguments["split"]))): None
+        found = [
+            (data_path(str(_built(call.arguments["path"]))), str(_built(call.arguments["split"])))
             for call in _calls_in(self._part(part))
             if call.function is FlatTokens and {"path", "split"} <= call.arguments.keys()
-        }
-        return list(found)
+        ]
+        return list(dict.fromkeys(found))
 
     def _saved_states(self) -> dict[int, list[dict[str, Any]]]:
         """The states of the data's streams at each checkpoint that keeps them."""

@@ -13,6 +13,7 @@ import numpy as np
 from data_tools.command_line import Progress, no_progress
 from data_tools.inspect.description import BLOCK_LENGTH
 from lmlib.data.array_layout import check_claim, file_sizes, seqax_layout
+from lmlib.data.data_path import data_path
 from lmlib.data.metadata import (
     LARGEST_TOKENIZER,
     TOKENIZER_FILE,
@@ -43,10 +44,10 @@ Report = Callable[[Damage], None]
 def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]:
     """All that is wrong with the split in `folder`; empty if nothing is.
 
-    Reads every array of every shard, which checks every checksum, and compares what the arrays
-    hold with each other and with metadata.json, and tokenizer.json with its digest. An unfinished
-    shard counts as damage. seqax's format has no checksums: there it finds files that are missing,
-    cannot be decompressed, or contradict each other.
+    Reads every array of every shard, which checks every checksum and digest, and compares what the
+    arrays hold with each other and with metadata.json, and tokenizer.json with its digest. An
+    unfinished shard counts as damage. seqax's format has no checksums: there it finds files that
+    are missing, cannot be decompressed, or contradict each other.
     """
     damages: list[Damage] = []
     if is_seqax_split(folder):
@@ -62,20 +63,19 @@ def verify_split(folder: Path, progress: Progress = no_progress) -> list[Damage]
     for metadata in shards:
         _Shard(folder / metadata.name, metadata, damages.append, values).verify()
     for tokenizer in {metadata.tokenizer for metadata in shards}:
-        _verify_tokenizer(folder.absolute().parent / TOKENIZER_FILE, tokenizer, damages.append)
+        _verify_tokenizer(data_path(folder).parent / TOKENIZER_FILE, tokenizer, damages.append)
     return damages
 
 
 class _ArrayFiles:
     """A one-dimensional zarr3 or zarr2 array, as its files hold it."""
 
-    def __init__(self, path: Path, length: int, driver: str = "zarr3") -> None:
-        """Opens it; raises DamagedDataError as `StoredArray` does.
-
-        `driver` is TensorStore's name for the format, "zarr3" or "zarr".
-        """
+    def __init__(
+        self, path: Path, length: int, driver: str = "zarr3", digest: str | None = None
+    ) -> None:
+        """Opens it; the arguments and errors are those of `StoredArray`."""
         self._path = path
-        self._stored = StoredArray(path, length, reading_context(), driver)
+        self._stored = StoredArray(path, length, reading_context(), driver, digest)
         self._stored.check_claim()
         self.chunk_length = self._stored.chunk_length
         self.length = length
@@ -178,7 +178,7 @@ class _Shard:
 
     def _array(self, name: str, length: int) -> _ArrayFiles | None:
         try:
-            return _ArrayFiles(self._folder / name, length)
+            return _ArrayFiles(self._folder / name, length, digest=self._metadata.digests[name])
         except DamagedDataError as error:
             self._say(name, _cause_of(error))
             self._values.read(length)

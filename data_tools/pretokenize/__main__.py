@@ -1,7 +1,7 @@
 """Makes a split of flat tokens from text.
 
     python -m data_tools.pretokenize --dataset=allenai/c4 --name=en --split=train \\
-        --tokenizer=TOKENIZER --out=DIR --max_tokens=1e9
+        --tokenizer=TOKENIZER --out=DIR --max_tokens=1e9 --validation_fraction=0.01
 
 Killed and started again, it goes on where it was. With --shards=N the split is made of N parts;
 --shard=I/N makes one of them alone, for as many machines as there are, and --ray makes all of
@@ -21,34 +21,29 @@ from typing import Any
 
 from absl import flags
 
-from data_tools import command_line
+from data_tools import command_line, source_flags
+from data_tools.held_out import Part
 from data_tools.pretokenize.progress import ProgressLines
 from data_tools.pretokenize.report import SkippedRows, summary
 from data_tools.pretokenize.shard import pretokenize_shard, tokens_of_shard
 from data_tools.pretokenize.split import pretokenize
-from data_tools.rows import RowSource, TextField, row_source
+from data_tools.rows import RowSource
+from data_tools.source_flags import ON_BAD_ROW, SPLIT
 from data_tools.tokenizer import Tokenizer, load_tokenizer
 from lmlib.data import ShardMetadata, SplitMetadata
 from lmlib.local_folder import local_folder
 
-_DATASET = flags.DEFINE_list(
-    "dataset",
-    None,
-    "Files and folders, separated by commas: .jsonl (or .ndjson, .json), .parquet, .arrow, or "
-    "text, the first and the last also as .gz or .zst; or the name of one Hugging Face data set.",
-    required=True,
-)
-_NAME = flags.DEFINE_string("name", None, "Which configuration of the Hugging Face data set.")
-_SPLIT = flags.DEFINE_string(
-    "split", "train", "The split to write, and to read from a Hugging Face data set."
-)
+VALIDATION = "validation"
+
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer",
     None,
     "A tokenizer.json, a folder holding one, a Hugging Face tokenizer, or 'bytes'.",
     required=True,
 )
-_BOS_TOKEN = flags.DEFINE_string("bos_token", None, "The token that begins a document.")
+_BOS_TOKEN = flags.DEFINE_string(
+    "bos_token", None, "The token that begins a document; --bos_token= for none."
+)
 _EOS_TOKEN = flags.DEFINE_string("eos_token", None, "The token that ends a document.")
 _OUT = flags.DEFINE_string("out", None, "The folder of the data set.", required=True)
 _MAX_TOKENS = flags.DEFINE_float(
@@ -58,19 +53,16 @@ _MAX_TOKENS = flags.DEFINE_float(
     lower_bound=1,
     upper_bound=1e18,
 )
-_TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "The column that holds the text.")
-_TEXT_FUNCTION = flags.DEFINE_string(
-    "text_function", None, "package.module:function that makes the text from a row's dict."
+_VALIDATION_FRACTION = flags.DEFINE_float(
+    "validation_fraction",
+    None,
+    "Hold out this part of the documents, for instance 0.01, as the split 'validation'.",
 )
-_PATTERN = flags.DEFINE_string("pattern", "*", "Which files of a folder, for instance '*.py'.")
 _WORKERS = flags.DEFINE_integer(
     "workers",
     None,
     "Processes that tokenise; by default one for each core, on Ray one a shard.",
     lower_bound=0,
-)
-_ON_BAD_ROW = flags.DEFINE_enum(
-    "on_bad_row", "fail", ["fail", "skip"], "What to do with a row that has no usable text."
 )
 _SHARDS = flags.DEFINE_integer("shards", 1, "Parts to make the split of.", lower_bound=1)
 _SHARD = flags.DEFINE_string("shard", None, "Make one part alone: 'i/n' is number i, from 0, of n.")
@@ -102,11 +94,35 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
+def _splits() -> list[tuple[str, Part | None, int | None]]:
+    """The name of each split to make, its part of the documents, and its tokens at most."""
+    split, fraction, tokens = SPLIT.value, _VALIDATION_FRACTION.value, _MAX_TOKENS.value
+    if fraction is None:
+        return [(split, None, None if tokens is None else int(tokens))]
+    if split == VALIDATION:
+        raise ValueError(
+            f"--validation_fraction makes the split {VALIDATION!r} besides that of --split: name "
+            "another one there"
+        )
+    parts = [
+        (split, Part(fraction, False), 1 - fraction),
+        (VALIDATION, Part(fraction, True), fraction),
+    ]
+    return [
+        (name, part, None if tokens is None else max(1, round(tokens * share)))
+        for name, part, share in parts
+    ]
+
+
 def _make(
-    source: RowSource, tokenizer: Tokenizer, skipped: SkippedRows
+    source: RowSource,
+    tokenizer: Tokenizer,
+    skipped: SkippedRows,
+    split: str,
+    part: Part | None,
+    max_tokens: int | None,
 ) -> SplitMetadata | ShardMetadata:
     shard, shards = _shard_and_shards()
-    max_tokens = None if _MAX_TOKENS.value is None else int(_MAX_TOKENS.value)
     aim = max_tokens
     if max_tokens is not None and shard is not None:
         aim = tokens_of_shard(max_tokens, shards)
@@ -114,11 +130,12 @@ def _make(
     workers = _WORKERS.value
     if workers is None:
         workers = 0 if _RAY.value is not None else _cores()
-    target = (source, tokenizer, _OUT.value, _SPLIT.value)
+    target = (source, tokenizer, _OUT.value, split)
     settings: dict[str, Any] = {
+        "part": part,
         "max_tokens": max_tokens,
         "workers": workers,
-        "on_bad_row": _ON_BAD_ROW.value,
+        "on_bad_row": ON_BAD_ROW.value,
         "gzip_baseline": _GZIP_BASELINE.value,
     }
     if _RAY.value is not None:
@@ -153,7 +170,6 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def make_split(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0, or 128 and the signal's number after Ctrl-C or SIGTERM."""
-    begun = time.monotonic()
     skipped = SkippedRows()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -161,22 +177,20 @@ def make_split(arguments: Sequence[str]) -> int:
         if arguments:
             raise ValueError(f"unexpected argument {arguments[0]!r}: settings are --name=value")
         local_folder(_OUT.value)
-        source = row_source(
-            _DATASET.value,
-            name=_NAME.value,
-            split=_SPLIT.value,
-            field=TextField(_TEXT_COLUMN.value, _TEXT_FUNCTION.value),
-            pattern=_PATTERN.value,
-        )
+        splits = _splits()
+        source = source_flags.source()
         tokenizer = load_tokenizer(_TOKENIZER.value, _BOS_TOKEN.value, _EOS_TOKEN.value)
-        made = _make(source, tokenizer, skipped)
+        for count, split in enumerate(splits):
+            begun = time.monotonic()
+            made = _make(source, tokenizer, skipped, *split)
+            print("\n" if count else "", end="")
+            print(summary(made, Path(_OUT.value) / split[0], time.monotonic() - begun), flush=True)
     except RuntimeError as error:
         raise OSError(str(error)) from error
     except _StoppedError as stopped:
         name = signal.Signals(stopped.number).name
         print(f"pretokenize: {name}; the same command goes on from here", file=sys.stderr)
         return 128 + stopped.number
-    print(summary(made, Path(_OUT.value) / _SPLIT.value, time.monotonic() - begun))
     return 0
 
 

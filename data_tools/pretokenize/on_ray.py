@@ -8,10 +8,11 @@ from typing import Any
 
 from data_tools.pretokenize.progress import Progress
 from data_tools.pretokenize.shard import pretokenize_shard
-from data_tools.pretokenize.split import check_not_empty
+from data_tools.pretokenize.split import finished_split
 from data_tools.rows import RowSource
 from data_tools.tokenizer import Tokenizer
-from lmlib.data import SplitMetadata, read_split, shard_progress
+from lmlib.data import SplitMetadata, shard_progress
+from lmlib.data.data_path import data_path
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 
@@ -45,6 +46,8 @@ def pretokenize_on_ray(
     """
     import ray
 
+    out = data_path(out)
+
     begun_here = not ray.is_initialized()
     if begun_here:
         ray.init(address=address, log_to_driver=False)
@@ -73,11 +76,11 @@ def pretokenize_on_ray(
                     _report(shard, shards, failures[shard], retries, line)
                     running[start(shard)] = shard
             if progress is not None:
-                progress(_progress(Path(out) / split, shards))
+                progress(_progress(out / split, shards))
     finally:
         if begun_here:
             ray.shutdown()
-    return check_not_empty(read_split(Path(out) / split), Path(out) / split)
+    return finished_split(out, split, settings.get("part"))
 
 
 def _make_shard(folder: str, target: tuple[Any, ...], settings: dict[str, Any]) -> None:

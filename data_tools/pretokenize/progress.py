@@ -32,13 +32,15 @@ class ProgressLines:
 
     def __init__(self, max_tokens: int | None = None) -> None:
         self._max_tokens = max_tokens
-        self._begun = self._printed = time.monotonic()
         self._at_begin: Progress | None = None
+        self._begun = self._printed = 0.0
 
     def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
         if self._at_begin is None:
-            self._at_begin = progress  # what a run before this one made does not count as speed
+            # What a run before this one made, and the start of workers, are no part of the speed.
+            self._at_begin = progress
+            self._begun = self._printed = now
         if now - self._printed >= _SECONDS_BETWEEN_LINES:
             self._printed = now
             print(self._line(progress, self._at_begin, now - self._begun), file=sys.stderr)

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_tools.encoding import EncodedBlock, Recipe, encode_in_order
+from data_tools.held_out import Part
 from data_tools.pretokenize.progress import Progress
-from data_tools.rows import Block, Row, RowSource
+from data_tools.rows import Block, Row, RowSource, bad_row
 from data_tools.tokenizer import Tokenizer
-from lmlib.data import ShardMetadata, ShardWriter, finished_shard
+from lmlib.data import ShardMetadata, ShardWriter, SplitMetadata, finished_shard
+from lmlib.data.journal import Totals
 
 OnBadRow = Literal["fail", "skip"]
 FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; what is lost at most when a run is killed
@@ -22,6 +24,7 @@ def pretokenize_shard(
     *,
     shard: int = 0,
     shards: int = 1,
+    part: Part | None = None,
     max_tokens: int | None = None,
     workers: int = 0,
     on_bad_row: OnBadRow = "fail",
@@ -38,6 +41,7 @@ def pretokenize_shard(
 
     Args:
       source: the rows; the shard takes its share.
+      part: which documents to take; None for all.
       max_tokens: of the split: a shard ends with the document that reaches its equal part.
       workers: processes that tokenise; 0 for the calling one.
       on_bad_row: whether a row without a usable text is an error, or counted and left out.
@@ -47,7 +51,8 @@ def pretokenize_shard(
 
     Raises:
       FileExistsError: if the shard was made or begun with other settings, or is being written.
-      ValueError: for a bad row, with its file and line, or settings that make no sense.
+      ValueError: for a bad row, with its file and line, settings that make no sense, or, where it
+        is the only shard, no text at all.
       OSError: for a file that cannot be read or written.
     """
     if max_tokens is not None and max_tokens < 1:
@@ -58,6 +63,8 @@ def pretokenize_shard(
             "--eos_token"
         )
     described = source.description | {"max_tokens": max_tokens}
+    if part is not None:
+        described |= {"validation_fraction": part.fraction, "held_out": part.held_out}
     done = finished_shard(
         out,
         split,
@@ -89,6 +96,7 @@ def pretokenize_shard(
         tokenizer.eos_id,
         tokenizer.vocab_size,
         source.field,
+        part,
         gzip_baseline,
     )
     limit = None if max_tokens is None else tokens_of_shard(max_tokens, shards)
@@ -107,10 +115,35 @@ def pretokenize_shard(
                 progress(Progress(totals.documents, totals.tokens, totals.bytes, block.fraction))
             if full:
                 break
+        if shards == 1:
+            check_not_empty(writer.totals, split, part)
         return writer.finish()
+    except EmptySourceError:
+        writer.discard()
+        raise
     finally:
         encoding.close()
         writer.close()
+
+
+class EmptySourceError(ValueError):
+    """No document has any text."""
+
+
+def check_not_empty(made: Totals | SplitMetadata, split: str, part: Part | None) -> None:
+    """Raises EmptySourceError for a split without text."""
+    if made.bytes:
+        return
+    held_out = part is not None and part.held_out
+    advice = (
+        "raise --validation_fraction"
+        if held_out
+        else "check --dataset, --pattern and --text_column"
+    )
+    raise EmptySourceError(
+        f"the source has no text for the split {split!r}, but {made.documents:,} empty documents "
+        f"and {made.skipped_rows:,} skipped rows: {advice}"
+    )
 
 
 def tokens_of_shard(max_tokens: int, shards: int) -> int:
@@ -134,9 +167,7 @@ def _judge(
 ) -> None:
     for _, row in encoded.bad_rows:
         if on_bad_row == "fail":
-            raise ValueError(
-                f"{block.locate(row)}: repair it, or pass over such rows with --on_bad_row=skip"
-            )
+            raise bad_row(block, row)
         if skipped is not None:
             skipped(block, row)
 

@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from data_tools.held_out import Part
 from data_tools.pretokenize.progress import Progress
-from data_tools.pretokenize.shard import pretokenize_shard
+from data_tools.pretokenize.shard import EmptySourceError, check_not_empty, pretokenize_shard
 from data_tools.rows import RowSource, Texts
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import SplitMetadata, read_split
+from lmlib.data.data_path import data_path
 
 
 def pretokenize(
@@ -25,7 +27,7 @@ def pretokenize(
 
     `source` may be any iterable of texts. `progress` is told of the whole split.
 
-    Raises what `pretokenize_shard` does, and ValueError if there are no tokens at all.
+    Raises what `pretokenize_shard` does, and ValueError if there is no text at all.
     """
     rows = source if isinstance(source, RowSource) else Texts(source)
     before = Progress()
@@ -39,14 +41,15 @@ def pretokenize(
             rows, tokenizer, out, split, shard=shard, shards=shards, progress=in_split, **settings
         )
         before = before.plus(Progress(made.documents, made.tokens, made.bytes, 1.0), shards)
-    return check_not_empty(read_split(Path(out) / split), Path(out) / split)
+    return finished_split(out, split, settings.get("part"))
 
 
-def check_not_empty(metadata: SplitMetadata, folder: Path) -> SplitMetadata:
-    """Raises ValueError for a split without tokens."""
-    if metadata.tokens == 0:
-        raise ValueError(
-            f"{folder} holds {metadata.documents} documents and no tokens: check where the "
-            "documents come from, and delete it"
-        )
+def finished_split(out: str | Path, split: str, part: Part | None) -> SplitMetadata:
+    """All shards of `out`/`split`; raises ValueError for a split without text."""
+    folder = data_path(out) / split
+    metadata = read_split(folder)
+    try:
+        check_not_empty(metadata, split, part)
+    except EmptySourceError as error:
+        raise EmptySourceError(f"{error}, and delete {folder}") from None
     return metadata

@@ -112,6 +112,13 @@ class RowSource(Protocol):
         """
 
 
+def bad_row(block: Block, row: Row) -> ValueError:
+    """The error that says what is wrong with a row, and where it is."""
+    return ValueError(
+        f"{block.locate(row)}: repair it, or pass over such rows with --on_bad_row=skip"
+    )
+
+
 def utf8_row(content: bytes, where: str) -> Row:
     """A row whose text is `content`."""
     try:

@@ -30,6 +30,12 @@ def decompressed(stored: BinaryIO, path: Path) -> BinaryIO:
     return io.BufferedReader(raw, _BUFFER_BYTES)
 
 
+def skip(stream: BinaryIO, count: int) -> None:
+    """Reads `count` bytes, or up to the end, and drops them."""
+    while count > 0 and (content := stream.read(min(count, _BUFFER_BYTES))):
+        count -= len(content)
+
+
 def _gzip_decompressor() -> Any:
     return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
 

@@ -12,6 +12,7 @@ from data_tools.rows.arrow import arrow_blocks
 from data_tools.rows.block import Block, TextField
 from data_tools.rows.compressed import COMPRESSIONS
 from data_tools.rows.json_lines import json_lines_blocks
+from data_tools.rows.separated_text import separated_text_blocks
 from data_tools.rows.text_files import text_file_blocks
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -22,27 +23,37 @@ class Files:
     """The rows of files, in order: lines of .jsonl, rows of .parquet and .arrow, whole other files.
 
     .ndjson and .json are lines as .jsonl is; all these and text files may end in .gz or .zst
-    besides. Shards are equal shares of the files' bytes: a part of a file that can be read alone
-    (a line, a row group, a whole compressed file) belongs to the shard in whose share it begins.
+    besides. Shards are equal shares of the files' bytes: a part of a file that can be read alone (a
+    line, a row group, a whole file that is compressed or has separated documents) belongs to the
+    shard in whose share it begins.
     """
 
     def __init__(
-        self, datasets: Sequence[str], *, field: TextField | None = None, pattern: str = "*"
+        self,
+        datasets: Sequence[str],
+        *,
+        field: TextField | None = None,
+        pattern: str = "*",
+        document_separator: str | None = None,
     ) -> None:
         """`datasets` are files, and folders of which the files that match the glob `pattern` count,
-        sorted by path.
+        sorted by path. With a `document_separator` a text file holds many documents.
 
         Links to folders inside of a folder are not followed.
         Raises FileNotFoundError for a path that is not there or a folder without matches, OSError
-        for what cannot be listed or is no regular file, ValueError for a path without a name.
+        for what cannot be listed or is no regular file, ValueError for a path without a name or an
+        empty separator.
         """
         if not datasets or not all(datasets):
             raise ValueError(
                 f"the data sets {list(datasets)} hold an empty name: name each of them"
             )
+        if document_separator == "":
+            raise ValueError("the document separator is empty: give one, or leave it out")
         self.field = field or TextField()
+        self._separator = document_separator
         self._datasets, self._pattern = list(datasets), pattern
-        self._files = [file for name in datasets for file in _files_of(Path(name), pattern)]
+        self._files = [file for name in datasets for file in _files_of(name, pattern)]
         self._sizes = [file.stat().st_size for file in self._files]
         # One more than its size, so that an empty file lies in a share too.
         self._offsets = [0, *accumulate(size + 1 for size in self._sizes)]
@@ -57,6 +68,7 @@ class Files:
             "datasets": self._datasets,
             "pattern": self._pattern,
             "text": self.field.function or self.field.column,
+            **({} if self._separator is None else {"document_separator": self._separator}),
             "files": len(self._files),
             "bytes": sum(self._sizes),
             "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
@@ -80,8 +92,11 @@ class Files:
             fraction = (self._offsets[last] + done - low) / (high - low)
             return replace(block, position=[number, inner], fraction=min(1.0, max(0.0, fraction)))
 
-        for is_text, group in groupby(shares, key=lambda share: self._is_text(share.number)):
-            if is_text:
+        def is_document(share: _Share) -> bool:
+            return self._separator is None and self._is_text(share.number)
+
+        for are_documents, group in groupby(shares, key=is_document):
+            if are_documents:
                 numbers = [share.number for share in group if share.start == 0]
                 for block in text_file_blocks(self._files[number] for number in numbers):
                     last = numbers[block.position + len(block.paths) - 1]
@@ -94,6 +109,12 @@ class Files:
 
     def _file_blocks(self, number: int, start: int, stop: int, position: Any) -> Iterator[Block]:
         file = self._files[number]
+        if self._is_text(number) and self._separator is not None:
+            separator = self._separator.encode("utf-8")
+            size = self._sizes[number]
+            return (
+                separated_text_blocks(file, size, separator, position) if start == 0 else iter(())
+            )
         if _kind(file) in _JSON_LINES:
             return json_lines_blocks(file, start, min(stop, self._sizes[number]), position)
         return arrow_blocks(file, self._sizes[number], start, stop, position, self.field)
@@ -110,7 +131,8 @@ class _Share(NamedTuple):
     stop: int
 
 
-def _files_of(path: Path, pattern: str) -> list[Path]:
+def _files_of(name: str, pattern: str) -> list[Path]:
+    path = Path(os.path.expanduser(name))
     if not path.is_dir():
         found = [path]
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, TOO_LONG, Block, Row, TextField
-from data_tools.rows.compressed import COMPRESSIONS, decompressed
+from data_tools.rows.compressed import COMPRESSIONS, decompressed, skip
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,7 @@ def _skip_to(stream: BinaryIO, start: int, compressed: bool, position: int | Non
     if start == 0:
         return 0
     if compressed:
-        left = start
-        while left > 0 and (content := stream.read(min(left, BLOCK_BYTES))):
-            left -= len(content)
+        skip(stream, start)
         return start
     if position is not None:
         return stream.seek(start)

@@ -15,24 +15,31 @@ def row_source(
     split: str = "train",
     field: TextField | None = None,
     pattern: str = "*",
+    document_separator: str | None = None,
 ) -> RowSource:
     """The rows of `datasets`: files and folders, or one Hugging Face data set.
 
     What is no path on this machine is taken for the name of a Hugging Face data set, of which
-    `name` and `split` choose a part; a path does not have these.
+    `name` and `split` choose a part; a path does not have these, but maybe a separator of the
+    documents in a text file.
 
     Raises FileNotFoundError for a path that is not there, ValueError for a data set that cannot
     be opened.
     """
     (field or TextField()).load()
     if len(datasets) == 1 and not Path(datasets[0]).exists() and _may_be_hub_name(datasets[0]):
+        if document_separator is not None:
+            raise ValueError(
+                f"--document_separator is for text files, and {datasets[0]!r} is no path here: "
+                "leave it out"
+            )
         return HubDataset(datasets[0], name, split=split, field=field)
     if name is not None:
         raise ValueError(
             f"--name={name} chooses a part of a Hugging Face data set, but {datasets[0]!r} is a "
             "path: leave it out"
         )
-    return Files(datasets, field=field, pattern=pattern)
+    return Files(datasets, field=field, pattern=pattern, document_separator=document_separator)
 
 
 def _may_be_hub_name(entry: str) -> bool:

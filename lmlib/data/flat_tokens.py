@@ -5,11 +5,13 @@ Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row.
 """
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from lmlib.data.batch import Batch
+from lmlib.data.data_path import data_path
 from lmlib.data.metadata import (
     LARGEST_TOKENIZER,
     TOKENIZER_FILE,
@@ -76,7 +78,7 @@ class FlatTokens:
             raise ValueError(f"FlatTokens needs a seed in [0, 2**64) or None, not {seed}")
         self.batch_size = batch_size
         self.sequence_length = sequence_length
-        self._path = Path(path)
+        self._path = data_path(path)
         self._seed, self._epochs, self._packed = seed, epochs, packed
         self._reset_positions = reset_positions
         self._attend_across_documents = attend_across_documents
@@ -225,10 +227,17 @@ class FlatTokens:
 
 def _find_split(path: Path, split: str) -> Path:
     if not path.is_dir():
+        if path.exists():
+            raise FileNotFoundError(_pretokenize_first(path, split, "is a file"))
         raise FileNotFoundError(
             f"there is no data set at {path}: make one with python -m data_tools.pretokenize "
             f"--dataset=… --split={split} --tokenizer=… --out={path}"
         )
+    if not is_seqax_split(path / split) and not shard_folders(path / split):
+        for folder in (path / split, path):
+            if text := next(map(str, _raw_text(folder)), None):
+                holds = f"holds text, such as {text}, and no flat tokens"
+                raise FileNotFoundError(_pretokenize_first(folder, split, holds))
     if not (path / split).is_dir():
         present = [
             entry.name
@@ -239,6 +248,21 @@ def _find_split(path: Path, split: str) -> Path:
             f"{path} has no split {split!r}; it has {', '.join(present) or 'none'}"
         )
     return path / split
+
+
+def _raw_text(folder: Path) -> Iterator[Path]:
+    """The files in `folder` that `pretokenize` would read, if there is such a folder."""
+    endings = (".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".md", ".gz", ".zst")
+    if folder.is_dir():
+        return (file for file in sorted(folder.iterdir()) if file.name.endswith(endings))
+    return iter(())
+
+
+def _pretokenize_first(path: Path, split: str, why: str) -> str:
+    return (
+        f"{path} {why}: pretokenize it first with python -m data_tools.pretokenize "
+        f"--dataset={path} --split={split} --tokenizer=… --out=…, and give that folder"
+    )
 
 
 def _check_tokenizer(file: Path, metadata: SplitMetadata) -> None:

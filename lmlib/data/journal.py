@@ -101,29 +101,29 @@ def writing(shard_folder: Path) -> Iterator[None]:
         ) from error
 
 
-class MarkedStarts:
-    """The starts of the marked documents, kept in a file until the shard is finished."""
+class NumberFile:
+    """Numbers of an unfinished shard in a file of their own, as little-endian uint64."""
 
-    def __init__(self, shard_folder: Path, documents: int) -> None:
-        """Opens the file and cuts it to `documents`; raises ValueError if it holds fewer."""
-        self._file = shard_folder / STARTS_FILE
+    def __init__(self, file: Path, count: int, shard_folder: Path) -> None:
+        """Opens the file and cuts it to `count`; raises ValueError if it holds fewer."""
+        self._file = file
         with open(self._file, "ab") as stream:
-            if stream.tell() < 8 * documents:
+            if stream.tell() < 8 * count:
                 raise ValueError(
                     f"{self._file} lost its end: delete {shard_folder} to make the shard from its "
                     "beginning"
                 )
-            stream.truncate(8 * documents)
+            stream.truncate(8 * count)
 
-    def append(self, starts: np.ndarray) -> None:
-        """Adds `starts` durably."""
+    def append(self, numbers: np.ndarray) -> None:
+        """Adds `numbers` durably."""
         with open(self._file, "ab") as stream:
-            stream.write(starts.astype("<u8").tobytes())
+            stream.write(numbers.astype("<u8").tobytes())
             stream.flush()
             os.fsync(stream.fileno())
 
     def all(self) -> np.ndarray:
-        """All starts, uint64, mapped from the file and not read."""
+        """All numbers, uint64, mapped from the file and not read."""
         if self._file.stat().st_size == 0:
             return np.zeros(0, "<u8")
         return np.memmap(self._file, "<u8", mode="r")

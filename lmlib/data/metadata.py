@@ -7,19 +7,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lmlib.data.stored_json import read_json
+from lmlib.data.digests import digest
+from lmlib.data.stored_json import parse_json, read_text
 from lmlib.whole_file import write_whole
 
 FORMAT = "lmlib flat tokens"
-VERSION = 2
+VERSION = 3
 FILE_NAME = "metadata.json"
 JOURNAL_FILE = "journal.json"  # what an unfinished shard holds instead
+ARRAYS = ("tokens", "document_starts", "first_documents")
 TOKENIZER_FILE = "tokenizer.json"
 LARGEST_TOKENIZER = 256 << 20  # bytes; those of the largest vocabularies have 40 MB
 
 _SHARD_NAME = re.compile(r"shard_(\d{5})_of_(\d{5})")
 # What all shards of a split have in common.
-_SHARED = ("shards", "vocab_size", "tokenizer", "bos_id", "eos_id", "source")
+_SHARED = ("shards", "vocab_size", "tokenizer", "bos_id", "eos_id", "source", "data_set")
+_DIGEST = '  "digest"'  # how the last line of metadata.json but one begins
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class ShardMetadata:
     bos_id: int | None  # put before each document
     eos_id: int | None  # put after each document
     source: Mapping[str, Any]  # where the documents came from, in JSON values
+    data_set: str  # the same for all shards that were prepared together
+    digests: Mapping[str, str]  # of each array
 
     @property
     def name(self) -> str:
@@ -67,8 +72,10 @@ class ShardMetadata:
 
     def write(self, shard_folder: Path) -> None:
         """Writes metadata.json atomically and durably: whole or absent, also after a crash."""
-        content = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=2)
-        write_whole(shard_folder / FILE_NAME, content + "\n")
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        before = json.dumps(content, indent=2).removesuffix("\n}") + ",\n"
+        own = digest(before.encode())
+        write_whole(shard_folder / FILE_NAME, f'{before}{_DIGEST}: "{own}"\n}}\n')
 
 
 @dataclass(frozen=True)
@@ -196,9 +203,12 @@ def read_shard(shard_folder: Path) -> ShardMetadata:
         if path.is_symlink():
             raise ValueError(f"{path} is a link: put what it leads to in its place")
     try:
-        content = read_json(file)
+        text = read_text(file)
+        content = parse_json(text)
         found = content.pop("format"), content.pop("version")
         if found == (FORMAT, VERSION):
+            if content.pop("digest") != digest(text.rpartition(_DIGEST)[0].encode()):
+                raise ValueError("it does not have the digest that it was written with")
             tokenizer = content.pop("tokenizer")
             identity = None if tokenizer is None else TokenizerIdentity(**tokenizer)
             metadata = ShardMetadata(tokenizer=identity, **content)
@@ -227,6 +237,12 @@ def _check_types(metadata: ShardMetadata) -> None:
             raise ValueError(f"its tokenizer has {text!r:.40} for a text")
     if not isinstance(metadata.source, dict):
         raise ValueError(f"its source is {metadata.source!r:.40}")
+    digests = metadata.digests
+    if not isinstance(digests, dict) or sorted(digests) != sorted(ARRAYS):
+        raise ValueError(f"its digests are {digests!r:.40}")
+    for text in (metadata.data_set, *digests.values()):
+        if not isinstance(text, str):
+            raise ValueError(f"it has {text!r:.40} for a digest")
 
 
 def _refuse_version_1(split_folder: Path) -> None:

@@ -5,6 +5,9 @@ given the documents from `position` on again; the bytes on disk are then those o
 was never disturbed.
 """
 
+import contextlib
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -12,17 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from lmlib.data.data_path import data_path
+from lmlib.data.digests import CHUNK_DIGESTS, digest, digest_of_array, digests_of_chunks
 from lmlib.data.journal import (
     LOCK_FILE,
     STARTS_FILE,
     Journal,
-    MarkedStarts,
+    NumberFile,
     Totals,
     WriterLock,
     read_journal,
     writing,
 )
 from lmlib.data.metadata import (
+    ARRAYS,
     FILE_NAME,
     JOURNAL_FILE,
     TOKENIZER_FILE,
@@ -92,7 +98,8 @@ class ShardWriter:
                 f"file_length {file_length} must be a positive multiple of chunk_length "
                 f"{chunk_length}"
             )
-        self.folder = Path(path) / split / shard_name(shard, shards)
+        path = data_path(path)
+        self.folder = path / split / shard_name(shard, shards)
         check_folder(self.folder)
         self._identity: dict[str, Any] = {
             "shard": shard,
@@ -103,12 +110,16 @@ class ShardWriter:
             "eos_id": eos_id,
             "source": dict(source or {}),
         }
-        check_data_set(Path(path), tokenizer_json)
-        check_neighbours(Path(path), split, self._identity)
+        check_data_set(path, tokenizer_json)
+        check_neighbours(path, split, self._identity)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = WriterLock(self.folder)
         identity = self._identity | {"tokenizer": asdict(tokenizer) if tokenizer else None}
         self._journal = Journal(identity | {"lengths": [file_length, chunk_length]})
+        shared = {name: value for name, value in identity.items() if name != "shard"}
+        self._identity["data_set"] = digest(
+            json.dumps(shared | {"split": split}, sort_keys=True).encode()
+        )
         self._vocab_size = vocab_size
         self._frame = [np.array([] if i is None else [i], np.int64) for i in (bos_id, eos_id)]
         self._file_length, self._chunk_length = file_length, chunk_length
@@ -208,27 +219,35 @@ class ShardWriter:
         chunk_starts = np.arange(0, tokens + self._chunk_length, self._chunk_length)
         self._write_index("document_starts", starts)
         self._write_index("first_documents", np.searchsorted(starts, chunk_starts))
-        metadata = ShardMetadata(**self._identity, **asdict(self._totals))
+        digests = {name: digest_of_array(self.folder / name) for name in ARRAYS}
+        metadata = ShardMetadata(**self._identity, **asdict(self._totals), digests=digests)
         with writing(self.folder):
             metadata.write(self.folder)
         remove_leftovers(self.folder)
         self._lock.release()
         return metadata
 
+    def discard(self) -> None:
+        """Deletes the unfinished shard, and its split's folder if it holds no other."""
+        shutil.rmtree(self.folder)
+        with contextlib.suppress(OSError):
+            self.folder.parent.rmdir()
+        self._lock.release()
+
     def close(self) -> None:
         """Lets another writer go on with the shard."""
         self._lock.release()
 
-    def _begin(self, path: str | Path, tokenizer_json: str | None) -> None:
+    def _begin(self, path: Path, tokenizer_json: str | None) -> None:
         if tokenizer_json is not None:
-            write_whole(Path(path) / TOKENIZER_FILE, tokenizer_json)  # as other shards may
+            write_whole(path / TOKENIZER_FILE, tokenizer_json)  # as other shards may
         self._tokens = create_array(
             self.folder / "tokens",
             self._dtype,
             chunk_length=self._chunk_length,
             file_length=self._file_length,
         )
-        self._starts = MarkedStarts(self.folder, 0)
+        self._open_numbers()
         self._journal.save(self.folder)
 
     def _resume(self) -> None:
@@ -241,8 +260,15 @@ class ShardWriter:
                     "folder, or delete it"
                 )
         self._journal = found
-        self._starts = MarkedStarts(self.folder, found.marked.documents)
+        self._open_numbers()
         self._tokens = open_for_appending(self.folder / "tokens", found.written)
+
+    def _open_numbers(self) -> None:
+        documents, chunks = self._journal.marked.documents, self._journal.written
+        chunks //= self._chunk_length
+        self._starts = NumberFile(self.folder / STARTS_FILE, documents, self.folder)
+        file = self.folder / "tokens" / CHUNK_DIGESTS
+        self._chunk_digests = NumberFile(file, chunks, self.folder)
 
     def _verify(self, tokens: np.ndarray, start: int) -> np.ndarray:
         """The tokens that are not on disk yet, from `start` on; raises if others are on disk."""
@@ -261,6 +287,8 @@ class ShardWriter:
         if length:
             buffered = np.concatenate(self._buffer)
             self._tokens = append(self.folder / "tokens", self._tokens, buffered[:length])
+            with writing(self.folder):
+                self._chunk_digests.append(digests_of_chunks(buffered[:length], self._chunk_length))
             self._journal = replace(self._journal, written=self._journal.written + length)
             self._buffer, self._buffered = [buffered[length:]], len(buffered) - length
 
@@ -280,12 +308,12 @@ class ShardWriter:
             chunk_length=INDEX_CHUNK_LENGTH,
             file_length=INDEX_FILE_LENGTH,
         )
+        digests = NumberFile(self.folder / name / CHUNK_DIGESTS, 0, self.folder)
         for start in range(0, len(values), INDEX_FILE_LENGTH):
-            array = append(
-                self.folder / name,
-                array,
-                values[start : start + INDEX_FILE_LENGTH].astype(np.uint64),
-            )
+            piece = values[start : start + INDEX_FILE_LENGTH].astype(np.uint64)
+            array = append(self.folder / name, array, piece)
+            with writing(self.folder):
+                digests.append(digests_of_chunks(piece, INDEX_CHUNK_LENGTH))
 
 
 def finished_shard(
@@ -303,7 +331,7 @@ def finished_shard(
 
     Raises FileExistsError if it was made with other settings; see `ShardWriter`.
     """
-    folder = Path(path) / split / shard_name(shard, shards)
+    folder = data_path(path) / split / shard_name(shard, shards)
     if not (folder / FILE_NAME).exists():
         return None
     found = read_shard(folder)

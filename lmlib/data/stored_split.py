@@ -1,6 +1,7 @@
 """A split of flat tokens on disk, opened for reading: spans of tokens, and where documents begin.
 
-Nothing but one number for every 16 Ki tokens is held in memory. A span is one read of tokens and
+Nothing but two numbers for every 16 Ki tokens, and one for every 1 Ki documents, is held in memory.
+A span is one read of tokens and
 one of document starts in each shard that it touches.
 """
 
@@ -40,7 +41,8 @@ class StoredSplit:
         def open_arrays(name: str, lengths: Sequence[int]) -> list[StoredArray]:
             opened = []
             for shard, length in zip(shards, lengths, strict=True):
-                opened.append(StoredArray(folder / shard.name / name, length, context))
+                array = folder / shard.name / name
+                opened.append(StoredArray(array, length, context, digest=shard.digests[name]))
                 opened[-1].check_files()  # before anything as long as it claims is allocated
             return opened
 
@@ -52,6 +54,10 @@ class StoredSplit:
             _checked_index(folder / shard.name, index.result(), shard.documents)
             for shard, index in zip(shards, indexes, strict=True)
         ]
+        # Arrays that lie in the place of others show it in their first chunk.
+        beginnings = [array.read(0, min(1, array.length)) for array in self._tokens + self._starts]
+        for beginning in beginnings:
+            beginning.result()
         self._offsets = [0, *accumulate(shard.tokens for shard in shards)]
         self._document_offsets = [0, *accumulate(shard.documents for shard in shards)]
         self.tokens = self._offsets[-1]

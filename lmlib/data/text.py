@@ -10,6 +10,7 @@ import numpy as np
 
 from lmlib.data.metadata import LARGEST_TOKENIZER, TokenizerIdentity
 from lmlib.data.stored_json import read_text
+from lmlib.whole_file import write_whole
 
 if TYPE_CHECKING:  # heavy
     from tokenizers import Tokenizer
@@ -84,6 +85,12 @@ def read_tokenizer(tokenizer_json: str) -> "Tokenizer":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def write_tokenizer(file: Path, tokenizer_json: str) -> None:
+    """Writes a tokenizer.json, whole or not at all; raises OSError if that fails."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, tokenizer_json)
 
 
 @contextmanager

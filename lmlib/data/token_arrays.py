@@ -5,7 +5,6 @@ codecs `sharding_indexed` and `crc32c`).
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -18,6 +17,8 @@ from lmlib.data.array_layout import (
     flat_tokens_layout,
     seqax_layout,
 )
+from lmlib.data.data_path import file_store
+from lmlib.data.digests import digests_of_chunks, read_chunk_digests
 
 CHUNK_LENGTH = 16 * 1024  # tokens; the unit of reading, and of checksums
 FILE_LENGTH = 16 * 1024 * 1024  # tokens in one file, the unit of writing
@@ -50,7 +51,7 @@ def create_array(
     grid = {"name": "regular", "configuration": {"chunk_shape": [file_length]}}
     spec = {
         "driver": "zarr3",
-        "kvstore": _kvstore(path),
+        "kvstore": file_store(path),
         "metadata": {
             "shape": [0],
             "data_type": np.dtype(dtype).name,
@@ -69,7 +70,7 @@ def open_for_appending(path: Path, length: int) -> ts.TensorStore:
     Raises OSError or ValueError if it is not laid out as `create_array` does.
     """
     file_sizes(flat_tokens_layout(path))
-    spec = {"driver": "zarr3", "kvstore": _kvstore(path), "store_data_equal_to_fill_value": True}
+    spec = {"driver": "zarr3", "kvstore": file_store(path), "store_data_equal_to_fill_value": True}
     array = ts.open(spec, open=True).result()
     return array.resize(exclusive_max=[length], resize_metadata_only=True).result()
 
@@ -95,10 +96,18 @@ def append(path: Path, array: ts.TensorStore, values: np.ndarray) -> ts.TensorSt
 class StoredArray:
     """One array on disk, opened for reading."""
 
-    def __init__(self, path: Path, length: int, context: ts.Context, driver: str = "zarr3") -> None:
+    def __init__(
+        self,
+        path: Path,
+        length: int,
+        context: ts.Context,
+        driver: str = "zarr3",
+        digest: str | None = None,
+    ) -> None:
         """Raises DamagedDataError if the array cannot be opened or is not `length` long.
 
         `driver` is TensorStore's name for the array's format: "zarr3", or "zarr" for seqax's.
+        With the array's `digest`, it and all chunks that are read are checked.
         """
         self.path, self.length = path, length
         try:
@@ -112,9 +121,16 @@ class StoredArray:
             )
         self.layout: ArrayLayout = layout
         self.chunk_length: int = layout.chunk_length
+        self._chunk_digests: np.ndarray | None = None
+        if digest is not None:
+            try:
+                chunks = -(-length // layout.chunk_length)
+                self._chunk_digests = read_chunk_digests(path, chunks, digest)
+            except (OSError, ValueError) as error:
+                raise self._damaged("has been changed or swapped", error) from error
         spec = {
             "driver": driver,
-            "kvstore": _kvstore(path),
+            "kvstore": file_store(path),
             "fill_missing_data_reads": False,  # a deleted chunk is an error
             "recheck_cached_data": "open",
             "recheck_cached_metadata": "open",
@@ -142,6 +158,16 @@ class StoredArray:
         """Starts reading elements [start, stop)."""
         return Reading(self, start, stop)
 
+    def _check_chunks(self, values: np.ndarray, first: int) -> None:
+        """Raises ValueError unless `values` are the whole chunks from element `first` on."""
+        if self._chunk_digests is None:
+            return
+        found = digests_of_chunks(values, self.chunk_length)
+        chunk = first // self.chunk_length
+        wrong = np.flatnonzero(found != self._chunk_digests[chunk : chunk + len(found)])
+        if len(wrong):
+            raise ValueError(f"chunk {chunk + wrong[0]} is not the one that was written there")
+
     def _damaged(self, what: str, error: Exception) -> DamagedDataError:
         cause = str(error).partition(" [")[0]  # TensorStore appends its whole specification
         return DamagedDataError(
@@ -160,21 +186,28 @@ class Reading:
                 f"{stored.path} has {stored.length} elements, but others say that it has some from "
                 f"{start} to {stop}: the data set is damaged; make it again"
             )
-        self._future = stored._array[start:stop].read()
+        # Whole chunks, so that they can be checked; they are read and decoded whole anyway.
+        length = stored.chunk_length
+        self._first = start // length * length
+        self._future = stored._array[self._first : self._last()].read()
 
     def result(self) -> np.ndarray:
         """The elements, once they have arrived; raises DamagedDataError if they cannot be."""
         try:
-            return self._future.result()
+            values = self._future.result()
+            self._stored._check_chunks(values, self._first)
         except ValueError as error:
             what = f"cannot be read from {self._start} to {self._stop}"
             raise self._stored._damaged(what, error) from error
+        return values[self._start - self._first : self._stop - self._first]
+
+    def _last(self) -> int:
+        if self._start == self._stop:
+            return self._first
+        length = self._stored.chunk_length
+        return min(-(-self._stop // length) * length, self._stored.length)
 
 
 def reading_context() -> ts.Context:
     """Bounds the memory that all arrays opened with it may keep cached."""
     return ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-
-
-def _kvstore(path: Path) -> dict[str, Any]:
-    return {"driver": "file", "path": f"{path.absolute()}/"}

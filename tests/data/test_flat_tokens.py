@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from forged_digests import sign
 
 from lmlib.data import Batch, DamagedDataError, FlatTokens, permute
 
@@ -217,6 +218,7 @@ def test_arrays_that_contradict_the_metadata_are_noticed(tmp_path: Path, example
     content = json.loads(file.read_text())
     content["tokens"] += 1
     file.write_text(json.dumps(content))
+    sign(file.parent)
     with pytest.raises(DamagedDataError, match=r"metadata\.json promises"):
         read_everything(tmp_path)
 

@@ -99,9 +99,11 @@ def test_no_document_starts_are_kept_in_memory(tmp_path: Path, write_documents: 
     write_documents(tmp_path, documents, chunk_length=8, file_length=4096)
     (file,) = tmp_path.glob("train/*/document_starts/c/0")
     content = bytearray(file.read_bytes())
-    content[0] ^= 1  # of the first thousand
+    content[1024 * 8 + 4] ^= 1  # of the second thousand
     file.write_bytes(content)
     source = FlatTokens(str(tmp_path), "train", 1, 8, seed=None)
-    assert source.batch(300).tokens.tolist() == [[n % 300 for n in range(2400, 2408)]]
+    for step in (0, 300):
+        expected = [n % 300 for n in range(8 * step, 8 * step + 8)]
+        assert source.batch(step).tokens.tolist() == [expected]
     with pytest.raises(ValueError, match="document_starts cannot be read"):
-        source.batch(0)
+        source.batch(150)

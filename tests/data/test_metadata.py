@@ -3,9 +3,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forged_digests import sign
 
 from lmlib.data import ShardMetadata, SplitMetadata, TokenizerIdentity, read_shard, read_split
-from lmlib.data.metadata import tokenizers_differ
+from lmlib.data.metadata import ARRAYS, tokenizers_differ
 
 FIRST = ShardMetadata(
     shard=0,
@@ -22,6 +23,8 @@ FIRST = ShardMetadata(
     bos_id=0,
     eos_id=None,
     source={"datasets": ["a.jsonl"], "name": None},
+    data_set="07" * 16,
+    digests={name: "70" * 16 for name in ARRAYS},
 )
 SECOND = replace(FIRST, shard=1, tokens=7, documents=1, targets=6, bytes=10, max_token_id=8)
 
@@ -65,6 +68,12 @@ def test_shards_of_different_data_sets_are_refused(tmp_path: Path) -> None:
         read_split(tmp_path)
 
 
+def test_shards_of_two_preparations_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, FIRST, replace(SECOND, data_set="08" * 16))
+    with pytest.raises(ValueError, match=r"has data_set .* are of different data sets"):
+        read_split(tmp_path)
+
+
 def test_shards_of_two_cuts_are_refused(tmp_path: Path) -> None:
     write(tmp_path, FIRST, SECOND, replace(FIRST, shards=3))
     with pytest.raises(ValueError, match="splits into 2 and 3"):
@@ -78,7 +87,7 @@ def test_a_renamed_shard_is_refused(tmp_path: Path) -> None:
         read_shard(tmp_path / SECOND.name)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2"])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, "3"])
 def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
     (first,) = write(tmp_path, FIRST)
     file = first / "metadata.json"
@@ -106,7 +115,20 @@ def test_missing_and_unknown_entries_are_damage(tmp_path: Path) -> None:
     whole = json.loads(file.read_text())
     for changed in ({k: v for k, v in whole.items() if k != "tokens"}, whole | {"extra": 1}):
         file.write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match="damaged"):
+        sign(first)
+        with pytest.raises(ValueError, match=r"damaged .*TypeError"):
+            read_shard(first)
+
+
+def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    (first,) = write(tmp_path, FIRST)
+    file = first / "metadata.json"
+    whole = file.read_bytes()
+    for bit in range(0, 8 * len(whole), 3):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"damaged|version"):
             read_shard(first)
 
 

@@ -1,15 +1,17 @@
 """The worked example of docs/flat-tokens.md, built byte by byte from what the page says."""
 
+import json
 import re
 import struct
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from data_tools.pretokenize import pretokenize
 from data_tools.rows import Files, Texts
 from data_tools.tokenizer import ByteTokenizer
-from lmlib.data import FlatTokens
+from lmlib.data import FlatTokens, read_shard
 
 PAGE = Path(__file__).parents[2] / "docs" / "flat-tokens.md"
 FOLDER = Path("two/train/shard_00000_of_00001")
@@ -51,7 +53,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_arrays_have_the_documented_bytes(written: Path) -> None:
+def test_the_arrays_have_the_documented_bytes(written: Path, documented_metadata: str) -> None:
     tokens = struct.pack("<7H", 256, 104, 105, 257, 256, 97, 257)
     expected = {
         "tokens": file_of(tokens, 2 * INNER_CHUNK),
@@ -61,16 +63,32 @@ def test_the_arrays_have_the_documented_bytes(written: Path) -> None:
     for name, content in expected.items():
         assert (written / FOLDER / name / "c" / "0").read_bytes() == content, name
 
+    digests = {
+        "tokens": struct.pack("<Q", xxh3_64_intdigest(tokens)),
+        "document_starts": struct.pack("<Q", xxh3_64_intdigest(struct.pack("<2Q", 0, 4))),
+        "first_documents": struct.pack("<Q", xxh3_64_intdigest(struct.pack("<2Q", 0, 2))),
+    }
+    described = json.loads(documented_metadata)["digests"]
+    for name, content in digests.items():
+        array = written / FOLDER / name
+        assert (array / "chunk_digests").read_bytes() == content, name
+        both = (array / "zarr.json").read_bytes() + content
+        assert described[name] == xxh3_128_hexdigest(both)
+    before, own = documented_metadata.split('  "digest": ')
+    assert json.loads(own.removesuffix("}\n")) == xxh3_128_hexdigest(before.encode())
+
     page = PAGE.read_text(encoding="utf-8")
     assert f"{len(expected['tokens']):,} bytes long" in page
     shown = [bytes.fromhex(found) for found in re.findall(r"`((?:[0-9a-f]{2} *)+)`", page)]
     chunk_end = 2 * INNER_CHUNK + 4
     file = expected["tokens"]
-    assert shown == [tokens, file[chunk_end - 4 : chunk_end], file[-4:]]
+    checksums = [file[chunk_end - 4 : chunk_end], file[-4:]]
+    assert shown == [tokens, *checksums, digests["tokens"]]
 
 
 def test_the_metadata_is_the_documented_one(written: Path, documented_metadata: str) -> None:
     assert (written / FOLDER / "metadata.json").read_text() == documented_metadata
+    assert read_shard(written / FOLDER).tokens == 7
     names = sorted(entry.name for entry in (written / FOLDER).iterdir())
     assert names == ["document_starts", "first_documents", "metadata.json", "tokens"]
 

@@ -22,6 +22,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from data_tools.encoders import Encoder, make_encoder
 from data_tools.encoders.byte_level import ByteLevelEncoder
 from data_tools.encoders.hugging_face import HuggingFaceEncoder
+from data_tools.encoders.normalization import may_change
 from data_tools.encoders.pre_tokenization import GPT2, LLAMA3, QWEN2
 
 STYLES = ("gpt2", "llama3", "qwen2")
@@ -416,3 +417,9 @@ def test_runs_that_take_too_much_memory_are_refused(style: str, character: str) 
         return
     with pytest.raises(ValueError, match=r"has more than 1,048,576 characters of one kind"):
         encoder(style).size(run)
+
+
+def test_plain_english_is_not_normalized() -> None:
+    assert not may_change("Kevin’s day; “it’s fine” — a café in Köln, Ω and µ")
+    for text in ("\u212a", "\u037e", "e\u0301", "\u1112\u1161", "\u0958", "\u0344", "x\u0338"):
+        assert may_change(f"plain {text} plain"), ascii(text)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from data_tools.pretokenize import pretokenize
-from data_tools.tokenizer import ByteTokenizer, train_byte_level_bpe
+from data_tools.tokenizer import ByteTokenizer
+from data_tools.train_tokenizer import train_byte_level_bpe
 from experiments import llama_84m
 from lmlib.data import FlatTokens
 from lmlib.experiment import Experiment

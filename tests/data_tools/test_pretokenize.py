@@ -11,7 +11,8 @@ from folder_contents import files_of
 
 from data_tools.pretokenize import Progress, pretokenize, pretokenize_shard
 from data_tools.rows import Files, Texts
-from data_tools.tokenizer import ByteTokenizer, JsonTokenizer, train_byte_level_bpe
+from data_tools.tokenizer import ByteTokenizer, JsonTokenizer
+from data_tools.train_tokenizer import train_byte_level_bpe
 from lmlib.data import FlatTokens, ShardWriter, read_split
 
 TEXTS = ["hello", "", "ünï 🤖", "x" * 100]
@@ -109,8 +110,15 @@ def test_a_tokenizer_that_cannot_end_a_document_is_an_error(tmp_path: Path) -> N
 
 
 def test_nothing_to_write_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds 0 documents and no tokens"):
-        pretokenize([], ByteTokenizer(), tmp_path, "train")
+    for texts in ([], [""]):
+        message = f"no text for the split 'train', but {len(texts)} empty documents"
+        with pytest.raises(ValueError, match=message):
+            pretokenize(texts, ByteTokenizer(), tmp_path, "train")
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "empty.jsonl").write_text("")
+    source = Files([str(tmp_path / "empty.jsonl")])
+    with pytest.raises(ValueError, match=f"no text .* and delete {tmp_path / 'out' / 'train'}"):
+        pretokenize(source, ByteTokenizer(), tmp_path / "out", "train", shards=2)
 
 
 def test_a_finished_split_stays(tmp_path: Path) -> None:

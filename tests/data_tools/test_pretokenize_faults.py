@@ -17,7 +17,8 @@ from folder_contents import files_of
 from data_tools.pretokenize import pretokenize, pretokenize_shard
 from data_tools.pretokenize.report import SkippedRows
 from data_tools.rows import Files, TextField
-from data_tools.tokenizer import ByteTokenizer, train_byte_level_bpe
+from data_tools.tokenizer import ByteTokenizer
+from data_tools.train_tokenizer import train_byte_level_bpe
 
 REPOSITORY = Path(__file__).parents[2]
 FILE_LENGTH = 32 * 1024  # tokens: a journal is written after each

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_tools.made_whole import made_whole
 from data_tools.standard_library import standard_library
 from data_tools.tokenizer import load_tokenizer
 from lmlib.data import FlatTokens
@@ -80,6 +81,15 @@ def test_it_is_made_once_for_each_setting(
 
     other = Path(standard_library(vocab_size=301, max_bytes=MAX_BYTES, cache=str(cache)))
     assert other != folder
+
+
+def test_what_a_killed_process_left_is_removed(folder: Path, cache: Path) -> None:
+    left = cache / f"{folder.name}.making-killed"
+    (left / "train").mkdir(parents=True)
+    with made_whole(folder) as making:  # as another process
+        standard_library(vocab_size=300, max_bytes=MAX_BYTES, cache=str(cache))
+        assert making.is_dir() and not left.exists()
+    assert not making.exists()
 
 
 def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

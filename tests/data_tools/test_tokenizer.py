@@ -15,8 +15,8 @@ from data_tools.tokenizer import (
     JsonTokenizer,
     Tokenizer,
     load_tokenizer,
-    train_byte_level_bpe,
 )
+from data_tools.train_tokenizer import train_byte_level_bpe
 
 TEXT = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat, the cat sat\n"] * 3
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
@@ -107,6 +107,25 @@ def test_which_tokens_frame_a_document(tmp_path: Path, bpe: JsonTokenizer) -> No
     config.write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_token_that_begins_and_ends_documents_only_ends_them(tmp_path: Path) -> None:
+    gpt2 = train_byte_level_bpe(TEXT, 280, special_tokens=["<|endoftext|>"])
+    assert (gpt2.bos_id, gpt2.eos_id) == (None, 0)
+    (tmp_path / "tokenizer.json").write_text(gpt2.tokenizer_json, encoding="utf-8")
+    both = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(both))
+    assert load_tokenizer(str(tmp_path)).bos_id is None
+    assert load_tokenizer(str(tmp_path), bos_token="<|endoftext|>").bos_id == 0  # as asked for
+
+
+def test_an_empty_bos_token_is_none(tmp_path: Path, bpe: JsonTokenizer) -> None:
+    (tmp_path / "tokenizer.json").write_text(bpe.tokenizer_json, encoding="utf-8")
+    for name in ("bytes", str(tmp_path)):
+        tokenizer = load_tokenizer(name, bos_token="")
+        assert tokenizer.bos_id is None and tokenizer.eos_id == load_tokenizer(name).eos_id
+    with pytest.raises(ValueError, match="'bytes' has no token '<s>'"):
+        load_tokenizer("bytes", bos_token="<s>")
 
 
 def test_an_unknown_end_of_text_must_be_named(bpe: JsonTokenizer) -> None:

@@ -8,7 +8,8 @@ from sentinels import sentinels
 
 from data_tools.hf_stream import HFStream
 from data_tools.pretokenize.split import pretokenize
-from data_tools.tokenizer import ByteTokenizer, train_byte_level_bpe
+from data_tools.tokenizer import ByteTokenizer
+from data_tools.train_tokenizer import train_byte_level_bpe
 from lmlib.data import FlatTokens, Mixture, Stage
 from lmlib.data.synthetic import Synthetic
 from lmlib.data.text import TextCodec, codec_of_bytes

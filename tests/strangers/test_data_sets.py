@@ -13,6 +13,7 @@ import zarr
 import zstandard
 from byte_texts import RAGGED, write_ids
 from folder_contents import files_of
+from forged_digests import sign
 from strangers import assert_refused, outcomes
 
 from data_tools.convert import to_seqax
@@ -221,6 +222,8 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
             folder / ("seqax sound" if name in SEQAX_ATTACKS else "sound"), folder / name
         )
         attack(folder / name)
+        if name in ATTACKS and not (folder / name / SHARD).is_symlink():
+            sign(folder / name / SHARD)
     return folder
 
 

@@ -1,0 +1,34 @@
+"""Paths of data sets: as people write them, and as TensorStore takes them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def data_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute path that `path` means: `~` is the home folder, links and `..` are followed.
+
+    Raises ValueError for a path that TensorStore cannot open.
+    """
+    real = os.path.realpath(os.path.expanduser(path))
+    for problem, found in (
+        ("it holds a backslash", "\\" in real),
+        ("it is not UTF-8", not _is_utf8(real)),
+        ("a folder's name ends in .__lock", ".__lock/" in f"{real}/"),
+    ):
+        if found:
+            raise ValueError(f"{real!r} cannot hold a data set, since {problem}: rename it")
+    return Path(real)
+
+
+def file_store(folder: Path) -> dict[str, Any]:
+    """TensorStore's specification of the files in `folder`; raises ValueError as `data_path`."""
+    return {"driver": "file", "path": f"{data_path(folder)}/"}
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError:  # Python keeps the bytes of such a name as lone surrogates
+        return False
+    return True
