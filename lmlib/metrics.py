@@ -7,16 +7,19 @@ copy leaves it out.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lmlib.hardware import peak_flops
+from lmlib.storage_failures import storage_failure
 from lmlib.tensorboard import TensorBoard
-from lmlib.whole_file import write_whole
+from lmlib.whole_file import make_folder, write_whole
 
 FILE_NAME = "metrics.jsonl"
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
@@ -54,7 +57,7 @@ class MetricsLog:
 
     Every line is with the operating system when `write` returns, unless the storage fails: then it
     is kept, and tried again with the next line. For a resumed run to miss no step, `flush` a step's
-    metrics before its checkpoint is saved.
+    metrics before its checkpoint is saved, and `sync` them before that is whole.
 
         with MetricsLog(workdir, resume_step=None) as log:
             log.write(1, {"loss": 3.25})
@@ -76,12 +79,13 @@ class MetricsLog:
             return
         last = -1 if resume_step is None else resume_step
         folder = Path(workdir)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         path = folder / FILE_NAME
         lines = [f"{to_json(entry)}\n" for entry in _entries(path) if entry["step"] <= last]
         write_whole(path, "".join(lines))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
+        self._closing = threading.Lock()
         self._tensorboard = TensorBoard(folder / "tensorboard", last + 1)
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
@@ -112,8 +116,22 @@ class MetricsLog:
                 written = self._file.write(self._unwritten)
                 self._unwritten = self._unwritten[written:]
         except OSError as error:
-            reason = f"cannot write {self._file.name}: {error.strerror}"
-            raise OSError(error.errno, reason) from error
+            raise self._failure(error) from error
+
+    def sync(self) -> None:
+        """Returns once all that was flushed is on the disk; for another thread, too.
+
+        Raises OSError, naming the file.
+        """
+        if not self._enabled:
+            return
+        with self._closing:
+            if self._file.closed:  # which has synced it
+                return
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise self._failure(error) from error
 
     def close(self) -> None:
         """Raises OSError, as `flush` does, once all is closed."""
@@ -121,8 +139,14 @@ class MetricsLog:
             self._tensorboard.close()
             try:
                 self.flush()
+                self.sync()
             finally:
-                self._file.close()
+                with self._closing:
+                    self._file.close()
+
+    def _failure(self, error: OSError) -> OSError:
+        path = Path(self._file.name)
+        return storage_failure(f"write {path}", path.parent, error.errno or errno.EIO)
 
     def __enter__(self) -> "MetricsLog":
         return self

@@ -27,7 +27,7 @@ from typing import Any
 import fiddle as fdl
 from fiddle.experimental import serialization
 
-from lmlib.whole_file import write_whole
+from lmlib.whole_file import make_folder, write_whole
 from runner.command_line.errors import ConfigError, did_you_mean
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
@@ -86,7 +86,7 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
             "this config cannot be saved: it may hold only literals, and functions and classes at "
             f"the top of an importable module. {error}"
         ) from error
-    Path(workdir).mkdir(parents=True, exist_ok=True)
+    make_folder(workdir)
     contents = {"config.txt": flattened(cfg), "data.json": data_text(with_defaults(cfg))}
     for name, content in {"config.json": text + "\n", **contents}.items():
         write_whole(Path(workdir, name), content)

@@ -66,7 +66,8 @@ class Saver:
         with self._phases.during(Phase.CHECKPOINT):
             # An earlier save fails here, and not in the middle of the next.
             self.settle()
-            # A checkpoint promises that the lines up to its step are on disk.
+            # A checkpoint promises that the lines up to its step are on disk: they are synced too
+            # before it is whole, in the thread that saves.
             if (unwritten := _error_of(self._log.flush)) is not None:
                 self._tolerate(unwritten)
                 return
@@ -80,7 +81,9 @@ class Saver:
             if data_state is not None:
                 notes["data"] = gather_states(data_state)
             try:
-                blocked = self._checkpoints.save(step, state, notes, line.get("validation_loss"))
+                blocked = self._checkpoints.save(
+                    step, state, notes, line.get("validation_loss"), beforehand=self._log.sync
+                )
             except OSError as failure:
                 self._tolerate(failure)
                 return
