@@ -30,9 +30,10 @@ def standard_library(
     their paths, up to `max_bytes` of them. Every tenth is held out. A byte-level BPE of
     `vocab_size` is trained on the others. Validation records its length under gzip -9.
 
-    The folder lies in `cache`, by default $XDG_CACHE_HOME/lmlib or ~/.cache/lmlib, and is named
-    after the Python version, the settings and a digest of the files; another process may make it
-    at the same time. Raises ValueError if `max_bytes` leaves fewer than two files.
+    The folder lies in `cache`, by default $XDG_CACHE_HOME/lmlib or ~/.cache/lmlib, or where that
+    cannot be written a folder of the user's among the temporary ones. It is named after the Python
+    version, the settings and a digest of the files; another process may make it at the same time.
+    Raises ValueError if `max_bytes` leaves fewer than two files.
     """
     begun = time.monotonic()
 
@@ -49,8 +50,17 @@ def standard_library(
     if folder.is_dir():
         return str(folder)
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f"{folder.name}.making-", dir=folder.parent))
+    try:
+        making = _making(folder)
+    except OSError as error:
+        if cache is not None:
+            raise
+        own = _temporary_folder()
+        report(
+            f"{folder.parent} cannot be written ({error.strerror}), so the data goes to {own}, "
+            "which may not last; XDG_CACHE_HOME names another place"
+        )
+        return standard_library(vocab_size, max_bytes, str(own))
     try:
         documents = list(texts.values())
         validation = documents[::HELD_OUT_EVERY]
@@ -123,6 +133,21 @@ def _cache_folder(cache: str | None) -> Path:
     if cache is not None:
         return Path(cache)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmlib"
+
+
+def _making(folder: Path) -> Path:
+    """A new folder beside `folder`, to be renamed to it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}.making-", dir=folder.parent))
+
+
+def _temporary_folder() -> Path:
+    """Of this user alone; raises PermissionError if another one has made it."""
+    folder = Path(tempfile.gettempdir(), f"lmlib-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is another user's: set XDG_CACHE_HOME")
+    return folder
 
 
 def _move_into_place(making: Path, folder: Path) -> None:

@@ -73,16 +73,21 @@ class MetricsLog:
           resume_step: the step of the checkpoint that the run goes on from: later lines, and a line
             that a kill cut short, are dropped. `None` for a run from the beginning: all are.
           enabled: False on all processes but one; then nothing is read or written.
+
+        Attributes:
+          missing: which steps up to `resume_step` have no line, in words; `None` if all have.
         """
         self._enabled = enabled
+        self.missing: str | None = None
         if not enabled:
             return
         last = -1 if resume_step is None else resume_step
         folder = Path(workdir)
         make_folder(folder)
         path = folder / FILE_NAME
-        lines = [f"{to_json(entry)}\n" for entry in _entries(path) if entry["step"] <= last]
-        write_whole(path, "".join(lines))
+        entries = [entry for entry in _entries(path) if entry["step"] <= last]
+        self.missing = _missing(path, {entry["step"] for entry in entries}, last)
+        write_whole(path, "".join(f"{to_json(entry)}\n" for entry in entries))
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
         self._closing = threading.Lock()
@@ -179,9 +184,20 @@ def to_json(entry: Mapping[str, Any]) -> str:
 def from_json(line: str | bytes) -> dict[str, Any]:
     """What `to_json` was given; raises ValueError for what it did not write."""
     entry = json.loads(line)
-    if not isinstance(entry, dict) or "step" not in entry:
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         raise ValueError("no line of metrics")
     return {name: float(value) if value in _NOT_FINITE else value for name, value in entry.items()}
+
+
+def _missing(path: Path, steps: set[int], last: int) -> str | None:
+    """Which of the steps from 1 to `last` are not among `steps`."""
+    missing = sorted(set(range(1, last + 1)) - steps)
+    if not missing:
+        return None
+    which = f"step {missing[0]:,}"
+    if len(missing) > 1:
+        which = f"{len(missing):,} steps from {missing[0]:,} to {missing[-1]:,}"
+    return f"{path} has lost the lines of {which}: what is summed over the run leaves them out"
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:

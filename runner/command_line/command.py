@@ -1,6 +1,7 @@
 """What all commands share: they parse flags, show errors in a few lines, exit with a status."""
 
 import ast
+import io
 import re
 import sys
 import traceback
@@ -29,6 +30,8 @@ def run(command: Callable[[Sequence[str]], int]) -> NoReturn:
 
     def main(arguments: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)  # JAX tells of each backend that it does not find
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a model's text may be any
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return command(arguments[1:])
         except (Exception, KeyboardInterrupt) as error:

@@ -50,6 +50,20 @@ def test_the_users_own_folder_is_taken(tmp_path):
     assert not home.exists()
 
 
+def test_a_folder_that_cannot_be_written_is_told_and_done_without():
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"XDG_CACHE_HOME": "/proc/nowhere", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.strip() == "None"
+    (told,) = [line for line in ended.stderr.splitlines() if "compiled programs" in line]
+    assert "/proc/nowhere/lmlib/compiled cannot be written" in told
+    assert "/proc/nowhere" not in ended.stderr.replace(told, "")
+
+
 def test_nothing_is_kept_where_the_user_says_so(tmp_path):
     assert run(HOME=str(tmp_path), JAX_ENABLE_COMPILATION_CACHE="false") == "None"
     assert not list(tmp_path.iterdir())
