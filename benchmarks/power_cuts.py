@@ -44,6 +44,7 @@ SETTINGS = (
     *("steps=200", "checkpoint_every=2", "evaluate_every=100"),
 )
 SECONDS = 6.0  # the longest between the first step of a start and the cut
+REST_SECONDS = 1_800.0  # for what is left of a run after its last cut
 SIZE = 400 << 20  # bytes of the file system
 SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN: _IOR('X', 125, __u32)
 LOSE_THE_JOURNAL = 2  # EXT4_GOING_FLAGS_NOLOGFLUSH
@@ -125,7 +126,7 @@ def cuts_of_a_run(
         disk.unmount()
         disk.mount()
         promised = None  # what was promised before is compared with, now
-    codes = set(attempt.exit_codes())
+    codes = set(attempt.exit_codes(REST_SECONDS))
     wrong = difference_at_end(job, undisturbed) if codes == {0} else f"it ended with {codes}"
     if wrong and cut is not None:
         print(f"NOT SURVIVED: at its end: {wrong}, see {attempt.files[0]}", flush=True)
