@@ -104,6 +104,7 @@ def cuts_of_a_run(
             raise SystemExit(f"the first start failed:\n{attempt.output()}")
         if cut is not None:
             cut.resumed = attempt.resumed_step
+            promised = cut.resumed  # it was read from the disk
             cut.problems += problems_of_start(attempt, cut, job, undisturbed)
             yield cut
             if cut.problems:
@@ -125,7 +126,6 @@ def cuts_of_a_run(
         attempt.kill()
         disk.unmount()
         disk.mount()
-        promised = None  # what was promised before is compared with, now
     codes = set(attempt.exit_codes(REST_SECONDS))
     wrong = difference_at_end(job, undisturbed) if codes == {0} else f"it ended with {codes}"
     if wrong and cut is not None:
