@@ -1,5 +1,6 @@
 """What the commands have in common: mistakes and progress told in a line, and the exit status."""
 
+import io
 import os
 import sys
 import time
@@ -25,6 +26,8 @@ def run(name: str, command: Callable[[Sequence[str]], int]) -> NoReturn:
 
     def main(arguments: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)  # JAX tells of each backend it does not find
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a document's text may be any
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             status = command(arguments[1:])
             sys.stdout.flush()

@@ -4,6 +4,7 @@ import hashlib
 import os
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,9 +32,10 @@ def standard_library(
     their paths, up to `max_bytes` of them. Every tenth is held out. A byte-level BPE of
     `vocab_size` is trained on the others. Validation records its length under gzip -9.
 
-    The folder lies in `cache`, by default $XDG_CACHE_HOME/lmlib or ~/.cache/lmlib, and is named
-    after the Python version, the settings and a digest of the files; another process may make it
-    at the same time. Raises ValueError if `max_bytes` leaves fewer than two files.
+    The folder lies in `cache`, by default $XDG_CACHE_HOME/lmlib or ~/.cache/lmlib, or where that
+    cannot be written a folder of the user's among the temporary ones. It is named after the Python
+    version, the settings and a digest of the files; another process may make it at the same time.
+    Raises ValueError if `max_bytes` leaves fewer than two files.
     """
     begun = time.monotonic()
 
@@ -51,7 +53,18 @@ def standard_library(
         remove_unfinished(folder)
         return str(folder)
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(dir=folder.parent))
+    except OSError as error:
+        if cache is not None:
+            raise
+        own = _temporary_folder()
+        report(
+            f"{folder.parent} cannot be written ({error.strerror}), so the data goes to {own}, "
+            "which may not last; XDG_CACHE_HOME names another place"
+        )
+        return standard_library(vocab_size, max_bytes, str(own))
     with made_whole(folder) as making:
         documents = list(texts.values())
         validation = documents[::HELD_OUT_EVERY]
@@ -122,3 +135,12 @@ def _cache_folder(cache: str | None) -> Path:
     if cache is not None:
         return data_path(cache)
     return data_path(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "lmlib"))
+
+
+def _temporary_folder() -> Path:
+    """Of this user alone; raises PermissionError if another one has made it."""
+    folder = Path(tempfile.gettempdir(), f"lmlib-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is another user's: set XDG_CACHE_HOME")
+    return folder

@@ -7,16 +7,19 @@ copy leaves it out.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lmlib.hardware import peak_flops
+from lmlib.storage_failures import storage_failure
 from lmlib.tensorboard import TensorBoard
-from lmlib.whole_file import write_whole
+from lmlib.whole_file import make_folder, write_whole
 
 FILE_NAME = "metrics.jsonl"
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
@@ -54,7 +57,7 @@ class MetricsLog:
 
     Every line is with the operating system when `write` returns, unless the storage fails: then it
     is kept, and tried again with the next line. For a resumed run to miss no step, `flush` a step's
-    metrics before its checkpoint is saved.
+    metrics before its checkpoint is saved, and `sync` them before that is whole.
 
         with MetricsLog(workdir, resume_step=None) as log:
             log.write(1, {"loss": 3.25})
@@ -70,19 +73,25 @@ class MetricsLog:
           resume_step: the step of the checkpoint that the run goes on from: later lines, and a line
             that a kill cut short, are dropped. `None` for a run from the beginning: all are.
           enabled: False on all processes but one; then nothing is read or written.
+
+        Attributes:
+          missing: which steps up to `resume_step` have no line, in words; `None` if all have.
         """
         self._enabled = enabled
+        self.missing: str | None = None
         if not enabled:
             return
         last = -1 if resume_step is None else resume_step
         folder = Path(workdir)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         path = folder / FILE_NAME
-        lines = [f"{to_json(entry)}\n" for entry in _entries(path) if entry["step"] <= last]
-        write_whole(path, "".join(lines))
+        entries = [entry for entry in _entries(path) if entry["step"] <= last]
+        self.missing = _missing(path, {entry["step"] for entry in entries}, last)
+        write_whole(path, "".join(f"{to_json(entry)}\n" for entry in entries))
         self._file = path.open("r+b", buffering=0)
         self._file.seek(0, os.SEEK_END)
         self._unwritten = b""
+        self._closing = threading.Lock()
         self._tensorboard = TensorBoard(folder / "tensorboard", last + 1)
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
@@ -130,8 +139,22 @@ class MetricsLog:
                 written = self._file.write(self._unwritten)
                 self._unwritten = self._unwritten[written:]
         except OSError as error:
-            reason = f"cannot write {self._file.name}: {error.strerror}"
-            raise OSError(error.errno, reason) from error
+            raise self._failure(error) from error
+
+    def sync(self) -> None:
+        """Returns once all that was flushed is on the disk; for another thread, too.
+
+        Raises OSError, naming the file.
+        """
+        if not self._enabled:
+            return
+        with self._closing:
+            if self._file.closed:  # which has synced it
+                return
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise self._failure(error) from error
 
     def close(self) -> None:
         """Raises OSError, as `flush` does, once all is closed."""
@@ -139,8 +162,14 @@ class MetricsLog:
             self._tensorboard.close()
             try:
                 self.flush()
+                self.sync()
             finally:
-                self._file.close()
+                with self._closing:
+                    self._file.close()
+
+    def _failure(self, error: OSError) -> OSError:
+        path = Path(self._file.name)
+        return storage_failure(f"write {path}", path.parent, error.errno or errno.EIO)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -173,9 +202,20 @@ def to_json(entry: Mapping[str, Any]) -> str:
 def from_json(line: str | bytes) -> dict[str, Any]:
     """What `to_json` was given; raises ValueError for what it did not write."""
     entry = json.loads(line)
-    if not isinstance(entry, dict) or "step" not in entry:
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         raise ValueError("no line of metrics")
     return {name: float(value) if value in _NOT_FINITE else value for name, value in entry.items()}
+
+
+def _missing(path: Path, steps: set[int], last: int) -> str | None:
+    """Which of the steps from 1 to `last` are not among `steps`."""
+    missing = sorted(set(range(1, last + 1)) - steps)
+    if not missing:
+        return None
+    which = f"step {missing[0]:,}"
+    if len(missing) > 1:
+        which = f"{len(missing):,} steps from {missing[0]:,} to {missing[-1]:,}"
+    return f"{path} has lost the lines of {which}: what is summed over the run leaves them out"
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:

@@ -330,3 +330,16 @@ def test_arrays_of_every_kind_come_back(tmp_path, mesh, dtype):
         wanted = jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)
         restored, _ = checkpoints.restore(1, {"array": wanted})
     assert same(restored, {"array": array})
+
+
+def test_what_nfs_keeps_of_deleted_files_is_no_damage(directory, target, state):
+    folder = directory / str(STEP)
+    for place in (folder, folder / "state", folder / "state" / "weight"):
+        (place / ".nfs000000000123abcd00000001").write_bytes(b"of another file")
+    with Checkpoints(directory, read_only=True) as checkpoints:
+        checkpoints.verify(STEP)
+        restored, _ = checkpoints.restore(STEP, target)
+        assert same(restored["weight"], state["weight"])
+        (folder / ".nfsstray").touch()
+        with pytest.raises(DamagedCheckpointError, match="not in the manifest"):
+            checkpoints.verify(STEP)

@@ -169,3 +169,19 @@ def test_without_every_peak_there_is_no_mfu():
     cpu = jax.devices("cpu")[0]
     assert mfu(6e9, 1e6, [cpu]) is None
     assert mfu(6e9, 1e6, [Device("NVIDIA H200"), cpu]) is None
+
+
+def test_lines_that_are_lost_are_named(tmp_path):
+    lines = [f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 10)]
+    (tmp_path / "metrics.jsonl").write_text("".join([*lines[:2], '{"step": "3"}\n', *lines[5:]]))
+    with MetricsLog(tmp_path, resume_step=8) as log:
+        assert log.missing is not None
+        assert log.missing.startswith(
+            f"{tmp_path / 'metrics.jsonl'} has lost the lines of 3 steps from 3 to 5:"
+        )
+    with MetricsLog(tmp_path, resume_step=2) as log:
+        assert log.missing is None
+    with MetricsLog(tmp_path, resume_step=3) as log:
+        assert log.missing is not None and "the lines of step 3:" in log.missing
+    with MetricsLog(tmp_path, resume_step=None) as log:
+        assert log.missing is None

@@ -24,6 +24,7 @@ from lmlib.checkpoint import arrays as saved
 from lmlib.checkpoint import folders, orbax_internals, writing
 from lmlib.checkpoint import notes as saved_notes
 from lmlib.checkpoint.failures import storage_error
+from lmlib.checkpoint.manager import open_manager
 from lmlib.checkpoint.manifest import (
     DamagedCheckpointError,
     Manifest,
@@ -32,10 +33,11 @@ from lmlib.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from lmlib.checkpoint.processes import agreed, barrier, orbax_barrier
+from lmlib.checkpoint.processes import agreed, barrier
 from lmlib.checkpoint.reading import read_arrays
 from lmlib.checkpoint.retention import Retention
 from lmlib.local_folder import local_folder
+from lmlib.whole_file import make_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Checkpoints:
             return
         with self._named_errors("open the checkpoints"):
             if jax.process_index() == 0:
-                self._directory.mkdir(parents=True, exist_ok=True)
+                make_folder(self._directory)
                 self._remove_unfinished()
             barrier("checkpoints opened")
             if keep_best:
@@ -108,7 +110,13 @@ class Checkpoints:
             self._manager = self._open()
 
     def save(
-        self, step: int, state: PyTree, notes: dict[str, Any], hold: int | None = None
+        self,
+        step: int,
+        state: PyTree,
+        notes: dict[str, Any],
+        hold: int | None = None,
+        *,
+        beforehand: Callable[[], None] = lambda: None,
     ) -> float:
         """Starts saving; returns once the arrays are copied, so `state` may be donated at once.
 
@@ -121,6 +129,8 @@ class Checkpoints:
           notes: what JSON can hold, the same on every process; copied.
           hold: an earlier step that stays, whatever is kept otherwise, until a save holds another
             or none.
+          beforehand: what must be done, as for other files to be on the disk, before the checkpoint
+            is whole. Called on process 0 in another thread; the save fails if it raises.
 
         Returns:
           The seconds for which it blocked, the wait for an earlier save included.
@@ -153,6 +163,7 @@ class Checkpoints:
             writing.send_digests(folder, writing.digest_own_chunks(arrays_folder, bare))
 
         def finish() -> None:
+            beforehand()
             digests = writing.received_digests(folder)
             manifest = write_manifest(folder, step, described, digests)
             saved.check_layout(folder, manifest, bare)  # what could not be restored is not saved
@@ -302,27 +313,12 @@ class Checkpoints:
             self.close()
 
     def _open(self) -> ocp.CheckpointManager:
-        return _Manager(
+        return open_manager(
             self._directory,
-            options=ocp.CheckpointManagerOptions(
-                create=False,
-                lightweight_initialize=True,  # otherwise it reads files that no digest covers
-                preservation_policy=self._retention.policy(),
-                async_options=ocp.AsyncOptions(
-                    timeout_secs=self._save_seconds,
-                    barrier_sync_fn=orbax_barrier(),
-                    # On process 0, when the files of all are written and before the rename.
-                    post_finalization_callback=lambda: self._finish(),
-                    # Otherwise, where a folder cannot be made, Orbax waits five minutes for it.
-                    create_directories_asynchronously=False,
-                ),
-            ),
-            item_handlers={
-                saved.STATE: writing.ArraysHandler(
-                    lambda folder: self._digest(folder), self._save_seconds
-                ),
-                saved_notes.NOTES: saved_notes.handler(),
-            },
+            self._retention.policy(),
+            lambda folder: self._digest(folder),
+            lambda: self._finish(),
+            self._save_seconds,
         )
 
     def _restore(self, step: int, target: PyTree, part: str) -> tuple[PyTree, dict[str, Any]]:
@@ -390,10 +386,3 @@ class Checkpoints:
                     with contextlib.suppress(Exception):  # it may raise the same error again
                         self._reopen()
                 raise
-
-
-class _Manager(orbax_internals.ManagerInAnyFolder):
-    def reached_preemption(self, step: int) -> bool:
-        """Never: Orbax would ask JAX after each save. A run that stops on signals asks JAX itself,
-        after each step, and JAX must not be asked about earlier steps in between."""
-        return False

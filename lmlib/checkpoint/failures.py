@@ -1,23 +1,9 @@
-"""Errors of the storage, as messages that name the directory and the cause."""
+"""Errors of the storage that Orbax and TensorStore raise, as messages that name the directory."""
 
-import errno
-import os
-import shutil
 from pathlib import Path
 
 from lmlib.checkpoint.orbax_internals import tensorstore_error_number
-
-_CAUSES = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is exceeded",
-    errno.EROFS: "the file system is read-only",
-    errno.EACCES: "this user may not write there",
-    errno.EPERM: "this user may not write there",
-    errno.EFBIG: "a file would be larger than this process may write (ulimit -f)",
-    errno.ENOENT: "the directory was deleted or moved while it was in use",
-    errno.EIO: "the disk reports an error",
-    errno.ESTALE: "the file server has lost the directory",
-}
+from lmlib.storage_failures import storage_failure
 
 
 def storage_error(doing: str, directory: Path, error: BaseException) -> OSError | None:
@@ -30,10 +16,10 @@ def storage_error(doing: str, directory: Path, error: BaseException) -> OSError 
     code = _error_number(error)
     if code is None:
         return None
-    cause = _CAUSES.get(code, os.strerror(code))
-    if code == errno.ENOSPC:
-        cause += f", {shutil.disk_usage(directory).free:,} bytes are free"
-    return OSError(code, f"cannot {doing} in {directory}: {cause} ({os.strerror(code)})")
+    if isinstance(error, OSError) and str(error.strerror).startswith("cannot "):
+        # It names the file and the cause.
+        return OSError(code, f"cannot {doing} in {directory}: {error.strerror}")
+    return storage_failure(f"{doing} in {directory}", directory, code)
 
 
 def _error_number(error: BaseException) -> int | None:

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from lmlib.checkpoint.orbax_internals import UNFINISHED
+from lmlib.whole_file import sync
 
 _SET_ASIDE = ".damaged"
 
@@ -35,6 +36,7 @@ def set_aside(folder: Path) -> None:
     if aside.exists():
         shutil.rmtree(aside)
     folder.rename(aside)
+    sync(folder.parent)
 
 
 def remove(folder: Path) -> None:

@@ -9,6 +9,7 @@ import datetime
 import json
 import math
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 import xxhash
 
 from lmlib.checkpoint.orbax_internals import STEP_FILES
-from lmlib.whole_file import write_whole
+from lmlib.whole_file import sync, sync_folders, write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -29,6 +30,7 @@ THREADS = 8  # for reading files
 
 _LARGEST_MANIFEST = 32 << 20  # bytes; of a quarter of a million files
 _READ_SIZE = 1 << 20  # bytes
+_DELETED_ON_NFS = re.compile(r"\.nfs[0-9a-f]+")
 _ALIGNMENT = 64  # bytes; of an array that lies so, JAX makes no copy on CPUs
 
 
@@ -90,7 +92,7 @@ def write_manifest(
     arrays: dict[str, SavedArray],
     known: Mapping[str, SavedFile] | None = None,
 ) -> Manifest:
-    """Writes what is below `folder` into its manifest.
+    """Writes what is below `folder` into its manifest; files, folders and it are then on disk.
 
     Args:
       known: of the files whose digests were made before; each of the others is read once.
@@ -104,6 +106,7 @@ def write_manifest(
     files = {name: known.get(name) or read[name] for name in names}
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     manifest = Manifest(step, now, None, arrays, files)
+    sync_folders(folder)
     write_whole(folder / MANIFEST, encode(manifest))
     return manifest
 
@@ -204,6 +207,8 @@ def read_verified(folder: Path, name: str, manifest: Manifest) -> np.ndarray:
 def files_below(folder: Path) -> dict[str, int]:
     """Sizes in bytes of all files below `folder`, by relative path; links are not followed.
 
+    Files that NFS keeps because they were open when they were deleted are left out.
+
     Raises:
       DamagedCheckpointError: for what is neither a file nor a folder.
     """
@@ -215,6 +220,8 @@ def files_below(folder: Path) -> dict[str, int]:
             name = prefix + entry.name
             if entry.is_dir(follow_symlinks=False):
                 pending.append(f"{name}/")
+            elif _DELETED_ON_NFS.fullmatch(entry.name):
+                continue
             elif entry.is_file(follow_symlinks=False):
                 sizes[name] = entry.stat(follow_symlinks=False).st_size
             else:
@@ -228,9 +235,14 @@ def digest_of(content: bytes) -> str:
 
 
 def digests_of(folder: Path, names: Sequence[str]) -> dict[str, SavedFile]:
-    """Sizes and digests of files below `folder`, read by several threads."""
+    """Brings files below `folder` to the disk; their sizes and digests. Several threads do it."""
+
+    def synced(name: str) -> SavedFile:
+        sync(folder / name)
+        return _read(folder / name)
+
     with ThreadPoolExecutor(THREADS) as threads:
-        return dict(zip(names, threads.map(lambda name: _read(folder / name), names), strict=True))
+        return dict(zip(names, threads.map(synced, names), strict=True))
 
 
 def _verify(folder: Path, manifest: Manifest, name: str, into: memoryview | None = None) -> None:

@@ -89,7 +89,7 @@ def _wait_for_all(name: str, seconds: int) -> None:
 
 
 def digest_own_chunks(folder: Path, arrays: dict[str, jax.ShapeDtypeStruct]) -> Digests:
-    """Reads the chunks that this process wrote; between them the processes read each chunk once.
+    """Syncs and reads the chunks that this process wrote; each chunk is one process's.
 
     Args:
       folder: of the arrays, all of them written.

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import io
 import re
 import sys
 import traceback
@@ -39,6 +40,8 @@ def run(
 
     def main(arguments: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)  # JAX tells of each backend that it does not find
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a model's text may be any
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return command(arguments[1:])
         except (Exception, KeyboardInterrupt) as error:

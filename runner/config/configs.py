@@ -74,7 +74,7 @@ def load(
 def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
     """Writes `saved_files`, each whole or not at all; raises ConfigError as that does."""
     contents = saved_files(cfg)
-    Path(workdir).mkdir(parents=True, exist_ok=True)
+    make_folder(workdir)
     for name, content in contents.items():
         write_whole(Path(workdir, name), content)
 

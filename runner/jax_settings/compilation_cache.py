@@ -5,6 +5,8 @@ where the programs go, JAX_ENABLE_COMPILATION_CACHE=false that nowhere.
 """
 
 import os
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import jax
 
 
 def keep_compiled_programs() -> Path | None:
-    """Call it before anything compiles; returns the folder, `None` if nothing is kept."""
+    """Call it before anything compiles; returns the folder, `None` if nothing is kept.
+
+    Where the folder cannot be written, nothing is, and stderr says so.
+    """
     settings: Any = jax.config  # its attributes are made as it is imported
     if not settings.jax_enable_compilation_cache:
         return None
@@ -21,4 +26,18 @@ def keep_compiled_programs() -> Path | None:
         jax.config.update("jax_compilation_cache_dir", str(cache / "lmlib" / "compiled"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    return Path(settings.jax_compilation_cache_dir)
+    folder = settings.jax_compilation_cache_dir
+    if "://" in folder:  # a bucket, which JAX writes
+        return Path(folder)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        jax.config.update("jax_enable_compilation_cache", False)
+        print(
+            f"compiled programs are not kept: {folder} cannot be written ({error.strerror}); "
+            "JAX_COMPILATION_CACHE_DIR names another folder",
+            file=sys.stderr,
+        )
+        return None
+    return Path(folder)

@@ -68,7 +68,7 @@ def begin(
             phases.enter(Phase.RESTORE if restores else Phase.INITIALISATION)
             found = checkpoints.restore_newest(target, fallback=options.checkpoint_fallback)
         if found is not None:
-            _check_notes(found)
+            check_notes(found, directory)
             _check_data(experiment, found, data_may_change, progress)
             _say(found, experiment, init_from, progress)
             saved = found.notes
@@ -110,7 +110,12 @@ def weights_of(
             model, notes = checkpoints.restore_part(step, "model", target)
     except (ValueError, OSError) as error:
         raise ConfigError(f"--init_from={init_from}: {in_words(error)}") from error
-    problem = data_probe.tokenizer_changed(experiment.data, notes.get("batches", {}))
+    before: Any = notes.get("batches")
+    if not data_probe.is_probe(before, step):
+        raise ConfigError(
+            f"--init_from={init_from}: its notes make no sense: batches={before!r:.80}"
+        )
+    problem = data_probe.tokenizer_changed(experiment.data, before)
     if problem is not None and not tokenizer_may_differ:
         raise ConfigError(
             f"--init_from={init_from} was trained on other data: {problem}, so its ids mean other "
@@ -152,12 +157,29 @@ def check_config(
         )
 
 
-def _check_notes(found: Restored) -> None:
+def check_notes(found: Restored, directory: Path) -> None:
+    """Raises ConfigError if what a checkpoint remembers of its run is not what `Saver` saves."""
     if missing := {"tokens", "before_skipped", "batches", "initialised_from"} - found.notes.keys():
         raise ConfigError(
             f"checkpoint {found.step} was saved by another version of the runner: its notes "
             f"have no {', '.join(sorted(missing))}; take its weights with --init_from into another "
             "workdir"
+        )
+    tokens, before, origin = (
+        found.notes[name] for name in ("tokens", "before_skipped", "initialised_from")
+    )
+    sensible = {
+        "tokens": type(tokens) is int and 0 <= tokens < 1 << 63,
+        "before_skipped": before is None or (type(before) is int and 0 <= before <= found.step),
+        "batches": data_probe.is_probe(found.notes["batches"], found.step),
+        "initialised_from": origin is None or isinstance(origin, str),
+    }
+    if wrong := [name for name, is_sensible in sensible.items() if not is_sensible]:
+        values = ", ".join(f"{name}={found.notes[name]!r:.80}" for name in wrong)
+        raise ConfigError(
+            f"the notes of checkpoint {directory / str(found.step)} make no sense: {values}; "
+            "delete it to go on from the one before, or take its weights with --init_from into "
+            "another workdir"
         )
 
 
@@ -169,6 +191,8 @@ def _check_data(
     problem = data_probe.changed(source, found.notes["batches"])
     if problem is None and isinstance(source, Resumable):
         try:
+            if "data" not in found.notes:
+                raise ValueError("it does not say where in the stream it was")
             source.restore(found.step, found.notes["data"])
         except ValueError as error:
             problem = str(error)

@@ -26,9 +26,10 @@ from jax.experimental import multihost_utils
 from lmlib.checkpoint.folders import steps_in
 from lmlib.data.batch import Batch
 from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored_json import read_json
 from lmlib.experiment import Experiment
 from lmlib.metrics import from_json, to_json
-from lmlib.whole_file import write_whole
+from lmlib.whole_file import make_folder, sync, sync_folders, write_whole
 from runner.command_line.errors import in_words
 from runner.processes.agreement import from_first
 from runner.training.recorder import Line
@@ -71,7 +72,9 @@ class Captures:
             try:
                 self._write(folder, line, rows)
             except OSError as error:
-                return f"WARNING: step {step:,} could not be captured: {in_words(error)}"
+                return (
+                    f"WARNING: step {step:,} could not be captured in {folder}: {in_words(error)}"
+                )
         return f"step {step:,} was skipped; python -m runner.replay {folder} makes it again"
 
     def _has_room(self, step: int) -> bool:
@@ -84,7 +87,7 @@ class Captures:
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            unfinished.mkdir(parents=True)
+            make_folder(unfinished)
             checkpoints = steps_in(self._workdir / "checkpoints")
             earlier = [step for step in checkpoints if step < line["step"]]
             if earlier:
@@ -95,8 +98,12 @@ class Captures:
             np.savez(unfinished / "batch.npz", **cast(Any, rows))
             shutil.copy2(self._workdir / "config.json", unfinished / "config.json")
             facts = json.dumps(self._facts(line), indent=1) + "\n"
+            for name in ("batch.npz", "config.json"):  # a checkpoint's files have been synced
+                sync(unfinished / name)
+            sync_folders(unfinished)
             write_whole(unfinished / "capture.json", facts)
             unfinished.rename(folder)
+            sync(folder.parent)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -131,16 +138,21 @@ def read_capture(folder: Path) -> Capture:
     if not file.is_file():
         raise ValueError(f"{folder} is no capture: it has no capture.json; see workdir/captures")
     try:
-        facts = json.loads(file.read_text())
-        return Capture(
-            folder,
-            int(facts["step"]),
-            from_json(json.dumps(facts["line"])),
-            dict(facts["mesh"]),
-            facts["initialised_from"],
-        )
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        facts = read_json(file)
+        line, mesh, origin = (facts[name] for name in ("line", "mesh", "initialised_from"))
+        capture = Capture(folder, facts["step"], from_json(json.dumps(line)), mesh, origin)
+        numbers = [value for name, value in capture.line.items() if name != "step"]
+        if type(capture.step) is not int or not 0 < capture.step == capture.line["step"]:
+            raise ValueError(f"step {capture.step!r:.80}")
+        if not all(type(value) in (int, float) for value in numbers):
+            raise ValueError("its line holds what is no number")
+        if not all(type(size) is int and size > 0 for size in mesh.values()):
+            raise ValueError(f"mesh {mesh!r:.80}")
+        if origin is not None and not isinstance(origin, str):
+            raise ValueError(f"initialised_from {origin!r:.80}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error
+    return capture
 
 
 def read_batch(folder: Path, batch_size: int, sequence_length: int) -> Batch:

@@ -36,6 +36,20 @@ def probe(source: Source, steps_made: int) -> dict[str, Any]:
     return found
 
 
+def is_probe(value: Any, steps_made: int) -> bool:
+    """Whether `probe` can have returned it, of some source after so many steps."""
+    if not isinstance(value, dict) or value.get("steps_made") != steps_made:
+        return False
+    tokenizer, in_bytes = value.get("tokenizer"), value.get("bytes_per_target")
+    names = {field.name for field in dataclasses.fields(TokenizerIdentity)}
+    return (
+        (tokenizer is None or (isinstance(tokenizer, dict) and tokenizer.keys() == names))
+        and (in_bytes is None or type(in_bytes) in (int, float))
+        and all(isinstance(value.get(name, ""), str) for name in ("first", "last"))
+        and ("first" in value) == ("last" in value)
+    )
+
+
 def changed(source: Source, before: dict[str, Any]) -> str | None:
     """How the batches differ from those that `before` tells of, in words; `None` if they do not."""
     if (problem := tokenizer_changed(source, before)) is not None:

@@ -143,6 +143,8 @@ def fit(
                 summary = run.earlier_summary()
             if summary is None:
                 with GoodputLog(workdir, phases, enabled=primary) as goodput:
+                    if goodput.problem is not None:
+                        progress.message(f"WARNING: {goodput.problem}")
                     if beginning.step < experiment.steps or run.unevaluated(beginning.step):
                         state = run.make_steps(beginning, checkpoints, goodput)
                     phases.enter(Phase.EVALUATION)
@@ -206,6 +208,8 @@ class _Run:
             # Prefetching begins here, so that it goes on while the step compiles.
             self._prefetch(beginning.step) as batches,
         ):
+            if log.missing is not None:
+                progress.message(f"WARNING: {log.missing}")
             with self.phases.during(Phase.COMPILE):
                 compiled = self._compile(beginning.state)
             if self.options.dump_hlo and self.primary:
@@ -253,7 +257,11 @@ class _Run:
 
     def earlier_summary(self) -> Summary | None:
         """The summary that process 0 finds; file systems of the others may not show it yet."""
-        found = finished_summary(self.workdir, self.experiment.steps)
+        try:
+            found = finished_summary(self.workdir, self.experiment.steps)
+        except ValueError as error:
+            self.progress.message(f"WARNING: {error}: it is made again")
+            found = None
         saved = from_first(None if found is None else dataclasses.asdict(found))
         return saved and from_json(saved)
 

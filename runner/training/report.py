@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from lmlib.compute import Compute
+from lmlib.data.stored_json import read_json
 from lmlib.data.text import HasText
 from lmlib.experiment import Experiment
 from lmlib.generate import sample
@@ -25,6 +26,7 @@ from runner.watch.goodput import Goodput
 FILE_NAME = "result.json"
 LOSS_STEPS = 50
 SAMPLED_TOKENS = 48
+_SUMMED = {"loss", "valid_tokens", "step_seconds", "tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +86,19 @@ class Summary:
 
 
 def finished_summary(workdir: Path, steps: int) -> Summary | None:
-    """The summary that this run left when it made its last step, if it did."""
+    """The summary that this run left when it made its last step, if it did.
+
+    Raises ValueError, naming the file, if it is damaged.
+    """
     file = workdir / FILE_NAME
     if not file.exists():
         return None
-    saved = json.loads(file.read_text())
-    return from_json(saved) if saved["steps"] == steps else None
+    try:
+        summary = from_json(read_json(file))
+        summary.text(workdir, "")  # which every field has to do with
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{file} is damaged ({error!r:.200})") from error
+    return summary if summary.steps == steps else None
 
 
 def from_json(saved: Mapping[str, Any]) -> Summary:
@@ -99,7 +108,8 @@ def from_json(saved: Mapping[str, Any]) -> Summary:
 
 
 def totals_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What a summary needs of the lines of metrics.jsonl; `None` if there are none."""
+    """What a summary needs of the lines of metrics.jsonl; `None` if no line has it."""
+    metrics = [line for line in metrics if line.keys() >= _SUMMED]
     if not metrics:
         return None
     recent = metrics[-LOSS_STEPS:]
@@ -108,7 +118,7 @@ def totals_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "steps": len(metrics),
         "seconds": sum(line["step_seconds"] for line in metrics),
         "tokens": metrics[-1]["tokens"],
-        "training_loss": loss / sum(line["valid_tokens"] for line in recent),
+        "training_loss": loss / max(sum(line["valid_tokens"] for line in recent), 1),
     }
 
 

@@ -80,7 +80,8 @@ class Saver:
         with self._phases.during(Phase.CHECKPOINT):
             # An earlier save fails here, and not in the middle of the next.
             self.settle()
-            # A checkpoint promises that the lines up to its step are on disk.
+            # A checkpoint promises that the lines up to its step are on disk: they are synced too
+            # before it is whole, in the thread that saves.
             if (unwritten := _error_of(self._log.flush)) is not None:
                 self._tolerate(unwritten)
                 return
@@ -99,7 +100,7 @@ class Saver:
                 notes["data"] = gather_states(data_state)
             try:
                 hold = self.before_skipped if skipping else None
-                self._checkpoints.save(step, state, notes, hold)
+                self._checkpoints.save(step, state, notes, hold, beforehand=self._log.sync)
             except OSError as failure:
                 self._tolerate(failure)
                 return

@@ -18,7 +18,7 @@ import jax
 
 import lmlib
 from lmlib.data.stored_json import read_json
-from lmlib.whole_file import write_whole
+from lmlib.whole_file import make_folder, write_whole
 from runner.config import configs
 from runner.config.code import code_files, commit_of, versions
 from runner.config.text import printable
@@ -74,7 +74,7 @@ class Start:
           OSError: if it cannot be written.
         """
         folder = self._workdir / "starts" / f"{_next_number(self._workdir):05}"
-        folder.mkdir(parents=True)
+        make_folder(folder)
         experiment = self._experiment and commit_of(self._experiment.resolve())
         facts = {
             "began": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self._began)),

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lmlib.data.stored_json import read_json
 from lmlib.quantities import duration_text
 from lmlib.table import columns
 from lmlib.whole_file import write_whole
@@ -21,13 +22,16 @@ from runner.watch.phases import Phase, Phases
 FILE_NAME = "goodput.json"
 NOT_RUNNING = "not running"
 WRITE_SECONDS = 10.0
+# Between two starts. More, or less than nothing, and a clock was set: then nobody knows how long.
+LONGEST_PAUSE = 365 * 86_400.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
     """One process's share of a run (process 0's, where there are many).
 
-    Times are seconds since the epoch; `seconds` are those of each phase.
+    `seconds` are those of each phase, by a clock that nobody can set. `began` and `until` are
+    seconds since the epoch, as the clock on the wall had it when the process began.
     """
 
     began: float
@@ -65,14 +69,16 @@ class GoodputLog:
     """Keeps `workdir/goodput.json`; writes it if `enabled`, which it is on one process."""
 
     def __init__(self, workdir: Path, phases: Phases, enabled: bool = True):
-        """Reads what earlier starts left; what cannot be read is not counted."""
+        """Reads what earlier starts left; what cannot be read is not counted.
+
+        Attributes:
+          problem: what could not be read, in words; `None` if all could.
+        """
         self._file = workdir / FILE_NAME
         self._phases = phases
         self._enabled = enabled
-        self._earlier = read_starts(workdir)
-        self._earlier_steps = sum(start.seconds.get(Phase.STEP, 0.0) for start in self._earlier)
+        self._earlier, self.problem = _read(self._file)
         self._began = time.time() - sum(phases.seconds().values())
-        self._first_began = self._earlier[0].began if self._earlier else self._began
         self._last_step = 0
         self._written_at = 0.0
 
@@ -86,8 +92,7 @@ class GoodputLog:
         self._last_step = step
         if time.monotonic() - self._written_at >= WRITE_SECONDS:
             self.write()
-        steps = self._earlier_steps + self._phases.seconds()[Phase.STEP]
-        return steps / max(time.time() - self._first_began, 1e-9)
+        return self.total().fraction
 
     def total(self) -> Goodput:
         return total([*self._earlier, self._start()])
@@ -110,35 +115,57 @@ class GoodputLog:
 
     def _start(self) -> Start:
         seconds = {str(phase): value for phase, value in self._phases.seconds().items()}
-        return Start(self._began, time.time(), self._last_step, seconds)
+        return Start(self._began, self._began + sum(seconds.values()), self._last_step, seconds)
 
 
 def total(starts: list[Start]) -> Goodput:
-    """All starts together. One that began before the one before ended overlaps it by nothing."""
+    """All starts together, and the pauses between them, as far as the clock can be believed."""
     seconds: dict[str, float] = {str(phase): 0.0 for phase in Phase} | {NOT_RUNNING: 0.0}
     until = None
     for start in starts:
         for name, value in start.seconds.items():
             seconds[name] = seconds.get(name, 0.0) + value
-        if until is not None:
-            seconds[NOT_RUNNING] += max(0.0, start.began - until)
+        if until is not None and 0 <= start.began - until <= LONGEST_PAUSE:
+            seconds[NOT_RUNNING] += start.began - until
         until = start.until
     return Goodput(len(starts), seconds)
 
 
 def read_starts(workdir: Path) -> list[Start]:
-    """What `goodput.json` says; nothing if it is absent or damaged."""
+    """What `goodput.json` says, without what is damaged; nothing if it is absent."""
+    return _read(workdir / FILE_NAME)[0]
+
+
+def _read(file: Path) -> tuple[list[Start], str | None]:
+    """The starts that make sense, and what does not."""
+    if not file.exists():
+        return [], None
     try:
-        found = json.loads((workdir / FILE_NAME).read_text())["starts"]
-        return [_parsed(entry) for entry in found]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
+        entries = read_json(file)["starts"]
+        starts = [start for entry in entries if (start := _parsed(entry)) is not None]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [], f"{file} cannot be read ({error!r:.200}): earlier starts are not counted"
+    if lost := len(entries) - len(starts):
+        return starts, f"{file}: {lost} of {len(entries)} starts make no sense and are not counted"
+    return starts, None
 
 
-def _parsed(entry: dict[str, Any]) -> Start:
-    return Start(
-        float(entry["began"]),
-        float(entry["until"]),
-        int(entry["last_step"]),
-        {str(name): float(value) for name, value in entry["seconds"].items()},
-    )
+def _parsed(entry: Any) -> Start | None:
+    """`None` if no run has written it."""
+    try:
+        start = Start(
+            _seconds(entry["began"]),
+            _seconds(entry["until"]),
+            entry["last_step"],
+            {str(name): _seconds(value) for name, value in entry["seconds"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return start if type(start.last_step) is int and start.last_step >= 0 else None
+
+
+def _seconds(value: Any) -> float:
+    """Raises ValueError for what is no number of seconds that can pass until the year 5138."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e11:
+        raise ValueError(f"{value!r:.80} is no number of seconds")
+    return float(value)

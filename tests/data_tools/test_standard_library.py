@@ -1,5 +1,7 @@
 import gzip
+import os
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +98,21 @@ def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = Path(standard_library(vocab_size=258, max_bytes=50_000))
     assert folder.parent == tmp_path / "lmlib"
+
+
+@pytest.mark.parametrize("cache_home", ["/proc/nowhere", "/dev/null"])
+def test_without_a_cache_it_goes_to_a_temporary_folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cache_home: str,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = Path(standard_library(vocab_size=258, max_bytes=50_000))
+    assert folder.parent == tmp_path / f"lmlib-{os.getuid()}"
+    assert f"{cache_home}/lmlib cannot be written" in capsys.readouterr().err
+    assert standard_library(vocab_size=258, max_bytes=50_000) == str(folder)
 
 
 def test_too_little_to_hold_anything_out(tmp_path: Path) -> None:

@@ -21,17 +21,20 @@ print(folder)
 """
 
 
-def run(**changed):
+def ended(**changed):
     unset = {name for name in os.environ if name.startswith(("JAX_", "XDG_CACHE"))}
     kept = {name: value for name, value in os.environ.items() if name not in unset}
-    ended = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=kept | {"JAX_PLATFORMS": "cpu"} | changed,
         capture_output=True,
         text=True,
         check=True,
     )
-    return ended.stdout.strip()
+
+
+def run(**changed):
+    return ended(**changed).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,14 @@ def test_the_users_own_folder_is_taken(tmp_path):
     assert run(HOME=str(home), JAX_COMPILATION_CACHE_DIR=str(own)) == str(own)
     assert list(own.iterdir())
     assert not home.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_done_without():
+    made = ended(XDG_CACHE_HOME="/proc/nowhere")
+    assert made.stdout.strip() == "None"
+    (told,) = [line for line in made.stderr.splitlines() if "compiled programs" in line]
+    assert "/proc/nowhere/lmlib/compiled cannot be written" in told
+    assert "/proc/nowhere" not in made.stderr.replace(told, "")
 
 
 def test_nothing_is_kept_where_the_user_says_so(tmp_path):

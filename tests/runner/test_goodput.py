@@ -1,6 +1,8 @@
 """Where the wall time of a run went, over all of its starts."""
 
+import dataclasses
 import json
+import math
 import time
 
 import pytest
@@ -55,18 +57,13 @@ def test_an_error_leaves_its_phase():
 
 
 def test_the_log_goes_on_with_what_earlier_starts_left(tmp_path):
-    (tmp_path / "goodput.json").write_text(
-        json.dumps(
-            {
-                "starts": [
-                    {"began": 0.0, "until": 9.0, "last_step": 7, "seconds": {"steps": 9.0}},
-                ]
-            }
-        )
-    )
+    began = time.time() - 100_000.0
+    first = {"began": began, "until": began + 9.0, "last_step": 7, "seconds": {"steps": 9.0}}
+    (tmp_path / "goodput.json").write_text(json.dumps({"starts": [first]}))
     with GoodputLog(tmp_path, Phases()) as log:
+        assert log.problem is None
         assert log.furthest == 7
-        assert log.update(8) == pytest.approx(9.0 / time.time(), rel=1e-6)  # since 1970
+        assert log.update(8) == pytest.approx(9.0 / 100_000.0, rel=1e-3)
     with GoodputLog(tmp_path, Phases()) as log:
         assert log.furthest == 8
         assert log.total().starts == 3
@@ -74,13 +71,51 @@ def test_the_log_goes_on_with_what_earlier_starts_left(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["goodput.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"starts": [{}]}', '{"starts": [7]}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "7", '{"starts": 7}', '{"starts": [{}]}', '{"starts": [7]}', "\0" * 9],
+)
 def test_a_damaged_file_is_begun_anew(tmp_path, content):
     (tmp_path / "goodput.json").write_text(content)
     with GoodputLog(tmp_path, Phases()) as log:
+        assert str(tmp_path / "goodput.json") in log.problem
         assert log.furthest == 0
         log.update(3)
     assert [start.last_step for start in read_starts(tmp_path)] == [3]
+
+
+STRANGE = (None, [], "9", -1, 1e300, math.nan, {"a": {}}, True)
+
+
+@pytest.mark.parametrize("name", ["began", "until", "last_step", "seconds", "steps"])
+def test_a_start_that_makes_no_sense_is_not_counted(tmp_path, name):
+    """The others are, and it is told."""
+    sound = dataclasses.asdict(FIRST)
+    starts = [sound]
+    for value in STRANGE:
+        changed = {"seconds": {"steps": value}} if name == "steps" else {name: value}
+        starts.append(sound | changed)
+    starts.append({key: value for key, value in sound.items() if key != name or name == "steps"})
+    counted = [start for start in starts if start == sound]
+    (tmp_path / "goodput.json").write_text(json.dumps({"starts": starts}))
+    with GoodputLog(tmp_path, Phases()) as log:
+        assert f"{len(starts) - len(counted)} of {len(starts)} starts make no" in log.problem
+        assert log.total().starts == len(counted) + 1
+
+
+@pytest.mark.parametrize("jump", [-1e9, -3_600.0, 1e9], ids=["1990s", "an hour back", "2050s"])
+def test_a_clock_that_is_set_makes_no_goodput(tmp_path, monkeypatch, jump):
+    """Neither while a start lasts nor between two: it stays a fraction of the time that passed."""
+    phases, real = Phases(), time.time
+    phases.enter(Phase.STEP)
+    with GoodputLog(tmp_path, phases) as log:
+        monkeypatch.setattr(time, "time", lambda: real() + jump)
+        assert 0 <= log.update(1) <= 1
+    (start,) = read_starts(tmp_path)
+    assert start.until - start.began == pytest.approx(sum(start.seconds.values()), abs=1e-3)
+    with GoodputLog(tmp_path, Phases()) as log:
+        assert 0 <= log.update(2) <= 1
+        assert log.total().seconds[NOT_RUNNING] == 0.0
 
 
 def test_other_processes_write_nothing(tmp_path):

@@ -18,18 +18,25 @@ def difference(job: Job, undisturbed: Job) -> str:
     Compared are the lines of metrics.jsonl, times aside, and every file of the newest checkpoints
     that `undisturbed` holds too: the arrays of the state, and what else a run remembers.
     """
-    wanted, found = _lines(undisturbed), _lines(job)
-    for number, (line, other) in enumerate(zip(found, wanted, strict=False), 1):
-        if line != other:
-            return f"line {number} of metrics.jsonl is {line}, and not {other}"
-    if len(found) > len(wanted):
-        return f"metrics.jsonl has {len(found)} lines, and not {len(wanted)}"
+    if wrong := difference_of_metrics(job, undisturbed):
+        return wrong
     # Of the older ones, which are being removed, a kill may leave some files.
     for step in job.whole_checkpoints()[-KEEP_CHECKPOINTS:]:
         if (undisturbed.checkpoints / str(step)).is_dir():
             names = _differing(job.checkpoints / str(step), undisturbed.checkpoints / str(step))
             if names:
                 return f"checkpoint {step} differs in {len(names)} files, as {names[0]}"
+    return ""
+
+
+def difference_of_metrics(job: Job, undisturbed: Job) -> str:
+    """The first difference of the lines of metrics.jsonl so far; empty if there is none."""
+    wanted, found = _lines(undisturbed), _lines(job)
+    for number, (line, other) in enumerate(zip(found, wanted, strict=False), 1):
+        if line != other:
+            return f"line {number} of metrics.jsonl is {line}, and not {other}"
+    if len(found) > len(wanted):
+        return f"metrics.jsonl has {len(found)} lines, and not {len(wanted)}"
     return ""
 
 

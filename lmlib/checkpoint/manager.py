@@ -1,0 +1,77 @@
+"""Orbax's manager of checkpoints, set up so that a step is on the disk before an older one goes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy
+
+from lmlib.checkpoint import arrays as saved
+from lmlib.checkpoint import notes as saved_notes
+from lmlib.checkpoint.manifest import MANIFEST
+from lmlib.checkpoint.orbax_internals import STEP_FILES, ManagerInAnyFolder
+from lmlib.checkpoint.processes import orbax_barrier
+from lmlib.checkpoint.writing import ArraysHandler
+from lmlib.whole_file import sync
+
+
+def open_manager(
+    directory: Path,
+    policy: AnyPreservationPolicy,
+    written: Callable[[Path], None],
+    finish: Callable[[], None],
+    save_seconds: int,
+) -> ocp.CheckpointManager:
+    """A manager of the steps in `directory`.
+
+    Args:
+      policy: which steps stay.
+      written: gets the folder of the arrays, on every process, once they are all written.
+      finish: called on process 0 when the files of all are written and before the step gets its
+        name.
+      save_seconds: limit of a save.
+    """
+    return _Manager(
+        directory,
+        options=ocp.CheckpointManagerOptions(
+            create=False,
+            lightweight_initialize=True,  # otherwise it reads files that no digest covers
+            preservation_policy=policy,
+            temporary_path_class=_DurableFolder,
+            async_options=ocp.AsyncOptions(
+                timeout_secs=save_seconds,
+                barrier_sync_fn=orbax_barrier(),
+                post_finalization_callback=finish,
+                # Otherwise, where a folder cannot be made, Orbax waits five minutes for it.
+                create_directories_asynchronously=False,
+            ),
+        ),
+        item_handlers={
+            saved.STATE: ArraysHandler(written, save_seconds),
+            saved_notes.NOTES: saved_notes.handler(),
+        },
+    )
+
+
+class _Manager(ManagerInAnyFolder):
+    def reached_preemption(self, step: int) -> bool:
+        """Never: Orbax would ask JAX after each save. A run that stops on signals asks JAX itself,
+        after each step, and JAX must not be asked about earlier steps in between."""
+        return False
+
+
+class _DurableFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A step until it is whole. Its new name is on the disk when `finalize` returns.
+
+    Only then does Orbax delete older steps.
+    """
+
+    async def finalize(self) -> None:
+        await super().finalize()  # which writes `STEP_FILES`, and renames it
+        final = Path(self.get_final())
+        if not (final / MANIFEST).exists():
+            return  # a part of a step, which is synced with the step
+        for name in STEP_FILES:
+            sync(final / name)
+        sync(final)
+        sync(final.parent)

@@ -1,0 +1,134 @@
+"""Files beside the checkpoints that were cut short, edited or lost: made again, or named."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import runner
+from lmlib.checkpoint.checkpoints import Restored
+from runner import fit
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.training.beginning import check_notes
+from runner.training.captures import read_capture
+from runner.training.report import finished_summary
+
+ROOT = Path(runner.__file__).parents[1]
+SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "mesh.fsdp=1")
+STRANGE = (None, [], "text", -1, 1e300, math.nan, {"a": {"b": []}}, True)
+
+PROBE = {"tokenizer": None, "bytes_per_target": 4.5, "steps_made": 3, "first": "1f", "last": "2e"}
+NOTES = {
+    "tokens": 96,
+    "before_skipped": 2,
+    "batches": PROBE,
+    "initialised_from": "/runs/other@5",
+}
+CAPTURE = {
+    "step": 3,
+    "line": {"step": 3, "loss": "NaN", "tokens": 96},
+    "mesh": {"data": 1, "fsdp": 2},
+    "initialised_from": None,
+    "sequences": None,
+}
+
+
+def small(*overrides):
+    return configs.load("experiments/llama_84m", ["tiny"], (*SMALL, *overrides))
+
+
+def test_what_is_broken_is_made_again_or_named(tmp_path, capsys):
+    fit(small("steps=3"), tmp_path)
+    log, goodput = tmp_path / "metrics.jsonl", tmp_path / "goodput.json"
+    first, _, third = log.read_text().splitlines(keepends=True)
+    log.write_text(first + third)
+    goodput.write_text(goodput.read_text().replace('"last_step": ', '"last_step": -'))
+    capsys.readouterr()
+    whole = fit(small("steps=4"), tmp_path).summary
+    told = capsys.readouterr().err
+    assert f"WARNING: {log} has lost the lines of step 2:" in told
+    assert f"WARNING: {goodput}: 1 of 1 starts make no sense" in told
+
+    result = tmp_path / "result.json"
+    result.write_bytes(result.read_bytes()[:-40])
+    again = fit(small("steps=4"), tmp_path).summary
+    assert f"WARNING: {result} is damaged" in capsys.readouterr().err
+    for name in ("steps", "tokens", "training_loss", "samples"):
+        assert getattr(again, name) == getattr(whole, name)
+    assert finished_summary(tmp_path, 4) == again
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b"\xff", b"\0" * 9])
+def test_a_result_that_is_none_is_named(tmp_path, content):
+    (tmp_path / "result.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}/result.json is damaged"):
+        finished_summary(tmp_path, 3)
+
+
+def test_notes_that_make_sense_are_taken(tmp_path):
+    for notes in (NOTES, NOTES | {"before_skipped": None, "initialised_from": None}):
+        check_notes(Restored(3, None, notes, ()), tmp_path)
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_notes_that_make_no_sense_are_named(tmp_path, name):
+    may_be_absent = name in ("before_skipped", "initialised_from")
+    may_be_text = name == "initialised_from"
+    strange = [value for value in STRANGE if not (may_be_absent and value is None)]
+    for value in (each for each in strange if not (may_be_text and each == "text")):
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/3 make no sense: {name}="):
+            check_notes(Restored(3, None, NOTES | {name: value}, ()), tmp_path)
+    missing = {key: value for key, value in NOTES.items() if key != name}
+    with pytest.raises(ConfigError, match=f"its notes have no {name}"):
+        check_notes(Restored(3, None, missing, ()), tmp_path)
+
+
+def test_so_are_the_values_in_them(tmp_path):
+    for value in STRANGE:
+        notes = NOTES | {"batches": PROBE | {"steps_made": value}}
+        with pytest.raises(ConfigError, match="make no sense: batches="):
+            check_notes(Restored(3, None, notes, ()), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step", "line", "mesh", "initialised_from"])
+def test_a_capture_that_makes_no_sense_is_named(tmp_path, name):
+    file = tmp_path / "capture.json"
+    file.write_text(json.dumps(CAPTURE))
+    assert read_capture(tmp_path).step == 3
+    for value in (*STRANGE, math.inf):
+        if name == "initialised_from" and value in (None, "text"):
+            continue
+        file.write_text(json.dumps(CAPTURE | {name: value}))
+        with pytest.raises(ValueError, match=f"{file} is damaged"):
+            read_capture(tmp_path)
+    missing = {key: value for key, value in CAPTURE.items() if key != name}
+    file.write_text(json.dumps(missing))
+    with pytest.raises(ValueError, match=f"{file} is damaged"):
+        read_capture(tmp_path)
+
+
+PRINTS = """
+import sys
+from data_tools import command_line
+from runner.command_line import command
+
+for run in (command.run, lambda prints: command_line.run("name", prints)):
+    try:
+        run(lambda arguments: print("Größe \\N{SNOWMAN}") or 0)
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def test_text_that_the_terminal_has_no_letters_for_is_printed_all_the_same():
+    ended = subprocess.run(
+        [sys.executable, "-c", PRINTS],
+        env={"PATH": "", "LANG": "C", "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stdout.splitlines() == [r"Gr\xf6\xdfe \u2603", "0"] * 2, ended.stderr
