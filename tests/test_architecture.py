@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "lmlib.parallel": set(),
     "lmlib.compute": set(),
     "lmlib.models": {"lmlib.parallel", "lmlib.compute"},
+    "lmlib.hf": {"lmlib.models", "lmlib.parallel", "lmlib.whole_file"},
     "lmlib.losses": {"lmlib.models", "lmlib.parallel", "lmlib.compute", "lmlib.data"},
     "lmlib.optim": {"lmlib.parallel"},
     "lmlib.guard": set(),

@@ -51,10 +51,10 @@ def table_values(embed: int, tied: bool) -> tuple[float, float]:
         table 1, logits embed^-½        4.462  4.488  4.221  4.370   4.135   4.100
         tied: all by fan-in             5.084  5.273  4.880  5.209   4.770
         tied: GPT-2's 0.02              5.490  5.623  5.268  5.635   4.938
-        tied: table 1                   5.074  5.066  4.675  4.756   4.447
-        tied: table 1, logits embed^-½  5.056  5.053  4.653  4.744   4.380
-        tied: table 1/4                 4.755  4.827  4.488  4.666   4.452
-        tied: table 1/2                 4.833  4.876  4.510  4.629   4.397
+        tied: table 1                   5.074  5.066  4.675  4.756   4.447   4.525
+        tied: table 1, logits embed^-½  5.056  5.053  4.653  4.744   4.380   4.496
+        tied: table 1/4                 4.755  4.827  4.488  4.666   4.452   4.463
+        tied: table 1/2                 4.833  4.876  4.510  4.629   4.397   4.431
     """
     return (0.5, 2 * embed**-0.5) if tied else (1.0, 1.0)
 

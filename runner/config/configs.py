@@ -27,7 +27,7 @@ from typing import Any
 import fiddle as fdl
 from fiddle.experimental import serialization
 
-from lmlib.whole_file import write_whole
+from lmlib.whole_file import make_folder, write_whole
 from runner.command_line.errors import ConfigError, did_you_mean
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
