@@ -59,15 +59,19 @@ def described_by(content: dict[str, Any], where: str) -> Described:
     return Described(family, arguments)
 
 
-def family_of(model: Decoder) -> tuple[Family, dict[str, Any]]:
+def family_of(model: Decoder, model_type: str | None = None) -> tuple[Family, dict[str, Any]]:
     """The family of a model (arrays or shapes), and the config.json that describes exactly it:
     what is built from that has the same parts, settings and shapes.
+
+    Args:
+      model_type: of the family, where several have such a model; `None`: the first of them.
 
     Raises:
       ValueError: if no family has such a model.
     """
     read, wanted = architecture(model), shape_of(model)
-    for family in FAMILIES:
+    families = [each for each in FAMILIES if model_type in (None, each.model_type)]
+    for family in families:
         content = {"model_type": family.model_type, **family.settings(read)}
         try:
             found = described_by(content, "the model")
@@ -77,7 +81,7 @@ def family_of(model: Decoder) -> tuple[Family, dict[str, Any]]:
         if built == wanted:
             return family, content
     raise ValueError(
-        f"none of {', '.join(each.model_type for each in FAMILIES)} is this model: it has parts or "
+        f"none of {', '.join(each.model_type for each in families)} is this model: it has parts or "
         "settings that no config.json of theirs describes"
     )
 

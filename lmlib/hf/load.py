@@ -20,6 +20,7 @@ from lmlib.hf.names import Names, Share, check_complete, placed
 from lmlib.hf.tensor_files import FolderError, Stored, stored_tensors
 from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import map_weights
+from lmlib.parallel.check import check_model
 from lmlib.parallel.layout import stored
 from lmlib.parallel.mesh import make_mesh
 
@@ -37,6 +38,7 @@ def load(folder: str | Path, mesh: Mesh | None = None, progress: Progress | None
 
     Raises:
       FolderError: if the folder cannot be used, or describes another model than its tensors are.
+      LayoutError: if the mesh cannot hold the model.
     """
     folder = Path(folder)
     found = described(folder)
@@ -62,6 +64,7 @@ def load_weights(
     except ValueError as error:
         raise FolderError(f"{folder}: {error}") from None
     weights: dict[str, jax.Array] = {}
+    check_model(model, mesh)
     layouts = _layouts(model, mesh)
     total = sum(there[tensor.name].end - there[tensor.name].offset for tensor in wanted)
     read = 0

@@ -37,6 +37,7 @@ def save(
     model: Decoder,
     folder: str | Path,
     *,
+    model_type: str | None = None,
     tokenizer: str | Path | None = None,
     dtype: str = "bfloat16",
     longest: int | None = None,
@@ -49,6 +50,8 @@ def save(
 
     Args:
       folder: new, or empty.
+      model_type: of config.json, for a model that several families have: Llama and Phi-3, say.
+        `None`: the first of them.
       tokenizer: a folder with a tokenizer's files, or one tokenizer.json; they are copied.
       dtype: of the file: "bfloat16", "float16" or "float32".
       longest: the longest sequence the model was trained on, as `max_position_embeddings`.
@@ -63,7 +66,7 @@ def save(
     folder = Path(folder)
     if dtype not in _NAMES:
         raise ValueError(f"dtype must be one of {', '.join(_NAMES)}, got {dtype!r}")
-    family, content = family_of(model)
+    family, content = family_of(model, model_type)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: give a new folder")
     content |= {

@@ -1,0 +1,243 @@
+"""Folders of strangers: odd but legal ones work, others are refused in a sentence."""
+
+import functools
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmlib import hf
+from lmlib.hf.families import FAMILIES
+from lmlib.hf.names import Share
+from lmlib.hf.tensor_files import (
+    DTYPES,
+    FolderError,
+    begin_files,
+    laid_out,
+    read_header,
+    stored_tensors,
+    write,
+)
+from lmlib.models.attention import Attention
+from lmlib.models.families.llama import llama
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of a small Llama's folder."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / "llama" / name, tmp_path)
+    return tmp_path
+
+
+def change(folder, **keys):
+    """Sets keys of config.json; `...` removes one."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) | keys
+    file.write_text(json.dumps({key: each for key, each in content.items() if each is not ...}))
+
+
+def rewritten(folder, change):
+    """The tensors after `change` of a dict of arrays."""
+    file = folder / "model.safetensors"
+    held = {n: each.read(0, each.size).reshape(each.shape) for n, each in read_header(file).items()}
+    held = change(held)
+    placed = laid_out(folder, {n: (each.dtype, each.shape) for n, each in held.items()}, 1 << 40)
+    begin_files(placed)
+    for name, each in held.items():
+        write(placed[name], 0, each.reshape(-1))
+
+
+@functools.cache
+def golden_model():
+    return hf.load(GOLDEN / "llama")
+
+
+def assert_same_weights(found, expected):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_keys_that_are_left_out_or_null_mean_what_transformers_means(folder):
+    change(
+        folder, rope_parameters=..., rope_theta=10_000.0, rope_scaling=None, dtype=...,
+        head_dim=..., attention_bias=..., mlp_bias=..., tie_word_embeddings=...,
+    )  # fmt: skip
+    model = hf.load(folder)
+    assert_same_weights(model, golden_model())
+    assert jax.tree.structure(model) == jax.tree.structure(golden_model())
+
+
+def test_a_tied_head_may_be_in_the_file_or_not(folder):
+    change(folder, tie_word_embeddings=True)
+    with_head = hf.load(folder)
+    rewritten(folder, lambda held: {n: each for n, each in held.items() if n != "lm_head.weight"})
+    assert with_head.unembedding is None
+    assert_same_weights(hf.load(folder), with_head)
+
+
+def test_a_trunk_alone_and_old_buffers_are_read(folder):
+    change(folder, tie_word_embeddings=True)
+
+    def as_old_files(held):
+        held = {n.removeprefix("model."): each for n, each in held.items() if n != "lm_head.weight"}
+        return held | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+
+    expected = hf.load(folder)
+    rewritten(folder, as_old_files)
+    assert_same_weights(hf.load(folder), expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"new_trick": 3}, "new_trick = 3: unknown here"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; there are llama"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers = '3' is no int"),
+        ({"vocab_size": ...}, "config.json has no vocab_size"),
+        ({"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight is unknown"),
+        ({"vocab_size": 63}, "has shape (62, 16) instead of (63, 16)"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' lacks factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "trick": 1}},
+            "{'trick': 1} is not supported",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name_and_value(folder, keys, told):
+    change(folder, **keys)
+    with pytest.raises(FolderError) as error:
+        hf.load(folder)
+    assert told in str(error.value)
+
+
+def damaged(how, folder):
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    first = next(name for name in header if name != "__metadata__")
+    if how == "cut":
+        file.write_bytes(content[:-5])
+    elif how == "longer":
+        file.write_bytes(content + b"12345678")
+    elif how == "huge header":
+        file.write_bytes(struct.pack("<Q", 1 << 62) + content[8:])
+    elif how == "no JSON":
+        file.write_bytes(content[:8] + b"x" * size + content[8 + size :])
+    elif how == "pickle":
+        file.rename(folder / "pytorch_model.bin")
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "elsewhere":
+        index = {"weight_map": {first: "../../etc/passwd"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        key, value = how
+        header[first][key] = value
+        text = json.dumps(header).encode().ljust(size)
+        file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("cut", "it is cut short"),
+        ("longer", "but its header tells of"),
+        ("huge header", "its header cannot be"),
+        ("no JSON", "its JSON cannot be read"),
+        ("pickle", "is a pickle, which can run any code and is never read"),
+        ("empty", "is no safetensors file"),
+        ("elsewhere", "which is no file of this folder"),
+        (("dtype", "I8"), "has dtype I8"),
+        (("shape", [1 << 60, 1 << 60]), "are not where they should be"),
+        (("shape", [-1]), "entry of"),
+        (("data_offsets", [0, 1 << 50]), "are not where they should be"),
+        (("data_offsets", 7), "entry of"),
+    ],
+    ids=str,
+)
+def test_a_damaged_or_hostile_file_is_refused(folder, how, told):
+    damaged(how, folder)
+    with pytest.raises(FolderError) as error:
+        hf.load(folder)
+    assert told in str(error.value) and str(folder) in str(error.value)
+
+
+axes = st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True)
+
+
+@given(st.data(), axes)
+@settings(max_examples=12, deadline=None)
+def test_cutting_and_joining_are_inverse(data, names):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=len(names), max_size=len(names)))
+    order = data.draw(st.permutations(names))
+    ends = sorted(data.draw(st.sets(st.integers(1, len(names)), max_size=2)) | {len(names)})
+    within = tuple(" ".join(order[a:b]) for a, b in zip([0, *ends], ends, strict=False))
+    along = data.draw(st.integers(0, len(within) - 1))
+    before, behind = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    share = Share(tuple(names), tuple(sizes), within, along, before)
+    weight = np.arange(np.prod(sizes)).reshape(sizes)
+    joined = np.asarray(share.joined(jnp.asarray(weight)))
+    width = [(before, behind) if axis == along else (0, 0) for axis in range(len(within))]
+    np.testing.assert_array_equal(
+        share.cut(jnp.asarray(np.pad(joined, width, constant_values=-1))), weight
+    )
+
+
+@given(
+    st.dictionaries(
+        st.text("abc.", min_size=1, max_size=5),
+        st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 3), max_size=3)),
+        min_size=1, max_size=5,
+    ),
+    st.integers(1, 300),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_files_of_any_tensors_are_read_as_they_were_written(tmp_path_factory, tensors, file_bytes):
+    folder = tmp_path_factory.mktemp("files")
+    random = np.random.default_rng(0)
+    values = {
+        name: random.normal(size=shape).astype(DTYPES[dtype])
+        for name, (dtype, shape) in tensors.items()
+    }
+    placed = laid_out(folder, {n: (v.dtype, v.shape) for n, v in values.items()}, file_bytes)
+    begin_files(placed)
+    for name, each in values.items():
+        write(placed[name], 0, each.reshape(-1))
+    found = stored_tensors(folder)
+    assert set(found) == set(values)
+    for name, each in values.items():
+        assert found[name].shape == each.shape and found[name].dtype == each.dtype
+        np.testing.assert_array_equal(found[name].read(0, each.size), each.reshape(-1))
+
+
+def test_each_family_has_a_golden_folder():
+    kinds = {json.loads(file.read_text())["model_type"] for file in GOLDEN.glob("*/config.json")}
+    assert kinds == {family.model_type for family in FAMILIES}
+
+
+def test_a_model_of_no_family_is_refused(tmp_path):
+    odd = functools.partial(Attention, output_bias=True)
+    model = llama(vocab=8, embed=8, layers=1, heads=2, mlp=8, attention=odd, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"none of llama, mistral, .* is this model"):
+        hf.save(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_written_over(folder):
+    with pytest.raises(FileExistsError, match="is not empty: give a new folder"):
+        hf.save(golden_model(), folder)

@@ -1,0 +1,126 @@
+"""Every family against transformers, by folders that tests/hf/update.py wrote with it."""
+
+import functools
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hugging_face_families import ADAMW, FAMILIES, KEPT, LENGTH, PROMPT, ROWS
+from sentinels import sentinels
+
+from lmlib import Compute, hf, make_mesh, whole_rows
+from lmlib.data.batch import Batch
+from lmlib.hf.tensor_files import read_header
+from lmlib.losses import batch_loss
+from lmlib.optim import as_declared
+from lmlib.parallel.axes import map_weights
+
+GOLDEN = Path(__file__).parent / "golden"
+FLOAT32 = Compute(dtype="float32")
+MESH = {"fsdp": 4, "tensor": 2}
+
+
+def tensors(file: Path) -> dict[str, np.ndarray]:
+    held = read_header(file)
+    return {name: each.read(0, each.size).reshape(each.shape) for name, each in held.items()}
+
+
+def tokens(vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.integers(0, vocab, (1, PROMPT)), random.integers(0, vocab, (ROWS, LENGTH + 1))
+
+
+@functools.cache
+def loaded(name):
+    return hf.load(GOLDEN / name)
+
+
+def save(model, name, folder, **settings):
+    hf.save(model, folder, model_type=FAMILIES[name][0], dtype="float32", **settings)
+
+
+def mean_loss(model, batch):
+    return batch_loss(model, batch, FLOAT32)[0].minimised / batch.loss_mask.sum()
+
+
+def batch_of(vocab):
+    ids = tokens(vocab)[1].astype(np.int32)
+    whole = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
+    return Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(whole), whole, np.ones(whole.shape, bool))
+
+
+@functools.cache
+def loss_and_gradients(name):
+    model = loaded(name)
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(jax.value_and_grad(mean_loss))(model, batch_of(model.vocab))
+
+
+def assert_close(found, expected, bound):
+    """Relative to the norm of the tensor, or to a thousandth of all of them."""
+    assert set(found) == set(expected)
+    whole = np.sqrt(sum(np.sum(np.square(each, dtype=np.float64)) for each in expected.values()))
+    for name, each in expected.items():
+        size = max(np.linalg.norm(each), 1e-3 * whole)
+        assert np.linalg.norm(found[name] - each) <= bound * size, name
+
+
+SOME = ("llama_3_1", "qwen2", "gemma3", "olmo2", "phi4_mini", "gpt2")
+
+
+@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name in SOME))
+def test_logits_of_a_long_prompt(name):
+    model = loaded(name)
+    ids = jnp.asarray(tokens(model.vocab)[0], jnp.int32)
+    with jax.default_matmul_precision("highest"):
+        found = model(ids, whole_rows(ids, FLOAT32))[0, KEPT]
+    expected = tensors(GOLDEN / name / "expected.safetensors")["logits"]
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name in ("gemma3", "gpt2")))
+def test_every_gradient(name, tmp_path):
+    loss, gradients = loss_and_gradients(name)
+    expected = tensors(GOLDEN / name / "expected.safetensors")["loss"]
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    save(gradients, name, tmp_path / "gradients")
+    found = tensors(tmp_path / "gradients" / "model.safetensors")
+    assert_close(found, tensors(GOLDEN / name / "gradients.safetensors"), 1e-4)
+
+
+@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name == "gpt2"))
+def test_weights_after_one_step(name, tmp_path):
+    model, (_, gradients) = loaded(name), loss_and_gradients(name)
+    decays = map_weights(lambda weight, _: as_declared(weight), model)
+    rate, (b1, b2) = ADAMW["lr"], ADAMW["betas"]
+    adamw = optax.adamw(rate, b1, b2, ADAMW["eps"], weight_decay=ADAMW["weight_decay"], mask=decays)
+    updates, _ = adamw.update(gradients, adamw.init(model), model)
+    save(eqx.apply_updates(model, updates), name, tmp_path / "after")
+    found = tensors(tmp_path / "after" / "model.safetensors")
+    assert_close(found, tensors(GOLDEN / name / "after.safetensors"), 1e-5)
+
+
+@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name in SOME))
+def test_what_is_written_is_what_was_read(name, tmp_path):
+    save(loaded(name), name, tmp_path / "again")
+    found, expected = (
+        tensors(folder / "model.safetensors") for folder in (tmp_path / "again", GOLDEN / name)
+    )
+    assert set(found) == set(expected)
+    for tensor, values in expected.items():
+        np.testing.assert_array_equal(found[tensor], values)
+
+
+@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name == "phi3"))
+def test_on_a_mesh_as_on_one_device(name, tmp_path):
+    model = hf.load(GOLDEN / name, make_mesh(**MESH))
+    for found, expected in zip(jax.tree.leaves(model), jax.tree.leaves(loaded(name)), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    save(model, name, tmp_path / "again", file_bytes=4_000)
+    again = hf.load(tmp_path / "again")
+    for found, expected in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(found, expected)

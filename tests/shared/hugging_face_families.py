@@ -1,0 +1,69 @@
+"""Small random models of every family: their configs, and what of them is compared."""
+
+SIZES = {
+    "vocab_size": 62,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+_GEMMA = {"head_dim": 8, "sliding_window": 9}
+_GPT2 = {
+    "vocab_size": 62,
+    "n_embd": 16,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# By name of the golden folder: model_type, and keys of the config.
+FAMILIES = {
+    "llama": ("llama", SIZES),
+    "llama_tied_one_head": (
+        "llama",
+        SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 6},
+    ),
+    "llama_3_1": ("llama", SIZES | {"rope_parameters": _LLAMA3}),
+    "llama_linear": ("llama", SIZES | {"rope_parameters": _LINEAR}),
+    "mistral": ("mistral", SIZES | {"sliding_window": 9}),
+    "qwen2": ("qwen2", SIZES),
+    "qwen2_yarn": ("qwen2", SIZES | {"rope_parameters": _YARN, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", SIZES | {"head_dim": 8}),
+    "gemma2": ("gemma2", SIZES | _GEMMA | {"query_pre_attn_scalar": 12}),
+    "gemma3": (
+        "gemma3_text",
+        SIZES | _GEMMA | {"num_hidden_layers": 8, "num_key_value_heads": 1},
+    ),
+    "olmo2": ("olmo2", SIZES),
+    "phi3": ("phi3", SIZES),
+    "phi4_mini": (
+        "phi3",
+        SIZES | {"partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    ),
+    "gpt2": ("gpt2", _GPT2),
+}
+PROMPT, KEPT = 500, slice(0, None, 25)  # positions whose logits are kept
+ROWS, LENGTH = 2, 40  # of the batch that a step is made on
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
