@@ -112,7 +112,7 @@ def experiments() -> dict[str, Path]:
 def experiment_file(reference: str) -> Path | None:
     """The file of code that `load` would take; `None` if it is a saved config, or absent."""
     file = Path(reference.removesuffix(".py") + ".py")
-    if file.is_file():
+    if os.path.isfile(file):  # which a name that is too long does not upset
         return file
     return experiments().get(reference.removesuffix(".py").replace(".", "/"))
 

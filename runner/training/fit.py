@@ -135,13 +135,13 @@ def fit(
         # Before this line, and whatever the user's mistake, nothing is written that stays.
         with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
             checkpoints.set_aside(beginning.damaged)
-            if primary:
-                progress.keep(workdir)
             state, summary = beginning.state, None
             if beginning.step >= experiment.steps:
                 progress.message(f"this run finished all its {experiment.steps:,} steps before")
                 summary = run.earlier_summary()
             if summary is None:
+                if primary:
+                    progress.keep(workdir)
                 with GoodputLog(workdir, phases, enabled=primary) as goodput:
                     if goodput.problem is not None:
                         progress.message(f"WARNING: {goodput.problem}")

@@ -260,13 +260,13 @@ def test_the_command(tmp_path: Path) -> None:
 
     done = run("--to=lmlib", "in", "out")
     assert done.returncode == 0, done.stderr
-    expected = "out/train: 2 documents, 3 tokens; documents without tokens that were dropped: 1\n"
+    expected = f"{tmp_path}/out/train: 2 documents, 3 tokens; documents without tokens that were dropped: 1\n"
     assert done.stdout == expected
     again = run("--to=lmlib", "in", "out")
     assert again.returncode == 2
-    assert again.stderr == "convert: out exists already: choose another folder\n"
+    assert again.stderr == f"convert: {tmp_path}/out exists already: choose another folder\n"
     content = json.loads((tmp_path / "out/train/shard_00000_of_00001/metadata.json").read_text())
-    assert content["source"]["path"] == "in"
+    assert content["source"]["path"] == str(tmp_path / "in")
     wrong = run("--to=zarr", "in", "new")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "convert: flag --to=zarr: value should be one of <lmlib|seqax>\n"

@@ -202,6 +202,7 @@ def test_settings_can_be_corrected_before_anything_is_written(tmp_path: Path) ->
     assert pretokenize(Files([str(file)]), ByteTokenizer(), out, "train").documents == 1
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_an_error_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

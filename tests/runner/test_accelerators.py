@@ -37,6 +37,7 @@ def stderr_of_a_run(tmp_path, plugin, **environment):
     return ended.stderr
 
 
+@pytest.mark.slow
 def test_plugins_without_hardware_are_not_started(tmp_path):
     written = stderr_of_a_run(tmp_path, "xla_cuda0")
     if has_accelerator():

@@ -41,6 +41,7 @@ def small(*overrides):
     return configs.load("experiments/llama_84m", ["tiny"], (*SMALL, *overrides))
 
 
+@pytest.mark.slow
 def test_what_is_broken_is_made_again_or_named(tmp_path, capsys):
     fit(small("steps=3"), tmp_path)
     log, goodput = tmp_path / "metrics.jsonl", tmp_path / "goodput.json"

@@ -99,7 +99,7 @@ def test_a_run_describes_itself(undisturbed):
     assert list((workdir / "tensorboard").glob("events.*"))
     log = (workdir / "run.log").read_text()
     for line in (lines[9], lines[19]):
-        assert f"step {line['step']}/20  loss {line['loss']:.4f}  validation loss " in log
+        assert f"step {line['step']}/20  validation loss {line['validation_loss']:.4f}" in log
     assert " s initialisation, " in log and "restore" not in log
 
 

@@ -99,7 +99,7 @@ def killed(folder):
     run = SeveralProcesses(2, workdir, folder / "outputs_killed", devices=4)
     try:
         run.wait_for_lines(workdir, 7)
-        second = Run(2, workdir, folder / "outputs_second")
+        second = SeveralProcesses(2, workdir, folder / "outputs_second")
         assert second.exit_codes() == [MISTAKE, MISTAKE], second.everything()
         for process in range(2):
             assert f"error: {workdir} is in use by the run of " in second.output(process)

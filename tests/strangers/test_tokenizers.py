@@ -128,7 +128,7 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path: Path) -> None:
             }
         )
     )
-    assert load_tokenizer(str(folder)).bos_id == 1
+    assert load_tokenizer(str(folder)).eos_id == 1
     assert not (tmp_path / CANARY).exists()
 
 

@@ -50,7 +50,9 @@ def gemma2(
         stay.
       key: seed of the weights.
     """
-    kv_heads, head_dim = head_sizes(embed, heads, kv_heads, head_dim, vocab=vocab, mlp=mlp)
+    kv_heads, head_dim = head_sizes(
+        embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
+    )
     rotary = Rotary(head_dim, rope_theta)
     attention = functools.partial(
         Attention, embed, heads, kv_heads, head_dim, rotary,
@@ -88,7 +90,9 @@ def gemma3(
       rope_theta, rope_scaling: of global layers; the larger models have a `Linear` scaling.
       local_rope_theta: of local layers.
     """
-    kv_heads, head_dim = head_sizes(embed, heads, kv_heads, head_dim, vocab=vocab, mlp=mlp)
+    kv_heads, head_dim = head_sizes(
+        embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
+    )
     make = functools.partial(
         Attention, embed, heads, kv_heads, head_dim,
         scale=query_scale**-0.5, norm=functools.partial(RMSNorm, "head_dim", norm_epsilon, 1.0),

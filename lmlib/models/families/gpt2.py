@@ -39,7 +39,9 @@ def gpt2(
       ValueError: if a size is not positive, or `heads` does not divide `embed`.
     """
     mlp = 4 * embed if mlp is None else mlp
-    _, head_dim = head_sizes(embed, heads, None, None, vocab=vocab, mlp=mlp, positions=positions)
+    _, head_dim = head_sizes(
+        embed, heads, None, None, vocab=vocab, layers=layers, mlp=mlp, positions=positions
+    )
     scale = residual_scale(layers)
 
     def norm(key: PRNGKeyArray) -> LayerNorm:

@@ -56,7 +56,9 @@ def llama(
       ValueError: if a size is not positive, `heads` does not divide `embed` where it has to,
         `kv_heads` does not divide `heads`, or `head_dim` is odd.
     """
-    kv_heads, head_dim = head_sizes(embed, heads, kv_heads, head_dim, vocab=vocab, mlp=mlp)
+    kv_heads, head_dim = head_sizes(
+        embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
+    )
     rotary = Rotary(int(head_dim * turned), rope_theta, rope_scaling)
     scale = residual_scale(layers)
     deviation, last_scale = table_values(embed, tied)

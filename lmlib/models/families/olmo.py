@@ -35,7 +35,9 @@ def olmo2(
 
     What layers write is normed, so its first values need no scale for depth.
     """
-    kv_heads, head_dim = head_sizes(embed, heads, kv_heads, None, vocab=vocab, mlp=mlp)
+    kv_heads, head_dim = head_sizes(
+        embed, heads, kv_heads, None, vocab=vocab, layers=layers, mlp=mlp
+    )
     rotary = Rotary(head_dim, rope_theta, rope_scaling)
     deviation, last_scale = table_values(embed, tied)
 
