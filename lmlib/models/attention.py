@@ -16,8 +16,7 @@ from lmlib.models.attend import attend, check_attention
 from lmlib.models.product import product
 from lmlib.models.protocol import Context
 from lmlib.models.rope import Rotary, rotate
-from lmlib.models.weights import declared, fan_in, first_values, fold, weight, zeros
-from lmlib.parallel.axes import Declaration
+from lmlib.models.weights import fan_in, first_values, fold, weight, zeros
 from lmlib.parallel.layout import spec
 
 Norm = Callable[[Array], Array]
@@ -55,7 +54,9 @@ class Attention(eqx.Module):
     query: Float[Array, "embed heads head_dim"] = weight(fan_in("embed"))
     key: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
     value: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
-    output: Float[Array, "heads head_dim embed"]
+    output: Float[Array, "heads head_dim embed"] = weight(
+        lambda self: fan_in("heads", "head_dim", scale=self.residual_scale)
+    )
     query_bias: Float[Array, "heads head_dim"] | None = weight(zeros)
     key_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
     value_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
@@ -139,10 +140,6 @@ class Attention(eqx.Module):
             residual = spec(context.compute.residual)
             y_BSE = product("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
             return _biased(y_BSE, self.output_bias), None
-
-    @property
-    def declarations(self) -> dict[str, Declaration]:
-        return {"output": declared(fan_in("heads", "head_dim", scale=self.residual_scale))}
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Of the two products of activations, forward and backward: 12 · heads · head_dim · keys.

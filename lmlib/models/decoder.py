@@ -28,8 +28,7 @@ from lmlib.models.stack import (
     stack_flops_per_token,
     stack_parts,
 )
-from lmlib.models.weights import declared, fan_in, first_values, normal, weight
-from lmlib.parallel.axes import Declaration
+from lmlib.models.weights import fan_in, first_values, normal, weight
 from lmlib.parallel.layout import gather, reshard
 
 Norm = Callable[[Array], Array]
@@ -76,7 +75,7 @@ class Decoder(eqx.Module):
 
     embedding_deviation: float = eqx.field(static=True)
     embedding_scale: float = eqx.field(static=True)
-    embedding: Float[Array, "vocab embed"]
+    embedding: Float[Array, "vocab embed"] = weight(lambda self: normal(self.embedding_deviation))
     positions: Positions | None
     stack: Stack
     norm: Norm | None
@@ -141,10 +140,6 @@ class Decoder(eqx.Module):
             return x_BSE if self.norm is None else gather(self.norm, compute.dtype)(x_BSE)
 
         return jax.checkpoint(normed, policy=policy(compute.saved, compute.offloaded))(x_BSE)
-
-    @property
-    def declarations(self) -> dict[str, Declaration]:
-        return {"embedding": declared(normal(self.embedding_deviation))}
 
     @property
     def vocab(self) -> int:

@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.product import product
-from lmlib.models.weights import declared, fan_in, first_values, zeros
-from lmlib.parallel.axes import Declaration
+from lmlib.models.weights import fan_in, first_values, zeros
+from lmlib.models.weights import weight as declared
 
 
 class Linear(eqx.Module):
@@ -23,8 +23,8 @@ class Linear(eqx.Module):
 
     inputs: str = eqx.field(static=True)
     outputs: str = eqx.field(static=True)
-    weight: Float[Array, "..."]
-    bias: Float[Array, "..."] | None
+    weight: Float[Array, "..."] = declared(lambda self: fan_in(*self.inputs.split()))
+    bias: Float[Array, "..."] | None = declared(zeros)
 
     def __init__(
         self, inputs: str, outputs: str, bias: bool = False, *, key: PRNGKeyArray, **sizes: int
@@ -52,7 +52,3 @@ class Linear(eqx.Module):
     @property
     def axis_names(self) -> dict[str, str]:
         return {"weight": f"{self.inputs} {self.outputs}", "bias": self.outputs}
-
-    @property
-    def declarations(self) -> dict[str, Declaration]:
-        return {"weight": declared(fan_in(*self.inputs.split())), "bias": declared(zeros)}

@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.product import product
 from lmlib.models.protocol import Context
-from lmlib.models.weights import declared, fan_in, first_values, weight, zeros
-from lmlib.parallel.axes import Declaration
+from lmlib.models.weights import fan_in, first_values, weight, zeros
 from lmlib.parallel.layout import spec
 
 Activation = Callable[[Array], Array]
@@ -53,7 +52,7 @@ class GatedMLP(eqx.Module):
     residual_scale: float = eqx.field(static=True)
     gate: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     up: Float[Array, "embed mlp"] = weight(fan_in("embed"))
-    down: Float[Array, "mlp embed"]
+    down: Float[Array, "mlp embed"] = weight(lambda self: fan_in("mlp", scale=self.residual_scale))
 
     def __init__(
         self,
@@ -82,10 +81,6 @@ class GatedMLP(eqx.Module):
         hidden_BSF = checkpoint_name(self.activation(gate_BSF) * up_BSF, "mlp_hidden")
         return product("bsf,fe->bse", hidden_BSF, self.down, precision, residual), {}
 
-    @property
-    def declarations(self) -> dict[str, Declaration]:
-        return {"down": declared(fan_in("mlp", scale=self.residual_scale))}
-
 
 class MLP(eqx.Module):
     """down(activation(up x)), each product with a bias if `bias` (Vaswani et al. 2017,
@@ -102,7 +97,7 @@ class MLP(eqx.Module):
     residual_scale: float = eqx.field(static=True)
     up: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     up_bias: Float[Array, "mlp"] | None = weight(zeros)
-    down: Float[Array, "mlp embed"]
+    down: Float[Array, "mlp embed"] = weight(lambda self: fan_in("mlp", scale=self.residual_scale))
     down_bias: Float[Array, "embed"] | None = weight(zeros)
 
     def __init__(
@@ -133,7 +128,3 @@ class MLP(eqx.Module):
         hidden_BSF = checkpoint_name(self.activation(up_BSF), "mlp_hidden")
         y_BSE = product("bsf,fe->bse", hidden_BSF, self.down, precision, residual)
         return (y_BSE if self.down_bias is None else y_BSE + self.down_bias), {}
-
-    @property
-    def declarations(self) -> dict[str, Declaration]:
-        return {"down": declared(fan_in("mlp", scale=self.residual_scale))}

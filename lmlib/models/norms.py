@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.weights import Constant, declared, first_values, zeros
-from lmlib.parallel.axes import Declaration
+from lmlib.models.weights import Constant, first_values, ones, weight, zeros
 
 
 class RMSNorm(eqx.Module):
@@ -25,7 +24,7 @@ class RMSNorm(eqx.Module):
       sizes: of the axes, by name.
     """
 
-    scale: Float[Array, "..."]
+    scale: Float[Array, "..."] = weight(lambda self: Constant(self.first - self.offset))
     axes: str = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
     offset: float = eqx.field(static=True)
@@ -55,10 +54,6 @@ class RMSNorm(eqx.Module):
     def axis_names(self) -> dict[str, str]:
         return {"scale": self.axes}
 
-    @property
-    def declarations(self) -> dict[str, Declaration]:
-        return {"scale": declared(Constant(self.first - self.offset))}
-
 
 class LayerNorm(eqx.Module):
     """(x - mean(x)) / std(x) · scale + bias (Ba et al. 2016, arXiv:1607.06450, eq. 4).
@@ -68,8 +63,8 @@ class LayerNorm(eqx.Module):
       bias: whether there is one.
     """
 
-    scale: Float[Array, "..."]
-    bias: Float[Array, "..."] | None
+    scale: Float[Array, "..."] = weight(ones)
+    bias: Float[Array, "..."] | None = weight(zeros)
     axes: str = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
 
@@ -97,10 +92,6 @@ class LayerNorm(eqx.Module):
     @property
     def axis_names(self) -> dict[str, str]:
         return {"scale": self.axes, "bias": self.axes}
-
-    @property
-    def declarations(self) -> dict[str, Declaration]:
-        return {"scale": declared(Constant(1.0)), "bias": declared(zeros)}
 
 
 def _last(axes: str) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ def residual_scale(layers: int) -> float:
 
 
 def weight(
-    first: FirstValues,
+    first: FirstValues | Callable[[Any], FirstValues],
     *,
     multiplied: bool | None = None,
     decays: bool | None = None,
@@ -108,7 +108,8 @@ def weight(
     """Declares a field that holds a weight.
 
     Args:
-      first: its first values.
+      first: its first values, or what makes them of the module, whose settings they depend on:
+        `weight(lambda mlp: fan_in("mlp", scale=mlp.residual_scale))`.
       multiplied: whether it is an operand of `lmlib.models.product.product`. `None`: if its first
         values are `fan_in` over some axes.
       decays: whether weight decay shrinks it. `None`: if its first values are random; scales and
@@ -116,33 +117,27 @@ def weight(
       rules: where axis names of its own lie, if the tables in `lmlib.parallel.layout` do not have
         them: `{"position": None}` keeps the axis whole.
     """
-    return eqx.field(metadata={METADATA: declared(first, multiplied, decays, rules)})
 
+    def declared(owner: Any) -> Declaration:
+        values = first if isinstance(first, FirstValues) else first(owner)
+        random = isinstance(values, Random)
+        summed = isinstance(values, Random) and bool(values.summed)
+        return Declaration(
+            first=values,
+            multiplied=summed if multiplied is None else multiplied,
+            decays=random if decays is None else decays,
+            rules=rules or {},
+        )
 
-def declared(
-    first: FirstValues,
-    multiplied: bool | None = None,
-    decays: bool | None = None,
-    rules: Rules | None = None,
-) -> Declaration:
-    """The `Declaration` of a weight, for modules whose instances declare their own; as `weight`."""
-    is_random = isinstance(first, Random)
-    return Declaration(
-        first=first,
-        multiplied=isinstance(first, Random) and bool(first.summed)
-        if multiplied is None
-        else multiplied,
-        decays=is_random if decays is None else decays,
-        rules=rules or {},
-    )
+    return eqx.field(metadata={METADATA: declared})
 
 
 def first_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> Float[Array, "..."]:
     """The first value of `owner.field`, float32, as it is declared.
 
     Args:
-      owner: a module's class, or a module in its `__init__` after what its own `axis_names` and
-        `declarations` need.
+      owner: a module's class, or a module in its `__init__`, once the settings are there on which
+        its axes and first values depend.
       key: of the owner; the field's name is folded in.
       sizes: of the axes, by name; others may be among them.
 

@@ -13,7 +13,8 @@ MeshAxes = str | tuple[str, ...] | None
 Rules = Mapping[str, MeshAxes]
 M = TypeVar("M")
 
-METADATA = "lmlib"  # of a field that `lmlib.models.weights.weight` declares
+# Of a field that `lmlib.models.weights.weight` declares: a function of its module.
+METADATA = "lmlib"
 
 
 class LayoutError(ValueError):
@@ -83,18 +84,18 @@ def axis_names(owner: Any, field: str) -> tuple[str, ...]:
 
 
 def declaration(owner: Any, field: str) -> Declaration:
-    """What `owner.field` declares: the instance (`owner.declarations[field]`), else its class.
+    """What `owner.field` declares.
+
+    Args:
+      owner: a module, or its class where the declaration does not depend on the instance.
 
     Raises:
-      LayoutError: if neither declares anything.
+      LayoutError: if it declares nothing.
     """
-    own = getattr(owner, "declarations", {})
-    if isinstance(own, Mapping) and field in own:
-        return own[field]
     kind = owner if isinstance(owner, type) else type(owner)
     metadata = {each.name: each.metadata for each in dataclasses.fields(kind)}[field]
     if METADATA in metadata:
-        return metadata[METADATA]
+        return metadata[METADATA](owner)
     raise LayoutError(
         f"{kind.__name__}.{field} holds an array but declares no first values; declare them, for "
         "example `= weight(fan_in('embed'))` of lmlib.models.weights"
