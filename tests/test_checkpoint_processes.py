@@ -59,8 +59,9 @@ from lmlib.checkpoint import Checkpoints
 opened = []
 
 def hear(event, arguments):
-    found = event == "open" and re.search(r"/state[^/]*/(\\w+/[0-9.]+)$", str(arguments[0]))
-    if found:
+    if event != "open" or arguments[1] is None:  # `os.open`, which has no mode, is there to sync
+        return
+    if found := re.search(r"/state[^/]*/(\\w+/[0-9.]+)$", str(arguments[0])):
         opened.append(found[1])
 
 mesh = jax.make_mesh((2, 2), ("fsdp", "data"), axis_types=(AxisType.Explicit,) * 2)

@@ -35,7 +35,9 @@ def norm(tree) -> float:
 
 
 @pytest.mark.parametrize("tied", sentinels([False, True], lambda tied: not tied))
-@pytest.mark.parametrize("sizes", sentinels([{}, {"data": 2, "fsdp": 2, "tensor": 2}], bool))
+@pytest.mark.parametrize(
+    "sizes", sentinels([{}, {"data": 2, "fsdp": 2, "tensor": 2}], lambda sizes: not sizes)
+)
 def test_each_layer_is_measured(tied, sizes):
     mesh = make_mesh(**sizes)
     model = creator(lambda: make(tied), mesh)()

@@ -69,7 +69,7 @@ def assert_close(found, expected, bound):
         assert np.linalg.norm(found[name] - each) <= bound * size, name
 
 
-SOME = ("llama_3_1", "qwen2", "gemma3", "olmo2", "phi4_mini", "gpt2")
+SOME = ("llama_3_1", "gemma3", "gpt2")
 
 
 @pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name in SOME))
@@ -82,7 +82,7 @@ def test_logits_of_a_long_prompt(name):
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name in ("gemma3", "gpt2")))
+@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name == "gpt2"))
 def test_every_gradient(name, tmp_path):
     loss, gradients = loss_and_gradients(name)
     expected = tensors(GOLDEN / name / "expected.safetensors")["loss"]

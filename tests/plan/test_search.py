@@ -134,6 +134,7 @@ def test_the_flags_are_what_the_runner_takes(found):
     assert built.compute.saved == best.saved
 
 
+@pytest.mark.slow
 def test_nothing_fits():
     found = search(dataclasses.replace(experiment(), microbatches=ROWS // 2), with_memory(1_000))
     assert found.best is None

@@ -58,6 +58,7 @@ def test_processes_with_other_configs_are_refused(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
 
 
+@pytest.mark.slow
 def test_a_mistake_on_one_process_is_said_once_and_ends_all(tmp_path):
     run = SeveralProcesses(
         2, tmp_path / "run", tmp_path / "outputs", own={1: ["--fdl.model.embde=1"]}

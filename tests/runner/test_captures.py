@@ -93,6 +93,7 @@ def test_a_captured_step_is_made_again_to_the_bit(captured, tmp_path):
         assert re.search(rf"^{part} ", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_step_that_comes_out_otherwise_is_told(captured, tmp_path):
     _, folders = captured
     copy = tmp_path / folders[0].name

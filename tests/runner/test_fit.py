@@ -171,6 +171,7 @@ def start(workdir):
     )
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, tmp_path):
     expected, _ = undisturbed
     run = start(tmp_path)
@@ -213,6 +214,7 @@ def test_a_sweep_is_a_for_loop(tmp_path):
     assert losses[1e-2, 2] < losses[1e-4, 2]
 
 
+@pytest.mark.slow
 def test_a_saved_config_is_launched_again(undisturbed, tmp_path):
     _, workdir = undisturbed
     cfg = configs.load(

@@ -52,6 +52,7 @@ def missed(missing, how):
             each.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "how", "message"),
     [

@@ -52,6 +52,7 @@ def plan(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "devices"),
     [

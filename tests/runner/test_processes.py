@@ -112,6 +112,7 @@ def killed(folder):
     return run, run.exit_codes(), workdir
 
 
+@pytest.mark.slow
 def test_when_a_process_is_killed_the_others_name_it_and_end(killed):
     run, exit_codes, workdir = killed
     assert exit_codes == [PEER_ENDED, -signal.SIGKILL], run.everything()

@@ -179,7 +179,8 @@ class FailingOnce(Synthetic):
         return super().batch(step, rows)
 
 
-@pytest.mark.parametrize("fails", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [1, 2])
 def test_an_evaluation_that_fails_costs_no_step_and_is_made_by_the_next_start(tmp_path, fails):
     cfg = configs.load("experiments/llama_84m", ["tiny"], ("steps=4", *SMALL))
     cfg.evaluate_every = cfg.checkpoint_every = 2

@@ -136,6 +136,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]
     return outcomes(READ, FILES, cases, folder, megabytes=600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_memory_is_bounded_whatever_a_file_expands_to(
     read: dict[str, tuple[str, str]], name: str
