@@ -49,7 +49,8 @@ def _settings(model: Architecture) -> dict[str, Any]:
     turned = 1.0 if rotary is None else rotary.head_dim / model.head_dim
     shared = shared_settings(model)
     shared["rope_parameters"] |= {"partial_rotary_factor": turned}
-    return shared | {"sliding_window": model.layers[0].window}
+    # Its class would take 32,000 for the id of padding, which the vocabulary may not have.
+    return shared | {"sliding_window": model.layers[0].window, "pad_token_id": None}
 
 
 FAMILIES: Sequence[Family] = (
