@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lmlib.quantities import count_text
+from runner.command_line.errors import WorkdirTaken
 from runner.watch.run_log import RunLog
 
 BAR_WIDTH = 20
@@ -125,7 +126,8 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
-        if kind is not None and self._log is not None:
+        taken = kind is not None and issubclass(kind, WorkdirTaken)
+        if kind is not None and self._log is not None and not taken:  # else it is another's
             self._log.write(f"ended by {kind.__name__}: {error}")
 
     def _fitting(self) -> str:

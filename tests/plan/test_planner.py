@@ -124,13 +124,14 @@ def test_what_is_offloaded_lies_in_the_memory_of_the_host():
 
 @pytest.mark.slow
 @needs_gpu_compiler
-def test_an_update_reads_and_writes_each_number_once():
-    """Weight, gradient and two moments are read, and the new ones but for the gradient written;
-    the gradient is read before that, for its norm. A tenth or two are not fused."""
+def test_an_update_writes_each_number_once_and_reads_it_twice():
+    """Weight, gradient and two moments are read for the norm of the update, and again when that is
+    known to be finite; the new ones but for the gradient are written. The gradient is read before
+    that, for its norm. A tenth or two are not fused."""
     target = parse("h100:1x1")
     report = plan(experiment(target, embed=512, mlp=2048, layers=4), target)
     updates = [one for one in report.estimate.scopes if one.scope == "optimizer"]
-    assert sum(one.bytes for one in updates) == pytest.approx(8 * 4 * report.parameters, rel=0.2)
+    assert sum(one.bytes for one in updates) == pytest.approx(12 * 4 * report.parameters, rel=0.2)
 
 
 @needs_tpu_compiler

@@ -82,7 +82,8 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, capsys):
 @pytest.mark.slow
 def test_too_many_failed_saves_stop_the_run(tmp_path):
     cfg = disturbed(tmp_path, {8: "away"}, "tolerated_failed_saves=1", "steps=40")
-    with pytest.raises(TrainingStopped, match=r"^cannot save step 15 .*the last 2 failed"):
+    # That of step 5 may count: it has its name, and perhaps not yet the sync of the folder above.
+    with pytest.raises(TrainingStopped, match=r"^cannot save step 1[05] .*the last 2 failed"):
         fit(cfg, tmp_path)
     (tmp_path / "elsewhere").rename(tmp_path / "checkpoints")
     assert saved_steps(tmp_path / "checkpoints") == [5]

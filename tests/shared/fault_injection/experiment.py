@@ -52,7 +52,7 @@ def config() -> fdl.Config[Experiment]:
         mesh=fdl.Config(make_mesh, fsdp=4, tensor=2),
         microbatches=2,
         # So narrow that some updates are skipped: the guard's memory must be restored, too.
-        guard=fdl.Config(Guard, spike_deviations=1.0, window=8),
+        guard=fdl.Config(Guard, spike_deviations=0.25, window=4),
         stop_after_skipped=1_000,
         steps=STEPS,
         evaluate_every=EVALUATE_EVERY,
