@@ -19,6 +19,7 @@ SECONDS = 400  # that the processes may take
 SMALL = (
     "model.embed=32",
     "model.layers=1",
+    "compute.dtype=float32",
     "data.sequence_length=512",  # steps that a kill can come between
     "validation.sequence_length=16",
     "mesh.tensor=2",
