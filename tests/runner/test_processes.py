@@ -141,9 +141,9 @@ def test_other_numbers_of_processes_continue_it_on_the_same_curve(killed, runs, 
 
 @pytest.mark.slow
 def test_two_processes_give_the_curve_of_one(killed, runs, folder):
-    """As far as they came."""
+    """As far as they came; the last line may still have lacked its validation."""
     _, _, workdir = killed
-    lines, others = read_metrics(workdir), read_metrics(folder / "workdir_1")
+    lines, others = read_metrics(workdir)[:-1], read_metrics(folder / "workdir_1")
     for line, expected in zip(lines, others[: len(lines)], strict=True):
         assert_same_line(line, expected)
 
