@@ -29,8 +29,8 @@ SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", 
 class Disturbing(Synthetic):
     """Batches, before some of which something is done to the run's folder of checkpoints.
 
-    `do` maps a step to "away", "back" or "delete". First the newest save is waited for: what fails
-    is then the next.
+    `do` maps a step to "away", "back" or "delete". First the save of step 10 is waited for, which
+    ends with the removal of step 5: what fails is then the next.
     """
 
     def __init__(self, checkpoints: str, do: dict[int, str], **settings: int):
@@ -41,12 +41,12 @@ class Disturbing(Synthetic):
         elsewhere = self._checkpoints.with_name("elsewhere")
         match self._do.get(step):
             case "away":
-                self._until(lambda: saved_steps(self._checkpoints) == [5])
+                self._until(lambda: saved_steps(self._checkpoints) == [10])
                 self._checkpoints.rename(elsewhere)
             case "back":
                 elsewhere.rename(self._checkpoints)
             case "delete":
-                self._until(lambda: saved_steps(self._checkpoints) == [5])
+                self._until(lambda: saved_steps(self._checkpoints) == [10])
                 shutil.rmtree(self._checkpoints.parent)
         return super().batch(step, rows)
 
@@ -62,7 +62,9 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 def disturbed(workdir: Path, do: dict[int, str], *overrides: str):
     cfg = configs.load(
-        "experiments/llama_84m", ["tiny"], (*SMALL, "checkpoint_every=5", *overrides)
+        "experiments/llama_84m",
+        ["tiny"],
+        (*SMALL, "checkpoint_every=5", "keep_checkpoints=1", *overrides),
     )
     sizes = {"vocab_size": 512, "batch_size": 8, "sequence_length": 64}
     cfg.data = fdl.Config(Disturbing, str(workdir / "checkpoints"), do, **sizes)
@@ -70,30 +72,29 @@ def disturbed(workdir: Path, do: dict[int, str], *overrides: str):
 
 
 def test_a_run_goes_on_after_a_save_that_failed(tmp_path, capsys):
-    result = fit(disturbed(tmp_path, {8: "away", 13: "back"}), tmp_path)
+    result = fit(disturbed(tmp_path, {13: "away", 18: "back"}), tmp_path)
     told = capsys.readouterr().err
-    assert "WARNING: cannot save step 10 in" in told
+    assert "WARNING: cannot save step 15 in" in told
     assert "was deleted or moved" in told
     assert "Training goes on without that checkpoint, and stops if 2 more fail" in told
     assert [line["step"] for line in result.metrics] == list(range(1, 21))
-    assert saved_steps(tmp_path / "checkpoints") == [5, 15, 20]
+    assert saved_steps(tmp_path / "checkpoints") == [20]
 
 
 @pytest.mark.slow
 def test_too_many_failed_saves_stop_the_run(tmp_path):
-    cfg = disturbed(tmp_path, {8: "away"}, "tolerated_failed_saves=1", "steps=40")
-    # That of step 5 may count: it has its name, and perhaps not yet the sync of the folder above.
-    with pytest.raises(TrainingStopped, match=r"^cannot save step 1[05] .*the last 2 failed"):
+    cfg = disturbed(tmp_path, {13: "away"}, "tolerated_failed_saves=1", "steps=40")
+    with pytest.raises(TrainingStopped, match=r"^cannot save step 20 .*the last 2 failed"):
         fit(cfg, tmp_path)
     (tmp_path / "elsewhere").rename(tmp_path / "checkpoints")
-    assert saved_steps(tmp_path / "checkpoints") == [5]
+    assert saved_steps(tmp_path / "checkpoints") == [10]
     again = fit(disturbed(tmp_path, {}, "steps=20"), tmp_path)
     assert [line["step"] for line in again.metrics] == list(range(1, 21))
 
 
 @pytest.mark.slow
 def test_a_run_whose_last_save_failed_is_not_finished(tmp_path):
-    cfg = disturbed(tmp_path, {8: "away"}, "steps=10")
+    cfg = disturbed(tmp_path, {13: "away"}, "steps=15")
     with pytest.raises(TrainingStopped, match="the last checkpoint could not be saved"):
         fit(cfg, tmp_path)
     assert not (tmp_path / "result.json").exists()
@@ -101,8 +102,8 @@ def test_a_run_whose_last_save_failed_is_not_finished(tmp_path):
 
 def test_a_workdir_that_is_deleted_is_told(tmp_path):
     workdir = tmp_path / "run"
-    cfg = disturbed(workdir, {8: "delete"}, "tolerated_failed_saves=0")
-    with pytest.raises(TrainingStopped, match=r"^cannot save step 10 in .*was deleted or moved"):
+    cfg = disturbed(workdir, {13: "delete"}, "tolerated_failed_saves=0")
+    with pytest.raises(TrainingStopped, match=r"^cannot save step 15 in .*was deleted or moved"):
         fit(cfg, workdir)
 
 
@@ -162,7 +163,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, capsys):
     told = r"step 10 is not saved: optimizer\.1\.1 holds numbers that are not finite"
     with pytest.raises(TrainingStopped, match=f"the last checkpoint could not be saved: {told}"):
         fit(cfg, tmp_path)
-    assert saved_steps(tmp_path / "checkpoints") == [5]
+    assert saved_steps(tmp_path / "checkpoints") == [10]
     assert "WARNING: step 10 is not saved: optimizer.1.1 holds" in capsys.readouterr().err
 
 
