@@ -1,6 +1,7 @@
 """`saved_activations` against what JAX keeps for the backward pass."""
 
 import functools
+import itertools
 import math
 from collections import Counter
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
+from sentinels import sentinels
 
 from lmlib import optim
 from lmlib.activations import saved_activations
@@ -58,15 +60,22 @@ def kept_by_jax(experiment):
     return kept
 
 
-@pytest.mark.parametrize("saved", [(), ("query", "attention", "mlp_gate"), ACTIVATIONS])
+SAVED = [(), ("query", "attention", "mlp_gate"), ACTIVATIONS]
+SETTINGS = [
+    {"mesh": {}},
+    {"mesh": {"fsdp": 4, "tensor": 2}},
+    {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "sequence_parallel": True},
+    {"mesh": {"fsdp": 4, "tensor": 2}, "microbatches": 2},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"mesh": {}},
-        {"mesh": {"fsdp": 4, "tensor": 2}},
-        {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "sequence_parallel": True},
-        {"mesh": {"fsdp": 4, "tensor": 2}, "microbatches": 2},
-    ],
+    ("saved", "settings"),
+    # Sequences split over devices with all saved, microbatches with some.
+    sentinels(
+        itertools.product(SAVED, SETTINGS),
+        lambda case: case in ((SAVED[2], SETTINGS[2]), (SAVED[1], SETTINGS[3])),
+    ),
 )
 def test_the_list_is_what_jax_keeps(saved, settings):
     mesh = make_mesh(**settings["mesh"])

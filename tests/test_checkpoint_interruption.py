@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sentinels import sentinels
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.failures import storage_error
@@ -61,22 +62,29 @@ def target() -> dict[str, jax.ShapeDtypeStruct]:
 
 @pytest.mark.parametrize(
     ("event", "pattern", "survivor"),
-    [
-        ("os.mkdir", r"/2\.orbax-checkpoint-tmp$", 1),  # before anything is there
-        ("open", r"state\.orbax-checkpoint-tmp/_METADATA$", 1),  # while arrays are written
-        (
-            "open",
-            r"2\.orbax-checkpoint-tmp/\.manifest\.json\.\w+\.unfinished$",
-            1,
-        ),  # all but the manifest
-        (
-            "os.rename",
-            r"2\.orbax-checkpoint-tmp/\.manifest\.json",
-            1,
-        ),  # it is there but for its name
-        ("os.rename", r"/2\.orbax-checkpoint-tmp$", 1),  # manifest there, the step not yet visible
-        ("os.rmdir", "/1$", 2),  # step 2 whole, step 1 half deleted
-    ],
+    sentinels(
+        [
+            ("os.mkdir", r"/2\.orbax-checkpoint-tmp$", 1),  # before anything is there
+            ("open", r"state\.orbax-checkpoint-tmp/_METADATA$", 1),  # while arrays are written
+            (
+                "open",
+                r"2\.orbax-checkpoint-tmp/\.manifest\.json\.\w+\.unfinished$",
+                1,
+            ),  # all but the manifest
+            (
+                "os.rename",
+                r"2\.orbax-checkpoint-tmp/\.manifest\.json",
+                1,
+            ),  # it is there but for its name
+            (
+                "os.rename",
+                r"/2\.orbax-checkpoint-tmp$",
+                1,
+            ),  # manifest there, the step not yet visible
+            ("os.rmdir", "/1$", 2),  # step 2 whole, step 1 half deleted
+        ],
+        lambda moment: moment[0] in ("os.rename", "os.rmdir"),
+    ),
 )
 def test_killed_at_any_moment_the_last_whole_checkpoint_restores(
     tmp_path, event, pattern, survivor

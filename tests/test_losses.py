@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
+from sentinels import sentinels
 
 from lmlib.losses import LossSettings, loss_sums
 from lmlib.parallel.layout import STORED, partition
@@ -58,7 +59,7 @@ def assert_close(values, expected):
         np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-5 * scale)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.floats(0.1, 40.0),
@@ -76,7 +77,10 @@ def test_sums_and_gradients_match_float64_in_chunks_of_any_size(seed, scale, sha
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"tensor": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4}],
+    sentinels(
+        [{"tensor": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4}],
+        lambda mesh: len(mesh) == 3,
+    ),
 )
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_neither_a_split_vocabulary_nor_a_split_batch_changes_anything(mesh, chunk):

@@ -157,7 +157,7 @@ def test_counts_are_quotas_rounded_up_or_down(weights: list[float | int]) -> Non
     assert max(lost) <= min(lost) + 1  # otherwise a place would be better elsewhere
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(compositions())
 def test_every_prefix_of_the_pattern_keeps_the_proven_bound(counts: list[int]) -> None:
     pattern = np.array(interleave(counts))
@@ -168,13 +168,13 @@ def test_every_prefix_of_the_pattern_keeps_the_proven_bound(counts: list[int]) -
     assert Fraction(deviation, PERIOD) <= bound
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(compositions())
 def test_the_pattern_is_that_of_the_paper(counts: list[int]) -> None:
     assert interleave(counts) == reference_pattern(counts)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(weights, st.sampled_from([3, 64, 100, 1024, 1500]), st.integers(0, 2000))
 def test_every_window_of_1024_has_exactly_the_counts(
     weights: dict[str, float | int], batch_size: int, start: int
@@ -244,7 +244,7 @@ def test_a_step_far_away() -> None:
     jax.tree.map(np.testing.assert_array_equal, mixture.batch(2**40, slice(0, 2)), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(weights, st.integers(0, 600), st.slices(9))
 def test_some_rows_equal_those_of_the_whole_batch_and_no_other_row_is_read(
     weights: dict[str, float | int], step: int, rows: slice

@@ -139,7 +139,7 @@ HOSTILE = st.lists(
 
 
 @pytest.mark.parametrize("style", sentinels(STYLES, lambda style: style == "llama3"))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(texts=st.lists(HOSTILE, max_size=3))
 def test_hostile_text(style: str, texts: list[str]) -> None:
     assert_same_ids(encoder(style), trained(style), texts)
@@ -193,7 +193,7 @@ def test_texts_longer_than_a_chunk(style: str) -> None:
             ("llama3", "\u3000"),
             ("qwen2", "\t"),
         ],
-        lambda case: case in (("gpt2", "\n"), ("llama3", "\t\r\n "), ("qwen2", "\t")),
+        lambda case: case == ("llama3", "\t\r\n "),
     ),
 )
 def test_long_whitespace(style: str, run: str) -> None:
@@ -201,7 +201,9 @@ def test_long_whitespace(style: str, run: str) -> None:
     assert_same_ids(encoder(style), trained(style), [f"a {repeated}b", f"!{repeated}"])
 
 
-@pytest.mark.parametrize("run", ["a", "0", "中", "!", "'s", "가", "é"])
+@pytest.mark.parametrize(
+    "run", sentinels(["a", "0", "中", "!", "'s", "가", "é"], lambda run: run in ("0", "가"))
+)
 def test_long_runs_of_other_characters(run: str) -> None:
     texts = [run * 100_000 + " end"]
     for style in STYLES:
@@ -354,7 +356,7 @@ def test_merges(
         assert_same_ids(chosen, tokenizer_json, texts)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     merges=st.lists(
         st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=12, unique=True

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from byte_texts import BOS, EOS, RAGGED, TEXTS, write_ids, write_texts, writer_of_texts
+from sentinels import sentinels
 
 from data_tools.convert import to_seqax
 from data_tools.inspect import (
@@ -220,18 +221,24 @@ def test_the_status_of_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ("", "give one data set, split, or workdir of a run; see --help"),
-        ("data other", "give one data set, split, or workdir of a run; see --help"),
-        ("other", "there is no folder other"),
-        ("other.json", "there is no folder other.json"),
-        ("data --batch=-1", "flag --batch=-1: -1 is not a non-negative integer"),
-        ("data --cheque=1", "Unknown command line flag 'cheque'"),
-        ("data --batch=0 --verify", "--batch and --verify are two commands: give one of them"),
-        ("data --rows=3", "--rows is of use with --batch only"),
-        ("data --batch=9 --epochs=1", "there is no step 9: the data ends after 1 batches"),
-        ("data/train --batch=0 --split=test", "data/train is the split 'train', not 'test'"),
-    ],
+    sentinels(
+        [
+            ("", "give one data set, split, or workdir of a run; see --help"),
+            ("data other", "give one data set, split, or workdir of a run; see --help"),
+            ("other", "there is no folder other"),
+            ("other.json", "there is no folder other.json"),
+            ("data --batch=-1", "flag --batch=-1: -1 is not a non-negative integer"),
+            ("data --cheque=1", "Unknown command line flag 'cheque'"),
+            ("data --batch=0 --verify", "--batch and --verify are two commands: give one of them"),
+            ("data --rows=3", "--rows is of use with --batch only"),
+            ("data --batch=9 --epochs=1", "there is no step 9: the data ends after 1 batches"),
+            ("data/train --batch=0 --split=test", "data/train is the split 'train', not 'test'"),
+        ],
+        # Of flags, of what a batch needs, and of the data.
+        lambda mistake: (
+            mistake[0] in ("data --cheque=1", "data --rows=3", "data --batch=9 --epochs=1")
+        ),
+    ),
 )
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: str, message: str) -> None:
     write_texts(tmp_path / "data")

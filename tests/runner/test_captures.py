@@ -13,6 +13,7 @@ import fiddle as fdl
 import numpy as np
 import pytest
 from folder_contents import files_of
+from sentinels import sentinels
 
 from lmlib.guard import Guard
 from lmlib.metrics import read_metrics
@@ -123,14 +124,17 @@ def test_numbers_that_are_not_finite_are_captured_too(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
-    [
-        ("capture.json", b"{", "capture.json is damaged"),
-        ("capture.json", None, "is no capture: it has no capture.json"),
-        ("batch.npz", b"PK", "holds no batch of (8, 64)"),
-        ("batch.npz", None, "holds no batch of (8, 64)"),
-        ("batch.npz", HUGE, "tokens is int32[1000000000000, 64]"),
-        ("config.json", b"[]", "is no saved Fiddle config"),
-    ],
+    sentinels(
+        [
+            ("capture.json", b"{", "capture.json is damaged"),
+            ("capture.json", None, "is no capture: it has no capture.json"),
+            ("batch.npz", b"PK", "holds no batch of (8, 64)"),
+            ("batch.npz", None, "holds no batch of (8, 64)"),
+            ("batch.npz", HUGE, "tokens is int32[1000000000000, 64]"),
+            ("config.json", b"[]", "is no saved Fiddle config"),
+        ],
+        lambda damage: HUGE in damage,
+    ),
 )
 def test_a_damaged_capture_is_refused_in_one_line(captured, tmp_path, name, content, message):
     _, folders = captured
