@@ -41,6 +41,7 @@ GATHERED_LAYER = Counter(
 )
 
 
+@functools.cache
 def lowered(loss=batch_loss, mesh=None, **settings):
     mesh = mesh or make_mesh(fsdp=DATA, tensor=TENSOR)
     model, compute = abstract_model(make, mesh), Compute(**settings)

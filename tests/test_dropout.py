@@ -92,7 +92,7 @@ def documented_factors(key, shape, rate):
 
 
 def test_logits_match_the_equations_with_the_documented_masks():
-    model, key = make(), jax.random.key(11)
+    model, key = jax.jit(make)(), jax.random.key(11)
     tokens_BS, positions_BS, segment_ids_BS = (x_BS[:3] for x_BS in inputs(source.batch(0)))
     factors = documented_factors(key, (3, S, E), RATE)
     masks = [factors["embedding"], *factors["attention"], *factors["mlp"]]
@@ -103,7 +103,8 @@ def test_logits_match_the_equations_with_the_documented_masks():
     )
     context = Context(positions_BS, segment_ids_BS, FLOAT32, key, RATE)
     with jax.default_matmul_precision("highest"):
-        found = np.asarray(model(tokens_BS, context), np.float64)
+        logits_BSV = jax.jit(lambda model: model(tokens_BS, context))(model)
+    found = np.asarray(logits_BSV, np.float64)
     assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
@@ -247,7 +248,8 @@ def test_every_mesh_drops_the_same(mesh_name):
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(settings):
     """The backward pass computes the layers again; differences, which are the reference, do not."""
     with jax.enable_x64(True):
-        model = jax.tree.map(lambda weight: weight.astype(jnp.float64), make())
+        initial = jax.jit(make)()
+        model = jax.tree.map(lambda weight: weight.astype(jnp.float64), initial)
         compute = Compute(dtype="float64", **settings)
         random = np.random.default_rng(0)
         direction = jax.tree.map(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
+from sentinels import sentinels
 
 from lmlib import optim, train
 from lmlib.compute import Compute
@@ -99,7 +100,7 @@ masks = st.integers(0, 2**32 - 1).flatmap(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(masks, st.sampled_from([1, 4]))
 def test_any_split_gives_the_mean_over_valid_tokens(mask_BS, microbatches):
     gradient, metrics = gradient_and_metrics(mask_BS, microbatches)
@@ -115,7 +116,7 @@ def test_any_split_gives_the_mean_over_valid_tokens(mask_BS, microbatches):
         assert np.linalg.norm(found - each) <= 2e-4 * scale
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", sentinels([1, 2], lambda microbatches: microbatches > 1))
 def test_devices_with_uneven_masks_count_tokens_alike(microbatches):
     mask_BS = np.ones((B, S), bool)
     mask_BS[:4] = False
@@ -141,7 +142,7 @@ def test_microbatches_spread_over_all_devices():
 
 def test_metrics_are_what_they_say():
     mask_BS = np.ones((B, S), bool)
-    gradient, metrics = gradient_and_metrics(mask_BS, 2)
+    gradient, metrics = gradient_and_metrics(mask_BS, 4)
     weights = jax.tree.leaves(jax.device_get(make()))
 
     def norm(leaves):

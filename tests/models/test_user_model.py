@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from sentinels import sentinels
 from user_model import Learned
 
 from lmlib import Compute, Experiment, batch_loss, describe, make_mesh, optim, sample, whole_rows
@@ -80,11 +79,16 @@ def with_random_biases(model):
 
 
 def test_its_logits_are_those_of_the_definition():
-    model = with_random_biases(make(key=jax.random.key(0)))
-    tokens_BS = jax.numpy.asarray(source.batch(0).tokens)
-    context = whole_rows(tokens_BS, Compute(dtype="float32"))
-    features = model.features(model.trunk(tokens_BS, context).x_BSE, context)
-    found, expected = logits(model, features, context.compute), reference_logits(model, tokens_BS)
+    model = jax.jit(lambda: with_random_biases(make(key=jax.random.key(0))))()
+    tokens_BS = source.batch(0).tokens
+
+    @jax.jit
+    def computed(model, tokens_BS):
+        context = whole_rows(tokens_BS, Compute(dtype="float32"))
+        features = model.features(model.trunk(tokens_BS, context).x_BSE, context)
+        return logits(model, features, context.compute)
+
+    found, expected = computed(model, tokens_BS), reference_logits(model, tokens_BS)
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
 
@@ -103,9 +107,9 @@ def gradients(mesh_name, sequence_parallel=False):
         return jax.device_get(jax.jit(jax.grad(mean))(model, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh_name", "sequence_parallel"),
-    sentinels([("fsdp", False), ("all", False), ("all", True)], lambda case: case[1]),
+    ("mesh_name", "sequence_parallel"), [("fsdp", False), ("all", False), ("all", True)]
 )
 def test_its_gradients_are_the_same_on_every_mesh(mesh_name, sequence_parallel):
     ours, one = gradients(mesh_name, sequence_parallel), gradients("one")
@@ -177,12 +181,14 @@ def test_a_model_that_lacks_a_part_is_told_which_and_what_for():
 
 
 def test_an_activation_and_a_query_norm_are_changed_in_a_line():
-    model = llama(
-        vocab=64, embed=32, layers=2, heads=4, mlp=48, key=jax.random.key(0),
+    changed = functools.partial(
+        llama, vocab=64, embed=32, layers=2, heads=4, mlp=48, key=jax.random.key(0),
         feed_forward=functools.partial(GatedMLP, activation=relu_squared),
         attention=functools.partial(Attention, norm=functools.partial(RMSNorm, "head_dim")),
     )  # fmt: skip
+    model = jax.jit(changed)()
     ((block,),) = model.stack
     assert block.mlp.activation is relu_squared
     assert block.attention.query_norm.scale.shape == (2, 8)
-    assert np.isfinite(model(jax.numpy.zeros((1, 8), "int32"))).all()
+    found = jax.jit(lambda model, tokens_BS: model(tokens_BS))(model, np.zeros((1, 8), "int32"))
+    assert np.isfinite(found).all()
