@@ -20,7 +20,8 @@ from lmlib.models.protocol import Context
 from lmlib.parallel.layout import creator, partition
 from lmlib.parallel.mesh import make_mesh
 
-SIZES = {"vocab": 64, "embed": 16, "layers": 3, "heads": 2, "mlp": 32}
+LAYERS = 2
+SIZES = {"vocab": 64, "embed": 16, "layers": LAYERS, "heads": 2, "mlp": 32}
 FLOAT32 = Compute(dtype="float32")
 BATCH = Synthetic(64, 4, 16).batch(0)
 
@@ -44,19 +45,20 @@ def test_each_layer_is_measured(tied, sizes):
     batch = place(Synthetic(64, 4, 16), 0, NamedSharding(mesh, partition("batch seq")))
     found = layer_statistics(model, batch, mesh, FLOAT32)
 
-    plain = make(tied)
+    plain = jax.jit(make, static_argnums=0)(tied)
     tokens = int(BATCH.loss_mask.sum())
-    loss, gradients = jax.value_and_grad(
-        lambda m: batch_loss(m, BATCH, FLOAT32)[0].minimised / tokens
+    loss, gradients = jax.jit(
+        jax.value_and_grad(lambda m: batch_loss(m, BATCH, FLOAT32)[0].minimised / tokens)
     )(plain)
     assert found.loss == pytest.approx(float(loss), rel=1e-5)
     parts = {part.name: part for part in found.parts}
     tokens_BS = jnp.asarray(BATCH.tokens)
     context = Context(jnp.asarray(BATCH.positions), jnp.asarray(BATCH.segment_ids), FLOAT32)
-    for layer in range(3):
+    for layer in range(LAYERS):
         measured = parts[f"layer {layer}"]
         stack = jax.tree.map(lambda leaf, upto=layer + 1: leaf[:upto], plain.stack)
-        output = eqx.tree_at(lambda m: m.stack, plain, stack).trunk(tokens_BS, context).x_BSE
+        upto = eqx.tree_at(lambda m: m.stack, plain, stack)
+        output = jax.jit(lambda m: m.trunk(tokens_BS, context).x_BSE)(upto)
         expected = np.sqrt(np.mean(np.square(output)))
         assert measured.output == pytest.approx(float(expected), rel=1e-4)
         for size, tree in ((measured.weights, plain), (measured.gradients, gradients)):
@@ -67,17 +69,17 @@ def test_each_layer_is_measured(tied, sizes):
     assert parts["embedding"].output == pytest.approx(expected, rel=1e-5)
     assert parts["embedding"].gradients == pytest.approx(norm(gradients.embedding), rel=1e-4)
     assert parts["norm"].output is None
-    layers = [f"layer {layer}" for layer in range(3)]
+    layers = [f"layer {layer}" for layer in range(LAYERS)]
     head = ["norm"] if tied else ["norm", "unembedding"]
     assert [part.name for part in found.parts] == ["embedding", *layers, *head]
     assert first_offender(found) is None
-    assert table(found).count("\n") == 1 + 3 + 2 + (not tied)
+    assert table(found).count("\n") == 1 + LAYERS + 2 + (not tied)
 
 
 def broken(where, value: float) -> str | None:
     """The offender when one element of the weight that `where` chooses is `value`."""
     mesh = make_mesh()
-    model = make()
+    model = jax.jit(make)()
     weight = where(model)
     model = eqx.tree_at(where, model, weight.at[(1,) * weight.ndim].set(value))
     batch = jax.tree.map(jnp.asarray, BATCH)

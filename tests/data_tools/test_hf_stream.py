@@ -168,6 +168,7 @@ def test_resumed_at_any_step_the_batches_are_the_same(
         resumed_state = gather_states(resumed.state(step + 1))
 
 
+@pytest.mark.slow
 def test_datasets_state_is_exact_after_every_example(jsonl: str, parquet: str) -> None:
     """What the rest relies on, on the library's own interface."""
     from datasets import load_dataset

@@ -21,6 +21,11 @@ make = functools.partial(llama, vocab=V, embed=E, layers=L, heads=H, kv_heads=K,
 FLOAT32 = Compute(dtype="float32")
 
 
+@functools.cache
+def initial(seed=0, **settings):
+    return jax.jit(functools.partial(make, **settings, key=jax.random.key(seed)))()
+
+
 @pytest.fixture(scope="module")
 def inputs():
     random = np.random.default_rng(0)
@@ -34,6 +39,7 @@ def inputs():
     return jnp.asarray(tokens_BS), jnp.asarray(positions_BS), jnp.asarray(segment_ids_BS)
 
 
+@functools.partial(jax.jit, static_argnames="compute")
 def logits(model, inputs, compute=FLOAT32):
     tokens_BS, positions_BS, segment_ids_BS = inputs
     return model(tokens_BS, Context(positions_BS, segment_ids_BS, compute))
@@ -46,7 +52,7 @@ def as_float64(model):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("theta", sentinels([10_000.0, 500_000.0], lambda t: t == 500_000.0))
 def test_logits_match_the_equations(inputs, tied, theta):
-    model = make(tied=tied, rope_theta=theta, key=jax.random.key(0))
+    model = initial(tied=tied, rope_theta=theta)
     # Norm scales start at one, where a misplaced scale would not show.
     random = np.random.default_rng(1)
     model = jax.tree.map(lambda w: w * random.uniform(0.5, 1.5, w.shape).astype(w.dtype), model)
@@ -59,19 +65,17 @@ def test_logits_match_the_equations(inputs, tied, theta):
 
 def test_without_a_context_a_row_is_one_document(inputs):
     tokens_BS, _, _ = inputs
-    model = make(key=jax.random.key(0))
+    model = initial()
     positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
-    given = logits(model, (tokens_BS, positions_BS, jnp.ones((B, S), jnp.int32)), Compute())
-    np.testing.assert_array_equal(model(tokens_BS), given)
+    given = Context(positions_BS, jnp.ones((B, S), jnp.int32), Compute())
+    np.testing.assert_array_equal(model(tokens_BS), model(tokens_BS, given))
 
 
 @pytest.mark.parametrize("tied", sentinels([False, True], lambda tied: not tied))
 def test_gradients_match_central_differences_in_float64(inputs, tied):
+    narrow = initial(tied=tied)
     with jax.enable_x64(True):
-        model = jax.tree.map(
-            lambda weight: weight.astype(jnp.float64),
-            make(tied=tied, key=jax.random.key(0)),
-        )
+        model = jax.tree.map(lambda weight: weight.astype(jnp.float64), narrow)
         float64 = Compute(dtype="float64")
         weights_BSV = jnp.asarray(np.random.default_rng(2).normal(size=(B, S, V)))
 
@@ -98,7 +102,7 @@ def test_gradients_match_central_differences_in_float64(inputs, tied):
 def influence(inputs):
     """|d logits[b, s] / d embedding of token [b, t]|, for each b, s, t, from the gradients."""
     tokens_BS, positions_BS, segment_ids_BS = inputs
-    model = make(key=jax.random.key(0))
+    model = initial()
 
     def logits_of(x_BSE):
         # One table row for each position, so that equal tokens stay apart.
@@ -129,7 +133,7 @@ def test_gradients_reach_neither_the_future_nor_other_rows_nor_other_documents(i
 
 @pytest.mark.slow
 def test_what_is_saved_changes_no_gradient(inputs):
-    model = make(key=jax.random.key(0))
+    model = initial()
 
     def gradients(**settings):
         compute = Compute(dtype="float32", **settings)
@@ -151,7 +155,7 @@ def test_what_is_saved_changes_no_gradient(inputs):
 
 
 def test_compute_dtype_is_that_of_the_residual_stream(inputs):
-    model = make(key=jax.random.key(0))
+    model = initial()
     tokens_BS, positions_BS, segment_ids_BS = inputs
 
     def dtype_of_trunk(compute):
@@ -166,12 +170,12 @@ def test_compute_dtype_is_that_of_the_residual_stream(inputs):
 
 
 def test_a_weight_depends_on_the_seed_and_its_path_only():
-    model = make(key=jax.random.key(0))
-    deeper = make(layers=L + 2, window=3, key=jax.random.key(0))
+    model = initial()
+    deeper = initial(layers=L + 2, window=3)
     np.testing.assert_array_equal(deeper.embedding, model.embedding)
     ((deeper_block,),), ((block,),) = deeper.stack, model.stack
     np.testing.assert_array_equal(deeper_block.mlp.up[:L], block.mlp.up)
-    other_seed = make(key=jax.random.key(1))
+    other_seed = initial(seed=1)
     assert not np.any(np.asarray(other_seed.embedding) == np.asarray(model.embedding))
     first, second = block.mlp.up[:2]
     assert not np.any(np.asarray(first) == np.asarray(second))
@@ -206,17 +210,17 @@ def test_impossible_sizes_are_named(settings, message):
     ],
 )
 def test_impossible_ways_to_compute_are_named(settings, message):
-    model = make(key=jax.random.key(0))
+    model = initial()
     with pytest.raises(ValueError, match=message):
         model.check(S, Compute(**settings))
 
 
 def test_flops_count_every_multiplication():
-    model = make(key=jax.random.key(0))
+    model = initial()
     per_layer = E * H * D + 2 * E * K * D + H * D * E + 3 * E * F
     matmuls = 6 * (L * per_layer + E * V)
     attention = 12 * L * H * D * S
     assert model.flops_per_token(S, causal=False) == matmuls + attention
     assert model.flops_per_token(S, causal=True) == matmuls + attention / 2
-    tied = make(tied=True, key=jax.random.key(0))
+    tied = initial(tied=True)
     assert tied.flops_per_token(S, causal=False) == matmuls + attention

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
+from sentinels import sentinels
 
 from lmlib import Compute, batch_loss, llama, make_mesh, whole_rows
 from lmlib.data.batch import place
@@ -58,7 +59,7 @@ def check_gradients(layers, unroll, saved, mesh, sequence_parallel):
 
 
 def test_repetitions_that_unrolling_leaves_over_follow_the_loop():
-    check_gradients(5, 2, {"attention_input", "mlp_input"}, MESHES[1], True)
+    check_gradients(5, 2, {"attention_input", "mlp_input"}, MESHES[0], False)
 
 
 @pytest.mark.slow
@@ -72,6 +73,7 @@ def test_repetitions_that_unrolling_leaves_over_follow_the_loop():
 )
 @example(3, 2, {"attention_input", "mlp_input"}, MESHES[0], False)
 @example(5, 2, set(ACTIVATIONS), MESHES[2], False)
+@example(5, 2, {"attention_input", "mlp_input"}, MESHES[1], True)
 def test_every_unrolling_of_every_depth_gives_the_same_gradients(
     layers, unroll, saved, mesh, sequence_parallel
 ):
@@ -123,7 +125,8 @@ def plainer(key):
 @pytest.fixture(scope="module")
 def stack():
     """Three times (shifting, plainer), then two plainer: eight layers."""
-    return make_stack([Segment([shifting, plainer], 3), Segment([plainer], 2)], jax.random.key(0))
+    segments = [Segment([shifting, plainer], 3), Segment([plainer], 2)]
+    return jax.jit(lambda: make_stack(segments, jax.random.key(0)))()
 
 
 def inputs(S=6):
@@ -138,7 +141,7 @@ def blocks_in_order(stack):
                 yield jax.tree.map(lambda leaf, i=repetition: leaf[i], block)
 
 
-@pytest.mark.parametrize("unroll", [1, 2, 8])
+@pytest.mark.parametrize("unroll", sentinels([1, 2, 8], lambda unroll: unroll == 2))
 def test_patterns_run_in_the_order_of_their_layers(stack, unroll):
     x_BSE, context = inputs()
     context = dataclasses.replace(
@@ -182,7 +185,7 @@ def test_parts_know_their_layers(stack):
 
 
 def test_a_layers_weights_depend_on_its_index_alone(stack):
-    other = make_stack([Segment([plainer], 8)], jax.random.key(0))
+    other = jax.jit(lambda: make_stack([Segment([plainer], 8)], jax.random.key(0)))()
     for one, two in zip(blocks_in_order(stack), blocks_in_order(other), strict=True):
         np.testing.assert_array_equal(one.attention.shifted, two.attention.shifted)
 

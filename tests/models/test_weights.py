@@ -43,7 +43,8 @@ def test_the_bits_are_those_of_exact_integers():
 def test_first_values_of_llama(tied):
     """As `llama` says: matrices by fan-in, what each of 3 layers writes twice / √6."""
     sizes = {"vocab": 1_000, "embed": 64, "heads": 8, "head_dim": 16, "mlp": 256}
-    model = llama(layers=3, tied=tied, key=jax.random.key(0), **sizes)
+    make = functools.partial(llama, layers=3, tied=tied, key=jax.random.key(0), **sizes)
+    model = jax.jit(make)()
     ((block,),) = model.stack
     expected = {
         64**-0.5: [block.attention.query, block.attention.key, block.mlp.gate, block.mlp.up],

@@ -29,7 +29,7 @@ with_all_parts = functools.partial(
 
 def maker(kv_heads, attention=with_all_parts):
     return functools.partial(
-        llama, vocab=64, embed=32, layers=2, heads=8, kv_heads=kv_heads, mlp=32,
+        llama, vocab=64, embed=32, layers=1, heads=8, kv_heads=kv_heads, mlp=32,
         attention=attention, key=jax.random.key(3),
     )  # fmt: skip
 

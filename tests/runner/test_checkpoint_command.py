@@ -1,29 +1,25 @@
 """`python -m runner.checkpoint` on real checkpoints."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
+from forked_commands import Commands
 
 from lmlib.checkpoint import Checkpoints
 from runner.processes.lock import WorkdirLock
 
-ROOT = Path(__file__).parents[2]
 
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Takes the arguments, and gives exit status, stdout and stderr."""
+    commands = Commands(tmp_path_factory.mktemp("outputs"))
 
-def command(*arguments: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr."""
-    child = subprocess.run(
-        [sys.executable, "-m", "runner.checkpoint", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    return child.returncode, child.stdout, child.stderr
+    def run(*arguments: object) -> tuple[int, str, str]:
+        ended = commands.run("runner.checkpoint", [str(argument) for argument in arguments])
+        return ended.returncode, ended.stdout, ended.stderr
+
+    yield run
+    commands.close()
 
 
 @pytest.fixture
@@ -36,7 +32,7 @@ def workdir(tmp_path):
     return tmp_path
 
 
-def test_list_and_show(workdir):
+def test_list_and_show(workdir, command):
     (workdir / "checkpoints/4000.orbax-checkpoint-tmp").mkdir()
     (workdir / "checkpoints/2000/manifest.json").unlink()
     status, output, _ = command("list", workdir)
@@ -60,7 +56,7 @@ def test_list_and_show(workdir):
     assert '"tokens": 21000' in output
 
 
-def test_verify_and_prune(workdir):
+def test_verify_and_prune(workdir, command):
     assert command("verify", workdir)[0] == 0
     chunk = workdir / "checkpoints/3000/state/weight/0.0"
     chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
@@ -82,7 +78,7 @@ def test_verify_and_prune(workdir):
 
 
 @pytest.mark.slow
-def test_beside_a_run_checkpoints_are_shown_and_not_removed(workdir):
+def test_beside_a_run_checkpoints_are_shown_and_not_removed(workdir, command):
     with WorkdirLock(workdir):
         assert command("list", workdir)[0] == command("verify", workdir)[0] == 0
         for folder in (workdir, workdir / "checkpoints"):
@@ -102,7 +98,7 @@ def test_beside_a_run_checkpoints_are_shown_and_not_removed(workdir):
         (["list", ".", "--steps=7"], "steps"),
     ],
 )
-def test_bad_input_is_told_in_one_line(tmp_path, arguments, message):
+def test_bad_input_is_told_in_one_line(command, tmp_path, arguments, message):
     arguments = [str(tmp_path) if argument == "." else argument for argument in arguments]
     status, output, errors = command(*arguments)
     assert status == 2

@@ -265,6 +265,11 @@ def test_the_command_line_shows_help_and_one_line_errors(tmp_path):
     assert wrong.returncode == 2
     assert "experiments/llama_1b" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_command_line_tells_how_to_make_data_that_is_missing(tmp_path):
     missing = command("--fdl_config=experiments/llama_1b", f"--workdir={tmp_path}/run")
     assert missing.returncode == 2
     assert "data_tools.pretokenize" in missing.stderr
@@ -296,7 +301,8 @@ def test_the_command_line_profiles_and_dumps(tmp_path):
 
 
 def test_a_run_that_diverges_stops_and_names_the_part(tmp_path):
-    cfg = tiny("optimizer.peak_lr=1e15", "stop_after_skipped=3", "mesh.fsdp=1")
+    small = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "validation=None")
+    cfg = tiny("optimizer.peak_lr=1e15", "stop_after_skipped=3", *small)
     with pytest.raises(TrainingStopped, match=r"3 updates in a row .* first number .* is in the"):
         fit(cfg, tmp_path)
     lines = read_metrics(tmp_path)
