@@ -18,10 +18,12 @@ step_peers/report.py), else the script says which step of whom differs and fails
 work say nothing.
 
 On a CPU the contenders take turns of five steps, the first of which warms up, and the figure is
-tokens per CPU-second of all threads, the median over turns. On a GPU they have the device to
-themselves one after another. MFU counts 6 FLOPs for each parameter that multiplies and each token,
-and attention with ("causal") and without ("whole") the saving of its masked half, recomputation
-never, over the dense bf16 peak that is printed.
+tokens per CPU-second of all threads, the median over turns. Beside it stands what travels from one
+machine to another: the model's FLOPs over what XLA makes of a CPU-second between the turns, when it
+multiplies 2,048 × 2,048 matrices. Freed memory stays with the process, as in a run. On a GPU they
+have the device to themselves one after another. FLOPs, in MFU too, are 6 for each parameter that
+multiplies and each token, and attention with ("causal") and without ("whole") the saving of its
+masked half, recomputation never; MFU is over the dense bf16 peak that is printed.
 """
 
 import ast
@@ -33,6 +35,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from absl import app, flags, logging
@@ -48,12 +51,14 @@ import jax
 from step_peers import maxtext_peer
 from step_peers.ahead_of_time import compiled_for, target_of
 from step_peers.contender import Contender, Work
+from step_peers.matmul import Matmul, cpu_name
 from step_peers.measure import TURN, Measurement, in_turns
 from step_peers.report import CHECKED, TOLERANCE, OtherWork, check_same_work, table, title
 from step_peers.sizes import ON_CPU, ON_GPU, SIZES
 
 from lmlib.compute import Compute
 from lmlib.hardware import peak_flops
+from runner.jax_settings.freed_memory import keep_freed_memory
 from runner.jax_settings.xla_flags import overlap_communication
 
 PEERS = ("jax", "pytorch_eager", "pytorch_compiled", "maxtext")
@@ -130,8 +135,9 @@ def order(
 
 def measure(
     works: Sequence[Work], names: Sequence[str], on_gpu: bool, failures: list[str]
-) -> Iterator[tuple[Work, Found]]:
-    """Each work as soon as all contenders have done it, with what they did in the order of `names`.
+) -> Iterator[tuple[Work, Found, Matmul | None]]:
+    """Each work as soon as all contenders have done it, with what they did in the order of `names`
+    and, on a CPU, the matmuls between their turns.
 
     `failures` takes a line for each that could not.
     """
@@ -139,10 +145,11 @@ def measure(
     left = {title(work): list(names) for work in works}
     for work, together in order(works, names, on_gpu):
         began = time.perf_counter()
+        matmul = None if on_gpu else Matmul(work.precision)
         try:
             in_process = [name for name in together if name != "maxtext"]
             contenders = {name: make_contender(name, work) for name in in_process}
-            found[title(work)] |= in_turns(contenders, work.steps)
+            found[title(work)] |= in_turns(contenders, work.steps, matmul)
             if "maxtext" in together:
                 found[title(work)]["maxtext"] = maxtext_peer.measured(work)
         except RuntimeError as error:  # what JAX and PyTorch raise where memory is short
@@ -155,7 +162,7 @@ def measure(
         left[title(work)] = [name for name in left[title(work)] if name not in together]
         if not left[title(work)]:
             done = found[title(work)]
-            yield work, {name: done[name] for name in names if name in done}
+            yield work, {name: done[name] for name in names if name in done}, matmul
 
 
 def release_memory() -> None:
@@ -229,22 +236,23 @@ def main(arguments: Sequence[str]) -> None:
     if _STEPS.value % TURN:
         sys.exit(f"--steps={_STEPS.value} must be a multiple of {TURN}, the steps of a turn")
     gpu = on_gpu()
+    if not gpu:
+        keep_freed_memory()
     works = chosen_works(*((ON_GPU, ["bfloat16"]) if gpu else (ON_CPU, list(TOLERANCE))))
     peers = chosen(_PEERS, ["pytorch_compiled"] if gpu else PEERS, PEERS)
     device = jax.devices()[0]
-    peak = peak_flops(device.device_kind)
-    peak_text = f"dense bf16 peak {peak / 1e12:,.0f} TFLOP/s" if peak else "no peak known"
-    print(f"{device.device_kind}, {peak_text}, JAX {jax.__version__}")
+    kind = described(device) if gpu else f"{os.cpu_count()} × {cpu_name()}"
+    print(f"{kind}, {versions()}")
     absent = {name: reason for name in peers if (reason := missing(name, gpu))}
     for reason in dict.fromkeys(absent.values()):
         print(reason)
     names = ["lmlib", *(name for name in peers if name not in absent)]
     began = time.perf_counter()
     failures: list[str] = []
-    for work, measurements in measure(works, names, gpu, failures):
+    for work, measurements, matmul in measure(works, names, gpu, failures):
         print(f"\n{title(work)}")
         if "lmlib" in measurements:
-            print(table(work.size, measurements, device))
+            print(table(work.size, measurements, device, matmul))
             failures += other_work(work, measurements)
         if gpu and work.size.mfu_to_reach:
             print(f"to reach on an H100 or H200: {work.size.mfu_to_reach} % MFU, causal")
@@ -252,6 +260,20 @@ def main(arguments: Sequence[str]) -> None:
     print(f"built, checked and measured in {time.perf_counter() - began:.0f} s")
     if failures:
         sys.exit("\n".join(failures))
+
+
+def described(device: jax.Device) -> str:
+    """An accelerator and its speed."""
+    peak = peak_flops(device.device_kind)
+    peak_text = f"dense bf16 peak {peak / 1e12:,.0f} TFLOP/s" if peak else "no peak known"
+    return f"{device.device_kind}, {peak_text}"
+
+
+def versions() -> str:
+    """Of what computes here."""
+    names = ("jax", "jaxlib", "torch", "maxtext")
+    found = {name: version(name) for name in names if importlib.util.find_spec(name) is not None}
+    return ", ".join(f"{name} {found[name]}" for name in found)
 
 
 def other_work(work: Work, measurements: Found) -> list[str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from step_peers.contender import Contender
+from step_peers.matmul import Matmul
 
 TURN = 5  # steps; the first turn warms up and is not counted
 
@@ -21,10 +22,15 @@ class Measurement:
     same_data: bool = True  # else its losses say nothing about the others'
 
 
-def in_turns(contenders: Mapping[str, Contender], steps: int) -> dict[str, Measurement]:
-    """`steps` steps of each, `TURN` at a time. CPU seconds are of all threads of this process."""
+def in_turns(
+    contenders: Mapping[str, Contender], steps: int, matmul: Matmul | None = None
+) -> dict[str, Measurement]:
+    """`steps` steps of each, `TURN` at a time, and a turn of `matmul` before each row of turns. CPU
+    seconds are of all threads of this process."""
     measurements = {name: Measurement() for name in contenders}
     for start in range(0, steps, TURN):
+        if matmul is not None:
+            matmul.turn()
         for name, contender in contenders.items():
             found = measurements[name]
             wall, cpu = time.perf_counter(), time.process_time()

@@ -1,5 +1,6 @@
 """The table of one size in one precision, and the verdict on whether all did the same work."""
 
+import statistics
 from collections.abc import Mapping
 
 import jax
@@ -7,6 +8,7 @@ import jax
 from lmlib.metrics import mfu
 from lmlib.table import columns
 from step_peers.contender import Work
+from step_peers.matmul import Matmul
 from step_peers.measure import Measurement, Rate, rate
 from step_peers.sizes import Size
 
@@ -41,10 +43,16 @@ def check_same_work(name: str, losses: list[float], reference: list[float], prec
             )
 
 
-def table(size: Size, measurements: Mapping[str, Measurement], device: jax.Device) -> str:
+def table(
+    size: Size,
+    measurements: Mapping[str, Measurement],
+    device: jax.Device,
+    matmul: Matmul | None = None,
+) -> str:
     """The speed of each, and lmlib's over it. On a CPU per CPU-second, since other processes may
-    share the cores; on an accelerator per second, and as MFU."""
-    on_cpu = device.platform == "cpu"
+    share the cores, and as the share of XLA's own rate of multiplying, `matmul`; on an accelerator
+    per second, and as MFU."""
+    on_cpu = matmul is not None
     lmlib = measurements["lmlib"]
     model = jax.eval_shape(size.make_model)
     flops_per_token = [model.flops_per_token(size.sequence, causal) for causal in (True, False)]
@@ -54,15 +62,20 @@ def table(size: Size, measurements: Mapping[str, Measurement], device: jax.Devic
 
     head = ["", "tokens per CPU-second" if on_cpu else "tokens per second"]
     head += ["slowest … fastest turn", "lmlib ÷ it"]
-    head += ["tokens per second"] if on_cpu else ["MFU causal", "MFU whole", "peak GB"]
+    if matmul is None:
+        head += ["MFU causal", "MFU whole", "peak GB"]
+    else:
+        head += ["tokens per second", "of matmul rate, causal", "whole"]
     rows = [[*head, "first loss", "last loss", "largest difference"]]
     for name, found in measurements.items():
         found_speed = speed(found)
         row = [name, f"{found_speed.median:,.0f}"]
         row.append(f"{found_speed.slowest:,.0f} … {found_speed.fastest:,.0f}")
         row.append(f"{speed(lmlib).median / found_speed.median:.3f}")
-        if on_cpu:
+        if matmul is not None:
             row.append(f"{rate(size.tokens, found.wall_seconds).median:,.0f}")
+            peak_flops = statistics.median(matmul.flops_per_cpu_second)
+            row += [f"{flops * found_speed.median / peak_flops:.3f}" for flops in flops_per_token]
         else:
             shares = [mfu(flops, found_speed.median, [device]) for flops in flops_per_token]
             row += ["unknown" if share is None else f"{share:.1%}" for share in shares]
