@@ -41,7 +41,7 @@ _SCRATCH = flags.DEFINE_string(
     "scratch", None, "New folder for the runs, kept; default: a temporary one."
 )
 
-OF_TWO = 10  # one fault in so many is one of two processes
+OF_TWO = 16  # one fault in so many is one of two processes
 FAULTS_PER_RUN = 12  # at most
 
 
