@@ -22,8 +22,8 @@ STEP_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the
 LAYOUTS = "array_metadatas"
 STATE_FILES = ("_METADATA", "_sharding", "commit_success.txt", f"{LAYOUTS}/")
 
-# Orbax finds files by patterns and takes gs:/ for a bucket, TensorStore a backslash for a slash, and
-# both want UTF-8.
+# Orbax finds files by patterns and takes gs:/ for a bucket, TensorStore takes a backslash for a
+# slash, and both want UTF-8.
 _MISREAD = re.compile(r"[*?\[\\\ud800-\udfff]|gs:(/|$)")
 _NO_OCDBT = "merge of OCDBT"
 _WAITED = "Waiting for previous save"
