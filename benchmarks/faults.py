@@ -1,6 +1,6 @@
-"""A hundred random faults on real runs: kills, signals, damage, full disks. How many are survived?
+"""Two hundred random faults on real runs: signals, damage, full disks … How many are survived?
 
-    python benchmarks/faults.py [--faults=100] [--seed=0] [--scratch=DIR]
+    python benchmarks/faults.py [--faults=200] [--seed=0] [--scratch=DIR]
 
 A small run, with everything in it that a resumed one could get wrong, is made once undisturbed, and
 again and again under faults: it is started, something is done to it at a random moment, it is
@@ -9,7 +9,8 @@ newest sound checkpoint, every exit code and message is the right one, there is 
 metrics and checkpoints are then and at the end, bit for bit, those of the undisturbed run.
 
 Takes about eight seconds a fault on two cores; Linux only. The seed draws faults and moments, but
-what a run is doing in the very millisecond is chance. tests/shared/fault_injection has the faults.
+what a run is doing in the very millisecond is chance. tests/shared/fault_injection has the faults;
+power cuts have a benchmark of their own, power_cuts.py.
 """
 
 import dataclasses
@@ -28,19 +29,21 @@ from absl import app, flags
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 
 from fault_injection.comparison import difference, difference_at_end
-from fault_injection.faults import OF_ONE_PROCESS, OF_TWO_PROCESSES, Fault, Struck, draw
+from fault_injection.faults.campaign import OF_ONE_PROCESS, OF_TWO_PROCESSES, draw
+from fault_injection.faults.fault import Fault, Struck
 from fault_injection.job import Attempt, HangError, Job, prepare
 
 from lmlib.table import columns
 
-_FAULTS = flags.DEFINE_integer("faults", 100, "How many.", lower_bound=1)
+_FAULTS = flags.DEFINE_integer("faults", 200, "How many.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the faults and their moments.")
 _SCRATCH = flags.DEFINE_string(
     "scratch", None, "New folder for the runs, kept; default: a temporary one."
 )
 
-OF_TWO = 20  # one fault in so many is one of two processes
+OF_TWO = 16  # one fault in so many is one of two processes
 FAULTS_PER_RUN = 12  # at most
+UNDISTURBED_SECONDS = 1_800.0  # for a run that compiles everything
 
 
 @dataclasses.dataclass
@@ -126,7 +129,7 @@ def make_undisturbed(scratch: Path, processes: int) -> Job:
     job = Job(scratch, f"undisturbed_{processes}", keeps_all, processes)
     began = time.monotonic()
     attempt = job.start()
-    if set(attempt.exit_codes()) != {0}:
+    if set(attempt.exit_codes(UNDISTURBED_SECONDS)) != {0}:
         raise SystemExit(f"the undisturbed run failed:\n{attempt.output()}")
     job.keep_programs()
     print(f"undisturbed run of {processes}: {time.monotonic() - began:.0f} s", flush=True)

@@ -146,7 +146,8 @@ def newest_promised(job: Job, before: int | None) -> int | None:
 def problems_of_start(attempt: Attempt, cut: Cut, job: Job, undisturbed: Job) -> list[str]:
     """Of the start after a cut, which trains unless it has failed."""
     if not attempt.trains:
-        attempt.exit_codes()
+        if set(attempt.exit_codes()) == {0}:  # it was finished before the cut
+            return []
         last = attempt.output().rstrip().rpartition("\n")[2]
         return [f"cannot go on: {last!r}"]
     problems = []

@@ -207,6 +207,12 @@ def from_json(line: str | bytes) -> dict[str, Any]:
     return {name: float(value) if value in _NOT_FINITE else value for name, value in entry.items()}
 
 
+def missing_lines(workdir: str | os.PathLike[str], last: int) -> str | None:
+    """Which steps from 1 to `last` have no line in metrics.jsonl, in words; `None` if all have."""
+    path = Path(workdir, FILE_NAME)
+    return _missing(path, {entry["step"] for entry in _entries(path)}, last)
+
+
 def _missing(path: Path, steps: set[int], last: int) -> str | None:
     """Which of the steps from 1 to `last` are not among `steps`."""
     missing = sorted(set(range(1, last + 1)) - steps)

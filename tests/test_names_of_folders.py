@@ -28,6 +28,7 @@ NAMES = (
 @settings(max_examples=2, deadline=None)
 @given(NAMES)
 @example(b"sweep[lr=1e-3]")
+@example(b"gs:")
 @example(b"back\\slash \xff**")
 def test_a_folder_of_any_name_holds_checkpoints(name):
     with tempfile.TemporaryDirectory() as scratch:

@@ -4,12 +4,14 @@ A failure here after an upgrade says which constant of lmlib/checkpoint/orbax_in
 """
 
 import asyncio
+import inspect
 import logging
 import os
 import sys
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 
@@ -70,6 +72,15 @@ def test_what_is_logged_of_a_save(tmp_path):
     assert any("merge of OCDBT" in record.getMessage() for record in records)
     noise = orbax_internals.OrbaxNoise()
     assert not [record.getMessage() for record in records if noise.filter(record)]
+
+
+def test_that_orbax_waited_is_for_the_caller_to_say():
+    """It warns after a second; what else it warns of is shown."""
+    source = inspect.getsourcefile(ocp.CheckpointManager)
+    assert source and orbax_internals._WAITED in inspect.getsource(ocp.CheckpointManager)
+    for message, shown in ((f"{orbax_internals._WAITED} to complete took 2 s", False), ("", True)):
+        record = logging.LogRecord("absl", logging.WARNING, source, 1, message, (), None)
+        assert orbax_internals.OrbaxNoise().filter(record) == shown
 
 
 def test_the_number_of_the_systems_error(tmp_path):

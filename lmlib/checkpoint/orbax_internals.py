@@ -22,9 +22,11 @@ STEP_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the
 LAYOUTS = "array_metadatas"
 STATE_FILES = ("_METADATA", "_sharding", "commit_success.txt", f"{LAYOUTS}/")
 
-# Orbax finds files by patterns, TensorStore takes a backslash for a slash, and both want UTF-8.
-_MISREAD = re.compile(r"[*?\[\\\ud800-\udfff]")
+# Orbax finds files by patterns and takes gs:/ for a bucket, TensorStore takes a backslash for a
+# slash, and both want UTF-8.
+_MISREAD = re.compile(r"[*?\[\\\ud800-\udfff]|gs:(/|$)")
 _NO_OCDBT = "merge of OCDBT"
+_WAITED = "Waiting for previous save"
 _CLOSED = "Event loop is closed"
 _ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
 
@@ -58,11 +60,11 @@ def tensorstore_error_number(text: str) -> int | None:
 class OrbaxNoise(logging.Filter):
     """Drops what Orbax and TensorStore log of saves, since `Checkpoints` says it in words.
 
-    Those are Orbax's INFO lines, its tracebacks, and its warning that there is no OCDBT to merge:
-    under `absl.app.run` some forty lines a save, and a hundred for one that fails, where each of
-    its threads and tasks logs the error. After a failure TensorStore's threads also call on an
-    event loop that Orbax has closed, with a traceback for each array. They may do so long after:
-    what is installed stays.
+    Those are Orbax's INFO lines, its tracebacks, and its warnings that there is no OCDBT to merge
+    and that it waited for the save before: under `absl.app.run` some forty lines a save, and a
+    hundred for one that fails, where each of its threads and tasks logs the error. After a failure
+    TensorStore's threads also call on an event loop that Orbax has closed, with a traceback for
+    each array. They may do so long after: what is installed stays.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -71,7 +73,7 @@ class OrbaxNoise(logging.Filter):
         if "orbax" not in record.pathname:
             return True
         told = record.levelno >= logging.WARNING and record.exc_info is None
-        return told and _NO_OCDBT not in record.getMessage()
+        return told and not any(text in record.getMessage() for text in (_NO_OCDBT, _WAITED))
 
 
 def silence() -> None:

@@ -2,7 +2,10 @@
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Iterator
+
+_FROM_FIDDLE = re.compile(r"\s*Fiddle context: .*? at <root>\.?(.*?) with .*", re.DOTALL)
 
 
 class ConfigError(ValueError):
@@ -34,9 +37,13 @@ def did_you_mean(name: object, choices: Iterable[object]) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """The message of `error` and its notes, without the number that Python puts before some."""
+    """The message of `error` and its notes, without the number that Python puts before some.
+
+    Of what Fiddle adds, with all arguments, only the part of the config where the error came up.
+    """
     numbered = isinstance(error, OSError) and error.filename is None and error.strerror
-    return " ".join([numbered or str(error), *getattr(error, "__notes__", ())])
+    text = " ".join([numbered or str(error), *getattr(error, "__notes__", ())])
+    return _FROM_FIDDLE.sub(lambda found: f" (in {found[1]})" if found[1] else "", text)
 
 
 @contextlib.contextmanager

@@ -4,11 +4,13 @@ JAX starts every plugin that is installed, those of `python -m runner.plan` too,
 not be there. A run then begins with their errors, and waits while libtpu looks for TPUs.
 """
 
+import logging
 import os
 import pkgutil
 import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import jax
@@ -57,15 +59,30 @@ def use_cpu_if_alone() -> None:
 
 
 def check_devices() -> None:
-    """Starts JAX's devices; raises ConfigError if it cannot, as with JAX_PLATFORMS=cuda here."""
+    """Starts JAX's devices; raises ConfigError if it cannot, as with JAX_PLATFORMS=cuda here.
+
+    What JAX logs meanwhile, such as the tracebacks of plugins, is shown only if some device starts:
+    else the error says why none does.
+    """
+    logger, held_back = logging.getLogger("jax"), BufferingHandler(sys.maxsize)
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(held_back)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
+        raised = [record.exc_info[1] for record in held_back.buffer if record.exc_info]
+        held_back.buffer.clear()
+        reasons = [str(each).partition("\n")[0] for each in (error, *raised)]
+        reason = next(filter(None, reasons), "it finds none of them")
         platforms = os.environ.get("JAX_PLATFORMS")
-        reason = str(error).partition("\n")[0] or "it finds none of them"
         asked = f" of JAX_PLATFORMS={platforms}" if platforms else ""
         advice = "; unset JAX_PLATFORMS, or set it to cpu" if platforms else ""
         raise ConfigError(f"JAX cannot start the devices{asked}: {reason}{advice}") from error
+    finally:
+        logger.removeHandler(held_back)
+        logger.propagate = propagates
+        for record in held_back.buffer:
+            logging.getLogger().handle(record)
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:

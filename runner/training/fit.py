@@ -19,7 +19,7 @@ from lmlib.data.prefetch import Prefetch
 from lmlib.description import describe
 from lmlib.experiment import Experiment
 from lmlib.local_folder import local_folder
-from lmlib.metrics import MetricsLog, read_metrics
+from lmlib.metrics import MetricsLog, missing_lines, read_metrics
 from lmlib.parallel.layout import partition
 from lmlib.quantities import bytes_text, duration_text
 from runner.command_line.errors import ConfigError, in_words, user_errors
@@ -138,6 +138,8 @@ def fit(
             state, summary = beginning.state, None
             if beginning.step >= experiment.steps:
                 progress.message(f"this run finished all its {experiment.steps:,} steps before")
+                if primary and (missing := missing_lines(workdir, experiment.steps)):
+                    progress.message(f"WARNING: {missing}")
                 summary = run.earlier_summary()
             if summary is None:
                 if primary:

@@ -124,8 +124,7 @@ class Loop:
         """Adds what validation says of `state` to the line of `step`."""
         if self.validation is None:
             return
-        with self.phases.during(Phase.CHECKPOINT):
-            self.saver.settle()
+        self.saver.settle()
         with self.phases.during(Phase.EVALUATION):
             metrics = self.validation.metrics(state.model)
         # First, since a line that has them says that the evaluation is done.

@@ -1,7 +1,8 @@
 """Saves a run's checkpoints with their notes, and decides what a failed save means."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -76,16 +77,15 @@ class Saver:
           TrainingStopped: if too many saves in a row have failed, and why.
           OSError: if one has failed on this process of several.
         """
-        began = time.perf_counter()
-        with self._phases.during(Phase.CHECKPOINT):
-            # An earlier save fails here, and not in the middle of the next.
-            self.settle()
+        # An earlier save fails here, and not in the middle of the next.
+        self.settle()
+        step = line["step"]
+        with self._holding_up(step):
             # A checkpoint promises that the lines up to its step are on disk: they are synced too
             # before it is whole, in the thread that saves.
             if (unwritten := _error_of(self._log.flush)) is not None:
                 self._tolerate(unwritten)
                 return
-            step = line["step"]
             if broken := not_finite(state.model, state.optimizer):
                 self._refuse(step, broken)
                 return
@@ -105,9 +105,6 @@ class Saver:
                 self._tolerate(failure)
                 return
             self._pending = line
-        if (blocked := time.perf_counter() - began) >= HELD_UP_SECONDS:
-            told = duration_text(blocked)
-            self._progress.message(f"saving step {step:,} held training up for {told}")
 
     def rank(self, step: int, validation_loss: float) -> None:
         """Ranks the checkpoint of `step`, if there is one: for `keep_best_checkpoints`."""
@@ -119,7 +116,11 @@ class Saver:
 
         Raises as `save` does.
         """
-        if (error := self._settled()) is not None:
+        if self._pending is None:
+            return
+        with self._holding_up(self._pending["step"]):
+            error = self._settled()
+        if error is not None:
             self._tolerate(error)
 
     def finish(self) -> None:
@@ -138,6 +139,16 @@ class Saver:
                 f"the last checkpoint could not be saved: {in_words(failure)}; the same "
                 "command makes the steps since the one before again"
             )
+
+    @contextlib.contextmanager
+    def _holding_up(self, step: int) -> Iterator[None]:
+        """A block that training waits for, of the save of `step`; tells if that takes long."""
+        began = time.perf_counter()
+        with self._phases.during(Phase.CHECKPOINT):
+            yield
+        if (blocked := time.perf_counter() - began) >= HELD_UP_SECONDS:
+            told = duration_text(blocked)
+            self._progress.message(f"saving step {step:,} held training up for {told}")
 
     def _settled(self) -> OSError | None:
         """Waits for the save that was begun last; how it failed, if it did."""

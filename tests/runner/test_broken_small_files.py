@@ -57,7 +57,9 @@ def test_what_is_broken_is_made_again_or_named(tmp_path, capsys):
     result = tmp_path / "result.json"
     result.write_bytes(result.read_bytes()[:-40])
     again = fit(small("steps=4"), tmp_path).summary
-    assert f"WARNING: {result} is damaged" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"WARNING: {result} is damaged" in told
+    assert f"WARNING: {log} has lost the lines of step 2:" in told
     for name in ("steps", "tokens", "training_loss", "samples"):
         assert getattr(again, name) == getattr(whole, name)
     assert finished_summary(tmp_path, 4) == again

@@ -1,11 +1,15 @@
 """`python -m runner.checkpoint` on real checkpoints."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import pytest
+from absl import flags
 from forked_commands import Commands
 
 from lmlib.checkpoint import Checkpoints
+from runner import checkpoint
 from runner.processes.lock import WorkdirLock
 
 
@@ -75,6 +79,24 @@ def test_verify_and_prune(workdir, command):
     assert status == 0
     assert output.splitlines() == [f"removed {workdir}/checkpoints/1000", "kept 2,000, 3,000"]
     assert sorted(entry.name for entry in (workdir / "checkpoints").iterdir()) == ["2000", "3000"]
+
+
+class ListedBefore(Checkpoints):
+    """Lists all three steps: a run that goes on has removed the first since."""
+
+    def steps(self) -> list[int]:
+        return [1000, 2000, 3000]
+
+
+def test_what_a_run_removes_meanwhile_is_not_damaged(workdir, capsys):
+    flags.FLAGS.mark_as_parsed()
+    shutil.rmtree(workdir / "checkpoints/1000")
+    with ListedBefore(workdir / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoint._verify(checkpoints, workdir / "checkpoints") == 0
+        assert capsys.readouterr().out.count("sound") == 2
+        assert checkpoint._list(checkpoints, workdir / "checkpoints") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == ["step", "2,000", "3,000"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import fiddle as fdl
 import pytest
 from byte_texts import write_texts
 from folder_contents import files_of
@@ -11,6 +12,7 @@ from forked_commands import Commands
 from sentinels import sentinels
 
 from runner import fit
+from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
 
 TINY = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
@@ -296,3 +298,13 @@ def test_debug_shows_where_a_mistake_was_found(commands, scratch):
     assert ended.returncode == 2
     assert "Traceback" in ended.stderr and "lmlib/experiment.py" in ended.stderr
     assert "steps must be at least 1, got 0" in ended.stderr
+
+
+def refuse(number: int) -> None:
+    raise ValueError(f"{number} is too much")
+
+
+def test_the_part_of_the_config_where_a_mistake_came_up_is_named():
+    cfg = fdl.Config(dict, parts=[fdl.Config(refuse, 3)])
+    with pytest.raises(ConfigError, match=r"^3 is too much \(in parts\[0\]\)$"), user_errors():
+        fdl.build(cfg)

@@ -5,5 +5,5 @@ job.py           a run through the real command line, started again and again
 moments.py       when to disturb it
 comparison.py    whether it left the same bits as another run
 damage.py        what becomes of its files
-faults.py        what can happen to it, for the campaign in benchmarks/faults.py
+faults/          what can happen to it, for the campaign in benchmarks/faults.py
 """

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from folder_contents import files_of
 
 from fault_injection.experiment import KEEP_CHECKPOINTS
 from fault_injection.job import Job
 
+NOTES = "notes/notes.json"  # in a checkpoint
 # Of a line of metrics.jsonl: what depends on how long something took.
 TIMES = frozenset({"tokens_per_second", "step_seconds", "data_wait_seconds", "goodput"})
 
@@ -79,8 +81,16 @@ def _differing(folder: Path, other: Path) -> list[str]:
     )
 
 
-def _timeless_files(checkpoint: Path) -> dict[str, bytes]:
-    """All but the files that hold when they were written, or Orbax's notes on layouts."""
+def _timeless_files(checkpoint: Path) -> dict[str, Any]:
+    """All but the files that hold when they were written, or Orbax's notes on layouts.
+
+    Of the run's own notes all but the checkpoint that was newest before updates were skipped:
+    where that could not be saved it is an earlier one.
+    """
     other = ("manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt", "_sharding")
     files = files_of(checkpoint)
-    return {name: content for name, content in files.items() if not name.endswith(other)}
+    found: dict[str, Any] = {name: files[name] for name in files if not name.endswith(other)}
+    if NOTES in found:
+        notes = json.loads(found[NOTES])
+        found[NOTES] = {name: notes[name] for name in notes if name != "before_skipped"}
+    return found

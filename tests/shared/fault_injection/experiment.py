@@ -8,7 +8,10 @@ It finds its tokens in the folder `tokens`, made by `write_tokens`, of the worki
 from pathlib import Path
 
 import fiddle as fdl
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from lmlib import optim
 from lmlib.compute import Compute
@@ -24,7 +27,7 @@ from lmlib.parallel.mesh import make_mesh
 
 VOCAB, BATCH, SEQUENCE, STEPS = 4_096, 16, 16, 60
 EVALUATE_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS = 4, 5, 4
-TOKENS = "tokens"
+TOKENS, SHARDS, CHUNK = "tokens", 2, 64  # the folder, the shards of a split, a chunk's tokens
 
 
 def config() -> fdl.Config[Experiment]:
@@ -48,7 +51,7 @@ def config() -> fdl.Config[Experiment]:
         ),
         validation=fdl.Config(FlatTokens, path=TOKENS, split="validation", seed=None, **size),
         validation_batches=8,
-        optimizer=fdl.Partial(optim.adamw, peak_lr=1e-2),
+        optimizer=fdl.Partial(sometimes_infinite, peak_lr=1e-2),
         mesh=fdl.Config(make_mesh, fsdp=4, tensor=2),
         microbatches=2,
         # So narrow that some updates are skipped: the guard's memory must be restored, too.
@@ -61,11 +64,43 @@ def config() -> fdl.Config[Experiment]:
     )
 
 
+def sometimes_infinite(steps: int, peak_lr: float) -> optim.Optimizer:
+    """AdamW, but about one update in eight is infinite.
+
+    The gradient decides: an update that is not made leaves nothing behind that could count steps.
+    """
+    adamw = optim.adamw(steps, peak_lr)
+
+    def update(gradients, state, model=None):
+        updates, state = adamw.transformation.update(gradients, state, model)
+        wrong = jnp.where(is_infinite(optax.global_norm(gradients)), jnp.inf, 0.0)
+        return jax.tree.map(lambda leaf: leaf + wrong, updates), state
+
+    return adamw._replace(
+        transformation=optax.GradientTransformation(adamw.transformation.init, update)
+    )
+
+
+def is_infinite(grad_norm):
+    """Whether `sometimes_infinite` makes an infinite update of a gradient with this norm."""
+    return grad_norm * 1_000 % 8 < 1
+
+
 def write_tokens(folder: Path) -> None:
     """Makes the data sets below `folder`: random documents, of another length in each."""
     random = np.random.default_rng(0)
-    for split, documents, length in (("short", 200, 9), ("long", 20, 90), ("validation", 60, 40)):
-        writer = ShardWriter(folder / TOKENS, split, vocab_size=VOCAB)
-        for _ in range(documents):
-            writer.append(random.integers(VOCAB, size=random.integers(1, 2 * length)), text_bytes=1)
-        writer.finish()
+    for split, documents, length in (("short", 100, 9), ("long", 10, 90), ("validation", 30, 40)):
+        for shard in range(SHARDS):
+            writer = ShardWriter(
+                folder / TOKENS,
+                split,
+                shard=shard,
+                shards=SHARDS,
+                vocab_size=VOCAB,
+                file_length=4 * CHUNK,
+                chunk_length=CHUNK,
+            )
+            for _ in range(documents):
+                tokens = random.integers(VOCAB, size=random.integers(1, 2 * length))
+                writer.append(tokens, text_bytes=1)
+            writer.finish()

@@ -13,8 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+
+from folder_contents import files_of
 
 import runner
 from fault_injection import experiment
@@ -39,12 +41,22 @@ class HangError(Exception):
 
 
 class Attempt:
-    """The processes of one start, until they end. What each writes goes to one of `files`."""
+    """The processes of one start, until they end. What each writes goes to one of `files`.
 
-    def __init__(self, job: "Job", processes: list[subprocess.Popen[bytes]], files: list[Path]):
+    `readers`, if there are any, are processes that bring it there.
+    """
+
+    def __init__(
+        self,
+        job: "Job",
+        processes: list[subprocess.Popen[bytes]],
+        files: list[Path],
+        readers: list[subprocess.Popen[bytes]],
+    ):
         self.job = job
         self.processes = processes
         self.files = files
+        self.readers = readers
         self._began = time.monotonic()
 
     @property
@@ -89,6 +101,11 @@ class Attempt:
             time.sleep(POLL_SECONDS)
         return True
 
+    def wait_for_checkpoint(self) -> bool:
+        """Whether a new one became whole before a process ended."""
+        newest = self.job.newest_checkpoint() or 0
+        return self.wait_until(lambda: (self.job.newest_checkpoint() or 0) > newest)
+
     def exit_codes(self, limit_seconds: float = LIMIT_SECONDS) -> list[int]:
         """Those of all processes, once they have ended. Raises HangError after the limit."""
         deadline = time.monotonic() + limit_seconds
@@ -100,12 +117,17 @@ class Attempt:
     def send(self, number: signal.Signals, process: int = 0) -> None:
         self.processes[process].send_signal(number)
 
-    def limit_file_sizes(self, size: int) -> None:
+    def limit_file_sizes(self, size: int, process: int = 0) -> None:
         """From now on no file may grow beyond `size` bytes, as on a full disk; Linux only."""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                limits = size, resource.RLIM_INFINITY
-                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
+        with contextlib.suppress(ProcessLookupError):
+            limits = size, resource.RLIM_INFINITY
+            resource.prlimit(self.processes[process].pid, resource.RLIMIT_FSIZE, limits)
+
+    def close_readers(self) -> None:
+        """Ends the readers: from now on nobody takes what the processes write."""
+        for reader in self.readers:
+            reader.kill()
+            reader.wait()
 
     def kill(self) -> None:
         """Ends all with SIGKILL."""
@@ -143,8 +165,20 @@ class Job:
     def checkpoints(self) -> Path:
         return self.workdir / "checkpoints"
 
-    def start(self, *, beside_another: bool = False) -> Attempt:
-        """Starts the run, or goes on with it; `beside_another` attempt that may still run."""
+    def start(
+        self,
+        *,
+        beside_another: bool = False,
+        roots: Mapping[int, Path] | None = None,
+        readers: bool = False,
+    ) -> Attempt:
+        """Starts the run, or goes on with it.
+
+        Args:
+          beside_another: another attempt may still run.
+          roots: where single processes take their code from, by their numbers.
+          readers: what the processes write goes through pipes, as with `| cat`.
+        """
         if not beside_another:
             self._restore_programs()
         number = sum(1 for _ in self.scratch.glob(f"{self.name}.*.output.0"))
@@ -152,22 +186,24 @@ class Job:
             self.scratch / f"{self.name}.{number}.output.{process}"
             for process in range(self.processes)
         ]
-        environment = self._environment()
         address = _free_address() if self.processes > 1 else None
-        started = []
+        started, reading = [], []
         for process, path in enumerate(files):
             with path.open("wb") as file:
                 started.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "runner", *self._arguments(address, process)],
                         cwd=self.scratch,
-                        env=environment,
+                        env=self._environment((roots or {}).get(process, ROOT)),
                         stdin=subprocess.DEVNULL,
-                        stdout=file,
+                        stdout=subprocess.PIPE if readers else file,
                         stderr=subprocess.STDOUT,
                     )
                 )
-        return Attempt(self, started, files)
+                if written := started[-1].stdout:
+                    reading.append(subprocess.Popen(["cat"], stdin=written, stdout=file))
+                    written.close()
+        return Attempt(self, started, files, reading)
 
     def keep_programs(self) -> None:
         """What was compiled up to now is not compiled again by later attempts of any such job.
@@ -197,6 +233,11 @@ class Job:
         whole, _, _ = file.read_bytes().rpartition(b"\n")
         last = whole.rpartition(b"\n")[2]
         return json.loads(last)["step"] if last else 0
+
+    def files(self) -> dict[str, bytes]:
+        """The content of each file of the run but its logs, by its path."""
+        content = files_of(self.workdir)
+        return {name: content[name] for name in content if not name.startswith("logs/")}
 
     def _folders(self) -> Iterable[Path]:
         return self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
@@ -228,9 +269,9 @@ class Job:
             *(several if address else []),
         ]
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, root: Path) -> dict[str, str]:
         return os.environ | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(root),
             "PYTHONUNBUFFERED": "1",
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // self.processes} "

@@ -1,0 +1,12 @@
+"""What can happen to a run. Each fault finds the run at rest and leaves it at rest.
+
+fault.py      what a fault is, and what all of them look for
+signals.py    kills, and polite signals
+files.py      harm to checkpoints, and to what else is in the workdir
+disks.py      disks that take nothing
+outputs.py    output that nobody takes
+updates.py    updates that break the numbers
+data.py       data that is not what it was
+starts.py     starts that must be refused
+campaign.py   all of them, and how often each is drawn
+"""
