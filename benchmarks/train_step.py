@@ -20,10 +20,10 @@ work say nothing.
 On a CPU the contenders take turns of five steps, the first of which warms up, and the figure is
 tokens per CPU-second of all threads, the median over turns. Beside it stands what travels from one
 machine to another: the model's FLOPs over what XLA makes of a CPU-second between the turns, when it
-multiplies 2,048 × 2,048 matrices. Freed memory stays with the process, as in a run. On a GPU they
-have the device to themselves one after another. FLOPs, in MFU too, are 6 for each parameter that
-multiplies and each token, and attention with ("causal") and without ("whole") the saving of its
-masked half, recomputation never; MFU is over the dense bf16 peak that is printed.
+multiplies 2,048 × 2,048 matrices. On a GPU they have the device to themselves one after another.
+FLOPs, in MFU too, are 6 for each parameter that multiplies and each token, and attention with
+("causal") and without ("whole") the saving of its masked half, recomputation never; MFU is over the
+dense bf16 peak that is printed.
 """
 
 import ast
@@ -58,7 +58,6 @@ from step_peers.sizes import ON_CPU, ON_GPU, SIZES
 
 from lmlib.compute import Compute
 from lmlib.hardware import peak_flops
-from runner.jax_settings.freed_memory import keep_freed_memory
 from runner.jax_settings.xla_flags import overlap_communication
 
 PEERS = ("jax", "pytorch_eager", "pytorch_compiled", "maxtext")
@@ -236,8 +235,6 @@ def main(arguments: Sequence[str]) -> None:
     if _STEPS.value % TURN:
         sys.exit(f"--steps={_STEPS.value} must be a multiple of {TURN}, the steps of a turn")
     gpu = on_gpu()
-    if not gpu:
-        keep_freed_memory()
     works = chosen_works(*((ON_GPU, ["bfloat16"]) if gpu else (ON_CPU, list(TOLERANCE))))
     peers = chosen(_PEERS, ["pytorch_compiled"] if gpu else PEERS, PEERS)
     device = jax.devices()[0]

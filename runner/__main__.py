@@ -31,7 +31,6 @@ from runner.command_line.paths import check_can_be_made
 from runner.command_line.workdir import chosen_workdir
 from runner.config import configs
 from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
-from runner.jax_settings.freed_memory import keep_freed_memory
 from runner.jax_settings.xla_flags import (
     keep_cpus_in_order,
     make_deterministic,
@@ -210,8 +209,6 @@ def _train(workdir: Path, options: Options) -> None:
     from runner.training.fit import fit
 
     check_devices()
-    if jax.default_backend() == "cpu":
-        keep_freed_memory()
     with agreed():
         cfg = chosen_config()
     result = fit(cfg, workdir, options)
