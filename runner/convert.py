@@ -23,7 +23,7 @@ import functools
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +72,105 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("give --from and --to, as in: --from=HF_DIR --to=WORKDIR; see --help")
     began = time.perf_counter()
     with user_errors():
-        to = local_folder(_TO.value)
-        with _made_whole(to) as unfinished:
-            found = located(_FROM.value)
-            if isinstance(found, HuggingFace):
-                made = _bring_in(found, unfinished, to)
-            else:
-                made = _bring_out(found, unfinished)
+        to, found = local_folder(_TO.value), located(_FROM.value)
+        if isinstance(found, HuggingFace):
+            outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, TRUST_MODULE)
+            if given := [flag.name for flag in outward if flag.present]:
+                raise ConfigError(f"--{given[0]} is for the way out; --from={found.name} comes in")
+            made = bring_in(found, to)
+        else:
+            made = bring_out(
+                found,
+                to,
+                _TOKENIZER.value,
+                _DTYPE.value,
+                file_bytes=round(_LARGEST_FILE.value * 1e9),
+                trusted=TRUST_MODULE.value,
+            )
     print(f"{to} holds {made}; it took {duration_text(time.perf_counter() - began)}")
     return FINISHED
+
+
+def bring_in(found: HuggingFace, to: Path) -> str:
+    """Makes a workdir with the weights of a folder; what it holds, in words.
+
+    Raises:
+      ValueError, OSError: if the folder cannot be used, or `to` is not empty.
+    """
+    with _made_whole(to) as unfinished:
+        cfg = configs.load("experiments/from_hf", overrides=[f"folder={str(found.folder)!r}"])
+        cfg.init_from = str(to.absolute())
+        configs.save(cfg, unfinished)
+        make_folder(unfinished / ORIGIN)
+        for name in (*SETTINGS, *TOKENIZER_FILES):
+            if (found.folder / name).is_file():
+                shutil.copyfile(found.folder / name, unfinished / ORIGIN / name)
+        model = hf.load(found.folder, _one_device(), told(f"reading {found.name}:", _show))
+        identity = tokenizer_of(found)
+        batches = {
+            "tokenizer": identity and dataclasses.asdict(identity),
+            "bytes_per_target": None,
+            "steps_made": WEIGHTS_ALONE,
+        }
+        notes = {
+            "tokens": 0,
+            "before_skipped": None,
+            "batches": batches,
+            "initialised_from": found.name,
+        }
+        _show("writing the checkpoint")
+        with Checkpoints(unfinished / "checkpoints") as checkpoints:
+            checkpoints.save(WEIGHTS_ALONE, {"model": model}, notes)
+    return f"the weights of {found.name}, {_size(model)}"
+
+
+def bring_out(
+    found: Saved,
+    to: Path,
+    tokenizer: str | Path | None = None,
+    dtype: str = "bfloat16",
+    file_bytes: int = 5_000_000_000,
+    trusted: Collection[str] = (),
+) -> str:
+    """Makes a folder of Hugging Face's of a checkpoint; what it holds, in words.
+
+    Args:
+      tokenizer, dtype, file_bytes: as of `hf.save`; of no tokenizer that of the run is taken.
+      trusted: modules that the run's config may refer to.
+
+    Raises:
+      ValueError, OSError: if the run cannot be used, no family there has its model, or `to` is not
+        empty.
+    """
+    with _made_whole(to) as unfinished:
+        workdir = found.folder.parent
+        cfg = configs.load(str(workdir / "config.json"), trusted=trusted)
+        make_model = functools.partial(fdl.build(cfg.model), key=jax.random.key(0))
+        target = train.abstract_model(make_model, _one_device())
+        model_type = _model_type(cfg, target)
+        with Checkpoints(found.folder, read_only=True) as checkpoints:
+            step = checkpoints.newest() if found.step is None else found.step
+            if step is None:
+                raise ConfigError(f"{found.folder} holds no checkpoint")
+            _show(f"reading {found.folder / str(step)}")
+            model, notes = checkpoints.restore_part(step, "model", target)
+        origin, data = _origin(workdir, notes), _data(cfg)
+        tokenizer = tokenizer or _tokenizer(origin, data)
+        if tokenizer is None:
+            _show("WARNING: no tokenizer's files are found, so there are none: give --tokenizer")
+        hf.save(
+            model,
+            unfinished,
+            model_type=model_type,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            longest=_longest(origin, cfg, step),
+            settings=_settings(origin, data),
+            file_bytes=file_bytes,
+            progress=told("writing", _show),
+        )
+    of = "no tokenizer" if tokenizer is None else f"the tokenizer of {tokenizer}"
+    return f"step {step:,} of {workdir}, {_size(model)} in {dtype}, with {of}"
 
 
 @contextlib.contextmanager
@@ -102,68 +192,6 @@ def _made_whole(to: Path) -> Iterator[Path]:
         sync(to.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _bring_in(found: HuggingFace, unfinished: Path, to: Path) -> str:
-    """What was made."""
-    if given := [flag.name for flag in (_DTYPE, _LARGEST_FILE, _TOKENIZER) if flag.present]:
-        raise ConfigError(f"--{given[0]} is for the way out, but --from={found.name} is brought in")
-    cfg = configs.load("experiments/from_hf", overrides=[f"folder={str(found.folder)!r}"])
-    cfg.init_from = str(to.absolute())
-    configs.save(cfg, unfinished)
-    make_folder(unfinished / ORIGIN)
-    for name in (*SETTINGS, *TOKENIZER_FILES):
-        if (found.folder / name).is_file():
-            shutil.copyfile(found.folder / name, unfinished / ORIGIN / name)
-    model = hf.load(found.folder, _one_device(), told(f"reading {found.name}:", _show))
-    identity = tokenizer_of(found)
-    notes = {
-        "tokens": 0,
-        "before_skipped": None,
-        "batches": {
-            "tokenizer": identity and dataclasses.asdict(identity),
-            "bytes_per_target": None,
-            "steps_made": WEIGHTS_ALONE,
-        },
-        "initialised_from": found.name,
-    }
-    _show("writing the checkpoint")
-    with Checkpoints(unfinished / "checkpoints") as checkpoints:
-        checkpoints.save(WEIGHTS_ALONE, {"model": model}, notes)
-    return f"the weights of {found.name}, {_size(model)}"
-
-
-def _bring_out(found: Saved, unfinished: Path) -> str:
-    """What was made."""
-    workdir = found.folder.parent
-    cfg = configs.load(str(workdir / "config.json"), trusted=TRUST_MODULE.value)
-    make_model = functools.partial(fdl.build(cfg.model), key=jax.random.key(0))
-    target = train.abstract_model(make_model, _one_device())
-    model_type = _model_type(cfg, target)
-    with Checkpoints(found.folder, read_only=True) as checkpoints:
-        step = checkpoints.newest() if found.step is None else found.step
-        if step is None:
-            raise ConfigError(f"{found.folder} holds no checkpoint")
-        _show(f"reading {found.folder / str(step)}")
-        model, notes = checkpoints.restore_part(step, "model", target)
-    origin, data = _origin(workdir, notes), _data(cfg)
-    tokenizer = _tokenizer(origin, data)
-    if tokenizer is None:
-        _show("WARNING: no tokenizer's files were found, so there will be none: give --tokenizer")
-    settings, longest = _described(origin, data, cfg, step)
-    hf.save(
-        model,
-        unfinished,
-        model_type=model_type,
-        tokenizer=tokenizer,
-        dtype=_DTYPE.value,
-        longest=longest,
-        settings=settings,
-        file_bytes=round(_LARGEST_FILE.value * 1e9),
-        progress=told("writing", _show),
-    )
-    of = "" if tokenizer is None else f", with the tokenizer of {tokenizer}"
-    return f"step {step:,} of {workdir}, {_size(model)} in {_DTYPE.value}{of}"
 
 
 def _model_type(cfg: fdl.Config, model: Any) -> str:
@@ -204,10 +232,8 @@ def _data(cfg: fdl.Config) -> FlatTokens | None:
 
 
 def _tokenizer(origin: Path | None, data: FlatTokens | None) -> Path | None:
-    """Where its files are: as the user says; else of the run's beginning, unless the run is known
-    to be trained on another's ids; else of its data."""
-    if _TOKENIZER.value:
-        return local_folder(_TOKENIZER.value)
+    """Where its files are: in the folder that the run began with, unless it is known to have been
+    trained on another's ids; else in its data."""
     if origin is not None and any((origin / name).is_file() for name in TOKENIZER_FILES):
         began = tokenizer_of(HuggingFace(origin, str(origin)))
         if data is None or not tokenizers_differ(began, data.tokenizer):
@@ -215,22 +241,26 @@ def _tokenizer(origin: Path | None, data: FlatTokens | None) -> Path | None:
     return None if data is None else data.tokenizer_path
 
 
-def _described(
-    origin: Path | None, data: FlatTokens | None, cfg: fdl.Config, step: int
-) -> tuple[dict[str, Any], int | None]:
-    """Keys of config.json that the model does not tell, and the longest sequence it has seen."""
-    before = {}
-    if origin is not None and (origin / "config.json").is_file():
-        before = read_json(origin / "config.json")
+def _settings(origin: Path | None, data: FlatTokens | None) -> dict[str, Any]:
+    """Keys of config.json that the model does not tell."""
     metadata = None if data is None else data.metadata
-    if metadata is not None:
-        ids = {"bos_token_id": metadata.bos_id, "eos_token_id": metadata.eos_id}
-        before = {name: id for name, id in ids.items() if id is not None} | before
-    lengths = [before.get("max_position_embeddings")]
+    ids = {} if metadata is None else {"bos": metadata.bos_id, "eos": metadata.eos_id}
+    known = {f"{name}_token_id": id for name, id in ids.items() if id is not None}
+    before = _config_of(origin)
+    return known | {key: before[key] for key in _KEPT if key in before}
+
+
+def _longest(origin: Path | None, cfg: fdl.Config, step: int) -> int | None:
+    """Tokens in the longest sequence that the model was trained on, if it is known."""
+    lengths = [_config_of(origin).get("max_position_embeddings")]
     if step > WEIGHTS_ALONE:
         lengths.append(getattr(cfg.data, "sequence_length", None))
-    known = [length for length in lengths if isinstance(length, int)]
-    return {key: before[key] for key in _KEPT if key in before}, max(known, default=None)
+    return max((length for length in lengths if isinstance(length, int)), default=None)
+
+
+def _config_of(origin: Path | None) -> dict[str, Any]:
+    file = None if origin is None else origin / "config.json"
+    return read_json(file) if file is not None and file.is_file() else {}
 
 
 def _one_device() -> Mesh:

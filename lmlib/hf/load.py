@@ -122,8 +122,7 @@ def _read(source: Stored, mesh: Mesh) -> jax.Array:
 
     def share(index: Any) -> np.ndarray:
         start, end, _ = index[0].indices(padded)
-        values = source.read(min(start, source.size), min(end, source.size))
-        return np.pad(values, (0, end - start - values.size))
+        return source.read(min(start, source.size), min(end, source.size), room=end - start)
 
     return jax.make_array_from_callback((padded,), layout, share)
 
