@@ -142,18 +142,17 @@ def bring_out(
       ValueError, OSError: if the run cannot be used, no family there has its model, or `to` is not
         empty.
     """
-    with _made_whole(to) as unfinished:
-        workdir = found.folder.parent
+    workdir = found.folder.parent
+    with _made_whole(to) as unfinished, Checkpoints(found.folder, read_only=True) as checkpoints:
+        step = checkpoints.newest() if found.step is None else found.step
+        if step is None:
+            raise ConfigError(f"{found.folder} holds no checkpoint")
         cfg = configs.load(str(workdir / "config.json"), trusted=trusted)
         make_model = functools.partial(fdl.build(cfg.model), key=jax.random.key(0))
         target = train.abstract_model(make_model, _one_device())
         model_type = _model_type(cfg, target)
-        with Checkpoints(found.folder, read_only=True) as checkpoints:
-            step = checkpoints.newest() if found.step is None else found.step
-            if step is None:
-                raise ConfigError(f"{found.folder} holds no checkpoint")
-            _show(f"reading {found.folder / str(step)}")
-            model, notes = checkpoints.restore_part(step, "model", target)
+        _show(f"reading {found.folder / str(step)}")
+        model, notes = checkpoints.restore_part(step, "model", target)
         origin, data = _origin(workdir, notes), _data(cfg)
         tokenizer = tokenizer or _tokenizer(origin, data)
         if tokenizer is None:

@@ -186,7 +186,7 @@ def test_what_no_family_has_is_refused_before_it_is_read(brought_in, tmp_path):
         (["--from={golden}/gpt2", "--to={here}"], 2, "is not empty: give a new folder"),
         (["--from={golden}/gpt2"], 2, "give --from and --to"),
         (["--from={golden}/gpt2", "--to={here}/run", "--dtype=float32"], 2, "for the way out"),
-        (["--from={here}", "--to={here}/run"], 2, "config.json"),
+        (["--from={here}", "--to={here}/run"], 2, "holds no checkpoint"),
         (["--from={here}/no", "--to={here}/run"], 2, "is no folder; write RUN or RUN@STEP"),
         (["--from=nobody/nothing", "--to={here}/run"], 2, "hf download nobody/nothing"),
     ],
