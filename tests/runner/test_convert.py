@@ -166,6 +166,7 @@ def test_the_tokenizer_is_that_of_the_ids(brought_in, tmp_path, origin, data, ex
     assert config["max_position_embeddings"] == longest
 
 
+@pytest.mark.slow
 def test_what_no_family_has_is_refused_before_it_is_read(brought_in, tmp_path):
     _, workdir = brought_in
     shutil.copytree(workdir, tmp_path / "run")

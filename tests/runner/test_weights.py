@@ -27,7 +27,7 @@ LLAMA = GOLDEN / "llama"
 
 
 def config(folder, *overrides):
-    small = ("compute.dtype=float32", "validation=None", "mesh.fsdp=2")
+    small = ("compute.dtype=float32", "validation=None", "mesh.fsdp=1")
     return configs.load("experiments/from_hf", ["tiny"], [f"folder={folder}", *small, *overrides])
 
 
@@ -36,8 +36,10 @@ def assert_same_weights(found, expected):
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_weights_of_a_folder_lie_as_the_experiment_wants_them():
-    experiment = fdl.build(config(LLAMA))
+@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_the_weights_of_a_folder_lie_as_the_experiment_wants_them(mesh):
+    fsdp, tensor = mesh
+    experiment = fdl.build(config(LLAMA, f"mesh.fsdp={fsdp}", f"mesh.tensor={tensor}"))
     model, origin = weights_of(str(LLAMA), experiment)
     assert origin == str(LLAMA)
     assert_same_weights(model, hf.load(LLAMA))
@@ -72,6 +74,7 @@ def test_another_architecture_is_told_by_names_and_values(settings_alone, overri
     assert told in str(error.value)
 
 
+@pytest.mark.slow
 def test_settings_may_change_if_that_is_wanted_and_shapes_never(settings_alone):
     longer = fdl.build(config(LLAMA, "model.rope_theta=7.0"))
     assert_same_weights(weights_of(str(LLAMA), longer, ["model"])[0], hf.load(LLAMA))
@@ -80,7 +83,9 @@ def test_settings_may_change_if_that_is_wanted_and_shapes_never(settings_alone):
         weights_of(str(settings_alone), larger, ["model"])
 
 
-def test_another_tokenizer_is_refused_unless_allowed(tmp_path):
+@pytest.fixture
+def with_tokenizer(tmp_path):
+    """A folder with a tokenizer, and experiments whose data was made with it and with another."""
     folder = tmp_path / "folder"
     shutil.copytree(LLAMA, folder)
     (folder / "tokenizer.json").write_text("{}")
@@ -94,12 +99,20 @@ def test_another_tokenizer_is_refused_unless_allowed(tmp_path):
         sizes = {"batch_size": 2, "sequence_length": 8}
         cfg.data = fdl.Config(FlatTokens, path=str(tmp_path / name), split="train", **sizes)
         experiments.append(fdl.build(cfg))
-    same, other = experiments
-    weights_of(str(folder), same)
+    return folder, *experiments
+
+
+def test_another_tokenizer_is_refused(with_tokenizer):
+    folder, _, other = with_tokenizer
     with pytest.raises(ConfigError, match=r"other'.*its ids mean other texts.*--allow_change=data"):
         weights_of(str(folder), other)
+
+
+@pytest.mark.slow
+def test_another_tokenizer_may_be_allowed_and_is_remembered(with_tokenizer, tmp_path):
+    folder, same, other = with_tokenizer
+    weights_of(str(folder), same)
     weights_of(str(folder), other, ["data"])
-    # What is brought in remembers it.
     convert.bring_in(located(str(folder)), tmp_path / "run")
     weights_of(str(tmp_path / "run"), same)
     with pytest.raises(ConfigError, match=r"its ids mean other texts.*--allow_change=data"):
