@@ -54,8 +54,8 @@ def located(reference: str) -> Saved | HuggingFace:
     run, at, step = reference.rpartition("@")
     if not at or not step.isdecimal():
         run, step = reference, ""
-    number = int(step) if step else None
     with user_errors():
+        number = int(step) if step else None
         folder, whole = local_folder(run), local_folder(reference)
         if (folder / "checkpoints").is_dir():
             return Saved(folder / "checkpoints", number)
