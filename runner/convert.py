@@ -4,8 +4,8 @@
     python -m runner.convert --from=WORKDIR[@STEP] --to=HF_DIR --tokenizer=HF_DIR
 
 In: WORKDIR holds the config of experiments/from_hf for that model and a checkpoint of step 0, its
-weights alone. `python -m runner --fdl_config=WORKDIR --workdir=WORKDIR` trains it further, and
---init_from=WORKDIR begins any run of the same model with it.
+weights alone. --init_from=WORKDIR begins any run of the same model with it, and a run goes on there:
+python -m runner --fdl_config=WORKDIR --workdir=WORKDIR --fdl.data.path=… --fdl.validation.path=…
 Out: what `from_pretrained` of transformers loads, of any run whose model is of a family there.
 
 --dtype          out: bfloat16 (unless said), float16 or float32
