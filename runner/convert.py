@@ -4,9 +4,9 @@
     python -m runner.convert --from=WORKDIR[@STEP] --to=HF_DIR --tokenizer=HF_DIR
 
 In: WORKDIR holds the config of experiments/from_hf for that model and a checkpoint of step 0, its
-weights alone. --init_from=WORKDIR begins any run of the same model with it, and a run goes on there:
+weights alone. --init_from=WORKDIR begins any run of that model, and a run goes on in it:
 python -m runner --fdl_config=WORKDIR --workdir=WORKDIR --fdl.data.path=… --fdl.validation.path=…
-Out: what `from_pretrained` of transformers loads, of any run whose model is of a family there.
+Out: what `from_pretrained` of transformers loads, of a run whose model is one of its families.
 
 --dtype          out: bfloat16 (unless said), float16 or float32
 --largest_file   out: about how many GB a file may have
