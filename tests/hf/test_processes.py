@@ -56,7 +56,9 @@ def run_two(*arguments: object) -> list[str]:
         port = free.getsockname()[1]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        # The second flag keeps the collectives of a process's devices in one order.
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
+        "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0",
     }
     children = [
         subprocess.Popen(
