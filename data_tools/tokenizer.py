@@ -150,16 +150,17 @@ def load_tokenizer(
     if path.is_dir():
         raise FileNotFoundError(f"the folder {path} holds no tokenizer.json")
 
-    from tokenizers import Tokenizer as HubTokenizer
+    from huggingface_hub import hf_hub_download
 
     try:
-        downloaded = HubTokenizer.from_pretrained(name)
-    except Exception as error:  # `tokenizers` raises bare Exception
+        # The file itself: its digest says which tokenizer made the ids.
+        file = Path(hf_hub_download(name, "tokenizer.json"))
+    except Exception as error:  # of the network, of the file system, of the name
         raise ValueError(
             f"{name!r} is neither 'bytes', nor a tokenizer.json or its folder, and cannot be "
             f"fetched from the Hugging Face Hub: {error}"
         ) from error
-    return JsonTokenizer(name, downloaded.to_str(pretty=True), bos_token, eos_token)
+    return JsonTokenizer(name, _read(file), bos_token, eos_token)
 
 
 def _read(file: Path) -> str:

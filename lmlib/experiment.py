@@ -62,6 +62,9 @@ class Experiment:
       guard: which updates are skipped.
       stop_after_skipped: a run stops when so many updates in a row were skipped.
       seed: of the initial weights.
+      init_from: whose weights the run begins with: another run's, `RUN` or `RUN@STEP`, or those in
+        a folder of Hugging Face's, which may be a name on the Hub; `None`: new ones. Only a run
+        that has no checkpoint yet reads them.
       validation: batches to evaluate on, in a fixed order; `None` for none.
       validation_batches: how many of them each evaluation sees; `None` for all. After the last
         step a finite `validation` is seen whole.
@@ -88,6 +91,7 @@ class Experiment:
     guard: Guard = Guard()
     stop_after_skipped: int = 10
     seed: int = 0
+    init_from: str | None = None
     validation: Source | None = None
     validation_batches: int | None = None
     evaluate_every: int = 1_000

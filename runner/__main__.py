@@ -73,7 +73,7 @@ _DETERMINISTIC = flags.DEFINE_bool(
     "deterministic", False, "on GPUs, kernels that give the same bits each time; slower"
 )
 _INIT_FROM = flags.DEFINE_string(
-    "init_from", None, "begin with the weights of another run: RUN or RUN@STEP"
+    "init_from", None, "begin with the weights of RUN, RUN@STEP or a folder of Hugging Face's"
 )
 _ALLOW_CHANGE = flags.DEFINE_multi_enum(
     "allow_change", [], ["data", "model"], "go on although this has changed; repeatable"

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from lmlib import train
 from lmlib.checkpoint import Checkpoints
+from lmlib.checkpoint.folders import steps_in
 from lmlib.data.batch import Batch, place
 from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
@@ -35,8 +36,8 @@ from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
-from runner.training.beginning import weights_of
 from runner.training.captures import Capture, read_batch, read_capture
+from runner.training.weights import WEIGHTS_ALONE, weights_of
 from runner.watch.progress import Progress
 
 DIFFERS = 1  # exit status: the numbers are not those of the run
@@ -101,7 +102,10 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
     """The state that the capture begins with, and the steps made in it."""
     with user_errors():
         folder = capture.folder / "checkpoints"
-        if folder.is_dir():
+        origin = capture.initialised_from
+        if steps_in(folder) == [WEIGHTS_ALONE]:
+            origin = str(folder)
+        elif folder.is_dir():
             with Checkpoints(folder, read_only=True) as checkpoints:
                 found = checkpoints.restore_newest(experiment.abstract_state(), fallback=False)
             if found is None:
@@ -109,9 +113,10 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
             if isinstance(experiment.data, Resumable):
                 experiment.data.restore(found.step, found.notes["data"])
             return found.state, found.step
-        if capture.initialised_from is None:
+        if origin is None:
             return experiment.init(), 0
-        model, _ = weights_of(capture.initialised_from, experiment)
+        # What differs was allowed when the run began.
+        model, _ = weights_of(origin, experiment, ["data", "model"])
     return experiment.begin(model), 0
 
 

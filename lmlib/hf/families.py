@@ -13,6 +13,7 @@ from lmlib.hf.settings import Settings
 from lmlib.hf.tensor_files import FolderError, read_json
 from lmlib.models.architecture import architecture
 from lmlib.models.decoder import Decoder
+from lmlib.models.differences import differences
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES,
@@ -69,23 +70,18 @@ def family_of(model: Decoder, model_type: str | None = None) -> tuple[Family, di
     Raises:
       ValueError: if no family has such a model.
     """
-    read, wanted = architecture(model), shape_of(model)
+    read = architecture(model)
     families = [each for each in FAMILIES if model_type in (None, each.model_type)]
     for family in families:
         content = {"model_type": family.model_type, **family.settings(read)}
         try:
             found = described_by(content, "the model")
-            built = shape_of(jax.eval_shape(found.build, jax.random.key(0)))
+            built = jax.eval_shape(found.build, jax.random.key(0))
         except ValueError:  # no config.json of this family says such a thing
             continue
-        if built == wanted:
+        if not any(differences(built, model)):
             return family, content
     raise ValueError(
         f"none of {', '.join(each.model_type for each in families)} is this model: it has parts or "
         "settings that no config.json of theirs describes"
     )
-
-
-def shape_of(model: Any) -> Any:
-    """Parts, settings and shapes, to be compared."""
-    return jax.tree.structure(model), [leaf.shape for leaf in jax.tree.leaves(model)]

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lmlib.hf.families import described
+from lmlib.hf.hub import local_folder_of
 from lmlib.hf.names import Names, Share, check_complete, placed
 from lmlib.hf.tensor_files import FolderError, Stored, stored_tensors
 from lmlib.models.decoder import Decoder
@@ -32,7 +33,7 @@ def load(folder: str | Path, mesh: Mesh | None = None, progress: Progress | None
     is stored.
 
     Args:
-      folder: with config.json and safetensors.
+      folder: with config.json and safetensors; or its name on the Hub.
       mesh: `None`: one device, for calls without a mesh.
       progress: called with the bytes read and all bytes, after each tensor.
 
@@ -40,7 +41,7 @@ def load(folder: str | Path, mesh: Mesh | None = None, progress: Progress | None
       FolderError: if the folder cannot be used, or describes another model than its tensors are.
       LayoutError: if the mesh cannot hold the model.
     """
-    folder = Path(folder)
+    folder = local_folder_of(folder)
     found = described(folder)
     model = jax.eval_shape(found.build, jax.random.key(0))
     if mesh is not None:
@@ -75,11 +76,13 @@ def load_weights(
             shape, layout = layouts[path]
             if repetition is None:
                 weights[path] = _cutter(tensor.shape, share, layout)(flat)
-                continue
-            if path not in weights:
-                weights[path] = _zeros(shape, layout)
-            put = _stacker(tensor.shape, share, layout)
-            weights[path] = put(weights[path], flat, np.int32(repetition))
+            else:
+                if path not in weights:
+                    weights[path] = _zeros(shape, layout)
+                put = _stacker(tensor.shape, share, layout)
+                weights[path] = put(weights[path], flat, np.int32(repetition))
+        # Else the host would read on, and hold what the devices have not taken yet.
+        jax.block_until_ready([weights[path] for path, _, _ in tensor.pieces])
         read += source.end - source.offset
         if progress is not None:
             progress(read, total)
@@ -119,8 +122,7 @@ def _read(source: Stored, mesh: Mesh) -> jax.Array:
 
     def share(index: Any) -> np.ndarray:
         start, end, _ = index[0].indices(padded)
-        values = source.read(min(start, source.size), min(end, source.size))
-        return np.pad(values, (0, end - start - values.size))
+        return source.read(min(start, source.size), min(end, source.size), room=end - start)
 
     return jax.make_array_from_callback((padded,), layout, share)
 

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lmlib.hf.families import family_of
+from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
 from lmlib.hf.names import Placed, Share, placed
 from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced, write
@@ -26,10 +27,6 @@ from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.whole_file import write_whole
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -62,11 +59,13 @@ def save(
     Raises:
       ValueError: if no family has such a model, or `dtype` is another.
       FileExistsError: if the folder holds something.
+      FileNotFoundError: if `tokenizer` holds none.
     """
     folder = Path(folder)
     if dtype not in _NAMES:
         raise ValueError(f"dtype must be one of {', '.join(_NAMES)}, got {dtype!r}")
     family, content = family_of(model, model_type)
+    texts = {} if tokenizer is None else _tokenizer_files(Path(tokenizer))
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: give a new folder")
     content |= {
@@ -91,8 +90,11 @@ def save(
     synced({each.file for each in files.values()})
     _meet("lmlib: tensors written")
     if jax.process_index() == 0:
-        if tokenizer is not None:
-            _copy_tokenizer(Path(tokenizer), folder)
+        for name, file in texts.items():
+            shutil.copyfile(file, folder / name)
+        if texts and "tokenizer_config.json" not in texts:
+            fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            write_whole(folder / "tokenizer_config.json", json.dumps(fast, indent=2) + "\n")
         ends = {key: content[key] for key in ("bos_token_id", "eos_token_id") if key in content}
         write_whole(folder / "generation_config.json", json.dumps(ends, indent=2) + "\n")
         # Last: a folder with a config is whole.
@@ -158,19 +160,16 @@ def _write_shares(flat: jax.Array, target: Stored) -> None:
             write(target, start, np.asarray(shard.data)[: min(end, target.size) - start])
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    files = [source] if source.is_file() else [source / name for name in TOKENIZER_FILES]
-    found = [file for file in files if file.is_file()]
+def _tokenizer_files(source: Path) -> dict[str, Path]:
+    """By their names in a folder."""
+    if source.is_file():
+        return {"tokenizer.json": source}
+    found = {name: source / name for name in TOKENIZER_FILES if (source / name).is_file()}
     if not found:
         raise FileNotFoundError(
             f"{source} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}"
         )
-    for file in found:
-        name = "tokenizer.json" if source.is_file() else file.name
-        shutil.copyfile(file, folder / name)
-    if not (folder / "tokenizer_config.json").exists():
-        fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        write_whole(folder / "tokenizer_config.json", json.dumps(fast, indent=2) + "\n")
+    return found
 
 
 def _meet(name: str) -> None:

@@ -50,14 +50,15 @@ class Stored:
         """Behind its last byte."""
         return self.offset + self.size * self.dtype.itemsize
 
-    def read(self, start: int, end: int) -> np.ndarray:
-        """Its values `start` to `end`, counted in the order of the file.
+    def read(self, start: int, end: int, room: int | None = None) -> np.ndarray:
+        """Its values `start` to `end`, counted in the order of the file; then zeros, until there
+        are `room` values.
 
         Raises:
           FolderError: if the file has become shorter.
         """
-        values = np.empty(end - start, self.dtype)
-        view = memoryview(values.view(np.uint8))
+        values = np.zeros(end - start if room is None else room, self.dtype)
+        view = memoryview(values.view(np.uint8))[: (end - start) * self.dtype.itemsize]
         with open(self.file, "rb", buffering=0) as file:
             file.seek(self.offset + start * self.dtype.itemsize)
             while view:

@@ -32,7 +32,7 @@ from runner.command_line.errors import ConfigError, did_you_mean
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
 from runner.config.saved_data import data_text
-from runner.config.text import flattened, text_of, with_defaults
+from runner.config.text import flattened, parameters, text_of, with_defaults
 
 
 def load(
@@ -46,6 +46,7 @@ def load(
     `reference` is `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, a `.py` file
     anywhere, the `config.json` of an earlier run, or the folder that holds one. A fiddler is a name
     or a call with literals (`scale(layers=4)`); an override is `path=literal`, the quotes optional.
+    Overrides of parameters that `config` itself has are what it is called with.
     `trusted` are modules that a `config.json` may name besides ours: "my_models" with all in it.
 
     A file outside `experiments` is imported under its own name, and its folder comes last on the
@@ -63,7 +64,7 @@ def load(
         cfg = read_config(saved, trusted)
     else:
         module = _experiment(reference)
-        cfg = _config_of(module)
+        cfg, overrides = _config_of(module, overrides)
         for fiddler in fiddlers:
             _apply_fiddler(fiddler, cfg, module)
     for override in overrides:
@@ -162,16 +163,26 @@ def _imported_file(file: Path) -> types.ModuleType:
     return module
 
 
-def _config_of(module: types.ModuleType) -> fdl.Config:
+def _config_of(
+    module: types.ModuleType, overrides: Sequence[str]
+) -> tuple[fdl.Config, Sequence[str]]:
+    """What `config` returns, and the overrides that were not for its own parameters."""
     if not callable(getattr(module, "config", None)):
         raise ConfigError(f"{module.__file__} has no function `def config() -> fdl.Config`")
+    call = fdl.Config(module.config)
+    own = [each for each in overrides if each.partition("=")[0].strip() in parameters(call)]
+    for override in own:
+        apply_override(override, call)
+    given = fdl.ordered_arguments(call, include_defaults=True)
+    if missing := [name for name in parameters(call) if name not in given]:
+        raise ConfigError(f"{module.__name__} needs a {missing[0]}: give --fdl.{missing[0]}=…")
     with _user_code(f"config() of {module.__name__}"):
-        cfg = module.config()
+        cfg = module.config(**given)
     if not isinstance(cfg, fdl.Config):
         raise ConfigError(
             f"config() of {module.__name__} must return a fdl.Config, and returned {text_of(cfg)}"
         )
-    return cfg
+    return cfg, [each for each in overrides if each not in own]
 
 
 def _apply_fiddler(text: str, cfg: fdl.Config, module: types.ModuleType) -> None:

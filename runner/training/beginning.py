@@ -1,9 +1,8 @@
-"""What a run begins with: its newest checkpoint, the weights of another run, or new ones."""
+"""What a run begins with: its newest checkpoint, weights that are there, or new ones."""
 
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import fiddle as fdl
 import jax
@@ -13,11 +12,11 @@ from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from lmlib.data.resumable import Resumable
 from lmlib.data.stored_json import read_text
 from lmlib.experiment import Experiment
-from lmlib.local_folder import local_folder
-from runner.command_line.errors import ConfigError, in_words, user_errors
+from runner.command_line.errors import ConfigError, user_errors
 from runner.config.text import changed_paths, difference, flattened
 from runner.training import data_probe
 from runner.training.options import Options
+from runner.training.weights import WEIGHTS_ALONE, weights_of
 from runner.watch.phases import Phase, Phases
 from runner.watch.progress import Progress
 
@@ -32,7 +31,8 @@ class Beginning:
       step: steps made.
       tokens: target tokens that they were trained on.
       before_skipped: the newest step that was saved while no update was being skipped.
-      initialised_from: whose weights the run began with, if it was another run's.
+      initialised_from: whose weights the run began with, if they were not new: another run's, or a
+        folder of Hugging Face's.
       damaged: newer checkpoints, which are to be set aside.
     """
 
@@ -60,17 +60,26 @@ def begin(
     Raises:
       ConfigError: if the run cannot go on from what is there, and why.
     """
-    init_from, data_may_change = options.init_from, "data" in options.allowed_changes
+    init_from = options.init_from or experiment.init_from
     with user_errors():
         target = experiment.abstract_state()
         with Checkpoints(directory, read_only=True) as checkpoints:
-            restores = checkpoints.newest() is not None or init_from is not None
+            newest = checkpoints.newest()
+            restores = newest is not None or init_from is not None
             phases.enter(Phase.RESTORE if restores else Phase.INITIALISATION)
-            found = checkpoints.restore_newest(target, fallback=options.checkpoint_fallback)
+            found = None
+            if newest == WEIGHTS_ALONE:
+                init_from = str(directory)
+            else:
+                found = checkpoints.restore_newest(target, fallback=options.checkpoint_fallback)
+        if options.init_from is not None and newest is not None:
+            progress.message(
+                f"--init_from={options.init_from} is ignored: this run has checkpoints"
+            )
         if found is not None:
             check_notes(found, directory)
-            _check_data(experiment, found, data_may_change, progress)
-            _say(found, experiment, init_from, progress)
+            _check_data(experiment, found, "data" in options.allowed_changes, progress)
+            _say(found, experiment, progress)
             saved = found.notes
             return Beginning(
                 found.state,
@@ -82,46 +91,11 @@ def begin(
             )
         if init_from is None:
             return Beginning(jax.block_until_ready(experiment.init()), 0, 0, None, None)
-        model, initialised_from = weights_of(init_from, experiment, data_may_change)
+        model, initialised_from = weights_of(
+            init_from, experiment, options.allowed_changes, progress.message
+        )
     progress.message(f"beginning with the weights of {initialised_from}")
     return Beginning(experiment.begin(model), 0, 0, None, initialised_from)
-
-
-def weights_of(
-    init_from: str, experiment: Experiment, tokenizer_may_differ: bool = False
-) -> tuple[Any, str]:
-    """The model of a checkpoint of another run, and which it is: `run@step`.
-
-    Args:
-      init_from: the folder of a run or of its checkpoints, the newest of which is meant, or
-        `folder@step`.
-
-    Raises:
-      ConfigError: if there is none, it is damaged, or it holds another model or was trained on
-        another tokenizer's ids.
-    """
-    folder, step = _parse(init_from)
-    target = train.abstract_model(experiment.make_model, experiment.mesh)
-    try:
-        with Checkpoints(folder, read_only=True) as checkpoints:
-            step = checkpoints.newest() if step is None else step
-            if step is None:
-                raise ConfigError(f"{folder} holds no checkpoint")
-            model, notes = checkpoints.restore_part(step, "model", target)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"--init_from={init_from}: {in_words(error)}") from error
-    before: Any = notes.get("batches")
-    if not data_probe.is_probe(before, step):
-        raise ConfigError(
-            f"--init_from={init_from}: its notes make no sense: batches={before!r:.80}"
-        )
-    problem = data_probe.tokenizer_changed(experiment.data, before)
-    if problem is not None and not tokenizer_may_differ:
-        raise ConfigError(
-            f"--init_from={init_from} was trained on other data: {problem}, so its ids mean other "
-            "texts; to go on all the same give --allow_change=data"
-        )
-    return model, f"{folder}@{step}"
 
 
 def check_config(
@@ -206,27 +180,10 @@ def _check_data(
     progress.message(f"going on with other data, since --allow_change=data: {problem}")
 
 
-def _say(
-    found: Restored, experiment: Experiment, init_from: str | None, progress: Progress
-) -> None:
+def _say(found: Restored, experiment: Experiment, progress: Progress) -> None:
     for damage in found.damaged:
         progress.message(f"WARNING: {damage}")
     if found.damaged:
         progress.message(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
-    if init_from is not None:
-        progress.message(f"--init_from={init_from} is ignored: this run has checkpoints")
     if found.step < experiment.steps:
         progress.message(f"resuming after step {found.step:,} of {experiment.steps:,}")
-
-
-def _parse(init_from: str) -> tuple[Path, int | None]:
-    """The folder of checkpoints, and the step if it is given."""
-    run, at, step = init_from.rpartition("@")
-    if not at or not step.isdecimal():
-        run, step = init_from, ""
-    with user_errors():
-        local = local_folder(run)
-    for folder in (local / "checkpoints", local):
-        if folder.is_dir():
-            return folder, int(step) if step else None
-    raise ConfigError(f"--init_from={init_from}: {run} is no folder; write RUN or RUN@STEP")

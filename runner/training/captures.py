@@ -49,7 +49,7 @@ class Captures:
         saver: Saver,
         initialised_from: str | None,
     ):
-        """`initialised_from` says whose weights the run began with, if it was another run's."""
+        """`initialised_from` says whose weights the run began with, if they were not new."""
         self._experiment = experiment
         self._workdir = workdir
         self._saver = saver

@@ -44,7 +44,7 @@ class Saver:
         """Makes the saver of a run.
 
         Args:
-          initialised_from: whose weights the run began with, if it was another run's.
+          initialised_from: whose weights the run began with, if they were not new.
           before_skipped: as the attribute, from the checkpoint that the run goes on from.
         """
         self._experiment = experiment

@@ -13,6 +13,7 @@ from runner.config.text import flattened
 from runner.plan import cost_of
 
 NAMES = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b", "quickstart")
+FROM_HF = "from_hf"  # takes its model from a folder: tests/experiments/test_from_hf.py
 GOLDEN = Path(__file__).parent / "golden"
 
 # (layers, embed, heads, mlp, steps, peak_lr) of the five sizes whose speed is published.
@@ -33,8 +34,8 @@ def _cache(tmp_path_factory, monkeypatch):
 
 def test_every_experiment_is_listed_with_a_command_and_a_cost():
     listed = configs.experiments()
-    assert sorted(listed) == [f"experiments/{name}" for name in sorted(NAMES)]
-    for name in NAMES:
+    assert sorted(listed) == [f"experiments/{name}" for name in sorted([*NAMES, FROM_HF])]
+    for name in (*NAMES, FROM_HF):
         text = Path(configs.__file__).parents[2].joinpath("experiments", f"{name}.py").read_text()
         assert f"python -m runner --fdl_config=experiments/{name} --workdir=" in text
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentinels import sentinels
 
 from lmlib import hf
-from lmlib.hf.families import FAMILIES
+from lmlib.hf.families import FAMILIES, described
 from lmlib.hf.names import Share
 from lmlib.hf.tensor_files import (
     DTYPES,
@@ -75,6 +76,40 @@ def test_keys_that_are_left_out_or_null_mean_what_transformers_means(folder):
     model = hf.load(folder)
     assert_same_weights(model, golden_model())
     assert jax.tree.structure(model) == jax.tree.structure(golden_model())
+
+
+def test_as_many_key_value_heads_as_heads_need_no_word(folder):
+    def repeated(held):
+        """Each key and value head twice."""
+        heads = ("k_proj.weight", "v_proj.weight")
+        return {
+            name: each.reshape(2, 1, 4, 16).repeat(2, axis=1).reshape(16, 16)
+            if name.endswith(heads)
+            else each
+            for name, each in held.items()
+        }
+
+    rewritten(folder, repeated)
+    change(folder, num_key_value_heads=4)
+    expected = hf.load(folder)
+    change(folder, num_key_value_heads=...)
+    model = hf.load(folder)
+    assert jax.tree.structure(model) == jax.tree.structure(expected)
+    assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    sentinels(["llama_linear", "llama_3_1", "qwen2_yarn"], lambda name: name == "qwen2_yarn"),
+)
+def test_old_names_of_keys_mean_the_same(tmp_path, name):
+    shutil.copy(GOLDEN / name / "config.json", tmp_path)
+    expected = described(GOLDEN / name)
+    scaling = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    theta, kind = scaling.pop("rope_theta"), scaling.pop("rope_type")
+    old = {"rope_theta": theta, "rope_scaling": scaling | {"type": kind}}
+    change(tmp_path, rope_parameters=..., dtype=..., torch_dtype="bfloat16", **old)
+    assert described(tmp_path).arguments == expected.arguments
 
 
 def test_a_tied_head_may_be_in_the_file_or_not(folder):

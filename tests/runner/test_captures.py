@@ -17,10 +17,11 @@ from sentinels import sentinels
 
 from lmlib.guard import Guard
 from lmlib.metrics import read_metrics
-from runner import fit
+from runner import convert, fit
 from runner.command_line.errors import TrainingStopped
 from runner.config import configs
 from runner.training.captures import read_batch, read_capture
+from runner.training.weights import located
 
 HUGE = io.BytesIO()  # an array whose header claims 256 TB
 with zipfile.ZipFile(HUGE, "w") as parts, parts.open("tokens.npy", "w") as part:
@@ -120,6 +121,23 @@ def test_numbers_that_are_not_finite_are_captured_too(tmp_path):
     done = made_again(folder)
     assert done.returncode == 0, done.stderr
     assert "the first number that is not finite is in " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_step_after_weights_that_were_brought_in_is_made_again(tmp_path):
+    folder, workdir = ROOT / "tests/hf/golden/llama", tmp_path / "run"
+    convert.bring_in(located(str(folder)), workdir)
+    overrides = ["optimizer.peak_lr=1e15", "stop_after_skipped=2", "mesh.fsdp=1"]
+    cfg = configs.load("experiments/from_hf", ["tiny"], [f"folder={folder}", *overrides])
+    with pytest.raises(TrainingStopped):
+        fit(cfg, workdir)
+    (capture,) = (workdir / "captures").iterdir()
+    assert [each.name for each in (capture / "checkpoints").iterdir()] == ["0"]
+    copy = tmp_path / capture.name
+    shutil.move(capture, copy)
+    shutil.rmtree(workdir)
+    done = made_again(copy)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""Folders by their names on Hugging Face's Hub."""
+
+import re
+from pathlib import Path
+
+from lmlib.hf.tensor_files import FolderError
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+SETTINGS = ("config.json", "generation_config.json")
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def local_folder_of(name: str | Path, weights: bool = True) -> Path:
+    """The folder `name`; where there is none, a copy of what the Hub has under that name.
+
+    Copies lie in the cache of `huggingface_hub`, which shows how far a download is. Only settings,
+    the tokenizer's files and safetensors are fetched.
+
+    Args:
+      weights: whether the tensors are needed too.
+
+    Raises:
+      FolderError: if there is no such folder and no such name, or no network.
+    """
+    folder = Path(name)
+    if folder.exists() or not _NAME.fullmatch(str(name)):
+        return folder
+
+    from huggingface_hub import snapshot_download  # 0.2 s to import
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    wanted = [*SETTINGS, *TOKENIZER_FILES]
+    if weights:
+        wanted += ["*.safetensors", "*.safetensors.index.json"]
+    try:
+        # Files in folders, and Mistral's "consolidated", are the same weights once more.
+        copied = snapshot_download(
+            str(name), allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"]
+        )
+    except LocalEntryNotFoundError as error:
+        raise FolderError(_advice(name, "there is no network")) from error
+    except Exception as error:  # of the file system, or of the Hub: no such name, no right to it
+        raise FolderError(_advice(name, " ".join(str(error).split()))) from error
+    # Without a network it may be what an earlier call has fetched, and that may be less.
+    for pattern in ("config.json", *(["*.safetensors"] if weights else [])):
+        if not any(Path(copied).glob(pattern)):
+            raise FolderError(_advice(name, f"there is no network, or no {pattern} there"))
+    return Path(copied)
+
+
+def _advice(name: str | Path, reason: str) -> str:
+    return (
+        f"{name} is no folder here, and cannot be fetched from Hugging Face's Hub ({reason:.300}): "
+        f"where there is a network, `hf download {name} --local-dir FOLDER` makes a folder of it; "
+        "give that folder"
+    )

@@ -1,0 +1,59 @@
+"""How two models differ: in shapes of weights, in settings, in parts."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+# Settings of first values alone: with the same weights the models are the same.
+_OF_FIRST_VALUES = {"embedding_deviation", "residual_scale", "first"}
+
+
+class Difference(NamedTuple):
+    """What two models do not have alike, in words.
+
+    where: its path in both, `stack.0.0.attention.rotary.theta`.
+    of_weights: whether weights of the one do not fit the other; else it is a setting.
+    """
+
+    where: str
+    one: str
+    other: str
+    of_weights: bool
+
+
+def differences(one: Any, other: Any, where: str = "") -> Iterator[Difference]:
+    """All that differs between two models, whose arrays may be shapes. Values of arrays are not
+    compared, nor settings of first values."""
+    parts, others = _parts(one), _parts(other)
+    if type(one) is type(other) and parts and parts.keys() == others.keys():
+        for name in (name for name in parts if name not in _OF_FIRST_VALUES):
+            yield from differences(parts[name], others[name], f"{where}.{name}".removeprefix("."))
+    elif _compared(one) != _compared(other):
+        yield Difference(where, _text(one), _text(other), _has_weights(one) or _has_weights(other))
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """The fields of a module or of settings, the elements of a tuple; none of anything else."""
+    if isinstance(value, tuple | list):
+        return {str(index): part for index, part in enumerate(value)}
+    if dataclasses.is_dataclass(value) and not hasattr(value, "shape"):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {}
+
+
+def _compared(value: Any) -> Any:
+    return value.shape if hasattr(value, "shape") else value
+
+
+def _has_weights(value: Any) -> bool:
+    return any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(value))
+
+
+def _text(value: Any) -> str:
+    if hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"{len(value)} parts"
+    return getattr(value, "__qualname__", type(value).__name__ if _parts(value) else repr(value))

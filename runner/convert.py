@@ -1,0 +1,278 @@
+"""Brings a model in from Hugging Face's format, or out into it.
+
+    python -m runner.convert --from=HF_DIR_OR_NAME --to=WORKDIR
+    python -m runner.convert --from=WORKDIR[@STEP] --to=HF_DIR --tokenizer=HF_DIR
+
+In: WORKDIR holds the config of experiments/from_hf for that model and a checkpoint of step 0, its
+weights alone. --init_from=WORKDIR begins any run of that model, and a run goes on in it:
+python -m runner --fdl_config=WORKDIR --workdir=WORKDIR --fdl.data.path=… --fdl.validation.path=…
+Out: what `from_pretrained` of transformers loads, of a run whose model is one of its families.
+
+--dtype          out: bfloat16 (unless said), float16 or float32
+--largest_file   out: about how many GB a file may have
+--tokenizer      out: a folder with a tokenizer's files, or a tokenizer.json; unless said, that of
+                 the folder which the run began with, or else of its data
+--trust_module   out: a module of yours that the run's config.json may refer to; repeatable
+The model is held in float32 in this machine's memory. --to is new or empty; a conversion that is
+cut leaves nothing there.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import shutil
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import jax
+from absl import flags
+from jax.sharding import Mesh
+
+from lmlib import hf, train
+from lmlib.checkpoint import Checkpoints
+from lmlib.checkpoint.manifest import read_manifest
+from lmlib.checkpoint.notes import read_notes
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.metadata import tokenizers_differ
+from lmlib.hf.families import FAMILIES, family_of
+from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES, local_folder_of
+from lmlib.hf.tensor_files import FolderError, read_json
+from lmlib.local_folder import local_folder
+from lmlib.parallel.mesh import make_mesh
+from lmlib.quantities import count_text, duration_text
+from lmlib.whole_file import make_folder, sync
+from runner.command_line.command import run
+from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.paths import check_can_be_made
+from runner.config import configs
+from runner.config.text import nodes
+from runner.processes.endings import FINISHED
+from runner.training.weights import WEIGHTS_ALONE, HuggingFace, Saved, located, tokenizer_of
+from runner.watch.transfer import told
+
+ORIGIN = "hugging_face"  # in an imported workdir: what its folder held besides weights
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
+
+_FROM = flags.DEFINE_string("from", None, "a folder of Hugging Face's, its name, or RUN[@STEP]")
+_TO = flags.DEFINE_string("to", None, "the folder to make")
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "of the files")
+_LARGEST_FILE = flags.DEFINE_float("largest_file", 5.0, "GB, about", lower_bound=1e-6)
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy with a run
+    if arguments or not _FROM.value or not _TO.value:
+        raise ConfigError("give --from and --to, as in: --from=HF_DIR --to=WORKDIR; see --help")
+    began = time.perf_counter()
+    with user_errors():
+        to, found = local_folder(_TO.value), located(_FROM.value)
+        if isinstance(found, HuggingFace):
+            outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, TRUST_MODULE)
+            if given := [flag.name for flag in outward if flag.present]:
+                raise ConfigError(f"--{given[0]} is for the way out; --from={found.name} comes in")
+            made = bring_in(found, to)
+        else:
+            made = bring_out(
+                found,
+                to,
+                _TOKENIZER.value,
+                _DTYPE.value,
+                file_bytes=round(_LARGEST_FILE.value * 1e9),
+                trusted=TRUST_MODULE.value,
+            )
+    print(f"{to} holds {made}; it took {duration_text(time.perf_counter() - began)}")
+    return FINISHED
+
+
+def bring_in(found: HuggingFace, to: Path) -> str:
+    """Makes a workdir with the weights of a folder; what it holds, in words.
+
+    Raises:
+      ValueError, OSError: if the folder cannot be used, or `to` is not empty.
+    """
+    with _made_whole(to) as unfinished:
+        cfg = configs.load("experiments/from_hf", overrides=[f"folder={str(found.folder)!r}"])
+        cfg.init_from = str(to.absolute())
+        configs.save(cfg, unfinished)
+        make_folder(unfinished / ORIGIN)
+        for name in (*SETTINGS, *TOKENIZER_FILES):
+            if (found.folder / name).is_file():
+                shutil.copyfile(found.folder / name, unfinished / ORIGIN / name)
+        model = hf.load(found.folder, _one_device(), told(f"reading {found.name}:", _show))
+        identity = tokenizer_of(found)
+        batches = {
+            "tokenizer": identity and dataclasses.asdict(identity),
+            "bytes_per_target": None,
+            "steps_made": WEIGHTS_ALONE,
+        }
+        notes = {
+            "tokens": 0,
+            "before_skipped": None,
+            "batches": batches,
+            "initialised_from": found.name,
+        }
+        _show("writing the checkpoint")
+        with Checkpoints(unfinished / "checkpoints") as checkpoints:
+            checkpoints.save(WEIGHTS_ALONE, {"model": model}, notes)
+    return f"the weights of {found.name}, {_size(model)}"
+
+
+def bring_out(
+    found: Saved,
+    to: Path,
+    tokenizer: str | Path | None = None,
+    dtype: str = "bfloat16",
+    file_bytes: int = 5_000_000_000,
+    trusted: Collection[str] = (),
+) -> str:
+    """Makes a folder of Hugging Face's of a checkpoint; what it holds, in words.
+
+    Args:
+      tokenizer, dtype, file_bytes: as of `hf.save`; of no tokenizer that of the run is taken.
+      trusted: modules that the run's config may refer to.
+
+    Raises:
+      ValueError, OSError: if the run cannot be used, no family there has its model, or `to` is not
+        empty.
+    """
+    workdir = found.folder.parent
+    with _made_whole(to) as unfinished, Checkpoints(found.folder, read_only=True) as checkpoints:
+        step = checkpoints.newest() if found.step is None else found.step
+        if step is None:
+            raise ConfigError(f"{found.folder} holds no checkpoint")
+        cfg = configs.load(str(workdir / "config.json"), trusted=trusted)
+        make_model = functools.partial(fdl.build(cfg.model), key=jax.random.key(0))
+        target = train.abstract_model(make_model, _one_device())
+        model_type = _model_type(cfg, target)
+        _show(f"reading {found.folder / str(step)}")
+        model, notes = checkpoints.restore_part(step, "model", target)
+        origin, data = _origin(workdir, notes), _data(cfg)
+        tokenizer = tokenizer or _tokenizer(origin, data)
+        if tokenizer is None:
+            _show("WARNING: no tokenizer's files are found, so there are none: give --tokenizer")
+        hf.save(
+            model,
+            unfinished,
+            model_type=model_type,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            longest=_longest(origin, cfg, step),
+            settings=_settings(origin, data),
+            file_bytes=file_bytes,
+            progress=told("writing", _show),
+        )
+    of = "no tokenizer" if tokenizer is None else f"the tokenizer of {tokenizer}"
+    return f"step {step:,} of {workdir}, {_size(model)} in {dtype}, with {of}"
+
+
+@contextlib.contextmanager
+def _made_whole(to: Path) -> Iterator[Path]:
+    """A folder beside `to`, still to be made, which takes its name at the end; an error removes it,
+    and so does another conversion after a kill."""
+    check_can_be_made(to)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"--to={to} is not empty: give a new folder")
+    to = to.absolute()
+    unfinished = to.with_name(f".{to.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    make_folder(to.parent)
+    try:
+        yield unfinished
+        for each in (*unfinished.rglob("*"), unfinished):
+            sync(each)
+        unfinished.rename(to)
+        sync(to.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _model_type(cfg: fdl.Config, model: Any) -> str:
+    """Of the family that made the model, or of any other that has such a one. It is found before
+    gigabytes are read."""
+    for family in FAMILIES:
+        if family.build is fdl.get_callable(cfg.model):
+            with contextlib.suppress(ValueError):
+                return family_of(model, family.model_type)[0].model_type
+    return family_of(model)[0].model_type
+
+
+def _origin(workdir: Path, notes: dict[str, Any]) -> Path | None:
+    """The folder of Hugging Face's that a run began with, or what `_bring_in` kept of it."""
+    for _ in range(20):  # a run may have begun with another, and that with a third
+        if (workdir / ORIGIN).is_dir():
+            return workdir / ORIGIN
+        before = notes.get("initialised_from")
+        if not isinstance(before, str):
+            return None
+        folder, _, step = before.rpartition("@")
+        if not step.isdecimal():
+            with contextlib.suppress(FolderError):
+                return local_folder_of(before, weights=False)
+            return None
+        workdir, saved = Path(folder).parent, Path(folder, step)
+        notes = read_notes(saved, read_manifest(saved)) if saved.is_dir() else {}
+    return None
+
+
+def _data(cfg: fdl.Config) -> FlatTokens | None:
+    """What the run was trained on, or a part of it, if it is flat tokens that are still there."""
+    for node in nodes(cfg.data):
+        if fdl.get_callable(node) is FlatTokens and isinstance(node.path, str):
+            with contextlib.suppress(ValueError, OSError):
+                return fdl.build(node)
+    return None
+
+
+def _tokenizer(origin: Path | None, data: FlatTokens | None) -> Path | None:
+    """Where its files are: in the folder that the run began with, unless it is known to have been
+    trained on another's ids; else in its data."""
+    if origin is not None and any((origin / name).is_file() for name in TOKENIZER_FILES):
+        began = tokenizer_of(HuggingFace(origin, str(origin)))
+        if data is None or not tokenizers_differ(began, data.tokenizer):
+            return origin
+    return None if data is None else data.tokenizer_path
+
+
+def _settings(origin: Path | None, data: FlatTokens | None) -> dict[str, Any]:
+    """Keys of config.json that the model does not tell."""
+    metadata = None if data is None else data.metadata
+    ids = {} if metadata is None else {"bos": metadata.bos_id, "eos": metadata.eos_id}
+    known = {f"{name}_token_id": id for name, id in ids.items() if id is not None}
+    before = _config_of(origin)
+    return known | {key: before[key] for key in _KEPT if key in before}
+
+
+def _longest(origin: Path | None, cfg: fdl.Config, step: int) -> int | None:
+    """Tokens in the longest sequence that the model was trained on, if it is known."""
+    lengths = [_config_of(origin).get("max_position_embeddings")]
+    if step > WEIGHTS_ALONE:
+        lengths.append(getattr(cfg.data, "sequence_length", None))
+    return max((length for length in lengths if isinstance(length, int)), default=None)
+
+
+def _config_of(origin: Path | None) -> dict[str, Any]:
+    file = None if origin is None else origin / "config.json"
+    return read_json(file) if file is not None and file.is_file() else {}
+
+
+def _one_device() -> Mesh:
+    return make_mesh(devices=jax.devices()[:1])
+
+
+def _size(model: Any) -> str:
+    return f"{count_text(sum(leaf.size for leaf in jax.tree.leaves(model)))} parameters"
+
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,95 @@
+"""Folders read and written by several processes: each byte once, and the same bytes as by one."""
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from folder_contents import files_of
+
+from lmlib import hf
+from lmlib.hf.tensor_files import stored_tensors
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "hf" / "golden"
+
+# Begins as a run does with the folder's weights, then saves them; tells what it read of which file.
+PROCESS = """
+import json, sys
+import jax, fiddle as fdl
+
+source, target, port, index = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+jax.distributed.initialize(f"localhost:{port}", 2, index)
+from lmlib import hf
+from runner.config import configs
+from runner.training.weights import weights_of
+
+read, begun = [], []
+
+def hear(frame, event, function):
+    if getattr(function, "__name__", "") != "readinto":
+        return
+    file = function.__self__
+    if event == "c_call":
+        begun.append(file.tell())
+    elif event == "c_return":
+        read.append((file.name, begun.pop(), file.tell()))
+
+overrides = [f"folder={source}", "mesh.fsdp=2", "mesh.tensor=2"]
+experiment = fdl.build(configs.load("experiments/from_hf", ["tiny"], overrides))
+sys.setprofile(hear)
+model, _ = weights_of(source, experiment)
+sys.setprofile(None)
+hf.save(model, target, dtype="float32", file_bytes=9_000)
+print(json.dumps([(str(name), first, end) for name, first, end in read]))
+"""
+
+
+def run_two(*arguments: object) -> list[str]:
+    """The last line that each of two processes prints."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        # The second flag keeps the collectives of a process's devices in one order.
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
+        "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0",
+    }
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, *map(str, (*arguments, port, index))],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    lines = []
+    for child in children:
+        output, errors = child.communicate(timeout=400)
+        assert child.returncode == 0, errors
+        lines.append(output.splitlines()[-1])
+    return lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_two_processes_read_each_byte_once_and_write_what_one_writes(tmp_path, name):
+    hf.save(hf.load(GOLDEN / name), tmp_path / "one", dtype="float32", file_bytes=9_000)
+    told = run_two(tmp_path / "one", tmp_path / "two")
+    reads = [json.loads(line) for line in told]
+    assert all(reads)  # both take part
+    spans = sorted(tuple(span) for line in reads for span in line)
+    tensors = stored_tensors(tmp_path / "one").values()
+    for file in {tensor.file for tensor in tensors}:
+        own = [(first, end) for where, first, end in spans if where == str(file)]
+        begin = min(tensor.offset for tensor in tensors if tensor.file == file)
+        assert own[0][0] == begin and own[-1][1] == file.stat().st_size
+        assert all(one[1] == next_[0] for one, next_ in itertools.pairwise(own))
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "one")

@@ -1,0 +1,206 @@
+"""`runner.convert`: models come in from Hugging Face's format and go out into it."""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+from byte_texts import write_ids
+from sentinels import sentinels
+
+from lmlib import hf
+from lmlib.checkpoint import Checkpoints
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.metadata import TokenizerIdentity
+from lmlib.hf.tensor_files import FolderError, stored_tensors
+from lmlib.models.mlp import GatedMLP, relu_squared
+from runner import convert
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.training.weights import Saved, located
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "hf" / "golden"
+TOKENIZER = json.dumps(
+    {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
+    }
+)  # fmt: skip
+
+
+def tensors(folder):
+    found = stored_tensors(folder)
+    return {name: each.read(0, each.size).reshape(each.shape) for name, each in found.items()}
+
+
+def assert_same_tensors(one, other):
+    found, expected = tensors(one), tensors(other)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype
+        np.testing.assert_array_equal(found[name], values)
+
+
+@pytest.fixture(scope="module")
+def brought_in(tmp_path_factory):
+    """A folder with a tokenizer's files, and the workdir that was made of it."""
+    folder = tmp_path_factory.mktemp("folder")
+    shutil.copytree(GOLDEN / "llama", folder, dirs_exist_ok=True)
+    (folder / "tokenizer.json").write_text(TOKENIZER)
+    workdir = tmp_path_factory.mktemp("in") / "run"
+    convert.bring_in(located(str(folder)), workdir)
+    return folder, workdir
+
+
+def test_what_comes_in_is_a_checkpoint_and_goes_out_as_it_was(brought_in, tmp_path):
+    folder, workdir = brought_in
+    with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.steps() == [0]
+        manifest = checkpoints.verify(0)
+    assert all(name.startswith("model.") for name in manifest.arrays)
+    assert not list(workdir.parent.glob(".*"))
+
+    told = convert.bring_out(located(str(workdir)), tmp_path / "out", None, "float32", 20_000)
+    assert "step 0 of" in told and "the tokenizer of" in told
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert_same_tensors(tmp_path / "out", folder)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == TOKENIZER
+    before, after = (
+        json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "out")
+    )
+    assert {key: before[key] for key in after} == after
+
+
+def test_a_config_of_a_workdir_stands_for_the_model_without_the_folder(brought_in):
+    folder, workdir = brought_in
+    cfg = configs.load(str(workdir))
+    assert cfg.init_from == str(workdir)
+    built = jax.eval_shape(functools.partial(fdl.build(cfg.model), key=jax.random.key(0)))
+    assert jax.tree.structure(built) == jax.tree.structure(hf.load(folder))
+
+
+def test_a_conversion_that_is_cut_leaves_nothing_and_is_made_again(tmp_path):
+    shutil.copytree(GOLDEN / "llama", tmp_path / "folder")
+    file = tmp_path / "folder" / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8])
+    with pytest.raises(FolderError, match="cut short"):
+        convert.bring_in(located(str(tmp_path / "folder")), tmp_path / "run")
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    (tmp_path / ".run.unfinished" / "checkpoints").mkdir(parents=True)  # a kill left it
+    file.write_bytes(whole)
+    convert.bring_in(located(str(tmp_path / "folder")), tmp_path / "run")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "run"]
+
+
+def test_what_is_there_stays(brought_in, tmp_path):
+    folder, workdir = brought_in
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(ConfigError, match="is not empty: give a new folder"):
+        convert.bring_in(located(str(folder)), tmp_path)
+    with pytest.raises(ConfigError, match="is not empty: give a new folder"):
+        convert.bring_out(located(str(workdir)), tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+OTHER = TOKENIZER.replace('"b"', '"c"')
+
+
+def saved_run(workdir, folder, data, initialised_from):
+    """A run with the folder's weights at step 7, trained on `data`."""
+    cfg = configs.load("experiments/from_hf", ["tiny"], [f"folder={folder}"])
+    cfg.data = data or cfg.data
+    configs.save(cfg, workdir)
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        notes = {"initialised_from": initialised_from}
+        checkpoints.save(7, {"model": hf.load(folder)}, notes)
+    return workdir
+
+
+def flat_tokens(path, tokenizer_json, **ids):
+    digest = hashlib.sha256(tokenizer_json.encode()).hexdigest()
+    write_ids(
+        path, [[1, 2, 3]], vocab_size=62, tokenizer=TokenizerIdentity("t", digest),
+        tokenizer_json=tokenizer_json, **ids,
+    )  # fmt: skip
+    return fdl.Config(FlatTokens, path=str(path), split="train", batch_size=1, sequence_length=700)
+
+
+@pytest.mark.parametrize(
+    ("origin", "data", "expected"),
+    sentinels(
+        [
+            ("folder", None, TOKENIZER),
+            ("folder", TOKENIZER, TOKENIZER),
+            ("run", None, TOKENIZER),
+            ("folder", OTHER, OTHER),
+            (None, OTHER, OTHER),
+            (None, None, None),
+        ],
+        lambda case: case == ("folder", OTHER, OTHER),
+    ),
+)
+def test_the_tokenizer_is_that_of_the_ids(brought_in, tmp_path, origin, data, expected, capsys):
+    folder, workdir = brought_in
+    begun = {"folder": str(folder), "run": f"{workdir / 'checkpoints'}@0", None: None}[origin]
+    source = data and flat_tokens(tmp_path / "data", data, bos_id=5, eos_id=6)
+    run = saved_run(tmp_path / "run", folder, source, begun)
+    convert.bring_out(Saved(run / "checkpoints", None), tmp_path / "out")
+    file = tmp_path / "out" / "tokenizer.json"
+    assert (file.read_text() if file.exists() else None) == expected
+    assert ("no tokenizer's files are found" in capsys.readouterr().err) == (expected is None)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ends = (1, 2) if origin else (5, 6) if data else (None, None)
+    assert (config.get("bos_token_id"), config.get("eos_token_id")) == ends
+    longest = 700 if data else 512 if origin else 64
+    assert config["max_position_embeddings"] == longest
+
+
+@pytest.mark.slow
+def test_what_no_family_has_is_refused_before_it_is_read(brought_in, tmp_path):
+    _, workdir = brought_in
+    shutil.copytree(workdir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "0" / "state")
+    cfg = configs.load(str(workdir))
+    cfg.model.feed_forward = fdl.Partial(GatedMLP, activation=relu_squared)
+    configs.save(cfg, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"none of llama, mistral, .* is this model"):
+        convert.bring_out(located(str(tmp_path / "run")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["--from={golden}/gpt2", "--to={here}/run"], 0, "run holds the weights of"),
+        (["--from={golden}/gpt2", "--to={here}"], 2, "is not empty: give a new folder"),
+        (["--from={golden}/gpt2"], 2, "give --from and --to"),
+        (["--from={golden}/gpt2", "--to={here}/run", "--dtype=float32"], 2, "for the way out"),
+        (["--from={here}", "--to={here}/run"], 2, "holds no checkpoint"),
+        (["--from={here}/no", "--to={here}/run"], 2, "is no folder; write RUN or RUN@STEP"),
+        (["--from=nobody/nothing", "--to={here}/run"], 2, "hf download nobody/nothing"),
+    ],
+)
+def test_the_command(tmp_path, arguments, status, told):
+    (tmp_path / "mine").write_text("")
+    places = {"golden": GOLDEN, "here": tmp_path}
+    ended = subprocess.run(
+        [sys.executable, "-m", "runner.convert", *(each.format(**places) for each in arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == status, ended.stderr
+    assert told in ended.stdout + ended.stderr
+    assert status == 0 or len(ended.stderr.splitlines()) == 1

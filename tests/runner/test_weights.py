@@ -1,0 +1,180 @@
+"""Weights of Hugging Face's folders that runs begin with, and what is refused beforehand."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+from byte_texts import write_ids
+from sentinels import sentinels
+
+from lmlib import hf
+from lmlib.checkpoint import Checkpoints
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.metadata import TokenizerIdentity
+from runner import Options, convert, fit
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.config.text import flattened
+from runner.training.weights import HuggingFace, Saved, located, weights_of
+
+GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
+LLAMA = GOLDEN / "llama"
+
+
+def config(folder, *overrides):
+    small = ("compute.dtype=float32", "validation=None", "mesh.fsdp=1")
+    return configs.load("experiments/from_hf", ["tiny"], [f"folder={folder}", *small, *overrides])
+
+
+def assert_same_weights(found, expected):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_the_weights_of_a_folder_lie_as_the_experiment_wants_them(mesh):
+    fsdp, tensor = mesh
+    experiment = fdl.build(config(LLAMA, f"mesh.fsdp={fsdp}", f"mesh.tensor={tensor}"))
+    model, origin = weights_of(str(LLAMA), experiment)
+    assert origin == str(LLAMA)
+    assert_same_weights(model, hf.load(LLAMA))
+    assert model.embedding.sharding == experiment.abstract_state().model.embedding.sharding
+
+
+@pytest.fixture
+def settings_alone(tmp_path):
+    """A folder whose tensors nobody can have read."""
+    shutil.copy(LLAMA / "config.json", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    sentinels(
+        [
+            ("model.embed=32", "embedding: float32[62, 16], here float32[62, 32]"),
+            ("model.layers=2", "attention.query: float32[3, 16, 4, 4], here float32[2, 16, 4, 4]"),
+            ("model.tied=True", "unembedding: float32[16, 62], here None"),
+            ("model.rope_theta=7.0", "stack.0.0.attention.rotary.theta: 10000.0, here 7.0"),
+            ("model.norm_epsilon=0.5", "norm.epsilon: 1e-06, here 0.5"),
+        ],
+        lambda case: case[0] in ("model.layers=2", "model.rope_theta=7.0"),
+    ),
+)
+def test_another_architecture_is_told_by_names_and_values(settings_alone, override, told):
+    experiment = fdl.build(config(LLAMA, override))
+    with pytest.raises(ConfigError) as error:
+        weights_of(str(settings_alone), experiment)
+    assert f"--init_from={settings_alone}: its model is not this experiment's" in str(error.value)
+    assert told in str(error.value)
+
+
+@pytest.mark.slow
+def test_settings_may_change_if_that_is_wanted_and_shapes_never(settings_alone):
+    longer = fdl.build(config(LLAMA, "model.rope_theta=7.0"))
+    assert_same_weights(weights_of(str(LLAMA), longer, ["model"])[0], hf.load(LLAMA))
+    larger = fdl.build(config(LLAMA, "model.mlp=32"))
+    with pytest.raises(ConfigError, match=r"mlp.gate: float32\[3, 16, 24\], here float32\[3, 16, "):
+        weights_of(str(settings_alone), larger, ["model"])
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path):
+    """A folder with a tokenizer, and experiments whose data was made with it and with another."""
+    folder = tmp_path / "folder"
+    shutil.copytree(LLAMA, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    experiments = []
+    for name, text in (("same", "{}"), ("other", "{ }")):
+        identity = TokenizerIdentity(name, hashlib.sha256(text.encode()).hexdigest())
+        write_ids(
+            tmp_path / name, [[1] * 70], vocab_size=62, tokenizer=identity, tokenizer_json=text
+        )
+        cfg = config(folder)
+        sizes = {"batch_size": 2, "sequence_length": 8}
+        cfg.data = fdl.Config(FlatTokens, path=str(tmp_path / name), split="train", **sizes)
+        experiments.append(fdl.build(cfg))
+    return folder, *experiments
+
+
+def test_another_tokenizer_is_refused(with_tokenizer):
+    folder, _, other = with_tokenizer
+    with pytest.raises(ConfigError, match=r"other'.*its ids mean other texts.*--allow_change=data"):
+        weights_of(str(folder), other)
+
+
+@pytest.mark.slow
+def test_another_tokenizer_may_be_allowed_and_is_remembered(with_tokenizer, tmp_path):
+    folder, same, other = with_tokenizer
+    weights_of(str(folder), same)
+    weights_of(str(folder), other, ["data"])
+    convert.bring_in(located(str(folder)), tmp_path / "run")
+    weights_of(str(tmp_path / "run"), same)
+    with pytest.raises(ConfigError, match=r"its ids mean other texts.*--allow_change=data"):
+        weights_of(str(tmp_path / "run"), other)
+
+
+def test_what_a_reference_means(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "a@3").mkdir()
+    (tmp_path / "a@3" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    run = tmp_path / "run"
+    assert located(str(run)) == Saved(run / "checkpoints", None)
+    assert (
+        located(f"{run}@12") == located(f"{run}/checkpoints@12") == Saved(run / "checkpoints", 12)
+    )
+    assert located(str(tmp_path / "a@3")) == HuggingFace(tmp_path / "a@3", str(tmp_path / "a@3"))
+    with pytest.raises(ConfigError, match="is no folder; write RUN or RUN@STEP"):
+        located(str(tmp_path / "none"))
+
+
+def losses(result):
+    return [line["loss"] for line in result.metrics]
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_a_folder_however_it_is_named_and_needs_it_no_more(tmp_path, capsys):
+    folder = tmp_path / "folder"
+    shutil.copytree(GOLDEN / "qwen3", folder)
+    convert.bring_in(located(str(folder)), tmp_path / "in")
+    cfg = config(folder, "steps=3", "checkpoint_every=2")
+    first = fit(cfg, tmp_path / "first")
+    named = config(folder, "steps=3", "checkpoint_every=2", "init_from=None")
+    for name, origin in (("folder", folder), ("run", tmp_path / "in")):
+        found = fit(named, tmp_path / f"from_{name}", Options(init_from=str(origin)))
+        assert losses(found) == losses(first)
+    # In the workdir that was brought in, the run goes on from there.
+    assert losses(fit(named, tmp_path / "in")) == losses(first)
+    assert (tmp_path / "in" / "hugging_face" / "config.json").exists()
+
+    (folder / "model.safetensors").unlink()
+    capsys.readouterr()
+    longer = config(folder, "steps=4", "checkpoint_every=2")
+    again = fit(longer, tmp_path / "first")
+    assert losses(again)[:3] == losses(first) and len(again.metrics) == 4
+    assert "resuming after step 3" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    cfg = configs.load(str(tmp_path / "first"), (), ["steps=5"])
+    assert len(fit(cfg, tmp_path / "first").metrics) == 5
+    with Checkpoints(tmp_path / "first" / "checkpoints", read_only=True) as checkpoints:
+        target = fdl.build(cfg).abstract_state()
+        _, notes = checkpoints.restore(5, target)
+    assert notes["initialised_from"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    sentinels(sorted(each.name for each in GOLDEN.iterdir()), lambda name: name == "qwen2_yarn"),
+)
+def test_a_config_made_of_a_folder_is_saved_whole(name, tmp_path):
+    cfg = config(GOLDEN / name)
+    configs.save(cfg, tmp_path)
+    again = configs.load(str(tmp_path))
+    assert flattened(again) == flattened(cfg)
+    one, other = (fdl.build(each.model) for each in (cfg, again))
+    assert one.func is other.func and one.keywords.items() <= other.keywords.items()
