@@ -1,3 +1,4 @@
+import functools
 import importlib
 import json
 import sys
@@ -11,6 +12,7 @@ import pytest
 from fiddle.experimental import serialization
 
 from lmlib.experiment import Experiment
+from lmlib.models.attention import Attention
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.configs import load, save
@@ -398,6 +400,16 @@ def test_a_saved_config_is_loaded_again_with_its_sharing(experiment, tmp_path):
         assert built.data.files is built.validation[0]
         assert built.data.files.names == []
         assert built.model(key=0).layers == 1
+
+
+def test_a_saved_model_with_a_part_of_its_own_is_built_again(tmp_path):
+    cfg = load("experiments/llama_84m", ["tiny"])
+    cfg.model.attention = fdl.Partial(Attention, scale=0.5)
+    save(cfg, tmp_path)
+    again = load(str(tmp_path / "config.json"))
+    model = jax.eval_shape(functools.partial(fdl.build(again.model), key=jax.random.key(0)))
+    ((block,),) = model.stack
+    assert block.attention.scale == 0.5 and block.attention.rotary is not None
 
 
 def test_a_saved_config_does_not_follow_later_defaults(experiment, write, tmp_path):

@@ -70,7 +70,7 @@ def llama(
         return Block(
             attention_norm=norm(fold(key, "attention_norm")),
             attention=attention(
-                embed, heads, kv_heads, head_dim, rotary, window,
+                embed, heads, kv_heads, head_dim, rotary=rotary, window=window,
                 residual_scale=scale, key=fold(key, "attention"),
             ),
             mlp_norm=norm(fold(key, "mlp_norm")),
