@@ -40,7 +40,6 @@ def names(*more: Tensor) -> Names:
 
 def sizes(settings: Settings, tied: bool = False) -> dict[str, Any]:
     """The arguments that Llama and its like share. `tied`: where config.json does not say."""
-    settings.only("attention_dropout", 0, 0.0)
     heads = settings.take("num_attention_heads")
     return {
         "vocab": settings.take("vocab_size"),
@@ -57,6 +56,7 @@ def sizes(settings: Settings, tied: bool = False) -> dict[str, Any]:
 def shared_settings(model: Architecture, activation: str = "silu") -> dict[str, Any]:
     """The keys that `sizes` reads, and those of rotary positions."""
     rotary = model.layers[0].rotary or Rotary(model.head_dim)
+    longest = None if rotary.scaling is None else rotary.scaling.longest
     return {
         "vocab_size": model.vocab,
         "hidden_size": model.embed,
@@ -68,6 +68,7 @@ def shared_settings(model: Architecture, activation: str = "silu") -> dict[str, 
         "tie_word_embeddings": model.tied,
         "hidden_act": activation,
         "rope_parameters": rope_parameters(rotary.theta, rotary.scaling),
+        **({} if longest is None else {"max_position_embeddings": longest}),
     }
 
 
@@ -75,6 +76,7 @@ def _llama_arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     settings.only("attention_bias", False)
     settings.only("mlp_bias", False)
+    settings.only("rope_interleaved", False)
     theta, scaling = settings.rope()
     return {
         **sizes(settings),

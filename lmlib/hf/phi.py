@@ -28,8 +28,7 @@ _LAYER = (
 
 def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
-    for dropout in ("resid_pdrop", "embd_pdrop"):
-        settings.only(dropout, 0, 0.0)
+    settings.only("attention_bias", False)
     settings.ignore("original_max_position_embeddings")  # of a scaling, which is refused
     turned = settings.take("partial_rotary_factor", None, float)
     for key in ("rope_parameters", "rope_scaling"):

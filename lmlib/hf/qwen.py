@@ -24,6 +24,7 @@ _HEAD_NORMS = (
 def _shared(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     settings.only("use_sliding_window", False)
+    settings.only("use_mrope", False)
     settings.ignore("sliding_window", "max_window_layers")  # since no layer slides
     kinds = settings.take("layer_types", None, list)
     if kinds is not None and set(kinds) != {"full_attention"}:

@@ -1,0 +1,67 @@
+"""Every family when tiny: trained on a mesh of 8, resumed, sampled from, quantized and planned, with
+nothing of its own outside of its two files."""
+
+import shutil
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+from published_configs import PUBLISHED
+from states import assert_same_bits
+
+from lmlib import Compute
+from lmlib.generate import sample
+from lmlib.plan.planner import plan
+from lmlib.plan.targets import parse
+from runner import fit
+from runner.absent_hardware.stand_ins import built
+from runner.config import configs
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("name", PUBLISHED)]
+MESH = ("mesh.fsdp=4", "mesh.tensor=2", "compute.sequence_parallel=True")
+QUANTIZED = "compute.quantized={'projections': 'int8', 'mlp': 'int8'}"
+
+
+def tiny(name, *overrides):
+    settings = ("steps=4", "checkpoint_every=2", "validation=None", "compute.dtype=float32")
+    return configs.load(f"experiments/{name}", ["tiny"], [*settings, *overrides])
+
+
+def losses(result):
+    return [line["loss"] for line in result.metrics]
+
+
+def test_it_trains_on_a_mesh_as_alone_and_resumes_and_samples(name, tmp_path):
+    result = fit(tiny(name, *MESH), tmp_path / "whole")
+    alone = fit(tiny(name, "mesh.fsdp=1"), tmp_path / "alone")
+    np.testing.assert_allclose(losses(result), losses(alone), rtol=1e-4)
+    assert losses(result)[-1] < losses(result)[0]
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "parted")
+    shutil.rmtree(tmp_path / "parted" / "checkpoints" / "4")
+    (tmp_path / "parted" / "result.json").unlink()
+    again = fit(tiny(name, *MESH), tmp_path / "parted")
+    assert_same_bits(again.state, result.state)
+
+    model = result.state.model
+    mesh = jax.tree.leaves(model)[0].sharding.mesh
+    texts = sample(model, [[3, 1, 4], [1]], 4, jax.random.key(0), mesh, Compute(dtype="float32"))
+    assert [len(text) for text in texts] == [7, 5]
+    assert texts[0][:3] == [3, 1, 4] and all(0 <= token < 512 for token in texts[0])
+
+
+def test_quantized_it_learns_nearly_the_same(name, tmp_path):
+    result = fit(tiny(name, *MESH), tmp_path / "exact")
+    rounded = fit(tiny(name, *MESH, QUANTIZED), tmp_path / "rounded")
+    assert losses(rounded) != losses(result)
+    np.testing.assert_allclose(losses(rounded), losses(result), rtol=2e-2)
+
+
+def test_it_is_planned(name):
+    target = parse("cpu:8")
+    experiment = built(tiny(name, *MESH), target.devices())
+    model = jax.eval_shape(lambda: fdl.build(tiny(name).model)(key=jax.random.key(0)))
+    report = plan(experiment, target)
+    assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert report.memory.parameters <= 4 * report.parameters

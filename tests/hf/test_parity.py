@@ -1,0 +1,47 @@
+"""The golden folders are what transformers computes, and of folders that are written here it
+computes what lmlib does. Needs lmlib[parity]; tests/hf/test_golden.py does not."""
+
+import numpy as np
+import pytest
+from hugging_face_families import FAMILIES, GOLDEN, assert_close, tensors
+
+from lmlib import hf
+
+pytest.importorskip("torch", reason="needs lmlib[parity]")
+pytest.importorskip("transformers", reason="needs lmlib[parity]")
+
+from golden_by_transformers import loaded, logits_of_prompt, write
+
+pytestmark = pytest.mark.slow
+
+# Weights are the very same; all else is as exact as sums whose order differs between processors.
+BOUNDS = {"model": 0.0, "gradients": 1e-4, "after": 1e-5}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_golden_folder_is_what_transformers_computes(name, tmp_path):
+    write(tmp_path, *FAMILIES[name])
+    for file, bound in BOUNDS.items():
+        found, expected = (
+            tensors(folder / f"{file}.safetensors") for folder in (tmp_path, GOLDEN / name)
+        )
+        assert_close(found, expected, bound)
+    found, expected = (
+        tensors(folder / "expected.safetensors") for folder in (tmp_path, GOLDEN / name)
+    )
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for key, bound in {"logits": 1e-5, "logits_bfloat16": 2**-5}.items():
+        one, other = (each[key].astype(np.float32) for each in (found, expected))
+        assert np.abs(one - other).max() <= bound * np.abs(other).max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_computes_the_same_of_what_is_written_here(name, tmp_path):
+    model = hf.load(GOLDEN / name)
+    folder, kind = tmp_path / "out", FAMILIES[name][0]
+    hf.save(model, folder, model_type=kind, dtype="float32", file_bytes=20_000)
+    theirs = loaded(folder, "float32")
+    assert theirs.config.model_type == kind
+    found = logits_of_prompt(theirs, model.vocab).numpy()
+    expected = tensors(GOLDEN / name / "expected.safetensors")["logits"]
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
