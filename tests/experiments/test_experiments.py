@@ -8,7 +8,7 @@ import pytest
 from published_configs import PUBLISHED, config
 from sentinels import sentinels
 
-from lmlib.hf.families import described_by, shape_of
+from lmlib.hf.families import FAMILIES, described_by, shape_of
 from runner import fit
 from runner.command_line.command import first_line
 from runner.config import configs
@@ -93,6 +93,11 @@ def parameters(model):
 def test_parameter_counts(name, count):
     """Llama 3 8B's count is the published model's."""
     assert parameters(shapes(configs.load(f"experiments/{name}"))) == count
+
+
+def test_each_family_has_an_experiment():
+    kinds = {keys["model_type"] for _, keys in PUBLISHED.values()}
+    assert kinds == {family.model_type for family in FAMILIES}
 
 
 @pytest.mark.parametrize("name", sentinels(PUBLISHED, lambda name: name == "qwen3_0_6b"))
