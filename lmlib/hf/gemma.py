@@ -35,7 +35,7 @@ def _shared(settings: Settings, period: int) -> dict[str, Any]:
         settings.only(key, "gelu_pytorch_tanh")
     settings.only("attention_bias", False)
     settings.only("use_bidirectional_attention", False)
-    arguments = sizes(settings, tied=True)
+    arguments = sizes(settings, tied=True, kv_heads=4)
     layers = arguments["layers"]
     for key in ("sliding_window_pattern", "_sliding_window_pattern"):
         period = settings.take(key, period)
@@ -48,7 +48,6 @@ def _shared(settings: Settings, period: int) -> dict[str, Any]:
     settings.only("sliding_window_size", window)  # Gemma 2 9B says it twice
     return {
         **arguments,
-        "kv_heads": settings.take("num_key_value_heads", 4),
         "head_dim": settings.take("head_dim", 256),
         "query_scale": settings.take("query_pre_attn_scalar", 256.0, float),
         "window": window,

@@ -36,7 +36,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         turned = own if turned is None else turned
     theta, _ = settings.rope(scalings=())
     return {
-        **sizes(settings),
+        **sizes(settings, epsilon=1e-5),
         "rope_theta": theta,
         "window": settings.take("sliding_window", None),
         "turned": 1.0 if turned is None else float(turned),

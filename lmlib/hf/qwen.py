@@ -30,7 +30,7 @@ def _shared(settings: Settings) -> dict[str, Any]:
     if kinds is not None and set(kinds) != {"full_attention"}:
         settings.only("layer_types", "full_attention in each layer")
     theta, scaling = settings.rope()
-    return {**sizes(settings), "rope_theta": theta, "rope_scaling": scaling}
+    return {**sizes(settings, kv_heads=32), "rope_theta": theta, "rope_scaling": scaling}
 
 
 def _qwen2_arguments(settings: Settings) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("mlp_type", "default")
     theta, _ = settings.rope(scalings=())
     return {
-        **sizes(settings, tied=True),
+        **sizes(settings, tied=True, kv_heads=2),
         "rope_theta": theta,
         "norm_epsilon": settings.take("norm_epsilon", 1e-5, float),
         "window": settings.take("sliding_window", None),

@@ -24,8 +24,10 @@ QUANTIZED = "compute.quantized={'projections': 'int8', 'mlp': 'int8'}"
 
 
 def tiny(name, *overrides):
-    settings = ("steps=4", "checkpoint_every=2", "validation=None", "compute.dtype=float32")
-    return configs.load(f"experiments/{name}", ["tiny"], [*settings, *overrides])
+    settings = ["steps=6", "checkpoint_every=3", "validation=None", "optimizer.peak_lr=1e-2"]
+    return configs.load(
+        f"experiments/{name}", ["tiny"], [*settings, "compute.dtype=float32", *overrides]
+    )
 
 
 def losses(result):
@@ -49,7 +51,7 @@ def test_it_learns_on_a_mesh_as_it_does_alone(trained):
 def test_it_goes_on_from_a_checkpoint_to_the_same_bits(trained):
     name, folder, result = trained
     shutil.copytree(folder / "whole", folder / "parted")
-    shutil.rmtree(folder / "parted" / "checkpoints" / "4")
+    shutil.rmtree(folder / "parted" / "checkpoints" / "6")
     (folder / "parted" / "result.json").unlink()
     again = fit(tiny(name, *MESH), folder / "parted")
     assert_same_bits(again.state, result.state)

@@ -1,14 +1,19 @@
 """The golden folders are what transformers computes, and of folders that are written here it
 computes what lmlib does. Needs lmlib[parity]; tests/hf/test_golden.py does not."""
 
+import json
+
+import jax
 import numpy as np
 import pytest
 from hugging_face_families import FAMILIES, GOLDEN, assert_close, tensors
 
 from lmlib import hf
+from lmlib.hf.families import described_by, shape_of
+from lmlib.hf.tensor_files import FolderError
 
 pytest.importorskip("torch", reason="needs lmlib[parity]")
-pytest.importorskip("transformers", reason="needs lmlib[parity]")
+transformers = pytest.importorskip("transformers", reason="needs lmlib[parity]")
 
 from golden_by_transformers import loaded, logits_of_prompt, write
 
@@ -45,3 +50,22 @@ def test_transformers_computes_the_same_of_what_is_written_here(name, tmp_path):
     found = logits_of_prompt(theirs, model.vocab).numpy()
     expected = tensors(GOLDEN / name / "expected.safetensors")["logits"]
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def parts(described):
+    return shape_of(jax.eval_shape(described.build, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_key_that_is_left_out_means_what_transformers_means(name):
+    whole = json.loads((GOLDEN / name / "config.json").read_text())
+    for key in sorted(whole.keys() - {"model_type"}):
+        rest = {k: v for k, v in whole.items() if k != key}
+        try:
+            found = described_by(rest, "config.json")
+        except FolderError as error:
+            assert str(error).endswith((f" has no {key}", f" lacks {key}"))
+        else:
+            meant = transformers.AutoConfig.for_model(**rest).to_dict().get(key)
+            told = described_by(rest | {key: meant}, "config.json")
+            assert found == told or parts(found) == parts(told), key
