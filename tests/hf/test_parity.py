@@ -12,11 +12,7 @@ from lmlib import hf
 from lmlib.hf.families import described_by, shape_of
 from lmlib.hf.tensor_files import FolderError
 
-pytest.importorskip("torch", reason="needs lmlib[parity]")
-transformers = pytest.importorskip("transformers", reason="needs lmlib[parity]")
-
-from golden_by_transformers import loaded, logits_of_prompt, write
-
+golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")
 pytestmark = pytest.mark.slow
 
 # Weights are the very same; all else is as exact as sums whose order differs between processors.
@@ -25,7 +21,7 @@ BOUNDS = {"model": 0.0, "gradients": 1e-4, "after": 1e-5}
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_golden_folder_is_what_transformers_computes(name, tmp_path):
-    write(tmp_path, *FAMILIES[name])
+    golden.write(tmp_path, *FAMILIES[name])
     for file, bound in BOUNDS.items():
         found, expected = (
             tensors(folder / f"{file}.safetensors") for folder in (tmp_path, GOLDEN / name)
@@ -45,9 +41,9 @@ def test_transformers_computes_the_same_of_what_is_written_here(name, tmp_path):
     model = hf.load(GOLDEN / name)
     folder, kind = tmp_path / "out", FAMILIES[name][0]
     hf.save(model, folder, model_type=kind, dtype="float32", file_bytes=20_000)
-    theirs = loaded(folder, "float32")
+    theirs = golden.loaded(folder, "float32")
     assert theirs.config.model_type == kind
-    found = logits_of_prompt(theirs, model.vocab).numpy()
+    found = golden.logits_of_prompt(theirs, model.vocab).numpy()
     expected = tensors(GOLDEN / name / "expected.safetensors")["logits"]
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
@@ -66,6 +62,6 @@ def test_a_key_that_is_left_out_means_what_transformers_means(name):
         except FolderError as error:
             assert str(error).endswith((f" has no {key}", f" lacks {key}"))
         else:
-            meant = transformers.AutoConfig.for_model(**rest).to_dict().get(key)
+            meant = golden.transformers.AutoConfig.for_model(**rest).to_dict().get(key)
             told = described_by(rest | {key: meant}, "config.json")
             assert found == told or parts(found) == parts(told), key
