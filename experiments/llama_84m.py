@@ -60,8 +60,12 @@ def config() -> fdl.Config[Experiment]:
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
     """The same experiment at a size for tests: synthetic data, seconds on a laptop."""
-    cfg.model.vocab, cfg.model.embed, cfg.model.layers = 512, 64, 2
-    cfg.model.heads, cfg.model.head_dim, cfg.model.mlp = 4, 16, 128
+    sizes = dict(
+        vocab=512, embed=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=128,
+        window=16, period=2, positions=64,
+    )  # fmt: skip
+    for name in sizes.keys() & fdl.ordered_arguments(cfg.model).keys():
+        setattr(cfg.model, name, sizes[name])
     cfg.data = fdl.Config(Synthetic, vocab_size=512, batch_size=8, sequence_length=64)
     cfg.validation = fdl.Config(Synthetic, vocab_size=512, batch_size=8, sequence_length=64, seed=1)
     cfg.validation_batches = 2

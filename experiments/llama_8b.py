@@ -14,7 +14,7 @@ import fiddle as fdl
 
 from experiments import llama_84m
 from experiments.llama_84m import fast as fast
-from experiments.llama_84m import tiny as _tiny
+from experiments.llama_84m import tiny as tiny
 from lmlib.experiment import Experiment
 
 
@@ -30,9 +30,3 @@ def config() -> fdl.Config[Experiment]:
     cfg.optimizer.peak_lr = 3e-4
     cfg.steps = 38_000
     return cfg
-
-
-def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same experiment at a size for tests; still two query heads to each key-value head."""
-    _tiny(cfg)
-    cfg.model.kv_heads = 2

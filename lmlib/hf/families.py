@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import PRNGKeyArray
 
-from lmlib.hf import gemma, gpt2, llama, olmo, phi, qwen
+from lmlib.hf import gemma, gpt2, llama, olmo, phi, qwen, starcoder
 from lmlib.hf.family import Family
 from lmlib.hf.settings import Settings
 from lmlib.hf.tensor_files import FolderError, read_json
@@ -22,6 +22,7 @@ FAMILIES: tuple[Family, ...] = (
     *olmo.FAMILIES,
     *phi.FAMILIES,
     *gpt2.FAMILIES,
+    *starcoder.FAMILIES,
 )
 
 

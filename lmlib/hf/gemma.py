@@ -9,6 +9,7 @@ from lmlib.hf.names import Names, Tensor
 from lmlib.hf.settings import Settings, rope_parameters
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.gemma import gemma2, gemma3
+from lmlib.models.rope_scaling import Linear, Llama3, Yarn
 
 _LAYER = (
     *ATTENTION,
@@ -34,7 +35,7 @@ def _shared(settings: Settings, period: int) -> dict[str, Any]:
         settings.only(key, "gelu_pytorch_tanh")
     settings.only("attention_bias", False)
     settings.only("use_bidirectional_attention", False)
-    arguments = sizes(settings, tied=True)
+    arguments = sizes(settings, tied=True, kv_heads=4)
     layers = arguments["layers"]
     for key in ("sliding_window_pattern", "_sliding_window_pattern"):
         period = settings.take(key, period)
@@ -43,12 +44,13 @@ def _shared(settings: Settings, period: int) -> dict[str, Any]:
         period = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else layers + 1
         if kinds != _kinds(layers, period):
             settings.only("layer_types", f"local layers with each {period}th global")
+    window = settings.take("sliding_window", 4_096)
+    settings.only("sliding_window_size", window)  # Gemma 2 9B says it twice
     return {
         **arguments,
-        "kv_heads": settings.take("num_key_value_heads", 4),
         "head_dim": settings.take("head_dim", 256),
         "query_scale": settings.take("query_pre_attn_scalar", 256.0, float),
-        "window": settings.take("sliding_window", 4_096),
+        "window": window,
         "period": period,
     }
 
@@ -83,7 +85,7 @@ def _gemma3_arguments(settings: Settings) -> dict[str, Any]:
         },
         settings.where,
     )
-    theta, scaling = whole.rope(1_000_000.0)
+    theta, scaling = whole.rope(1_000_000.0, (Linear, Llama3, Yarn))
     local_theta, _ = local.rope(10_000.0, scalings=())
     return {
         **_shared(settings, 6),

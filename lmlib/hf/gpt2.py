@@ -53,8 +53,8 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("scale_attn_weights", True)
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         settings.only(key, False)
-    # Dropout is the experiment's, summaries are of other heads, n_ctx is an old n_positions.
-    settings.ignore("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "n_ctx")
+    # Summaries are of other heads, n_ctx is an old n_positions.
+    settings.ignore("reorder_and_upcast_attn", "n_ctx")
     settings.ignore(
         "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
         "summary_first_dropout",

@@ -38,18 +38,20 @@ def names(*more: Tensor) -> Names:
     return Names(OUTSIDE, (*NORMS_BEFORE, *ATTENTION, *MLP, *more))
 
 
-def sizes(settings: Settings, tied: bool = False) -> dict[str, Any]:
-    """The arguments that Llama and its like share. `tied`: where config.json does not say."""
-    settings.only("attention_dropout", 0, 0.0)
+def sizes(
+    settings: Settings, tied: bool = False, kv_heads: int | None = None, epsilon: float = 1e-6
+) -> dict[str, Any]:
+    """The arguments that Llama and its like share. `tied`, `kv_heads` (`None`: as many as heads)
+    and `epsilon`: where config.json does not say."""
     heads = settings.take("num_attention_heads")
     return {
         "vocab": settings.take("vocab_size"),
         "embed": settings.take("hidden_size"),
         "layers": settings.take("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": settings.take("num_key_value_heads", heads),
+        "kv_heads": settings.nullable("num_key_value_heads", kv_heads) or heads,
         "mlp": settings.take("intermediate_size"),
-        "norm_epsilon": settings.take("rms_norm_eps", 1e-6, float),
+        "norm_epsilon": settings.take("rms_norm_eps", epsilon, float),
         "tied": settings.take("tie_word_embeddings", tied, bool),
     }
 
@@ -57,6 +59,7 @@ def sizes(settings: Settings, tied: bool = False) -> dict[str, Any]:
 def shared_settings(model: Architecture, activation: str = "silu") -> dict[str, Any]:
     """The keys that `sizes` reads, and those of rotary positions."""
     rotary = model.layers[0].rotary or Rotary(model.head_dim)
+    longest = None if rotary.scaling is None else rotary.scaling.longest
     return {
         "vocab_size": model.vocab,
         "hidden_size": model.embed,
@@ -68,6 +71,7 @@ def shared_settings(model: Architecture, activation: str = "silu") -> dict[str, 
         "tie_word_embeddings": model.tied,
         "hidden_act": activation,
         "rope_parameters": rope_parameters(rotary.theta, rotary.scaling),
+        **({} if longest is None else {"max_position_embeddings": longest}),
     }
 
 
@@ -75,6 +79,7 @@ def _llama_arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     settings.only("attention_bias", False)
     settings.only("mlp_bias", False)
+    settings.only("rope_interleaved", False)
     theta, scaling = settings.rope()
     return {
         **sizes(settings),
@@ -93,7 +98,7 @@ def _mistral_arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     theta, _ = settings.rope(scalings=())
     return {
-        **sizes(settings),
+        **sizes(settings, kv_heads=8),
         "head_dim": settings.take("head_dim", None),
         "rope_theta": theta,
         "window": settings.nullable("sliding_window", 4_096),

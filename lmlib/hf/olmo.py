@@ -24,9 +24,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     settings.only("attention_bias", False)
     theta, scaling = settings.rope()
-    shared = sizes(settings)
-    shared["norm_epsilon"] = settings.take("rms_norm_eps", 1e-5, float)
-    return {**shared, "rope_theta": theta, "rope_scaling": scaling}
+    return {**sizes(settings, epsilon=1e-5), "rope_theta": theta, "rope_scaling": scaling}
 
 
 def _settings(model: Architecture) -> dict[str, Any]:

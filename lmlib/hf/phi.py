@@ -28,8 +28,7 @@ _LAYER = (
 
 def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
-    for dropout in ("resid_pdrop", "embd_pdrop"):
-        settings.only(dropout, 0, 0.0)
+    settings.only("attention_bias", False)
     settings.ignore("original_max_position_embeddings")  # of a scaling, which is refused
     turned = settings.take("partial_rotary_factor", None, float)
     for key in ("rope_parameters", "rope_scaling"):
@@ -37,7 +36,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         turned = own if turned is None else turned
     theta, _ = settings.rope(scalings=())
     return {
-        **sizes(settings),
+        **sizes(settings, epsilon=1e-5),
         "rope_theta": theta,
         "window": settings.take("sliding_window", None),
         "turned": 1.0 if turned is None else float(turned),

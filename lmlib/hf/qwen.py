@@ -24,12 +24,13 @@ _HEAD_NORMS = (
 def _shared(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     settings.only("use_sliding_window", False)
+    settings.only("use_mrope", False)
     settings.ignore("sliding_window", "max_window_layers")  # since no layer slides
     kinds = settings.take("layer_types", None, list)
     if kinds is not None and set(kinds) != {"full_attention"}:
         settings.only("layer_types", "full_attention in each layer")
     theta, scaling = settings.rope()
-    return {**sizes(settings), "rope_theta": theta, "rope_scaling": scaling}
+    return {**sizes(settings, kv_heads=32), "rope_theta": theta, "rope_scaling": scaling}
 
 
 def _qwen2_arguments(settings: Settings) -> dict[str, Any]:

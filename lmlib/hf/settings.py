@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmlib.hf.tensor_files import FolderError
-from lmlib.models.rope_scaling import Linear, Llama3, Scaling, Yarn, yarn_amplitude
+from lmlib.models.rope_scaling import Dynamic, Linear, Llama3, Scaling, Yarn, yarn_amplitude
 
-# What has no effect on the model's numbers in training and in evaluation of whole sequences.
+# What says nothing about the model's numbers on whole sequences. Dropout is the experiment's.
 WITHOUT_EFFECT = frozenset(
     {
         "_name_or_path", "architectures", "auto_map", "bos_token_id", "eos_token_id",
@@ -18,7 +18,9 @@ WITHOUT_EFFECT = frozenset(
         "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
         "pretraining_tp", "task_specific_params", "max_length", "temperature", "top_p", "top_k",
         "do_sample", "tokenizer_class", "prefix", "finetuning_task", "num_labels",
-        "gradient_checkpointing",
+        "gradient_checkpointing", "is_decoder", "is_llama_config", "transformers.js_config",
+        "attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "resid_pdrop",
+        "residual_dropout",
     }
 )  # fmt: skip
 _NOT_GIVEN = object()
@@ -84,7 +86,7 @@ class Settings:
     def rope(
         self,
         theta: float = 10_000.0,
-        scalings: tuple[type[Scaling], ...] = (Linear, Llama3, Yarn),
+        scalings: tuple[type, ...] = (Linear, Dynamic, Llama3, Yarn),
     ) -> tuple[float, Scaling | None]:
         """Base and scaling of rotary positions, as old and new files write them: `rope_theta` and
         `rope_scaling`, or `rope_parameters`.
@@ -112,6 +114,10 @@ class Settings:
         try:
             if kind == "linear":
                 made = Linear(float(own.pop("factor")))
+            elif kind == "dynamic":
+                if not maximum:
+                    raise KeyError("max_position_embeddings")
+                made = Dynamic(float(own.pop("factor")), maximum)
             elif kind == "llama3":
                 made = Llama3(
                     float(own.pop("factor")),
@@ -124,7 +130,7 @@ class Settings:
             elif kind != "default":
                 raise FolderError(
                     f"{self.where}: rope type {kind!r} is not supported, only default, linear, "
-                    "llama3 and yarn"
+                    "dynamic, llama3 and yarn"
                 )
         except KeyError as error:
             raise FolderError(f"{self.where}: rope type {kind!r} lacks {error.args[0]}") from None
@@ -156,8 +162,9 @@ def rope_parameters(theta: float, scaling: Scaling | None) -> dict[str, Any]:
     """What `Settings.rope` reads."""
     if scaling is None:
         return {"rope_type": "default", "rope_theta": theta}
-    if isinstance(scaling, Linear):
-        return {"rope_type": "linear", "rope_theta": theta, "factor": scaling.factor}
+    if isinstance(scaling, Linear | Dynamic):
+        kind = type(scaling).__name__.lower()
+        return {"rope_type": kind, "rope_theta": theta, "factor": scaling.factor}
     if isinstance(scaling, Llama3):
         return {
             "rope_type": "llama3",

@@ -154,7 +154,10 @@ class Attention(eqx.Module):
         return 12 * heads * head_dim * keys
 
     def check(self, sequence_length: int, compute: Compute) -> None:
-        """Raises ValueError if `compute.attention` is unknown, or cannot compute these sizes."""
+        """Raises ValueError if `compute.attention` is unknown or cannot compute these sizes, or
+        sequences are too long for the rotary positions."""
+        if self.rotary is not None:
+            self.rotary.check(sequence_length)
         check_attention(
             compute.attention, sequence_length, self.query.shape[-1], compute.dtype, self.soft_cap
         )

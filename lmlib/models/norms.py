@@ -47,8 +47,11 @@ class RMSNorm(eqx.Module):
         wide_N = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide_N), axis=_last(self.axes), keepdims=True)
         unit_N = wide_N * jax.lax.rsqrt(mean_square + self.epsilon)
-        scale_N = self.scale if self.offset == 0 else self.offset + self.scale
-        return unit_N.astype(x_N.dtype) * scale_N
+        if self.offset == 0:
+            return unit_N.astype(x_N.dtype) * self.scale
+        # bfloat16 has no room for a small scale beside the offset.
+        scale_N = self.offset + self.scale.astype(wide_N.dtype)
+        return (unit_N * scale_N).astype(x_N.dtype)
 
     @property
     def axis_names(self) -> dict[str, str]:

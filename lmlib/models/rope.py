@@ -46,7 +46,12 @@ class Rotary:
             raise ValueError(f"rope_theta must be positive, got {self.theta}")
 
     def turns(self, positions_BS: Int32[Array, "b s"], dtype: DTypeLike) -> Turns:
-        """The table of `positions_BS`, in float32 at least; wider if `dtype` is."""
+        """The table of `positions_BS`, in float32 at least; wider if `dtype` is.
+
+        Raises:
+          ValueError: as `check`.
+        """
+        self.check(positions_BS.shape[1])
         wide = jnp.promote_types(dtype, jnp.float32)
         frequency_D = self.theta ** (-jnp.arange(0, self.head_dim, 2, dtype=wide) / self.head_dim)
         amplitude = 1.0
@@ -55,6 +60,16 @@ class Rotary:
             amplitude = self.scaling.amplitude
         angle_BS1D = positions_BS[:, :, None, None] * frequency_D
         return Turns(amplitude * jnp.cos(angle_BS1D), amplitude * jnp.sin(angle_BS1D))
+
+    def check(self, sequence_length: int) -> None:
+        """Raises ValueError if the scaling has other frequencies for sequences so long."""
+        longest = None if self.scaling is None else self.scaling.longest
+        if longest is not None and sequence_length > longest:
+            raise ValueError(
+                f"sequences of {sequence_length} tokens, but with {type(self.scaling).__name__} "
+                f"scaling rotary positions are known up to {longest}; give shorter ones, or "
+                "another rope_scaling"
+            )
 
 
 def rotate(x_BSHD: Float[Array, "b s h d"], turns: Turns) -> Float[Array, "b s h d"]:

@@ -19,6 +19,10 @@ class Scaling(Protocol):
     def amplitude(self) -> float:
         """What cosines and sines are multiplied by."""
 
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that has these frequencies; `None` if all have."""
+
     def frequencies(self, frequency_D: Float[Array, "half"]) -> Float[Array, "half"]:
         """Radians per position of each pair, given the unscaled ones, of falling frequency."""
 
@@ -28,13 +32,34 @@ class Linear:
     """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595, eq. 4)."""
 
     factor: float
-    amplitude = 1.0
+    amplitude, longest = 1.0, None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
 
     def frequencies(self, frequency_D: Float[Array, "half"]) -> Float[Array, "half"]:
         return frequency_D / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """Unscaled up to `longest` positions (dynamic scaling: arXiv:2309.00071, §3.3). Beyond them
+    frequencies would differ from length to length, so longer sequences are refused.
+
+    Args:
+      factor: by which longer sequences would be stretched; only kept.
+      longest: positions of the training before.
+    """
+
+    factor: float
+    longest: int
+    amplitude = 1.0
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+
+    def frequencies(self, frequency_D: Float[Array, "half"]) -> Float[Array, "half"]:
+        return frequency_D
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +77,7 @@ class Llama3:
     low: float
     high: float
     original: int
-    amplitude = 1.0
+    amplitude, longest = 1.0, None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -86,6 +111,7 @@ class Yarn:
     slow: float = 1.0
     amplitude: float = 1.0
     whole: bool = True
+    longest = None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)

@@ -2,17 +2,21 @@
 
 from pathlib import Path
 
+import fiddle as fdl
 import jax
 import pytest
+from published_configs import PUBLISHED, config
+from sentinels import sentinels
 
-from lmlib.models.families.llama import llama
+from lmlib.hf.families import FAMILIES, described_by, shape_of
 from runner import fit
 from runner.command_line.command import first_line
 from runner.config import configs
 from runner.config.text import flattened
 from runner.plan import cost_of
 
-NAMES = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b", "quickstart")
+LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b")
+NAMES = (*LLAMAS, *PUBLISHED, "quickstart")
 FROM_HF = "from_hf"  # takes its model from a folder: tests/experiments/test_from_hf.py
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -40,7 +44,9 @@ def test_every_experiment_is_listed_with_a_command_and_a_cost():
         assert f"python -m runner --fdl_config=experiments/{name} --workdir=" in text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", sentinels(NAMES, lambda name: name not in PUBLISHED or name == "qwen3_0_6b")
+)
 def test_a_header_says_what_the_plan_says(name):
     """The steps, tokens, FLOPs and hours of `python -m runner.plan --fdl_config=…`."""
     cost = cost_of(configs.load(f"experiments/{name}"))
@@ -69,19 +75,39 @@ def test_sizes_are_the_published_ones(name):
     assert (optimizer.schedule.warmup, optimizer.schedule.end) == (0.1, 0.1)
 
 
+def shapes(cfg):
+    make_model = fdl.build(cfg.model)
+    return jax.eval_shape(lambda: make_model(key=jax.random.key(0)))
+
+
+def parameters(model):
+    return sum(leaf.size for leaf in jax.tree.leaves(model))
+
+
 @pytest.mark.parametrize(
-    ("name", "parameters"),
+    ("name", "count"),
     [
         ("llama_84m", 8 * (4 * 512 * 1024 + 3 * 512 * 4096 + 2 * 512) + 2 * 32_768 * 512 + 512),
         ("llama_8b", 8_030_261_248),
     ],
 )
-def test_parameter_counts(name, parameters):
+def test_parameter_counts(name, count):
     """Llama 3 8B's count is the published model's."""
-    cfg = configs.load(f"experiments/{name}")
-    settings = {k: getattr(cfg.model, k) for k in cfg.model.__arguments__}
-    model = jax.eval_shape(lambda: llama(**settings, key=jax.random.key(0)))
-    assert sum(leaf.size for leaf in jax.tree.leaves(model)) == parameters
+    assert parameters(shapes(configs.load(f"experiments/{name}"))) == count
+
+
+def test_each_family_has_an_experiment():
+    kinds = {keys["model_type"] for _, keys in PUBLISHED.values()}
+    assert kinds == {family.model_type for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", sentinels(PUBLISHED, lambda name: name == "qwen3_0_6b"))
+def test_an_experiment_is_the_published_model(name):
+    """In all its parts and settings: what hf.load makes of that model's config.json."""
+    model = shapes(configs.load(f"experiments/{name}"))
+    described = described_by(config(name), "config.json")
+    assert shape_of(model) == shape_of(jax.eval_shape(described.build, jax.random.key(0)))
+    assert parameters(model) == PUBLISHED[name][0]
 
 
 @pytest.mark.parametrize("name", SHAPES)

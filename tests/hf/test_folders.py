@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentinels import sentinels
 
-from lmlib import hf
-from lmlib.hf.families import FAMILIES, described
+from lmlib import Compute, hf
+from lmlib.hf.families import FAMILIES, described, family_of
 from lmlib.hf.names import Share
 from lmlib.hf.tensor_files import (
     DTYPES,
@@ -112,6 +112,24 @@ def test_old_names_of_keys_mean_the_same(tmp_path, name):
     assert described(tmp_path).arguments == expected.arguments
 
 
+def test_dynamic_scaling_is_none_up_to_the_length_of_training(folder):
+    """Where transformers scales, frequencies depend on the sequence's length."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    change(folder, rope_parameters=dynamic, max_position_embeddings=8)
+    model = jax.eval_shape(described(folder).build, jax.random.key(0))
+    told = "sequences of 9 tokens, but with Dynamic scaling rotary positions are known up to 8"
+    model.check(8, Compute())
+    with pytest.raises(ValueError, match=told):
+        model.check(9, Compute())
+    with pytest.raises(ValueError, match=told):
+        model.stack[0][0].attention.rotary.turns(jnp.zeros((1, 9), jnp.int32), jnp.float32)
+    _, written = family_of(model)
+    assert written["rope_parameters"] == dynamic and written["max_position_embeddings"] == 8
+    change(folder, max_position_embeddings=...)
+    with pytest.raises(FolderError, match="'dynamic' lacks max_position_embeddings"):
+        described(folder)
+
+
 def test_a_tied_head_may_be_in_the_file_or_not(folder):
     change(folder, tie_word_embeddings=True)
     with_head = hf.load(folder)
@@ -144,6 +162,7 @@ def test_a_trunk_alone_and_old_buffers_are_read(folder):
         ({"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
         ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight is unknown"),
         ({"vocab_size": 63}, "has shape (62, 16) instead of (63, 16)"),
+        ({"rope_interleaved": True}, "rope_interleaved = True is not supported, only False"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' lacks factor"),
         (

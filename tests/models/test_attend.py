@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_hardware import absent
 from jax.sharding import NamedSharding
 from sentinels import sentinels
 
@@ -16,6 +17,15 @@ from lmlib.parallel.mesh import make_mesh
 RUNNABLE = ["plain", "blockwise", "splash"]  # cudnn needs an NVIDIA GPU
 B, S, H, K, D = 2, 256, 4, 2, 64
 WINDOWS = [None, 1, 100, 128, 129, 1_000]
+# Beside a window alone, which has its own test.
+OPTIONS = [
+    {"scale": 0.3},
+    {"soft_cap": 2.0},
+    {"scale": 0.3, "soft_cap": 2.0},
+    {"window": 100, "scale": 0.3},
+    {"window": 100, "soft_cap": 2.0},
+    {"window": 100, "scale": 0.3, "soft_cap": 2.0},
+]
 
 
 def inputs(sequence=S, heads=H, kv_heads=K, head_dim=D):
@@ -76,6 +86,17 @@ def assert_close(values, expected, tolerance):
         assert error <= tolerance * max(np.linalg.norm(right), right.size**0.5)
 
 
+def assert_bfloat16_is_close(implementation, **options):
+    *arrays, d_BSHD = inputs()
+    q, k, v, d_BSHD = (jnp.asarray(x, jnp.bfloat16) for x in (*arrays[:3], d_BSHD))
+    values = found(implementation, q, k, v, arrays[3], d_BSHD, **options)
+    assert all(value.dtype == jnp.bfloat16 for value in values)
+    wide = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v)]
+    expected = reference(*wide, arrays[3], np.asarray(d_BSHD.astype(jnp.float32)), **options)
+    # A rounding to 8 bits is off by at most 2⁻⁹; four of them follow each other.
+    assert_close(values, expected, 4 * 2**-9)
+
+
 @pytest.mark.parametrize("window", sentinels(WINDOWS, lambda window: window in (None, 129)))
 @pytest.mark.parametrize("implementation", RUNNABLE)
 def test_outputs_and_gradients_match_the_definition(implementation, window):
@@ -85,13 +106,29 @@ def test_outputs_and_gradients_match_the_definition(implementation, window):
     assert_close(values, reference(*arrays, window), 2e-6)
 
 
-@pytest.mark.parametrize("options", [{"scale": 0.3, "soft_cap": 2.0}])
+@pytest.mark.parametrize("options", sentinels(OPTIONS, lambda options: len(options) == 3))
 @pytest.mark.parametrize("implementation", RUNNABLE)
-def test_a_scale_and_a_soft_cap_match_the_definition(implementation, options):
+def test_each_option_matches_the_definition(implementation, options):
+    options = {"window": None} | options
     arrays = inputs()
     with jax.default_matmul_precision("highest"):
-        values = found(implementation, *arrays, 100, **options)
-    assert_close(values, reference(*arrays, 100, **options), 4e-6)
+        values = found(implementation, *arrays, **options)
+    assert_close(values, reference(*arrays, **options), 4e-6)
+
+
+@pytest.mark.parametrize(
+    "options", sentinels([{"window": None}, {"window": 100, "scale": 0.3}], lambda o: len(o) == 2)
+)
+def test_what_cudnn_is_told_is_the_definition(options, monkeypatch):
+    """Its kernel runs on NVIDIA GPUs alone, but XLA can be given the same call."""
+    call = jax.nn.dot_product_attention
+
+    def by_xla(*arrays, implementation, **settings):
+        assert implementation == "cudnn"
+        return call(*arrays, implementation="xla", **settings)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    assert_bfloat16_is_close("cudnn", **options)
 
 
 def test_cudnn_has_no_soft_cap_and_says_so():
@@ -117,14 +154,7 @@ def test_any_shape_will_do(implementation, sequence, heads, kv_heads, head_dim):
 
 @pytest.mark.parametrize("implementation", RUNNABLE)
 def test_bfloat16_comes_within_its_rounding(implementation):
-    *arrays, d_BSHD = inputs()
-    q, k, v, d_BSHD = (jnp.asarray(x, jnp.bfloat16) for x in (*arrays[:3], d_BSHD))
-    values = found(implementation, q, k, v, arrays[3], d_BSHD, None)
-    assert all(value.dtype == jnp.bfloat16 for value in values)
-    wide = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v)]
-    expected = reference(*wide, arrays[3], np.asarray(d_BSHD.astype(jnp.float32)), None)
-    # A rounding to 8 bits is off by at most 2⁻⁹; four of them follow each other.
-    assert_close(values, expected, 4 * 2**-9)
+    assert_bfloat16_is_close(implementation, window=None)
 
 
 @pytest.mark.parametrize("implementation", RUNNABLE)
@@ -205,6 +235,18 @@ def test_what_an_implementation_cannot_compute_is_refused():
         attend(q, k, v, segments_BS, "cudnn")
     with pytest.raises(ValueError, match="multiple of 128, not 200"):
         attend(q[:, :200], k[:, :200], v[:, :200], segments_BS[:, :200], "splash")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [("v5e:2x2", ("splash", "splash")), ("h100:1x1", ("cudnn", "blockwise"))],
+)
+def test_where_the_best_kernel_has_no_soft_cap_auto_takes_blockwise(target, expected):
+    _, devices = absent(target)
+    q_BSHD = jnp.zeros((B, S, H, D), jnp.bfloat16)
+    with jax.set_mesh(make_mesh(devices=devices)):
+        assert (chosen(q_BSHD), chosen(q_BSHD, soft_cap=50.0)) == expected
 
 
 def test_on_a_cpu_auto_takes_blockwise():

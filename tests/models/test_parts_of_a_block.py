@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim.
 import functools
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +55,14 @@ def test_rms_norm(offset):
     np.testing.assert_allclose(norm(x_BSE), rms(wide(x_BSE), 1.0, epsilon=1e-3), rtol=1e-5)
     norm = moved(norm)
     assert_close(norm(x_BSE), rms(wide(x_BSE), wide(norm.scale), epsilon=1e-3, offset=offset))
+
+
+def test_a_small_scale_counts_beside_an_offset_in_bfloat16():
+    norm = RMSNorm(offset=1.0, embed=E, key=key)
+    small = eqx.tree_at(lambda norm: norm.scale, norm, jnp.full((E,), 3e-3, jnp.bfloat16))
+    x_NE = jax.random.normal(key, (4_096, E), jnp.bfloat16)
+    ratio = jnp.sum(wide(jnp.abs(small(x_NE)))) / jnp.sum(wide(jnp.abs(norm(x_NE))))
+    assert ratio == pytest.approx(1.003, abs=5e-4)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -1,5 +1,13 @@
 """Small random models of every family: their configs, and what of them is compared."""
 
+from pathlib import Path
+
+import numpy as np
+
+from lmlib.hf.tensor_files import read_header
+
+GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
+
 SIZES = {
     "vocab_size": 62,
     "hidden_size": 16,
@@ -27,6 +35,7 @@ _YARN = {
     "original_max_position_embeddings": 128,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
 _GEMMA = {"head_dim": 8, "sliding_window": 9}
 _GPT2 = {
     "vocab_size": 62,
@@ -47,6 +56,11 @@ FAMILIES = {
     ),
     "llama_3_1": ("llama", SIZES | {"rope_parameters": _LLAMA3}),
     "llama_linear": ("llama", SIZES | {"rope_parameters": _LINEAR}),
+    # No axis of the mesh divides its vocabulary.
+    "llama_dynamic_one_layer": (
+        "llama",
+        SIZES | {"rope_parameters": _DYNAMIC, "num_hidden_layers": 1, "vocab_size": 61},
+    ),
     "mistral": ("mistral", SIZES | {"sliding_window": 9}),
     "qwen2": ("qwen2", SIZES),
     "qwen2_yarn": ("qwen2", SIZES | {"rope_parameters": _YARN, "tie_word_embeddings": True}),
@@ -63,7 +77,30 @@ FAMILIES = {
         SIZES | {"partial_rotary_factor": 0.5, "tie_word_embeddings": True},
     ),
     "gpt2": ("gpt2", _GPT2),
+    "starcoder2": ("starcoder2", SIZES | {"sliding_window": 9, "attention_dropout": 0.1}),
 }
 PROMPT, KEPT = 500, slice(0, None, 25)  # positions whose logits are kept
 ROWS, LENGTH = 2, 40  # of the batch that a step is made on
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+
+
+def tokens(vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """A long prompt, and a batch with the token after each row."""
+    random = np.random.default_rng(0)
+    return random.integers(0, vocab, (1, PROMPT)), random.integers(0, vocab, (ROWS, LENGTH + 1))
+
+
+def tensors(file: Path) -> dict[str, np.ndarray]:
+    held = read_header(file)
+    return {name: each.read(0, each.size).reshape(each.shape) for name, each in held.items()}
+
+
+def assert_close(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], bound: float
+) -> None:
+    """Relative to the norm of the tensor, or to a thousandth of all of them."""
+    assert set(found) == set(expected)
+    whole = np.sqrt(sum(np.sum(np.square(each, dtype=np.float64)) for each in expected.values()))
+    for name, each in expected.items():
+        size = max(np.linalg.norm(each), 1e-3 * whole)
+        assert np.linalg.norm(found[name] - each) <= bound * size, name

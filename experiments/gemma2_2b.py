@@ -1,0 +1,28 @@
+"""Gemma 2 2B on C4, 50,000 steps of 1,048,576 tokens; 1.0e21 FLOPs, 720 H100-hours at 40 % MFU.
+
+    python -m runner --fdl_config=experiments/gemma2_2b --workdir=/tmp/gemma2_2b
+
+Sizes of google/gemma-2-2b's config.json. Data as in experiments/llama_84m.py with
+--tokenizer=google/gemma-2-2b and --out=data/c4_gemma2; all else as in experiments/llama_3_2_1b.py.
+Sequences are longer than the window.
+"""
+
+import fiddle as fdl
+
+from experiments import llama_3_2_1b
+from experiments.llama_84m import tiny as tiny
+from lmlib.experiment import Experiment
+from lmlib.models.families.gemma import gemma2
+
+
+def config() -> fdl.Config[Experiment]:
+    cfg = llama_3_2_1b.config()
+    cfg.model = fdl.Partial(
+        gemma2, vocab=256_000, embed=2_304, layers=26, heads=8, kv_heads=4, head_dim=256, mlp=9_216,
+        window=4_096, period=2,
+    )  # fmt: skip
+    cfg.data.path = cfg.validation.path = "data/c4_gemma2"
+    for source in (cfg.data, cfg.validation):
+        source.batch_size, source.sequence_length = 128, 8_192
+    cfg.steps = 50_000
+    return cfg

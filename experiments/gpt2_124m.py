@@ -1,0 +1,29 @@
+"""GPT-2 124M on C4, 4,700 steps of 524,288 tokens; 2.1e18 FLOPs, 1.5 H100-hours at 40 % MFU.
+
+    python -m runner --fdl_config=experiments/gpt2_124m --workdir=/tmp/gpt2_124m
+
+Sizes of openai-community/gpt2's config.json. Data as in experiments/llama_84m.py with
+--tokenizer=openai-community/gpt2 and --out=data/c4_gpt2; all else as in
+experiments/llama_3_2_1b.py. The peak learning rate is that of Brown et al. 2020 (arXiv:2005.14165,
+table 2.1) for this size.
+"""
+
+import fiddle as fdl
+
+from experiments import llama_3_2_1b
+from experiments.llama_84m import tiny as tiny
+from lmlib.experiment import Experiment
+from lmlib.models.families.gpt2 import gpt2
+
+
+def config() -> fdl.Config[Experiment]:
+    cfg = llama_3_2_1b.config()
+    cfg.model = fdl.Partial(
+        gpt2, vocab=50_257, embed=768, layers=12, heads=12, mlp=3_072, positions=1_024,
+    )  # fmt: skip
+    cfg.data.path = cfg.validation.path = "data/c4_gpt2"
+    for source in (cfg.data, cfg.validation):
+        source.batch_size, source.sequence_length = 512, 1_024
+    cfg.optimizer.peak_lr = 6e-4
+    cfg.steps = 4_700
+    return cfg

@@ -1,0 +1,26 @@
+"""Phi-3 mini on C4, 36,000 steps of 2,097,152 tokens; 1.9e21 FLOPs, 1,300 H100-hours at 40 % MFU.
+
+    python -m runner --fdl_config=experiments/phi3_mini --workdir=/tmp/phi3_mini
+
+Sizes of microsoft/Phi-3-mini-4k-instruct's config.json. Data as in experiments/llama_84m.py with
+--tokenizer=microsoft/Phi-3-mini-4k-instruct and --out=data/c4_phi3; all else as in
+experiments/llama_3_2_1b.py.
+"""
+
+import fiddle as fdl
+
+from experiments import llama_3_2_1b
+from experiments.llama_84m import tiny as tiny
+from lmlib.experiment import Experiment
+from lmlib.models.families.phi import phi3
+
+
+def config() -> fdl.Config[Experiment]:
+    cfg = llama_3_2_1b.config()
+    cfg.model = fdl.Partial(
+        phi3, vocab=32_064, embed=3_072, layers=32, heads=32, mlp=8_192, window=2_047,
+    )  # fmt: skip
+    cfg.data.path = cfg.validation.path = "data/c4_phi3"
+    cfg.data.batch_size = cfg.validation.batch_size = 512
+    cfg.steps = 36_000
+    return cfg

@@ -1,0 +1,81 @@
+"""Every family when tiny: trained on a mesh of 8, resumed, sampled from, quantized and planned. No
+file but its own two knows of it."""
+
+import shutil
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+from published_configs import PUBLISHED
+from states import assert_same_bits
+
+from lmlib import Compute
+from lmlib.generate import sample
+from lmlib.plan.planner import plan
+from lmlib.plan.targets import parse
+from runner import fit
+from runner.absent_hardware.stand_ins import built
+from runner.config import configs
+
+pytestmark = pytest.mark.slow
+MESH = ("mesh.fsdp=4", "mesh.tensor=2", "compute.sequence_parallel=True")
+QUANTIZED = "compute.quantized={'projections': 'int8', 'mlp': 'int8'}"
+
+
+def tiny(name, *overrides):
+    settings = ["steps=6", "checkpoint_every=3", "validation=None", "optimizer.peak_lr=1e-2"]
+    return configs.load(
+        f"experiments/{name}", ["tiny"], [*settings, "compute.dtype=float32", *overrides]
+    )
+
+
+def losses(result):
+    return [line["loss"] for line in result.metrics]
+
+
+@pytest.fixture(scope="module", params=PUBLISHED)
+def trained(request, tmp_path_factory):
+    """The family's name, the run's folder, and what it left."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, fit(tiny(request.param, *MESH), folder / "whole")
+
+
+def test_it_learns_on_a_mesh_as_it_does_alone(trained):
+    name, folder, result = trained
+    alone = fit(tiny(name, "mesh.fsdp=1"), folder / "alone")
+    np.testing.assert_allclose(losses(result), losses(alone), rtol=1e-4)
+    assert losses(result)[-1] < losses(result)[0]
+
+
+def test_it_goes_on_from_a_checkpoint_to_the_same_bits(trained):
+    name, folder, result = trained
+    shutil.copytree(folder / "whole", folder / "parted")
+    shutil.rmtree(folder / "parted" / "checkpoints" / "6")
+    (folder / "parted" / "result.json").unlink()
+    again = fit(tiny(name, *MESH), folder / "parted")
+    assert_same_bits(again.state, result.state)
+
+
+def test_quantized_it_learns_nearly_the_same(trained):
+    name, folder, result = trained
+    rounded = fit(tiny(name, *MESH, QUANTIZED), folder / "rounded")
+    assert losses(rounded) != losses(result)
+    np.testing.assert_allclose(losses(rounded), losses(result), rtol=2e-2)
+
+
+def test_it_continues_a_text(trained):
+    model = trained[2].state.model
+    mesh = jax.tree.leaves(model)[0].sharding.mesh
+    texts = sample(model, [[3, 1, 4], [1]], 4, jax.random.key(0), mesh, Compute(dtype="float32"))
+    assert [len(text) for text in texts] == [7, 5]
+    assert texts[0][:3] == [3, 1, 4] and all(0 <= token < 512 for token in texts[0])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_is_planned(name):
+    target = parse("cpu:8")
+    report = plan(built(tiny(name, *MESH), target.devices()), target)
+    model = jax.eval_shape(lambda: fdl.build(tiny(name).model)(key=jax.random.key(0)))
+    assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert report.memory.parameters < 4 * report.parameters

@@ -1,0 +1,73 @@
+"""Declarations of any family, for models of any size, are the same thing read both ways."""
+
+import functools
+import inspect
+from collections import Counter
+
+import jax
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmlib.hf.families import FAMILIES, described_by, shape_of
+from lmlib.hf.names import placed
+from lmlib.models.architecture import architecture
+from lmlib.parallel.axes import map_weights
+
+
+@st.composite
+def models(draw):
+    """A family, and the shapes of a model of it."""
+    family = draw(st.sampled_from(FAMILIES))
+    known = inspect.signature(family.build).parameters
+    kv_heads = draw(st.integers(1, 3)) if "kv_heads" in known else 1
+    heads, head_dim = kv_heads * draw(st.integers(1, 3)), 2 * draw(st.integers(1, 3))
+    free = "head_dim" in known
+    sizes = {
+        "vocab": draw(st.integers(1, 9)),
+        "embed": draw(st.integers(1, 9)) if free else heads * head_dim,
+        "layers": draw(st.integers(1, 5)),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "mlp": draw(st.integers(1, 9)),
+        "tied": draw(st.booleans()),
+        # A Llama with a window is a Mistral.
+        "window": None if family.model_type == "llama" else draw(st.integers(1, 9)),
+        "period": draw(st.integers(1, 4)),
+        "positions": draw(st.integers(1, 9)),
+    }
+    build = functools.partial(family.build, **{k: v for k, v in sizes.items() if k in known})
+    return family, jax.eval_shape(lambda key: build(key=key), jax.random.key(0))
+
+
+@given(models())
+@settings(max_examples=6, deadline=None)
+def test_declarations_hold_each_weight_once_and_describe_the_model(made):
+    family, model = made
+    content = {"model_type": family.model_type, **family.settings(architecture(model))}
+    again = described_by(content, "config.json")
+    assert shape_of(jax.eval_shape(again.build, jax.random.key(0))) == shape_of(model)
+
+    tensors = placed(model, family.names)
+    assert len({tensor.name for tensor in tensors}) == len(tensors)
+    held = Counter()
+    for tensor in tensors:
+        end = 0
+        for piece in tensor.pieces:  # they follow each other without a gap, and are as wide
+            share, along = piece.share, tensor.along
+            assert (share.along, share.start) == (along, end)
+            end += share.shape[along]
+            assert (*share.shape[:along], tensor.shape[along], *share.shape[along + 1 :]) == (
+                tensor.shape
+            )
+            held[piece.path, piece.repetition] += 1
+        assert end == tensor.shape[tensor.along]
+    expected = Counter()
+
+    def count(weight, array):
+        stacked = weight.axes[0] is None
+        for repetition in range(array.shape[0]) if stacked else [None]:
+            expected[weight.path, repetition] += 1
+
+    map_weights(count, model)
+    assert held == expected

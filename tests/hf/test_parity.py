@@ -1,0 +1,67 @@
+"""The golden folders are what transformers computes, and of folders that are written here it
+computes what lmlib does. Needs lmlib[parity]; tests/hf/test_golden.py does not."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from hugging_face_families import FAMILIES, GOLDEN, assert_close, tensors
+
+from lmlib import hf
+from lmlib.hf.families import described_by, shape_of
+from lmlib.hf.tensor_files import FolderError
+
+golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")
+pytestmark = pytest.mark.slow
+
+# Weights are the very same; all else is as exact as sums whose order differs between processors.
+BOUNDS = {"model": 0.0, "gradients": 1e-4, "after": 1e-5}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_golden_folder_is_what_transformers_computes(name, tmp_path):
+    golden.write(tmp_path, *FAMILIES[name])
+    for file, bound in BOUNDS.items():
+        found, expected = (
+            tensors(folder / f"{file}.safetensors") for folder in (tmp_path, GOLDEN / name)
+        )
+        assert_close(found, expected, bound)
+    found, expected = (
+        tensors(folder / "expected.safetensors") for folder in (tmp_path, GOLDEN / name)
+    )
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for key, bound in {"logits": 1e-5, "logits_bfloat16": 2**-5}.items():
+        one, other = (each[key].astype(np.float32) for each in (found, expected))
+        assert np.abs(one - other).max() <= bound * np.abs(other).max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_computes_the_same_of_what_is_written_here(name, tmp_path):
+    model = hf.load(GOLDEN / name)
+    folder, kind = tmp_path / "out", FAMILIES[name][0]
+    hf.save(model, folder, model_type=kind, dtype="float32", file_bytes=20_000)
+    theirs = golden.loaded(folder, "float32")
+    assert theirs.config.model_type == kind
+    found = golden.logits_of_prompt(theirs, model.vocab).numpy()
+    expected = tensors(GOLDEN / name / "expected.safetensors")["logits"]
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def parts(described):
+    return shape_of(jax.eval_shape(described.build, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_key_that_is_left_out_means_what_transformers_means(name):
+    whole = json.loads((GOLDEN / name / "config.json").read_text())
+    for key in sorted(whole.keys() - {"model_type"}):
+        rest = {k: v for k, v in whole.items() if k != key}
+        try:
+            found = described_by(rest, "config.json")
+        except FolderError as error:
+            assert str(error).endswith((f" has no {key}", f" lacks {key}"))
+        else:
+            meant = golden.transformers.AutoConfig.for_model(**rest).to_dict().get(key)
+            told = described_by(rest | {key: meant}, "config.json")
+            assert found == told or parts(found) == parts(told), key

@@ -1,0 +1,59 @@
+"""Golden folders, made by transformers; needs lmlib[parity]."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from hugging_face_families import ADAMW, KEPT, tokens
+from safetensors.torch import save_file
+
+
+def random_model(kind: str, keys: dict[str, Any]) -> Any:
+    """With weights that leave nothing out: no bias at zero, no scale at one."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **keys)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.ndim > 1 else 1).add_(0.1 * torch.randn_like(weight))
+    return model.float().eval()
+
+
+def loaded(folder: Path, dtype: str) -> Any:
+    """The model that transformers makes of a folder."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
+
+
+def logits_of_prompt(model: Any, vocab: int) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor(tokens(vocab)[0])).logits[0, KEPT].contiguous()
+
+
+def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
+    """A golden folder: a random model of `kind` with these keys of config.json, its logits,
+    gradients, and weights after a step."""
+    vocab = keys["vocab_size"]
+    model = random_model(kind, keys)
+    model.save_pretrained(folder)
+    logits = logits_of_prompt(model, vocab)
+    in_bfloat16 = logits_of_prompt(loaded(folder, "bfloat16"), vocab)
+    batch = tokens(vocab)[1]
+    output = model(torch.tensor(batch[:, :-1])).logits
+    loss = torch.nn.functional.cross_entropy(
+        output.flatten(0, 1), torch.tensor(batch[:, 1:]).flatten()
+    )
+    loss.backward()
+    names = dict(model.named_parameters())
+    gradients = {name: weight.grad.contiguous() for name, weight in names.items()}
+    decaying = [weight for weight in names.values() if weight.ndim > 1]
+    others = [weight for weight in names.values() if weight.ndim == 1]
+    groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, **ADAMW).step()
+    after = {name: weight.detach().contiguous() for name, weight in names.items()}
+    save_file(gradients, folder / "gradients.safetensors")
+    save_file(after, folder / "after.safetensors")
+    expected = {"logits": logits, "logits_bfloat16": in_bfloat16, "loss": loss.detach()}
+    save_file(expected, folder / "expected.safetensors")

@@ -1,0 +1,152 @@
+"""What the config.json of a published model says, and how many parameters it has.
+
+By experiment: each is the model of its family at the smallest published size.
+"""
+
+# In each of them, or in most.
+_COMMON = {
+    "architectures": ["AForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+}
+
+PUBLISHED = {
+    "llama_3_2_1b": (
+        1_235_814_400,
+        {
+            "model_type": "llama", "attention_bias": False, "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072,
+            "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 16,
+            "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
+        },
+    ),
+    "smollm2_135m": (
+        134_515_008,
+        {
+            "model_type": "llama", "attention_bias": False, "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True,
+            "max_position_embeddings": 8192, "mlp_bias": False, "num_attention_heads": 9,
+            "num_hidden_layers": 30, "num_key_value_heads": 3, "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None,
+            "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152,
+            "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+        },
+    ),
+    "mistral_7b": (
+        7_241_732_096,
+        {
+            "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 32768,
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+            "tie_word_embeddings": False, "vocab_size": 32000,
+        },
+    ),
+    "qwen2_5_0_5b": (
+        494_032_768,
+        {
+            "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896,
+            "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+            "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+            "tie_word_embeddings": True, "use_mrope": False, "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "qwen3_0_6b": (
+        596_049_920,
+        {
+            "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 32768,
+            "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+            "use_sliding_window": False, "vocab_size": 151936,
+        },
+    ),
+    "gemma2_2b": (
+        2_614_341_888,
+        {
+            "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0,
+            "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192,
+            "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+            "sliding_window": 4096, "sliding_window_size": 4096, "vocab_size": 256000,
+        },
+    ),
+    "gemma3_1b": (
+        999_885_952,
+        {
+            "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+            "intermediate_size": 6912, "max_position_embeddings": 32768,
+            "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+            "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+            "sliding_window_pattern": 6, "vocab_size": 262144,
+        },
+    ),
+    "olmo2_1b": (
+        1_484_916_736,
+        {
+            "model_type": "olmo2", "attention_bias": False, "hidden_act": "silu",
+            "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 4096,
+            "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000,
+            "tie_word_embeddings": False, "vocab_size": 100352,
+        },
+    ),
+    "phi3_mini": (
+        3_821_079_552,
+        {
+            "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0, "hidden_act": "silu",
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+            "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+            "original_max_position_embeddings": 4096, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+            "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047,
+            "tie_word_embeddings": False, "vocab_size": 32064,
+        },
+    ),
+    "gpt2_124m": (
+        124_439_808,
+        {
+            "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1,
+            "embd_pdrop": 0.1, "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768,
+            "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1,
+            "summary_activation": None, "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+            "vocab_size": 50257,
+        },
+    ),
+    "starcoder2_3b": (
+        3_030_371_328,
+        {
+            "model_type": "starcoder2", "attention_dropout": 0.1, "embedding_dropout": 0.1,
+            "hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072, "intermediate_size": 12288,
+            "max_position_embeddings": 16384, "mlp_type": "default", "norm_epsilon": 1e-05,
+            "norm_type": "layer_norm", "num_attention_heads": 24, "num_hidden_layers": 30,
+            "num_key_value_heads": 2, "residual_dropout": 0.1, "rope_theta": 999999.4420358813,
+            "sliding_window": 4096, "use_bias": True, "vocab_size": 49152,
+        },
+    ),
+}  # fmt: skip
+
+
+def config(name: str) -> dict:
+    """The whole content of the config.json."""
+    return _COMMON | PUBLISHED[name][1]
