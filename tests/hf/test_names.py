@@ -17,7 +17,7 @@ from lmlib.parallel.axes import map_weights
 
 @st.composite
 def models(draw):
-    """A family, and the shapes of a model of it."""
+    """A family, and what makes a model of it."""
     family = draw(st.sampled_from(FAMILIES))
     known = inspect.signature(family.build).parameters
     kv_heads = draw(st.integers(1, 3)) if "kv_heads" in known else 1
@@ -37,14 +37,16 @@ def models(draw):
         "period": draw(st.integers(1, 4)),
         "positions": draw(st.integers(1, 9)),
     }
-    build = functools.partial(family.build, **{k: v for k, v in sizes.items() if k in known})
-    return family, jax.eval_shape(lambda key: build(key=key), jax.random.key(0))
+    return family, functools.partial(
+        family.build, **{k: v for k, v in sizes.items() if k in known}, key=jax.random.key(0)
+    )
 
 
 @given(models())
 @settings(max_examples=6, deadline=None)
 def test_declarations_hold_each_weight_once_and_describe_the_model(made):
-    family, model = made
+    family, build = made
+    model = jax.eval_shape(build)
     content = {"model_type": family.model_type, **family.settings(architecture(model))}
     again = described_by(content, "config.json")
     assert not list(differences(jax.eval_shape(again.build, jax.random.key(0)), model))
