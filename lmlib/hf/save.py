@@ -51,7 +51,8 @@ def save(
         `None`: the first of them.
       tokenizer: a folder with a tokenizer's files, or one tokenizer.json; they are copied.
       dtype: of the file: "bfloat16", "float16" or "float32".
-      longest: the longest sequence the model was trained on, as `max_position_embeddings`.
+      longest: the longest sequence the model was trained on, as `max_position_embeddings`, unless
+        the model itself says that.
       settings: more keys of config.json, such as `bos_token_id` and `eos_token_id`.
       file_bytes: about how large a file may become.
       progress: called with the bytes written and all bytes, after each tensor.
@@ -73,7 +74,7 @@ def save(
         "dtype": dtype,
         **(
             {}
-            if longest is None or "n_positions" in content
+            if longest is None or content.keys() & {"n_positions", "max_position_embeddings"}
             else {"max_position_embeddings": longest}
         ),
         **(settings or {}),

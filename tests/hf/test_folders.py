@@ -130,6 +130,16 @@ def test_dynamic_scaling_is_none_up_to_the_length_of_training(folder):
         described(folder)
 
 
+def test_the_length_that_dynamic_scaling_depends_on_stays(tmp_path):
+    golden = GOLDEN / "llama_dynamic_one_layer"
+    hf.save(hf.load(golden), tmp_path / "again", longest=7)
+    before, after = (
+        json.loads((each / "config.json").read_text())["max_position_embeddings"]
+        for each in (golden, tmp_path / "again")
+    )
+    assert before == after != 7
+
+
 def test_a_tied_head_may_be_in_the_file_or_not(folder):
     change(folder, tie_word_embeddings=True)
     with_head = hf.load(folder)

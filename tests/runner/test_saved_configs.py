@@ -1,0 +1,237 @@
+"""The text of a config, and what is saved of it."""
+
+import functools
+import json
+import sys
+import textwrap
+
+import fiddle as fdl
+import jax
+import pytest
+from fiddle.experimental import serialization
+from written_experiment import LIBRARY
+
+from lmlib.models.attention import Attention
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.config.configs import load, save
+from runner.config.saved_config import FIDDLE_NAMES, JAX_NN
+from runner.config.text import changed_paths, difference, flattened
+
+
+def error(*arguments, **more) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load(*arguments, **more)
+    return str(raised.value)
+
+
+# Text
+
+
+def test_flattened_text_holds_every_parameter_in_declared_order(experiment):
+    assert flattened(load(experiment)) == textwrap.dedent("""\
+        library.Experiment
+        model: library.Llama (partial)
+        model.embed = 64
+        model.layers = 2
+        model.activation = library.silu
+        model.dropout = 0
+        model.key = None
+        optimizer: library.adamw (partial)
+        optimizer.peak_lr = 0.0003
+        optimizer.betas = (0.9, 0.95)
+        optimizer.decay = None
+        optimizer.nesterov = False
+        data: library.Data
+        data.files: library.Files
+        data.files.path = 'corpus'
+        data.batch = 16
+        data.rules = {'mlp': 'tensor'}
+        data.seed = None
+        validation[0]: library.evaluate
+        validation[0].files: same as data.files
+        validation[0].every = 100
+        prompts = ['Once', 'The']
+        extra: library.anything
+        extra.one = 1
+        name = 'run'
+        """)
+
+
+def test_flattened_text_holds_no_addresses():
+    cfg = fdl.Config(dict, a=object(), b=[(len,), {"c": sorted}], d=lambda: 0)
+    assert "0x" not in flattened(cfg)
+    assert "b = [(builtins.len,), {'c': builtins.sorted}]" in flattened(cfg)
+
+
+def test_flattening_and_saving_leave_the_config_alone(experiment, tmp_path):
+    cfg = load(experiment)
+    flattened(cfg)
+    save(cfg, tmp_path)
+    assert list(fdl.ordered_arguments(cfg.model)) == ["embed", "activation"]
+
+
+def changes(old, new):
+    return difference(flattened(old), flattened(new))
+
+
+def test_difference_shows_each_changed_line(experiment):
+    old, new = load(experiment), load(experiment, (), ["optimizer.peak_lr=1e-3", "extra.two=2"])
+    assert changes(old, new) == textwrap.dedent("""\
+        - optimizer.peak_lr = 0.0003
+        + optimizer.peak_lr = 0.001
+        + extra.two = 2
+        """)
+    assert changed_paths(flattened(old), flattened(new)) == ["optimizer.peak_lr", "extra.two"]
+
+
+def test_a_difference_does_not_steer_the_terminal():
+    assert difference("a = 1\n", "a = \x1b[2J1\n") == "- a = 1\n+ a = \\x1b[2J1\n"
+
+
+def test_there_is_no_difference_to_defaults_written_out(experiment):
+    explicit = load(experiment, (), ["model.layers=2", "optimizer.betas=(0.9, 0.95)"])
+    assert changes(load(experiment), explicit) == ""
+
+
+# Saved configs
+
+
+def test_a_saved_config_is_loaded_again_with_its_sharing(experiment, tmp_path):
+    cfg = load(experiment, ["tiny"])
+    save(cfg, tmp_path / "new" / "workdir")
+    for reference in (tmp_path / "new" / "workdir", tmp_path / "new" / "workdir" / "config.json"):
+        again = load(str(reference), trusted=["library"])
+        assert again == cfg
+        assert changes(cfg, again) == ""
+        assert again.data.files is again.validation[0].files
+        built = fdl.build(again)
+        assert built.data.files is built.validation[0]
+        assert built.data.files.names == []
+        assert built.model(key=0).layers == 1
+
+
+def test_a_saved_model_with_a_part_of_its_own_is_built_again(tmp_path):
+    cfg = load("experiments/llama_84m", ["tiny"])
+    cfg.model.attention = fdl.Partial(Attention, scale=0.5)
+    save(cfg, tmp_path)
+    again = load(str(tmp_path / "config.json"))
+    model = jax.eval_shape(functools.partial(fdl.build(again.model), key=jax.random.key(0)))
+    ((block,),) = model.stack
+    assert block.attention.scale == 0.5 and block.attention.rotary is not None
+
+
+def test_a_saved_config_does_not_follow_later_defaults(experiment, write, tmp_path):
+    save(load(experiment), tmp_path)
+    write("library", LIBRARY.replace("layers: int = 2", "layers: int = 9 "))
+    del sys.modules["library"]
+    assert load(str(tmp_path), trusted=["library"]).model.layers == 2
+
+
+def test_the_readable_text_is_saved_and_nothing_unfinished_is_left(experiment, tmp_path):
+    workdir = tmp_path / "workdir"
+    save(load(experiment), workdir)
+    save(load(experiment, ["tiny"]), workdir)
+    assert (workdir / "config.txt").read_text() == flattened(load(experiment, ["tiny"]))
+    assert sorted(path.name for path in workdir.iterdir()) == [
+        "config.json",
+        "config.txt",
+        "data.json",
+    ]
+
+
+def test_overrides_apply_to_a_saved_config_and_fiddlers_do_not(experiment, tmp_path):
+    save(load(experiment), tmp_path)
+    assert load(str(tmp_path), (), ["model.layers=7"], ["library"]).model.layers == 7
+    assert "fiddlers need an experiment's .py file" in error(str(tmp_path), ["tiny"])
+
+
+@pytest.mark.parametrize("value", [lambda x: x, object()])
+def test_a_value_that_cannot_be_found_again_is_not_saved(tmp_path, value):
+    with pytest.raises(ConfigError, match="this config cannot be saved"):
+        save(fdl.Config(dict, a=value), tmp_path / "workdir")
+    assert not (tmp_path / "workdir").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "no JSON", "[]", "{}", "3", '{"root": 1, "objects": {}}', '{"root": {}}', "\xff"],
+)
+def test_a_json_file_that_is_no_config_is_refused(tmp_path, content):
+    file = tmp_path / "config.json"
+    file.write_bytes(content.encode("latin-1"))
+    assert "is no saved Fiddle config" in error(str(file))
+
+
+def test_a_json_file_that_is_not_there_is_refused(tmp_path):
+    assert "config.json cannot be read: No such file" in error(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('"library"', '"librarian"', "No module named 'librarian'"),
+        ('"adamw"', '"adamv"', "module 'library' has no attribute 'adamv'"),
+        ('"peak_lr"', '"peek_lr"', "sets 'peek_lr', but library.adamw has none (any more)."),
+    ],
+)
+def test_a_saved_config_must_not_name_what_is_gone(experiment, tmp_path, old, new, expected):
+    save(load(experiment), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace(old, new))
+    assert expected in error(str(file), trusted=["library", "librarian"])
+
+
+def test_a_saved_config_with_modules_of_the_user_needs_their_names(experiment, tmp_path):
+    save(load(experiment), tmp_path)
+    assert error(str(tmp_path)) == (
+        f"{tmp_path}/config.json refers to library.silu, which a saved config may not run unasked: "
+        "if you trust that code, give --trust_module=library"
+    )
+    assert "--trust_module=library" in error(str(tmp_path), trusted=["lib", "library.Llama"])
+
+
+def test_config_is_called_with_the_overrides_of_its_own_parameters(tmp_path):
+    file = tmp_path / "scaled.py"
+    file.write_text(
+        "import fiddle as fdl\n"
+        "def made(size: int, name: str):\n"
+        "    return size, name\n"
+        "def config(scale: int, name: str = 'plain'):\n"
+        "    return fdl.Config(made, size=8 * scale, name=name)\n"
+        "def doubled(cfg):\n"
+        "    cfg.size *= 2\n"
+    )
+    cfg = load(str(file), ["doubled"], ["scale=3", "size=7", "name=wide"])
+    assert fdl.build(cfg) == (7, "wide")
+    assert fdl.build(load(str(file), ["doubled"], ["scale=3"])) == (48, "plain")
+    assert "needs a scale: give --fdl.scale=…" in error(str(file))
+    assert "--fdl.scale=big: big is no Python literal" in error(str(file), overrides=["scale=big"])
+
+
+def test_every_shipped_experiment_is_saved_and_loaded_again(tmp_path):
+    for name in configs.experiments().keys() - {"experiments/from_hf"}:  # which needs a folder
+        cfg = load(name)
+        save(cfg, tmp_path)
+        assert load(str(tmp_path)) == cfg
+
+
+def test_fiddle_writes_the_private_names_that_are_trusted():
+    parts = [
+        fdl.Partial(dict),
+        fdl.Partial(dict, a=fdl.ArgFactory(dict)),
+        fdl.Config(dict, unset=fdl.NO_VALUE),
+    ]
+    found = set()
+
+    def note(value):
+        if isinstance(value, dict):
+            if {"module", "name"} <= value.keys():
+                found.add(f"{value['module']}.{value['name']}")
+            value = list(value.values())
+        for part in value if isinstance(value, list) else ():
+            note(part)
+
+    note(json.loads(serialization.dump_json(fdl.Config(dict, parts=parts))))
+    assert {name for name in found if name.startswith("fiddle")} == FIDDLE_NAMES
+    assert jax.nn.gelu.__module__.startswith(f"{JAX_NN}.")
