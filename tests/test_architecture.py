@@ -1,7 +1,8 @@
 """Imports point one way. The table is the architecture; the code is checked against it, unimported.
 
 runner ──▶ experiments (by name) ──▶ lmlib          data_tools ──▶ lmlib.data
-inside lmlib: parallel, compute ──▶ models ──▶ logit_chunks, losses ──▶ optim, guard, train ──▶ experiment
+inside lmlib: parallel, compute ──▶ models ──▶ logit_chunks ──▶ losses ──▶ optim, guard, train
+              ──▶ experiment
               ──▶ evaluate, generate, describe, activations, layer_statistics, plan
 """
 
