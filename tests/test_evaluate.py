@@ -15,7 +15,7 @@ from sentinels import sentinels
 import lmlib
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate import Evaluation, Evaluator
+from lmlib.evaluate.mean_loss import Evaluation, Evaluator
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
 from lmlib.parallel.layout import creator
@@ -53,7 +53,7 @@ MANY_BATCHES = """
 import functools, jax
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate import Evaluator
+from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
