@@ -49,8 +49,8 @@ _TASKS = {
     "writing": (
         {
             "output_type": "generate_until",
-            "doc_to_text": "{{text}}",
-            "doc_to_target": "the",
+            "doc_to_text": "{{text[:20]}}",
+            "doc_to_target": "{{text[20:].split('a')[0]}}",
             "generation_kwargs": {
                 "until": ["a", "\n", "the"],
                 "max_gen_toks": 20,
@@ -58,17 +58,17 @@ _TASKS = {
             },
             "metric_list": [{"metric": "exact_match"}, {"metric": "bleu"}],
         },
-        [{"text": text} for text in [*TEXTS, "The", " ".join(TEXTS)]],
+        [{"text": text} for text in [*TEXTS, "The"]],
     ),
     "writing_on": (
         {
             "output_type": "generate_until",
             "doc_to_text": "{{text}}",
-            "doc_to_target": "the",
+            "doc_to_target": "the mill",
             "generation_kwargs": {"until": [], "max_gen_toks": 31},
             "metric_list": [{"metric": "exact_match"}, {"metric": "bleu"}],
         },
-        [{"text": text[:20]} for text in TEXTS],
+        [{"text": text} for text in [" ".join(TEXTS), *TEXTS]],  # longer than the model takes
     ),
 }
 TASKS = tuple(_TASKS)

@@ -3,9 +3,12 @@ Needs lmlib[eval,parity]."""
 
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from local_tasks import TASKS, write_tasks
-from small_tokenizer import write_tokenizer_folder
+from small_tokenizer import TEXTS, write_tokenizer_folder
+from tokenizers import Tokenizer
 
 from lmlib import hf
 from lmlib.models.families.llama import llama
@@ -28,15 +31,43 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["begins", "only ends"])
 def folder(request, tmp_path_factory):
-    """A random model, far from uniform, with a tokenizer."""
+    """A model that has learned a few sentences, with its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     vocab = write_tokenizer_folder(folder / "tokenizer", begins=request.param)
     model = llama(vocab=vocab, embed=32, layers=2, heads=4, mlp=64, key=jax.random.key(1))
-    model = jax.tree.map(lambda weight: 2.5 * weight, model)
     hf.save(
-        model, folder / "exported", tokenizer=folder / "tokenizer", dtype="float32", longest=LENGTH
+        learned(model, Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))),
+        folder / "exported",
+        tokenizer=folder / "tokenizer",
+        dtype="float32",
+        longest=LENGTH,
+        settings={"eos_token_id": 0},  # else `hf` goes on after it where its batch does
     )
     return folder / "exported"
+
+
+def learned(model, tokenizer):
+    """`model` after some updates on the sentences."""
+    tokenizer.enable_padding(pad_id=0)
+    encoded = tokenizer.encode_batch(TEXTS)
+    tokens_BS = jnp.array([each.ids for each in encoded], jnp.int32)[:, :LENGTH]
+    mask_BS = jnp.array([each.attention_mask for each in encoded])[:, 1:LENGTH]
+    adam = optax.adam(1e-2)
+
+    def loss(model):
+        logits_BSV = model(tokens_BS)[:, :-1]
+        nats_BS = optax.softmax_cross_entropy_with_integer_labels(logits_BSV, tokens_BS[:, 1:])
+        return (nats_BS * mask_BS).sum() / mask_BS.sum()
+
+    @jax.jit
+    def update(model, state):
+        updates, state = adam.update(jax.grad(loss)(model), state)
+        return optax.apply_updates(model, updates), state
+
+    state = adam.init(model)
+    for _ in range(40):
+        model, state = update(model, state)
+    return model
 
 
 def theirs(folder, tasks, **settings):
