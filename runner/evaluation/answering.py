@@ -142,8 +142,9 @@ class Answering:
             raise
 
     def _computed(self, name: str, arguments: dict[str, Any]) -> Any:
-        computed = {"likelihoods": self._likelihoods, "continuations": self._continuations}
-        return computed[name](**arguments)
+        if name == "likelihoods":
+            return self._likelihoods(**arguments)
+        return self._continuations(**arguments)
 
     def _likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
         windows = []

@@ -174,10 +174,10 @@ def _codec_of_run(run: SavedRun) -> TextCodec | None:
 
 def _file_of_run(run: SavedRun) -> Path | None:
     """Likewise."""
-    if run.data is not None and run.data.tokenizer == run.tokenizer:
-        if (file := run.data.tokenizer_path) is not None:
-            return file
-    return None if run.tokenizer_folder is None else _file_in(run.tokenizer_folder)
+    data, folder = run.data, run.tokenizer_folder
+    if data is not None and data.tokenizer == run.tokenizer and data.tokenizer_path is not None:
+        return data.tokenizer_path
+    return None if folder is None else _file_in(folder)
 
 
 def _end_ids_of_run(run: SavedRun) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """lm-eval's numbers of a model here are those of its own backend `hf` on the exported weights.
 Needs lmlib[eval,parity]."""
 
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -91,11 +90,9 @@ def test_every_number_is_that_of_the_backend_hf(folder, tasks, chat):
         **QUIET,
     )
     expected = theirs(folder, tasks, apply_chat_template=chat, **QUIET)
-    print()
     for task in TASKS:
         for metric, value in expected["results"][task].items():
             if isinstance(value, float):
-                print(f"{task:12} {metric:24} {found['results'][task][metric]:.6f} {value:.6f}")
                 assert found["results"][task][metric] == pytest.approx(value, rel=1e-4, abs=1e-4)
         pairs = zip(found["samples"][task], expected["samples"][task], strict=True)
         for one, other in pairs:
