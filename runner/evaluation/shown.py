@@ -43,7 +43,7 @@ def tables(found: Sequence[Measured]) -> str:
     lines = [f"{title}\n", columns(rows), "", "± is one standard error over documents"]
     if len(found) <= _MOST_COLUMNS:
         names = [
-            f"{name}, {each.data}" if which else each.data
+            f"{'step ' * (which == ['step'])}{name}, {each.data}" if which else each.data
             for each, name in zip(found, named, strict=True)
         ]
         lines += ["", _by_position(found, names)]
