@@ -87,8 +87,9 @@ def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCod
 
     def settles(id: int) -> bool:
         token = tokenizer.id_to_token(id)
-        without_text = token is None or (id in added and added[id].special)
-        return not without_text and not _BYTE.fullmatch(token)
+        if token is None or (id in added and added[id].special):  # which has no text
+            return False
+        return not _BYTE.fullmatch(token)
 
     return TextCodec(encode, encode_marked, decode, settles)
 
