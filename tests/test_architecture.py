@@ -1,7 +1,8 @@
 """Imports point one way. The table is the architecture; the code is checked against it, unimported.
 
 runner ──▶ experiments (by name) ──▶ lmlib          data_tools ──▶ lmlib.data
-inside lmlib: parallel, compute ──▶ models ──▶ losses ──▶ optim, guard, train ──▶ experiment
+inside lmlib: parallel, compute ──▶ models ──▶ logit_chunks ──▶ losses ──▶ optim, guard, train
+              ──▶ experiment
               ──▶ evaluate, generate, describe, activations, layer_statistics, plan
 """
 
@@ -43,7 +44,14 @@ MAY_IMPORT = {
     "lmlib.compute": set(),
     "lmlib.models": {"lmlib.parallel", "lmlib.compute"},
     "lmlib.hf": {"lmlib.models", "lmlib.parallel", "lmlib.whole_file"},
-    "lmlib.losses": {"lmlib.models", "lmlib.parallel", "lmlib.compute", "lmlib.data"},
+    "lmlib.logit_chunks": {"lmlib.models", "lmlib.parallel"},
+    "lmlib.losses": {
+        "lmlib.logit_chunks",
+        "lmlib.models",
+        "lmlib.parallel",
+        "lmlib.compute",
+        "lmlib.data",
+    },
     "lmlib.optim": {"lmlib.parallel"},
     "lmlib.guard": set(),
     "lmlib.train": {
@@ -66,6 +74,7 @@ MAY_IMPORT = {
         "lmlib.data",
     },
     "lmlib.evaluate": {
+        "lmlib.logit_chunks",
         "lmlib.losses",
         "lmlib.models",
         "lmlib.parallel",

@@ -17,7 +17,7 @@ from lmlib import optim, train
 from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate import Evaluator
+from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.generate import sample
 from lmlib.layer_statistics import layer_statistics
 from lmlib.losses import Objective, batch_loss

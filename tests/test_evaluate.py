@@ -16,7 +16,7 @@ from sentinels import sentinels
 import lmlib
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate import Evaluation, Evaluator
+from lmlib.evaluate.mean_loss import Evaluation, Evaluator
 from lmlib.generate import sample
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context, whole_rows
@@ -55,7 +55,7 @@ MANY_BATCHES = """
 import functools, jax
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate import Evaluator
+from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,21 @@ def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCod
         return not _BYTE.fullmatch(token)
 
     return TextCodec(encode, encode_marked, decode, settles)
+
+
+def beginning_of(file: Path, end_ids: Collection[int]) -> int | None:
+    """The id that the tokenizer.json `file` itself puts before a text, if it does; `end_ids` are
+    those that it may put after one.
+
+    Raises ValueError or OSError if the file describes no tokenizer, or one that puts several.
+    """
+    tokenizer = read_tokenizer(read_text(file, LARGEST_TOKENIZER))
+    with tokenizers_errors(f"{file} cannot encode an empty text"):
+        around = tokenizer.encode("", add_special_tokens=True).ids
+    before = [id for id in around if id not in end_ids]
+    if len(before) > 1:
+        raise ValueError(f"{file} puts {len(before)} tokens before a text ({before}), not just one")
+    return before[0] if before else None
 
 
 def codec_of_bytes(bos_id: int | None) -> TextCodec:

@@ -4,7 +4,7 @@ from typing import Any
 
 from lmlib.data.batch import Source
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.evaluate import Evaluation, Evaluator
+from lmlib.evaluate.mean_loss import Evaluation, Evaluator
 from lmlib.experiment import Experiment
 
 
