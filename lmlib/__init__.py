@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lmlib.compute import Compute
     from lmlib.description import describe
     from lmlib.experiment import Experiment
-    from lmlib.generate import sample
+    from lmlib.generate import Generator, Sampling
     from lmlib.losses import Objective, batch_loss
     from lmlib.models.decoder import Decoder
     from lmlib.models.families.llama import llama
@@ -23,13 +23,14 @@ __all__ = [
     "Context",
     "Decoder",
     "Experiment",
+    "Generator",
     "Objective",
+    "Sampling",
     "adamw",
     "batch_loss",
     "describe",
     "llama",
     "make_mesh",
-    "sample",
     "whole_rows",
 ]
 
@@ -38,13 +39,14 @@ _HOMES = {
     "Context": "lmlib.models.protocol",
     "Decoder": "lmlib.models.decoder",
     "Experiment": "lmlib.experiment",
+    "Generator": "lmlib.generate",
     "Objective": "lmlib.losses",
+    "Sampling": "lmlib.generate",
     "adamw": "lmlib.optim",
     "batch_loss": "lmlib.losses",
     "describe": "lmlib.description",
     "llama": "lmlib.models.families.llama",
     "make_mesh": "lmlib.parallel.mesh",
-    "sample": "lmlib.generate",
     "whole_rows": "lmlib.models.protocol",
 }
 

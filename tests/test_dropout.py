@@ -18,7 +18,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.mean_loss import Evaluator
-from lmlib.generate import sample
+from lmlib.generate import GREEDY, generate
 from lmlib.layer_statistics import layer_statistics
 from lmlib.losses import Objective, batch_loss
 from lmlib.models.dropout import dropout
@@ -121,8 +121,8 @@ def test_what_only_looks_at_a_model_drops_nothing():
     prompt_BS = jnp.array([[1, 2]])
     context = dataclasses.replace(whole_rows(prompt_BS, FLOAT32), dropout=RATE)
     likeliest = int(jnp.argmax(model(prompt_BS, context)[0, -1]))
-    text = sample(model, [[1, 2]], 1, jax.random.key(0), mesh, FLOAT32, temperature=0.0)
-    assert text == [[1, 2, likeliest]]
+    ((made,),) = generate(model, [[1, 2]], 1, GREEDY, mesh=mesh, compute=FLOAT32)
+    assert made.tokens == [likeliest]
 
 
 def test_rate_zero_traces_to_the_same_program_with_a_key_as_without():

@@ -1,4 +1,4 @@
-"""Evaluation weighs every token once; sampling follows the model."""
+"""Evaluation weighs every token once."""
 
 import functools
 import math
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from sentinels import sentinels
@@ -17,9 +16,8 @@ import lmlib
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.mean_loss import Evaluation, Evaluator
-from lmlib.generate import sample
 from lmlib.models.families.llama import llama
-from lmlib.models.protocol import Context, whole_rows
+from lmlib.models.protocol import Context
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
 
@@ -100,35 +98,3 @@ def test_nothing_to_evaluate_is_an_error():
     mesh = make_mesh()
     with pytest.raises(ValueError, match="every position is masked"):
         Evaluator(Padding(V, 8, 16), mesh, FLOAT32)(on(mesh), 1)
-
-
-def last_logits(model, tokens):
-    tokens_BS = jnp.array([tokens])
-    return model(tokens_BS, whole_rows(tokens_BS, FLOAT32))[0, -1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", sentinels([{}, {"fsdp": 4, "tensor": 2}], bool))
-def test_greedy_sampling_takes_the_likeliest_token_each_time(mesh):
-    mesh = make_mesh(**mesh)
-    prompts = [[3, 1, 4], [1], [5, 9]]
-    found = sample(on(mesh), prompts, 6, jax.random.key(0), mesh, FLOAT32, temperature=0.0)
-    model = make()
-    for prompt, tokens in zip(prompts, found, strict=True):
-        expected = [*prompt]
-        for _ in range(6):
-            expected.append(int(jnp.argmax(last_logits(model, expected))))
-        assert tokens == expected
-
-
-def test_sampling_follows_the_distribution():
-    mesh = make_mesh()
-    draws = sample(on(mesh), [[7]] * 4096, 1, jax.random.key(1), mesh, FLOAT32, temperature=1.0)
-    counts = np.bincount([tokens[1] for tokens in draws], minlength=V)
-    p = np.asarray(jax.nn.softmax(last_logits(make(), [7])))
-    assert (np.abs(counts - 4096 * p) <= 5 * np.sqrt(4096 * p * (1 - p)) + 1).all()
-
-
-def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="at least one token"):
-        sample(make(), [[]], 1, jax.random.key(0), make_mesh(), FLOAT32)

@@ -4,15 +4,17 @@ Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, K kv
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, check_attention
+from lmlib.models.attend.options import Options
+from lmlib.models.cache import KeysAndValues, attend_cached, empty_cache, extended
 from lmlib.models.product import product
 from lmlib.models.protocol import Context
 from lmlib.models.rope import Rotary, rotate
@@ -103,15 +105,16 @@ class Attention(eqx.Module):
         self.rotary, self.window, self.scale, self.soft_cap = rotary, window, scale, soft_cap
 
     def __call__(
-        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
-    ) -> tuple[Float[Array, "b s embed"], Any]:
-        """What attention writes, and the new cache.
+        self,
+        x_BSE: Float[Array, "b s embed"],
+        context: Context,
+        cache: KeysAndValues | None = None,
+    ) -> tuple[Float[Array, "b s embed"], KeysAndValues | None]:
+        """What attention writes, and the new cache: see `lmlib.models.cache.attend_cached`.
 
         Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which the
         last product is summed over `tensor` (a psum or a reduce-scatter).
         """
-        if cache is not None:
-            raise ValueError("attention keeps no cache: give trunk() none, and whole sequences")
         precision = context.compute.precision("projections")
         with jax.named_scope("projections"):
             q_BSHD = product("bse,ehd->bshd", x_BSE, self.query, precision)
@@ -126,20 +129,32 @@ class Attention(eqx.Module):
                 q_BSHD, k_BTKD = rotate(q_BSHD, turns), rotate(k_BTKD, turns)
             q_BSHD, k_BTKD = checkpoint_name(q_BSHD, "query"), checkpoint_name(k_BTKD, "key")
         with jax.named_scope("attention"):
-            mixed_BSHD = attend(
-                q_BSHD,
-                k_BTKD,
-                v_BTKD,
-                context.segment_ids_BS,
-                context.compute.attention,
-                window=self.window,
-                scale=self.scale,
-                soft_cap=self.soft_cap,
-            )
+            if cache is None or cache.empty:
+                mixed_BSHD = attend(
+                    q_BSHD,
+                    k_BTKD,
+                    v_BTKD,
+                    context.segment_ids_BS,
+                    context.compute.attention,
+                    window=self.window,
+                    scale=self.scale,
+                    soft_cap=self.soft_cap,
+                )
+                cache = cache and extended(cache, k_BTKD, v_BTKD, context.positions_BS)
+            else:
+                options = Options.of(self.window, self.scale, self.soft_cap, q_BSHD.shape[-1])
+                mixed_BSHD, cache = attend_cached(
+                    q_BSHD, k_BTKD, v_BTKD, context.positions_BS, cache, options
+                )
         with jax.named_scope("projections"):
             residual = spec(context.compute.residual)
             y_BSE = product("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
-            return _biased(y_BSE, self.output_bias), None
+            return _biased(y_BSE, self.output_bias), cache
+
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:
+        """See `lmlib.models.protocol.Cached`; of a window's size if there is one."""
+        kv_heads, head_dim = self.key.shape[-2:]
+        return empty_cache(rows, min(self.window or length, length), kv_heads, head_dim, dtype)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Of the two products of activations, forward and backward: 12 · heads · head_dim · keys.

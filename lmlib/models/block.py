@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lmlib.compute import Compute
@@ -34,6 +35,15 @@ class Mixer(Protocol):
 
     def check(self, sequence_length: int, compute: Compute) -> None:
         """Raises ValueError for what it cannot compute."""
+
+
+@runtime_checkable
+class CachedMixer(Mixer, Protocol):
+    """A mixer that goes on from a cache."""
+
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
+        """Of one layer, as `lmlib.models.protocol.Cached` says, but with the rows along the first
+        axis."""
 
 
 @runtime_checkable

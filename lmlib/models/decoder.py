@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
@@ -25,6 +26,7 @@ from lmlib.models.stack import (
     check_stack,
     make_stack,
     run_stack,
+    stack_cache,
     stack_flops_per_token,
     stack_parts,
 )
@@ -128,6 +130,10 @@ class Decoder(eqx.Module):
                 x_BSE, context.dropout, key, "embedding", compute.residual
             )
         return run_stack(self.stack, x_BSE, context, cache)
+
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
+        """See `lmlib.models.protocol.Cached`."""
+        return stack_cache(self.stack, rows, length, dtype)
 
     def features(
         self, x_BSE: Float[Array, "b s embed"], context: Context

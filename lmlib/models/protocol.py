@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
@@ -114,6 +115,21 @@ class Model(Protocol):
 
     def check(self, sequence_length: int, compute: Compute) -> None:
         """Raises ValueError if sequences so long cannot be computed as `compute` says."""
+
+
+@runtime_checkable
+class Cached(Model, Protocol):
+    """A model that can go on from a cache. `lmlib.generate` computes with another one the whole
+    sequence again for every token."""
+
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
+        """What `trunk` takes as `cache` for the first tokens of `rows` sequences, which will have
+        up to `length` tokens; `None` if it cannot. Every array in it and in the caches that follow
+        has the rows along its second axis, after that of stacked layers.
+
+        In each row the tokens of a call follow those of the calls before: positions go on, from 0.
+        Tokens at negative positions, at a row's end, are padding: the cache keeps nothing of them.
+        """
 
 
 _PURPOSES = {

@@ -16,14 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.block import Block
+from lmlib.models.block import Block, CachedMixer
 from lmlib.models.protocol import Context, Part, Trunk
 from lmlib.models.quantized import check_quantized
 from lmlib.models.rematerialization import check_names, policy
 from lmlib.models.weights import fold
+from lmlib.parallel.axes import M
 from lmlib.parallel.layout import gather
 
 Pattern = tuple[Block, ...]
@@ -110,6 +112,51 @@ def run_stack(
         losses,
         None if cache is None else tuple(caches),
         jax.tree.map(lambda *each: jnp.concatenate(each), *observed) if observed else None,
+    )
+
+
+def stack_cache(stack: Stack, rows: int, length: int, dtype: DTypeLike) -> Any:
+    """An empty cache for `run_stack`, as of `lmlib.models.protocol.Cached`; `None` if a layer's
+    mixer keeps none."""
+
+    def of_layers(block: Block) -> Any:
+        assert isinstance(block.attention, CachedMixer)
+        repeats = jax.tree.leaves(block)[0].shape[0]
+        one = block.attention.empty_cache(rows, length, dtype)
+        return jax.tree.map(lambda x: _stacked(x, repeats), one)
+
+    mixers = [block.attention for pattern in stack for block in pattern]
+    if not all(isinstance(mixer, CachedMixer) for mixer in mixers):
+        return None
+    return tuple(tuple(map(of_layers, pattern)) for pattern in stack)
+
+
+def unstacked(model: M) -> M:
+    """`model` with each layer of its stacks as a segment of its own, whose weights lie by
+    themselves. One loop over tokens then reads them where they are; a loop over layers in it would
+    copy each layer's first."""
+
+    def is_stack(node: Any) -> bool:
+        return (
+            isinstance(node, tuple)
+            and len(node) > 0
+            and all(isinstance(pattern, tuple) and len(pattern) > 0 for pattern in node)
+            and all(isinstance(block, Block) for pattern in node for block in pattern)
+        )
+
+    def layer(pattern: Pattern, i: int) -> Pattern:
+        return jax.tree.map(lambda w_R: w_R[i : i + 1], pattern)
+
+    def apart(stack: Stack) -> Stack:
+        return tuple(
+            (block,)
+            for pattern in stack
+            for i in range(_repeats(pattern))
+            for block in layer(pattern, i)
+        )
+
+    return jax.tree.map(
+        lambda node: apart(node) if is_stack(node) else node, model, is_leaf=is_stack
     )
 
 
@@ -248,6 +295,14 @@ def _reshaped(x: Array, leading: int, sizes: tuple[int, ...]) -> Array:
         others = jax.typeof(x).sharding.spec.partitions[leading:]
         layout = PartitionSpec(*(None,) * len(sizes), *others)
     return jnp.reshape(x, (*sizes, *x.shape[leading:]), out_sharding=layout)
+
+
+def _stacked(x: Array, repeats: int) -> Array:
+    """Copies of `x` along a new leading axis."""
+    layout = None
+    if not jax.sharding.get_abstract_mesh().empty:
+        layout = PartitionSpec(None, *jax.typeof(x).sharding.spec.partitions)
+    return jnp.broadcast_to(x, (repeats, *x.shape), out_sharding=layout)
 
 
 def _turns(stack: Stack, context: Context) -> dict[Any, Any]:

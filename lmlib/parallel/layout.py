@@ -30,6 +30,7 @@ COMPUTE: Rules = {
     "kv_heads": "tensor",
     "group": None,
     "head_dim": None,
+    "slot": None,
     "vocab": "tensor",
     "whole_vocab": None,
 }
@@ -81,6 +82,12 @@ def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
             for axis, size, place in zip(weight.axes, shape, layout, strict=True)
         )
     )
+
+
+def gathered(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """How a weight lies where each device keeps all that it multiplies: `gather` has nothing to
+    send. Elements that it repeats are kept once."""
+    return _moves(weight, shape, mesh).whole
 
 
 def shard_shapes(

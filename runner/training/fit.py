@@ -52,10 +52,10 @@ from runner.training.report import (
     Summary,
     finished_summary,
     from_json,
-    sampled,
     summarise,
     totals_of,
 )
+from runner.training.samples import sampled
 from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
@@ -278,7 +278,7 @@ class _Run:
         if self.primary:
             summary.save(self.workdir)
         try:
-            if samples := sampled(self.experiment, state):
+            if samples := sampled(self.experiment, state.model):
                 summary = dataclasses.replace(summary, samples=samples, goodput=goodput.total())
                 if self.primary:
                     summary.save(self.workdir)

@@ -8,24 +8,18 @@ from typing import Any
 
 import jax
 
-from lmlib.compute import Compute
 from lmlib.data.stored_json import read_json
-from lmlib.data.text import HasText
 from lmlib.experiment import Experiment
-from lmlib.generate import sample
 from lmlib.metrics import mfu
 from lmlib.quantities import count_text
 from lmlib.table import columns
 from lmlib.train import State
 from lmlib.whole_file import write_whole
-from runner.command_line.errors import ConfigError, user_errors
-from runner.processes.agreement import agreed
 from runner.training.validation import Validation
 from runner.watch.goodput import Goodput
 
 FILE_NAME = "result.json"
 LOSS_STEPS = 50
-SAMPLED_TOKENS = 48
 _SUMMED = {"loss", "valid_tokens", "step_seconds", "tokens"}
 
 
@@ -154,24 +148,3 @@ def summarise(
         validation_bits_per_byte=validation.bits_per_byte(evaluation),
         gzip_bits_per_byte=validation.gzip_bits_per_byte,
     )
-
-
-def sampled(experiment: Experiment, state: State) -> tuple[str, ...]:
-    """Continuations of the experiment's prompts; every process must call it.
-
-    Raises:
-      ConfigError: if the data has no tokenizer, or one that cannot read the prompts.
-    """
-    if not experiment.prompts:
-        return ()
-    with agreed(), user_errors():
-        data = experiment.data
-        codec = data.text_codec() if isinstance(data, HasText) else None
-        if codec is None:
-            raise ConfigError(f"{type(data).__name__} knows no tokenizer")
-        prompts = [codec.encode(prompt) for prompt in experiment.prompts]
-    key = jax.random.key(experiment.seed)
-    # What suits training's sequences may not suit prompts: any kernel, whole sequences.
-    compute = Compute(dtype=experiment.compute.dtype)
-    continued = sample(state.model, prompts, SAMPLED_TOKENS, key, experiment.mesh, compute)
-    return tuple(codec.decode(tokens) for tokens in continued)

@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import NamedSharding
 from user_model import Learned
 
-from lmlib import Compute, Experiment, batch_loss, describe, make_mesh, optim, sample, whole_rows
+from lmlib import Compute, Experiment, batch_loss, describe, make_mesh, optim, whole_rows
 from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
+from lmlib.generate import generate
 from lmlib.layer_statistics import first_offender, layer_statistics, table
 from lmlib.models.attention import Attention
 from lmlib.models.families.llama import llama
@@ -156,8 +157,8 @@ def test_it_is_planned_described_measured_and_sampled():
     broken = eqx.tree_at(lambda m: m.norm.bias, model, model.norm.bias * np.nan)
     found = layer_statistics(broken, place(source, 0, rows), run.mesh, run.compute)
     assert first_offender(found) == "the weights of norm"
-    (ids,) = sample(model, [[1, 2, 3]], 5, jax.random.key(0), run.mesh, Compute(dtype="float32"))
-    assert ids[:3] == [1, 2, 3] and len(ids) == 8
+    ((made,),) = generate(model, [[1, 2, 3]], 5, mesh=run.mesh, compute=Compute(dtype="float32"))
+    assert len(made.tokens) == 5
 
 
 def test_what_decays_is_what_it_declares():

@@ -74,7 +74,10 @@ def test_a_run_continues_its_prompts(tmp_path, mixed):
     ("kind", "reason"),
     sentinels(
         [
-            (WithoutBeginning, "ValueError: every prompt needs at least one token"),
+            (
+                WithoutBeginning,
+                "ValueError: prompt 0 is empty; every prompt needs at least one token",
+            ),
             (Synthetic, "ConfigError: Synthetic knows no tokenizer"),
         ],
         lambda case: case[0] is WithoutBeginning,

@@ -19,6 +19,7 @@ from lmlib.models.stack import (
     check_stack,
     make_stack,
     run_stack,
+    stack_cache,
     stack_flops_per_token,
     stack_parts,
 )
@@ -61,6 +62,9 @@ class Learned(eqx.Module):
 
     def features(self, x_BSE, context):
         return gather(self.norm, context.compute.dtype)(x_BSE)
+
+    def empty_cache(self, rows, length, dtype):
+        return stack_cache(self.stack, rows, length, dtype)
 
     logit_cap = None
     vocab = property(lambda self: self.tokens_VE.shape[0])

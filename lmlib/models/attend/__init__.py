@@ -58,7 +58,7 @@ def attend(
     """
     if implementation == "auto":
         implementation = chosen(q_BSHD, soft_cap)
-    options = Options(window, q_BSHD.shape[-1] ** -0.5 if scale is None else scale, soft_cap)
+    options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     heads, kv_heads = (
         partition("batch seq heads head_dim"),
         partition("batch seq kv_heads head_dim"),

@@ -13,6 +13,13 @@ class Options(NamedTuple):
     scale: float
     soft_cap: float | None
 
+    @classmethod
+    def of(
+        cls, window: int | None, scale: float | None, soft_cap: float | None, head_dim: int
+    ) -> "Options":
+        """With the usual scale, head_dim^-1/2, for `None`."""
+        return cls(window, head_dim**-0.5 if scale is None else scale, soft_cap)
+
     def scores(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
         """What softmax gets of the products of queries and keys, before the mask."""
         scaled = products * self.scale

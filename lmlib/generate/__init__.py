@@ -1,0 +1,7 @@
+"""Continuing texts with a trained model."""
+
+from lmlib.generate.generator import Generator, generate
+from lmlib.generate.sampling import GREEDY, Sampling
+from lmlib.generate.stream import Generated, New, Stream
+
+__all__ = ["GREEDY", "Generated", "Generator", "New", "Sampling", "Stream", "generate"]

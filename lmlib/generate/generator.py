@@ -1,0 +1,300 @@
+"""Continuing prompts.
+
+Shapes: B batch (rows), P prompts, C tokens of a chunk of prompts, E embed, V vocab.
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from lmlib.compute import Compute
+from lmlib.generate import weights
+from lmlib.generate.sampling import Rules, Sampling, numbers_of, rules_of
+from lmlib.generate.steps import NOTHING, Chooser, Made, State, first_token, next_tokens, prefill
+from lmlib.generate.stream import Generated, Stream
+from lmlib.generate.whole_sequences import TokensSoFar
+from lmlib.models.protocol import Cached, Model
+from lmlib.parallel.axes import Axes
+from lmlib.parallel.layout import COMPUTE, partition, pieces, reshard
+from lmlib.parallel.local import platform
+
+Prompt = Sequence[int]
+ROUND = 64  # tokens at most between two looks at what was made
+_SHORTEST_CHUNK = 16
+_STOP_IDS = 8  # programs are compiled for multiples of so many
+_LENGTHS = 64  # likewise, in `generate`
+
+
+class Generator:
+    """Continues prompts with one model. Its programs are compiled once, for all calls.
+
+    A row's tokens follow from its prompt, its id, its sample's number and the seed; they do not
+    depend on what else is in the batch, on the mesh, or on `chunk`, but for rounding.
+
+    Args:
+      model: is copied in the dtype of `compute`.
+      mesh: where its weights lie; `None`: the model is on one device.
+      compute: `None`: in bfloat16, on CPUs in float32. Only its `dtype` and `attention` count.
+      rows: of a batch: prompts times samples.
+      length: tokens of the longest row, prompt and continuation.
+      chunk: tokens of each prompt that are computed together; longer prompts take several.
+      whole: whether each device keeps all the weights that it multiplies; otherwise they are split
+        over `fsdp`, and gathered for every token.
+
+    Raises:
+      ValueError: if a size is not positive, or the model cannot compute sequences so long.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh | None = None,
+        compute: Compute | None = None,
+        rows: int = 8,
+        length: int = 2_048,
+        chunk: int = 512,
+        whole: bool = True,
+    ):
+        for name, size in (("rows", rows), ("length", length), ("chunk", chunk)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        self._mesh, self.length, self._chunk = mesh, length, chunk
+        with self._on_mesh():
+            if compute is None:
+                compute = Compute(dtype="float32" if platform() == "cpu" else "bfloat16")
+            self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
+            model.check(length, self._compute)
+            self._model = weights.ready(model, self._compute.dtype, mesh, whole)
+        self._vocab = model.vocab
+        self.rows = self._divisible(rows)
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        sampling: Sampling = Sampling(),
+        *,
+        samples: int = 1,
+        seed: int = 0,
+        stop_ids: Sequence[int] = (),
+        ids: Sequence[int] | None = None,
+    ) -> list[list[Generated]]:
+        """`samples` continuations of each prompt; see `stream`. Any number of prompts, in as many
+        batches as they need."""
+        ids = range(len(prompts)) if ids is None else ids
+        together = max(1, self.rows // samples)
+        results: list[list[Generated]] = []
+        for first in range(0, len(prompts), together):
+            batch = slice(first, first + together)
+            stream = self.stream(
+                prompts[batch], max_tokens, sampling,
+                samples=samples, seed=seed, stop_ids=stop_ids, ids=ids[batch], round=ROUND,
+            )  # fmt: skip
+            rows = stream.finish()
+            results += [rows[i : i + samples] for i in range(0, len(rows), samples)]
+        return results
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        sampling: Sampling = Sampling(),
+        *,
+        samples: int = 1,
+        seed: int = 0,
+        stop_ids: Sequence[int] = (),
+        ids: Sequence[int] | None = None,
+        round: int = 8,
+    ) -> "Stream":
+        """Continuations as they are made; a row for each sample of the first prompt, then of the
+        second, and so on.
+
+        Args:
+          prompts: token ids, at least one each.
+          max_tokens: of each continuation.
+          samples: of each prompt, which is computed once.
+          seed, ids: randomness follows from them; each prompt has an id: 0, 1, … unless said.
+          stop_ids: tokens that end a row.
+          round: tokens between two looks at them, at most; the first rounds are shorter.
+
+        Raises:
+          ValueError: if a prompt is empty, has an id that the model does not know, or is too long
+            for `max_tokens` more; or if there are more rows than the generator's.
+        """
+        ids = range(len(prompts)) if ids is None else ids
+        rows = len(prompts) * samples
+        self._check(prompts, max_tokens, samples, rows)
+        rules = rules_of(sampling)
+        with self._on_mesh():
+            lengths_P, cache, h_PE = self._prefilled(prompts)
+            # Rows that no prompt needs have stopped before they begin.
+            prompt_B = np.minimum(np.arange(self.rows) // samples, len(prompts) - 1)
+            cache, h_BE = _rows_of((cache, h_PE[None]), self._placed(prompt_B, (None,)))
+            seen_BV = None
+            if rules.penalised:
+                seen_BV = self._placed(self._seen(prompts, prompt_B), "batch whole_vocab")
+            numbers = jax.tree.map(lambda x: self._placed(np.asarray(x), ()), numbers_of(sampling))
+            seeds_B2 = _seeds(seed, ids, samples)[np.minimum(np.arange(self.rows), rows - 1)]
+            padding = [NOTHING] * (-len(stop_ids) % _STOP_IDS)
+            chooser = Chooser(
+                self._placed(seeds_B2, ("batch", None)),
+                numbers,
+                self._placed(np.array([*stop_ids, *padding], np.int32), (None,)),
+            )
+            state, made = first_token(
+                self._model,
+                cache,
+                h_BE[0],
+                self._placed(lengths_P[prompt_B], "batch"),
+                self._placed(np.arange(self.rows) >= rows, "batch"),
+                seen_BV,
+                chooser,
+                self._compute,
+                rules,
+            )
+        more = functools.partial(self._more, chooser, rules, round)
+        return Stream(state, made, more, rows, max_tokens, round, frozenset(stop_ids))
+
+    def _more(
+        self, chooser: Chooser, rules: Rules, size: int, state: State, limit: int, stop: list[int]
+    ) -> tuple[State, Made]:
+        """A round of up to `limit` tokens, after `stop` has ended some rows."""
+        with self._on_mesh():
+            if stop:
+                ends_B = self._placed(np.isin(np.arange(self.rows), stop), "batch")
+                state = state._replace(stopped_B=state.stopped_B | ends_B)
+            n = self._placed(np.array(limit, np.int32), ())
+            return next_tokens(self._model, state, n, chooser, self._compute, rules, size)
+
+    def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[np.ndarray, Any, jax.Array]:
+        """The length of each prompt, a cache that has them, and the features of their last tokens;
+        prompts are added until the mesh divides them."""
+        rows = self._divisible(len(prompts))
+        lengths_P = np.array([*map(len, prompts), *[1] * (rows - len(prompts))], np.int32)
+        tokens_PS = np.zeros((rows, self.length), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens_PS[row, : len(prompt)] = prompt
+        lengths = self._placed(lengths_P, "batch")
+        cache, h_PE = _nothing_yet(self._model, rows, self.length, self._compute)
+        start, longest = 0, int(lengths_P.max())
+        while start < longest:
+            size = min(self._chunk, max(_SHORTEST_CHUNK, 1 << (longest - start - 1).bit_length()))
+            chunk_PC = np.zeros((rows, size), np.int32)
+            part_PC = tokens_PS[:, start : start + size]
+            chunk_PC[:, : part_PC.shape[1]] = part_PC
+            cache, h_PE = prefill(
+                self._model,
+                cache,
+                h_PE,
+                self._placed(chunk_PC, "batch seq"),
+                self._placed(np.array(start, np.int32), ()),
+                lengths,
+                self._compute,
+            )
+            start += size
+        return lengths_P, cache, h_PE
+
+    def _check(self, prompts: Sequence[Prompt], max_tokens: int, samples: int, rows: int) -> None:
+        if max_tokens < 1 or samples < 1:
+            raise ValueError(
+                f"max_tokens and samples must be at least 1, got {max_tokens} and {samples}"
+            )
+        if not 1 <= rows <= self.rows:
+            raise ValueError(
+                f"{len(prompts)} prompts with {samples} samples each, but the generator has "
+                f"{self.rows} rows; give fewer, or make it with more rows"
+            )
+        for number, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise ValueError(f"prompt {number} is empty; every prompt needs at least one token")
+            wrong = [token for token in prompt if not 0 <= token < self._vocab]
+            if wrong:
+                raise ValueError(
+                    f"prompt {number} has the token {wrong[0]}, but the model's vocabulary ends at "
+                    f"{self._vocab - 1}"
+                )
+            if len(prompt) + max_tokens > self.length:
+                raise ValueError(
+                    f"prompt {number} has {len(prompt):,} tokens, and {max_tokens:,} more are to "
+                    f"follow, but the generator's length is {self.length:,}"
+                )
+
+    def _seen(self, prompts: Sequence[Prompt], prompt_B: np.ndarray) -> np.ndarray:
+        seen_PV = np.zeros((len(prompts), self._vocab), bool)
+        for row, prompt in enumerate(prompts):
+            seen_PV[row, list(prompt)] = True
+        return seen_PV[prompt_B]
+
+    def _divisible(self, rows: int) -> int:
+        """`rows`, or so many more that the mesh divides them."""
+        parts = 1 if self._mesh is None else pieces(COMPUTE["batch"], self._mesh)
+        return -(-rows // parts) * parts
+
+    def _placed(self, x: np.ndarray, axes: str | Axes) -> jax.Array:
+        if self._mesh is None:
+            return jnp.asarray(x)
+        return jax.device_put(x, NamedSharding(self._mesh, partition(axes)))
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _nothing_yet(model: Model, rows: int, length: int, compute: Compute) -> tuple[Any, jax.Array]:
+    """An empty cache, and features that are not known yet."""
+    cache = None
+    if isinstance(model, Cached):
+        cache = model.empty_cache(rows, length, compute.dtype)
+    if cache is None:
+        cache = TokensSoFar(reshard(jnp.zeros((1, rows, length), jnp.int32), (None, "batch", None)))
+    embed = model.unembedding_EV.shape[0]
+    return cache, reshard(jnp.zeros((rows, embed), compute.dtype), "batch embed")
+
+
+@jax.jit
+def _rows_of(tree: Any, row_B: jax.Array) -> Any:
+    """Rows of the second axis of each array."""
+
+    def chosen(x: jax.Array) -> jax.Array:
+        lies = None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding.spec
+        return x.at[:, row_B].get(out_sharding=lies)
+
+    return jax.tree.map(chosen, tree)
+
+
+def _seeds(seed: int, ids: Sequence[int], samples: int) -> np.ndarray:
+    """The data of each row's key: of the seed, the prompt's id, the sample's number."""
+
+    def of_prompt(id: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), id)
+        return jax.vmap(lambda n: jax.random.key_data(jax.random.fold_in(key, n)))(
+            jnp.arange(samples)
+        )
+
+    return np.asarray(jax.jit(jax.vmap(of_prompt))(jnp.asarray(ids, jnp.uint32))).reshape(-1, 2)
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    sampling: Sampling = Sampling(),
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+    mesh: Mesh | None = None,
+    compute: Compute | None = None,
+) -> list[list[Generated]]:
+    """`samples` continuations of each prompt, in one batch of as many rows; see `Generator`, which
+    is the better choice for several calls."""
+    longest = max(map(len, prompts), default=0) + max_tokens
+    length = -(-longest // _LENGTHS) * _LENGTHS
+    generator = Generator(model, mesh, compute, max(1, len(prompts) * samples), length)
+    return generator(prompts, max_tokens, sampling, samples=samples, seed=seed, stop_ids=stop_ids)

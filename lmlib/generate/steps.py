@@ -1,0 +1,206 @@
+"""The programs of generation: prompts into the cache, a chunk at a time; then token after token.
+
+Shapes: B batch (rows), C tokens of a chunk of prompts, N tokens of a round, E embed, V vocab.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from lmlib.compute import Compute
+from lmlib.generate.sampling import Numbers, Rules, choose
+from lmlib.generate.whole_sequences import TokensSoFar, recomputed
+from lmlib.models.head import logits
+from lmlib.models.protocol import Context, Model
+from lmlib.parallel.layout import partition, reshard
+from lmlib.parallel.local import on_each_device
+
+NOTHING = -1  # in place of a token, of a row that has stopped
+
+
+class Chooser(NamedTuple):
+    """What choosing a token needs besides its logits.
+
+    seeds_B2: from which a row's randomness follows, with the position: the data of a key.
+    stop_ids: tokens that end a row; `NOTHING` fills up.
+    """
+
+    seeds_B2: UInt32[Array, "b 2"]
+    numbers: Numbers
+    stop_ids: Int32[Array, "stop"]
+
+
+class State(NamedTuple):
+    """Between two tokens.
+
+    token_B: the newest token of each row, which the cache does not have yet.
+    position_B: its position.
+    stopped_B: whether the row makes no more.
+    seen_BV: which tokens its text has, if that matters.
+    """
+
+    cache: Any
+    token_B: Int32[Array, "b"]
+    position_B: Int32[Array, "b"]
+    stopped_B: Bool[Array, "b"]
+    seen_BV: Bool[Array, "b vocab"] | None
+
+
+class Made(NamedTuple):
+    """The tokens of a round; `NOTHING` after a row's end."""
+
+    tokens_BN: Int32[Array, "b n"]
+    logprobs_BN: Float[Array, "b n"]
+
+
+@functools.partial(
+    jax.jit, static_argnames="compute", donate_argnames=("cache", "h_BE"), inline=False
+)
+def prefill(
+    model: Model,
+    cache: Any,
+    h_BE: Float[Array, "b embed"],
+    tokens_BC: Int32[Array, "b c"],
+    start: Int32[Array, ""],
+    lengths_B: Int32[Array, "b"],
+    compute: Compute,
+) -> tuple[Any, Float[Array, "b embed"]]:
+    """The cache with a chunk of each prompt in it, from position `start` on, and the features of
+    each prompt's last token as far as they are known."""
+    positions_BC = jnp.zeros_like(tokens_BC) + start + jnp.arange(tokens_BC.shape[1])
+    positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, -1)
+    context = Context(positions_BC, jnp.zeros_like(tokens_BC), compute)
+    x_BCE, cache = _advance(model, tokens_BC, context, cache)
+    is_last_BC = positions_BC == lengths_B[:, None] - 1
+    x_B1E = jnp.sum(jnp.where(is_last_BC[..., None], x_BCE, 0), axis=1, keepdims=True)
+    new_BE = model.features(x_B1E, context)[:, 0]
+    return cache, jnp.where(jnp.any(is_last_BC, axis=1)[:, None], new_BE, h_BE)
+
+
+@functools.partial(jax.jit, static_argnames=("compute", "rules"))
+def first_token(
+    model: Model,
+    cache: Any,
+    h_BE: Float[Array, "b embed"],
+    lengths_B: Int32[Array, "b"],
+    stopped_B: Bool[Array, "b"],
+    seen_BV: Bool[Array, "b vocab"] | None,
+    chooser: Chooser,
+    compute: Compute,
+    rules: Rules,
+) -> tuple[State, Made]:
+    """What follows the prompts."""
+    state = State(cache, jnp.zeros_like(lengths_B), lengths_B - 1, stopped_B, seen_BV)
+    state, token_B, logprob_B = _chosen(model, state, h_BE, chooser, compute, rules)
+    return state, _everywhere(Made(token_B[:, None], logprob_B[:, None]))
+
+
+@functools.partial(
+    jax.jit, static_argnames=("compute", "rules", "size"), donate_argnames=("state",)
+)
+def next_tokens(
+    model: Model,
+    state: State,
+    limit: Int32[Array, ""],
+    chooser: Chooser,
+    compute: Compute,
+    rules: Rules,
+    size: int,
+) -> tuple[State, Made]:
+    """Up to `limit` more tokens, of at most `size`; fewer if all rows stop."""
+    nothing_BN = jnp.zeros_like(state.token_B)[:, None] + jnp.full((1, size), NOTHING)
+    made = Made(nothing_BN, nothing_BN.astype(jnp.promote_types(compute.dtype, jnp.float32)))
+
+    def goes_on(carry: tuple[Array, State, Made]) -> Array:
+        n, state, _ = carry
+        return (n < limit) & ~jnp.all(state.stopped_B)
+
+    def add(carry: tuple[Array, State, Made]) -> tuple[Array, State, Made]:
+        n, state, made = carry
+        positions_B1 = jnp.where(state.stopped_B, -1, state.position_B)[:, None]
+        tokens_B1 = state.token_B[:, None]
+        context = Context(positions_B1, jnp.zeros_like(tokens_B1), compute)
+        x_B1E, cache = _advance(model, tokens_B1, context, state.cache)
+        h_BE = model.features(x_B1E, context)[:, 0]
+        state, token_B, logprob_B = _chosen(
+            model, state._replace(cache=cache), h_BE, chooser, compute, rules
+        )
+        is_n_N = jnp.arange(size) == n
+        return (
+            n + 1,
+            state,
+            Made(
+                jnp.where(is_n_N, token_B[:, None], made.tokens_BN),
+                jnp.where(is_n_N, logprob_B[:, None], made.logprobs_BN),
+            ),
+        )
+
+    _, state, made = jax.lax.while_loop(goes_on, add, (jnp.int32(0), state, made))
+    return state, _everywhere(made)
+
+
+def _advance(model: Model, tokens_BS: Array, context: Context, cache: Any) -> tuple[Array, Any]:
+    """The residual stream of these tokens, and the new cache."""
+    if isinstance(cache, TokensSoFar):
+        return recomputed(model, tokens_BS, context, cache)
+    trunk = model.trunk(tokens_BS, context, cache)
+    return reshard(trunk.x_BSE, "batch seq embed"), trunk.cache
+
+
+def _chosen(
+    model: Model, state: State, h_BE: Array, chooser: Chooser, compute: Compute, rules: Rules
+) -> tuple[State, Array, Array]:
+    """The state with a further token in each row that has not stopped, that token, and its
+    log-probability."""
+    logits_BV = reshard(logits(model, h_BE, compute), "batch whole_vocab")
+    rows, table = partition("batch"), partition("batch whole_vocab")
+    position_B = state.position_B + 1
+    pick = on_each_device(
+        functools.partial(_picked, rules=rules),
+        (table, rows, table, partition(("batch", None)), partition(()), partition((None,))),
+        (rows, rows, rows),
+        tracked=False,
+    )
+    token_B, logprob_B, ends_B = pick(
+        logits_BV, position_B, state.seen_BV, chooser.seeds_B2, chooser.numbers, chooser.stop_ids
+    )
+    was_B = state.stopped_B
+    seen_BV = state.seen_BV
+    if seen_BV is not None:
+        seen_BV |= (jnp.arange(seen_BV.shape[1]) == token_B[:, None]) & ~was_B[:, None]
+    new = State(
+        state.cache,
+        jnp.where(was_B, state.token_B, token_B),
+        jnp.where(was_B, state.position_B, position_B),
+        was_B | ends_B,
+        seen_BV,
+    )
+    return new, jnp.where(was_B, NOTHING, token_B), jnp.where(was_B, 0, logprob_B)
+
+
+def _picked(
+    logits_BV: Array,
+    position_B: Array,
+    seen_BV: Array | None,
+    seeds_B2: Array,
+    numbers: Numbers,
+    stop_ids: Array,
+    rules: Rules,
+) -> tuple[Array, Array, Array]:
+    """On the rows of one device: tokens, their log-probabilities, and whether they end the row."""
+
+    def noise(seed_2: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed_2), position)
+        return jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype)
+
+    noise_BV = None if rules.greedy else jax.vmap(noise)(seeds_B2, position_B)
+    token_B, logprob_B = choose(logits_BV, noise_BV, seen_BV, numbers, rules)
+    return token_B, logprob_B, jnp.any(token_B[:, None] == stop_ids, axis=1)
+
+
+def _everywhere(made: Made) -> Made:
+    """The same on all devices, so that every process can read it."""
+    return Made(*(reshard(x, (None, None)) for x in made))

@@ -1,0 +1,100 @@
+"""Continuations as they are made."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from lmlib.generate.steps import NOTHING, Made, State
+
+
+class Generated(NamedTuple):
+    """A continuation.
+
+    tokens: the new ones; the last is a stop id if that ended it.
+    logprobs: of each, in nats, under the model's own distribution: before temperature and the like.
+    stopped: whether a stop id or `Stream.stop` ended it; else there were `max_tokens`.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+
+
+class New(NamedTuple):
+    """What a round added to a row; after its end nothing."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Stream(Iterator[list[New]]):
+    """Gives what each round adds to every row; rounds begin with one token, and double.
+
+    Args:
+      state, made: after the first token.
+      more: makes a round: of a state, the tokens that it may have, and rows that are to stop.
+      rows: how many there are.
+      max_tokens: of each row.
+      round: tokens of a round, at most.
+      stop_ids: which end a row.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        made: Made,
+        more: Callable[[State, int, list[int]], tuple[State, Made]],
+        rows: int,
+        max_tokens: int,
+        round: int,
+        stop_ids: frozenset[int],
+    ):
+        self._state, self._more = state, more
+        self._made: Made | None = made
+        self._left, self._limit, self._round = max_tokens, 1, round
+        self._stop_ids = stop_ids
+        self._told: list[int] = []  # rows to stop, which the devices do not know of yet
+        self._rows = [Generated([], [], False) for _ in range(rows)]
+
+    def __next__(self) -> list[New]:
+        made = self._made or self._round_made()
+        self._made = None
+        tokens_BN, logprobs_BN = map(np.asarray, jax.device_get(made))
+        new = []
+        for row, so_far in enumerate(self._rows):
+            count = 0 if so_far.stopped else int(np.sum(tokens_BN[row] != NOTHING))
+            added = New(tokens_BN[row, :count].tolist(), logprobs_BN[row, :count].tolist())
+            so_far.tokens.extend(added.tokens)
+            so_far.logprobs.extend(added.logprobs)
+            if count and added.tokens[-1] in self._stop_ids:
+                self._rows[row] = so_far._replace(stopped=True)
+            new.append(added)
+        self._left -= self._limit
+        return new
+
+    def stop(self, row: int) -> None:
+        """The row makes no more tokens."""
+        if not self._rows[row].stopped:
+            self._rows[row] = self._rows[row]._replace(stopped=True)
+            self._told.append(row)
+
+    @property
+    def so_far(self) -> list[Generated]:
+        """What each row has."""
+        return self._rows
+
+    def finish(self) -> list[Generated]:
+        """Every row, after the last round."""
+        for _ in self:
+            pass
+        return self._rows
+
+    def _round_made(self) -> Made:
+        if self._left < 1 or all(row.stopped for row in self._rows):
+            raise StopIteration
+        self._limit = min(2 * self._limit, self._round, self._left)
+        self._state, made = self._more(self._state, self._limit, self._told)
+        self._told = []
+        return made

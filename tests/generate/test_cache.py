@@ -1,0 +1,81 @@
+"""What is computed from a cache is what the whole forward pass gives, at every position."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hugging_face_families import FAMILIES, GOLDEN
+from sentinels import sentinels
+
+from lmlib import Compute, hf, llama, make_mesh, whole_rows
+from lmlib.models.head import logits
+from lmlib.models.protocol import Context
+from lmlib.models.stack import unstacked
+from lmlib.parallel.layout import creator, reshard
+
+FLOAT32 = Compute(dtype="float32")
+ROWS, LENGTH = 4, 40  # windows in these families are 9, so a ring wraps four times
+LENGTHS = np.array([[40], [31], [9], [1]])
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@jax.jit
+def part(model, tokens_BS, positions_BS, cache):
+    """Logits of some tokens, and the new cache."""
+    context = Context(positions_BS, jnp.zeros_like(tokens_BS), FLOAT32)
+    trunk = model.trunk(tokens_BS, context, cache)
+    h_BSE = reshard(model.features(trunk.x_BSE, context), "batch seq embed")
+    return logits(model, h_BSE, FLOAT32), trunk.cache
+
+
+@jax.jit
+def whole(model, tokens_BS):
+    return model(tokens_BS, whole_rows(tokens_BS, FLOAT32))
+
+
+def in_parts(model, tokens_BS, sizes):
+    """Logits of each position, the tokens given in parts; rows end where `LENGTHS` says."""
+    cache = jax.jit(lambda model: model.empty_cache(ROWS, LENGTH, jnp.float32))(model)
+    found, start = [], 0
+    for size in sizes:
+        positions_BS = np.broadcast_to(np.arange(start, start + size), (ROWS, size))
+        positions_BS = np.where(positions_BS < LENGTHS, positions_BS, -1).astype(np.int32)
+        made_BSV, cache = part(model, tokens_BS[:, start : start + size], positions_BS, cache)
+        found.append(np.asarray(made_BSV))
+        start += size
+    return np.concatenate(found, axis=1)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    sentinels(
+        [(name, mesh) for name in FAMILIES for mesh in ({}, MESH)],
+        lambda case: case == ("gemma3", {}),
+    ),
+)
+def test_cached_logits_are_those_of_the_whole_pass_at_every_position(name, mesh, apart):
+    model = hf.load(GOLDEN / name, make_mesh(**mesh))
+    tokens_BS = np.random.default_rng(1).integers(0, model.vocab, (ROWS, LENGTH), np.int32)
+    with jax.set_mesh(make_mesh(**mesh)):
+        expected_BSV = np.asarray(whole(model, tokens_BS))
+        ready = jax.jit(unstacked)(model) if apart else model
+        # A part may be shorter or longer than a window, or go over its border; then one by one.
+        for sizes in ([3, 20, *[1] * 17], [12, 12, *[1] * 16], [1] * 40):
+            found_BSV = in_parts(ready, tokens_BS, sizes)
+            there_BS = np.arange(LENGTH) < LENGTHS
+            error = np.abs(found_BSV - expected_BSV)[there_BS].max()
+            assert error <= 2e-5 * np.abs(expected_BSV).max()
+
+
+@pytest.mark.parametrize("kv_heads", sentinels([1, 2], {1}.__contains__))
+def test_heads_that_tensor_repeats_are_cached_repeated(kv_heads):
+    mesh = make_mesh(fsdp=2, tensor=4)
+    sizes = dict(vocab=64, embed=16, layers=2, heads=4, mlp=24, kv_heads=kv_heads)
+    with jax.set_mesh(mesh):
+        model = creator(lambda: llama(**sizes, key=jax.random.key(0)), mesh)()
+        tokens_BS = np.random.default_rng(2).integers(0, 64, (ROWS, LENGTH), np.int32)
+        expected_BSV = np.asarray(whole(model, tokens_BS))
+        found_BSV = in_parts(model, tokens_BS, [24, *[1] * 16])
+    error = np.abs(found_BSV - expected_BSV)[np.arange(LENGTH) < LENGTHS].max()
+    assert error <= 2e-5 * np.abs(expected_BSV).max()

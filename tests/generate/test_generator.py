@@ -1,0 +1,168 @@
+"""Continuations: the tokens of the whole forward pass, whatever else is in the batch."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sentinels import sentinels
+from user_model import Learned
+
+from lmlib import Compute, llama, make_mesh, whole_rows
+from lmlib.generate import GREEDY, Generator, Sampling, generate
+from lmlib.models.families.gemma import gemma2
+from lmlib.models.head import logits
+from lmlib.parallel.layout import creator
+
+V = 40
+FLOAT32 = Compute(dtype="float32")
+DRAWN = Sampling(temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], list(range(30)), [7, 7, 7]]
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def small(key):
+    return gemma2(V, 16, 2, 4, 24, kv_heads=2, head_dim=8, window=6, key=key)
+
+
+@functools.cache
+def model():
+    return small(jax.random.key(0))
+
+
+def on(mesh):
+    with jax.set_mesh(mesh):
+        return creator(lambda: small(jax.random.key(0)), mesh)()
+
+
+@functools.cache
+def generator():
+    return Generator(model(), compute=FLOAT32, rows=8, length=64, chunk=16)
+
+
+def by_the_whole_pass(model, prompt, count):
+    """Greedy tokens and their log-probabilities."""
+
+    @jax.jit
+    def log_probabilities(tokens_BS):
+        context = whole_rows(tokens_BS, FLOAT32)
+        h_BSE = model.features(model.trunk(tokens_BS, context).x_BSE, context)
+        return jax.nn.log_softmax(logits(model, h_BSE, FLOAT32))
+
+    tokens_S = np.zeros(64, np.int32)
+    tokens_S[: len(prompt)] = prompt
+    logprobs = []
+    for n in range(len(prompt), len(prompt) + count):
+        log_p_V = log_probabilities(jnp.asarray(tokens_S[None]))[0, n - 1]
+        tokens_S[n] = jnp.argmax(log_p_V)
+        logprobs.append(float(jnp.max(log_p_V)))
+    return tokens_S[len(prompt) : len(prompt) + count].tolist(), logprobs
+
+
+def test_greedy_takes_the_likeliest_token_of_the_whole_pass_each_time():
+    for prompt, (made,) in zip(PROMPTS, generator()(PROMPTS, 20, GREEDY), strict=True):
+        tokens, logprobs = by_the_whole_pass(model(), prompt, 20)
+        assert made.tokens == tokens and not made.stopped
+        np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
+
+
+def test_a_sample_is_the_same_whatever_else_is_in_its_batch():
+    together = generator()(PROMPTS, 20, DRAWN, samples=2, seed=3)
+    for id, prompt in enumerate(PROMPTS):
+        ((first, second),) = generator()([prompt], 20, DRAWN, samples=2, seed=3, ids=[id])
+        assert [first.tokens, second.tokens] == [each.tokens for each in together[id]]
+        ((alone,),) = generator()([prompt], 20, DRAWN, seed=3, ids=[id])
+        assert alone.tokens == first.tokens != second.tokens
+    several_batches = generator()([*PROMPTS, *PROMPTS[::-1], [2]], 20, DRAWN, seed=3)
+    assert [made.tokens for (made,) in several_batches[:4]] == [rows[0].tokens for rows in together]
+    other_seed = generator()(PROMPTS, 20, DRAWN, seed=4)
+    assert all(
+        one[0].tokens != other[0].tokens for one, other in zip(together, other_seed, strict=False)
+    )
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 512])
+def test_a_sample_is_the_same_whatever_the_chunk_of_its_prompt(chunk):
+    other = Generator(model(), compute=FLOAT32, rows=3, length=56, chunk=chunk)
+    expected = generator()(PROMPTS, 20, DRAWN)
+    found = other(PROMPTS, 20, DRAWN)
+    assert [rows[0].tokens for rows in found] == [rows[0].tokens for rows in expected]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("mesh", sentinels([{"fsdp": 4}, MESH, {"tensor": 4}], MESH.__eq__))
+def test_a_sample_is_the_same_on_every_mesh(mesh, whole):
+    mesh = make_mesh(**mesh)
+    other = Generator(on(mesh), mesh, FLOAT32, rows=6, length=64, whole=whole)
+    found = other(PROMPTS[:3], 20, DRAWN, samples=2, stop_ids=[11])
+    expected = generator()(PROMPTS[:3], 20, DRAWN, samples=2, stop_ids=[11])
+    rows, others = itertools.chain(*found), itertools.chain(*expected)
+    for row, other_row in zip(rows, others, strict=True):
+        assert row.tokens == other_row.tokens and row.stopped == other_row.stopped
+        np.testing.assert_allclose(row.logprobs, other_row.logprobs, atol=1e-5)
+
+
+def test_a_model_without_a_cache_gives_the_same():
+    class Cacheless(Learned):
+        empty_cache = None
+
+    sizes = dict(vocab=V, embed=16, layers=2, heads=2, positions=64, key=jax.random.key(1))
+    expected = generate(Learned(**sizes), PROMPTS, 8, DRAWN, compute=FLOAT32)
+    found = generate(Cacheless(**sizes), PROMPTS, 8, DRAWN, compute=FLOAT32)
+    assert [rows[0].tokens for rows in found] == [rows[0].tokens for rows in expected]
+
+
+def test_a_stop_id_ends_a_row_and_no_other():
+    free = generator()(PROMPTS, 20, DRAWN)
+    end = free[0][0].tokens[7]
+    for (made,), (whole,) in zip(
+        generator()(PROMPTS, 20, DRAWN, stop_ids=[end]), free, strict=False
+    ):
+        stop = whole.tokens.index(end) + 1 if end in whole.tokens else 20
+        assert made.tokens == whole.tokens[:stop]
+        assert made.logprobs == whole.logprobs[:stop]
+        assert made.stopped == (end in whole.tokens)
+
+
+def test_a_stream_gives_the_same_in_rounds_and_stops_when_told():
+    expected = [made for (made,) in generator()(PROMPTS, 20, DRAWN)]
+    stream = generator().stream(PROMPTS, 20, DRAWN, round=4)
+    rounds = []
+    for new in stream:
+        rounds.append([len(each.tokens) for each in new])
+        if len(rounds) == 3:
+            stream.stop(1)
+    assert [sum(counts) for counts in zip(*rounds, strict=False)] == [20, 7, 20, 20]
+    assert rounds[0] == [1] * 4 and max(map(max, rounds)) == 4
+    for row, (found, whole) in enumerate(zip(stream.so_far, expected, strict=False)):
+        assert found.tokens == whole.tokens[: 7 if row == 1 else 20]
+        assert found.stopped == (row == 1)
+
+
+def test_bfloat16_follows_its_own_whole_pass():
+    made = generate(model(), PROMPTS, 12, GREEDY, compute=Compute(dtype="bfloat16"))
+    assert all(len(rows[0].tokens) == 12 and np.isfinite(rows[0].logprobs).all() for rows in made)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([[1], []], {}, "prompt 1 is empty; every prompt needs at least one token"),
+        ([[1, V]], {}, f"prompt 0 has the token {V}, but the model's vocabulary ends at {V - 1}"),
+        ([[1] * 60], {}, "prompt 0 has 60 tokens, and 5 more are to follow, but .* length is 64"),
+        ([[1]] * 5, {"samples": 2}, "5 prompts with 2 samples each, but the generator has 8 rows"),
+        ([[1]], {"max_tokens": 0}, "max_tokens and samples must be at least 1, got 0 and 1"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(prompts, settings, message):
+    with pytest.raises(ValueError, match=message):
+        generator().stream(prompts, **{"max_tokens": 5, **settings})
+
+
+def test_sizes_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
+        Generator(model(), rows=0)
+    learned = llama(V, 16, 1, 2, 16, key=jax.random.key(0))
+    assert Generator(learned, rows=1, length=8)([[1]], 7)[0][0].tokens

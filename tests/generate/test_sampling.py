@@ -1,0 +1,119 @@
+"""What may follow, against a definition in NumPy that sorts; and draws of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmlib.generate import GREEDY, Sampling
+from lmlib.generate.sampling import allowed, choose, numbers_of, rules_of
+
+V = 37
+
+
+def by_definition(z, seen, sampling):
+    """Probabilities in float64 of one row."""
+    z = z.astype(np.float64)
+    if sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
+        z = np.where(seen, np.where(z > 0, z / penalty, z * penalty), z)
+    if sampling.temperature == 0:
+        return (np.arange(V) == np.argmax(z)).astype(np.float64)
+    z /= sampling.temperature
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    order = np.argsort(-z)
+    if sampling.top_k is not None:
+        p[order[sampling.top_k :]] = 0
+        p /= p.sum()
+    if sampling.top_p < 1:
+        mass = 0.0
+        for token in order:
+            if mass >= sampling.top_p:
+                p[token] = 0
+            mass += p[token]
+    p[p < sampling.min_p * p.max()] = 0
+    return p / p.sum()
+
+
+def found(z_BV, seen_BV, sampling):
+    allowed_BV = allowed(
+        jnp.asarray(z_BV), jnp.asarray(seen_BV), numbers_of(sampling), rules_of(sampling)
+    )
+    return np.asarray(jax.nn.softmax(allowed_BV, axis=-1))
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.floats(0.2, 3),
+    top_k=st.none() | st.integers(1, V + 3),
+    top_p=st.just(1.0) | st.floats(0.05, 0.99),
+    min_p=st.just(0.0) | st.floats(0.01, 0.6),
+    repetition_penalty=st.just(1.0) | st.floats(0.5, 2.0),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SAMPLINGS, st.integers(0, 2**32 - 1))
+def test_the_distribution_is_that_of_the_definition(sampling, seed):
+    rng = np.random.default_rng(seed)
+    z_BV = rng.normal(0, 3, (4, V)).astype(np.float32)
+    seen_BV = rng.random((4, V)) < 0.3
+    for row, p in enumerate(found(z_BV, seen_BV, sampling)):
+        expected = by_definition(z_BV[row], seen_BV[row], sampling)
+        # A token at the border of the nucleus may fall to either side by rounding.
+        if np.count_nonzero((p > 0) != (expected > 0)) == 0:
+            np.testing.assert_allclose(p, expected, atol=1e-5)
+        else:
+            assert sampling.top_p < 1 or sampling.min_p > 0
+            near = np.sort(expected)[::-1].cumsum()
+            assert np.abs(near - sampling.top_p).min() < 1e-5 or sampling.min_p > 0
+
+
+def test_tokens_that_are_equally_likely_stay_together():
+    z_1V = np.where(np.arange(V) < 5, 2.0, -1.0).astype(np.float32)[None]
+    for sampling in (Sampling(top_k=2), Sampling(top_p=0.1), Sampling(min_p=0.9)):
+        np.testing.assert_allclose(
+            found(z_1V, z_1V > 9, sampling)[0], np.where(np.arange(V) < 5, 0.2, 0), atol=1e-7
+        )
+
+
+def test_a_token_is_drawn_as_often_as_it_is_likely_and_told_with_its_own_probability():
+    sampling, draws = Sampling(temperature=0.7, top_k=9, top_p=0.9), 20_000
+    z_V = np.random.default_rng(0).normal(0, 2, V).astype(np.float32)
+    z_BV = jnp.broadcast_to(z_V, (draws, V))
+    noise_BV = jax.random.gumbel(jax.random.key(1), (draws, V))
+    token_B, logprob_B = choose(z_BV, noise_BV, None, numbers_of(sampling), rules_of(sampling))
+    p = by_definition(z_V, np.zeros(V, bool), sampling)
+    counts = np.bincount(np.asarray(token_B), minlength=V)
+    assert (np.abs(counts - draws * p) <= 5 * np.sqrt(draws * p * (1 - p)) + 1e-6).all()
+    own = np.log(by_definition(z_V, np.zeros(V, bool), Sampling()))
+    np.testing.assert_allclose(logprob_B, own[np.asarray(token_B)], atol=1e-5)
+
+
+def test_greedy_takes_the_likeliest_after_the_penalty():
+    z_1V = jnp.array([[1.0, 3.0, 2.5]])
+    penalised = Sampling(temperature=0.0, repetition_penalty=1.5)
+    seen_1V = jnp.array([[False, True, False]])
+    assert int(choose(z_1V, None, None, numbers_of(GREEDY), rules_of(GREEDY))[0][0]) == 1
+    token_1, _ = choose(z_1V, None, seen_1V, numbers_of(penalised), rules_of(penalised))
+    assert int(token_1[0]) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+    ],
+)
+def test_values_out_of_range_are_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        Sampling(**wrong)
