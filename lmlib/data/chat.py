@@ -50,10 +50,13 @@ class ChatTemplate:
     """Makes a text of a chat, as `apply_chat_template` of transformers does.
 
     Source: https://huggingface.co/docs/transformers/chat_templating.
+
+    Attributes:
+      special_tokens: the tokens that the templates see, by name, as "eos_token".
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]):
-        """The templates by their names, and the tokens, as "bos_token", that they see.
+        """The templates by their names; see `special_tokens`.
 
         Raises ValueError if none is the default one, or one of them is no template.
         """
@@ -70,7 +73,7 @@ class ChatTemplate:
             ) from error
         except RecursionError as error:
             raise ValueError("the chat template is nested too deeply") from error
-        self._special_tokens = special_tokens
+        self.special_tokens = special_tokens
 
     def render(
         self,
@@ -105,7 +108,7 @@ class ChatTemplate:
         try:
             for piece in self._templates[name].generate(
                 {
-                    **self._special_tokens,
+                    **self.special_tokens,
                     **given,
                     "add_generation_prompt": add_generation_prompt,
                     "strftime_now": time.strftime,

@@ -19,6 +19,7 @@ from lmlib.whole_file import sync, write_whole
 from runner.command_line.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.prompt_files import Line
+from runner.inference.prompts import AS_NUMBERS
 
 SETTINGS = ".settings.json"  # the ending of the file beside the answers
 _SECONDS_BETWEEN_LINES = 5.0
@@ -81,7 +82,7 @@ class AnswerFile:
                     progress.tell(answers)
                 samples = itertools.product(batch, range(manner.samples))
                 for (line, sample), answer in zip(samples, answers, strict=True):
-                    file.write(_written(line, sample, answer))
+                    file.write(_written(line, sample, answer, manner))
                 file.flush()
                 os.fsync(file.fileno())
                 progress.batch_done(first + len(batch), answers)
@@ -135,11 +136,11 @@ class AnswerFile:
         return done
 
 
-def _written(line: Line, sample: int, answer: Answer) -> bytes:
+def _written(line: Line, sample: int, answer: Answer, manner: Manner) -> bytes:
     said = {
         "line": line.number,
         "sample": sample,
-        "text": answer.text,
+        "text": None if manner.codec is AS_NUMBERS else answer.text,
         "ended": answer.ended,
         "tokens": answer.tokens,
         "logprobs": [each if math.isfinite(each) else None for each in answer.logprobs],

@@ -1,5 +1,6 @@
 """Files of prompts: each line a JSON object."""
 
+import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,12 @@ class Line(NamedTuple):
     number: int
     given: dict[str, Any]
     ids: list[int]
+
+
+def digest_of(file: Path) -> str:
+    """The SHA-256 of its content; raises OSError if it cannot be read."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_lines(file: Path, reader: Reader) -> list[Line]:

@@ -9,6 +9,18 @@ from lmlib.data.chat import ChatTemplate, check_messages
 from lmlib.data.text import TextCodec
 from runner.command_line.errors import ConfigError
 
+
+def _no_text(text: str) -> list[int]:
+    raise ConfigError("no tokenizer is known")
+
+
+# For models of which no tokenizer is known: ids are shown as they are.
+AS_NUMBERS = TextCodec(
+    encode=_no_text,
+    encode_marked=_no_text,
+    decode=lambda ids: "".join(f"{id} " for id in ids),
+    settles=lambda id: True,
+)
 KINDS = ("prompt", "messages", "tokens")  # of what is asked
 
 
@@ -29,6 +41,11 @@ class Reader:
     codec: TextCodec | None
     template: ChatTemplate | None
     now: datetime | None = None
+
+    @property
+    def shown(self) -> TextCodec:
+        """How ids are shown."""
+        return AS_NUMBERS if self.codec is None else self.codec
 
     def of_text(self, text: str) -> list[int]:
         """The ids of a text that is to be continued.

@@ -13,6 +13,8 @@ from runner.command_line.errors import ConfigError, in_words
 from runner.inference.answer import Answer, Manner
 from runner.inference.prompts import Reader
 
+_PREPARED = 512  # tokens of a prompt
+
 
 @dataclasses.dataclass(frozen=True)
 class Terminal:
@@ -24,12 +26,23 @@ class Terminal:
     out: TextIO = dataclasses.field(default_factory=lambda: sys.stdout)
     told: TextIO = dataclasses.field(default_factory=lambda: sys.stderr)
 
-    def show(self, prompt: Sequence[int], number: int) -> list[Answer]:
+    def prepare(self, prompt: Sequence[int]) -> None:
+        """Compiles what an answer to such a prompt needs, so that no time told later has it."""
+        began = time.perf_counter()
+        manner = dataclasses.replace(self.manner, max_tokens=2)
+        room = self.generator.length - manner.max_tokens
+        if room > 0:
+            for _ in manner.rounds(self.generator, [prompt[: min(room, _PREPARED)]], [0]):
+                pass
+            self.tell(f"[ready after {duration_text(time.perf_counter() - began)}]")
+
+    def show(self, prompt: Sequence[int], number: int, echo: str = "") -> list[Answer]:
         """Shows the answers to a prompt, the first as it comes, the others after it; Ctrl-C ends
         them all.
 
         Args:
           number: of the prompt; randomness follows from it.
+          echo: is written before each answer.
 
         Raises:
           ConfigError: if the prompt leaves no room for an answer.
@@ -42,7 +55,7 @@ class Terminal:
             )
         manner = dataclasses.replace(self.manner, max_tokens=min(self.manner.max_tokens, room))
         began, first, at_first = time.perf_counter(), 0.0, 0
-        page = _Page(self.out, manner.samples)
+        page = _Page(self.out, manner.samples, echo)
         answers: list[Answer] = []
         try:
             for answers in manner.rounds(self.generator, [prompt], [number]):
@@ -57,10 +70,7 @@ class Terminal:
             seconds = time.perf_counter() - first
             tokens = _tokens(answers)
             rate = f", {(tokens - at_first) / seconds:,.1f} tokens/s" if tokens > at_first else ""
-            self.tell(
-                f"[{tokens:,} tokens{rate}; the first after {duration_text(first - began)}"
-                f"{'' if room > self.manner.max_tokens else f'; --length={self.generator.length}'}]"
-            )
+            self.tell(f"[{tokens:,} tokens{rate}; the first after {duration_text(first - began)}]")
         return answers
 
     def converse(self, read: Callable[[], str], chat: bool) -> None:
@@ -101,8 +111,8 @@ class Terminal:
 class _Page:
     """Where answers are written, one after the other."""
 
-    def __init__(self, out: TextIO, samples: int):
-        self._out, self._samples = out, samples
+    def __init__(self, out: TextIO, samples: int, echo: str):
+        self._out, self._samples, self._echo = out, samples, echo
         self._number = 0  # of the answer that is being written
         self._written = -1  # characters of it; -1: its heading is not there yet
 
@@ -113,6 +123,7 @@ class _Page:
             if self._written < 0:
                 if self._samples > 1:
                     self._out.write(f"--- {self._number + 1} of {self._samples}\n")
+                self._out.write(self._echo)
                 self._written = 0
             self._out.write(answer.text[self._written :])
             self._written = len(answer.text)
