@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     check_devices()
     try:
         loaded = load(
-            _FROM.value,
+            _FROM.value or "",
             dtype=_DTYPE.value,
             tokenizer=_TOKENIZER.value,
             trusted=TRUST_MODULE.value,
@@ -201,7 +201,7 @@ def _converse(loaded: Loaded, reader: Reader, manner: Manner) -> None:
 
 
 def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
-    prompts, out = local_folder(_PROMPTS.value), local_folder(_OUT.value)
+    prompts, out = local_folder(_PROMPTS.value or ""), local_folder(_OUT.value or "")
     if out.absolute() == prompts.absolute():
         raise ConfigError("--out is the file of prompts: give another")
     file = AnswerFile(

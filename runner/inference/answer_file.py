@@ -113,8 +113,8 @@ class AnswerFile:
         """Cuts what a kill has left of a batch off; how many lines are answered by then."""
         expected = itertools.product(lines, range(samples))
         file.seek(0)
-        size = kept = done = answered = 0
-        for text in file:
+        size = kept = done = 0
+        for answered, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
                 break
             line, sample = next(expected, (None, None))
@@ -125,10 +125,9 @@ class AnswerFile:
                 known = False
             if not known:
                 raise ConfigError(
-                    f"{self._path} has something else in line {answered + 1}: give another --out"
+                    f"{self._path} has something else in line {answered}: give another --out"
                 )
             size += len(text)
-            answered += 1
             if answered % (together * samples) == 0 or answered == len(lines) * samples:
                 kept, done = size, answered // samples
         file.truncate(kept)

@@ -79,7 +79,7 @@ class Reader:
         """
         given = [kind for kind in KINDS if isinstance(line, dict) and kind in line]
         if len(given) != 1:
-            raise ValueError(f'it must be an object with one of "{'", "'.join(KINDS)}"')
+            raise ValueError(f"it must be an object with one of the keys {', '.join(KINDS)}")
         (kind,) = given
         value = line[kind]
         if kind == "messages":

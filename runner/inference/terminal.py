@@ -74,35 +74,31 @@ class Terminal:
         return answers
 
     def converse(self, read: Callable[[], str], chat: bool) -> None:
-        """Answers what `read` gives until it raises EOFError; its KeyboardInterrupt drops a line.
+        """Answers what `read` gives until it raises EOFError; Ctrl-C drops what goes on.
 
         Args:
           chat: whether it is a chat, whose turns are remembered; otherwise each text is continued.
         """
-        messages: list[dict[str, str]] = []
+        turns: list[dict[str, str]] = []
         for number in itertools.count():
             try:
-                text = read()
-            except KeyboardInterrupt:
-                self.tell("")
-                continue
+                if not (text := read()):
+                    continue
+                if not chat:
+                    self.show(self.reader.of_text(text), number)
+                    continue
+                asked = [*turns, {"role": "user", "content": text}]
+                answers = self.show(self.reader.of_chat(asked), number)
+                if answers:
+                    turns = [*asked, {"role": "assistant", "content": answers[0].text}]
             except EOFError:
                 self.tell("")
                 return
-            if not text:
-                continue
-            asked = [*messages, {"role": "user", "content": text}]
-            try:
-                prompt = self.reader.of_chat(asked) if chat else self.reader.of_text(text)
-                answers = self.show(prompt, number)
+            except KeyboardInterrupt:
+                self.tell("")
             except ValueError as error:
-                self.tell(f"error: {in_words(error)}")
-                if messages:
-                    self.tell("the chat begins anew")
-                    messages = []
-            else:
-                if chat and answers:
-                    messages = [*asked, {"role": "assistant", "content": answers[0].text}]
+                self.tell(f"error: {in_words(error)}{'; the chat begins anew' if turns else ''}")
+                turns = []
 
     def tell(self, line: str) -> None:
         print(line, file=self.told, flush=True)
