@@ -26,7 +26,7 @@ from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.mesh import make_mesh
 from runner.command_line.errors import user_errors
-from runner.inference.saved_run import SavedRun, open_run
+from runner.inference.saved_run import SavedRun, longest_in, open_run
 from runner.processes.agreement import agreed
 from runner.training.weights import HuggingFace, located, tokenizer_of
 from runner.watch.transfer import told
@@ -43,6 +43,7 @@ class Loaded:
       compute: how to compute it: in the run's dtype, without what else suits its training.
       codec: between texts and its ids; `None` if no tokenizer is known.
       end_ids: tokens that end a text; empty if none are known.
+      document_end: the token that ended each document it was trained on; `None` if none is known.
       tokenizer: what made the ids that it was trained on; `None` if unknown.
       tokenizer_folder: with the tokenizer's files of Hugging Face's, such as a chat template.
       longest: tokens in the longest sequence that it was trained on; `None` if unknown.
@@ -56,6 +57,7 @@ class Loaded:
     compute: Compute
     codec: TextCodec | None
     end_ids: tuple[int, ...]
+    document_end: int | None
     tokenizer: TokenizerIdentity | None
     tokenizer_folder: Path | None
     longest: int | None
@@ -104,6 +106,7 @@ def _of_run(run: SavedRun, mesh: Mesh | None, dtype: str | None, tokenizer: str 
         compute=Compute(dtype=dtype or fdl.build(run.cfg.compute).dtype),
         codec=_codec_of_run(run) if tokenizer is None else _codec_of(_file_of(tokenizer), ()),
         end_ids=_end_ids_of_run(run),
+        document_end=_document_end(run) if tokenizer is None else None,
         tokenizer=run.tokenizer if tokenizer is None else _identity_of(tokenizer),
         tokenizer_folder=run.tokenizer_folder,
         longest=run.longest,
@@ -126,16 +129,16 @@ def _of_folder(
     tell = told(f"reading {found.name}:", show)
     end_ids = end_ids_of(found.folder)
     file = found.folder / _TOKENIZER_FILE if tokenizer is None else _file_of(tokenizer)
-    longest = read_json(found.folder / "config.json").get("max_position_embeddings")
     return Loaded(
         model=load_weights(found.folder, model, there.family.names, mesh, tell),
         mesh=mesh,
         compute=Compute(dtype=dtype or "float32"),
         codec=_codec_of(file, end_ids) if tokenizer is not None or file.is_file() else None,
         end_ids=end_ids,
+        document_end=None,
         tokenizer=tokenizer_of(found) if tokenizer is None else _identity_of(tokenizer),
         tokenizer_folder=found.folder,
-        longest=longest if isinstance(longest, int) else None,
+        longest=longest_in(read_json(found.folder / "config.json")),
         name=found.name,
         step=None,
         cfg=None,
@@ -166,10 +169,14 @@ def _codec_of_run(run: SavedRun) -> TextCodec | None:
 
 
 def _end_ids_of_run(run: SavedRun) -> tuple[int, ...]:
-    metadata = None if run.data is None else run.data.metadata
-    if metadata is not None and metadata.eos_id is not None:
-        return (metadata.eos_id,)
+    if (end := _document_end(run)) is not None:
+        return (end,)
     return () if run.origin is None else end_ids_of(run.origin)
+
+
+def _document_end(run: SavedRun) -> int | None:
+    metadata = None if run.data is None else run.data.metadata
+    return None if metadata is None else metadata.eos_id
 
 
 def _codec_of(file: Path, end_ids: Collection[int]) -> TextCodec:

@@ -121,10 +121,16 @@ class SavedRun:
     @property
     def longest(self) -> int | None:
         """Tokens in the longest sequence that the model was trained on, if it is known."""
-        lengths = [self.origin_config.get("max_position_embeddings")]
+        lengths = [longest_in(self.origin_config)]
         if self.step > WEIGHTS_ALONE:
             lengths.append(getattr(self.cfg.data, "sequence_length", None))
         return max((length for length in lengths if isinstance(length, int)), default=None)
+
+
+def longest_in(config: dict[str, Any]) -> int | None:
+    """Tokens in the longest sequence that a config.json says its model takes, if it does."""
+    known = (config.get(name) for name in ("max_position_embeddings", "n_positions"))
+    return next((length for length in known if isinstance(length, int)), None)
 
 
 def open_run(found: Saved, trusted: Collection[str] = ()) -> SavedRun:

@@ -1,24 +1,19 @@
 """Models of runs and of Hugging Face's folders, loaded with their texts' codec."""
 
-import functools
 import json
 import shutil
 from pathlib import Path
 
-import fiddle as fdl
 import jax
 import numpy as np
 import pytest
-from byte_texts import BOS, EOS, write_texts
+from byte_texts import BOS, EOS
+from run_on_bytes import write_run_on_bytes
 
 from lmlib import hf
-from lmlib.checkpoint import Checkpoints
-from lmlib.data.flat_tokens import FlatTokens
-from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.command_line.errors import ConfigError
-from runner.config import configs
 from runner.inference.loaded import load
 from runner.training.weights import located
 
@@ -72,21 +67,7 @@ def test_a_folder_and_what_was_imported_of_it_are_the_same(folder, tmp_path):
 @pytest.fixture
 def run(tmp_path):
     """A run on bytes, at step 3; its data is in `data`."""
-    write_texts(tmp_path / "data")
-    small = ["model.vocab=258", "model.embed=16", "model.layers=1", "model.mlp=16", "mesh.data=64"]
-    cfg = configs.load("experiments/llama_84m", ["tiny"], small)
-    cfg.data = fdl.Config(
-        FlatTokens, path=str(tmp_path / "data"), split="train", batch_size=1, sequence_length=24
-    )
-    configs.save(cfg, tmp_path / "run")
-    mesh = make_mesh()
-    make = functools.partial(fdl.build(cfg.model), key=jax.random.key(0))
-    with jax.set_mesh(mesh):
-        model = creator(make, mesh)()
-    with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
-        notes = {"batches": {"tokenizer": {"name": "bytes", "sha256": None}}}
-        checkpoints.save(3, {"model": model}, notes)
-    return tmp_path / "run", model
+    return write_run_on_bytes(tmp_path)
 
 
 def test_a_run_whose_mesh_is_not_there(run):
@@ -96,6 +77,7 @@ def test_a_run_whose_mesh_is_not_there(run):
     assert_same_weights(found.model, model)
     assert found.codec.encode("hi") == [BOS, *b"hi"]
     assert (found.end_ids, found.longest, found.step) == ((EOS,), 24, 3)
+    assert found.document_end == EOS
 
 
 def test_a_run_whose_data_is_gone(run):
