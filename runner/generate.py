@@ -24,7 +24,6 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from absl import flags
 
@@ -135,9 +134,6 @@ def _check(arguments: Sequence[str]) -> None:
 
 def _template(loaded: Loaded) -> ChatTemplate | None:
     folder = loaded.tokenizer_folder
-    if _TOKENIZER.value:
-        path = Path(_TOKENIZER.value)
-        folder = path if path.is_dir() else path.parent
     try:
         return None if folder is None else read_chat_template(folder)
     except (ValueError, OSError) as error:
