@@ -30,7 +30,6 @@ class Answer:
         end_ids: Collection[int] = (),
         stop: Sequence[str] = (),
     ):
-        """Raises ValueError if a stop string is empty."""
         self.text = ""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -76,6 +75,9 @@ class Manner:
       end_ids: tokens that end an answer.
       stop: strings that end an answer.
       max_tokens, sampling, samples, seed: as of `Generator.stream`.
+
+    Raises:
+      ValueError: if a stop string is empty.
     """
 
     codec: TextCodec
@@ -85,6 +87,9 @@ class Manner:
     sampling: Sampling
     samples: int
     seed: int
+
+    def __post_init__(self) -> None:
+        StopStrings(self.stop)
 
     def rounds(
         self, generator: Generator, prompts: Sequence[Sequence[int]], ids: Sequence[int]

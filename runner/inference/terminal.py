@@ -90,7 +90,8 @@ class Terminal:
                 asked = [*turns, {"role": "user", "content": text}]
                 answers = self.show(self.reader.of_chat(asked), number)
                 if answers:
-                    turns = [*asked, {"role": "assistant", "content": answers[0].text}]
+                    said = answers[0].text.strip()  # templates put what stands around it
+                    turns = [*asked, {"role": "assistant", "content": said}]
             except EOFError:
                 self.tell("")
                 return

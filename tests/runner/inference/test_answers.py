@@ -100,8 +100,8 @@ def test_a_chat_remembers_its_turns_and_survives_ctrl_c(generator):
 
     shown = terminal(generator, Seen(**vars(READER)), Interrupting())
     shown.converse(read, chat=True)
-    # What was there when it was interrupted.
-    assert shown.out.getvalue().startswith(f"{asked[1][1]}\n")
+    said = asked[1][1]  # what was there when it was interrupted
+    assert said and shown.out.getvalue().lstrip().startswith(f"{said}\n")
     assert asked[0] == ["Hello?"]
     assert asked[1][::2] == ["Hello?", "And?"]
     assert "leave no room for an answer" in shown.told.getvalue()
