@@ -89,22 +89,22 @@ def main(arguments: Sequence[str]) -> int:
         )
         template = _template(loaded)
         reader = Reader(loaded.name, loaded.model.vocab, loaded.codec, template)
-        manner = Manner(
-            reader.shown,
-            _end_ids(loaded, template),
-            tuple(_STOP.value),
-            _MAX_TOKENS.value,
-            sampling,
-            _SAMPLES.value,
-            _SEED.value,
-        )
         with user_errors():
-            if _PROMPTS.value:
-                _answer_file(loaded, reader, manner)
-            elif _PROMPT.value or _TOKENS.value:
-                _answer_prompts(loaded, reader, manner)
-            else:
-                _converse(loaded, reader, manner)
+            manner = Manner(
+                reader.shown,
+                _end_ids(loaded, template),
+                tuple(_STOP.value),
+                _MAX_TOKENS.value,
+                sampling,
+                _SAMPLES.value,
+                _SEED.value,
+            )
+        if _PROMPTS.value:
+            _answer_file(loaded, reader, manner)
+        elif _PROMPT.value or _TOKENS.value:
+            _answer_prompts(loaded, reader, manner)
+        else:
+            _converse(loaded, reader, manner)
     except KeyboardInterrupt:
         _tell("stopped; the same command goes on" if _PROMPTS.value else "stopped")
         return STOPPED
@@ -128,7 +128,7 @@ def _check(arguments: Sequence[str]) -> None:
         raise ConfigError(f"--rows={_ROWS.value} must be at least --samples={_SAMPLES.value}")
     if _CHAT.value and (_TOKENS.value or _PROMPTS.value):
         raise ConfigError('--chat is for --prompt and for what is typed; a file has "messages"')
-    if not ways and not sys.stdin.isatty():
+    if not ways and (sys.stdin is None or not sys.stdin.isatty()):
         raise ConfigError("give --prompt, or --prompts and --out; on a terminal prompts are typed")
 
 
@@ -158,7 +158,8 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
         length = min(-(-needed // _LENGTHS) * _LENGTHS, longest)
     if loaded.longest is not None and length > loaded.longest:
         _tell(f"the model was trained on {loaded.longest:,} tokens at most, and may get {length:,}")
-    return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length)
+    with user_errors():
+        return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length)
 
 
 def _answer_prompts(loaded: Loaded, reader: Reader, manner: Manner) -> None:
@@ -197,14 +198,16 @@ def _converse(loaded: Loaded, reader: Reader, manner: Manner) -> None:
 
 
 def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
-    prompts, out = local_folder(_PROMPTS.value or ""), local_folder(_OUT.value or "")
+    with user_errors():
+        prompts, out = local_folder(_PROMPTS.value or ""), local_folder(_OUT.value or "")
+        digest = digest_of(prompts)
     if out.absolute() == prompts.absolute():
         raise ConfigError("--out is the file of prompts: give another")
     file = AnswerFile(
         out,
         {
             "from": loaded.name,
-            "prompts": digest_of(prompts),
+            "prompts": digest,
             "tokenizer": loaded.tokenizer and loaded.tokenizer.sha256,
             "dtype": str(loaded.compute.dtype),
             "max_tokens": manner.max_tokens,

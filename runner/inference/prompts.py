@@ -7,7 +7,7 @@ from typing import Any
 
 from lmlib.data.chat import ChatTemplate, check_messages
 from lmlib.data.text import TextCodec
-from runner.command_line.errors import ConfigError
+from runner.command_line.errors import ConfigError, user_errors
 
 
 def _no_text(text: str) -> list[int]:
@@ -51,25 +51,26 @@ class Reader:
         """The ids of a text that is to be continued.
 
         Raises:
-          ConfigError: if it has none, or there is no tokenizer.
+          ConfigError: if it has none, or there is no tokenizer that takes it.
         """
         if self.codec is None:
             raise ConfigError(
                 f"{self.name} knows no tokenizer: give --tokenizer=FOLDER, or ids as --tokens=1,2,3"
             )
-        return self.checked(self.codec.encode(text))
+        with user_errors():
+            return self.checked(self.codec.encode(text))
 
     def of_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a chat, and of what an answer begins with.
 
         Raises:
-          ConfigError: if there is no template.
-          ValueError: if it cannot take these messages.
+          ConfigError: if there is no template that takes these messages.
         """
         if self.template is None or self.codec is None:
             raise ConfigError(f"{self.name} has no chat template: ask it with --prompt")
-        rendered = self.template.render(messages, add_generation_prompt=True, now=self.now)
-        return self.checked(self.codec.encode_marked(rendered.text))
+        with user_errors():
+            rendered = self.template.render(messages, add_generation_prompt=True, now=self.now)
+            return self.checked(self.codec.encode_marked(rendered.text))
 
     def of_line(self, line: Any) -> list[int]:
         """The ids of a line of a file: an object with a "prompt", "messages" or "tokens".

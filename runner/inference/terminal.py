@@ -9,7 +9,7 @@ from typing import TextIO
 
 from lmlib.generate import Generator
 from lmlib.quantities import duration_text
-from runner.command_line.errors import ConfigError, in_words
+from runner.command_line.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.prompts import Reader
 
@@ -97,8 +97,8 @@ class Terminal:
                 return
             except KeyboardInterrupt:
                 self.tell("")
-            except ValueError as error:
-                self.tell(f"error: {in_words(error)}{'; the chat begins anew' if turns else ''}")
+            except ConfigError as error:
+                self.tell(f"error: {error}{'; the chat begins anew' if turns else ''}")
                 turns = []
 
     def tell(self, line: str) -> None:
