@@ -5,11 +5,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from lmlib.evaluate.ratio import Estimate, Ratio
 from lmlib.evaluate.scoring import Scorer
-from lmlib.evaluate.windows import Packing, Window, windows
+from lmlib.evaluate.windows import Packing, Placed, Window, windows
 from lmlib.models.protocol import Model
 
 
@@ -132,8 +133,17 @@ def evaluate_documents(
                 sums.add(begun)
             yield from pieces
 
-    for batch, placed in packing.batches(cut()):
-        nats_BS, _ = scorer(model, batch)
+    def scored() -> Iterator[tuple[list[Placed], np.ndarray]]:
+        """One batch is made while the devices are at the one before."""
+        begun: tuple[list[Placed], jax.Array] | None = None
+        for batch, placed in packing.batches(cut()):
+            before, begun = begun, (placed, scorer.begin(model, batch)[0])
+            if before is not None:
+                yield before[0], np.asarray(before[1])
+        if begun is not None:
+            yield begun[0], np.asarray(begun[1])
+
+    for placed, nats_BS in scored():
         for window, row, start in placed:
             counted = slice(window.first, window.inputs)
             nats = nats_BS[row, start + window.first : start + window.inputs].astype(np.float64)

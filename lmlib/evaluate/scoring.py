@@ -31,9 +31,13 @@ class Scorer:
     def __call__(self, model: Model, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """`token_losses` of a NumPy batch that is the same on every process, which all must call
         this: nats, float32 at least, and bool, both [batch, seq]."""
-        with jax.set_mesh(self._mesh):
-            nats_BS, likeliest_BS = self._losses(model, jax.tree.map(self._placed, batch))
+        nats_BS, likeliest_BS = self.begin(model, batch)
         return np.asarray(nats_BS), np.asarray(likeliest_BS)
+
+    def begin(self, model: Model, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """As a call, but the devices may still be at it."""
+        with jax.set_mesh(self._mesh):
+            return self._losses(model, jax.tree.map(self._placed, batch))
 
     def _placed(self, values: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(values.shape, self._rows, lambda part: values[part])

@@ -95,8 +95,9 @@ class Measuring:
                 raise ConfigError(f"{data.name}: {error}") from error
             took = time.perf_counter() - began
             self._show(
-                f"{loaded.name} on {data.name}: {count_text(evaluation.targets)} tokens in "
-                f"{duration_text(took)}, {count_text(evaluation.targets / took)} tokens per second"
+                f"{loaded.name} on {data.name}: loss {evaluation.loss.value:.4f} nats per token; "
+                f"{count_text(evaluation.targets)} tokens in {duration_text(took)}, "
+                f"{count_text(evaluation.targets / took)} tokens per second"
             )
             yield Measured(loaded.name, loaded.step, data.name, length, evaluation)
 

@@ -22,30 +22,47 @@ _UNITS = {
 
 def tables(found: Sequence[Measured]) -> str:
     """One line for each model and data set; and the loss by position, if there are not too many."""
-    several = len({each.model for each in found}) > 1
+    which, named, title = _models(found)
     rows = [
         (
-            *(("model",) if several else ()), "data", "documents", "tokens",
-            "loss, nats per token", "perplexity", "bits per byte", "bits per character",
+            *which, "data", "documents", "tokens", "loss, nats per token", "perplexity",
+            "bits per byte", "bits per character",
         )
     ]  # fmt: skip
-    for each in found:
+    for each, name in zip(found, named, strict=True):
         evaluation = each.evaluation
         rows.append(
             (
-                *((each.model,) if several else ()),
+                *([name] if which else ()),
                 each.data,
                 f"{evaluation.documents:,}",
                 f"{evaluation.targets:,}",
                 *(_shown(getattr(evaluation, name)) for name in _UNITS),
             )
         )
-    lines = [columns(rows), "", "± is one standard error over documents"]
-    if not several:
-        lines.insert(0, f"{found[0].model}, sequences of {found[0].sequence_length:,} tokens\n")
+    lines = [f"{title}\n", columns(rows), "", "± is one standard error over documents"]
     if len(found) <= _MOST_COLUMNS:
-        lines += ["", _by_position(found, several)]
+        names = [
+            f"{'step ' * (which == ['step'])}{name}, {each.data}" if which else each.data
+            for each, name in zip(found, named, strict=True)
+        ]
+        lines += ["", _by_position(found, names)]
     return "\n".join(lines)
+
+
+def _models(found: Sequence[Measured]) -> tuple[list[str], list[str], str]:
+    """The title of a column that tells the models apart, if there are several; what each is called
+    in it; and the title of the whole."""
+    models = list(dict.fromkeys(each.model for each in found))
+    lengths = sorted({each.sequence_length for each in found})
+    of = f"sequences of {' to '.join(f'{length:,}' for length in lengths)} tokens"
+    names = [each.model for each in found]
+    if len(models) == 1:
+        return [], names, f"{models[0]}, {of}"
+    runs = {model.rpartition("@")[0] for model in models}
+    if len(runs) == 1 and all(each.step is not None for each in found):  # of one run, a curve
+        return ["step"], [f"{each.step:,}" for each in found], f"{runs.pop()}, {of}"
+    return ["model"], names, of[0].upper() + of[1:]
 
 
 def json_text(found: Sequence[Measured], settings: Settings) -> str:
@@ -105,9 +122,8 @@ def _shown(estimate: Estimate | None) -> str:
     return f"{estimate.value:.4f} ± {estimate.standard_error:.4f}"
 
 
-def _by_position(found: Sequence[Measured], several: bool) -> str:
+def _by_position(found: Sequence[Measured], names: Sequence[str]) -> str:
     places = sorted({(at.first, at.last) for each in found for at in each.evaluation.by_position})
-    names = [f"{each.model} on {each.data}" if several else each.data for each in found]
     rows = [("position", *names)]
     for place in places:
         cells = []

@@ -132,7 +132,9 @@ def test_all_checkpoints_are_a_curve(folder, command, tmp_path):
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [each["step"] for each in results] == [3, 5]
     assert results[0]["loss"] == results[1]["loss"]
-    assert f"{folder}/run@3" in ended.stdout and f"{folder}/run@5" in ended.stdout
+    title, _, heads, *rows = ended.stdout.splitlines()
+    assert title == f"{folder}/run, sequences of 24 tokens" and heads.startswith("step  data")
+    assert [row.split()[0] for row in rows[:2]] == ["3", "5"]
     assert sorted((folder / "run").rglob("*")) == before  # it only reads
 
 
