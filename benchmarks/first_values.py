@@ -32,7 +32,7 @@ from lmlib import optim, train
 from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.evaluate import Evaluator
+from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
@@ -109,7 +109,7 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
     path = standard_library(vocab_size=_VOCAB)
     of = functools.partial(FlatTokens, path, batch_size=_BATCH, sequence_length=_SEQUENCE)
     data, mesh, compute = of(split="train"), make_mesh(), Compute("float32", saved=ACTIVATIONS)
-    evaluate = Evaluator(of(split="validation", seed=None, epochs=1), mesh, compute)
+    evaluate, validation = Evaluator(mesh, compute), of(split="validation", seed=None, epochs=1)
     optimizer = optim.adamw(_STEPS.value, rate)
     make = functools.partial(llama, _VOCAB, width, depth, max(2, width // 32), 3 * width, tied=tied)
     rows = jax.sharding.NamedSharding(mesh, partition("batch seq"))
@@ -126,7 +126,7 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
             step = train.trace_step(state, batch, optimizer, mesh, compute).lower().compile()
         for batch in batches:
             state, _ = step(state, batch)
-        found.setdefault(scheme, []).append(evaluate(state.model, 32).loss)
+        found.setdefault(scheme, []).append(evaluate(state.model, validation, 32).loss)
     return found
 
 

@@ -22,7 +22,8 @@ class Compute:
         there are means no loop.
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
-      loss_chunk: tokens whose logits a device holds at a time; `None`: see `lmlib.losses`.
+      loss_chunk: tokens whose logits a device holds at a time; `None`: see
+        `lmlib.logit_chunks.chunks`.
       logits_dtype: of the logits that the loss is computed from; softmax is in float32 at least.
 
     Raises:

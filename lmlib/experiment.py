@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ _KINDS = {
     "compute": Compute,
     "objective": Objective,
     "data": Source,
-    "validation": Source | None,
     "mesh": Mesh,
     "guard": Guard,
 }
@@ -65,13 +65,17 @@ class Experiment:
       init_from: whose weights the run begins with: another run's, `RUN` or `RUN@STEP`, or those in
         a folder of Hugging Face's, which may be a name on the Hub; `None`: new ones. Only a run
         that has no checkpoint yet reads them.
-      validation: batches to evaluate on, in a fixed order; `None` for none.
+      validation: batches to evaluate on, in a fixed order: a source, or several by their names;
+        `None` for none.
+      validation_weights: of each named one in the total of all; `None`: the targets counted.
       validation_batches: how many of them each evaluation sees; `None` for all. After the last
-        step a finite `validation` is seen whole.
+        step a finite source is seen whole.
       evaluate_every, checkpoint_every: in steps.
       keep_checkpoints: how many checkpoints stay, the newest.
       keep_checkpoints_every: besides, those of every so many steps; `None` for none.
-      keep_best_checkpoints: besides, how many of the lowest validation loss.
+      keep_best_checkpoints: besides, how many of the best.
+      best_by: the metric that ranks checkpoints, of `evaluation_metrics`.
+      best_is_highest: whether more of it is better.
       tolerated_failed_saves: how many saves in a row may fail, the disk being full say, before the
         run stops.
       captures: how many skipped updates are kept for `python -m runner.replay`; each holds a
@@ -92,13 +96,16 @@ class Experiment:
     stop_after_skipped: int = 10
     seed: int = 0
     init_from: str | None = None
-    validation: Source | None = None
+    validation: Source | Mapping[str, Source] | None = None
+    validation_weights: Mapping[str, float] | None = None
     validation_batches: int | None = None
     evaluate_every: int = 1_000
     checkpoint_every: int = 1_000
     keep_checkpoints: int = 3
     keep_checkpoints_every: int | None = None
     keep_best_checkpoints: int = 0
+    best_by: str = "validation_loss"
+    best_is_highest: bool = False
     tolerated_failed_saves: int = 2
     captures: int = 3
     prefetch_batches: int = 2
@@ -111,6 +118,26 @@ class Experiment:
     @functools.cached_property
     def made_optimizer(self) -> Optimizer:
         return self.optimizer(self.steps)
+
+    @property
+    def validation_sets(self) -> dict[str, Source]:
+        """What is evaluated on, by name; a single source is called "validation"."""
+        if isinstance(self.validation, Mapping):
+            return dict(self.validation)
+        return {} if self.validation is None else {"validation": self.validation}
+
+    @property
+    def evaluation_metrics(self) -> tuple[str, ...]:
+        """The names of what each evaluation adds to the metrics of its step."""
+        sets = self.validation_sets
+        in_text = {name for name, each in sets.items() if each.bytes_per_target is not None}
+        several = sets if isinstance(self.validation, Mapping) else ()
+        return (
+            *(("validation_loss",) if sets else ()),
+            *(f"validation_loss/{name}" for name in several),
+            *(("validation_bits_per_byte",) if sets and len(in_text) == len(sets) else ()),
+            *(f"validation_bits_per_byte/{name}" for name in several if name in in_text),
+        )
 
     def abstract_model(self) -> Any:
         """The model with `ShapeDtypeStruct`s for weights."""
@@ -164,6 +191,13 @@ class Experiment:
             if not isinstance(value, kind):
                 expected = getattr(kind, "__name__", kind)
                 raise ValueError(f"{name} must be of type {expected}, got {value!r}")
+        validation = self.validation
+        sets = validation.values() if isinstance(validation, Mapping) else (validation,)
+        if validation is not None and not all(isinstance(each, Source) for each in sets):
+            raise ValueError(
+                f"validation must be of type {Source | None}, or a mapping of names to such, got "
+                f"{validation!r}"
+            )
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -179,18 +213,44 @@ class Experiment:
                 "fewer steps, or let the data repeat (epochs=None)"
             )
         if self.validation is not None:
-            self._check_source("validation", self.validation, model, 1)
-            if tokenizers_differ(self.data.tokenizer, self.validation.tokenizer):
+            self._check_validation(model)
+
+    def _check_validation(self, model: Any) -> None:
+        named = isinstance(self.validation, Mapping)
+        sets = self.validation_sets
+        if not sets:
+            raise ValueError("validation names no source: give it one, or None for none")
+        for name, source in sets.items():
+            if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
                 raise ValueError(
-                    f"data was made by {self.data.tokenizer}, but validation by "
-                    f"{self.validation.tokenizer}: their ids mean different texts; make both with "
-                    "one tokenizer"
+                    f"validation has the name {name!r}: a name is of letters, digits, _, . and -"
                 )
-            if self.validation_batches is None and self.validation.batches is None:
+            where = f"validation[{name!r}]" if named else "validation"
+            self._check_source(where, source, model, 1)
+            if tokenizers_differ(self.data.tokenizer, source.tokenizer):
                 raise ValueError(
-                    "validation never ends: set validation_batches to the number of batches that "
+                    f"data was made by {self.data.tokenizer}, but {where} by {source.tokenizer}: "
+                    "their ids mean different texts; make both with one tokenizer"
+                )
+            if self.validation_batches is None and source.batches is None:
+                raise ValueError(
+                    f"{where} never ends: set validation_batches to the number of batches that "
                     "each evaluation should see"
                 )
+        weights = self.validation_weights
+        if weights is not None:
+            if not named or weights.keys() != sets.keys():
+                raise ValueError(
+                    f"validation_weights are of {', '.join(map(repr, weights))}, but validation "
+                    f"has {', '.join(map(repr, sets)) if named else 'no names'}: name each once"
+                )
+            if not all(weight >= 0 for weight in weights.values()) or not sum(weights.values()) > 0:
+                raise ValueError(f"validation_weights must be positive numbers, got {weights!r}")
+        if self.best_by not in self.evaluation_metrics:
+            raise ValueError(
+                f"best_by={self.best_by!r} is no metric of this experiment's evaluations; there "
+                f"are {', '.join(self.evaluation_metrics)}"
+            )
 
     def _check_source(self, name: str, source: Source, model: Any, microbatches: int) -> None:
         if source.max_token_id >= model.vocab:

@@ -1,7 +1,7 @@
 """What is minimised: sums over tokens, so that any split of a batch adds up to the same.
 
-Logits are made a chunk of tokens at a time, together with their gradients: they are never kept,
-never made twice, and never whole.
+Logits are made a chunk of tokens at a time (`lmlib.logit_chunks`), together with their gradients:
+they are never kept, never made twice, and never whole.
 
 Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, C chunks.
 """
@@ -19,23 +19,10 @@ from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.head import capped
+from lmlib.logit_chunks import chunk_logits, chunks, gathered, inputs, visited
 from lmlib.models.protocol import Context, Model
-from lmlib.parallel.layout import COMPUTE, STORED, partition
-from lmlib.parallel.local import (
-    all_gather,
-    axis_index,
-    on_each_device,
-    platform,
-    pmax,
-    psum,
-    psum_scatter,
-)
-
-# Logits of a chunk in float32: what a CPU core's cache can about hold, and what a device's memory
-# does not notice.
-_CHUNK_BYTES = {"cpu": 2**24}
-_CHUNK_BYTES_ELSEWHERE = 2**30
+from lmlib.parallel.layout import COMPUTE
+from lmlib.parallel.local import on_each_device, psum, psum_scatter
 
 _EVERYWHERE = PartitionSpec()
 
@@ -83,8 +70,7 @@ class LossSettings(NamedTuple):
 
     z_loss: as of `Objective`.
     cap: as `Model.logit_cap`.
-    chunk: tokens whose logits a device holds at a time; `None`: 1 GiB of them in float32, on CPUs
-      16 MiB.
+    chunk: tokens whose logits a device holds at a time; `None`: see `lmlib.logit_chunks.chunks`.
     logits_dtype: of the logits, or that of the features if it is wider; softmax is in float32 at
       least.
     """
@@ -149,29 +135,22 @@ def loss_sums(
     if jax.sharding.get_abstract_mesh().empty:
         return _loss_sums(settings, False, *arguments)
     split = jax.typeof(h_BSE).sharding.spec[1] == COMPUTE["seq_parallel"]
-    return _loss_sums(settings, split, *map(jax.sharding.reshard, arguments, _inputs(split)))
-
-
-def _inputs(split: bool) -> tuple[PartitionSpec, ...]:
-    """The layouts of features, table, targets and mask; `split`: of the features' sequence too."""
-    features = partition("batch seq_parallel embed" if split else "batch seq embed")
-    tokens = partition("batch seq")
-    return features, partition("embed vocab", STORED), tokens, tokens
+    return _loss_sums(settings, split, *map(jax.sharding.reshard, arguments, inputs(split)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _loss_sums(settings: LossSettings, split: bool, *arguments: Array) -> LossSums:
     sums = functools.partial(_local_sums, settings, split)
-    return on_each_device(sums, _inputs(split), _EVERYWHERE, tracked=False)(*arguments)
+    return on_each_device(sums, inputs(split), _EVERYWHERE, tracked=False)(*arguments)
 
 
 def _forward(
     settings: LossSettings, split: bool, *arguments: Array
 ) -> tuple[LossSums, tuple[Array, Array]]:
     gradients = functools.partial(_local_gradients, settings, split)
-    inputs = _inputs(split)
-    outputs = _EVERYWHERE, inputs[:2]
-    return on_each_device(gradients, inputs, outputs, tracked=False)(*arguments)
+    layouts = inputs(split)
+    outputs = _EVERYWHERE, layouts[:2]
+    return on_each_device(gradients, layouts, outputs, tracked=False)(*arguments)
 
 
 def _backward(
@@ -197,14 +176,13 @@ def _local_sums(
     targets_BS: Array,
     loss_mask_BS: Array,
 ) -> LossSums:
-    h_BSE = all_gather(h_BSE, "tensor", axis=1) if split else h_BSE
-    table_EV = all_gather(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
+    h_BSE, table_EV = gathered(split, h_BSE, table_EV)
 
     def visit(sums: LossSums, chunk: tuple[Array, Array, Array]) -> tuple[LossSums, None]:
         return _added(sums, _chunk_sums(settings, table_EV, *chunk)[0]), None
 
-    parts = _chunks(settings, table_EV.shape[1], h_BSE, targets_BS, loss_mask_BS)
-    sums, _ = _visited(visit, _no_sums(h_BSE), parts)
+    parts = chunks(settings.chunk, table_EV.shape[1], h_BSE, targets_BS, loss_mask_BS)
+    sums, _ = visited(visit, _no_sums(h_BSE), parts)
     return _over_batch(sums)
 
 
@@ -216,8 +194,7 @@ def _local_gradients(
     targets_BS: Array,
     loss_mask_BS: Array,
 ) -> tuple[LossSums, tuple[Array, Array]]:
-    h_BSE = all_gather(h_BSE, "tensor", axis=1) if split else h_BSE
-    whole_EV = all_gather(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
+    h_BSE, whole_EV = gathered(split, h_BSE, table_EV)
     wide = jnp.promote_types(h_BSE.dtype, jnp.float32)
 
     def visit(
@@ -230,9 +207,9 @@ def _local_gradients(
         dtable_EV += jnp.einsum("ne,nv->ev", chunk[0], dlogits_NV, preferred_element_type=wide)
         return (_added(sums, chunk_sums), dtable_EV), dh_NE
 
-    parts = _chunks(settings, whole_EV.shape[1], h_BSE, targets_BS, loss_mask_BS)
+    parts = chunks(settings.chunk, whole_EV.shape[1], h_BSE, targets_BS, loss_mask_BS)
     nothing = _no_sums(h_BSE), jnp.zeros(whole_EV.shape, wide)
-    (sums, dtable_EV), dh_CNE = _visited(visit, nothing, parts)
+    (sums, dtable_EV), dh_CNE = visited(visit, nothing, parts)
     B, S, E = h_BSE.shape
     dh_BSE = dh_CNE.reshape(-1, E)[: B * S].reshape(B, S, E)
     dh_BSE = psum_scatter(dh_BSE, "tensor", axis=1) if split else psum(dh_BSE, "tensor")
@@ -244,60 +221,17 @@ def _chunk_sums(
     settings: LossSettings, table_EV: Array, h_NE: Array, targets_N: Array, loss_mask_N: Array
 ) -> tuple[LossSums, Float[Array, "n v"]]:
     """The sums of a chunk, and the gradient of what is minimised with respect to its logits."""
-    wide = jnp.promote_types(h_NE.dtype, jnp.float32)
-    logits_NV = jnp.einsum(
-        "ne,ev->nv",
-        h_NE,
-        table_EV,
-        preferred_element_type=jnp.promote_types(settings.logits_dtype, h_NE.dtype),
-    )
-    logits_NV = capped(logits_NV.astype(wide), settings.cap)
-    highest_N = pmax(jnp.max(logits_NV, axis=-1), "tensor")
-    exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
-    normaliser_N = psum(jnp.sum(exponentials_NV, axis=-1), "tensor")
-    log_normaliser_N = jnp.log(normaliser_N)
-    log_z_N = highest_N + log_normaliser_N
-    N, V = logits_NV.shape
-    ids_NV = jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index("tensor")
-    is_target_NV = targets_N[:, None] == ids_NV
-    target_N = psum(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), "tensor")
-    # Large logits cancel before anything is rounded, which log_z - target would be.
-    cross_entropy_N = (highest_N - target_N) + log_normaliser_N
-    cross_entropy = jnp.sum(jnp.where(loss_mask_N, cross_entropy_N, 0))
+    chunk = chunk_logits(table_EV, h_NE, targets_N, settings.cap, settings.logits_dtype)
+    log_z_N = chunk.highest_N + jnp.log(chunk.normaliser_N)
+    cross_entropy = jnp.sum(jnp.where(loss_mask_N, chunk.cross_entropy_N, 0))
     z = jnp.sum(jnp.where(loss_mask_N, jnp.square(log_z_N), 0))
     # d log_z / d logit is its probability.
-    slope_N = (1 + 2 * settings.z_loss * log_z_N) / normaliser_N
-    dlogits_NV = exponentials_NV * slope_N[:, None] - is_target_NV
+    slope_N = (1 + 2 * settings.z_loss * log_z_N) / chunk.normaliser_N
+    dlogits_NV = chunk.exponentials_NV * slope_N[:, None] - chunk.is_target_NV
     if settings.cap is not None:
-        dlogits_NV *= 1 - jnp.square(logits_NV / settings.cap)
+        dlogits_NV *= 1 - jnp.square(chunk.logits_NV / settings.cap)
     dlogits_NV = jnp.where(loss_mask_N[:, None], dlogits_NV, 0).astype(h_NE.dtype)
     return LossSums(cross_entropy + settings.z_loss * z, cross_entropy), dlogits_NV
-
-
-def _chunks(
-    settings: LossSettings, vocab: int, h_BSE: Array, targets_BS: Array, loss_mask_BS: Array
-) -> tuple[Array, Array, Array]:
-    """(C, N, …): as few chunks as the settings allow, all alike; the last is filled up with tokens
-    that do not count. `vocab` is the share of this device."""
-    held_bytes = _CHUNK_BYTES.get(platform(), _CHUNK_BYTES_ELSEWHERE)
-    limit = settings.chunk or max(1, held_bytes // (4 * vocab))
-    tokens = targets_BS.size
-    chunks = -(-tokens // limit)
-    missing = -tokens % chunks
-
-    def part(x: Array, *rest: int) -> Array:
-        flat = jnp.pad(x.reshape(tokens, *rest), ((0, missing), *((0, 0) for _ in rest)))
-        return flat.reshape(chunks, -1, *rest)
-
-    return part(h_BSE, h_BSE.shape[-1]), part(targets_BS), part(loss_mask_BS)
-
-
-def _visited(visit: Callable[..., Any], start: Any, chunks: Any) -> Any:
-    """`jax.lax.scan`, but no loop for one chunk: XLA's TPU compiler would run its body twice."""
-    if jax.tree.leaves(chunks)[0].shape[0] > 1:
-        return jax.lax.scan(visit, start, chunks)
-    carry, y = visit(start, jax.tree.map(lambda x: x[0], chunks))
-    return carry, jax.tree.map(lambda y: y[None], y)
 
 
 def _no_sums(h_BSE: Array) -> LossSums:

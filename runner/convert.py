@@ -19,7 +19,6 @@ cut leaves nothing there.
 
 import contextlib
 import dataclasses
-import functools
 import shutil
 import sys
 import time
@@ -32,15 +31,10 @@ import jax
 from absl import flags
 from jax.sharding import Mesh
 
-from lmlib import hf, train
+from lmlib import hf
 from lmlib.checkpoint import Checkpoints
-from lmlib.checkpoint.manifest import read_manifest
-from lmlib.checkpoint.notes import read_notes
-from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import tokenizers_differ
 from lmlib.hf.families import FAMILIES, family_of
-from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES, local_folder_of
-from lmlib.hf.tensor_files import FolderError, read_json
+from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.local_folder import local_folder
 from lmlib.parallel.mesh import make_mesh
 from lmlib.quantities import count_text, duration_text
@@ -50,12 +44,11 @@ from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
 from runner.command_line.paths import check_can_be_made
 from runner.config import configs
-from runner.config.text import nodes
+from runner.inference.saved_run import ORIGIN, SavedRun, open_run
 from runner.processes.endings import FINISHED
 from runner.training.weights import WEIGHTS_ALONE, HuggingFace, Saved, located, tokenizer_of
 from runner.watch.transfer import told
 
-ORIGIN = "hugging_face"  # in an imported workdir: what its folder held besides weights
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 
 _FROM = flags.DEFINE_string("from", None, "a folder of Hugging Face's, its name, or RUN[@STEP]")
@@ -142,19 +135,15 @@ def bring_out(
       ValueError, OSError: if the run cannot be used, no family there has its model, or `to` is not
         empty.
     """
-    workdir = found.folder.parent
-    with _made_whole(to) as unfinished, Checkpoints(found.folder, read_only=True) as checkpoints:
-        step = checkpoints.newest() if found.step is None else found.step
-        if step is None:
-            raise ConfigError(f"{found.folder} holds no checkpoint")
-        cfg = configs.load(str(workdir / "config.json"), trusted=trusted)
-        make_model = functools.partial(fdl.build(cfg.model), key=jax.random.key(0))
-        target = train.abstract_model(make_model, _one_device())
-        model_type = _model_type(cfg, target)
-        _show(f"reading {found.folder / str(step)}")
-        model, notes = checkpoints.restore_part(step, "model", target)
-        origin, data = _origin(workdir, notes), _data(cfg)
-        tokenizer = tokenizer or _tokenizer(origin, data)
+    with _made_whole(to) as unfinished:
+        run = open_run(found, trusted)
+        model_type = _model_type(run.cfg, run.abstract_model(_one_device()))
+        _show(f"reading {found.folder / str(run.step)}")
+        model = run.model(_one_device())
+        if tokenizer is None:
+            tokenizer = run.tokenizer_folder
+        if tokenizer is None and run.data is not None:
+            tokenizer = run.data.tokenizer_path
         if tokenizer is None:
             _show("WARNING: no tokenizer's files are found, so there are none: give --tokenizer")
         hf.save(
@@ -163,13 +152,13 @@ def bring_out(
             model_type=model_type,
             tokenizer=tokenizer,
             dtype=dtype,
-            longest=_longest(origin, cfg, step),
-            settings=_settings(origin, data),
+            longest=run.longest,
+            settings=_settings(run),
             file_bytes=file_bytes,
             progress=told("writing", _show),
         )
     of = "no tokenizer" if tokenizer is None else f"the tokenizer of {tokenizer}"
-    return f"step {step:,} of {workdir}, {_size(model)} in {dtype}, with {of}"
+    return f"step {run.step:,} of {run.workdir}, {_size(model)} in {dtype}, with {of}"
 
 
 @contextlib.contextmanager
@@ -203,63 +192,13 @@ def _model_type(cfg: fdl.Config, model: Any) -> str:
     return family_of(model)[0].model_type
 
 
-def _origin(workdir: Path, notes: dict[str, Any]) -> Path | None:
-    """The folder of Hugging Face's that a run began with, or what `_bring_in` kept of it."""
-    for _ in range(20):  # a run may have begun with another, and that with a third
-        if (workdir / ORIGIN).is_dir():
-            return workdir / ORIGIN
-        before = notes.get("initialised_from")
-        if not isinstance(before, str):
-            return None
-        folder, _, step = before.rpartition("@")
-        if not step.isdecimal():
-            with contextlib.suppress(FolderError):
-                return local_folder_of(before, weights=False)
-            return None
-        workdir, saved = Path(folder).parent, Path(folder, step)
-        notes = read_notes(saved, read_manifest(saved)) if saved.is_dir() else {}
-    return None
-
-
-def _data(cfg: fdl.Config) -> FlatTokens | None:
-    """What the run was trained on, or a part of it, if it is flat tokens that are still there."""
-    for node in nodes(cfg.data):
-        if fdl.get_callable(node) is FlatTokens and isinstance(node.path, str):
-            with contextlib.suppress(ValueError, OSError):
-                return fdl.build(node)
-    return None
-
-
-def _tokenizer(origin: Path | None, data: FlatTokens | None) -> Path | None:
-    """Where its files are: in the folder that the run began with, unless it is known to have been
-    trained on another's ids; else in its data."""
-    if origin is not None and any((origin / name).is_file() for name in TOKENIZER_FILES):
-        began = tokenizer_of(HuggingFace(origin, str(origin)))
-        if data is None or not tokenizers_differ(began, data.tokenizer):
-            return origin
-    return None if data is None else data.tokenizer_path
-
-
-def _settings(origin: Path | None, data: FlatTokens | None) -> dict[str, Any]:
+def _settings(run: SavedRun) -> dict[str, Any]:
     """Keys of config.json that the model does not tell."""
-    metadata = None if data is None else data.metadata
+    metadata = None if run.data is None else run.data.metadata
     ids = {} if metadata is None else {"bos": metadata.bos_id, "eos": metadata.eos_id}
     known = {f"{name}_token_id": id for name, id in ids.items() if id is not None}
-    before = _config_of(origin)
+    before = run.origin_config
     return known | {key: before[key] for key in _KEPT if key in before}
-
-
-def _longest(origin: Path | None, cfg: fdl.Config, step: int) -> int | None:
-    """Tokens in the longest sequence that the model was trained on, if it is known."""
-    lengths = [_config_of(origin).get("max_position_embeddings")]
-    if step > WEIGHTS_ALONE:
-        lengths.append(getattr(cfg.data, "sequence_length", None))
-    return max((length for length in lengths if isinstance(length, int)), default=None)
-
-
-def _config_of(origin: Path | None) -> dict[str, Any]:
-    file = None if origin is None else origin / "config.json"
-    return read_json(file) if file is not None and file.is_file() else {}
 
 
 def _one_device() -> Mesh:

@@ -17,7 +17,7 @@ from lmlib import optim, train
 from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate import Evaluator
+from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.generate import GREEDY, generate
 from lmlib.layer_statistics import layer_statistics
 from lmlib.losses import Objective, batch_loss
@@ -116,7 +116,7 @@ def test_what_only_looks_at_a_model_drops_nothing():
     plain, _ = batch_loss(model, batch, FLOAT32)
     equal_bits(batch_loss(model, batch, FLOAT32, DROPPED)[0], plain)
     loss = pytest.approx(float(plain.cross_entropy) / int(batch.loss_mask.sum()), rel=1e-6)
-    assert Evaluator(source, mesh, FLOAT32)(model, 1).loss == loss
+    assert Evaluator(mesh, FLOAT32)(model, source, 1).loss == loss
     assert layer_statistics(model, batch, mesh, FLOAT32).loss == loss
     prompt_BS = jnp.array([[1, 2]])
     context = dataclasses.replace(whole_rows(prompt_BS, FLOAT32), dropout=RATE)

@@ -15,7 +15,7 @@ from sentinels import sentinels
 import lmlib
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate import Evaluation, Evaluator
+from lmlib.evaluate.mean_loss import Evaluation, Evaluator
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
 from lmlib.parallel.layout import creator
@@ -35,7 +35,7 @@ def on(mesh):
 @pytest.mark.parametrize("mesh", sentinels([{}, {"data": 2, "fsdp": 2, "tensor": 2}], bool))
 def test_the_loss_is_the_mean_over_all_valid_tokens(mesh):
     mesh = make_mesh(**mesh)
-    evaluation = Evaluator(source, mesh, FLOAT32)(on(mesh), 3)
+    evaluation = Evaluator(mesh, FLOAT32)(on(mesh), source, 3)
     model, total, count = jax.jit(make)(), 0.0, 0
     logits = jax.jit(lambda model, *batch: model(batch[0], Context(*batch[1:], FLOAT32)))
     for step in range(3):
@@ -53,7 +53,7 @@ MANY_BATCHES = """
 import functools, jax
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate import Evaluator
+from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
@@ -64,9 +64,9 @@ make = functools.partial(
 )
 with jax.set_mesh(mesh):
     model = creator(make, mesh)()
-evaluator = Evaluator(Synthetic(512, 4, 64), mesh, Compute())
+evaluator, source = Evaluator(mesh, Compute()), Synthetic(512, 4, 64)
 for _ in range(5):
-    print(evaluator(model, 200))
+    print(evaluator(model, source, 200))
 """
 
 
@@ -97,4 +97,4 @@ def test_nothing_to_evaluate_is_an_error():
 
     mesh = make_mesh()
     with pytest.raises(ValueError, match="every position is masked"):
-        Evaluator(Padding(V, 8, 16), mesh, FLOAT32)(on(mesh), 1)
+        Evaluator(mesh, FLOAT32)(on(mesh), Padding(V, 8, 16), 1)

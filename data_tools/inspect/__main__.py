@@ -7,8 +7,8 @@
 
 DIR is a data set, of this library's format or seqax's, or one of its splits. RUN is the workdir of
 a run: --batch takes the settings from its data.json, and --split chooses what it trained on
-("train") or evaluated on ("validation"). A data.json names code to run: only this library's own
-sources of data are, and modules that --trust_module names.
+("train") or evaluated on ("validation", or "validation/NAME" of several). A data.json names code to
+run: only this library's own sources of data are, and modules that --trust_module names.
 """
 
 import os

@@ -43,12 +43,17 @@ class SavedRun:
             raise ValueError(f"{self._file} is no {FILE_NAME} that a run has saved") from error
 
     def source(self, part: str = "train") -> Source:
-        """What the run trains on, or with "validation" what it evaluates on.
+        """What the run trains on, or with "validation" what it evaluates on; of several named sets
+        "validation/NAME" is one.
 
         Raises ValueError if the run has no such part, its data set is damaged, or the part is not
         made of trusted classes; FileNotFoundError if the data set is not there.
         """
-        source = _built(self._part(part))
+        found = self._part(part)
+        if part == "validation" and isinstance(found, dict):
+            choices = " or ".join(f"{part}/{name}" for name in found)
+            raise ValueError(f"{self._file} has several sets for {part!r}: choose {choices}")
+        source = _built(found)
         if not isinstance(source, Source):
             raise ValueError(f"{self._file} has no data for {part!r}")
         return source
@@ -94,10 +99,11 @@ class SavedRun:
 
     def _part(self, part: str) -> Any:
         """What the file says of a part, with a `_Call` for whatever is to be called."""
+        part, slash, name = part.partition("/")
         if part not in self._parts:
             raise ValueError(f"a run has the data {' and '.join(_PARTS)}, not {part!r}")
         try:
-            return self._value(self._parts[part])
+            found = self._value(self._parts[part])
         except UntrustedNameError as error:
             raise ValueError(
                 f"{self._file} refers to {error.name!r:.200}, which a saved run may not run "
@@ -109,6 +115,13 @@ class SavedRun:
             raise ValueError(
                 f"the {part} data of {self._file} makes no sense: {error!r:.200}"
             ) from error
+        if not slash:
+            return found
+        sets = found if isinstance(found, dict) else {}
+        if name not in sets:
+            names = ", ".join(map(repr, sets)) or "no names"
+            raise ValueError(f"{self._file} has no {part!r} set {name!r}: it has {names}")
+        return sets[name]
 
     def _value(self, value: Any) -> Any:
         match value:

@@ -26,6 +26,8 @@ from lmlib.data.stored_split import StoredSplit
 from lmlib.data.text import BYTE_TOKENIZER, TextCodec, codec_of_bytes, codec_of_file
 from lmlib.data.token_arrays import DamagedDataError
 
+_DOCUMENTS_AT_ONCE = 256  # that are read and held
+
 
 class FlatTokens:
     """A split of flat tokens, cut into sequences and shuffled anew each epoch.
@@ -166,6 +168,17 @@ class FlatTokens:
         if self.tokenizer_path is not None:
             return codec_of_file(self.tokenizer_path, bos_id)
         return codec_of_bytes(bos_id) if self.tokenizer == BYTE_TOKENIZER else None
+
+    def each_document(self) -> Iterator[np.ndarray]:
+        """The ids of each document in the order they are stored in, framing included.
+
+        Raises DamagedDataError for what cannot be read, ValueError in seqax's format.
+        """
+        for first in range(0, self.documents, _DOCUMENTS_AT_ONCE):
+            numbers = np.arange(first, min(first + _DOCUMENTS_AT_ONCE, self.documents))
+            starts, stops = self._stored.document_bounds(numbers)
+            tokens, _ = self._stored.read(int(starts[0]), int(stops[-1])).result()
+            yield from np.split(tokens.astype(np.int64), stops[:-1] - starts[0])
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the batch of `step`; see `Source.batch`.

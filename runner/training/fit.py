@@ -170,8 +170,7 @@ class _Run:
 
     @functools.cached_property
     def validation(self) -> Validation | None:
-        source = self.experiment.validation
-        return None if source is None else Validation(source, self.experiment)
+        return None if self.experiment.validation is None else Validation(self.experiment)
 
     def announce(self) -> None:
         experiment = self.experiment

@@ -128,7 +128,7 @@ class Loop:
         with self.phases.during(Phase.EVALUATION):
             metrics = self.validation.metrics(state.model)
         # First, since a line that has them says that the evaluation is done.
-        self.saver.rank(step, metrics["validation_loss"])
+        self.saver.rank(step, metrics)
         self.recorder.add(step, metrics)
 
     def _read(self, made: _Dispatched) -> Line:

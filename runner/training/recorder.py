@@ -89,5 +89,13 @@ class Recorder:
     def add(self, step: int, metrics: dict[str, float]) -> None:
         """Adds what an evaluation found to the newest line, that of `step`."""
         self._log.add(step, metrics)
-        bits = metrics.get("validation_bits_per_byte")
-        self._progress.validated(step, metrics["validation_loss"], bits)
+        self._progress.validated(
+            step,
+            metrics["validation_loss"],
+            metrics.get("validation_bits_per_byte"),
+            {
+                name.partition("/")[2]: value
+                for name, value in metrics.items()
+                if name.startswith("validation_loss/")
+            },
+        )

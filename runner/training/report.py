@@ -28,7 +28,8 @@ class Summary:
     """The numbers of a finished run; `None` where there is nothing to measure.
 
     `training_loss` is the mean over the last 50 steps, each token counting once;
-    `validation_loss` is over the whole of a finite validation set. Losses are in nats per token.
+    `validation_loss` is over the whole of a finite validation set; of several named ones it is
+    their mean, and `validation_sets` has each. Losses are in nats per token.
     `gzip_bits_per_byte` is what `gzip -9` needs for the validation texts, each alone. `goodput`
     tells where the wall time went.
     """
@@ -44,6 +45,9 @@ class Summary:
     gzip_bits_per_byte: float | None
     samples: tuple[str, ...]
     goodput: Goodput | None = None
+    validation_sets: Mapping[str, Mapping[str, float | None]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def save(self, workdir: Path) -> None:
         """Writes result.json, whole or not at all."""
@@ -66,6 +70,10 @@ class Summary:
             ("tokens per second", count_text(self.tokens_per_second)),
             ("training loss", f"{self.training_loss:.4f} nats per token, last {LOSS_STEPS} steps"),
             *((name, value) for name, value in optional.items() if value),
+            *(
+                (f"validation loss, {name}", _loss_text(each["loss"], each["bits_per_byte"]))
+                for name, each in self.validation_sets.items()
+            ),
             ("the run's files", str(workdir)),
             ("try next", relaunch),
             (
@@ -77,6 +85,11 @@ class Summary:
         samples = [f"sampled: {text!r}" for text in self.samples]
         times = [] if self.goodput is None else [self.goodput.text(), ""]
         return "\n".join([*samples, *times, columns(rows)])
+
+
+def _loss_text(loss: float | None, bits_per_byte: float | None) -> str:
+    bits = "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
+    return f"{loss:.4f} nats per token{bits}"
 
 
 def finished_summary(workdir: Path, steps: int) -> Summary | None:
@@ -141,10 +154,11 @@ def summarise(
     )
     if validation is None:
         return summary
-    evaluation = validation.whole(state.model)
+    total, by_name = validation.whole(state.model)
     return dataclasses.replace(
         summary,
-        validation_loss=evaluation.loss,
-        validation_bits_per_byte=validation.bits_per_byte(evaluation),
+        validation_loss=total.loss,
+        validation_bits_per_byte=total.bits_per_byte,
         gzip_bits_per_byte=validation.gzip_bits_per_byte,
+        validation_sets={name: dataclasses.asdict(each) for name, each in by_name.items()},
     )

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -106,9 +106,12 @@ class Saver:
                 return
             self._pending = line
 
-    def rank(self, step: int, validation_loss: float) -> None:
-        """Ranks the checkpoint of `step`, if there is one: for `keep_best_checkpoints`."""
-        if (error := _error_of(lambda: self._checkpoints.rank(step, validation_loss))) is not None:
+    def rank(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Ranks the checkpoint of `step`, if there is one, by `best_by` of its evaluation's
+        `metrics`: for `keep_best_checkpoints`. Where more is better its negative is kept."""
+        best = metrics[self._experiment.best_by]
+        rank = -best if self._experiment.best_is_highest else best
+        if (error := _error_of(lambda: self._checkpoints.rank(step, rank))) is not None:
             self._tolerate(error)
 
     def settle(self) -> None:

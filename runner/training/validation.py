@@ -1,44 +1,89 @@
 """Validation as an experiment sets it: in part while training goes on, whole at its end."""
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from lmlib.data.batch import Source
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.evaluate import Evaluation, Evaluator
+from lmlib.evaluate.mean_loss import Evaluation, Evaluator
 from lmlib.experiment import Experiment
 
 
-class Validation:
-    """Evaluates on an experiment's validation source."""
+@dataclasses.dataclass(frozen=True)
+class Validated:
+    """A loss in nats per token, and in bits per byte where the data is made of text."""
 
-    def __init__(self, source: Source, experiment: Experiment):
-        every, whole = experiment.validation_batches, source.batches
-        batches = every or whole
-        assert batches is not None  # Experiment.check saw to it
-        self._source = source
-        self._evaluator = Evaluator(source, experiment.mesh, experiment.compute)
-        self._batches = batches
-        self._all_batches = whole or batches
+    loss: float
+    bits_per_byte: float | None
+
+
+class Validation:
+    """Evaluates on an experiment's validation sets."""
+
+    def __init__(self, experiment: Experiment):
+        self._sets = experiment.validation_sets
+        self._named = isinstance(experiment.validation, Mapping)
+        self._weights = experiment.validation_weights
+        self._batches = experiment.validation_batches
+        self._evaluator = Evaluator(experiment.mesh, experiment.compute)
 
     def metrics(self, model: Any) -> dict[str, float]:
-        """What an evaluation step adds to its line of metrics.jsonl: the first
-        `validation_batches`, the same ones each time."""
-        evaluation = self._evaluator(model, self._batches)
-        bits = self.bits_per_byte(evaluation)
-        metrics = {"validation_loss": evaluation.loss}
-        return metrics if bits is None else {**metrics, "validation_bits_per_byte": bits}
+        """`Experiment.evaluation_metrics` over the first `validation_batches` of each set, the same
+        ones each time."""
+        found = self._evaluated(model, {name: self._batches for name in self._sets})
+        lines = {"": self._total(found)}
+        if self._named:
+            lines |= {f"/{name}": self._validated(name, each) for name, each in found.items()}
+        metrics: dict[str, float] = {}
+        for name, each in lines.items():
+            metrics[f"validation_loss{name}"] = each.loss
+            if each.bits_per_byte is not None:
+                metrics[f"validation_bits_per_byte{name}"] = each.bits_per_byte
+        return metrics
 
-    def whole(self, model: Any) -> Evaluation:
-        """The loss over all batches; over `validation_batches` if the source never ends."""
-        return self._evaluator(model, self._all_batches)
+    def whole(self, model: Any) -> tuple[Validated, dict[str, Validated]]:
+        """The total over all batches, and by the names of the sets, if they have some. Of a set
+        that never ends it is over `validation_batches`."""
+        ends = {name: source.batches or self._batches for name, source in self._sets.items()}
+        found = self._evaluated(model, ends)
+        by_name = {name: self._validated(name, each) for name, each in found.items()}
+        return self._total(found), by_name if self._named else {}
 
-    def bits_per_byte(self, evaluation: Evaluation) -> float | None:
-        """`None` where the source is not made of text."""
-        in_bytes = self._source.bytes_per_target
-        return None if in_bytes is None else evaluation.bits_per_byte(in_bytes)
+    def _total(self, found: Mapping[str, Evaluation]) -> Validated:
+        """The mean over the sets by `validation_weights`: without them each target counts once,
+        and in bits per byte each byte."""
+        each = {name: self._validated(name, evaluation) for name, evaluation in found.items()}
+        if len(found) == 1:
+            return next(iter(each.values()))
+        tokens = {name: float(evaluation.tokens) for name, evaluation in found.items()}
+        loss = _mean({name: one.loss for name, one in each.items()}, self._weights or tokens)
+        bits = {n: one.bits_per_byte for n, one in each.items() if one.bits_per_byte is not None}
+        if len(bits) < len(each):
+            return Validated(loss, None)
+        in_bytes = {n: count * (self._sets[n].bytes_per_target or 0) for n, count in tokens.items()}
+        return Validated(loss, _mean(bits, self._weights or in_bytes))
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """What `gzip -9` needs for the same texts, if that was measured."""
-        source = self._source
+        """What `gzip -9` needs for the same texts, if that was measured; of a single set."""
+        if len(self._sets) > 1:
+            return None
+        (source,) = self._sets.values()
         return source.gzip_bits_per_byte if isinstance(source, FlatTokens) else None
+
+    def _evaluated(self, model: Any, batches: Mapping[str, int | None]) -> dict[str, Evaluation]:
+        found = {}
+        for name, source in self._sets.items():
+            count = batches[name] or source.batches
+            assert count is not None  # Experiment.check saw to it
+            found[name] = self._evaluator(model, source, count)
+        return found
+
+    def _validated(self, name: str, evaluation: Evaluation) -> Validated:
+        in_bytes = self._sets[name].bytes_per_target
+        bits = None if in_bytes is None else evaluation.bits_per_byte(in_bytes)
+        return Validated(evaluation.loss, bits)
+
+
+def _mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())

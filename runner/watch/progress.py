@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -99,10 +99,19 @@ class Progress:
             self._redrawn_at = now
             self._write(f"{_CLEAR_LINE}{self._fitting()}")
 
-    def validated(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Shows what validation found after `step`, on a line of its own."""
+    def validated(
+        self,
+        step: int,
+        loss: float,
+        bits_per_byte: float | None,
+        losses: Mapping[str, float] | None = None,
+    ) -> None:
+        """Shows what validation found after `step`, on a line of its own; `losses` are those of
+        its sets, by name."""
         bits = "" if bits_per_byte is None else f"  {bits_per_byte:.3f} bits per byte"
-        self.message(f"step {step:,}/{self._steps:,}  validation loss {loss:.4f}{bits}")
+        each = ", ".join(f"{name} {value:.4f}" for name, value in (losses or {}).items())
+        sets = f" ({each})" if each else ""
+        self.message(f"step {step:,}/{self._steps:,}  validation loss {loss:.4f}{sets}{bits}")
 
     def message(self, text: str) -> None:
         """Writes `text` on lines of its own, above the live line."""

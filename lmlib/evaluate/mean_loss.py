@@ -36,7 +36,7 @@ def evaluation_step(model: Model, batch: Batch, compute: Compute) -> tuple[Array
 
 
 class Evaluator:
-    """Evaluates models on the first batches of `source`, always the same ones.
+    """Evaluates models on the first batches of sources, always the same ones.
 
     Two batches are on their way at a time: the devices never wait, and no more of them is held than
     that. XLA's CPU client lets 32 programs wait; one more blocks the thread that starts it, which
@@ -44,21 +44,20 @@ class Evaluator:
     until XLA aborts.
     """
 
-    def __init__(self, source: Source, mesh: Mesh, compute: Compute):
-        self._source = source
+    def __init__(self, mesh: Mesh, compute: Compute):
         self._mesh = mesh
         everywhere = NamedSharding(mesh, PartitionSpec())
         step = functools.partial(evaluation_step, compute=compute)
         self._step = jax.jit(step, out_shardings=(everywhere, everywhere))
 
-    def __call__(self, model: Model, batches: int) -> Evaluation:
-        """The loss of `model` over the first `batches` batches.
+    def __call__(self, model: Model, source: Source, batches: int) -> Evaluation:
+        """The loss of `model` over the first `batches` batches of `source`.
 
         Raises:
           ValueError: if no target token in them is valid.
         """
         rows = NamedSharding(self._mesh, partition("batch seq"))
-        with jax.set_mesh(self._mesh), Prefetch(self._source, rows, 0, batches) as placed:
+        with jax.set_mesh(self._mesh), Prefetch(source, rows, 0, batches) as placed:
             sums: list[tuple[Array, Array]] = []
             for _, batch in placed:
                 sums.append(self._step(model, batch))

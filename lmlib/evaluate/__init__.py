@@ -1,0 +1,1 @@
+"""Measures models: the loss of batches, and of each token, document and place in a document."""

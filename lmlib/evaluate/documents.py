@@ -1,0 +1,206 @@
+"""Loss over documents, each evaluated alone: per token, byte, character and place in a document."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from lmlib.evaluate.ratio import Estimate, Ratio
+from lmlib.evaluate.scoring import Scorer
+from lmlib.evaluate.windows import Packing, Placed, Window, windows
+from lmlib.models.protocol import Model
+
+
+class Document(NamedTuple):
+    """A document to evaluate.
+
+    ids: token ids, with what frames it; all but the first are targets.
+    bytes, characters: of its text, in UTF-8 and in Unicode code points; `None` if unknown.
+    """
+
+    ids: np.ndarray
+    bytes: int | None = None
+    characters: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AtPositions:
+    """The loss of targets with `first` + 1 to `last` + 1 tokens of context, nats per token."""
+
+    first: int
+    last: int
+    targets: int
+    loss: Estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentsEvaluation:
+    """What a model makes of documents; standard errors are over documents.
+
+    Attributes:
+      targets: tokens that were predicted, each once.
+      bytes, characters: of the documents' texts; `None` if unknown, as what is per each.
+      loss: nats per target.
+      perplexity: exp(loss), its standard error by the delta method.
+      by_position: by the number of inputs before each target in its window, in powers of two.
+    """
+
+    documents: int
+    targets: int
+    bytes: int | None
+    characters: int | None
+    loss: Estimate
+    perplexity: Estimate
+    bits_per_byte: Estimate | None
+    bits_per_character: Estimate | None
+    by_position: tuple[AtPositions, ...]
+
+
+@dataclasses.dataclass
+class _Open:
+    """A document of which some windows are not scored yet."""
+
+    nats_K: np.ndarray
+    targets_K: np.ndarray
+    bytes: int | None
+    characters: int | None
+    windows_left: int
+
+
+class _Sums:
+    """Everything summed over documents; K buckets of positions."""
+
+    def __init__(self, buckets: int):
+        self.documents = 0
+        self.loss, self.per_byte, self.per_character = Ratio(), Ratio(), Ratio()
+        self.by_bucket_K = [Ratio() for _ in range(buckets)]
+        self.bytes_known = self.characters_known = True
+
+    def add(self, document: _Open) -> None:
+        nats = float(document.nats_K.sum())
+        self.documents += 1
+        self.loss.add(nats, float(document.targets_K.sum()))
+        self.bytes_known &= document.bytes is not None
+        self.characters_known &= document.characters is not None
+        self.per_byte.add(nats, float(document.bytes or 0))
+        self.per_character.add(nats, float(document.characters or 0))
+        for ratio, y, x in zip(self.by_bucket_K, document.nats_K, document.targets_K, strict=True):
+            ratio.add(float(y), float(x))
+
+
+def evaluate_documents(
+    model: Model,
+    documents: Iterable[Document],
+    scorer: Scorer,
+    packing: Packing,
+    overlap: int = 0,
+    progress: Callable[[int, int], None] = lambda documents, targets: None,
+) -> DocumentsEvaluation:
+    """Evaluates each document alone: nothing of another is its context, packed or not.
+
+    Every process must call it, with the same documents.
+
+    Args:
+      packing: how documents lie in batches; those longer than a row are cut as
+        `lmlib.evaluate.windows.windows` says.
+      overlap: tokens of context that each window of a document but its first begins with.
+      progress: called with the documents and targets that are done, after each batch.
+
+    Raises:
+      ValueError: if there is no document, none has two tokens, a token is outside of the model's
+        vocabulary, or `overlap` leaves a window nothing new.
+    """
+    length = packing.sequence_length
+    if not 0 <= overlap < length:
+        raise ValueError(f"overlap must be at least 0 and below {length}, got {overlap}")
+    bucket_S = _buckets(length)
+    buckets = int(bucket_S[-1]) + 1
+    sums = _Sums(buckets)
+    unfinished: dict[int, _Open] = {}
+
+    def cut() -> Iterator[Window]:
+        for number, document in enumerate(documents):
+            _check_ids(number, document.ids, model.vocab)
+            pieces = list(windows(number, document.ids, length, overlap))
+            nothing = np.zeros(buckets), np.zeros(buckets, np.int64)
+            begun = _Open(*nothing, document.bytes, document.characters, len(pieces))
+            if pieces:
+                unfinished[number] = begun
+            else:
+                sums.add(begun)
+            yield from pieces
+
+    def scored() -> Iterator[tuple[list[Placed], np.ndarray]]:
+        """One batch is made while the devices are at the one before."""
+        begun: tuple[list[Placed], jax.Array] | None = None
+        for batch, placed in packing.batches(cut()):
+            before, begun = begun, (placed, scorer.begin(model, batch)[0])
+            if before is not None:
+                yield before[0], np.asarray(before[1])
+        if begun is not None:
+            yield begun[0], np.asarray(begun[1])
+
+    for placed, nats_BS in scored():
+        for window, row, start in placed:
+            counted = slice(window.first, window.inputs)
+            nats = nats_BS[row, start + window.first : start + window.inputs].astype(np.float64)
+            document = unfinished[window.document]
+            document.nats_K += np.bincount(bucket_S[counted], nats, buckets)
+            document.targets_K += np.bincount(bucket_S[counted], minlength=buckets)
+            document.windows_left -= 1
+            if not document.windows_left:
+                sums.add(unfinished.pop(window.document))
+        progress(sums.documents, int(sums.loss.denominator))
+    return _evaluation(sums)
+
+
+def _evaluation(sums: _Sums) -> DocumentsEvaluation:
+    if sums.documents == 0:
+        raise ValueError("there are no documents")
+    if sums.loss.documents == 0:
+        raise ValueError(
+            f"there is nothing to predict: none of {sums.documents:,} documents has two tokens"
+        )
+    loss = sums.loss.estimate()
+    perplexity = float(np.exp(np.float64(loss.value)))  # which may be infinite
+    error = None if loss.standard_error is None else perplexity * loss.standard_error
+    known_bytes = sums.bytes_known and sums.per_byte.documents > 0
+    known_characters = sums.characters_known and sums.per_character.documents > 0
+    bit = math.log(2)  # nats
+    return DocumentsEvaluation(
+        documents=sums.documents,
+        targets=int(sums.loss.denominator),
+        bytes=int(sums.per_byte.denominator) if known_bytes else None,
+        characters=int(sums.per_character.denominator) if known_characters else None,
+        loss=loss,
+        perplexity=Estimate(perplexity, error),
+        bits_per_byte=sums.per_byte.estimate(bit) if known_bytes else None,
+        bits_per_character=sums.per_character.estimate(bit) if known_characters else None,
+        by_position=tuple(
+            AtPositions(
+                first=2**bucket if bucket else 0,
+                last=2 ** (bucket + 1) - 1,
+                targets=int(ratio.denominator),
+                loss=ratio.estimate(),
+            )
+            for bucket, ratio in enumerate(sums.by_bucket_K)
+            if ratio.documents
+        ),
+    )
+
+
+def _buckets(length: int) -> np.ndarray:
+    """Of each position: 0–1, 2–3, 4–7, … are buckets 0, 1, 2, …"""
+    exponents = np.frexp(np.maximum(np.arange(length), 1).astype(np.float64))[1]
+    return exponents.astype(np.int64) - 1
+
+
+def _check_ids(number: int, ids: np.ndarray, vocab: int) -> None:
+    if len(ids) and int(ids.max()) >= vocab:
+        raise ValueError(
+            f"document {number:,} has token id {int(ids.max())}, but the model's vocabulary ends "
+            f"at {vocab - 1}: it was made by another tokenizer than the model's"
+        )

@@ -1,0 +1,107 @@
+"""Documents to batches: cut into windows, and windows packed into rows that keep them apart.
+
+Shapes: B batch (rows), S sequence.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from lmlib.data.batch import Batch
+
+
+class Window(NamedTuple):
+    """A piece of a document.
+
+    document: its number.
+    ids: the inputs and, one after them, the last target.
+    first: the first input whose target counts; those before are context alone.
+    """
+
+    document: int
+    ids: np.ndarray
+    first: int
+
+    @property
+    def inputs(self) -> int:
+        return len(self.ids) - 1
+
+
+class Placed(NamedTuple):
+    """A window at inputs [start, start + window.inputs) of a row of a batch."""
+
+    window: Window
+    row: int
+    start: int
+
+
+def windows(
+    document: int, ids: np.ndarray, sequence_length: int, overlap: int = 0
+) -> Iterator[Window]:
+    """The windows of a document, which predict every token but the first exactly once.
+
+    A document of up to `sequence_length` + 1 tokens is one window. Of a longer one each window has
+    `sequence_length` inputs, the last perhaps fewer, and begins with the last `overlap` inputs of
+    the one before.
+    """
+    start = 0
+    while start + (overlap if start else 0) < len(ids) - 1:
+        yield Window(document, ids[start : start + sequence_length + 1], overlap if start else 0)
+        start += sequence_length - overlap
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How windows are put into batches.
+
+    Args:
+      rows: of a batch.
+      sequence_length: inputs of a row; no window has more.
+      packed: whether a row holds as many windows as fit, each a segment, or one.
+    """
+
+    rows: int
+    sequence_length: int
+    packed: bool = True
+
+    def batches(self, windows: Iterable[Window]) -> Iterator[tuple[Batch, list[Placed]]]:
+        """NumPy batches, all of one shape, and where the windows are in each.
+
+        A window goes into the first row that has room; a batch ends where none has.
+        """
+        placed: list[Placed] = []
+        used_B = [0] * self.rows
+        for window in windows:
+            row = self._row(window, used_B)
+            if row is None:
+                yield self._batch(placed), placed
+                placed, used_B, row = [], [0] * self.rows, 0
+            placed.append(Placed(window, row, used_B[row]))
+            used_B[row] += window.inputs
+        if placed:
+            yield self._batch(placed), placed
+
+    def _row(self, window: Window, used_B: list[int]) -> int | None:
+        room = self.sequence_length - window.inputs
+        fits = (row for row, used in enumerate(used_B) if used <= (room if self.packed else 0))
+        return next(fits, None)
+
+    def _batch(self, placed: list[Placed]) -> Batch:
+        shape = self.rows, self.sequence_length
+        tokens, targets, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
+        loss_mask = np.zeros(shape, bool)
+        for number, (window, row, start) in enumerate(placed, start=1):
+            here = row, slice(start, start + window.inputs)
+            tokens[here], targets[here] = window.ids[:-1], window.ids[1:]
+            segment_ids[here] = number
+            positions[here] = np.arange(window.inputs)
+            loss_mask[row, start + window.first : start + window.inputs] = True
+        return Batch(
+            tokens=tokens,
+            targets=targets,
+            segment_ids=segment_ids,
+            positions=positions,
+            loss_mask=loss_mask,
+        )

@@ -1,0 +1,125 @@
+"""Measures models on texts: loss, perplexity, bits per byte and character, loss by position.
+
+    python -m runner.evaluate --from=WORKDIR --data=FLAT_TOKENS_OR_TEXT
+    python -m runner.evaluate --from=WORKDIR --all_checkpoints --data=TEXT.jsonl --json=FILE
+
+--from             a run, WORKDIR or WORKDIR@STEP, a folder of Hugging Face's, or its name on the
+                   Hub; repeatable
+--data             a folder of flat tokens, or a file or folder of text, JSON lines or Parquet;
+                   repeatable; unless said, the flat tokens that the run validated on
+--split            of flat tokens: validation (unless said) or another
+--text_column      of JSON lines and Parquet: text (unless said) or another
+--all_checkpoints  every checkpoint of each run, in order
+--json             a file for all numbers, with their units and standard errors
+--sequence_length  tokens of a row; unless said, as long as the run's, else as the model takes, up
+                   to 2048
+--overlap          tokens of context that each window of a document longer than that begins with
+--batch_size       rows of a batch; unless said, of 16,384 tokens
+--packed           whether a row holds several documents; they are kept apart
+--dtype            to compute in; unless said, the run's, of a folder float32
+--tokenizer        a tokenizer.json or its folder, in place of the one that is known
+--trust_module     a module of yours that a run's config.json may refer to; repeatable
+Each document is evaluated alone. docs/evaluation.md says what is counted.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from absl import flags
+
+from lmlib.checkpoint.folders import steps_in
+from lmlib.whole_file import write_whole
+from runner.command_line.command import run
+from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.paths import check_can_be_made
+from runner.evaluation.data_sets import DataSet, data_set, validation_of
+from runner.evaluation.measuring import Measured, Measuring, Settings
+from runner.evaluation.shown import json_text, tables
+from runner.inference.loaded import Loaded, load
+from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
+from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.processes.endings import FINISHED
+from runner.training.weights import Saved, located
+
+_FROM = flags.DEFINE_multi_string("from", [], "a run or a folder of Hugging Face's; repeatable")
+_DATA = flags.DEFINE_multi_string("data", [], "flat tokens or text; repeatable")
+_SPLIT = flags.DEFINE_string("split", "validation", "of flat tokens")
+_TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "of JSON lines and Parquet")
+_ALL_CHECKPOINTS = flags.DEFINE_bool("all_checkpoints", False, "every checkpoint of each run")
+_JSON = flags.DEFINE_string("json", None, "a file for all numbers")
+_SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", None, "tokens of a row", lower_bound=1)
+_OVERLAP = flags.DEFINE_integer("overlap", 0, "tokens of context of a window", lower_bound=0)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "rows of a batch", lower_bound=1)
+_PACKED = flags.DEFINE_bool("packed", True, "several documents in a row")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "to compute in")
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer.json or its folder")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    use_cpu_if_alone()
+    keep_cpus_in_order(several_processes=False)
+    keep_compiled_programs()
+    if arguments or not _FROM.value:
+        raise ConfigError("give --from and --data, as in: --from=WORKDIR --data=TEXT; see --help")
+    check_devices()
+    settings = Settings(
+        _SEQUENCE_LENGTH.value, _BATCH_SIZE.value, _OVERLAP.value, packed=_PACKED.value
+    )
+    if _JSON.value is not None:
+        check_can_be_made(Path(_JSON.value))
+    found = list(_measured(settings))
+    if _JSON.value is not None:
+        with user_errors():
+            write_whole(Path(_JSON.value), json_text(found, settings))
+    print(tables(found))
+    return FINISHED
+
+
+def _measured(settings: Settings) -> Iterator[Measured]:
+    measuring = Measuring(settings, _show)
+    with user_errors():
+        given = [data_set(path, _SPLIT.value, _TEXT_COLUMN.value) for path in _DATA.value]
+    for reference in _references():
+        loaded = load(
+            reference,
+            dtype=_DTYPE.value,
+            tokenizer=_TOKENIZER.value,
+            trusted=TRUST_MODULE.value,
+            show=_show,
+        )
+        yield from measuring(loaded, given or _validation(loaded))
+
+
+def _validation(loaded: Loaded) -> list[DataSet]:
+    with user_errors():
+        if own := validation_of(loaded):
+            return own
+    raise ConfigError(f"{loaded.name} has no flat tokens that it validated on: give --data")
+
+
+def _references() -> Iterator[str]:
+    """--from; of --all_checkpoints each checkpoint."""
+    for reference in _FROM.value:
+        if not _ALL_CHECKPOINTS.value:
+            yield reference
+            continue
+        with user_errors():
+            found = located(reference)
+            if not isinstance(found, Saved) or found.step is not None:
+                raise ConfigError(f"--all_checkpoints is for a run, WORKDIR, not {reference}")
+            steps = steps_in(found.folder)
+        if not steps:
+            raise ConfigError(f"{found.folder} holds no checkpoint")
+        yield from (f"{reference}@{step}" for step in steps)
+
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run(main)

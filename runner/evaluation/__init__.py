@@ -1,0 +1,1 @@
+"""Measures saved models on data sets: what to read, what comes out, how it is shown."""

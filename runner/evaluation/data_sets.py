@@ -1,0 +1,137 @@
+"""What a model is evaluated on: a split of flat tokens, or files of text as they are."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import fiddle as fdl
+import numpy as np
+
+from data_tools.rows import Files, TextField
+from lmlib.data.data_path import data_path
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.metadata import shard_folders, tokenizers_differ
+from lmlib.data.seqax import is_seqax_split
+from lmlib.evaluate.documents import Document
+from runner.command_line.errors import ConfigError
+from runner.config.text import nodes
+from runner.inference.loaded import Loaded
+
+
+class DataSet(Protocol):
+    """Documents under a name."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokens(self) -> int | None:
+        """How many there are in all, if that is known beforehand."""
+
+    def documents(self, loaded: Loaded) -> Iterator[Document]:
+        """The documents, in the ids of `loaded`.
+
+        Raises:
+          ValueError, OSError: if they cannot be read, or are in another tokenizer's ids.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTokens:
+    """A split of flat tokens. Sizes of texts are those of the documents decoded."""
+
+    name: str
+    source: FlatTokens
+
+    @property
+    def tokens(self) -> int | None:
+        return self.source.tokens
+
+    def documents(self, loaded: Loaded) -> Iterator[Document]:
+        source = self.source
+        if tokenizers_differ(source.tokenizer, loaded.tokenizer):
+            raise ConfigError(
+                f"{self.name} was made by {source.tokenizer}, and {loaded.name} was trained on ids "
+                f"of {loaded.tokenizer}: they mean different texts; give the text itself"
+            )
+        if source.max_token_id >= loaded.model.vocab:
+            raise ConfigError(
+                f"{self.name} has token ids up to {source.max_token_id}, but the vocabulary of "
+                f"{loaded.name} ends at {loaded.model.vocab - 1}; give the text itself"
+            )
+        codec = source.text_codec() or loaded.codec
+        for ids in source.each_document():
+            if codec is None:
+                yield Document(ids)
+            else:
+                text = codec.decode(ids.tolist())
+                yield Document(ids, len(text.encode()), len(text))
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFiles:
+    """Files of text, each a document, or of JSON lines or Parquet, where each row is one."""
+
+    name: str
+    files: Files
+
+    @property
+    def tokens(self) -> int | None:
+        return None
+
+    def documents(self, loaded: Loaded) -> Iterator[Document]:
+        codec = loaded.codec
+        if codec is None:
+            raise ConfigError(
+                f"no tokenizer of {loaded.name} is known, and {self.name} is text: give --tokenizer"
+            )
+        end = [] if loaded.document_end is None else [loaded.document_end]
+        some = False
+        for block in self.files.blocks(0, 1):
+            for row in block.rows(self.files.field):
+                if row.text is None:
+                    raise ConfigError(f"{block.locate(row)}; repair it, or leave it out")
+                some = some or bool(row.text)
+                ids = np.array([*codec.encode(row.text), *end], np.int64)
+                yield Document(ids, len(row.text.encode()), len(row.text))
+        if not some:
+            raise ConfigError(f"{self.name} holds no text")
+
+
+def data_set(path: str, split: str, text_column: str) -> DataSet:
+    """The data at `path`: a folder of flat tokens, or a file or folder of text.
+
+    Raises:
+      ValueError, OSError: if it is neither.
+    """
+    folder = data_path(path)
+    if _is_flat_tokens(folder):
+        return StoredTokens(f"{path} {split}", FlatTokens(path, split, 1, 1))
+    if not folder.exists():
+        raise ConfigError(f"--data={path}: there is no such file or folder")
+    return TextFiles(path, Files([str(folder)], field=TextField(text_column)))
+
+
+def validation_of(loaded: Loaded) -> list[DataSet]:
+    """What the run evaluated itself on, if it is flat tokens that are still there.
+
+    Raises:
+      ValueError, OSError: if that cannot be read.
+    """
+    validation = None if loaded.cfg is None else loaded.cfg.validation
+    named = validation if isinstance(validation, dict) else {"validation": validation}
+    return [
+        StoredTokens(name, fdl.build(node))
+        for name, value in named.items()
+        for node in nodes(value)
+        if fdl.get_callable(node) is FlatTokens
+    ]
+
+
+def _is_flat_tokens(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    return any(
+        shard_folders(each) or is_seqax_split(each) for each in folder.iterdir() if each.is_dir()
+    )

@@ -1,0 +1,1 @@
+"""Models that are there already, for commands that look at them: weights, texts, settings."""

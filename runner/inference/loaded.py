@@ -1,0 +1,202 @@
+"""A model to look at: restored onto this machine's devices, with its texts' codec."""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import jax
+from jax.sharding import Mesh
+
+from lmlib.compute import Compute
+from lmlib.data.metadata import TokenizerIdentity
+from lmlib.data.text import (
+    BYTE_TOKENIZER,
+    TextCodec,
+    beginning_of,
+    codec_of_bytes,
+    codec_of_file,
+)
+from lmlib.hf.families import described
+from lmlib.hf.load import load_weights
+from lmlib.hf.tensor_files import read_json
+from lmlib.models.protocol import check_protocol
+from lmlib.parallel.axes import LayoutError
+from lmlib.parallel.check import check_model
+from lmlib.parallel.mesh import make_mesh
+from runner.command_line.errors import user_errors
+from runner.inference.saved_run import SavedRun, longest_in, open_run
+from runner.processes.agreement import agreed
+from runner.training.weights import HuggingFace, located, tokenizer_of
+from runner.watch.transfer import told
+
+_TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model and what is known of its texts.
+
+    Attributes:
+      model: its float32 weights, as they are stored on `mesh`.
+      compute: how to compute it: in the run's dtype, without what else suits its training.
+      codec: between texts and its ids; `None` if no tokenizer is known.
+      end_ids: tokens that end a text; empty if none are known.
+      document_end: the token that ended each document it was trained on; `None` if none is known.
+      tokenizer: what made the ids that it was trained on; `None` if unknown.
+      tokenizer_folder: with the tokenizer's files of Hugging Face's, such as a chat template.
+      longest: tokens in the longest sequence that it was trained on; `None` if unknown.
+      name: whose weights they are: `WORKDIR@STEP`, or the folder's name.
+      step: of the run's checkpoint; `None` of a folder of Hugging Face's.
+      cfg: the run's config, which makes its `Experiment` where its data and its mesh are there.
+    """
+
+    model: Any
+    mesh: Mesh
+    compute: Compute
+    codec: TextCodec | None
+    end_ids: tuple[int, ...]
+    document_end: int | None
+    tokenizer: TokenizerIdentity | None
+    tokenizer_folder: Path | None
+    longest: int | None
+    name: str
+    step: int | None
+    cfg: fdl.Config | None
+
+
+def load(
+    reference: str,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    trusted: Collection[str] = (),
+    show: Callable[[str], None] = lambda line: None,
+) -> Loaded:
+    """The model of a run, `WORKDIR[@STEP]`, of a folder of Hugging Face's, or of a name on its Hub.
+
+    Every process must call it. The run's data need not be there, nor its mesh fit these devices.
+
+    Args:
+      mesh: `None`: every device, over which the weights are split if they divide, else copied.
+      dtype: to compute in; `None`: the run's, of a folder float32.
+      tokenizer: a tokenizer.json or its folder, in place of the one that is known.
+      trusted: modules that the run's config.json may refer to.
+      show: gets a line now and then while a folder is read.
+
+    Raises:
+      ConfigError: if there is no such model, or it is damaged.
+    """
+    with agreed(), user_errors():
+        found = located(reference)
+        if isinstance(found, HuggingFace):
+            return _of_folder(found, mesh, dtype, tokenizer, show)
+        run = open_run(found, trusted)
+        return _of_run(run, mesh, dtype, tokenizer)
+
+
+def _of_run(run: SavedRun, mesh: Mesh | None, dtype: str | None, tokenizer: str | None) -> Loaded:
+    check_protocol(jax.eval_shape(fdl.build(run.cfg.model), key=jax.random.key(0)))
+    mesh = mesh or _mesh_for(run.abstract_model)
+    return Loaded(
+        model=run.model(mesh),
+        mesh=mesh,
+        compute=Compute(dtype=dtype or fdl.build(run.cfg.compute).dtype),
+        codec=_codec_of_run(run) if tokenizer is None else _codec_of(_file_of(tokenizer), ()),
+        end_ids=_end_ids_of_run(run),
+        document_end=_document_end(run) if tokenizer is None else None,
+        tokenizer=run.tokenizer if tokenizer is None else _identity_of(tokenizer),
+        tokenizer_folder=run.tokenizer_folder if tokenizer is None else _file_of(tokenizer).parent,
+        longest=run.longest,
+        name=f"{run.workdir}@{run.step}",
+        step=run.step,
+        cfg=run.cfg,
+    )
+
+
+def _of_folder(
+    found: HuggingFace,
+    mesh: Mesh | None,
+    dtype: str | None,
+    tokenizer: str | None,
+    show: Callable[[str], None],
+) -> Loaded:
+    there = described(found.folder)
+    model = jax.eval_shape(there.build, jax.random.key(0))
+    mesh = mesh or _mesh_for(lambda mesh: model)
+    tell = told(f"reading {found.name}:", show)
+    end_ids = end_ids_of(found.folder)
+    file = found.folder / _TOKENIZER_FILE if tokenizer is None else _file_of(tokenizer)
+    return Loaded(
+        model=load_weights(found.folder, model, there.family.names, mesh, tell),
+        mesh=mesh,
+        compute=Compute(dtype=dtype or "float32"),
+        codec=_codec_of(file, end_ids) if tokenizer is not None or file.is_file() else None,
+        end_ids=end_ids,
+        document_end=None,
+        tokenizer=tokenizer_of(found) if tokenizer is None else _identity_of(tokenizer),
+        tokenizer_folder=found.folder if tokenizer is None else _file_of(tokenizer).parent,
+        longest=longest_in(read_json(found.folder / "config.json")),
+        name=found.name,
+        step=None,
+        cfg=None,
+    )
+
+
+def end_ids_of(folder: Path) -> tuple[int, ...]:
+    """The ids that end a text, as generation_config.json says, or else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            said = read_json(folder / name).get("eos_token_id")
+            ids = said if isinstance(said, list) else [said]
+            if known := tuple(id for id in ids if type(id) is int):
+                return known
+    return ()
+
+
+def _codec_of_run(run: SavedRun) -> TextCodec | None:
+    """That of its data; if that is gone, or was never seen, of the folder that it began with."""
+    if run.data is not None and run.data.tokenizer == run.tokenizer:
+        codec = run.data.text_codec()
+        if codec is not None:
+            return codec
+    folder = run.tokenizer_folder
+    if folder is not None and (folder / _TOKENIZER_FILE).is_file():
+        return _codec_of(folder / _TOKENIZER_FILE, end_ids_of(folder))
+    return codec_of_bytes(None) if run.tokenizer == BYTE_TOKENIZER else None
+
+
+def _end_ids_of_run(run: SavedRun) -> tuple[int, ...]:
+    if (end := _document_end(run)) is not None:
+        return (end,)
+    return () if run.origin is None else end_ids_of(run.origin)
+
+
+def _document_end(run: SavedRun) -> int | None:
+    metadata = None if run.data is None else run.data.metadata
+    return None if metadata is None else metadata.eos_id
+
+
+def _codec_of(file: Path, end_ids: Collection[int]) -> TextCodec:
+    return codec_of_file(file, beginning_of(file, end_ids))
+
+
+def _file_of(tokenizer: str) -> Path:
+    path = Path(tokenizer)
+    return path / _TOKENIZER_FILE if path.is_dir() else path
+
+
+def _identity_of(tokenizer: str) -> TokenizerIdentity | None:
+    return tokenizer_of(HuggingFace(_file_of(tokenizer).parent, tokenizer))
+
+
+def _mesh_for(abstract_model: Callable[[Mesh], Any]) -> Mesh:
+    """Every device: each with a share of the weights, or, where they do not divide, with all."""
+    split = make_mesh(fsdp=-1)
+    try:
+        check_model(abstract_model(split), split)
+    except LayoutError:
+        return make_mesh(data=-1)
+    return split

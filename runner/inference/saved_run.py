@@ -1,0 +1,158 @@
+"""A checkpoint of a run, and what its workdir knows besides: model, data, where it began."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import jax
+from jax.sharding import Mesh
+
+from lmlib import train
+from lmlib.checkpoint import Checkpoints
+from lmlib.checkpoint.manifest import read_manifest
+from lmlib.checkpoint.notes import read_notes
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
+from lmlib.hf.hub import TOKENIZER_FILES, local_folder_of
+from lmlib.hf.tensor_files import FolderError, read_json
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.config.text import nodes
+from runner.training.weights import WEIGHTS_ALONE, HuggingFace, Saved, tokenizer_of
+
+ORIGIN = "hugging_face"  # in an imported workdir: what its folder held besides weights
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint, of which nothing but its notes is read yet.
+
+    Attributes:
+      checkpoints: the folder that it lies in.
+      cfg: the run's config.
+      notes: what the run saved beside the arrays.
+    """
+
+    checkpoints: Path
+    step: int
+    cfg: fdl.Config
+    notes: dict[str, Any]
+
+    @property
+    def workdir(self) -> Path:
+        return self.checkpoints.parent
+
+    def abstract_model(self, mesh: Mesh) -> Any:
+        """The model's shapes, dtypes and layouts on `mesh`."""
+        make_model = functools.partial(fdl.build(self.cfg.model), key=jax.random.key(0))
+        return train.abstract_model(make_model, mesh)
+
+    def model(self, mesh: Mesh) -> Any:
+        """The model as it is stored on `mesh`; nothing else of the checkpoint is read.
+
+        Raises:
+          DamagedCheckpointError: if a byte of it is not as it was saved.
+        """
+        with Checkpoints(self.checkpoints, read_only=True) as checkpoints:
+            return checkpoints.restore_part(self.step, "model", self.abstract_model(mesh))[0]
+
+    @functools.cached_property
+    def origin(self) -> Path | None:
+        """The folder of Hugging Face's that the run began with, or what an imported workdir kept of
+        it; `None` if it did not begin so, or that is gone."""
+        workdir, notes = self.workdir, self.notes
+        for _ in range(20):  # a run may have begun with another, and that with a third
+            if (workdir / ORIGIN).is_dir():
+                return workdir / ORIGIN
+            before = notes.get("initialised_from")
+            if not isinstance(before, str):
+                return None
+            folder, _, step = before.rpartition("@")
+            if not step.isdecimal():
+                with contextlib.suppress(FolderError):
+                    return local_folder_of(before, weights=False)
+                return None
+            workdir, saved = Path(folder).parent, Path(folder, step)
+            notes = read_notes(saved, read_manifest(saved)) if saved.is_dir() else {}
+        return None
+
+    @functools.cached_property
+    def data(self) -> FlatTokens | None:
+        """What the run was trained on, or a part of it, if it is flat tokens that are still there
+        or can be made again."""
+        for node in nodes(self.cfg.data):
+            if fdl.get_callable(node) is FlatTokens:
+                with contextlib.suppress(ValueError, OSError):
+                    return fdl.build(node)
+        return None
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity | None:
+        """What made the ids that the model knows."""
+        if self.data is not None and self.step > WEIGHTS_ALONE:
+            return self.data.tokenizer
+        noted = self.notes.get("batches")
+        known = noted.get("tokenizer") if isinstance(noted, dict) else None
+        if isinstance(known, dict):
+            with contextlib.suppress(TypeError):
+                return TokenizerIdentity(**known)
+        return None if self.origin is None else _identity(self.origin)
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder that the run began with, if it has a tokenizer's files, unless the run is
+        known to have been trained on another's ids."""
+        origin = self.origin
+        if origin is None or not any((origin / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        trained_on = self.data.tokenizer if self.data is not None else self.tokenizer
+        return None if tokenizers_differ(_identity(origin), trained_on) else origin
+
+    @property
+    def origin_config(self) -> dict[str, Any]:
+        """config.json of the folder that the run began with; empty if there is none."""
+        file = None if self.origin is None else self.origin / "config.json"
+        return read_json(file) if file is not None and file.is_file() else {}
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens in the longest sequence that the model was trained on, if it is known."""
+        lengths = [longest_in(self.origin_config)]
+        if self.step > WEIGHTS_ALONE:
+            lengths.append(getattr(self.cfg.data, "sequence_length", None))
+        return max((length for length in lengths if isinstance(length, int)), default=None)
+
+
+def longest_in(config: dict[str, Any]) -> int | None:
+    """Tokens in the longest sequence that a config.json says its model takes, if it does."""
+    known = (config.get(name) for name in ("max_position_embeddings", "n_positions"))
+    return next((length for length in known if isinstance(length, int)), None)
+
+
+def open_run(found: Saved, trusted: Collection[str] = ()) -> SavedRun:
+    """The checkpoint that `found` names, the newest unless it says which.
+
+    Args:
+      trusted: modules that the run's config.json may refer to.
+
+    Raises:
+      ValueError, OSError: if there is no such checkpoint, or its config or notes are damaged.
+    """
+    with Checkpoints(found.folder, read_only=True) as checkpoints:
+        steps = checkpoints.steps()
+    step = max(steps, default=None) if found.step is None else found.step
+    if step is None:
+        raise ConfigError(f"{found.folder} holds no checkpoint")
+    if step not in steps:
+        raise ConfigError(f"{found.folder} has no checkpoint at step {step}; it has {steps}")
+    folder = found.folder / str(step)
+    cfg = configs.load(str(found.folder.parent / "config.json"), trusted=trusted)
+    return SavedRun(found.folder, step, cfg, read_notes(folder, read_manifest(folder)))
+
+
+def _identity(folder: Path) -> TokenizerIdentity | None:
+    return tokenizer_of(HuggingFace(folder, str(folder)))

@@ -1,0 +1,174 @@
+"""`runner.evaluate` on a run of bytes: its data, the same texts in files, and mistakes."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from byte_texts import TEXTS, write_ids
+from forked_commands import Commands
+from run_on_bytes import write_run_on_bytes
+
+from lmlib.data.metadata import TokenizerIdentity
+from lmlib.parallel.mesh import make_mesh
+from runner.command_line.errors import ConfigError
+from runner.evaluation.data_sets import data_set, validation_of
+from runner.evaluation.measuring import Measuring, Settings
+from runner.evaluation.shown import json_text, tables
+from runner.inference.loaded import load
+
+GOLDEN = Path(__file__).parents[2] / "hf" / "golden"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    write_run_on_bytes(folder, steps=(3, 5))
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    (folder / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / "texts" / f"{number}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return load(str(folder / "run"), mesh=make_mesh(fsdp=2))
+
+
+def measured(loaded, *data_sets, **settings):
+    settings = Settings(**{"batch_size": 2, **settings})
+    return list(Measuring(settings, lambda line: None)(loaded, data_sets))
+
+
+def test_texts_in_files_are_the_same_as_their_flat_tokens(folder, loaded):
+    names = ("data", "texts.jsonl", "texts")
+    given = [data_set(str(folder / name), "train", "text") for name in names]
+    found = measured(loaded, *given, *validation_of(loaded))
+    evaluations = [each.evaluation for each in found]
+    assert all(each == evaluations[0] for each in evaluations[1:])  # to the bit
+    first = evaluations[0]
+    assert (first.documents, first.targets) == (5, sum(len(t.encode()) + 1 for t in TEXTS))
+    assert first.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert first.characters == sum(map(len, TEXTS))
+    assert [each.sequence_length for each in found] == [24] * 4  # the run's own
+    assert found[-1].data == "validation"
+
+    content = json.loads(json_text(found, Settings()))
+    shown = tables(found)
+    assert [each["data"] for each in content["results"]] == [each.data for each in found]
+    for name in ("loss", "perplexity", "bits_per_byte", "bits_per_character"):
+        number = content["results"][0][name]
+        assert number["value"] == getattr(first, name).value
+        assert f"{number['value']:.4f} ± {number['standard_error']:.4f}" in shown
+    assert content["results"][0]["loss"]["unit"] == "nats per token"
+    assert [each["first"] for each in content["results"][0]["loss_by_position"]] == [0, 2, 4, 8, 16]
+
+
+def test_numbers_that_are_not_finite_are_strict_json(folder, loaded):
+    (found,) = measured(loaded, data_set(str(folder / "data"), "train", "text"))
+    estimate = dataclasses.replace(found.evaluation.loss, value=np.inf, standard_error=np.nan)
+    evaluation = dataclasses.replace(found.evaluation, loss=estimate, bits_per_byte=None)
+    content = json.loads(json_text([dataclasses.replace(found, evaluation=evaluation)], Settings()))
+    (result,) = content["results"]
+    assert (result["loss"]["value"], result["loss"]["standard_error"]) == ("inf", "nan")
+    assert result["bits_per_byte"] is None
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("other ids", "they mean different texts"),
+        ("larger ids", "token ids up to 299, but the vocabulary of .* ends at 257"),
+        ("empty.txt", "holds no text"),
+        ("latin.txt", "is not UTF-8 text"),
+        ("column.jsonl", "no column 'text'"),
+        ("nowhere", "no such file or folder"),
+        ("data", "no split 'validation'; it has train"),
+        ("no tokenizer", "no tokenizer of .* is known"),
+        ("batch", "--batch_size=3 cannot be split over these devices: give a multiple of 2"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_computed(folder, loaded, tmp_path, what, told):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "column.jsonl").write_text('{"content": "a"}')
+    settings, split, path = {}, "train", folder / "texts"
+    if what == "other ids":
+        other = TokenizerIdentity("other", None)
+        path = write_ids(tmp_path / "ids", [[1, 2]], tokenizer=other).parent
+    elif what == "larger ids":
+        path = write_ids(tmp_path / "ids", [[1, 299]]).parent
+    elif what == "data":
+        path, split = folder / "data", "validation"
+    elif what == "no tokenizer":
+        loaded = dataclasses.replace(loaded, codec=None)
+    elif what == "batch":
+        settings = {"batch_size": 3}
+    else:
+        path = tmp_path / what
+    with pytest.raises((ConfigError, FileNotFoundError), match=told):
+        measured(loaded, data_set(str(path), split, "text"), **settings)
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    commands = Commands(tmp_path_factory.mktemp("outputs"))
+    yield lambda *arguments: commands.run("runner.evaluate", [str(each) for each in arguments])
+    commands.close()
+
+
+@pytest.mark.slow
+def test_all_checkpoints_are_a_curve(folder, command, tmp_path):
+    before = sorted((folder / "run").rglob("*"))
+    ended = command(
+        f"--from={folder}/run", "--all_checkpoints", f"--data={folder}/texts.jsonl",
+        f"--json={tmp_path}/out.json",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [each["step"] for each in results] == [3, 5]
+    assert results[0]["loss"] == results[1]["loss"]
+    title, _, heads, *rows = ended.stdout.splitlines()
+    assert title == f"{folder}/run, sequences of 24 tokens" and heads.startswith("step  data")
+    assert [row.split()[0] for row in rows[:2]] == ["3", "5"]
+    assert sorted((folder / "run").rglob("*")) == before  # it only reads
+
+
+@pytest.mark.slow
+def test_a_folder_of_hugging_faces(folder, command, tmp_path):
+    shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2")
+    refused = command(f"--from={tmp_path}/gpt2", f"--data={folder}/texts")
+    assert refused.returncode == 2
+    assert "no tokenizer of" in refused.stderr and "give --tokenizer" in refused.stderr
+    vocabulary = {chr(97 + n): n for n in range(26)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+    split = {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": False}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": None, "pre_tokenizer": split, "post_processor": None, "decoder": None,
+        "model": model,
+    }  # fmt: skip
+    (tmp_path / "gpt2" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    ended = command(f"--from={tmp_path}/gpt2", f"--data={folder}/texts")
+    assert ended.returncode == 0, ended.stderr
+    assert "bits per byte" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "give --from and --data"),
+        (["--from={golden}/gpt2"], "has no flat tokens that it validated on: give --data"),
+        (["--from={golden}/gpt2", "--all_checkpoints", "--data={here}"], "is for a run, WORKDIR"),
+    ],
+)
+def test_mistakes_of_the_command(command, tmp_path, arguments, told):
+    (tmp_path / "a.txt").write_text("a")
+    ended = command(*(each.format(golden=GOLDEN, here=tmp_path) for each in arguments))
+    assert ended.returncode == 2
+    assert told in ended.stderr and len(ended.stderr.splitlines()) == 1

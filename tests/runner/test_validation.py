@@ -1,0 +1,154 @@
+"""Several validation sets: each by its name, and their total; which metric ranks checkpoints."""
+
+import dataclasses
+import json
+import math
+
+import fiddle as fdl
+import numpy as np
+import pytest
+
+from data_tools.inspect.saved_run import SavedRun
+from lmlib.checkpoint.manifest import read_manifest
+from lmlib.data.synthetic import Synthetic
+from lmlib.evaluate.mean_loss import Evaluator
+from lmlib.experiment import Experiment
+from runner import fit
+from runner.config import configs
+from runner.config.saved_data import data_text
+from runner.training.report import finished_summary
+from runner.training.validation import Validation
+
+SMALL = ("model.embed=16", "model.layers=1", "model.mlp=16", "mesh.fsdp=1")
+
+
+class Text(Synthetic):
+    """Ids that stand for so many bytes each."""
+
+    def __init__(self, in_bytes: float | None, **settings: int):
+        super().__init__(vocab_size=512, batch_size=2, sequence_length=16, **settings)
+        self.bytes_per_target = in_bytes
+
+
+def config():
+    cfg = configs.load("experiments/llama_84m", ["tiny"], SMALL)
+    cfg.validation = {
+        "web": fdl.Config(Text, 4.0, seed=1),
+        "code.py": fdl.Config(Text, 2.5, seed=2),
+    }
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def experiment() -> Experiment:
+    return fdl.build(config())
+
+
+@pytest.fixture(scope="module")
+def evaluated(experiment):
+    """The model, and each set evaluated alone."""
+    model = experiment.init().model
+    evaluate = Evaluator(experiment.mesh, experiment.compute)
+    sets = experiment.validation_sets.items()
+    return model, {name: evaluate(model, source, 2) for name, source in sets}
+
+
+@pytest.mark.parametrize("weights", [None, {"web": 3.0, "code.py": 1.0}])
+def test_each_set_has_its_metrics_and_all_have_a_total(experiment, evaluated, weights):
+    model, alone = evaluated
+    experiment = dataclasses.replace(experiment, validation_weights=weights)
+    experiment.check()
+    found = Validation(experiment).metrics(model)
+    assert set(found) == set(experiment.evaluation_metrics)
+    in_bytes = {"web": 4.0, "code.py": 2.5}
+    for name, one in alone.items():
+        assert found[f"validation_loss/{name}"] == one.loss
+        bits = one.loss / math.log(2) / in_bytes[name]
+        assert found[f"validation_bits_per_byte/{name}"] == pytest.approx(bits)
+    losses = [alone[name].loss for name in in_bytes]
+    tokens = np.array([alone[name].tokens for name in in_bytes])
+    sizes = tokens * np.array(list(in_bytes.values()))
+    bits = [found[f"validation_bits_per_byte/{name}"] for name in in_bytes]
+    by_tokens, by_bytes = (tokens, sizes) if weights is None else ([3, 1], [3, 1])
+    assert tokens[0] != tokens[1]  # or the weights of tokens would not show
+    assert found["validation_loss"] == pytest.approx(np.average(losses, weights=by_tokens))
+    assert found["validation_bits_per_byte"] == pytest.approx(np.average(bits, weights=by_bytes))
+    if weights is None:  # as if all were one text
+        nats = found["validation_loss"] * tokens.sum()
+        assert found["validation_bits_per_byte"] == pytest.approx(nats / math.log(2) / sizes.sum())
+
+
+def test_sets_without_text_have_no_bits_and_nor_has_their_total(experiment, evaluated):
+    sets = {**experiment.validation_sets, "ids": Text(None, seed=2)}
+    experiment = dataclasses.replace(experiment, validation=sets)
+    found = Validation(experiment).metrics(evaluated[0])
+    assert set(found) == set(experiment.evaluation_metrics)
+    assert "validation_bits_per_byte" not in found and "validation_loss/ids" in found
+    one = dataclasses.replace(experiment, validation=Text(None))
+    assert one.evaluation_metrics == ("validation_loss",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"validation": {}}, "validation names no source"),
+        ({"validation": {"a b": Text(None)}}, "validation has the name 'a b'"),
+        ({"validation_batches": None}, r"validation\['web'\] never ends"),
+        (
+            {"validation_weights": {"web": 1.0}},
+            "are of 'web', but validation has 'web', 'code.py'",
+        ),
+        ({"validation_weights": {"web": 0.0, "code.py": 0.0}}, "must be positive numbers"),
+        ({"validation": Text(None), "validation_weights": {"web": 1.0}}, "has no names"),
+        ({"best_by": "validation_los"}, "best_by='validation_los' is no metric of this exp"),
+        ({"best_by": "validation_loss/books"}, "there are validation_loss, validation_loss/web"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_trained(experiment, changes, told):
+    with pytest.raises(ValueError, match=told):
+        dataclasses.replace(experiment, **changes).check()
+
+
+def test_data_tools_find_each_set_of_a_run(tmp_path):
+    cfg = config()
+    cfg.validation = {
+        name: fdl.Config(Synthetic, vocab_size=512, batch_size=rows, sequence_length=8)
+        for name, rows in (("web", 2), ("code", 3))
+    }
+    (tmp_path / "data.json").write_text(data_text(cfg))
+    run = SavedRun(tmp_path)
+    assert run.source("validation/code").batch_size == 3
+    with pytest.raises(ValueError, match=r"several sets.*choose validation/web or validation/code"):
+        run.source("validation")
+    with pytest.raises(ValueError, match="no 'validation' set 'books': it has 'web', 'code'"):
+        run.source("validation/books")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("highest", [False, True])
+def test_the_best_checkpoint_by_one_set(tmp_path, highest):
+    cfg = config()
+    cfg.steps, cfg.evaluate_every, cfg.checkpoint_every = 6, 1, 1
+    cfg.keep_checkpoints, cfg.keep_best_checkpoints = 1, 1
+    cfg.best_by, cfg.best_is_highest = "validation_loss/code.py", highest
+    cfg.validation = {
+        name: fdl.Config(Synthetic, vocab_size=512, batch_size=2, sequence_length=16, seed=seed)
+        for name, seed in (("web", 1), ("code.py", 2))
+    }
+    result = fit(cfg, tmp_path)
+    ranks = {line["step"]: line["validation_loss/code.py"] for line in result.metrics}
+    # When the last save began, its own rank was not known.
+    best = (max if highest else min)(range(1, 6), key=ranks.__getitem__)
+    kept = {int(folder.name) for folder in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {best, 6}
+    metric = read_manifest(tmp_path / "checkpoints" / "6").metric
+    assert metric == (-ranks[6] if highest else ranks[6])
+
+    assert (tmp_path / "run.log").read_text().count("code.py ") >= 6
+    summary = finished_summary(tmp_path, 6)
+    assert summary == result.summary
+    assert summary.validation_sets.keys() == {"web", "code.py"}
+    assert summary.validation_sets["web"]["loss"] == result.metrics[-1]["validation_loss/web"]
+    assert "validation loss, code.py" in summary.text(tmp_path, "")
+    content = json.loads((tmp_path / "result.json").read_text())
+    assert content["validation_loss"] == result.metrics[-1]["validation_loss"]
