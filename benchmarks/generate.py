@@ -33,7 +33,8 @@ from generate_peers.contender import NEW, PROMPT, Contender, Work
 from generate_peers.lmlib_peer import Lmlib, reading_rate
 from step_peers.machine import cpu_name, versions
 
-from lmlib import hf, llama
+from lmlib import hf
+from lmlib.models.families.llama import llama
 from lmlib.table import columns
 
 SIZES = {

@@ -15,7 +15,7 @@
 --repetition_penalty, --samples, --seed, --stop (a string that ends an answer; repeatable)
 --rows       of --prompts: answers that are made together
 --length     tokens of prompt and answer at most; typed chats need room to grow
---dtype      to compute in: unless said the run's, or float32
+--dtype      to compute in: unless said bfloat16, on CPUs float32
 --tokenizer  a folder with a tokenizer's files, in place of the model's own
 --trust_module   a module of yours that a config.json may refer to; repeatable
 """
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from lmlib.data.chat import ChatTemplate, read_chat_template
-from lmlib.generate import Generator, Sampling
+from lmlib.generate import Generator, Sampling, usual_dtype
 from lmlib.local_folder import local_folder
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         loaded = load(
             _FROM.value or "",
-            dtype=_DTYPE.value,
+            dtype=_DTYPE.value or usual_dtype(),
             tokenizer=_TOKENIZER.value,
             trusted=TRUST_MODULE.value,
             show=_tell,

@@ -5,7 +5,8 @@ import time
 import jax
 
 from generate_peers.contender import NEW, PROMPT, Work
-from lmlib import Compute, hf
+from lmlib import hf
+from lmlib.compute import Compute
 from lmlib.generate import GREEDY, Generator
 
 

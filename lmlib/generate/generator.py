@@ -41,7 +41,7 @@ class Generator:
     Args:
       model: is copied in the dtype of `compute`.
       mesh: where its weights lie; `None`: the model is on one device.
-      compute: `None`: in bfloat16, on CPUs in float32. Only its `dtype` and `attention` count.
+      compute: its `dtype` and `attention` count; `None`: in `usual_dtype`.
       rows: of a batch: prompts times samples.
       length: tokens of the longest row, prompt and continuation.
       chunk: tokens of each prompt that are computed together; longer prompts take several.
@@ -67,8 +67,7 @@ class Generator:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         self._mesh, self.length, self._chunk = mesh, length, chunk
         with self._on_mesh():
-            if compute is None:
-                compute = Compute(dtype="float32" if platform() == "cpu" else "bfloat16")
+            compute = compute or Compute(dtype=usual_dtype())
             self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
             model.check(length, self._compute)
             self._weights = weights.ready(model, self._compute.dtype, mesh, whole)
@@ -257,6 +256,12 @@ class Generator:
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+
+def usual_dtype() -> str:
+    """In which this machine generates fast: bfloat16, but float32 on CPUs, which would convert
+    every weight for every token."""
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
