@@ -35,7 +35,6 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from absl import app, flags, logging
@@ -51,7 +50,8 @@ import jax
 from step_peers import maxtext_peer
 from step_peers.ahead_of_time import compiled_for, target_of
 from step_peers.contender import Contender, Work
-from step_peers.matmul import Matmul, cpu_name
+from step_peers.machine import cpu_name, versions
+from step_peers.matmul import Matmul
 from step_peers.measure import TURN, Measurement, in_turns
 from step_peers.report import CHECKED, TOLERANCE, OtherWork, check_same_work, table, title
 from step_peers.sizes import ON_CPU, ON_GPU, SIZES
@@ -264,13 +264,6 @@ def described(device: jax.Device) -> str:
     peak = peak_flops(device.device_kind)
     peak_text = f"dense bf16 peak {peak / 1e12:,.0f} TFLOP/s" if peak else "no peak known"
     return f"{device.device_kind}, {peak_text}"
-
-
-def versions() -> str:
-    """Of what computes here."""
-    names = ("jax", "jaxlib", "torch", "maxtext")
-    found = {name: version(name) for name in names if importlib.util.find_spec(name) is not None}
-    return ", ".join(f"{name} {found[name]}" for name in found)
 
 
 def other_work(work: Work, measurements: Found) -> list[str]:

@@ -1,9 +1,10 @@
 """Measures models on texts: loss, perplexity, bits per byte and character, loss by position; or on
-tasks of lm-eval.
+tasks of lm-eval; or by a suite of our own.
 
     python -m runner.evaluate --from=WORKDIR --data=FLAT_TOKENS_OR_TEXT
     python -m runner.evaluate --from=WORKDIR --all_checkpoints --data=TEXT.jsonl --json=FILE
     python -m runner.evaluate --from=WORKDIR --tasks=arc_easy,lambada_openai
+    python -m runner.evaluate --from=WORKDIR --suite
 
 --from             a run, WORKDIR or WORKDIR@STEP, a folder of Hugging Face's, or its name on the
                    Hub; repeatable
@@ -14,6 +15,7 @@ tasks of lm-eval.
 --num_fewshot      examples before each question; unless said, as each task says
 --limit            questions of each task, the first; below 1 a share of them
 --chat             whether tasks use the tokenizer's chat template
+--suite            bits per byte by kind of text, copying, induction, in-context learning
 --split            of flat tokens: validation (unless said) or another
 --text_column      of JSON lines and Parquet: text (unless said) or another
 --all_checkpoints  every checkpoint of each run, in order
@@ -37,6 +39,7 @@ from typing import Any
 from absl import flags
 
 from lmlib.checkpoint.folders import steps_in
+from lmlib.evaluate.suite.suite import Suite
 from lmlib.whole_file import write_whole
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
@@ -45,6 +48,7 @@ from runner.command_line.paths import check_can_be_made
 from runner.evaluation.data_sets import DataSet, data_set, validation_of
 from runner.evaluation.measuring import Measured, Measuring, Settings
 from runner.evaluation.shown import json_text, tables
+from runner.evaluation.suite import measure_suite, suite_json, suite_table
 from runner.evaluation.tasks import Tasks, evaluate_tasks, tasks_json, tasks_table
 from runner.inference.loaded import Loaded, load
 from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
@@ -60,6 +64,7 @@ _INCLUDE_PATH = flags.DEFINE_string("include_path", None, "a folder with more ta
 _NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "examples before each", lower_bound=0)
 _LIMIT = flags.DEFINE_float("limit", None, "questions of each task", lower_bound=0)
 _CHAT = flags.DEFINE_bool("chat", False, "whether tasks use the chat template")
+_SUITE = flags.DEFINE_bool("suite", False, "the suite of our own")
 _SPLIT = flags.DEFINE_string("split", "validation", "of flat tokens")
 _TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "of JSON lines and Parquet")
 _ALL_CHECKPOINTS = flags.DEFINE_bool("all_checkpoints", False, "every checkpoint of each run")
@@ -85,7 +90,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     if _JSON.value is not None:
         check_can_be_made(Path(_JSON.value))
-    if _TASKS.value:
+    if sum(map(bool, (_DATA.value, _TASKS.value, _SUITE.value))) > 1:
+        raise ConfigError("--data, --tasks and --suite are three evaluations: give one of them")
+    if _SUITE.value:
+        length = _SEQUENCE_LENGTH.value
+        scored = [measure_suite(loaded, Suite(), length) for loaded in _each_loaded()]
+        text, table = suite_json(scored), suite_table(scored)
+    elif _TASKS.value:
         answered = list(_answered())
         text, table = tasks_json(answered), tasks_table(answered)
     else:
@@ -108,8 +119,6 @@ def _measured(settings: Settings) -> Iterator[Measured]:
 
 def _answered() -> Iterator[tuple[str, dict[str, Any]]]:
     """What lm-eval finds of each model."""
-    if _DATA.value:
-        raise ConfigError("--data and --tasks are two evaluations: give one of them")
     tasks = Tasks(
         tuple(_TASKS.value), _INCLUDE_PATH.value, _NUM_FEWSHOT.value, _LIMIT.value, _CHAT.value
     )

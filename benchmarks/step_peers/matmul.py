@@ -1,8 +1,6 @@
 """How fast XLA multiplies matrices in this process: what a step on a CPU is measured against."""
 
-import platform
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +31,3 @@ class Matmul:
         if self._warm:
             self.flops_per_cpu_second.append(flops / (time.process_time() - began))
         self._warm = True
-
-
-def cpu_name() -> str:
-    """The model of this machine's CPU, as its maker calls it."""
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

@@ -22,7 +22,7 @@ from data_tools.hf_stream.tokens import DOCUMENTS_AT_A_TIME, Position, TokenStre
 from data_tools.tokenizer import load_tokenizer
 from lmlib.data.batch import Batch
 from lmlib.data.metadata import TokenizerIdentity
-from lmlib.data.text import TextCodec
+from lmlib.data.text import TextCodec, codec_of_bytes, codec_of_json
 
 LAST_READ_SECONDS = 2.0  # that a read under way may still take when a source is closed for good
 ARROW_SECONDS = 0.1  # that Arrow's threads get after it
@@ -181,13 +181,10 @@ class HFStream:
 
     def text_codec(self) -> TextCodec:
         """See `lmlib.data.text.HasText`."""
-        bos_id = self._tokenizer.bos_id
-        begin = [] if bos_id is None else [bos_id]
-
-        def encode(text: str) -> list[int]:
-            return begin + self._tokenizer.encode_batch([text])[0].tolist()
-
-        return TextCodec(encode, self.decode)
+        tokenizer = self._tokenizer
+        if tokenizer.tokenizer_json is None:
+            return codec_of_bytes(tokenizer.bos_id)
+        return codec_of_json(tokenizer.tokenizer_json, tokenizer.identity.name, tokenizer.bos_id)
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the batch of `step`; see `Source.batch`.

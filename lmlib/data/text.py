@@ -1,5 +1,7 @@
 """Between texts and the token ids of a data set."""
 
+import functools
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ if TYPE_CHECKING:  # heavy
     from tokenizers import Tokenizer
 
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of a character that has no token of its own
 BYTE_TOKENIZER = TokenizerIdentity("bytes", None)  # UTF-8 bytes are ids 0 to 255
 
 
@@ -24,11 +27,16 @@ class TextCodec:
     """How a data set's ids are made of text, and text of its ids.
 
     `encode` gives the ids of the beginning of a document: first the token that begins a document,
-    if the data set has one. `decode` leaves special tokens out.
+    if the data set has one; names of special tokens are plain text. `encode_marked` gives the ids
+    of a text that says itself where special tokens are, by their names. `decode` leaves special
+    tokens out. `settles` is whether ids after this one leave the text up to it as it is, but for
+    bytes at its end that are no whole character.
     """
 
     encode: Callable[[str], list[int]]
+    encode_marked: Callable[[str], list[int]]
     decode: Callable[[Iterable[int]], str]
+    settles: Callable[[int], bool]
 
 
 @runtime_checkable
@@ -47,18 +55,43 @@ def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
 
     Raises ValueError or OSError if the file describes no tokenizer.
     """
+    return codec_of_json(read_text(file, LARGEST_TOKENIZER), str(file), bos_id)
+
+
+def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCodec:
+    """The codec of the text of a tokenizer.json, which errors call `name`.
+
+    Raises ValueError if the text describes no tokenizer.
+    """
     begin = [] if bos_id is None else [bos_id]
-    tokenizer = read_tokenizer(read_text(file, LARGEST_TOKENIZER))
+    tokenizer = read_tokenizer(tokenizer_json)
+    added = tokenizer.get_added_tokens_decoder()
+
+    @functools.cache
+    def marked() -> "Tokenizer":
+        tokenizer = read_tokenizer(tokenizer_json)
+        tokenizer.encode_special_tokens = False
+        return tokenizer
 
     def encode(text: str) -> list[int]:
-        with tokenizers_errors(f"{file} cannot encode {text!r}"):
+        with tokenizers_errors(f"{name} cannot encode {text!r:.80}"):
             return begin + tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_marked(text: str) -> list[int]:
+        with tokenizers_errors(f"{name} cannot encode {text!r:.80}"):
+            return marked().encode(text, add_special_tokens=False).ids
+
     def decode(ids: Iterable[int]) -> str:
-        with tokenizers_errors(f"{file} cannot decode"):
+        with tokenizers_errors(f"{name} cannot decode"):
             return tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    return TextCodec(encode, decode)
+    def settles(id: int) -> bool:
+        token = tokenizer.id_to_token(id)
+        if token is None or (id in added and added[id].special):  # which has no text
+            return False
+        return not _BYTE.fullmatch(token)
+
+    return TextCodec(encode, encode_marked, decode, settles)
 
 
 def beginning_of(file: Path, end_ids: Collection[int]) -> int | None:
@@ -79,7 +112,12 @@ def beginning_of(file: Path, end_ids: Collection[int]) -> int | None:
 def codec_of_bytes(bos_id: int | None) -> TextCodec:
     """The codec of bytes: ids below 256 are the bytes of UTF-8, others are special."""
     begin = [] if bos_id is None else [bos_id]
-    return TextCodec(lambda text: [*begin, *text.encode()], decoded_bytes)
+    return TextCodec(
+        encode=lambda text: [*begin, *text.encode()],
+        encode_marked=lambda text: [*text.encode()],
+        decode=decoded_bytes,
+        settles=lambda id: True,
+    )
 
 
 def decoded_bytes(ids: Iterable[int | np.integer]) -> str:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, UInt32
 
 from lmlib.compute import Compute
 from lmlib.generate import weights
@@ -40,7 +41,7 @@ class Generator:
     Args:
       model: is copied in the dtype of `compute`.
       mesh: where its weights lie; `None`: the model is on one device.
-      compute: `None`: in bfloat16, on CPUs in float32. Only its `dtype` and `attention` count.
+      compute: its `dtype` and `attention` count; `None`: in `usual_dtype`.
       rows: of a batch: prompts times samples.
       length: tokens of the longest row, prompt and continuation.
       chunk: tokens of each prompt that are computed together; longer prompts take several.
@@ -66,11 +67,10 @@ class Generator:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         self._mesh, self.length, self._chunk = mesh, length, chunk
         with self._on_mesh():
-            if compute is None:
-                compute = Compute(dtype="float32" if platform() == "cpu" else "bfloat16")
+            compute = compute or Compute(dtype=usual_dtype())
             self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
             model.check(length, self._compute)
-            self._model = weights.ready(model, self._compute.dtype, mesh, whole)
+            self._weights = weights.ready(model, self._compute.dtype, mesh, whole)
         self._vocab = model.vocab
         self.rows = self._divisible(rows)
 
@@ -125,11 +125,12 @@ class Generator:
 
         Raises:
           ValueError: if a prompt is empty, has an id that the model does not know, or is too long
-            for `max_tokens` more; or if there are more rows than the generator's.
+            for `max_tokens` more; if there are more rows than the generator's; or if a seed or an
+            id is not in [0, 2^32).
         """
         ids = range(len(prompts)) if ids is None else ids
         rows = len(prompts) * samples
-        self._check(prompts, max_tokens, samples, rows)
+        self._check(prompts, max_tokens, samples, rows, [seed, *ids])
         rules = rules_of(sampling)
         with self._on_mesh():
             lengths_P, cache, h_PE = self._prefilled(prompts)
@@ -140,7 +141,10 @@ class Generator:
             if rules.penalised:
                 seen_BV = self._placed(self._seen(prompts, prompt_B), "batch whole_vocab")
             numbers = jax.tree.map(lambda x: self._placed(np.asarray(x), ()), numbers_of(sampling))
-            seeds_B2 = _seeds(seed, ids, samples)[np.minimum(np.arange(self.rows), rows - 1)]
+            seeds_B2 = np.asarray(
+                _seeds(np.array(seed, np.uint32), np.array(ids, np.uint32), samples)
+            )
+            seeds_B2 = seeds_B2[np.minimum(np.arange(self.rows), rows - 1)]
             padding = [NOTHING] * (-len(stop_ids) % _STOP_IDS)
             chooser = Chooser(
                 self._placed(seeds_B2, ("batch", None)),
@@ -148,7 +152,7 @@ class Generator:
                 self._placed(np.array([*stop_ids, *padding], np.int32), (None,)),
             )
             state, made = first_token(
-                self._model,
+                self._weights,
                 cache,
                 h_BE[0],
                 self._placed(lengths_P[prompt_B], "batch"),
@@ -170,7 +174,7 @@ class Generator:
                 ends_B = self._placed(np.isin(np.arange(self.rows), stop), "batch")
                 state = state._replace(stopped_B=state.stopped_B | ends_B)
             n = self._placed(np.array(limit, np.int32), ())
-            return next_tokens(self._model, state, n, chooser, self._compute, rules, size)
+            return next_tokens(self._weights, state, n, chooser, self._compute, rules, size)
 
     def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[np.ndarray, Any, jax.Array]:
         """The length of each prompt, a cache that has them, and the features of their last tokens;
@@ -181,7 +185,7 @@ class Generator:
         for row, prompt in enumerate(prompts):
             tokens_PS[row, : len(prompt)] = prompt
         lengths = self._placed(lengths_P, "batch")
-        cache, h_PE = _nothing_yet(self._model, rows, self.length, self._compute)
+        cache, h_PE = _nothing_yet(self._weights.model, rows, self.length, self._compute)
         start, longest = 0, int(lengths_P.max())
         while start < longest:
             size = min(self._chunk, max(_SHORTEST_CHUNK, 1 << (longest - start - 1).bit_length()))
@@ -189,7 +193,7 @@ class Generator:
             part_PC = tokens_PS[:, start : start + size]
             chunk_PC[:, : part_PC.shape[1]] = part_PC
             cache, h_PE = prefill(
-                self._model,
+                self._weights,
                 cache,
                 h_PE,
                 self._placed(chunk_PC, "batch seq"),
@@ -200,7 +204,14 @@ class Generator:
             start += size
         return lengths_P, cache, h_PE
 
-    def _check(self, prompts: Sequence[Prompt], max_tokens: int, samples: int, rows: int) -> None:
+    def _check(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        samples: int,
+        rows: int,
+        seeds: Sequence[int],
+    ) -> None:
         if max_tokens < 1 or samples < 1:
             raise ValueError(
                 f"max_tokens and samples must be at least 1, got {max_tokens} and {samples}"
@@ -210,6 +221,8 @@ class Generator:
                 f"{len(prompts)} prompts with {samples} samples each, but the generator has "
                 f"{self.rows} rows; give fewer, or make it with more rows"
             )
+        if not all(0 <= seed < 2**32 for seed in seeds):
+            raise ValueError(f"seed and ids must be in [0, 2^32), got {seeds[0]} and {seeds[1:]}")
         for number, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise ValueError(f"prompt {number} is empty; every prompt needs at least one token")
@@ -245,6 +258,12 @@ class Generator:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
 
+def usual_dtype() -> str:
+    """In which this machine generates fast: bfloat16, but float32 on CPUs, which would convert
+    every weight for every token."""
+    return "float32" if platform() == "cpu" else "bfloat16"
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _nothing_yet(model: Model, rows: int, length: int, compute: Compute) -> tuple[Any, jax.Array]:
     """An empty cache, and features that are not known yet."""
@@ -268,7 +287,8 @@ def _rows_of(tree: Any, row_B: jax.Array) -> Any:
     return jax.tree.map(chosen, tree)
 
 
-def _seeds(seed: int, ids: Sequence[int], samples: int) -> np.ndarray:
+@functools.partial(jax.jit, static_argnums=2)
+def _seeds(seed: UInt32[Array, ""], ids_P: UInt32[Array, "p"], samples: int) -> jax.Array:
     """The data of each row's key: of the seed, the prompt's id, the sample's number."""
 
     def of_prompt(id: jax.Array) -> jax.Array:
@@ -277,7 +297,7 @@ def _seeds(seed: int, ids: Sequence[int], samples: int) -> np.ndarray:
             jnp.arange(samples)
         )
 
-    return np.asarray(jax.jit(jax.vmap(of_prompt))(jnp.asarray(ids, jnp.uint32))).reshape(-1, 2)
+    return jax.vmap(of_prompt)(ids_P).reshape(-1, 2)
 
 
 def generate(

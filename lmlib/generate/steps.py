@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from lmlib.compute import Compute
 from lmlib.generate.sampling import Numbers, Rules, choose
+from lmlib.generate.weights import Weights
 from lmlib.generate.whole_sequences import TokensSoFar, recomputed
-from lmlib.models.head import logits
+from lmlib.models.head import logits_of
 from lmlib.models.protocol import Context, Model
 from lmlib.parallel.layout import partition, reshard
 from lmlib.parallel.local import on_each_device
@@ -60,7 +61,7 @@ class Made(NamedTuple):
     jax.jit, static_argnames="compute", donate_argnames=("cache", "h_BE"), inline=False
 )
 def prefill(
-    model: Model,
+    weights: Weights,
     cache: Any,
     h_BE: Float[Array, "b embed"],
     tokens_BC: Int32[Array, "b c"],
@@ -73,16 +74,16 @@ def prefill(
     positions_BC = jnp.zeros_like(tokens_BC) + start + jnp.arange(tokens_BC.shape[1])
     positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, -1)
     context = Context(positions_BC, jnp.zeros_like(tokens_BC), compute)
-    x_BCE, cache = _advance(model, tokens_BC, context, cache)
+    x_BCE, cache = _advance(weights.model, tokens_BC, context, cache)
     is_last_BC = positions_BC == lengths_B[:, None] - 1
     x_B1E = jnp.sum(jnp.where(is_last_BC[..., None], x_BCE, 0), axis=1, keepdims=True)
-    new_BE = model.features(x_B1E, context)[:, 0]
+    new_BE = weights.model.features(x_B1E, context)[:, 0]
     return cache, jnp.where(jnp.any(is_last_BC, axis=1)[:, None], new_BE, h_BE)
 
 
 @functools.partial(jax.jit, static_argnames=("compute", "rules"))
 def first_token(
-    model: Model,
+    weights: Weights,
     cache: Any,
     h_BE: Float[Array, "b embed"],
     lengths_B: Int32[Array, "b"],
@@ -94,7 +95,7 @@ def first_token(
 ) -> tuple[State, Made]:
     """What follows the prompts."""
     state = State(cache, jnp.zeros_like(lengths_B), lengths_B - 1, stopped_B, seen_BV)
-    state, token_B, logprob_B = _chosen(model, state, h_BE, chooser, compute, rules)
+    state, token_B, logprob_B = _chosen(weights, state, h_BE, chooser, compute, rules)
     return state, _everywhere(Made(token_B[:, None], logprob_B[:, None]))
 
 
@@ -102,7 +103,7 @@ def first_token(
     jax.jit, static_argnames=("compute", "rules", "size"), donate_argnames=("state",)
 )
 def next_tokens(
-    model: Model,
+    weights: Weights,
     state: State,
     limit: Int32[Array, ""],
     chooser: Chooser,
@@ -123,10 +124,10 @@ def next_tokens(
         positions_B1 = jnp.where(state.stopped_B, -1, state.position_B)[:, None]
         tokens_B1 = state.token_B[:, None]
         context = Context(positions_B1, jnp.zeros_like(tokens_B1), compute)
-        x_B1E, cache = _advance(model, tokens_B1, context, state.cache)
-        h_BE = model.features(x_B1E, context)[:, 0]
+        x_B1E, cache = _advance(weights.model, tokens_B1, context, state.cache)
+        h_BE = weights.model.features(x_B1E, context)[:, 0]
         state, token_B, logprob_B = _chosen(
-            model, state._replace(cache=cache), h_BE, chooser, compute, rules
+            weights, state._replace(cache=cache), h_BE, chooser, compute, rules
         )
         is_n_N = jnp.arange(size) == n
         return (
@@ -151,11 +152,12 @@ def _advance(model: Model, tokens_BS: Array, context: Context, cache: Any) -> tu
 
 
 def _chosen(
-    model: Model, state: State, h_BE: Array, chooser: Chooser, compute: Compute, rules: Rules
+    weights: Weights, state: State, h_BE: Array, chooser: Chooser, compute: Compute, rules: Rules
 ) -> tuple[State, Array, Array]:
     """The state with a further token in each row that has not stopped, that token, and its
     log-probability."""
-    logits_BV = reshard(logits(model, h_BE, compute), "batch whole_vocab")
+    logits_BV = logits_of(weights.unembedding_EV, weights.model.logit_cap, h_BE, compute)
+    logits_BV = reshard(logits_BV, "batch whole_vocab")
     rows, table = partition("batch"), partition("batch whole_vocab")
     position_B = state.position_B + 1
     pick = on_each_device(

@@ -1,15 +1,30 @@
 """Weights as generation reads them."""
 
+from typing import NamedTuple
+
 import jax
 from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
 from lmlib.models.protocol import Model
 from lmlib.models.stack import unstacked
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import gathered, stored
+from lmlib.parallel.local import platform
 
 
-def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool) -> Model:
+class Weights(NamedTuple):
+    """A model, and its unembedding apart from it where that is faster."""
+
+    model: Model
+    table_EV: Float[Array, "embed vocab"] | None
+
+    @property
+    def unembedding_EV(self) -> Float[Array, "embed vocab"]:
+        return self.model.unembedding_EV if self.table_EV is None else self.table_EV
+
+
+def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool) -> Weights:
     """`model` in `dtype`, its layers apart.
 
     Args:
@@ -24,4 +39,12 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool) -> Model:
         layout = (gathered if whole else stored)(weight, array.shape, mesh)
         return jax.sharding.reshard(array, layout)
 
-    return jax.jit(lambda model: map_weights(placed, unstacked(model)))(model)
+    @jax.jit
+    def made(model: Model) -> Weights:
+        model = map_weights(placed, unstacked(model))
+        table_EV = model.unembedding_EV
+        tied = not any(table_EV is leaf for leaf in jax.tree.leaves(model))
+        # A CPU would transpose a tied one for every token.
+        return Weights(model, table_EV if tied and platform() == "cpu" else None)
+
+    return made(model)

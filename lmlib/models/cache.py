@@ -6,7 +6,7 @@ from the newest position alone, so nothing else is kept, and where a token lies 
 what else is in its batch.
 
 Shapes: B batch, S sequence (queries), N slots, T keys attended to, H heads, K kv_heads, G = H / K
-query heads to each key-value head, D head_dim.
+query heads to each key-value head, D head_dim, M = G · S.
 """
 
 import functools
@@ -21,16 +21,17 @@ from lmlib.models.attend.options import Options
 from lmlib.parallel.layout import COMPUTE, partition, repeats, reshard
 from lmlib.parallel.local import on_each_device
 
-_AXES = "batch kv_heads slot head_dim"
+_KEYS, _VALUES = "batch kv_heads head_dim slot", "batch kv_heads slot head_dim"
 
 
 class KeysAndValues(eqx.Module):
     """What one layer keeps of earlier calls; `tensor` splits its heads, `data` and `fsdp` its rows.
 
+    Each lies as its product with one query reads it, so that nothing is copied for a token.
     `empty` says, while tracing, that no call has written to it yet.
     """
 
-    keys: Float[Array, "b kv_heads slot head_dim"]
+    keys: Float[Array, "b kv_heads head_dim slot"]
     values: Float[Array, "b kv_heads slot head_dim"]
     empty: bool = eqx.field(static=True, default=False)
 
@@ -41,8 +42,9 @@ def empty_cache(
     """A cache of zeros. Key-value heads that attention repeats over `tensor` are kept repeated."""
     mesh = jax.sharding.get_abstract_mesh()
     times = 1 if mesh.empty else repeats("kv_heads", kv_heads, COMPUTE, mesh)
-    zeros = reshard(jnp.zeros((rows, kv_heads * times, slots, head_dim), dtype), _AXES)
-    return KeysAndValues(zeros, zeros, empty=True)
+    values_BKND = jnp.zeros((rows, kv_heads * times, slots, head_dim), dtype)
+    keys_BKDN = jnp.zeros((rows, kv_heads * times, head_dim, slots), dtype)
+    return KeysAndValues(reshard(keys_BKDN, _KEYS), reshard(values_BKND, _VALUES), empty=True)
 
 
 def extended(
@@ -53,11 +55,13 @@ def extended(
 ) -> KeysAndValues:
     """`cache` with the tokens of a call in it, as `attend_cached` takes them."""
     new = partition("batch seq kv_heads head_dim")
-    kept, tokens = partition(_AXES), partition("batch seq")
-    write = on_each_device(_written, (kept, new, tokens), kept, tracked=False)
-    return KeysAndValues(
-        write(cache.keys, k_BSKD, positions_BS), write(cache.values, v_BSKD, positions_BS)
-    )
+    kept = partition(_KEYS), partition(_VALUES)
+    fits = cache.empty and k_BSKD.shape[1] <= cache.keys.shape[-1]
+    write = on_each_device(
+        _first_written if fits else _written,
+        (*kept, new, new, partition("batch seq")), kept, tracked=False,
+    )  # fmt: skip
+    return KeysAndValues(*write(cache.keys, cache.values, k_BSKD, v_BSKD, positions_BS))
 
 
 def attend_cached(
@@ -77,20 +81,20 @@ def attend_cached(
     Softmax is in float32 at least. Nothing is sent.
     """
     after = extended(cache, k_BSKD, v_BSKD, positions_BS)
-    kept, tokens = partition(_AXES), partition("batch seq")
     heads, kv_heads = (
         partition("batch seq heads head_dim"),
         partition("batch seq kv_heads head_dim"),
     )
+    kept, tokens = (partition(_KEYS), partition(_VALUES)), partition("batch seq")
     if q_BSHD.shape[1] == 1:  # one token has overwritten none that it sees
         mixed_BSHD = on_each_device(
-            functools.partial(_attend_one, options=options), (heads, kept, kept, tokens), heads,
-            tracked=False,
+            functools.partial(_attend_one, options=options),
+            (heads, *kept, tokens), heads, tracked=False,
         )(q_BSHD, after.keys, after.values, positions_BS)  # fmt: skip
     else:
         mixed_BSHD = on_each_device(
             functools.partial(_attend_many, options=options),
-            (heads, kv_heads, kv_heads, kept, kept, tokens), heads, tracked=False,
+            (heads, kv_heads, kv_heads, *kept, tokens), heads, tracked=False,
         )(q_BSHD, k_BSKD, v_BSKD, cache.keys, cache.values, positions_BS)  # fmt: skip
     return mixed_BSHD, after
 
@@ -101,53 +105,97 @@ def _positions_in(slots: int, newest_B: Int32[Array, "b"]) -> Int32[Array, "b sl
     return newest_B1 - (newest_B1 - jnp.arange(slots, dtype=jnp.int32)) % slots
 
 
-def _written(kept_BKND: Array, new_BSKD: Array, positions_BS: Array) -> Array:
-    B, S, _, _ = new_BSKD.shape
-    N = kept_BKND.shape[2]
+def _first_written(
+    keys_BKDN: Array, values_BKND: Array, k_BSKD: Array, v_BSKD: Array, positions_BS: Array
+) -> tuple[Array, Array]:
+    """With tokens from position 0 on. Padding lies beyond a row's newest position, where nothing
+    counts."""
+    k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
+    v_BKSD = jnp.swapaxes(v_BSKD, 1, 2).astype(values_BKND.dtype)
+    empty = 0, keys_BKDN.shape[3] - k_BKDS.shape[3]
+    whole = 0, 0
+    return (
+        jnp.pad(k_BKDS, (whole, whole, whole, empty)),
+        jnp.pad(v_BKSD, (whole, whole, empty, whole)),
+    )
+
+
+def _written(
+    keys_BKDN: Array, values_BKND: Array, k_BSKD: Array, v_BSKD: Array, positions_BS: Array
+) -> tuple[Array, Array]:
+    S = k_BSKD.shape[1]
+    N = keys_BKDN.shape[3]
+    k_BSKD, v_BSKD = k_BSKD.astype(keys_BKDN.dtype), v_BSKD.astype(keys_BKDN.dtype)
     if S == 1:
-        position_B = positions_BS[:, 0]
-        slot_B = jnp.where(position_B < 0, N, position_B % N)  # N: none
-        return kept_BKND.at[jnp.arange(B), :, slot_B].set(
-            new_BSKD[:, 0].astype(kept_BKND.dtype), mode="drop"
+        return _token_written(
+            keys_BKDN, values_BKND, k_BSKD[:, 0], v_BSKD[:, 0], positions_BS[:, 0]
         )
     first_B, newest_B = positions_BS[:, 0], jnp.max(positions_BS, axis=1)
     # Which of the new tokens each slot gets; a negative one leaves it as it is.
     source_BN = _positions_in(N, newest_B) - first_B[:, None]
     is_new_BN = (source_BN >= 0) & (newest_B >= 0)[:, None]
-    new_BKSD = jnp.swapaxes(new_BSKD, 1, 2).astype(kept_BKND.dtype)
-    moved_BKND = jnp.take_along_axis(new_BKSD, jnp.clip(source_BN, 0)[:, None, :, None], axis=2)
-    return jnp.where(is_new_BN[:, None, :, None], moved_BKND, kept_BKND)
+    source_BN = jnp.clip(source_BN, 0)
+    new_k_BKDN = jnp.take_along_axis(
+        jnp.transpose(k_BSKD, (0, 2, 3, 1)), source_BN[:, None, None, :], axis=3
+    )
+    new_v_BKND = jnp.take_along_axis(
+        jnp.swapaxes(v_BSKD, 1, 2), source_BN[:, None, :, None], axis=2
+    )
+    return (
+        jnp.where(is_new_BN[:, None, None, :], new_k_BKDN, keys_BKDN),
+        jnp.where(is_new_BN[:, None, :, None], new_v_BKND, values_BKND),
+    )
+
+
+def _token_written(
+    keys_BKDN: Array, values_BKND: Array, k_BKD: Array, v_BKD: Array, position_B: Array
+) -> tuple[Array, Array]:
+    """With one token of each row; in place."""
+    B, _, _, N = keys_BKDN.shape
+    slot_B = position_B % N
+    if B == 1:  # for one row XLA's CPU compiler copies the cache, but not for an update in a branch
+
+        def write(keys_BKDN: Array, values_BKND: Array) -> tuple[Array, Array]:
+            slot = slot_B[0]
+            return (
+                jax.lax.dynamic_update_slice(keys_BKDN, k_BKD[..., None], (0, 0, 0, slot)),
+                jax.lax.dynamic_update_slice(values_BKND, v_BKD[:, :, None], (0, 0, slot, 0)),
+            )
+
+        return jax.lax.cond(position_B[0] >= 0, write, lambda *kept: kept, keys_BKDN, values_BKND)
+    row_B, slot_B = jnp.arange(B), jnp.where(position_B < 0, N, slot_B)  # N: none
+    return (
+        keys_BKDN.at[row_B, :, :, slot_B].set(k_BKD, mode="drop"),
+        values_BKND.at[row_B, :, slot_B].set(v_BKD, mode="drop"),
+    )
 
 
 def _attend_one(
-    q_BSHD: Array, keys_BKND: Array, values_BKND: Array, positions_BS: Array, options: Options
+    q_BSHD: Array, keys_BKDN: Array, values_BKND: Array, positions_BS: Array, options: Options
 ) -> Array:
     """One query in each row, whose own key and value are in the cache already."""
-    held_BN = _positions_in(keys_BKND.shape[2], positions_BS[:, 0])
-    return _mix(q_BSHD, keys_BKND, values_BKND, positions_BS, held_BN, options)
+    held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0])
+    return _mix(q_BSHD, keys_BKDN, values_BKND, positions_BS, held_BN, options)
 
 
 def _attend_many(
     q_BSHD: Array,
     k_BSKD: Array,
     v_BSKD: Array,
-    keys_BKND: Array,
+    keys_BKDN: Array,
     values_BKND: Array,
     positions_BS: Array,
     options: Options,
 ) -> Array:
     """Over what was there before, and then what is new: a ring's writes may hide the former."""
-    held_BN = _positions_in(keys_BKND.shape[2], positions_BS[:, 0] - 1)
+    held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0] - 1)
     new_BS = jnp.where(positions_BS < 0, -1, positions_BS)
-
-    def joined(kept_BKND: Array, new_BSKD: Array) -> Array:
-        new_BKSD = jnp.swapaxes(new_BSKD, 1, 2).astype(kept_BKND.dtype)
-        return jnp.concatenate((kept_BKND, new_BKSD), axis=2)
-
+    k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
+    v_BKSD = jnp.swapaxes(v_BSKD, 1, 2).astype(values_BKND.dtype)
     return _mix(
         q_BSHD,
-        joined(keys_BKND, k_BSKD),
-        joined(values_BKND, v_BSKD),
+        jnp.concatenate((keys_BKDN, k_BKDS), axis=3),
+        jnp.concatenate((values_BKND, v_BKSD), axis=2),
         positions_BS,
         jnp.concatenate((held_BN, new_BS), axis=1),
         options,
@@ -156,22 +204,26 @@ def _attend_many(
 
 def _mix(
     q_BSHD: Float[Array, "b s h d"],
-    keys_BKTD: Float[Array, "b k t d"],
+    keys_BKDT: Float[Array, "b k d t"],
     values_BKTD: Float[Array, "b k t d"],
     positions_BS: Int32[Array, "b s"],
     held_BT: Int32[Array, "b t"],
     options: Options,
 ) -> Float[Array, "b s h d"]:
     B, S, H, D = q_BSHD.shape
-    q_BKGSD = jnp.transpose(q_BSHD.reshape(B, S, keys_BKTD.shape[1], -1, D), (0, 2, 3, 1, 4))
+    K = keys_BKDT.shape[1]
     wide = jnp.promote_types(q_BSHD.dtype, jnp.float32)
-    scores_BKGST = jnp.einsum("bkgsd,bktd->bkgst", q_BKGSD, keys_BKTD, preferred_element_type=wide)
+    # The G heads that share keys, and the queries, are rows of one matrix.
+    q_BKGSD = jnp.transpose(q_BSHD.reshape(B, S, K, -1, D), (0, 2, 3, 1, 4))
+    q_BKMD = q_BKGSD.reshape(B, K, -1, D)
+    scores_BKMT = jnp.einsum("bkmd,bkdt->bkmt", q_BKMD, keys_BKDT, preferred_element_type=wide)
+    scores_BKGST = options.scores(scores_BKMT).reshape(B, K, -1, S, scores_BKMT.shape[-1])
     seen_BST = _visible(positions_BS, held_BT, options.window)
     # Finite, since a padding token sees nothing.
-    hidden = jnp.finfo(wide).min
-    scores_BKGST = jnp.where(seen_BST[:, None, None], options.scores(scores_BKGST), hidden)
-    weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(values_BKTD.dtype)
-    mixed_BKGSD = jnp.einsum("bkgst,bktd->bkgsd", weights_BKGST, values_BKTD)
+    scores_BKGST = jnp.where(seen_BST[:, None, None], scores_BKGST, jnp.finfo(wide).min)
+    weights_BKMT = jax.nn.softmax(scores_BKGST, axis=-1).reshape(scores_BKMT.shape)
+    mixed_BKMD = jnp.einsum("bkmt,bktd->bkmd", weights_BKMT.astype(values_BKTD.dtype), values_BKTD)
+    mixed_BKGSD = mixed_BKMD.reshape(q_BKGSD.shape)
     return jnp.transpose(mixed_BKGSD, (0, 3, 1, 2, 4)).reshape(B, S, H, D)
 
 

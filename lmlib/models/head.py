@@ -16,10 +16,20 @@ def logits(
 ) -> Float[Array, "... vocab"]:
     """Logits of the next token, float32 (float64 if computed so), the vocabulary split over
     `tensor`. The loss does not come through here: it makes a few at a time."""
-    table_EV = reshard(model.unembedding_EV.astype(compute.dtype), "embed vocab")
+    return logits_of(model.unembedding_EV, model.logit_cap, features, compute)
+
+
+def logits_of(
+    table_EV: Float[Array, "embed vocab"],
+    cap: float | None,
+    features: Float[Array, "... embed"],
+    compute: Compute,
+) -> Float[Array, "... vocab"]:
+    """As `logits`, of what a model has as `unembedding_EV` and `logit_cap`."""
+    table_EV = reshard(table_EV.astype(compute.dtype), "embed vocab")
     wide = jnp.promote_types(compute.dtype, jnp.float32)
     made = jnp.einsum("...e,ev->...v", features, table_EV, preferred_element_type=wide)
-    return capped(made, model.logit_cap)
+    return capped(made, cap)
 
 
 def capped(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:

@@ -32,6 +32,7 @@ def product(
     Every product of activations and a weight goes through here, but for that with the unembedding,
     which `lmlib.losses` and `lmlib.models.head` make.
     """
+    equation = _in_order(equation)
     if precision is None:
         return jnp.einsum(equation, x, w, out_sharding=out_sharding)
     forward = FORMATS[precision].forward
@@ -70,6 +71,13 @@ def _backward(
 
 
 product.defvjp(_forward, _backward)
+
+
+def _in_order(equation: str) -> str:
+    """The same with other letters: a, b, c, … as they come. `jnp.einsum` sums over several axes in
+    the order of their letters, and where that is not theirs both operands would be copied."""
+    letters = dict.fromkeys(equation.replace(",", "").replace("->", ""))
+    return equation.translate({ord(old): 97 + i for i, old in enumerate(letters)})
 
 
 def _along(x: Array, x_axes: str, dy: Array, y_axes: str) -> Array:

@@ -153,6 +153,7 @@ def test_bfloat16_follows_its_own_whole_pass():
         ([[1, V]], {}, f"prompt 0 has the token {V}, but the model's vocabulary ends at {V - 1}"),
         ([[1] * 60], {}, "prompt 0 has 60 tokens, and 5 more are to follow, but .* length is 64"),
         ([[1]] * 5, {"samples": 2}, "5 prompts with 2 samples each, but the generator has 8 rows"),
+        ([[1]], {"seed": -1}, r"seed and ids must be in \[0, 2\^32\), got -1 and \[0\]"),
         ([[1]], {"max_tokens": 0}, "max_tokens and samples must be at least 1, got 0 and 1"),
     ],
 )

@@ -1,0 +1,1 @@
+"""Who continues prompts, and what a machine's memory allows."""

@@ -1,0 +1,90 @@
+"""Text as its token ids come, a few at a time."""
+
+from collections.abc import Iterable, Sequence
+
+from lmlib.data.text import TextCodec
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of bytes that are no character, or not yet a whole one
+_KEPT = 16  # ids
+
+
+class TextStream:
+    """Decodes ids as they come, in whole characters.
+
+    What `push` and `finish` return, put together, is `codec.decode` of all the ids. Text is held
+    back while a later id may change it. (The `DecodeStream` of `tokenizers` is not used: bytes that
+    stand for characters outside of the vocabulary are replaced as a whole if one of them is wrong,
+    and it has shown the others by then.)
+    """
+
+    def __init__(self, codec: TextCodec, kept: int = _KEPT):
+        """`kept` ids at least are decoded again with new ones, since the first of a text may be
+        decoded differently: without the space before a word."""
+        self._codec = codec
+        self._kept = kept
+        self._ids: list[int] = []
+        self._given = 0  # characters of their text that were returned
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that is now certain, perhaps none."""
+        self._ids.extend(ids)
+        settled = len(self._ids)
+        while settled and not self._codec.settles(self._ids[settled - 1]):
+            settled -= 1
+        text = self._codec.decode(self._ids[:settled])
+        certain = text.removesuffix(_REPLACEMENT)
+        new = certain[self._given :]
+        self._given = max(self._given, len(certain))
+        if certain == text and settled == len(self._ids) > 2 * self._kept:
+            last = self._ids[-self._kept :]
+            if given := len(self._codec.decode(last)):
+                self._ids, self._given = last, given
+        return new
+
+    def finish(self) -> str:
+        """The text that was held back; bytes that are no whole character become U+FFFD."""
+        return self._codec.decode(self._ids)[self._given :]
+
+
+class StopStrings:
+    """Ends a text before the first of some strings, however the text is cut into pieces.
+
+    The first is the one that is complete first; of several that end together, the longest. Text
+    that may be the beginning of one is held back until that is clear.
+
+    Attributes:
+      found: the string that ended the text, `None` until then.
+    """
+
+    def __init__(self, strings: Sequence[str]):
+        """Raises ValueError if one of them is empty."""
+        if not all(strings):
+            raise ValueError("a stop string must have at least one character")
+        self.found: str | None = None
+        self._strings = strings
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        """The text that can be shown now; none after a stop string."""
+        if self.found is not None:
+            return ""
+        text = self._held + piece
+        there = [string for string in self._strings if string in text]
+        if there:
+            self.found = min(there, key=lambda each: (text.index(each) + len(each), -len(each)))
+            self._held = ""
+            return text[: text.index(self.found)]
+        begun = max((_overlap(text, string) for string in self._strings), default=0)
+        self._held = text[len(text) - begun :]
+        return text[: len(text) - begun]
+
+    def finish(self) -> str:
+        """The text that was held back, at the end of a text without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, string: str) -> int:
+    """Characters at the end of `text` that begin `string`."""
+    longest = min(len(text), len(string) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

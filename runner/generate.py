@@ -1,0 +1,248 @@
+"""Continues texts with a model, or chats with it.
+
+    python -m runner.generate --from=WORKDIR[@STEP] --prompt="def fibonacci("
+    python -m runner.generate --from=HF_DIR_OR_NAME
+    python -m runner.generate --from=MODEL --prompts=FILE.jsonl --out=FILE.jsonl
+
+--prompt     a text to continue; repeatable. Without it, on a terminal: text after text is typed;
+             Ctrl-C ends an answer, Ctrl-D the command
+--chat       prompts are a user's turns, written by the tokenizer's chat template; typed turns are
+             remembered. Unless said, what is typed is a chat where there is a template
+--tokens     ids in place of a prompt, as 1,2,3; repeatable
+--prompts    a file of JSON objects, one in a line, with a "prompt", "messages" or "tokens" each
+--out        their answers, likewise; a file that was begun goes on
+--max_tokens, --temperature (0: always the likeliest token), --top_k, --top_p, --min_p,
+--repetition_penalty, --samples, --seed, --stop (a string that ends an answer; repeatable)
+--rows       of --prompts: answers that are made together
+--length     tokens of prompt and answer at most; typed chats need room to grow
+--dtype      to compute in: unless said bfloat16, on CPUs float32
+--tokenizer  a folder with a tokenizer's files, in place of the model's own
+--trust_module   a module of yours that a config.json may refer to; repeatable
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from lmlib.data.chat import ChatTemplate, read_chat_template
+from lmlib.generate import Generator, Sampling, usual_dtype
+from lmlib.local_folder import local_folder
+from runner.command_line.command import run
+from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.errors import ConfigError, user_errors
+from runner.inference.answer import Manner
+from runner.inference.answer_file import AnswerFile
+from runner.inference.loaded import Loaded, load
+from runner.inference.prompt_files import digest_of, read_lines
+from runner.inference.prompts import Reader
+from runner.inference.terminal import Terminal
+from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
+from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.processes.endings import FINISHED, STOPPED
+
+_LENGTHS = 64  # programs are kept for multiples of so many tokens
+_TYPED_LENGTH = 4096
+
+_FROM = flags.DEFINE_string("from", None, "a run, RUN@STEP, a folder of Hugging Face's or its name")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "a text to continue; repeatable")
+_CHAT = flags.DEFINE_bool("chat", None, "use the chat template")
+_TOKENS = flags.DEFINE_multi_string("tokens", [], "ids in place of a prompt: 1,2,3; repeatable")
+_PROMPTS = flags.DEFINE_string("prompts", None, "a file of prompts, a JSON object in each line")
+_OUT = flags.DEFINE_string("out", None, "the file for the answers to --prompts")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 200, "of an answer", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0: always the likeliest token")
+_TOP_K = flags.DEFINE_integer("top_k", None, "only so many of the likeliest tokens")
+_TOP_P = flags.DEFINE_float("top_p", 0.95, "only the likeliest tokens that are so likely together")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "only tokens so likely, as a share of the likeliest")
+_PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "above 1: repeats less")
+_SAMPLES = flags.DEFINE_integer("samples", 1, "answers to each prompt", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "what randomness follows from", lower_bound=0)
+_STOP = flags.DEFINE_multi_string("stop", [], "a string that ends an answer; repeatable")
+_ROWS = flags.DEFINE_integer("rows", 16, "of --prompts: answers made together", lower_bound=1)
+_LENGTH = flags.DEFINE_integer("length", None, "tokens of prompt and answer", lower_bound=2)
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "to compute in")
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    _check(arguments)
+    with user_errors():
+        sampling = Sampling(
+            _TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _MIN_P.value, _PENALTY.value
+        )
+    use_cpu_if_alone()
+    keep_cpus_in_order(several_processes=False)
+    keep_compiled_programs()
+    check_devices()
+    try:
+        loaded = load(
+            _FROM.value or "",
+            dtype=_DTYPE.value or usual_dtype(),
+            tokenizer=_TOKENIZER.value,
+            trusted=TRUST_MODULE.value,
+            show=_tell,
+        )
+        template = _template(loaded)
+        reader = Reader(loaded.name, loaded.model.vocab, loaded.codec, template)
+        with user_errors():
+            manner = Manner(
+                reader.shown,
+                _end_ids(loaded, template),
+                tuple(_STOP.value),
+                _MAX_TOKENS.value,
+                sampling,
+                _SAMPLES.value,
+                _SEED.value,
+            )
+        if _PROMPTS.value:
+            _answer_file(loaded, reader, manner)
+        elif _PROMPT.value or _TOKENS.value:
+            _answer_prompts(loaded, reader, manner)
+        else:
+            _converse(loaded, reader, manner)
+    except KeyboardInterrupt:
+        _tell("stopped; the same command goes on" if _PROMPTS.value else "stopped")
+        return STOPPED
+    return FINISHED
+
+
+def _check(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for flags that do not go together."""
+    if arguments or not _FROM.value:
+        raise ConfigError('give --from and a prompt: --from=WORKDIR --prompt="Once"; see --help')
+    ways = [flag for flag in (_PROMPT, _TOKENS, _PROMPTS) if flag.value]
+    if len(ways) > 1:
+        raise ConfigError(f"--{ways[0].name} and --{ways[1].name} are two ways to ask: give one")
+    if bool(_PROMPTS.value) != bool(_OUT.value):
+        raise ConfigError(
+            "--prompts and --out go together: a file of prompts, and of their answers"
+        )
+    if _ROWS.present and not _PROMPTS.value:
+        raise ConfigError("--rows is for --prompts")
+    if _PROMPTS.value and _ROWS.value < _SAMPLES.value:
+        raise ConfigError(f"--rows={_ROWS.value} must be at least --samples={_SAMPLES.value}")
+    if _CHAT.value and (_TOKENS.value or _PROMPTS.value):
+        raise ConfigError('--chat is for --prompt and for what is typed; a file has "messages"')
+    if not ways and (sys.stdin is None or not sys.stdin.isatty()):
+        raise ConfigError("give --prompt, or --prompts and --out; on a terminal prompts are typed")
+
+
+def _template(loaded: Loaded) -> ChatTemplate | None:
+    folder = loaded.tokenizer_folder
+    try:
+        return None if folder is None else read_chat_template(folder)
+    except (ValueError, OSError) as error:
+        _tell(f"WARNING: there is no chat template: {error}")
+        return None
+
+
+def _end_ids(loaded: Loaded, template: ChatTemplate | None) -> tuple[int, ...]:
+    """The model's, and that which its chat template knows."""
+    ids = set(loaded.end_ids)
+    if template is not None and loaded.codec is not None:
+        of_template = loaded.codec.encode_marked(template.special_tokens.get("eos_token", ""))
+        ids |= set(of_template) if len(of_template) == 1 else set()
+    return tuple(sorted(id for id in ids if id < loaded.model.vocab))
+
+
+def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
+    """For so many rows of `needed` tokens."""
+    length = _LENGTH.value
+    if length is None:
+        longest = needed if loaded.longest is None else max(loaded.longest, needed)
+        length = min(-(-needed // _LENGTHS) * _LENGTHS, longest)
+    if loaded.longest is not None and length > loaded.longest:
+        _tell(f"the model was trained on {loaded.longest:,} tokens at most, and may get {length:,}")
+    with user_errors():
+        return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length)
+
+
+def _answer_prompts(loaded: Loaded, reader: Reader, manner: Manner) -> None:
+    if _TOKENS.value:
+        asked = [reader.checked(_ids(text)) for text in _TOKENS.value]
+        echoes = [reader.shown.decode(ids) for ids in asked]
+    elif _CHAT.value:
+        asked = [reader.of_chat([{"role": "user", "content": text}]) for text in _PROMPT.value]
+        echoes = [""] * len(asked)
+    else:
+        asked = [reader.of_text(text) for text in _PROMPT.value]
+        echoes = _PROMPT.value
+    generator = _generator(loaded, manner.samples, max(map(len, asked)) + manner.max_tokens)
+    terminal = Terminal(generator, reader, manner)
+    terminal.prepare(max(asked, key=len))
+    for number, (ids, echo) in enumerate(zip(asked, echoes, strict=True)):
+        terminal.show(ids, number, echo)
+
+
+def _converse(loaded: Loaded, reader: Reader, manner: Manner) -> None:
+    if reader.codec is None:
+        reader.of_text("")  # which says what to do
+    chat = reader.template is not None if _CHAT.value is None else _CHAT.value
+    if chat and reader.template is None:
+        reader.of_chat([])
+    if chat and manner.samples > 1:
+        raise ConfigError("--samples is for texts: a chat has one answer; give --nochat")
+    length = min(loaded.longest or _TYPED_LENGTH, _TYPED_LENGTH)
+    terminal = Terminal(_generator(loaded, manner.samples, length), reader, manner)
+    terminal.prepare([0])
+    how = "a chat (--nochat continues texts)" if chat else "each text is continued"
+    _tell(f"{loaded.name}: {how}; Ctrl-C ends an answer, Ctrl-D all")
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, gives `input` an editor
+    terminal.converse(lambda: input("> "), chat)
+
+
+def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
+    with user_errors():
+        prompts, out = local_folder(_PROMPTS.value or ""), local_folder(_OUT.value or "")
+        digest = digest_of(prompts)
+    if out.absolute() == prompts.absolute():
+        raise ConfigError("--out is the file of prompts: give another")
+    file = AnswerFile(
+        out,
+        {
+            "from": loaded.name,
+            "prompts": digest,
+            "tokenizer": loaded.tokenizer and loaded.tokenizer.sha256,
+            "dtype": str(loaded.compute.dtype),
+            "max_tokens": manner.max_tokens,
+            **dataclasses.asdict(manner.sampling),
+            "samples": manner.samples,
+            "seed": manner.seed,
+            "stop": manner.stop,
+            "rows": _ROWS.value,
+            "length": _LENGTH.value,
+        },
+    )
+    # What chats take for the time stays when the command is given again.
+    lines = read_lines(prompts, dataclasses.replace(reader, now=file.begun))
+    longest = max(len(line.ids) for line in lines)
+    if _LENGTH.value is not None and longest + manner.max_tokens > _LENGTH.value:
+        line = max(lines, key=lambda line: len(line.ids))
+        raise ConfigError(
+            f"line {line.number} has {longest:,} tokens, which with --max_tokens="
+            f"{manner.max_tokens} are more than --length={_LENGTH.value}"
+        )
+    generator = _generator(loaded, _ROWS.value, longest + manner.max_tokens)
+    file.answer(lines, generator, manner, together=_ROWS.value // manner.samples)
+    _tell(f"{out} has the answers to all {len(lines):,} lines of {prompts}")
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--tokens={text}: write ids as 1,2,3") from error
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run(main)

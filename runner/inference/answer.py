@@ -1,0 +1,121 @@
+"""What a model answers: text as it comes, and why it ended."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from lmlib.data.text import TextCodec
+from lmlib.data.text_stream import StopStrings, TextStream
+from lmlib.generate import Generator, New, Sampling
+
+# Why an answer ended: by a token that ends texts, by a stop string, or with as many tokens
+# as were asked for.
+END, STOP, LENGTH = "end", "stop", "length"
+
+
+class Answer:
+    """Takes tokens as they are made, and gives their text.
+
+    Attributes:
+      text: up to the end, without the token or the string that ended it; what may still change, or
+        be the beginning of a stop string, is not in it yet.
+      tokens, logprobs: up to the end, with the tokens that ended it.
+      ended: END, STOP or LENGTH; `None` until then.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        prompt: Sequence[int],
+        max_tokens: int,
+        end_ids: Collection[int] = (),
+        stop: Sequence[str] = (),
+    ):
+        self.text = ""
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.ended: str | None = None
+        self._max_tokens, self._end_ids = max_tokens, end_ids
+        self._stops = StopStrings(stop)
+        self._stream = TextStream(codec)
+        self._stream.push(prompt)  # a first word has no space before it, and this one may have
+
+    def push(self, new: New) -> None:
+        """Takes what a round added; what comes after the end is left out."""
+        for token, logprob in zip(new.tokens, new.logprobs, strict=True):
+            if self.ended is not None:
+                break
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if token in self._end_ids:
+                self._end(END)
+            else:
+                self.text += self._stops.push(self._stream.push([token]))
+                if self._stops.found is not None:
+                    self.ended = STOP
+                elif len(self.tokens) == self._max_tokens:
+                    self._end(LENGTH)
+
+    def interrupt(self) -> None:
+        """Ends it before its time."""
+        if self.ended is None:
+            self._end(LENGTH)
+
+    def _end(self, why: str) -> None:
+        self.text += self._stops.push(self._stream.finish())
+        self.ended = why if self._stops.found is None else STOP
+        self.text += self._stops.finish()
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How prompts are answered.
+
+    Attributes:
+      codec: makes text of ids.
+      end_ids: tokens that end an answer.
+      stop: strings that end an answer.
+      max_tokens, sampling, samples, seed: as of `Generator.stream`.
+
+    Raises:
+      ValueError: if a stop string is empty.
+    """
+
+    codec: TextCodec
+    end_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    max_tokens: int
+    sampling: Sampling
+    samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        StopStrings(self.stop)
+
+    def rounds(
+        self, generator: Generator, prompts: Sequence[Sequence[int]], ids: Sequence[int]
+    ) -> Iterator[list[Answer]]:
+        """The answers after each round: all samples of the first prompt, then of the second, and so
+        on, always the same objects.
+
+        Raises ValueError as `Generator.stream` does.
+        """
+        answers = [
+            Answer(self.codec, prompt, self.max_tokens, self.end_ids, self.stop)
+            for prompt in prompts
+            for _ in range(self.samples)
+        ]
+        stream = generator.stream(
+            prompts,
+            self.max_tokens,
+            self.sampling,
+            samples=self.samples,
+            seed=self.seed,
+            stop_ids=self.end_ids,
+            ids=ids,
+        )
+        for new in stream:
+            for row, (answer, added) in enumerate(zip(answers, new, strict=True)):
+                answer.push(added)
+                if answer.ended == STOP:
+                    stream.stop(row)
+            yield answers

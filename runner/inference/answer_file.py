@@ -1,0 +1,177 @@
+"""A file of answers, which grows batch by batch and survives a kill."""
+
+import fcntl
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lmlib.data.stored_json import read_json
+from lmlib.generate import Generator
+from lmlib.quantities import duration_text
+from lmlib.whole_file import sync, write_whole
+from runner.command_line.errors import ConfigError
+from runner.inference.answer import Answer, Manner
+from runner.inference.prompt_files import Line
+from runner.inference.prompts import AS_NUMBERS
+
+SETTINGS = ".settings.json"  # the ending of the file beside the answers
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class AnswerFile:
+    """Answers to the lines of a file of prompts, a line for each sample.
+
+    Lines are answered in batches that always begin at the same ones, and a batch's answers are
+    written together: what a kill leaves of one is made again. So the file is the same in the end.
+
+    Attributes:
+      begun: when its first batch was.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]):
+        """`settings` are all that the answers follow from, as JSON.
+
+        Raises:
+          ConfigError: if the file was made with other settings, or by something else.
+        """
+        self._path = path
+        self._settings = json.loads(json.dumps(settings))
+        self._beside = path.with_name(path.name + SETTINGS)
+        self._is_new = not self._beside.exists()
+        self.begun = datetime.now().astimezone()
+        if not self._is_new:
+            self.begun = self._begun_before()
+        elif path.exists():
+            raise ConfigError(f"{path} is there, and no settings beside it: give another --out")
+
+    def answer(
+        self, lines: Sequence[Line], generator: Generator, manner: Manner, together: int
+    ) -> None:
+        """Appends the answers that are not there yet; stderr tells how far it is.
+
+        Args:
+          together: lines of a batch.
+
+        Raises:
+          ConfigError: if another process writes there, or it holds something else.
+          OSError: if it cannot be written.
+        """
+        if self._is_new:
+            stored = {**self._settings, "begun": self.begun.isoformat()}
+            write_whole(self._beside, json.dumps(stored, indent=2) + "\n")
+        with open(self._path, "a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"another command is writing {self._path}") from error
+            sync(self._path.absolute().parent)
+            done = self._keep_whole_batches(file, lines, manner.samples, together)
+            progress = _Progress(done, len(lines))
+            for first in range(done, len(lines), together):
+                batch = lines[first : first + together]
+                prompts, ids = [line.ids for line in batch], [line.number for line in batch]
+                answers: list[Answer] = []
+                for answers in manner.rounds(generator, prompts, ids):
+                    progress.tell(answers)
+                samples = itertools.product(batch, range(manner.samples))
+                for (line, sample), answer in zip(samples, answers, strict=True):
+                    file.write(_written(line, sample, answer, manner))
+                file.flush()
+                os.fsync(file.fileno())
+                progress.batch_done(first + len(batch), answers)
+
+    def _begun_before(self) -> datetime:
+        try:
+            stored = read_json(self._beside)
+            begun = datetime.fromisoformat(stored.pop("begun"))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._beside} is damaged ({error!r:.80}): give another --out"
+            ) from error
+        differing = [
+            f"{name} was {stored.get(name)!r:.60} and is {self._settings.get(name)!r:.60}"
+            for name in sorted(stored | self._settings)
+            if stored.get(name) != self._settings.get(name)
+        ]
+        if differing:
+            raise ConfigError(
+                f"{self._path} was begun with other settings: {'; '.join(differing)}; give these "
+                "again, or another --out"
+            )
+        return begun
+
+    def _keep_whole_batches(
+        self, file: BinaryIO, lines: Sequence[Line], samples: int, together: int
+    ) -> int:
+        """Cuts what a kill has left of a batch off; how many lines are answered by then."""
+        expected = itertools.product(lines, range(samples))
+        file.seek(0)
+        size = kept = done = 0
+        for answered, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                break
+            line, sample = next(expected, (None, None))
+            try:
+                said = json.loads(text)
+                known = line is not None and (said["line"], said["sample"]) == (line.number, sample)
+            except (ValueError, KeyError, TypeError):
+                known = False
+            if not known:
+                raise ConfigError(
+                    f"{self._path} has something else in line {answered}: give another --out"
+                )
+            size += len(text)
+            if answered % (together * samples) == 0 or answered == len(lines) * samples:
+                kept, done = size, answered // samples
+        file.truncate(kept)
+        file.seek(kept)
+        return done
+
+
+def _written(line: Line, sample: int, answer: Answer, manner: Manner) -> bytes:
+    said = {
+        "line": line.number,
+        "sample": sample,
+        "text": None if manner.codec is AS_NUMBERS else answer.text,
+        "ended": answer.ended,
+        "tokens": answer.tokens,
+        "logprobs": [each if math.isfinite(each) else None for each in answer.logprobs],
+        "given": line.given,
+    }
+    return (json.dumps(said) + "\n").encode()
+
+
+class _Progress:
+    """A line every few seconds, and at the end."""
+
+    def __init__(self, done: int, lines: int):
+        self._first, self._done, self._lines = done, done, lines
+        self._tokens = 0  # of the batches that are done
+        self._began = self._told = time.monotonic()
+        if done:
+            print(f"{done:,} of {lines:,} lines are answered already", file=sys.stderr, flush=True)
+
+    def tell(self, answers: Sequence[Answer]) -> None:
+        """Tells how far it is, if it is time; `answers` are those of the batch that goes on."""
+        now = time.monotonic()
+        if now - self._told >= _SECONDS_BETWEEN_LINES or self._done == self._lines:
+            self._told = now
+            seconds = now - self._began
+            tokens = self._tokens + sum(len(answer.tokens) for answer in answers)
+            line = f"{self._done:,} of {self._lines:,} lines, {tokens / seconds:,.0f} tokens/s"
+            if self._done > self._first:
+                left = seconds / (self._done - self._first) * (self._lines - self._done)
+                line += f", {duration_text(left)} left"
+            print(line, file=sys.stderr, flush=True)
+
+    def batch_done(self, done: int, answers: Sequence[Answer]) -> None:
+        self._done = done
+        self._tokens += sum(len(answer.tokens) for answer in answers)
+        self.tell(())

@@ -1,0 +1,103 @@
+"""What a model is asked, as token ids."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from lmlib.data.chat import ChatTemplate, check_messages
+from lmlib.data.text import TextCodec
+from runner.command_line.errors import ConfigError, user_errors
+
+
+def _no_text(text: str) -> list[int]:
+    raise ConfigError("no tokenizer is known")
+
+
+# For models of which no tokenizer is known: ids are shown as they are.
+AS_NUMBERS = TextCodec(
+    encode=_no_text,
+    encode_marked=_no_text,
+    decode=lambda ids: "".join(f"{id} " for id in ids),
+    settles=lambda id: True,
+)
+KINDS = ("prompt", "messages", "tokens")  # of what is asked
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes token ids of texts, chats and ids.
+
+    Attributes:
+      name: whose model it is, for messages.
+      vocab: ids of the model lie in [0, vocab).
+      codec: `None` if no tokenizer is known.
+      template: `None` if there is none.
+      now: what chats take for the time; `None` for the clock's.
+    """
+
+    name: str
+    vocab: int
+    codec: TextCodec | None
+    template: ChatTemplate | None
+    now: datetime | None = None
+
+    @property
+    def shown(self) -> TextCodec:
+        """How ids are shown."""
+        return AS_NUMBERS if self.codec is None else self.codec
+
+    def of_text(self, text: str) -> list[int]:
+        """The ids of a text that is to be continued.
+
+        Raises:
+          ConfigError: if it has none, or there is no tokenizer that takes it.
+        """
+        if self.codec is None:
+            raise ConfigError(
+                f"{self.name} knows no tokenizer: give --tokenizer=FOLDER, or ids as --tokens=1,2,3"
+            )
+        with user_errors():
+            return self.checked(self.codec.encode(text))
+
+    def of_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of a chat, and of what an answer begins with.
+
+        Raises:
+          ConfigError: if there is no template that takes these messages.
+        """
+        if self.template is None or self.codec is None:
+            raise ConfigError(f"{self.name} has no chat template: ask it with --prompt")
+        with user_errors():
+            rendered = self.template.render(messages, add_generation_prompt=True, now=self.now)
+            return self.checked(self.codec.encode_marked(rendered.text))
+
+    def of_line(self, line: Any) -> list[int]:
+        """The ids of a line of a file: an object with a "prompt", "messages" or "tokens".
+
+        Raises:
+          ValueError: if it is something else.
+        """
+        given = [kind for kind in KINDS if isinstance(line, dict) and kind in line]
+        if len(given) != 1:
+            raise ValueError(f"it must be an object with one of the keys {', '.join(KINDS)}")
+        (kind,) = given
+        value = line[kind]
+        if kind == "messages":
+            check_messages(value)
+            return self.of_chat(value)
+        if kind == "prompt":
+            if not isinstance(value, str):
+                raise ValueError(f"its prompt is no text: {value!r:.40}")
+            return self.of_text(value)
+        if not isinstance(value, list) or not all(type(id) is int for id in value):
+            raise ValueError(f"its tokens are no list of integers: {value!r:.40}")
+        return self.checked(value)
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """`ids`; raises ConfigError if there are none, or the model does not know one."""
+        if not ids:
+            raise ConfigError("it has no tokens: a model continues at least one")
+        if wrong := [id for id in ids if not 0 <= id < self.vocab]:
+            raise ConfigError(f"{self.name} has no token {wrong[0]}: ids end at {self.vocab - 1}")
+        return ids

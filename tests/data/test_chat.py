@@ -1,0 +1,129 @@
+"""Chats as texts. tests/hf/test_chat_parity.py compares them with those of transformers."""
+
+import json
+from datetime import datetime
+
+import pytest
+from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
+from sentinels import sentinels
+
+from lmlib.data.chat import ChatTemplate, check_messages, read_chat_template
+
+QUESTION = CHATS["a question"]
+ASKED = "What is 1 < 2 & 'é' in 日本?"
+EXPECTED = {
+    "chatml": f"<|im_start|>user\n  {ASKED}\n<|im_end|>\n<|im_start|>assistant\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nToday: 05 Mar 2024\n\n<|eot_id|>"
+    f"<|start_header_id|>user<|end_header_id|>\n\n{ASKED}<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": f"<s><start_of_turn>user\n{ASKED}<end_of_turn>\n<start_of_turn>model\n",
+    "mistral": f"<s>[INST]   {ASKED}\n[/INST]1 asked",
+}
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, TOKENS)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_question_is_written_as_its_template_says(name):
+    now = datetime(2024, 3, 5)
+    rendered = template(TEMPLATES[name]).render(QUESTION, add_generation_prompt=True, now=now)
+    assert rendered.text == EXPECTED[name]
+    assert rendered.assistant == ()
+
+
+def test_what_the_assistant_says_is_known():
+    for name, end in {"chatml": "<|im_end|>", "mistral": "</s>"}.items():
+        text, spans = (rendered := template(TEMPLATES[name]).render(CHATS["turns"])).text, []
+        assert rendered.assistant
+        spans = [text[begin:end].strip(" ") for begin, end in rendered.assistant]
+        assert spans == [f"Hello! 😀{end}", f"Fine.\n\n{end}"]
+
+
+def test_tools_are_json_as_it_is_read():
+    text = template(TEMPLATES["chatml"]).render(QUESTION, tools=TOOLS).text
+    assert f"\n{json.dumps(TOOLS[0], ensure_ascii=False)}<|im_end|>" in text
+
+
+def write(folder, template, **others):
+    config = {"bos_token": {"content": "<s>", "special": True}, "add_bos_token": True} | others
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+
+
+def test_the_template_of_a_folder_is_found(tmp_path):
+    assert read_chat_template(tmp_path) is None
+    write(tmp_path, None)
+    assert read_chat_template(tmp_path) is None
+    write(tmp_path, "{{ bos_token }}{{ eos_token }}one")
+    assert read_chat_template(tmp_path).render(QUESTION).text == "<s>one"
+    named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "other"}]
+    write(tmp_path, named)
+    chosen = read_chat_template(tmp_path)
+    assert [chosen.render(QUESTION, tools=tools).text for tools in (None, TOOLS)] == [
+        "one",
+        "other",
+    ]
+    (tmp_path / "chat_template.jinja").write_text("alone")
+    assert read_chat_template(tmp_path).render(QUESTION).text == "alone"
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ("\n{% if %}", "the chat template is wrong in line 2"),
+        (7, "neither a text nor a list of named ones: 7"),
+        ([{"name": "other", "template": ""}], r"named 'default'; there are \['other'\]"),
+        ("{{ " + "(" * 5000, "chat template"),
+    ],
+)
+def test_a_damaged_template_is_refused(tmp_path, stored, message):
+    write(tmp_path, stored)
+    with pytest.raises(ValueError, match=rf"tokenizer_config.json: .*{message}"):
+        read_chat_template(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    sentinels(
+        [
+            ("{{ raise_exception('no\nsystem') }}", "no system"),
+            ("{{ messages[0].nothing.more }}", "no attribute 'nothing'"),
+            ("{{ messages.append(1) }}", "unsafe"),
+            ("{{ messages.__class__.__mro__ }}", "unsafe"),
+            ("{{ namespace(__init__=1) }}", "cannot have the name '__init__'"),
+            ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+            ("{{ strftime_now.__self__.x }}", "unsafe"),
+            ("{% include '/etc/passwd' %}", "no loader"),
+            ("{{ 'a' * 1_000_000_000 }}", "a product has more than"),
+            ("{{ 1_000_000_000 * [1] }}", "a product has more than"),
+            ("{{ 9 ** 9 ** 9 }}", r"cannot use \*\*"),
+            ("{% for i in range(1_000_000) %}{% endfor %}", "Range too big"),
+            (
+                "{% for i in range(9999) %}{% for j in range(99) %}" + "x" * 1000 + "{% endfor %}"
+                "{% endfor %}",
+                "more than 16,777,216 characters",
+            ),
+            ("{{ 1 // 0 }}", "by zero"),
+        ],
+        lambda case: "999" not in case[0],
+    ),
+)
+def test_a_template_that_fails_says_why(source, reason):
+    with pytest.raises(ValueError, match=f"cannot take these messages: .*{reason}"):
+        template(source).render(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "at least one message"),
+        ([{"role": "user"}, {"content": "?"}], 'message 2 is no object with a "role"'),
+        ([{"role": "user", "content": object()}], "what is no JSON"),
+    ],
+)
+def test_what_is_no_chat_is_refused(messages, reason):
+    with pytest.raises(ValueError, match=reason):
+        template("").render(messages)
+    with pytest.raises(ValueError, match="must be a list"):
+        check_messages("hello")

@@ -1,0 +1,79 @@
+"""Chat templates give the texts that they give with transformers. Needs lmlib[parity]."""
+
+import json
+
+import pytest
+from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from lmlib.data.chat import ChatTemplate, read_chat_template
+from lmlib.data.text import codec_of_file
+
+transformers = pytest.importorskip("transformers", reason="needs lmlib[parity]")
+pytestmark = pytest.mark.slow
+
+MARKS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer's folder."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(MARKS)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def stored(folder, template):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template} | TOKENS
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    return theirs, read_chat_template(folder)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_is_the_text_and_the_ids_of_transformers(folder, name, chat, tools):
+    theirs, template = stored(folder, TEMPLATES[name])
+    codec = codec_of_file(folder / "tokenizer.json", bos_id=256)
+    for prompted in (False, True):
+        asked = {"add_generation_prompt": prompted, "tools": tools}
+        text = theirs.apply_chat_template(CHATS[chat], tokenize=False, **asked)
+        rendered = template.render(CHATS[chat], **asked)
+        assert rendered.text == text
+        encoded = theirs.apply_chat_template(
+            CHATS[chat], return_dict=True, return_assistant_tokens_mask=True, **asked
+        )
+        assert codec.encode_marked(rendered.text) == list(encoded["input_ids"])
+        said = [
+            id
+            for id, of_assistant in zip(
+                encoded["input_ids"], encoded["assistant_masks"], strict=True
+            )
+            if of_assistant
+        ]
+        marked = "".join(text[begin:end] for begin, end in rendered.assistant)
+        assert said == codec.encode_marked(marked)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+def test_of_several_templates_the_same_is_chosen(folder, tools):
+    named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "other"}]
+    theirs, template = stored(folder, named)
+    chat = CHATS["a question"]
+    text = theirs.apply_chat_template(chat, tokenize=False, tools=tools)
+    assert template.render(chat, tools=tools).text == text
+
+
+def test_both_refuse_what_the_template_refuses(folder):
+    theirs, _ = stored(folder, TEMPLATES["gemma"])
+    chat = CHATS["turns"][2:]
+    with pytest.raises(Exception, match="Roles must alternate"):
+        theirs.apply_chat_template(chat, tokenize=False)
+    with pytest.raises(ValueError, match="Roles must alternate"):
+        ChatTemplate({"default": TEMPLATES["gemma"]}, TOKENS).render(chat)

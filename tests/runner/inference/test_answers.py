@@ -1,0 +1,227 @@
+"""Answers: their ends, as they are shown on a terminal, and in files that survive a kill."""
+
+import fcntl
+import io
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+from chat_templates import TEMPLATES, TOKENS
+
+import lmlib
+from lmlib.data.chat import ChatTemplate
+from lmlib.data.text import codec_of_bytes
+from lmlib.generate import Generator, New, Sampling
+from runner.command_line.errors import ConfigError
+from runner.inference.answer import Answer, Manner
+from runner.inference.answer_file import SETTINGS, AnswerFile
+from runner.inference.prompt_files import read_lines
+from runner.inference.prompts import Reader
+from runner.inference.terminal import Terminal
+
+BOS, EOS = 256, 257
+CODEC = codec_of_bytes(bos_id=BOS)
+READER = Reader("the model", 258, CODEC, ChatTemplate({"default": TEMPLATES["chatml"]}, TOKENS))
+MANNER = Manner(CODEC, (EOS,), (), 6, Sampling(), samples=1, seed=0)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    """Of a model that knows nothing: its texts are any bytes."""
+    model = lmlib.llama(vocab=258, embed=16, layers=1, heads=2, mlp=16, key=jax.random.key(0))
+    return Generator(model, rows=4, length=128, chunk=128)
+
+
+def answered(tokens: list[int], pieces: int, stop: tuple[str, ...] = (), most: int = 99) -> Answer:
+    answer = Answer(CODEC, [BOS], most, (EOS,), stop)
+    for first in range(0, len(tokens), pieces):
+        new = tokens[first : first + pieces]
+        answer.push(New(new, [-float(each) for each in new]))
+    return answer
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 100])
+def test_an_answer_ends_where_it_should_however_its_tokens_come(pieces):
+    tokens = [*"é😀 end. More".encode(), EOS, 65, 66]
+    whole = answered(tokens, pieces)
+    assert (whole.text, whole.ended, whole.tokens) == ("é😀 end. More", "end", tokens[:-2])
+    assert whole.logprobs == [-float(token) for token in tokens[:-2]]
+    stopped = answered(tokens, pieces, stop=("d. ", "zz"))
+    assert (stopped.text, stopped.ended) == ("é😀 en", "stop")
+    assert bytes(stopped.tokens).decode() == "é😀 end. "
+    long = answered(tokens, pieces, most=4, stop=("😀 end",))
+    assert (long.text, long.ended, long.tokens) == ("é�", "length", tokens[:4])
+    held = answered(tokens[:11], pieces, stop=(" end. M!",), most=11)
+    assert (held.text, held.ended) == ("é😀 end.", "length")  # which might have been the beginning
+
+
+def terminal(generator, reader=READER, out=None, **manner):
+    return Terminal(
+        generator, reader, replace(MANNER, **manner), out or io.StringIO(), io.StringIO()
+    )
+
+
+def test_answers_are_shown_one_after_the_other(generator):
+    shown = terminal(generator, samples=3)
+    answers = shown.show(CODEC.encode("é"), 0, echo="é")
+    texts = [f"--- {n} of 3\né{answer.text}\n" for n, answer in enumerate(answers, 1)]
+    assert shown.out.getvalue() == "".join(texts)
+    assert shown.told.getvalue().startswith("[18 tokens, ")
+
+
+class Interrupting(io.StringIO):
+    """Ctrl-C is pressed when it is written to for the third time."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+
+    def flush(self):
+        self.times += 1
+        if self.times == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_chat_remembers_its_turns_and_survives_ctrl_c(generator):
+    typed = iter(["Hello?", "", KeyboardInterrupt, "And?", "x" * 128, "Again", EOFError])
+
+    def read() -> str:
+        if not isinstance(text := next(typed), str):
+            raise text
+        return text
+
+    asked = []
+
+    class Seen(Reader):
+        def of_chat(self, messages):
+            asked.append([message["content"] for message in messages])
+            return super().of_chat(messages)
+
+    shown = terminal(generator, Seen(**vars(READER)), Interrupting())
+    shown.converse(read, chat=True)
+    said = asked[1][1]  # what was there when it was interrupted
+    assert said and shown.out.getvalue().lstrip().startswith(f"{said}\n")
+    assert asked[0] == ["Hello?"]
+    assert asked[1][::2] == ["Hello?", "And?"]
+    assert "leave no room for an answer" in shown.told.getvalue()
+    assert "the chat begins anew" in shown.told.getvalue()
+    assert asked[-1] == ["Again"]
+
+
+PROMPTS = [{"prompt": "é"}, {"tokens": [1, 2]}, {"prompt": "b", "text": "\ud800", "n": 1}]
+
+
+def write_prompts(folder, lines=PROMPTS):
+    file = folder / "prompts.jsonl"
+    file.write_text("\n\n".join(json.dumps(line) for line in lines))
+    return file
+
+
+def answer(generator, folder, out, samples=2, settings=()):
+    lines = read_lines(write_prompts(folder), READER)
+    file = AnswerFile(out, {"seed": 0, "stop": ("a",), **dict(settings)})
+    file.answer(lines, generator, replace(MANNER, samples=samples), together=2)
+
+
+def test_a_file_of_answers_is_the_same_after_a_kill_anywhere(generator, tmp_path, capsys):
+    whole = tmp_path / "whole.jsonl"
+    answer(generator, tmp_path, whole)
+    content = whole.read_bytes()
+    said = [json.loads(line) for line in content.splitlines()]
+    assert [(each["line"], each["sample"]) for each in said] == [
+        (line, sample) for line in (1, 3, 5) for sample in (0, 1)
+    ]
+    assert [each["given"] for each in said[::2]] == PROMPTS
+    for each in said:
+        assert len(each["tokens"]) == len(each["logprobs"]) <= 6
+        assert each["text"] == CODEC.decode(each["tokens"])
+        assert each["ended"] == ("end" if each["tokens"][-1] == EOS else "length")
+    assert len({tuple(each["tokens"]) for each in said}) == 6
+    ends = [i + 1 for i, byte in enumerate(content) if byte == 10]
+    out = tmp_path / "out.jsonl"
+    (tmp_path / f"out.jsonl{SETTINGS}").write_bytes(
+        (tmp_path / f"whole.jsonl{SETTINGS}").read_bytes()
+    )
+    for end in (None, 0, 5, ends[1], ends[3], ends[3] + 9, ends[4], len(content)):
+        out.unlink(missing_ok=True)
+        if end is not None:
+            out.write_bytes(content[:end])
+        answer(generator, tmp_path, out)
+        assert out.read_bytes() == content, end
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=r"seed was 0 and is 1; give these again, or another"):
+        answer(generator, tmp_path, out, settings={"seed": 1})
+    assert out.read_bytes() == content
+
+
+def test_a_file_that_is_something_else_is_left_as_it_is(generator, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine\n")
+    with pytest.raises(ConfigError, match="no settings beside it: give another --out"):
+        answer(generator, tmp_path, out)
+    out.unlink()
+    AnswerFile(out, {"seed": 0, "stop": ["a"]}).answer([], generator, MANNER, together=2)
+    out.write_text("mine\n")
+    with pytest.raises(ConfigError, match="something else in line 1"):
+        answer(generator, tmp_path, out)
+    assert out.read_text() == "mine\n"
+    with open(out, "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another command is writing"):
+            answer(generator, tmp_path, out)
+    (tmp_path / f"out.jsonl{SETTINGS}").write_text("{}")
+    with pytest.raises(ConfigError, match="is damaged"):
+        answer(generator, tmp_path, out)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "one of the keys prompt, messages, tokens"),
+        ('{"prompt": "a", "tokens": [1]}', "one of the keys"),
+        ('{"prompt": 3}', "its prompt is no text: 3"),
+        ('{"prompt": "\\ud800"}', "surrogates not allowed"),
+        ('{"tokens": [1, 2.5]}', "no list of integers"),
+        ('{"tokens": [true]}', "no list of integers"),
+        ('{"tokens": []}', "it has no tokens"),
+        ('{"tokens": [258]}', "has no token 258: ids end at 257"),
+        ('{"messages": [{"content": "?"}]}', 'no object with a "role"'),
+        ('{"messages": [{"role": "user"}]}', "cannot take these messages"),
+    ],
+)
+def test_broken_lines_are_named(tmp_path, line, reason):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "a"}}\n{line}\n\n{line}\n' + "{\n" * 5)
+    with pytest.raises(
+        ConfigError, match=rf"^{file}: line 2: .*{reason}.*; line 4: .*; and 4 more$"
+    ):
+        read_lines(file, READER)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ConfigError, match="line 1: 'utf-8' codec can't decode"):
+        read_lines(file, READER)
+    file.write_bytes(b"\n \n")
+    with pytest.raises(ConfigError, match="has no lines"):
+        read_lines(file, READER)
+
+
+def test_without_a_tokenizer_ids_are_read_and_shown(generator, tmp_path):
+    reader = Reader("the model", 258, None, None)
+    for ask in (reader.of_text, reader.of_chat):
+        with pytest.raises(
+            ConfigError, match=r"the model (knows no tokenizer|has no chat template)"
+        ):
+            ask("hello")
+    shown = terminal(generator, reader, codec=reader.shown)
+    (said,) = shown.show([1, 2], 0, echo="1 2 ")
+    numbers = [token for token in said.tokens if token != EOS]
+    assert shown.out.getvalue() == f"1 2 {''.join(f'{each} ' for each in numbers)}\n"
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"tokens": [1, 2]}')
+    AnswerFile(tmp_path / "out", {}).answer(read_lines(file, reader), generator, shown.manner, 1)
+    assert json.loads((tmp_path / "out").read_text())["text"] is None
