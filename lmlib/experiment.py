@@ -73,8 +73,8 @@ class Experiment:
       validation_weights: of each named one in the total of all; `None`: the targets counted.
       validation_batches: how many of them each evaluation sees; `None` for all. After the last
         step a finite source is seen whole.
-      suite: what each evaluation measures besides `validation`, at the cost of some 10,000 tokens;
-        `None` for nothing.
+      suite: what each evaluation measures besides `validation`, at the cost of 10,000 to 40,000
+        tokens; `None` for nothing.
       evaluate_every, checkpoint_every: in steps.
       keep_checkpoints: how many checkpoints stay, the newest.
       keep_checkpoints_every: besides, those of every so many steps; `None` for none.

@@ -1,6 +1,7 @@
 """Tasks of lm-eval, EleutherAI's evaluation harness."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,8 @@ def evaluate_tasks(
                     near = did_you_mean(name, manager.all_tasks)
                     raise ConfigError(f"there is no task {name}. {near:.300}")
                 chosen += matching
+            # Its processes for standard errors would be forks, which JAX's threads may block.
+            os.environ.setdefault("DISABLE_MULTIPROC", "1")
             try:
                 return lm_eval.simple_evaluate(
                     model,

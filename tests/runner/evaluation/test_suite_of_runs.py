@@ -12,6 +12,7 @@ from run_on_bytes import write_run_on_bytes
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.parallel.mesh import make_mesh
 from runner.command_line.errors import ConfigError
+from runner.config import configs
 from runner.evaluation.suite import measure_suite, suite_json, suite_table
 from runner.evaluation.tasks import Tasks, evaluate_tasks
 from runner.inference.loaded import load
@@ -25,12 +26,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_a_saved_run_scores_what_its_evaluations_wrote(folder):
+def test_a_saved_run_scores_what_its_evaluations_wrote(folder, tmp_path):
     loaded = load(str(folder / "run"), mesh=make_mesh())
     assert loaded.cfg is not None
     cfg = fdl.copy_with(loaded.cfg, suite=fdl.Config(Suite, longest=16))
     cfg.mesh = fdl.Config(make_mesh)
-    experiment = fdl.build(cfg)
+    configs.save(cfg, tmp_path)
+    experiment = fdl.build(configs.load(str(tmp_path / "config.json")))
     experiment.check()
     written = Validation(experiment).metrics(loaded.model)
     assert set(written) == set(experiment.evaluation_metrics)
