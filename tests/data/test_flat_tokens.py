@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from byte_texts import BOS, EOS, TEXTS, write_ids, write_texts
 from forged_digests import sign
 
 from lmlib.data import Batch, DamagedDataError, FlatTokens, permute
@@ -228,3 +229,18 @@ def test_missing_array_is_noticed(tmp_path: Path, example: Path) -> None:
     shutil.rmtree(tmp_path / "train" / "shard_00001_of_00004" / "tokens")
     with pytest.raises(DamagedDataError, match="shard_00001_of_00004/tokens cannot be opened"):
         read_everything(tmp_path)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_each_document_comes_as_it_was_written(tmp_path, shards):
+    write_texts(tmp_path, shards)
+    source = FlatTokens(str(tmp_path), "train", 1, 8)
+    expected = [[BOS, *TEXTS[n].encode(), EOS] for s in range(shards) for n in range(s, 5, shards)]
+    assert [ids.tolist() for ids in source.each_document()] == expected
+
+
+def test_each_document_of_more_than_are_read_at_once(tmp_path):
+    documents = [[n % 7 + 1] * (n % 4) for n in range(600)]  # some of them empty
+    write_ids(tmp_path, documents)
+    found = FlatTokens(str(tmp_path), "train", 1, 8).each_document()
+    assert [ids.tolist() for ids in found] == documents

@@ -64,10 +64,10 @@ def test_a_folder_and_what_was_imported_of_it_are_the_same(folder, tmp_path):
     assert (found.step, found.name) == (0, f"{tmp_path / 'run'}@0")
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run on bytes, at step 3; its data is in `data`."""
-    return write_run_on_bytes(tmp_path)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on bytes, at step 3, and its model; its data is in `data`."""
+    return write_run_on_bytes(tmp_path_factory.mktemp("bytes"))
 
 
 def test_a_run_whose_mesh_is_not_there(run):
@@ -82,8 +82,12 @@ def test_a_run_whose_mesh_is_not_there(run):
 
 def test_a_run_whose_data_is_gone(run):
     workdir, _ = run
-    shutil.rmtree(workdir.parent / "data")
-    found = load(str(workdir), mesh=make_mesh())
+    data = workdir.parent / "data"
+    data.rename(workdir.parent / "gone")
+    try:
+        found = load(str(workdir), mesh=make_mesh())
+    finally:
+        (workdir.parent / "gone").rename(data)
     assert found.codec.encode("hi") == [*b"hi"]
     assert found.tokenizer.name == "bytes"
     assert found.end_ids == ()
