@@ -56,6 +56,7 @@ def config() -> fdl.Config[Experiment]:
         evaluate_every=500,
         checkpoint_every=250,
         prompts=("def ", "import ", "class Node"),
+        sample_every=500,
     )
 
 
@@ -67,4 +68,4 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
     cfg.data.sequence_length = cfg.validation.sequence_length = 64
     cfg.steps = 20
     cfg.evaluate_every = cfg.checkpoint_every = 10
-    cfg.prompts = ("def ",)
+    cfg.prompts, cfg.sample_every = ("def ",), None

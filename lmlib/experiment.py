@@ -45,6 +45,7 @@ _LEAST = {
     "tolerated_failed_saves": 0,
     "captures": 0,
     "prefetch_batches": 1,
+    "sample_every": 1,
 }
 
 
@@ -86,7 +87,8 @@ class Experiment:
       captures: how many skipped updates are kept for `python -m runner.replay`; each holds a
         checkpoint back.
       prefetch_batches: how many batches are read and placed on the devices ahead of their step.
-      prompts: texts that the trained model continues at the end of the run.
+      prompts: texts that the model continues at the end of the run.
+      sample_every: besides, every so many steps; `None`: not.
     """
 
     model: Callable[..., Any]
@@ -116,6 +118,7 @@ class Experiment:
     captures: int = 3
     prefetch_batches: int = 2
     prompts: tuple[str, ...] = ()
+    sample_every: int | None = None
 
     @property
     def make_model(self) -> Callable[[], Any]:
@@ -222,6 +225,11 @@ class Experiment:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.sample_every is not None and not self.prompts:
+            raise ValueError(
+                f"sample_every is {self.sample_every}, but there are no prompts to continue: set "
+                "prompts, or sample_every to None"
+            )
         self.optimizer(self.steps)
         model = self.abstract_model()
         check_protocol(model)

@@ -130,6 +130,11 @@ class MetricsLog:
             step, {name: value for name, value in present.items() if math.isfinite(value)}
         )
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Shows a text in TensorBoard; metrics.jsonl does not have it."""
+        if self._enabled:
+            self._tensorboard.write_text(step, name, text)
+
     def flush(self) -> None:
         """Raises OSError, naming the file, if there are lines that it still does not take."""
         if not self._enabled:

@@ -37,6 +37,15 @@ class TensorBoard:
             self._add(
                 Event(wall_time=time.time(), step=step, summary=summary.scalar(name, float(value)))
             )
+        self._flush_now_and_then()
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Adds a text of a step, shown as it is: indented, Markdown takes it for code."""
+        shown = "\n".join(f"    {line}" for line in text.splitlines())
+        self._add(Event(wall_time=time.time(), step=step, summary=summary.text(name, shown)))
+        self._flush_now_and_then()
+
+    def _flush_now_and_then(self) -> None:
         if time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
             self._flushed_at = time.monotonic()
             self._do(lambda events: events.flush())

@@ -16,6 +16,7 @@
 --rows       of --prompts: answers that are made together
 --length     tokens of prompt and answer at most; typed chats need room to grow
 --dtype      to compute in: unless said bfloat16, on CPUs float32
+--int8       keep matrices in 8 bits: half the memory of bfloat16, a little less exact
 --tokenizer  a folder with a tokenizer's files, in place of the model's own
 --trust_module   a module of yours that a config.json may refer to; repeatable
 """
@@ -65,6 +66,7 @@ _STOP = flags.DEFINE_multi_string("stop", [], "a string that ends an answer; rep
 _ROWS = flags.DEFINE_integer("rows", 16, "of --prompts: answers made together", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", None, "tokens of prompt and answer", lower_bound=2)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "to compute in")
+_INT8 = flags.DEFINE_bool("int8", False, "keep matrices in 8 bits")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
 
 
@@ -159,7 +161,7 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
     if loaded.longest is not None and length > loaded.longest:
         _tell(f"the model was trained on {loaded.longest:,} tokens at most, and may get {length:,}")
     with user_errors():
-        return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length)
+        return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length, int8=_INT8.value)
 
 
 def _answer_prompts(loaded: Loaded, reader: Reader, manner: Manner) -> None:
@@ -210,6 +212,7 @@ def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
             "prompts": digest,
             "tokenizer": loaded.tokenizer and loaded.tokenizer.sha256,
             "dtype": str(loaded.compute.dtype),
+            "int8": _INT8.value,
             "max_tokens": manner.max_tokens,
             **dataclasses.asdict(manner.sampling),
             "samples": manner.samples,

@@ -47,6 +47,8 @@ class Generator:
       chunk: tokens of each prompt that are computed together; longer prompts take several.
       whole: whether each device keeps all the weights that it multiplies; otherwise they are split
         over `fsdp`, and gathered for every token.
+      int8: whether its matrices rest in 8 bits, for which they are rounded: less memory, not more
+        speed.
 
     Raises:
       ValueError: if a size is not positive, or the model cannot compute sequences so long.
@@ -61,6 +63,7 @@ class Generator:
         length: int = 2_048,
         chunk: int = 512,
         whole: bool = True,
+        int8: bool = False,
     ):
         for name, size in (("rows", rows), ("length", length), ("chunk", chunk)):
             if size < 1:
@@ -70,7 +73,7 @@ class Generator:
             compute = compute or Compute(dtype=usual_dtype())
             self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
             model.check(length, self._compute)
-            self._weights = weights.ready(model, self._compute.dtype, mesh, whole)
+            self._weights = weights.ready(model, self._compute.dtype, mesh, whole, int8)
         self._vocab = model.vocab
         self.rows = self._divisible(rows)
 

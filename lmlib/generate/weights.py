@@ -3,9 +3,11 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from lmlib.models.int8 import in_int8
 from lmlib.models.protocol import Model
 from lmlib.models.stack import unstacked
 from lmlib.parallel.axes import Weight, map_weights
@@ -24,16 +26,18 @@ class Weights(NamedTuple):
         return self.model.unembedding_EV if self.table_EV is None else self.table_EV
 
 
-def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool) -> Weights:
+def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) -> Weights:
     """`model` in `dtype`, its layers apart.
 
     Args:
       whole: whether each device keeps all that it multiplies; otherwise weights stay split over
         `fsdp`, and are gathered for every token.
+      int8: whether matrices rest in 8 bits; see `lmlib.models.int8`.
     """
 
     def placed(weight: Weight, array: jax.Array) -> jax.Array:
-        array = array.astype(dtype)
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            array = array.astype(dtype)
         if mesh is None:
             return array
         layout = (gathered if whole else stored)(weight, array.shape, mesh)
@@ -41,7 +45,8 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool) -> Weights:
 
     @jax.jit
     def made(model: Model) -> Weights:
-        model = map_weights(placed, unstacked(model))
+        model = unstacked(model)
+        model = map_weights(placed, in_int8(model) if int8 else model)
         table_EV = model.unembedding_EV
         tied = not any(table_EV is leaf for leaf in jax.tree.leaves(model))
         # A CPU would transpose a tied one for every token.

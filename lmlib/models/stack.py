@@ -247,7 +247,7 @@ def _layer(
 ) -> tuple[Array, tuple[dict[str, Array], Any, Any]]:
     """One layer, as it is computed again in the backward pass."""
     x_BSE = checkpoint_name(x_BSE, "layer_input")
-    block = gather(block, context.compute.dtype)
+    block = gather(block, context.compute.dtype, after=x_BSE)
     x_BSE, losses, cache = block(x_BSE, dataclasses.replace(context, key=key), cache)
     seen = None if context.observe is None else context.observe(x_BSE)
     return x_BSE, (losses, cache, seen)

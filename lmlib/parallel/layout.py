@@ -125,8 +125,11 @@ def share(x: jax.Array, axes: str | Axes) -> jax.Array:
     return x if target is None else jax.sharding.reshard(x, target.update(reduced={"tensor"}))
 
 
-def gather(module: M, dtype: DTypeLike) -> M:
+def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
     """`module` with each weight cast to `dtype`, then moved from `STORED` to `COMPUTE`.
+
+    Weights of integers are moved as they are; then the modules that hold them, which have a method
+    `in_use`, make an array of `dtype` of them, not before `after` is there.
 
     This is FSDP's all-gather. The cast comes first, so that bf16 travels. Backward the gradient of
     a weight that is multiplied, of which each device has the part that its own tokens give, is
@@ -136,13 +139,21 @@ def gather(module: M, dtype: DTypeLike) -> M:
     mesh = jax.sharding.get_abstract_mesh()
 
     def to_compute(weight: Weight, array: jax.Array) -> jax.Array:
-        array = array.astype(dtype)
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            array = array.astype(dtype)
         if mesh.empty:
             return array
         moves = _moves(weight, array.shape, mesh)
         return _gathered(moves._replace(given=jax.typeof(array).sharding.spec), array)
 
-    return map_weights(to_compute, module)
+    def rests(node: Any) -> bool:
+        return hasattr(node, "in_use")
+
+    return jax.tree.map(
+        lambda node: node.in_use(dtype, after) if rests(node) else node,
+        map_weights(to_compute, module),
+        is_leaf=rests,
+    )
 
 
 class _Moves(NamedTuple):

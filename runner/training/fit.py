@@ -22,7 +22,7 @@ from lmlib.local_folder import local_folder
 from lmlib.metrics import MetricsLog, missing_lines, read_metrics
 from lmlib.parallel.layout import partition
 from lmlib.quantities import bytes_text, duration_text
-from runner.command_line.errors import ConfigError, in_words, user_errors
+from runner.command_line.errors import ConfigError, user_errors
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import flattened
 from runner.jax_settings.compilation_cache import keep_compiled_programs
@@ -55,7 +55,7 @@ from runner.training.report import (
     summarise,
     totals_of,
 )
-from runner.training.samples import sampled
+from runner.training.samples import Samples
 from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
@@ -172,6 +172,10 @@ class _Run:
     def validation(self) -> Validation | None:
         return None if self.experiment.validation is None else Validation(self.experiment)
 
+    @property
+    def samples(self) -> Samples:
+        return Samples(self.experiment, self.workdir, self.progress.message, self.primary)
+
     def announce(self) -> None:
         experiment = self.experiment
         model = experiment.abstract_model()
@@ -231,6 +235,7 @@ class _Run:
                 compiled=compiled,
                 batches=batches,
                 validation=self.validation,
+                samples=self.samples,
                 recorder=recorder,
                 saver=saver,
                 captures=Captures(experiment, workdir, saver, origin),
@@ -276,16 +281,10 @@ class _Run:
         self.lock.check()
         if self.primary:
             summary.save(self.workdir)
-        try:
-            if samples := sampled(self.experiment, state.model):
-                summary = dataclasses.replace(summary, samples=samples, goodput=goodput.total())
-                if self.primary:
-                    summary.save(self.workdir)
-        except Exception as error:
-            reason = in_words(error).partition("\n")[0]
-            self.progress.message(
-                f"WARNING: the prompts are not continued: {type(error).__name__}: {reason}"
-            )
+        if samples := self.samples.write(self.experiment.steps, state.model):
+            summary = dataclasses.replace(summary, samples=samples, goodput=goodput.total())
+            if self.primary:
+                summary.save(self.workdir)
         return summary
 
     def _prefetch(self, start: int) -> Prefetch:

@@ -14,6 +14,7 @@ from runner.processes.lock import WorkdirLock
 from runner.training.captures import Captures
 from runner.training.divergence import stop_if_diverged
 from runner.training.recorder import Line, Recorder
+from runner.training.samples import Samples
 from runner.training.saving import Saver
 from runner.training.validation import Validation
 from runner.watch.phases import Phase, Phases
@@ -53,6 +54,7 @@ class Loop:
     compiled: jax.stages.Compiled
     batches: Prefetch
     validation: Validation | None
+    samples: Samples
     recorder: Recorder
     saver: Saver
     captures: Captures
@@ -93,7 +95,8 @@ class Loop:
             stops = self.stop(step) and not last
             evaluates = step % experiment.evaluate_every == 0 or last
             saves = step % experiment.checkpoint_every == 0 or last or stops
-            if evaluates or saves:
+            samples = self.samples.due(step)
+            if evaluates or saves or samples:
                 line = self._read(unread)
                 self._finish(line, batch, state)
                 unread = None
@@ -101,6 +104,9 @@ class Loop:
                     self.saver.save(line, state, self.batches.state)
                 if evaluates:
                     self._evaluate(step, state)
+                if samples:
+                    with self.phases.during(Phase.EVALUATION):
+                        self.recorder.sample(step, self.samples, state.model)
                 if stops:
                     self.saver.finish()
                     raise StoppedEarly(

@@ -8,6 +8,7 @@ import jax
 from lmlib.experiment import Experiment
 from lmlib.metrics import MetricsLog, mfu
 from lmlib.train import Metrics
+from runner.training.samples import Samples
 from runner.watch.goodput import GoodputLog
 from runner.watch.progress import Progress
 
@@ -99,3 +100,9 @@ class Recorder:
                 if name.startswith("validation_loss/")
             },
         )
+
+    def sample(self, step: int, samples: Samples, model: Any) -> None:
+        """Continues the prompts, and shows the first of them."""
+        texts = samples.write(step, model, self._log)
+        if texts:
+            self.message(f"sampled after step {step:,}: {texts[0]!r:.200}")

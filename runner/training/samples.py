@@ -1,21 +1,64 @@
 """What a model makes of an experiment's prompts, while it is trained and at the end."""
 
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from lmlib.compute import Compute
 from lmlib.data.text import HasText
 from lmlib.experiment import Experiment
 from lmlib.generate import Generator, Sampling
-from runner.command_line.errors import ConfigError, user_errors
+from lmlib.metrics import MetricsLog
+from lmlib.whole_file import make_folder, write_whole
+from runner.command_line.errors import ConfigError, in_words, user_errors
 from runner.processes.agreement import agreed
 
+FOLDER = "samples"
 TOKENS = 48
 SAMPLING = Sampling(temperature=0.8)
 _LENGTHS = 64
 
 
-def sampled(experiment: Experiment, model: Any) -> tuple[str, ...]:
-    """The experiment's prompts and how `model` continues each; every process must call it.
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Continues the prompts. A run does not fail for want of samples: where there are none, it says
+    why and goes on.
+
+    Args:
+      tell: shows a line above the progress.
+      primary: whether this process writes files; all of them make the samples.
+    """
+
+    experiment: Experiment
+    workdir: Path
+    tell: Callable[[str], None]
+    primary: bool
+
+    def due(self, step: int) -> bool:
+        """Whether `step`, not the last, is one of `sample_every`."""
+        every = self.experiment.sample_every
+        return every is not None and step % every == 0 and step < self.experiment.steps
+
+    def write(self, step: int, model: Any, log: MetricsLog | None = None) -> tuple[str, ...]:
+        """The texts, which are then in WORKDIR/samples/STEP.txt and in `log` too; every process
+        must call it."""
+        try:
+            texts = continued(self.experiment, model)
+            if texts and self.primary:
+                make_folder(self.workdir / FOLDER)
+                write_whole(self.workdir / FOLDER / f"{step:08d}.txt", _page(texts))
+                if log is not None:
+                    log.write_text(step, FOLDER, _page(texts))
+            return texts
+        except Exception as error:
+            reason = in_words(error).partition("\n")[0]
+            self.tell(f"WARNING: the prompts are not continued: {type(error).__name__}: {reason}")
+            return ()
+
+
+def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
+    """The experiment's prompts and how `model` continues each.
 
     Weights stay split as they are in training, so that little more memory is needed.
 
@@ -45,3 +88,7 @@ def sampled(experiment: Experiment, model: Any) -> tuple[str, ...]:
         codec.decode([*prompt, *continuation.tokens])
         for prompt, (continuation,) in zip(prompts, made, strict=True)
     )
+
+
+def _page(texts: Sequence[str]) -> str:
+    return "\n\n".join(texts) + "\n"

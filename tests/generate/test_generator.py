@@ -14,6 +14,7 @@ from lmlib import Compute, llama, make_mesh, whole_rows
 from lmlib.generate import GREEDY, Generator, Sampling, generate
 from lmlib.models.families.gemma import gemma2
 from lmlib.models.head import logits
+from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import creator
 
 V = 40
@@ -144,6 +145,25 @@ def test_a_stream_gives_the_same_in_rounds_and_stops_when_told():
 def test_bfloat16_follows_its_own_whole_pass():
     made = generate(model(), PROMPTS, 12, GREEDY, compute=Compute(dtype="bfloat16"))
     assert all(len(rows[0].tokens) == 12 and np.isfinite(rows[0].logprobs).all() for rows in made)
+
+
+@pytest.mark.parametrize("mesh", sentinels([None, MESH], MESH.__eq__))
+def test_matrices_in_8_bits_give_what_their_rounded_values_give(mesh):
+    def round_as_defined(weight, array):
+        if not weight.declaration.multiplied or "vocab" in weight.axes:
+            return array
+        summed = tuple(weight.axes.index(axis) for axis in weight.declaration.first.summed)
+        scale = np.abs(array).max(summed, keepdims=True) / 127
+        return jnp.asarray(np.round(array / scale) * scale, jnp.float32)
+
+    rounded_model = map_weights(round_as_defined, jax.tree.map(np.asarray, model()))
+    expected = Generator(rounded_model, None, FLOAT32, rows=4, length=64)(PROMPTS, 12, GREEDY)
+    on_mesh = mesh and make_mesh(**mesh)
+    given = model() if mesh is None else on(on_mesh)
+    generator_8 = Generator(given, on_mesh, FLOAT32, rows=4, length=64, int8=True)
+    for (one,), (other,) in zip(generator_8(PROMPTS, 12, GREEDY), expected, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize(

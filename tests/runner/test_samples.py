@@ -14,6 +14,7 @@ from lmlib.data import FlatTokens, Mixture, Stage
 from lmlib.data.synthetic import Synthetic
 from lmlib.data.text import TextCodec, codec_of_bytes
 from runner import fit
+from runner.command_line.errors import ConfigError
 from runner.config import configs
 
 TEXTS = ["one two three", "four five", "six"] * 40
@@ -68,6 +69,27 @@ def test_a_run_continues_its_prompts(tmp_path, mixed):
     (text,) = fit(cfg, tmp_path / "run").summary.samples
     assert text.startswith("one two") and len(text) > len("one two")
     assert json.loads((tmp_path / "run" / "result.json").read_text())["samples"] == [text]
+
+
+def test_prompts_are_continued_while_training_goes_on(tmp_path):
+    cfg = tiny(("one two", "six"), flat_tokens(tmp_path / "data", ByteTokenizer()))
+    cfg.steps, cfg.sample_every = 5, 2
+    result = fit(cfg, tmp_path / "run")
+    pages = sorted((tmp_path / "run" / "samples").iterdir())
+    assert [page.name for page in pages] == ["00000002.txt", "00000004.txt", "00000005.txt"]
+    for page in pages:
+        first, _, second = page.read_text().partition("\n\nsix")
+        assert first.startswith("one two") and second
+    assert pages[-1].read_text() == "\n\n".join(result.summary.samples) + "\n"
+    files = (tmp_path / "run" / "tensorboard").iterdir()
+    assert any(b"samples/text_summary" in file.read_bytes() for file in files)
+
+
+def test_sampling_without_prompts_is_refused(tmp_path):
+    cfg = tiny((), flat_tokens(tmp_path / "data", ByteTokenizer()))
+    cfg.sample_every = 2
+    with pytest.raises(ConfigError, match="sample_every is 2, but there are no prompts"):
+        fit(cfg, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

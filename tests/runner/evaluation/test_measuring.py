@@ -1,5 +1,6 @@
 """`runner.evaluate` on a run of bytes: its data, the same texts in files, and mistakes."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -76,6 +77,15 @@ def test_numbers_that_are_not_finite_are_strict_json(folder, loaded):
     (result,) = content["results"]
     assert (result["loss"]["value"], result["loss"]["standard_error"]) == ("inf", "nan")
     assert result["bits_per_byte"] is None
+
+
+def test_without_data_a_run_is_measured_on_each_set_that_it_validated_on(loaded):
+    cfg = copy.deepcopy(loaded.cfg)
+    cfg.validation = {"web": cfg.validation, "code": copy.deepcopy(cfg.validation)}
+    found = validation_of(dataclasses.replace(loaded, cfg=cfg))
+    assert [each.name for each in found] == ["web", "code"]
+    cfg.validation = None
+    assert validation_of(dataclasses.replace(loaded, cfg=cfg)) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""Matrices that rest in 8 bits: half the memory of bfloat16, for weights that are not trained."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from lmlib.models.quantized import rounded
+from lmlib.models.weights import Random
+from lmlib.parallel.axes import METADATA, Declaration, M, Weight, map_weights
+
+_ONE = "one"  # the axis of a scale along which products sum
+
+
+class Int8(eqx.Module):
+    """values · scale, with a scale for each slice that a product sums over, as
+    `lmlib.models.quantized.rounded` makes them; each element is off by at most scale / 2.
+
+    It lies on the mesh as the weight would. `lmlib.parallel.layout.gather` moves the 8 bits and
+    makes numbers of them where they are used.
+    """
+
+    values: Array = eqx.field(metadata={METADATA: lambda self: self.declaration})
+    scale: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.declaration})
+    axis_names: dict[str, str] = eqx.field(static=True)
+    declaration: Declaration = eqx.field(static=True)
+
+    def in_use(self, dtype: DTypeLike, after: Array | None = None) -> Float[Array, "..."]:
+        """The matrix, in `dtype`, once `after` is there: XLA would make it before a loop, for all
+        its turns (that of JAX 0.10 does so on CPUs all the same)."""
+        values, scale = self.values, self.scale
+        if after is not None:
+            values, scale, _ = jax.lax.optimization_barrier((values, scale, after))
+        return values.astype(dtype) * scale.astype(dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+def in_int8(model: M) -> M:
+    """`model` with every matrix that multiplies activations as an `Int8`, but for those of the
+    vocabulary."""
+
+    def rest(weight: Weight, array: Any) -> Any:
+        declared = weight.declaration
+        if not declared.multiplied or "vocab" in weight.axes:
+            return array
+        assert isinstance(declared.first, Random)
+        summed = declared.first.summed
+        places = tuple(i for i, axis in enumerate(weight.axes) if axis in summed)
+        values, scale = rounded(array, places, jax.numpy.int8)
+        names = [axis for axis in weight.axes if axis is not None]
+        return Int8(
+            values,
+            scale,
+            {
+                "values": " ".join(names),
+                "scale": " ".join(_ONE if axis in summed else axis for axis in names),
+            },
+            # Not `multiplied` itself: what is made of it is.
+            dataclasses.replace(declared, multiplied=False, rules={**declared.rules, _ONE: None}),
+        )
+
+    return map_weights(rest, model)
