@@ -89,9 +89,9 @@ def test_a_model_that_copies_is_perfect_and_one_that_knows_nothing_is_uniform():
 
 
 def test_the_slope_is_late_less_early():
-    nats_NS = np.zeros((3, 64))
-    nats_NS[:, 4:8], nats_NS[:, 60:] = 5.0, [[1.0], [2.0], [3.0]]
-    assert in_context_slope(nats_NS) == -3.0
+    whole_NS, short_NT = np.full((3, 64), 9.0), np.full((3, 4), 5.0)
+    whole_NS[:, 60:] = [[1.0], [2.0], [3.0]]
+    assert in_context_slope(whole_NS, short_NT) == -3.0
 
 
 def test_random_ids_follow_from_the_seed_and_have_no_special_token():
@@ -136,6 +136,15 @@ def test_every_number_is_that_of_a_loop_over_single_pieces(mesh):
         targets_S = np.array(ids[1:])
         right_S = logits_SV.argmax(axis=-1) == targets_S
         return log_sums_S - logits_SV[np.arange(len(targets_S)), targets_S], right_S
+
+    late, early = [], []
+    for text in TEXTS.values():
+        ids = CODEC.encode(text)
+        for start in range(0, len(ids) - 64, 64):
+            late.append(nats_of(ids[start : start + 65])[0][-4:])
+            early.append(nats_of(ids[start + 56 : start + 65])[0][-4:])
+    slope = np.mean(late) - np.mean(early)
+    assert found["suite/in_context_slope"] == pytest.approx(slope, abs=1e-6)
 
     prose = sum(nats_of(ids)[0].sum() for ids in cut if len(ids) > 1)
     bits = prose / math.log(2) / len(TEXTS["prose"].encode())

@@ -18,6 +18,7 @@ from lmlib.models.protocol import Model
 
 _BATCH_TOKENS = 4096
 _LEAST_FOR_SLOPE = 64  # tokens
+_SHORT = "ends of texts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,28 +103,28 @@ class SuiteEvaluator:
     def __call__(self, model: Model) -> dict[str, float]:
         """`Suite.metrics`, each a mean over its targets; accuracy and loss, in nats, of copying and
         induction are means over their sizes as well. Every process must call it."""
-        nats: dict[str, list[np.ndarray]] = defaultdict(list)
-        hits: dict[str, list[np.ndarray]] = defaultdict(list)
+        nats_of: dict[int, np.ndarray] = {}
+        hits_of: dict[int, np.ndarray] = {}
         for batch, placed in self._batches:
             nats_BS, likeliest_BS = self._scorer(model, batch)
             for window, row, start in placed:
                 counted = row, slice(start + window.first, start + window.inputs)
-                measure = self._pieces[window.document].measure
-                nats[measure].append(nats_BS[counted].astype(np.float64))
-                hits[measure].append(likeliest_BS[counted])
+                nats_of[window.document] = nats_BS[counted].astype(np.float64)
+                hits_of[window.document] = likeliest_BS[counted]
+        nats: dict[str, list[np.ndarray]] = defaultdict(list)
+        hits: dict[str, list[np.ndarray]] = defaultdict(list)
+        for i, piece in enumerate(self._pieces):
+            nats[piece.measure].append(nats_of[i])
+            hits[piece.measure].append(hits_of[i])
         found = {}
         for kind in TEXTS:
             if of_kind := nats.get(f"text/{kind}"):
                 bits = sum(each.sum() for each in of_kind) / math.log(2)
                 found[f"suite/bits_per_byte/{kind}"] = float(bits / self._bytes[kind])
-        whole = [
-            each
-            for kind in TEXTS
-            for each in nats.get(f"text/{kind}", ())
-            if len(each) == self._length >= _LEAST_FOR_SLOPE
-        ]
-        if whole:
-            found["suite/in_context_slope"] = in_context_slope(np.stack(whole))
+        if short := nats.get(_SHORT):
+            texts = (each for kind in TEXTS for each in nats[f"text/{kind}"])
+            whole = [each for each in texts if len(each) == self._length]
+            found["suite/in_context_slope"] = in_context_slope(np.stack(whole), np.stack(short))
         for name in ("copying", "induction"):
             sizes = [measure for measure in nats if measure.startswith(f"{name}/")]
             sizes.sort(key=lambda measure: int(measure.partition("/")[2]))
@@ -136,16 +137,10 @@ class SuiteEvaluator:
         return found
 
 
-def in_context_slope(nats_NS: np.ndarray) -> float:
-    """What S tokens of context are worth: the mean loss of the last sixteenth less that of the
-    second, nats per token; the less the better.
-
-    Olsson et al. 2022 (arXiv:2209.11895) take the 500th token's less the 50th's, of 512; both are
-    in these parts of a context of 512.
-    """
-    sixteenth = nats_NS.shape[1] // 16
-    early, late = nats_NS[:, sixteenth : 2 * sixteenth], nats_NS[:, -sixteenth:]
-    return float(late.mean() - early.mean())
+def in_context_slope(whole_NS: np.ndarray, short_NT: np.ndarray) -> float:
+    """What context is worth, nats per token, the less the better: the mean loss of T tokens at the
+    end of sequences of S tokens, less that of the same tokens at the end of 2 T tokens."""
+    return float(whole_NS[:, -short_NT.shape[1] :].mean() - short_NT.mean())
 
 
 def _begin(codec: TextCodec | None) -> Sequence[int]:
@@ -154,7 +149,11 @@ def _begin(codec: TextCodec | None) -> Sequence[int]:
 
 
 def _of_texts(codec: TextCodec, length: int) -> Iterator[Piece]:
+    """Each text in windows; the last eighth of each whole window once more, alone. Half of that
+    counts, with a sixteenth to an eighth of `length` as context."""
+    eighth = length // 8
     for kind, text in TEXTS.items():
-        ids = np.array(codec.encode(text))
-        for window in windows(0, ids, length):
+        for window in windows(0, np.array(codec.encode(text)), length):
             yield Piece(f"text/{kind}", window.ids.tolist(), window.first)
+            if window.inputs == length >= _LEAST_FOR_SLOPE:
+                yield Piece(_SHORT, window.ids[-eighth - 1 :].tolist(), eighth - length // 16)
