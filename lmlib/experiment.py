@@ -15,6 +15,8 @@ from lmlib.data.batch import Batch, Source
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import tokenizers_differ
 from lmlib.data.mixture import Mixture
+from lmlib.data.text import HasText, TextCodec
+from lmlib.evaluate.suite.suite import Suite
 from lmlib.guard import Guard
 from lmlib.losses import Objective
 from lmlib.models.protocol import check_protocol
@@ -28,6 +30,7 @@ _KINDS = {
     "data": Source,
     "mesh": Mesh,
     "guard": Guard,
+    "suite": Suite | None,
 }
 _LEAST = {
     "steps": 1,
@@ -71,6 +74,8 @@ class Experiment:
       validation_weights: of each named one in the total of all; `None`: the targets counted.
       validation_batches: how many of them each evaluation sees; `None` for all. After the last
         step a finite source is seen whole.
+      suite: what each evaluation measures besides `validation`, at the cost of 10,000 to 40,000
+        tokens; `None` for nothing.
       evaluate_every, checkpoint_every: in steps.
       keep_checkpoints: how many checkpoints stay, the newest.
       keep_checkpoints_every: besides, those of every so many steps; `None` for none.
@@ -101,6 +106,7 @@ class Experiment:
     validation: Source | Mapping[str, Source] | None = None
     validation_weights: Mapping[str, float] | None = None
     validation_batches: int | None = None
+    suite: Suite | None = None
     evaluate_every: int = 1_000
     checkpoint_every: int = 1_000
     keep_checkpoints: int = 3
@@ -140,7 +146,21 @@ class Experiment:
             *(f"validation_loss/{name}" for name in several),
             *(("validation_bits_per_byte",) if sets and len(in_text) == len(sets) else ()),
             *(f"validation_bits_per_byte/{name}" for name in several if name in in_text),
+            *(self.suite.metrics(self.suite_length, self.text_codec) if self.suite else ()),
         )
+
+    @property
+    def suite_length(self) -> int:
+        """Tokens of a sequence of the suite."""
+        return (self.suite or Suite()).length(self.data.sequence_length)
+
+    @functools.cached_property
+    def text_codec(self) -> TextCodec | None:
+        """Between texts and the ids of `data`; `None` if no tokenizer is known.
+
+        Raises ValueError or OSError if it cannot be loaded.
+        """
+        return self.data.text_codec() if isinstance(self.data, HasText) else None
 
     def abstract_model(self) -> Any:
         """The model with `ShapeDtypeStruct`s for weights."""
@@ -220,8 +240,17 @@ class Experiment:
                 f"data ends after {self.data.batches} batches, but steps is {self.steps}: make "
                 "fewer steps, or let the data repeat (epochs=None)"
             )
+        if self.suite is not None:
+            self._check_suite(model)
         if self.validation is not None:
             self._check_validation(model)
+
+    def _check_suite(self, model: Any) -> None:
+        if self.validation is None:
+            raise ValueError("suite is measured where validation is: set validation too")
+        length, compute = self.suite_length, self.compute
+        model.check(length, compute)
+        check_batch(self.data.batch_size, length, 1, compute.sequence_parallel, self.mesh)
 
     def _check_validation(self, model: Any) -> None:
         named = isinstance(self.validation, Mapping)

@@ -1,12 +1,21 @@
-"""Measures models on texts: loss, perplexity, bits per byte and character, loss by position.
+"""Measures models on texts: loss, perplexity, bits per byte and character, loss by position; or on
+tasks of lm-eval; or by a suite of our own.
 
     python -m runner.evaluate --from=WORKDIR --data=FLAT_TOKENS_OR_TEXT
     python -m runner.evaluate --from=WORKDIR --all_checkpoints --data=TEXT.jsonl --json=FILE
+    python -m runner.evaluate --from=WORKDIR --tasks=arc_easy,lambada_openai
+    python -m runner.evaluate --from=WORKDIR --suite
 
 --from             a run, WORKDIR or WORKDIR@STEP, a folder of Hugging Face's, or its name on the
                    Hub; repeatable
 --data             a folder of flat tokens, or a file or folder of text, JSON lines or Parquet;
                    repeatable; unless said, the flat tokens that the run validated on
+--tasks            of lm-eval, by commas; `*` stands for any characters; needs lmlib[eval]
+--include_path     a folder with more tasks, as YAML
+--num_fewshot      examples before each question; unless said, as each task says
+--limit            questions of each task, the first; below 1 a share of them
+--chat             whether tasks use the tokenizer's chat template
+--suite            bits per byte by kind of text, copying, induction, in-context learning
 --split            of flat tokens: validation (unless said) or another
 --text_column      of JSON lines and Parquet: text (unless said) or another
 --all_checkpoints  every checkpoint of each run, in order
@@ -25,10 +34,12 @@ Each document is evaluated alone. docs/evaluation.md says what is counted.
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from lmlib.checkpoint.folders import steps_in
+from lmlib.evaluate.suite.suite import Suite
 from lmlib.whole_file import write_whole
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
@@ -37,6 +48,8 @@ from runner.command_line.paths import check_can_be_made
 from runner.evaluation.data_sets import DataSet, data_set, validation_of
 from runner.evaluation.measuring import Measured, Measuring, Settings
 from runner.evaluation.shown import json_text, tables
+from runner.evaluation.suite import measure_suite, suite_json, suite_table
+from runner.evaluation.tasks import Tasks, evaluate_tasks, tasks_json, tasks_table
 from runner.inference.loaded import Loaded, load
 from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
 from runner.jax_settings.compilation_cache import keep_compiled_programs
@@ -46,6 +59,12 @@ from runner.training.weights import Saved, located
 
 _FROM = flags.DEFINE_multi_string("from", [], "a run or a folder of Hugging Face's; repeatable")
 _DATA = flags.DEFINE_multi_string("data", [], "flat tokens or text; repeatable")
+_TASKS = flags.DEFINE_list("tasks", [], "of lm-eval")
+_INCLUDE_PATH = flags.DEFINE_string("include_path", None, "a folder with more tasks")
+_NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "examples before each", lower_bound=0)
+_LIMIT = flags.DEFINE_float("limit", None, "questions of each task", lower_bound=0)
+_CHAT = flags.DEFINE_bool("chat", False, "whether tasks use the chat template")
+_SUITE = flags.DEFINE_bool("suite", False, "the suite of our own")
 _SPLIT = flags.DEFINE_string("split", "validation", "of flat tokens")
 _TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "of JSON lines and Parquet")
 _ALL_CHECKPOINTS = flags.DEFINE_bool("all_checkpoints", False, "every checkpoint of each run")
@@ -71,11 +90,22 @@ def main(arguments: Sequence[str]) -> int:
     )
     if _JSON.value is not None:
         check_can_be_made(Path(_JSON.value))
-    found = list(_measured(settings))
+    if sum(map(bool, (_DATA.value, _TASKS.value, _SUITE.value))) > 1:
+        raise ConfigError("--data, --tasks and --suite are three evaluations: give one of them")
+    if _SUITE.value:
+        length = _SEQUENCE_LENGTH.value
+        scored = [measure_suite(loaded, Suite(), length) for loaded in _each_loaded()]
+        text, table = suite_json(scored), suite_table(scored)
+    elif _TASKS.value:
+        answered = list(_answered())
+        text, table = tasks_json(answered), tasks_table(answered)
+    else:
+        found = list(_measured(settings))
+        text, table = json_text(found, settings), tables(found)
     if _JSON.value is not None:
         with user_errors():
-            write_whole(Path(_JSON.value), json_text(found, settings))
-    print(tables(found))
+            write_whole(Path(_JSON.value), text)
+    print(table)
     return FINISHED
 
 
@@ -83,15 +113,30 @@ def _measured(settings: Settings) -> Iterator[Measured]:
     measuring = Measuring(settings, _show)
     with user_errors():
         given = [data_set(path, _SPLIT.value, _TEXT_COLUMN.value) for path in _DATA.value]
+    for loaded in _each_loaded():
+        yield from measuring(loaded, given or _validation(loaded))
+
+
+def _answered() -> Iterator[tuple[str, dict[str, Any]]]:
+    """What lm-eval finds of each model."""
+    tasks = Tasks(
+        tuple(_TASKS.value), _INCLUDE_PATH.value, _NUM_FEWSHOT.value, _LIMIT.value, _CHAT.value
+    )
+    for loaded in _each_loaded():
+        results = evaluate_tasks(loaded, tasks, _SEQUENCE_LENGTH.value, _show, log_samples=False)
+        if results is not None:
+            yield loaded.name, results
+
+
+def _each_loaded() -> Iterator[Loaded]:
     for reference in _references():
-        loaded = load(
+        yield load(
             reference,
             dtype=_DTYPE.value,
             tokenizer=_TOKENIZER.value,
             trusted=TRUST_MODULE.value,
             show=_show,
         )
-        yield from measuring(loaded, given or _validation(loaded))
 
 
 def _validation(loaded: Loaded) -> list[DataSet]:

@@ -1,9 +1,9 @@
 """Imports point one way. The table is the architecture; the code is checked against it, unimported.
 
 runner ──▶ experiments (by name) ──▶ lmlib          data_tools ──▶ lmlib.data
-inside lmlib: parallel, compute ──▶ models ──▶ logit_chunks ──▶ losses ──▶ optim, guard, train
-              ──▶ experiment
-              ──▶ evaluate, generate, describe, activations, layer_statistics, plan
+inside lmlib: parallel, compute ──▶ models ──▶ logit_chunks ──▶ losses ──▶ optim, guard, train,
+              evaluate ──▶ experiment
+              ──▶ generate, describe, activations, layer_statistics, plan
 """
 
 import ast
@@ -64,6 +64,7 @@ MAY_IMPORT = {
         "lmlib.data",
     },
     "lmlib.experiment": {
+        "lmlib.evaluate",
         "lmlib.train",
         "lmlib.losses",
         "lmlib.optim",

@@ -94,7 +94,7 @@ def save(
         for name, file in texts.items():
             shutil.copyfile(file, folder / name)
         if texts and "tokenizer_config.json" not in texts:
-            fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            fast = _tokenizer_config(folder / "tokenizer.json", content)
             write_whole(folder / "tokenizer_config.json", json.dumps(fast, indent=2) + "\n")
         ends = {key: content[key] for key in ("bos_token_id", "eos_token_id") if key in content}
         write_whole(folder / "generation_config.json", json.dumps(ends, indent=2) + "\n")
@@ -171,6 +171,19 @@ def _tokenizer_files(source: Path) -> dict[str, Path]:
             f"{source} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}"
         )
     return found
+
+
+def _tokenizer_config(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What `transformers` has to be told of a tokenizer.json: which tokens frame texts."""
+    told = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    names = {each["id"]: each["content"] for each in described.get("added_tokens", ())}
+    for token in ("bos_token", "eos_token"):
+        said = content.get(f"{token}_id")
+        first = said[0] if isinstance(said, list) and said else said  # several may end a text
+        if isinstance(first, int) and first in names:
+            told[token] = names[first]
+    return told
 
 
 def _meet(name: str) -> None:

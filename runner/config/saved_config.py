@@ -34,6 +34,7 @@ TRUSTED = (
     | {
         "experiments",
         "lmlib.compute.Compute",
+        "lmlib.evaluate.suite.suite.Suite",
         "lmlib.experiment",
         "lmlib.guard.Guard",
         "lmlib.losses.Objective",

@@ -42,6 +42,7 @@ class Loaded:
       model: its float32 weights, as they are stored on `mesh`.
       compute: how to compute it: in the run's dtype, without what else suits its training.
       codec: between texts and its ids; `None` if no tokenizer is known.
+      tokenizer_file: the tokenizer.json that `codec` was made of; `None` if there is none.
       end_ids: tokens that end a text; empty if none are known.
       document_end: the token that ended each document it was trained on; `None` if none is known.
       tokenizer: what made the ids that it was trained on; `None` if unknown.
@@ -56,6 +57,7 @@ class Loaded:
     mesh: Mesh
     compute: Compute
     codec: TextCodec | None
+    tokenizer_file: Path | None
     end_ids: tuple[int, ...]
     document_end: int | None
     tokenizer: TokenizerIdentity | None
@@ -105,6 +107,7 @@ def _of_run(run: SavedRun, mesh: Mesh | None, dtype: str | None, tokenizer: str 
         mesh=mesh,
         compute=Compute(dtype=dtype or fdl.build(run.cfg.compute).dtype),
         codec=_codec_of_run(run) if tokenizer is None else _codec_of(_file_of(tokenizer), ()),
+        tokenizer_file=_file_of_run(run) if tokenizer is None else _file_of(tokenizer),
         end_ids=_end_ids_of_run(run),
         document_end=_document_end(run) if tokenizer is None else None,
         tokenizer=run.tokenizer if tokenizer is None else _identity_of(tokenizer),
@@ -128,12 +131,13 @@ def _of_folder(
     mesh = mesh or _mesh_for(lambda mesh: model)
     tell = told(f"reading {found.name}:", show)
     end_ids = end_ids_of(found.folder)
-    file = found.folder / _TOKENIZER_FILE if tokenizer is None else _file_of(tokenizer)
+    file = _file_in(found.folder) if tokenizer is None else _file_of(tokenizer)
     return Loaded(
         model=load_weights(found.folder, model, there.family.names, mesh, tell),
         mesh=mesh,
         compute=Compute(dtype=dtype or "float32"),
-        codec=_codec_of(file, end_ids) if tokenizer is not None or file.is_file() else None,
+        codec=None if file is None else _codec_of(file, end_ids),
+        tokenizer_file=file,
         end_ids=end_ids,
         document_end=None,
         tokenizer=tokenizer_of(found) if tokenizer is None else _identity_of(tokenizer),
@@ -163,9 +167,17 @@ def _codec_of_run(run: SavedRun) -> TextCodec | None:
         if codec is not None:
             return codec
     folder = run.tokenizer_folder
-    if folder is not None and (folder / _TOKENIZER_FILE).is_file():
-        return _codec_of(folder / _TOKENIZER_FILE, end_ids_of(folder))
+    if folder is not None and (file := _file_in(folder)) is not None:
+        return _codec_of(file, end_ids_of(folder))
     return codec_of_bytes(None) if run.tokenizer == BYTE_TOKENIZER else None
+
+
+def _file_of_run(run: SavedRun) -> Path | None:
+    """Likewise."""
+    data, folder = run.data, run.tokenizer_folder
+    if data is not None and data.tokenizer == run.tokenizer and data.tokenizer_path is not None:
+        return data.tokenizer_path
+    return None if folder is None else _file_in(folder)
 
 
 def _end_ids_of_run(run: SavedRun) -> tuple[int, ...]:
@@ -181,6 +193,11 @@ def _document_end(run: SavedRun) -> int | None:
 
 def _codec_of(file: Path, end_ids: Collection[int]) -> TextCodec:
     return codec_of_file(file, beginning_of(file, end_ids))
+
+
+def _file_in(folder: Path) -> Path | None:
+    file = folder / _TOKENIZER_FILE
+    return file if file.is_file() else None
 
 
 def _file_of(tokenizer: str) -> Path:

@@ -6,6 +6,8 @@ from typing import Any
 
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.evaluate.mean_loss import Evaluation, Evaluator
+from lmlib.evaluate.scoring import Scorer
+from lmlib.evaluate.suite.suite import SuiteEvaluator
 from lmlib.experiment import Experiment
 
 
@@ -26,10 +28,11 @@ class Validation:
         self._weights = experiment.validation_weights
         self._batches = experiment.validation_batches
         self._evaluator = Evaluator(experiment.mesh, experiment.compute)
+        self._suite = _suite(experiment)
 
     def metrics(self, model: Any) -> dict[str, float]:
-        """`Experiment.evaluation_metrics` over the first `validation_batches` of each set, the same
-        ones each time."""
+        """`Experiment.evaluation_metrics`; losses are over the first `validation_batches` of each
+        set, the same ones each time."""
         found = self._evaluated(model, {name: self._batches for name in self._sets})
         lines = {"": self._total(found)}
         if self._named:
@@ -39,7 +42,7 @@ class Validation:
             metrics[f"validation_loss{name}"] = each.loss
             if each.bits_per_byte is not None:
                 metrics[f"validation_bits_per_byte{name}"] = each.bits_per_byte
-        return metrics
+        return metrics if self._suite is None else {**metrics, **self._suite(model)}
 
     def whole(self, model: Any) -> tuple[Validated, dict[str, Validated]]:
         """The total over all batches, and by the names of the sets, if they have some. Of a set
@@ -83,6 +86,18 @@ class Validation:
         in_bytes = self._sets[name].bytes_per_target
         bits = None if in_bytes is None else evaluation.bits_per_byte(in_bytes)
         return Validated(evaluation.loss, bits)
+
+
+def _suite(experiment: Experiment) -> SuiteEvaluator | None:
+    if experiment.suite is None:
+        return None
+    return SuiteEvaluator(
+        experiment.suite,
+        Scorer(experiment.mesh, experiment.compute),
+        experiment.data.max_token_id + 1,
+        experiment.text_codec,
+        experiment.suite_length,
+    )
 
 
 def _mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:

@@ -305,3 +305,22 @@ def test_a_model_of_no_family_is_refused(tmp_path):
 def test_nothing_is_written_over(folder):
     with pytest.raises(FileExistsError, match="is not empty: give a new folder"):
         hf.save(golden_model(), folder)
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        (
+            {"bos_token_id": 1, "eos_token_id": [0, 1]},
+            {"bos_token": "<begin>", "eos_token": "<end>"},
+        ),
+        ({"bos_token_id": 5, "eos_token_id": []}, {}),
+    ],
+)
+def test_a_tokenizer_alone_is_told_what_frames_texts(folder, ids, told):
+    added = [{"id": 0, "content": "<end>"}, {"id": 1, "content": "<begin>"}]
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({"added_tokens": added}))
+    hf.save(hf.load(folder), folder / "out", tokenizer=file, settings=ids)
+    found = json.loads((folder / "out" / "tokenizer_config.json").read_text())
+    assert found == {"tokenizer_class": "PreTrainedTokenizerFast", **told}

@@ -1,0 +1,26 @@
+"""Induction: [A][B] … [A] → [B] (Olsson et al. 2022, arXiv:2209.11895), among random tokens.
+
+Other than copying it gives a single cue, and asks at one distance only.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from lmlib.evaluate.suite.pieces import Piece, RandomIds
+
+DISTANCES = (4, 16, 64, 256)  # from one A to the other, in tokens
+_BEFORE = 2  # tokens before the first A
+_PIECES = 32  # of each distance
+
+
+def distances(longest: int, begin: int) -> tuple[int, ...]:
+    """Those that fit into `longest` tokens, of which `begin` come first."""
+    return tuple(d for d in DISTANCES if begin + _BEFORE + d + 1 <= longest)
+
+
+def induction(random_ids: RandomIds, begin: Sequence[int], longest: int) -> Iterator[Piece]:
+    """All tokens are different ones, but for A and B; the second B counts."""
+    for distance in distances(longest, len(begin)):
+        for number in range(_PIECES):
+            drawn = random_ids(_BEFORE + distance, 1, distance, number).tolist()
+            ids = [*begin, *drawn, *drawn[_BEFORE : _BEFORE + 2]]
+            yield Piece(f"induction/{distance}", ids, len(ids) - 2)

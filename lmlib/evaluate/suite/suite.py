@@ -1,0 +1,160 @@
+"""The suite as an experiment sets it, and what a model scores."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lmlib.data.text import TextCodec
+from lmlib.evaluate.scoring import Scorer
+from lmlib.evaluate.suite.copying import copying, lengths
+from lmlib.evaluate.suite.induction import distances, induction
+from lmlib.evaluate.suite.pieces import Piece, RandomIds
+from lmlib.evaluate.suite.texts import TEXTS
+from lmlib.evaluate.windows import Packing, Window, windows
+from lmlib.models.protocol import Model
+
+_BATCH_TOKENS = 4096
+_LEAST_FOR_SLOPE = 64  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Bits per byte of several kinds of text, copying, induction and in-context learning.
+
+    Args:
+      seed: random tokens follow from it.
+      longest: tokens of a sequence, unless the model was trained on shorter ones.
+
+    Raises:
+      ValueError: if `longest` is not positive.
+    """
+
+    seed: int = 0
+    longest: int = 512
+
+    def __post_init__(self) -> None:
+        if self.longest < 1:
+            raise ValueError(f"longest must be at least 1, got {self.longest}")
+
+    def length(self, trained: int | None) -> int:
+        """Tokens of a sequence, of a model trained on sequences of `trained` tokens."""
+        return min(self.longest, trained or self.longest)
+
+    def metrics(self, length: int, codec: TextCodec | None) -> tuple[str, ...]:
+        """The names of what comes out, of sequences of `length` tokens."""
+        begin = len(_begin(codec))
+        of = {"copying": lengths(length, begin), "induction": distances(length, begin)}
+        return (
+            *((f"suite/bits_per_byte/{kind}" for kind in TEXTS) if codec else ()),
+            *(("suite/in_context_slope",) if codec and length >= _LEAST_FOR_SLOPE else ()),
+            *(
+                f"suite/{name}_{number}{by}"
+                for name, sizes in of.items()
+                if sizes
+                for number in ("accuracy", "loss")
+                for by in ("", *(f"/{size}" for size in sizes))
+            ),
+        )
+
+
+class SuiteEvaluator:
+    """Scores models that know the same tokens.
+
+    Args:
+      scorer: on the models' mesh.
+      vocab: ids below this one are drawn from, but for those without text.
+      codec: between texts and ids; `None`: what needs texts is left out.
+      length: tokens of a row; `Suite.length`.
+
+    Raises:
+      ValueError: if the codec has no id below `vocab`, or cannot encode the suite's texts.
+    """
+
+    def __init__(
+        self, suite: Suite, scorer: Scorer, vocab: int, codec: TextCodec | None, length: int
+    ):
+        self._scorer, self._length = scorer, length
+        self._bytes = {kind: len(text.encode()) for kind, text in TEXTS.items()}
+        ids = [id for id in range(vocab) if codec is None or codec.decode([id])]
+        if not ids:
+            raise ValueError(f"the tokenizer has no text of any id below {vocab}")
+        begin, random_ids = _begin(codec), RandomIds(ids, suite.seed)
+        self._pieces = [
+            *copying(random_ids, begin, length),
+            *induction(random_ids, begin, length),
+            *(_of_texts(codec, length) if codec else ()),
+        ]
+        rows = scorer.divisor * max(1, _BATCH_TOKENS // (length * scorer.divisor))
+        longest_first = sorted(range(len(self._pieces)), key=lambda i: -len(self._pieces[i].ids))
+        cut = (
+            Window(i, np.array(self._pieces[i].ids), self._pieces[i].first) for i in longest_first
+        )
+        self._batches = list(Packing(rows, length).batches(cut))
+
+    @property
+    def tokens(self) -> int:
+        """Positions that are computed."""
+        return sum(batch.tokens.size for batch, _ in self._batches)
+
+    def __call__(self, model: Model) -> dict[str, float]:
+        """`Suite.metrics`, each a mean over its targets; accuracy and loss, in nats, of copying and
+        induction are means over their sizes as well. Every process must call it."""
+        nats: dict[str, list[np.ndarray]] = defaultdict(list)
+        hits: dict[str, list[np.ndarray]] = defaultdict(list)
+        for batch, placed in self._batches:
+            nats_BS, likeliest_BS = self._scorer(model, batch)
+            for window, row, start in placed:
+                counted = row, slice(start + window.first, start + window.inputs)
+                measure = self._pieces[window.document].measure
+                nats[measure].append(nats_BS[counted].astype(np.float64))
+                hits[measure].append(likeliest_BS[counted])
+        found = {}
+        for kind in TEXTS:
+            if of_kind := nats.get(f"text/{kind}"):
+                bits = sum(each.sum() for each in of_kind) / math.log(2)
+                found[f"suite/bits_per_byte/{kind}"] = float(bits / self._bytes[kind])
+        whole = [
+            each
+            for kind in TEXTS
+            for each in nats.get(f"text/{kind}", ())
+            if len(each) == self._length >= _LEAST_FOR_SLOPE
+        ]
+        if whole:
+            found["suite/in_context_slope"] = in_context_slope(np.stack(whole))
+        for name in ("copying", "induction"):
+            sizes = [measure for measure in nats if measure.startswith(f"{name}/")]
+            sizes.sort(key=lambda measure: int(measure.partition("/")[2]))
+            for number, values in (("accuracy", hits), ("loss", nats)):
+                means = [float(np.concatenate(values[size]).mean()) for size in sizes]
+                if means:
+                    found[f"suite/{name}_{number}"] = sum(means) / len(means)
+                for size, mean in zip(sizes, means, strict=True):
+                    found[f"suite/{name}_{number}/{size.partition('/')[2]}"] = mean
+        return found
+
+
+def in_context_slope(nats_NS: np.ndarray) -> float:
+    """What S tokens of context are worth: the mean loss of the last sixteenth less that of the
+    second, nats per token; the less the better.
+
+    Olsson et al. 2022 (arXiv:2209.11895) take the 500th token's less the 50th's, of 512; both are
+    in these parts of a context of 512.
+    """
+    sixteenth = nats_NS.shape[1] // 16
+    early, late = nats_NS[:, sixteenth : 2 * sixteenth], nats_NS[:, -sixteenth:]
+    return float(late.mean() - early.mean())
+
+
+def _begin(codec: TextCodec | None) -> Sequence[int]:
+    """What begins a document."""
+    return codec.encode("") if codec else ()
+
+
+def _of_texts(codec: TextCodec, length: int) -> Iterator[Piece]:
+    for kind, text in TEXTS.items():
+        ids = np.array(codec.encode(text))
+        for window in windows(0, ids, length):
+            yield Piece(f"text/{kind}", window.ids.tolist(), window.first)

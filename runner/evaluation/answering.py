@@ -1,0 +1,251 @@
+"""What tasks ask of a model, in token ids: one process asks, and all compute."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from lmlib.compute import Compute
+from lmlib.evaluate.scoring import Scorer
+from lmlib.evaluate.windows import Packing, Window
+from lmlib.generate import Generator, Sampling
+from runner.inference.loaded import Loaded
+
+Result = TypeVar("Result")
+Ids = Sequence[int]
+
+_SHORTEST = 64  # tokens of a row
+_BATCH_TOKENS = 16_384
+_ROWS = 16  # continuations that are made together
+_TOLD_SECONDS = 10.0
+
+
+class Answering:
+    """Computes the likelihoods of continuations, and makes some.
+
+    Args:
+      decode: the text of ids, with the names of special tokens.
+      end_ids: tokens that end a text.
+      length: tokens that the model is given, at most.
+      show: gets a line now and then.
+
+    Raises:
+      ValueError: if the model cannot be given so many.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        decode: Callable[[list[int]], str],
+        end_ids: Sequence[int],
+        length: int,
+        show: Callable[[str], None],
+    ):
+        loaded.model.check(length, loaded.compute)
+        self.length = length
+        self._model, self._vocab = loaded.model, loaded.model.vocab
+        self._mesh, self._compute = loaded.mesh, loaded.compute
+        self._scorer = Scorer(loaded.mesh, loaded.compute)
+        self._generator: Generator | None = None
+        self._decode, self._end_ids, self._show = decode, tuple(end_ids), show
+        self._broken = False
+
+    def ask(self, question: Callable[[], Result]) -> Result | None:
+        """What `question` returns on the first process, where it may call the other methods;
+        `None` on the others, which take part in those calls. Every process must call it."""
+        if jax.process_index() > 0:
+            while (call := _told(None)) is not None:
+                self._computed(*call)
+            return None
+        try:
+            return question()
+        finally:
+            if not self._broken:  # else the others have found the same error
+                _told(None)
+
+    def likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
+        """Of each context and continuation: the continuation's log-probability, nats, and whether
+        each of its tokens is the likeliest. What is too long loses its beginning.
+
+        Raises:
+          ValueError: if a context or a continuation is empty, a continuation is longer than
+            `length`, or an id is not in the model's vocabulary.
+        """
+        for context, continuation in asked:
+            if not context or not 0 < len(continuation) <= self.length:
+                raise ValueError(
+                    f"a context of {len(context):,} tokens and a continuation of "
+                    f"{len(continuation):,}: both need one, and a continuation has up to "
+                    f"{self.length:,}"
+                )
+            self._check(context)
+            self._check(continuation)
+        return [tuple(each) for each in self._together("likelihoods", asked=asked)] if asked else []
+
+    def continuations(
+        self,
+        prompts: Sequence[Ids],
+        max_tokens: int,
+        until: Sequence[str],
+        sampling: dict[str, Any],
+        numbers: Sequence[int],
+    ) -> list[list[int]]:
+        """A continuation of each prompt, up to the token with which its text has one of `until`, or
+        that ends the text. Of a prompt that leaves no room the beginning is lost.
+
+        Args:
+          sampling: settings of `lmlib.generate.Sampling`.
+          numbers: of the prompts; what is random follows from them.
+
+        Raises:
+          ValueError: if `length` has no room for a token of the prompt, a prompt is empty, or an id
+            is not in the model's vocabulary.
+        """
+        if not 0 < max_tokens < self.length:
+            raise ValueError(
+                f"{max_tokens:,} tokens are to be made, but sequences have {self.length:,} tokens, "
+                "prompt included: set max_gen_toks of the task lower, or --sequence_length higher"
+            )
+        prompts = [list(prompt[max_tokens - self.length :]) for prompt in prompts]
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("a prompt has no token")
+            self._check(prompt)
+        Sampling(**sampling)
+        return self._together(
+            "continuations",
+            prompts=prompts,
+            max_tokens=max_tokens,
+            until=list(until),
+            sampling=sampling,
+            numbers=list(numbers),
+        )
+
+    def _check(self, ids: Ids) -> None:
+        if max(ids) >= self._vocab:
+            raise ValueError(
+                f"the tokenizer makes the id {max(ids)}, but the model's vocabulary ends at "
+                f"{self._vocab - 1}: it is not the model's tokenizer"
+            )
+
+    def _together(self, name: str, **arguments: Any) -> Any:
+        if jax.process_count() > 1:
+            _told((name, arguments))
+        try:
+            return self._computed(name, arguments)
+        except BaseException:
+            self._broken = True
+            raise
+
+    def _computed(self, name: str, arguments: dict[str, Any]) -> Any:
+        if name == "likelihoods":
+            return self._likelihoods(**arguments)
+        return self._continuations(**arguments)
+
+    def _likelihoods(self, asked: Sequence[tuple[Ids, Ids]]) -> list[tuple[float, bool]]:
+        windows = []
+        for number, (context, continuation) in enumerate(asked):
+            ids = np.array([*context, *continuation][-self.length - 1 :])
+            windows.append(Window(number, ids, len(ids) - 1 - len(continuation)))
+        windows.sort(key=lambda window: -window.inputs)
+        found: dict[int, tuple[float, bool]] = {}
+        tell = self._telling("likelihoods", len(windows))
+        for batch, placed in self._packing(windows).batches(windows):
+            nats_BS, likeliest_BS = self._scorer(self._model, batch)
+            for window, row, start in placed:
+                counted = row, slice(start + window.first, start + window.inputs)
+                nats = float(nats_BS[counted].sum(dtype=np.float64))
+                found[window.document] = -nats, bool(likeliest_BS[counted].all())
+            tell(len(found))
+        return [found[number] for number in range(len(windows))]
+
+    def _packing(self, windows: Sequence[Window]) -> Packing:
+        """Rows of one of few lengths and numbers, since each such shape is compiled."""
+        length = min(self.length, max(_SHORTEST, _power_of_two(windows[0].inputs)))
+        divisor = self._scorer.divisor
+        needed = sum(window.inputs for window in windows) / (length * divisor)
+        rows = min(_power_of_two(needed), max(1, _BATCH_TOKENS // (length * divisor)))
+        return Packing(divisor * rows, length)
+
+    def _continuations(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        until: list[str],
+        sampling: dict[str, Any],
+        numbers: list[int],
+    ) -> list[list[int]]:
+        longest_first = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        generator = self._generator_of(len(prompts[longest_first[0]]) + max_tokens)
+        found: dict[int, list[int]] = {}
+        tell = self._telling("continuations", len(prompts))
+        for batch in _parts(longest_first, generator.rows):
+            stream = generator.stream(
+                [prompts[i] for i in batch],
+                max_tokens,
+                Sampling(**sampling),
+                stop_ids=self._end_ids,
+                ids=[numbers[i] for i in batch],
+            )
+            for _ in stream:
+                for row, made in enumerate(stream.so_far):
+                    if not made.stopped and self._has(made.tokens, until):
+                        stream.stop(row)
+            for i, made in zip(batch, stream.so_far, strict=True):
+                found[i] = self._up_to(made.tokens, until)
+            tell(len(found))
+        return [found[i] for i in range(len(prompts))]
+
+    def _generator_of(self, length: int) -> Generator:
+        if self._generator is None or self._generator.length < length:
+            length = min(self.length, max(_SHORTEST, _power_of_two(length)))
+            compute = Compute(dtype=self._compute.dtype)
+            self._generator = Generator(self._model, self._mesh, compute, _ROWS, length)
+        return self._generator
+
+    def _has(self, tokens: list[int], until: Sequence[str]) -> bool:
+        text = self._decode(tokens)
+        return any(term in text for term in until)
+
+    def _up_to(self, tokens: list[int], until: Sequence[str]) -> list[int]:
+        """The tokens up to the first with which the text has one of `until`."""
+        if not self._has(tokens, until):
+            return tokens
+        return next(tokens[:n] for n in range(len(tokens) + 1) if self._has(tokens[:n], until))
+
+    def _telling(self, what: str, count: int) -> Callable[[int], None]:
+        last = time.monotonic()
+
+        def tell(done: int) -> None:
+            nonlocal last
+            if (now := time.monotonic()) - last >= _TOLD_SECONDS and jax.process_index() == 0:
+                last = now
+                self._show(f"{done:,} of {count:,} {what}")
+
+        return tell
+
+
+def _power_of_two(least: float) -> int:
+    size = 1
+    while size < least:
+        size *= 2
+    return size
+
+
+def _parts(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
+
+
+def _told(call: tuple[str, dict[str, Any]] | None) -> Any:
+    """What the first process says, on all of them; JSON values."""
+    if jax.process_count() == 1:
+        return call
+    content = np.frombuffer(json.dumps(call).encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
+    padded = np.resize(content, length)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())

@@ -1,0 +1,147 @@
+"""A model as lm-eval asks it. Only this file and `tasks` import lm_eval, which the extra `eval`
+brings.
+
+Texts become ids, what is too long is cut, and what is too short is begun, as by lm-eval's backend
+`hf`, so that the numbers are those of the same weights there.
+"""
+
+from typing import Any
+
+import jinja2
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from runner.evaluation.answering import Answering
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class LmEvalModel(TemplateLM):
+    """Answers lm-eval's requests; on the first of several processes, inside of `Answering.ask`.
+
+    Args:
+      tokenizer: of transformers', with a token that begins or ends texts.
+
+    Raises:
+      ValueError: if it has none.
+    """
+
+    def __init__(self, answering: Answering, tokenizer: Any):
+        super().__init__()
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no token that begins or ends a text")
+        self.tokenizer = tokenizer
+        self._answering = answering
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        return eos if bos is None else bos
+
+    @property
+    def max_length(self) -> int:
+        return self._answering.length
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Unless a task says it."""
+        return 256
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The chat as one text; without what the system says if the template takes none."""
+
+        def applied(messages: list[dict[str, str]]) -> str:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+
+        try:
+            return applied(chat_history)
+        except jinja2.TemplateError:
+            return applied([message for message in chat_history if message["role"] != "system"])
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """With what the tokenizer puts around a text, unless that begins with it."""
+        if add_special_tokens is None:
+            prefix = self.tokenizer.decode([self.prefix_token_id])
+            add_special_tokens = not string.startswith(prefix)
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        return self._answering.likelihoods([request[1:] for request in requests])
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[float]:
+        windows, owners = [], []
+        for number, request in enumerate(requests):
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                windows.append(make_disjoint_window(window))
+                owners.append(number)
+        sums = [0.0] * len(requests)
+        for number, (nats, _) in zip(owners, self._answering.likelihoods(windows), strict=True):
+            sums[number] += nats
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Those with the same settings are made together; greedy unless they say otherwise."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        texts = [""] * len(requests)
+        for numbers in groups.values():
+            settings = dict(normalize_gen_kwargs(requests[numbers[0]].args[1], self.max_gen_toks))
+            max_tokens, drawn = settings.pop("max_gen_toks"), settings.pop("do_sample", False)
+            eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
+            until = [term for term in handle_stop_sequences(settings.pop("until"), eos) if term]
+            sampling = {name: settings.pop(name) for name in _SAMPLING if name in settings}
+            if settings:
+                raise ValueError(f"generation_kwargs has {', '.join(settings)}, which is not known")
+            made = self._answering.continuations(
+                [self._prompt(requests[number].args[0]) for number in numbers],
+                max_tokens,
+                until,
+                sampling if drawn else sampling | {"temperature": 0.0},
+                numbers,
+            )
+            for number, tokens in zip(numbers, made, strict=True):
+                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                texts[number] = postprocess_generated_text(text, until, None)
+        return texts
+
+    def _prompt(self, text: str) -> list[int]:
+        return self.tok_encode(text) or [self.prefix_token_id]

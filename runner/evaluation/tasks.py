@@ -1,0 +1,133 @@
+"""Tasks of lm-eval, EleutherAI's evaluation harness."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmlib.table import columns
+from runner.command_line.errors import ConfigError, did_you_mean, user_errors
+from runner.evaluation.answering import Answering
+from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
+from runner.inference.loaded import Loaded
+from runner.processes.agreement import agreed
+
+_LENGTH = 2048  # tokens that a model is given, where nothing says how many it takes; as of `hf`
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What to ask.
+
+    Args:
+      names: of tasks, groups of them and tags; `*` stands for any characters.
+      include_path: a folder with more tasks, as YAML.
+      num_fewshot: examples before each question; `None`: as each task says.
+      limit: questions of each task, the first; below 1 a share of them; `None`: all.
+      chat: whether the tokenizer's chat template is applied.
+    """
+
+    names: tuple[str, ...]
+    include_path: str | None = None
+    num_fewshot: int | None = None
+    limit: float | None = None
+    chat: bool = False
+
+
+def evaluate_tasks(
+    loaded: Loaded,
+    tasks: Tasks,
+    sequence_length: int | None = None,
+    show: Callable[[str], None] = lambda line: None,
+    **settings: Any,
+) -> dict[str, Any] | None:
+    """What `lm_eval.simple_evaluate` gives, which takes `settings` besides; on the first process,
+    `None` on the others. Every process must call it.
+
+    Args:
+      sequence_length: tokens that the model is given, at most; `None`: as many as it was trained
+        on, or 2,048 if that is not known.
+
+    Raises:
+      ConfigError: if the extra `eval` is not installed, there is no such task, its data cannot be
+        had, or the model cannot answer it.
+    """
+    with agreed(), user_errors():
+        try:
+            import lm_eval
+            from lm_eval.tasks import TaskManager
+
+            from runner.evaluation.lm_eval_model import LmEvalModel
+        except ImportError as error:
+            raise ConfigError(
+                f"--tasks needs lm-eval: pip install 'lmlib[eval]' ({error})"
+            ) from error
+
+        tokenizer = hugging_face_tokenizer(loaded)
+        end_ids = {*loaded.end_ids, tokenizer.eos_token_id} - {None}
+        length = sequence_length or loaded.longest or _LENGTH
+        answering = Answering(loaded, tokenizer.decode, sorted(end_ids), length, show)
+        model = LmEvalModel(answering, tokenizer)
+
+        def found() -> dict[str, Any]:
+            manager = TaskManager(include_path=tasks.include_path)
+            chosen = []
+            for name in tasks.names:
+                matching = manager.match_tasks([name])
+                if not matching:
+                    near = did_you_mean(name, manager.all_tasks)
+                    raise ConfigError(f"there is no task {name}. {near:.300}")
+                chosen += matching
+            # Its processes for standard errors would be forks, which JAX's threads may block.
+            os.environ.setdefault("DISABLE_MULTIPROC", "1")
+            try:
+                return lm_eval.simple_evaluate(
+                    model,
+                    tasks=chosen,
+                    num_fewshot=tasks.num_fewshot,
+                    limit=tasks.limit,
+                    apply_chat_template=tasks.chat,
+                    task_manager=manager,
+                    **settings,
+                )
+            except OSError as error:  # of `datasets` and `huggingface_hub`, without a network too
+                raise ConfigError(
+                    f"the data of {', '.join(chosen)} cannot be had: {' '.join(str(error).split())}"
+                    "; without a network, use tasks from local files (--include_path)"
+                ) from error
+
+        return answering.ask(found)
+
+
+def task_rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Task, metric, value and standard error of each number; the filter of a metric stands after a
+    comma, if it is not "none"."""
+    rows = []
+    for task, numbers in results["results"].items():
+        for key, value in numbers.items():
+            metric, _, filtered = key.partition(",")
+            if not isinstance(value, float | int) or metric.endswith("_stderr") or not filtered:
+                continue
+            error = numbers.get(f"{metric}_stderr,{filtered}")
+            shown_error = f"{error:.4f}" if isinstance(error, float) else ""
+            name = metric if filtered == "none" else f"{metric}, {filtered}"
+            rows.append((task, name, f"{value:.4f}", shown_error))
+    return rows
+
+
+def tasks_table(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """A line for each number of each model."""
+    rows = [("model", "task", "metric", "value", "standard error")]
+    for model, results in found:
+        rows += [(model, *row) for row in task_rows(results)]
+    return columns(rows)
+
+
+def tasks_json(found: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """All that lm-eval says, but for single questions."""
+    kept = [
+        {"model": model, **{key: value for key, value in results.items() if key != "samples"}}
+        for model, results in found
+    ]
+    return json.dumps(kept, indent=1, default=str) + "\n"

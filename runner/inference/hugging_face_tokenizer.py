@@ -1,0 +1,70 @@
+"""Tokenizers as objects of `transformers`, for what asks for those."""
+
+from typing import TYPE_CHECKING, Any
+
+from lmlib.data.metadata import tokenizers_differ
+from lmlib.data.text import BYTE_TOKENIZER
+from runner.command_line.errors import ConfigError, user_errors
+from runner.inference.loaded import Loaded
+from runner.training.weights import HuggingFace, tokenizer_of
+
+if TYPE_CHECKING:  # heavy
+    from tokenizers import Tokenizer
+
+
+def hugging_face_tokenizer(loaded: Loaded) -> Any:
+    """A `PreTrainedTokenizerBase` of the model's ids: that of the folder it is from, as
+    `AutoTokenizer` loads it; else that of its data, which begins each text as the data begins each
+    document.
+
+    Raises:
+      ConfigError: if no tokenizer is known, or it cannot be loaded, or transformers is missing.
+    """
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ConfigError(
+            f"transformers is missing: pip install 'lmlib[eval]' ({error})"
+        ) from error
+
+    folder = loaded.tokenizer_folder
+    with user_errors():
+        if folder is not None and not tokenizers_differ(
+            tokenizer_of(HuggingFace(folder, str(folder))), loaded.tokenizer
+        ):
+            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        tokenizer = _of_data(loaded)
+    begin = [] if loaded.codec is None else loaded.codec.encode("")
+    ends = [*loaded.end_ids[:1]] if loaded.document_end is None else [loaded.document_end]
+    named = {"bos_token": begin, "eos_token": ends}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        add_bos_token=bool(begin),
+        clean_up_tokenization_spaces=False,
+        **{name: tokenizer.id_to_token(id) for name, ids in named.items() for id in ids},
+    )
+
+
+def _of_data(loaded: Loaded) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    if loaded.tokenizer_file is not None:
+        return Tokenizer.from_file(str(loaded.tokenizer_file))
+    if loaded.tokenizer == BYTE_TOKENIZER:
+        return _of_bytes(loaded.model.vocab)
+    raise ConfigError(f"no tokenizer of {loaded.name} is known: give --tokenizer")
+
+
+def _of_bytes(vocab: int) -> "Tokenizer":
+    """Ids below 256 are the bytes of UTF-8, others are special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # Each byte has a character: itself where that can be seen, and the others in their order.
+    characters = pre_tokenizers.ByteLevel.alphabet()
+    unseen = iter(sorted(set(characters) - set(map(chr, range(256)))))
+    names = [chr(byte) if chr(byte) in characters else next(unseen) for byte in range(256)]
+    tokenizer = Tokenizer(models.BPE({name: byte for byte, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<{id}>" for id in range(256, vocab)])
+    return tokenizer

@@ -1,0 +1,113 @@
+"""lm-eval's numbers of a model here are those of its own backend `hf` on the exported weights.
+Needs lmlib[eval,parity]."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from local_tasks import TASKS, write_tasks
+from small_tokenizer import TEXTS, write_tokenizer_folder
+from tokenizers import Tokenizer
+
+from lmlib import hf
+from lmlib.models.families.llama import llama
+from lmlib.parallel.mesh import make_mesh
+from runner.evaluation.tasks import Tasks, evaluate_tasks
+from runner.inference.loaded import load
+
+lm_eval = pytest.importorskip("lm_eval", reason="needs lmlib[eval]")
+pytest.importorskip("torch", reason="needs lmlib[parity]")
+pytestmark = pytest.mark.slow
+
+LENGTH = 64
+QUIET = {"bootstrap_iters": 0, "log_samples": True}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks") / "tasks")
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["begins", "only ends"])
+def folder(request, tmp_path_factory):
+    """A model that has learned a few sentences, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    vocab = write_tokenizer_folder(folder / "tokenizer", begins=request.param)
+    model = llama(vocab=vocab, embed=32, layers=2, heads=4, mlp=64, key=jax.random.key(1))
+    hf.save(
+        learned(model, Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))),
+        folder / "exported",
+        tokenizer=folder / "tokenizer",
+        dtype="float32",
+        longest=LENGTH,
+        settings={"eos_token_id": 0},  # else `hf` goes on after it where its batch does
+    )
+    return folder / "exported"
+
+
+def learned(model, tokenizer):
+    """`model` after some updates on the sentences."""
+    tokenizer.enable_padding(pad_id=0)
+    encoded = tokenizer.encode_batch(TEXTS)
+    tokens_BS = jnp.array([each.ids for each in encoded], jnp.int32)[:, :LENGTH]
+    mask_BS = jnp.array([each.attention_mask for each in encoded])[:, 1:LENGTH]
+    adam = optax.adam(1e-2)
+
+    def loss(model):
+        logits_BSV = model(tokens_BS)[:, :-1]
+        nats_BS = optax.softmax_cross_entropy_with_integer_labels(logits_BSV, tokens_BS[:, 1:])
+        return (nats_BS * mask_BS).sum() / mask_BS.sum()
+
+    @jax.jit
+    def update(model, state):
+        updates, state = adam.update(jax.grad(loss)(model), state)
+        return optax.apply_updates(model, updates), state
+
+    state = adam.init(model)
+    for _ in range(40):
+        model, state = update(model, state)
+    return model
+
+
+def theirs(folder, tasks, **settings):
+    from lm_eval.tasks import TaskManager
+
+    return lm_eval.simple_evaluate(
+        "hf",
+        model_args={"pretrained": str(folder), "device": "cpu", "dtype": "float32"},
+        tasks=list(TASKS),
+        batch_size=3,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
+def test_every_number_is_that_of_the_backend_hf(folder, tasks, chat):
+    found = evaluate_tasks(
+        load(str(folder), mesh=make_mesh(fsdp=2, tensor=2)),
+        Tasks(TASKS, include_path=str(tasks), chat=chat),
+        **QUIET,
+    )
+    expected = theirs(folder, tasks, apply_chat_template=chat, **QUIET)
+    for task in TASKS:
+        for metric, value in expected["results"][task].items():
+            if isinstance(value, float):
+                assert found["results"][task][metric] == pytest.approx(value, rel=1e-4, abs=1e-4)
+        pairs = zip(found["samples"][task], expected["samples"][task], strict=True)
+        for one, other in pairs:
+            assert one["arguments"] == other["arguments"]
+            assert_same_answers(one["resps"], other["resps"])
+
+
+def assert_same_answers(one, other):
+    """Texts are the same; log-probabilities are to 1e-4."""
+    assert type(one) is type(other)
+    if isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for each, its in zip(one, other, strict=True):
+            assert_same_answers(each, its)
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
+    else:
+        assert one == other
