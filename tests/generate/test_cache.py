@@ -49,7 +49,7 @@ def in_parts(model, tokens_BS, sizes):
 @pytest.mark.parametrize(
     ("name", "mesh", "apart"),
     sentinels(
-        [(n, mesh, apart) for n in FAMILIES for mesh in ({}, MESH) for apart in (False, True)],
+        [(name, *how) for name in FAMILIES for how in (({}, True), (MESH, False))],
         ("gemma3", {}, True).__eq__,
     ),
 )
