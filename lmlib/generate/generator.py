@@ -139,25 +139,17 @@ class Generator:
             lengths_P, cache, h_PE = self._prefilled(prompts)
             # Rows that no prompt needs have stopped before they begin.
             prompt_B = np.minimum(np.arange(self.rows) // samples, len(prompts) - 1)
-            cache, h_BE = _rows_of((cache, h_PE[None]), self._placed(prompt_B, (None,)))
+            if not np.array_equal(prompt_B, np.arange(len(lengths_P))):
+                row_B = self._placed(prompt_B, (None,))
+                cache, (h_PE,) = _rows_of((cache, h_PE[None]), row_B)
             seen_BV = None
             if rules.penalised:
                 seen_BV = self._placed(self._seen(prompts, prompt_B), "batch whole_vocab")
-            numbers = jax.tree.map(lambda x: self._placed(np.asarray(x), ()), numbers_of(sampling))
-            seeds_B2 = np.asarray(
-                _seeds(np.array(seed, np.uint32), np.array(ids, np.uint32), samples)
-            )
-            seeds_B2 = seeds_B2[np.minimum(np.arange(self.rows), rows - 1)]
-            padding = [NOTHING] * (-len(stop_ids) % _STOP_IDS)
-            chooser = Chooser(
-                self._placed(seeds_B2, ("batch", None)),
-                numbers,
-                self._placed(np.array([*stop_ids, *padding], np.int32), (None,)),
-            )
+            chooser = self._chooser(sampling, seed, ids, samples, stop_ids)
             state, made = first_token(
                 self._weights,
                 cache,
-                h_BE[0],
+                h_PE,
                 self._placed(lengths_P[prompt_B], "batch"),
                 self._placed(np.arange(self.rows) >= rows, "batch"),
                 seen_BV,
@@ -167,6 +159,23 @@ class Generator:
             )
         more = functools.partial(self._more, chooser, rules, round)
         return Stream(state, made, more, rows, max_tokens, round, frozenset(stop_ids))
+
+    def _chooser(
+        self,
+        sampling: Sampling,
+        seed: int,
+        ids: Sequence[int],
+        samples: int,
+        stop_ids: Sequence[int],
+    ) -> Chooser:
+        seeds_P2 = _seeds(np.array(seed, np.uint32), np.array(ids, np.uint32), samples)
+        row_B = np.minimum(np.arange(self.rows), len(seeds_P2) - 1)
+        padding = [NOTHING] * (-len(stop_ids) % _STOP_IDS)
+        return Chooser(
+            self._placed(np.asarray(seeds_P2)[row_B], ("batch", None)),
+            jax.tree.map(lambda x: self._placed(np.asarray(x), ()), numbers_of(sampling)),
+            self._placed(np.array([*stop_ids, *padding], np.int32), (None,)),
+        )
 
     def _more(
         self, chooser: Chooser, rules: Rules, size: int, state: State, limit: int, stop: list[int]

@@ -46,12 +46,11 @@ def in_parts(model, tokens_BS, sizes):
     return np.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "mesh", "apart"),
     sentinels(
-        [(name, mesh) for name in FAMILIES for mesh in ({}, MESH)],
-        lambda case: case == ("gemma3", {}),
+        [(name, *how) for name in FAMILIES for how in (({}, True), (MESH, False))],
+        ("gemma3", {}, True).__eq__,
     ),
 )
 def test_cached_logits_are_those_of_the_whole_pass_at_every_position(name, mesh, apart):
