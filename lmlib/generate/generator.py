@@ -141,7 +141,8 @@ class Generator:
             prompt_B = np.minimum(np.arange(self.rows) // samples, len(prompts) - 1)
             if not np.array_equal(prompt_B, np.arange(len(lengths_P))):
                 row_B = self._placed(prompt_B, (None,))
-                cache, (h_PE,) = _rows_of((cache, h_PE[None]), row_B)
+                cache, h_1BE = _rows_of((cache, h_PE[None]), row_B)
+                h_PE = h_1BE[0]
             seen_BV = None
             if rules.penalised:
                 seen_BV = self._placed(self._seen(prompts, prompt_B), "batch whole_vocab")
