@@ -50,7 +50,7 @@ def in_parts(model, tokens_BS, sizes):
     ("name", "mesh", "apart"),
     sentinels(
         [(name, *how) for name in FAMILIES for how in (({}, True), (MESH, False))],
-        ("gemma3", {}, True).__eq__,
+        ("mistral", {}, True).__eq__,
     ),
 )
 def test_cached_logits_are_those_of_the_whole_pass_at_every_position(name, mesh, apart):

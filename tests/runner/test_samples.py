@@ -62,7 +62,8 @@ def test_every_source_with_a_tokenizer_reads_and_writes_text(kind, tokenizer, tm
     assert codec.decode(ids) == "five six"
 
 
-@pytest.mark.parametrize("mixed", sentinels([False, True], bool))
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed", [False, True])
 def test_a_run_continues_its_prompts(tmp_path, mixed):
     data = flat_tokens(tmp_path / "data", ByteTokenizer())
     cfg = tiny(("one two",), mixture(data) if mixed else data)
@@ -80,7 +81,9 @@ def test_prompts_are_continued_while_training_goes_on(tmp_path):
     for page in pages:
         first, _, second = page.read_text().partition("\n\nsix")
         assert first.startswith("one two") and second
-    assert pages[-1].read_text() == "\n\n".join(result.summary.samples) + "\n"
+    samples = result.summary.samples
+    assert pages[-1].read_text() == "\n\n".join(samples) + "\n"
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["samples"] == [*samples]
     files = (tmp_path / "run" / "tensorboard").iterdir()
     assert any(b"samples/text_summary" in file.read_bytes() for file in files)
 
