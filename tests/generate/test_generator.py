@@ -10,7 +10,7 @@ import pytest
 from sentinels import sentinels
 from user_model import Learned
 
-from lmlib import Compute, llama, make_mesh, whole_rows
+from lmlib import Compute, make_mesh, whole_rows
 from lmlib.generate import GREEDY, Generator, Sampling, generate
 from lmlib.models.families.gemma import gemma2
 from lmlib.models.head import logits
@@ -188,5 +188,3 @@ def test_what_cannot_be_continued_is_refused(prompts, settings, message):
 def test_sizes_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
         Generator(model(), rows=0)
-    learned = llama(V, 16, 1, 2, 16, key=jax.random.key(0))
-    assert Generator(learned, rows=1, length=8)([[1]], 7)[0][0].tokens

@@ -30,6 +30,7 @@ def commands(tmp_path_factory):
     commands.close()
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_is_answered(workdir, commands, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))

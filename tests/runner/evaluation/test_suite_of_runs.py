@@ -26,6 +26,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_saved_run_scores_what_its_evaluations_wrote(folder, tmp_path):
     loaded = load(str(folder / "run"), mesh=make_mesh())
     assert loaded.cfg is not None
