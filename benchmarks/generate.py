@@ -121,8 +121,8 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"--peers={unknown[0]} is not known; choose from {', '.join(PEERS)}")
     if unknown := [name for name in _SIZES.value if name not in SIZES]:
         sys.exit(f"--sizes={unknown[0]} is not known; choose from {', '.join(SIZES)}")
-    if peers and importlib.util.find_spec("transformers") is None:
-        print("transformers: not installed (pip install 'lmlib[parity]')")
+    if peers and None in map(importlib.util.find_spec, ("torch", "transformers")):
+        print("transformers: not installed, or PyTorch (pip install 'lmlib[parity]')")
         peers = []
     print(f"{os.cpu_count()} × {cpu_name()}, {versions()}")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The comparison of training steps compares the same work, and sees when it does not."""
+"""Comparisons with others compare the same work, and see when they do not."""
 
 import dataclasses
 import importlib.util
@@ -32,9 +32,9 @@ def reference(peers):
     return work, lmlib_step.LmlibStep(work).run(range(report.CHECKED))
 
 
-def run(*arguments):
+def run(*arguments, script="train_step.py"):
     return subprocess.run(
-        [sys.executable, BENCHMARKS / "train_step.py", *arguments],
+        [sys.executable, BENCHMARKS / script, *arguments],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -96,3 +96,15 @@ def test_what_cannot_be_run_is_said_in_a_line(arguments, message):
     assert ran.returncode == 1
     assert ran.stderr.strip().splitlines()[-1].startswith(message)
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.slow
+def test_generation_is_measured_beside_peers_that_make_the_same_tokens():
+    ran = run("--sizes=10m", "--rows=1", "--turns=1", script="generate.py")
+    assert ran.returncode == 0, ran.stderr
+    (row,) = re.findall(r"^lmlib .*$", ran.stdout, re.MULTILINE)
+    prefill, _, decoding, _, share = (float(each.replace(",", "")) for each in row.split()[1:])
+    assert prefill > 0 and decoding > 0 and share > 0
+    here = importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")
+    peer = r"^transformers_compiled " if here else "transformers: not installed"
+    assert re.search(peer, ran.stdout, re.MULTILINE)

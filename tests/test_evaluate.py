@@ -32,7 +32,9 @@ def on(mesh):
         return creator(make, mesh)()
 
 
-@pytest.mark.parametrize("mesh", sentinels([{}, {"data": 2, "fsdp": 2, "tensor": 2}], bool))
+@pytest.mark.parametrize(
+    "mesh", sentinels([{}, {"data": 2, "fsdp": 2, "tensor": 2}], lambda mesh: not mesh)
+)
 def test_the_loss_is_the_mean_over_all_valid_tokens(mesh):
     mesh = make_mesh(**mesh)
     evaluation = Evaluator(mesh, FLOAT32)(on(mesh), source, 3)
