@@ -1,19 +1,13 @@
 """Two processes that save into one directory: what each reads, and what it sees of damage."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from two_processes import run_two
 
 from lmlib.checkpoint import Checkpoints
-
-ROOT = Path(__file__).parents[1]
 
 PROCESS = """
 import sys
@@ -90,33 +84,6 @@ for name, array in restored.items():
         assert np.array_equal(shard.data, full[name][shard.index].astype("float32")), name
 print(json.dumps([in_save, opened]))
 """
-
-
-def run_two(code: str, directory: Path) -> list[str]:
-    """The last line that each of two processes prints."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(directory), str(port), str(index)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    lines = []
-    for child in children:
-        output, errors = child.communicate(timeout=120)
-        assert child.returncode == 0, errors
-        lines.append(output.split("\n")[-2])
-    return lines
 
 
 def test_each_process_digests_what_it_wrote_and_restores_from_one_reading(tmp_path):

@@ -116,6 +116,17 @@ def test_a_model_without_a_cache_gives_the_same():
     assert [rows[0].tokens for rows in found] == [rows[0].tokens for rows in expected]
 
 
+@pytest.mark.slow
+def test_tokens_are_drawn_as_often_as_the_whole_pass_says():
+    draws, tokens_BS = 4096, jnp.array([[7]])
+    context = whole_rows(tokens_BS, FLOAT32)
+    h_BSE = model().features(model().trunk(tokens_BS, context).x_BSE, context)
+    p_V = np.asarray(jax.nn.softmax(logits(model(), h_BSE, FLOAT32)[0, 0]), np.float64)
+    (made,) = generate(model(), [[7]], 1, samples=draws, seed=1, compute=FLOAT32)
+    counts = np.bincount([each.tokens[0] for each in made], minlength=V)
+    assert (np.abs(counts - draws * p_V) <= 5 * np.sqrt(draws * p_V * (1 - p_V)) + 1).all()
+
+
 def test_a_stop_id_ends_a_row_and_no_other():
     free = generator()(PROMPTS, 20, DRAWN)
     end = free[0][0].tokens[7]

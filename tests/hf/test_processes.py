@@ -2,20 +2,16 @@
 
 import itertools
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from folder_contents import files_of
+from two_processes import run_two
 
 from lmlib import hf
 from lmlib.hf.tensor_files import stored_tensors
 
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "hf" / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 
 # Begins as a run does with the folder's weights, then saves them; tells what it read of which file.
 PROCESS = """
@@ -49,40 +45,11 @@ print(json.dumps([(str(name), first, end) for name, first, end in read]))
 """
 
 
-def run_two(*arguments: object) -> list[str]:
-    """The last line that each of two processes prints."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        # The second flag keeps the collectives of a process's devices in one order.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
-        "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0",
-    }
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, *map(str, (*arguments, port, index))],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    lines = []
-    for child in children:
-        output, errors = child.communicate(timeout=400)
-        assert child.returncode == 0, errors
-        lines.append(output.splitlines()[-1])
-    return lines
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "phi3"])
 def test_two_processes_read_each_byte_once_and_write_what_one_writes(tmp_path, name):
     hf.save(hf.load(GOLDEN / name), tmp_path / "one", dtype="float32", file_bytes=9_000)
-    told = run_two(tmp_path / "one", tmp_path / "two")
+    told = run_two(PROCESS, tmp_path / "one", tmp_path / "two")
     reads = [json.loads(line) for line in told]
     assert all(reads)  # both take part
     spans = sorted(tuple(span) for line in reads for span in line)
