@@ -54,8 +54,11 @@ MAY_IMPORT = {
     },
     "lmlib.optim": {"lmlib.parallel"},
     "lmlib.guard": set(),
+    "lmlib.adapters": {"lmlib.models", "lmlib.parallel"},
+    "lmlib.trainable": {"lmlib.models", "lmlib.optim", "lmlib.parallel"},
     "lmlib.train": {
         "lmlib.losses",
+        "lmlib.trainable",
         "lmlib.optim",
         "lmlib.guard",
         "lmlib.models",
@@ -64,6 +67,7 @@ MAY_IMPORT = {
         "lmlib.data",
     },
     "lmlib.experiment": {
+        "lmlib.trainable",
         "lmlib.evaluate",
         "lmlib.train",
         "lmlib.losses",
