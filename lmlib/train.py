@@ -176,9 +176,9 @@ def step(
     Frozen weights have no gradient and no moments, and stay in their buffers.
 
     Metrics, float32 unless said: `loss` (nats per token, without z-loss), `grad_norm` before
-    clipping, `parameter_norm` of what trains, before the update, `update_norm`, 0 if it is not made,
-    `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch, `skipped_updates`
-    in all, `skipped_in_a_row`, and `empty_batches`, in all, which had no target.
+    clipping, `parameter_norm` of what trains, before the update, `update_norm`, 0 if it is not
+    made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch,
+    `skipped_updates` in all, `skipped_in_a_row`, and `empty_batches`, in all, which had no target.
 
     Raises:
       LayoutError: if the mesh that is set cannot split the weights or the batch.
