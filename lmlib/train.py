@@ -3,7 +3,6 @@
 Shapes: B batch, M microbatches, S sequence.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Set
 from typing import Any
@@ -56,7 +55,10 @@ class State(eqx.Module):
     @property
     def changing(self) -> "State":
         """What a step changes: all but the frozen weights. A checkpoint holds this."""
-        return dataclasses.replace(self, frozen=None)
+        return self.with_frozen(None)
+
+    def with_frozen(self, frozen: Any) -> "State":
+        return eqx.tree_at(lambda state: state.frozen, self, frozen, is_leaf=lambda x: x is None)
 
 
 def init(

@@ -70,7 +70,8 @@ def cost_of(cfg: fdl.Config[Experiment]) -> Cost:
     """What the run of `cfg` costs; of its data it needs the sizes alone."""
     cfg = without_data(cfg)
     batch_size, sequence_length = cfg.data.batch_size, cfg.data.sequence_length
-    make_model, groups = fdl.build(cfg.model), fdl.build(cfg.trainable)
+    make_model = fdl.build(cfg.model)
+    groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
     model = jax.eval_shape(lambda: make_model(key=jax.random.key(0)))
     return Cost(
         cfg.steps,
