@@ -77,8 +77,6 @@ def test_another_architecture_is_told_by_names_and_values(settings_alone, overri
     with pytest.raises(ConfigError) as error:
         taken(str(settings_alone), experiment)
     assert f"{settings_alone}: its model is not this experiment's" in str(error.value)
-        error.value
-    )
     assert told in str(error.value)
 
 
