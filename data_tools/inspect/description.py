@@ -71,10 +71,10 @@ def blocks(
     for block_start in range(start, stored.tokens, length):
         coming = stored.read(block_start, min(block_start + length, stored.tokens))
         if pending is not None:
-            yield pending.result()
+            yield pending.result()[:2]
         pending = coming
     if pending is not None:
-        yield pending.result()
+        yield pending.result()[:2]
 
 
 def _is_split(folder: Path) -> bool:
@@ -343,7 +343,7 @@ def samples(
 
 
 def _sample(stored: StoredSplit | SeqaxSplit, start: int, length: int) -> Sample:
-    tokens, begins = stored.read(start, min(start + length, stored.tokens)).result()
+    tokens, begins, _ = stored.read(start, min(start + length, stored.tokens)).result()
     pieces = [piece for piece in np.split(tokens, np.flatnonzero(begins)) if len(piece)]
     return Sample(
         start=start,

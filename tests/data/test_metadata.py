@@ -11,12 +11,17 @@ from lmlib.data.metadata import ARRAYS, tokenizers_differ
 FIRST = ShardMetadata(
     shard=0,
     shards=2,
+    content="text",
     tokens=5,
     documents=2,
     targets=3,
     bytes=30,
     gzip_bytes=20,
     skipped_rows=1,
+    dropped_documents=1,
+    dropped_tokens=50,
+    cut_documents=2,
+    cut_tokens=60,
     vocab_size=300,
     max_token_id=299,
     tokenizer=TokenizerIdentity("bytes", None),
@@ -48,6 +53,8 @@ def test_a_split_sums_its_shards() -> None:
     split = SplitMetadata((FIRST, SECOND))
     assert (split.tokens, split.documents, split.targets, split.bytes) == (12, 3, 9, 40)
     assert (split.gzip_bytes, split.skipped_rows, split.max_token_id) == (40, 2, 299)
+    assert (split.dropped_documents, split.dropped_tokens) == (2, 100)
+    assert (split.cut_documents, split.cut_tokens) == (4, 120)
     assert SplitMetadata((FIRST, replace(SECOND, gzip_bytes=None))).gzip_bytes is None
 
 
@@ -87,7 +94,7 @@ def test_a_renamed_shard_is_refused(tmp_path: Path) -> None:
         read_shard(tmp_path / SECOND.name)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, "3"])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 5, "4"])
 def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
     (first,) = write(tmp_path, FIRST)
     file = first / "metadata.json"
