@@ -52,14 +52,12 @@ class ChatTemplate:
     Source: https://huggingface.co/docs/transformers/chat_templating.
 
     Attributes:
+      sources: the templates by their names.
       special_tokens: the tokens that the templates see, by name, as "eos_token".
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]):
-        """The templates by their names; see `special_tokens`.
-
-        Raises ValueError if none is the default one, or one of them is no template.
-        """
+        """Raises ValueError if none is the default one, or one of them is no template."""
         if DEFAULT not in sources:
             raise ValueError(f"no chat template is named {DEFAULT!r}; there are {sorted(sources)}")
         environment = _Sandbox()
@@ -73,7 +71,7 @@ class ChatTemplate:
             ) from error
         except RecursionError as error:
             raise ValueError("the chat template is nested too deeply") from error
-        self.special_tokens = special_tokens
+        self.sources, self.special_tokens = sources, special_tokens
 
     def render(
         self,
@@ -125,14 +123,17 @@ class ChatTemplate:
         return _without_marks("".join(pieces))
 
 
-def read_chat_template(folder: Path) -> ChatTemplate | None:
+def read_chat_template(folder: Path, template: Path | None = None) -> ChatTemplate | None:
     """The template of a tokenizer's folder: its chat_template.jinja, or the "chat_template" of its
     tokenizer_config.json, one or several with names; `None` if it has none.
+
+    Args:
+      template: a file with another one, instead.
 
     Raises:
       ValueError, OSError: if a file is damaged, or holds no template.
     """
-    alone, file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    alone, file = template or folder / "chat_template.jinja", folder / "tokenizer_config.json"
     config = {}
     try:
         if file.is_file():
@@ -145,7 +146,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
             if name.endswith("_token")
         }
         stored = config.get("chat_template")
-        if alone.is_file():
+        if template is not None or alone.is_file():
             file = alone
             stored = read_text(file, LARGEST_TEMPLATE)
         if stored is None:
