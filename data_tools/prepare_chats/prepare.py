@@ -10,13 +10,12 @@ from data_tools.held_out import Part
 from data_tools.prepare_chats.chats import ChatRecipe
 from data_tools.prepare_chats.conversations import ConversationField
 from data_tools.prepare_chats.lengths import TooLong
-from data_tools.prepare_chats.template import keep_template
 from data_tools.pretokenize.progress import Progress
 from data_tools.pretokenize.writing import FILE_LENGTH, OnBadRow, write_shard
 from data_tools.rows import Block, Row, RowSource
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import SplitMetadata, read_split
-from lmlib.data.chat import ChatTemplate
+from lmlib.data.chat import ChatTemplate, write_chat_template
 from lmlib.data.data_path import data_path
 
 NOW = datetime(2024, 7, 26)  # what Llama 3.1's template takes for today if it is not told
@@ -91,7 +90,7 @@ def prepare_chats(
     )
     out = data_path(out)
     if template is not None:
-        keep_template(template, out)
+        write_chat_template(out, template)
     write_shard(
         source,
         recipe,

@@ -1,15 +1,9 @@
 """The chat template that comes with a tokenizer, or another one."""
 
-import json
 import os
 from pathlib import Path
 
-from lmlib.data.chat import ChatTemplate, read_chat_template
-from lmlib.whole_file import write_whole
-
-CONFIG_FILE = "tokenizer_config.json"
-_FILES = (CONFIG_FILE, "chat_template.jinja")
-BYTES = "bytes"
+from lmlib.data.chat import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate, read_chat_template
 
 
 def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate | None:
@@ -23,28 +17,10 @@ def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate | Non
     return read_chat_template(_folder(tokenizer), instead)
 
 
-def keep_template(template: ChatTemplate, data_set: Path) -> None:
-    """Writes the template beside the data set's tokenizer, as tokenizers keep it.
-
-    Raises FileExistsError if another one is there.
-    """
-    named = [{"name": name, "template": text} for name, text in template.sources.items()]
-    content = {**template.special_tokens, "chat_template": named}
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    file = data_set / CONFIG_FILE
-    if file.exists() and file.read_text(encoding="utf-8") != text:
-        raise FileExistsError(
-            f"{file} holds another chat template: choose another folder, or delete it if it is of "
-            "no use any more"
-        )
-    data_set.mkdir(parents=True, exist_ok=True)
-    write_whole(file, text)
-
-
 def _folder(tokenizer: str) -> Path:
     """Where the files are that belong to the tokenizer, fetched if need be."""
     path = Path(os.path.expanduser(tokenizer))
-    if tokenizer == BYTES or path.is_dir():
+    if tokenizer == "bytes" or path.is_dir():
         return path
     if path.is_file():
         return path.parent
@@ -53,7 +29,7 @@ def _folder(tokenizer: str) -> Path:
     from huggingface_hub.errors import EntryNotFoundError
 
     folder = path
-    for name in _FILES:
+    for name in (CONFIG_FILE, TEMPLATE_FILE):
         try:
             folder = Path(hf_hub_download(tokenizer, name)).parent
         except EntryNotFoundError:

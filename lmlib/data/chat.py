@@ -23,7 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from lmlib.data.stored_json import read_json, read_text
+from lmlib.whole_file import write_whole
 
+CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 LARGEST_TEMPLATE = 1 << 20  # bytes
 LARGEST_TEXT = 16 << 20  # characters
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of templates where there are several
@@ -133,7 +135,7 @@ def read_chat_template(folder: Path, template: Path | None = None) -> ChatTempla
     Raises:
       ValueError, OSError: if a file is damaged, or holds no template.
     """
-    alone, file = template or folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    alone, file = template or folder / TEMPLATE_FILE, folder / CONFIG_FILE
     config = {}
     try:
         if file.is_file():
@@ -157,6 +159,24 @@ def read_chat_template(folder: Path, template: Path | None = None) -> ChatTempla
         )
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def write_chat_template(folder: Path, template: ChatTemplate) -> None:
+    """Writes the template into `folder`, for `read_chat_template`; OSError if that fails.
+
+    Raises FileExistsError if another one is there.
+    """
+    named = [{"name": name, "template": text} for name, text in template.sources.items()]
+    content = {**template.special_tokens, "chat_template": named}
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    file = folder / CONFIG_FILE
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        raise FileExistsError(
+            f"{file} holds another chat template: choose another folder, or delete it if it is of "
+            "no use any more"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(file, text)
 
 
 def check_messages(messages: Any) -> None:

@@ -7,6 +7,7 @@ Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row.
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from lmlib.data.stored_split import StoredSplit
 from lmlib.data.text import BYTE_TOKENIZER, TextCodec, codec_of_bytes, codec_of_file
 from lmlib.data.token_arrays import DamagedDataError
 from lmlib.data.whole_documents import WholeDocuments, arranged
+
+if TYPE_CHECKING:
+    from lmlib.data.chat import ChatTemplate
 
 _DOCUMENTS_AT_ONCE = 256  # that are read and held
 
@@ -198,6 +202,15 @@ class FlatTokens:
         if self.tokenizer_path is not None:
             return codec_of_file(self.tokenizer_path, bos_id)
         return codec_of_bytes(bos_id) if self.tokenizer == BYTE_TOKENIZER else None
+
+    def chat_template(self) -> "ChatTemplate | None":
+        """What made texts of conversations; None if nothing did, and for text.
+
+        Raises ValueError or OSError if it is damaged.
+        """
+        from lmlib.data.chat import read_chat_template  # Jinja takes time to import
+
+        return None if self.content == "text" else read_chat_template(self._path)
 
     def each_document(self) -> Iterator[np.ndarray]:
         """The ids of each document in the order they are stored in, framing included.
