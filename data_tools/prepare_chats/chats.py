@@ -24,19 +24,20 @@ class ChatRecipe:
     """Documents are conversations, or two by two the answers of a pair; see `Recipe`.
 
     Attributes:
-      templates, special_tokens: see `ChatTemplate`; None for no template, see `Plain`.
+      encoder: of plain text, see `Plain`; None: conversations go through a template.
+      templates, special_tokens: see `ChatTemplate`.
       now: what a template takes for the time.
       max_length: tokens of the longest conversation, or of both of a pair; None: any.
     """
 
-    encoder: Encoder  # of plain text
+    encoder: Encoder | None
     tokenizer_json: str | None
     bos_id: int | None
     eos_id: int | None
     vocab_size: int
     field: Field
     part: Part | None  # whose documents are kept; None: all
-    templates: Mapping[str, str] | None
+    templates: Mapping[str, str]
     special_tokens: Mapping[str, str]
     now: datetime
     max_length: int | None
@@ -53,7 +54,7 @@ class ChatEncoder:
     def __init__(self, recipe: ChatRecipe) -> None:
         self._recipe = recipe
         self._documents: Documents[Any]
-        if recipe.templates is None:
+        if recipe.encoder is not None:
             self._documents = Plain(recipe.encoder, recipe.bos_id, recipe.eos_id)
         else:
             template = ChatTemplate(recipe.templates, recipe.special_tokens)

@@ -75,14 +75,14 @@ def prepare_chats(
         described |= {"validation_fraction": part.fraction, "held_out": part.held_out}
     framing = (tokenizer.bos_id, tokenizer.eos_id) if template is None else (None, None)
     recipe = ChatRecipe(
-        encoder=tokenizer.encoder,
+        encoder=tokenizer.encoder if template is None else None,
         tokenizer_json=tokenizer.tokenizer_json,
         bos_id=framing[0],
         eos_id=framing[1],
         vocab_size=tokenizer.vocab_size,
         field=field,
         part=part,
-        templates=None if template is None else template.sources,
+        templates={} if template is None else template.sources,
         special_tokens={} if template is None else template.special_tokens,
         now=now,
         max_length=max_length,

@@ -26,14 +26,16 @@ def _folder(tokenizer: str) -> Path:
         return path.parent
 
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     folder = path
     for name in (CONFIG_FILE, TEMPLATE_FILE):
         try:
             folder = Path(hf_hub_download(tokenizer, name)).parent
-        except EntryNotFoundError:
-            continue
+        except EntryNotFoundError as error:
+            # Without a network, none of the second can be told from one that was never fetched.
+            if name == CONFIG_FILE and isinstance(error, LocalEntryNotFoundError):
+                raise ValueError(f"{name} of {tokenizer!r} is not here, nor a network") from error
         except Exception as error:  # of the network, of the file system
             raise ValueError(
                 f"{name} of {tokenizer!r} cannot be fetched from the Hugging Face Hub: {error}"
