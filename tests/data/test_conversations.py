@@ -1,13 +1,16 @@
 """Documents with a loss mask: stored, put whole into rows, and pairs of them."""
 
 import filecmp
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
 from folder_contents import files_of
+from forged_digests import sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -190,6 +193,21 @@ def test_what_content_does_not_allow_is_refused(
     loss_mask = None if mask is None else np.array(mask)
     with pytest.raises(ValueError, match=message):
         begun(tmp_path, content).extend(np.arange(4), np.array(lengths), 0, loss_mask=loss_mask)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [(1, 1, "has targets .*, but the arrays have"), (2, 7, "holds 7, which is neither 0 nor 1")],
+)
+def test_verify_compares_the_mask_with_the_metadata(
+    tmp_path: Path, place: int, value: int, message: str
+) -> None:
+    folder = write(tmp_path, lengths=[6, 6])
+    shard = folder / "shard_00000_of_00001"
+    mask = zarr.open_array(shard / "loss_mask")
+    mask[place] = value
+    sign(shard)
+    assert re.search(message, " ".join(damage.reason for damage in verify_split(folder)))
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "delete"])

@@ -6,7 +6,7 @@ import pytest
 from forged_digests import sign
 
 from lmlib.data import ShardMetadata, SplitMetadata, TokenizerIdentity, read_shard, read_split
-from lmlib.data.metadata import ARRAYS, tokenizers_differ
+from lmlib.data.metadata import ARRAYS, arrays_of, tokenizers_differ
 
 FIRST = ShardMetadata(
     shard=0,
@@ -125,6 +125,34 @@ def test_missing_and_unknown_entries_are_damage(tmp_path: Path) -> None:
         sign(first)
         with pytest.raises(ValueError, match=r"damaged .*TypeError"):
             read_shard(first)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("content", "poems", "content.*poems"),
+        ("content", "conversations", "its digests are"),
+        ("dropped_tokens", -1, "its dropped_tokens is -1"),
+        ("cut_documents", None, "cut_documents.*None"),
+    ],
+)
+def test_entries_that_make_no_sense_are_damage(
+    tmp_path: Path, entry: str, value: object, message: str
+) -> None:
+    (first,) = write(tmp_path, FIRST)
+    file = first / "metadata.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {entry: value}))
+    sign(first)
+    with pytest.raises(ValueError, match=f"is damaged .*{message}"):
+        read_shard(first)
+
+
+def test_pairs_are_two_by_two(tmp_path: Path) -> None:
+    digests = {name: "70" * 16 for name in arrays_of("pairs")}
+    odd = replace(FIRST, shards=1, documents=3, content="pairs", digests=digests)
+    (only,) = write(tmp_path, odd)
+    with pytest.raises(ValueError, match="its 3 documents are no pairs"):
+        read_shard(only)
 
 
 def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
