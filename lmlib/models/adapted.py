@@ -4,6 +4,7 @@ Shapes: R rank.
 """
 
 import dataclasses
+import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ class Adapted(eqx.Module):
 
     Attributes:
       base: an array, or a `lmlib.models.int8.Int8`.
-      scale: alpha / rank, or alpha / √rank.
+      alpha, rank_stabilized: scale is alpha / rank, or alpha / √rank if it is stabilized.
       dropout: rate at which elements of what `down` multiplies are dropped in training.
       key: of that, in a layer of a step that trains; `None` otherwise.
       declaration: of `base`.
@@ -41,7 +42,8 @@ class Adapted(eqx.Module):
     base: Any = eqx.field(metadata={METADATA: lambda self: self.declaration})
     down: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.low_rank(True)})
     up: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.low_rank(False)})
-    scale: float = eqx.field(static=True)
+    alpha: float = eqx.field(static=True)
+    rank_stabilized: bool = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
     declaration: Declaration = eqx.field(static=True)
     axis_names: dict[str, str] = eqx.field(static=True)
@@ -60,9 +62,17 @@ class Adapted(eqx.Module):
         return len(self.base.shape)
 
     @property
+    def rank(self) -> int:
+        return self.down.shape[-1]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    @property
     def summed(self) -> tuple[str, ...]:
         """The axes of `base` that products sum over."""
-        return _summed(self.declaration, self.axis_names["base"].split())
+        return summed_axes(self.declaration, self.axis_names["base"].split())
 
     def merged(self) -> Float[Array, "..."]:
         """base + scale · down · up, in float32 at least, which lies as `base` does."""
@@ -90,7 +100,13 @@ class Adapted(eqx.Module):
 
 
 def adapted(
-    weight: Weight, base: Array, rank: int, scale: float, dropout: float, key: PRNGKeyArray
+    weight: Weight,
+    base: Array,
+    rank: int,
+    alpha: float,
+    rank_stabilized: bool,
+    dropout: float,
+    key: PRNGKeyArray,
 ) -> Adapted:
     """`base`, which `weight` describes, with new matrices beside it.
 
@@ -99,7 +115,7 @@ def adapted(
     """
     stacked = weight.axes.count(None)
     axes = tuple(axis for axis in weight.axes if axis is not None)
-    summed = _summed(weight.declaration, axes)
+    summed = summed_axes(weight.declaration, axes)
     kept = axes[len(summed) :]
     if axes[: len(summed)] != summed or not kept:
         raise LayoutError(
@@ -115,7 +131,9 @@ def adapted(
         "down": " ".join((*summed, _SPLIT if split else _WHOLE)),
         "up": " ".join((_WHOLE, *kept)),
     }
-    empty = Adapted(base, base, base, scale, dropout, weight.declaration, names)
+    empty = Adapted(
+        base, base, base, alpha, rank_stabilized, dropout, weight.declaration, names
+    )  # fmt: skip
 
     def made(field: str, axes: tuple[str, ...]) -> Array:
         first = empty.low_rank(field == "down").first
@@ -132,8 +150,8 @@ def can_be_adapted(weight: Weight) -> bool:
     return weight.declaration.multiplied or "vocab" in weight.axes
 
 
-def _summed(declaration: Declaration, axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes over which products sum; of a table that is looked up, the first one."""
+def summed_axes(declaration: Declaration, axes: Sequence[str]) -> tuple[str, ...]:
+    """Of a weight's axes, those that products sum over; of a table that is looked up, the first."""
     assert isinstance(declaration.first, Random)
     return declaration.first.summed or (axes[0],)
 
