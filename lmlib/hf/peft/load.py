@@ -18,6 +18,7 @@ from lmlib.hf.peft.config import PeftConfig, means, read_config
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of
 from lmlib.hf.tensor_files import FolderError, Stored, read_header
 from lmlib.models.adapted import adapted, has_adapters
+from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.layout import stored
 from lmlib.parallel.selection import weights_of
@@ -114,7 +115,7 @@ class Adapters:
         return map_weights(fill, self.beside(base))
 
 
-def load_adapters(folder: str | Path, model: M, *, model_type: str | None = None) -> M:
+def load_adapters(folder: str | Path, model: Decoder, *, model_type: str | None = None) -> Decoder:
     """`model` with the adapters of a folder that PEFT's `save_pretrained` wrote, in float32. They
     lie on the mesh that `model` lies on.
 
