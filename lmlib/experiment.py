@@ -26,10 +26,9 @@ from lmlib.parallel.check import check_batch, check_model
 from lmlib.train import State
 from lmlib.trainable import (
     Groups,
+    Recipe,
     decays_by,
     flops_per_token,
-    grouped,
-    resting,
     with_groups,
 )
 
@@ -135,24 +134,15 @@ class Experiment:
     prompts: tuple[str, ...] = ()
     sample_every: int | None = None
 
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        """How the model's weights are made and kept."""
+        dtype = self.frozen_dtype or self.compute.dtype
+        return Recipe(self.model, self.seed, self.trainable, dtype)
+
     @property
     def make_model(self) -> Callable[[], Any]:
-        """Makes the model with new weights, each in the dtype that it is kept in."""
-        make = functools.partial(self.model, key=jax.random.key(self.seed))
-        trained, dtype = self.trained, self.frozen_dtype or self.compute.dtype
-        return make if trained is None else lambda: resting(make(), trained, dtype)
-
-    @functools.cached_property
-    def trained(self) -> frozenset[str] | None:
-        """The paths of the weights that train; `None`: all do."""
-        if self.trainable is None:
-            return None
-        return frozenset(grouped(self._new_model, self.trainable))
-
-    @functools.cached_property
-    def _new_model(self) -> Any:
-        """Shapes of the model as `model` makes it."""
-        return jax.eval_shape(functools.partial(self.model, key=jax.random.key(self.seed)))
+        return self.recipe.make
 
     @functools.cached_property
     def made_optimizer(self) -> Optimizer:
@@ -160,9 +150,9 @@ class Experiment:
         if self.trainable is None:
             return made
         if any(group.decays is not None for group in self.trainable.values()):
-            decays = decays_by(self.trainable, self._new_model, made.decays)
+            decays = decays_by(self.trainable, self.recipe.shapes, made.decays)
             made = self.optimizer(self.steps, decays=decays)  # type: ignore[call-arg]
-        return with_groups(made, self._new_model, self.trainable)
+        return with_groups(made, self.recipe.shapes, self.trainable)
 
     @property
     def validation_sets(self) -> dict[str, Source]:
@@ -201,7 +191,7 @@ class Experiment:
     def flops_per_token(self, causal: bool) -> float:
         """Of a step on sequences of `data`; see `lmlib.trainable.flops_per_token`."""
         length = self.data.sequence_length
-        return flops_per_token(self._new_model, self.trainable, length, causal)
+        return flops_per_token(self.recipe.shapes, self.trainable, length, causal)
 
     def abstract_model(self) -> Any:
         """The model with `ShapeDtypeStruct`s for weights."""
@@ -210,7 +200,7 @@ class Experiment:
     def abstract_state(self) -> State:
         """Shapes, dtypes and `NamedSharding`s of the state."""
         return train.abstract_state(
-            self.make_model, self.made_optimizer, self.mesh, self.guard, self.trained
+            self.make_model, self.made_optimizer, self.mesh, self.guard, self.recipe.trained
         )
 
     def abstract_batch(self) -> Batch:
@@ -221,13 +211,18 @@ class Experiment:
     def init(self) -> State:
         """The state before the first step, with new weights."""
         return train.init(
-            self.make_model, self.made_optimizer, self.mesh, self.guard, self.seed, self.trained
+            self.make_model,
+            self.made_optimizer,
+            self.mesh,
+            self.guard,
+            self.seed,
+            self.recipe.trained,
         )
 
     def begin(self, model: Any) -> State:
         """The state before the first step, with the weights of `model`, whose buffers it takes."""
         return train.begin(
-            model, self.made_optimizer, self.mesh, self.guard, self.seed, self.trained
+            model, self.made_optimizer, self.mesh, self.guard, self.seed, self.recipe.trained
         )
 
     def trace_step(self) -> jax.stages.Traced:
@@ -300,7 +295,7 @@ class Experiment:
             raise ValueError(
                 f"frozen_dtype is {self.frozen_dtype!r}, but nothing is frozen: set trainable"
             )
-        if self.trainable is None and has_adapters(self._new_model):
+        if self.trainable is None and has_adapters(self.recipe.shapes):
             raise ValueError(
                 "the model has adapters, whose bases do not train, but trainable is None: "
                 "lmlib.trainable.adapters() trains the adapters alone"

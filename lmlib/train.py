@@ -3,7 +3,6 @@
 Shapes: B batch, M microbatches, S sequence.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Set
 from typing import Any
@@ -56,7 +55,10 @@ class State(eqx.Module):
     @property
     def changing(self) -> "State":
         """What a step changes: all but the frozen weights. A checkpoint holds this."""
-        return dataclasses.replace(self, frozen=None)
+        return self.with_frozen(None)
+
+    def with_frozen(self, frozen: Any) -> "State":
+        return eqx.tree_at(lambda state: state.frozen, self, frozen, is_leaf=lambda x: x is None)
 
 
 def init(
@@ -176,9 +178,9 @@ def step(
     Frozen weights have no gradient and no moments, and stay in their buffers.
 
     Metrics, float32 unless said: `loss` (nats per token, without z-loss), `grad_norm` before
-    clipping, `parameter_norm` of what trains, before the update, `update_norm`, 0 if it is not made,
-    `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch, `skipped_updates`
-    in all, `skipped_in_a_row`, and `empty_batches`, in all, which had no target.
+    clipping, `parameter_norm` of what trains, before the update, `update_norm`, 0 if it is not
+    made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch,
+    `skipped_updates` in all, `skipped_in_a_row`, and `empty_batches`, in all, which had no target.
 
     Raises:
       LayoutError: if the mesh that is set cannot split the weights or the batch.

@@ -71,10 +71,8 @@ def cost_of(cfg: fdl.Config[Experiment]) -> Cost:
     cfg = without_data(cfg)
     batch_size, sequence_length = cfg.data.batch_size, cfg.data.sequence_length
     make_model = fdl.build(cfg.model)
-    model, groups = (
-        jax.eval_shape(lambda: make_model(key=jax.random.key(0))),
-        fdl.build(cfg.trainable),
-    )
+    groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
+    model = jax.eval_shape(lambda: make_model(key=jax.random.key(0)))
     return Cost(
         cfg.steps,
         batch_size * sequence_length,

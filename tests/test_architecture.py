@@ -54,6 +54,7 @@ MAY_IMPORT = {
     },
     "lmlib.optim": {"lmlib.parallel"},
     "lmlib.guard": set(),
+    "lmlib.fingerprint": set(),
     "lmlib.adapters": {"lmlib.models", "lmlib.parallel"},
     "lmlib.trainable": {"lmlib.models", "lmlib.optim", "lmlib.parallel"},
     "lmlib.train": {

@@ -14,7 +14,7 @@ class SelectionError(ValueError):
     """A pattern or an axis that no weight has, or a weight that is meant twice."""
 
 
-def weights_of(model: Any) -> dict[str, Weight]:
+def named_weights(model: Any) -> dict[str, Weight]:
     """The weights of a model, whose arrays may be shapes, by their paths and in order."""
     found: dict[str, Weight] = {}
     map_weights(lambda weight, _: found.update({weight.path: weight}), model)
@@ -49,9 +49,7 @@ def selected(
 
 def _listed(name: str, values: Sequence[str]) -> Sequence[str]:
     if isinstance(values, str):
-        raise SelectionError(
-            f"{name} must be a tuple of texts, got {values!r}: write ({values!r},)"
-        )
+        raise SelectionError(f"{name} must be a tuple of texts: write ({values!r},)")
     return values
 
 

@@ -59,6 +59,7 @@ from runner.training.samples import Samples
 from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
+from runner.training.weights import frozen_note
 from runner.watch.goodput import GoodputLog
 from runner.watch.phases import Phase, Phases
 from runner.watch.profiling import Profiler, dump_program
@@ -228,6 +229,7 @@ class _Run:
                 progress,
                 self.phases,
                 origin,
+                frozen_note(beginning.state.frozen, experiment.recipe),
                 beginning.before_skipped,
             )
             loop = Loop(
