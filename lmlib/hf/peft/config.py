@@ -91,6 +91,11 @@ class PeftConfig:
         }
 
 
+def holds_adapters(folder: Path) -> bool:
+    """Whether `folder` is one of PEFT's."""
+    return (folder / FILE).is_file()
+
+
 def means(name: str, module: str) -> bool:
     """Whether `name` stands for `module`."""
     return f".{module}".endswith(f".{name}")

@@ -21,7 +21,7 @@ from lmlib.models.adapted import adapted, has_adapters
 from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.layout import stored
-from lmlib.parallel.selection import weights_of
+from lmlib.parallel.selection import named_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +65,17 @@ class Adapters:
         return {
             "rank": rank,
             "alpha": alpha,
-            "paths": _patterns(self.sizes, weights_of(base)),
+            "paths": _patterns(self.sizes, named_weights(base)),
             "rank_stabilized": self.config.rank_stabilized,
             "dropout": self.config.dropout,
         }
 
-    def values(self, base: Any) -> dict[str, np.ndarray]:
-        """float32 values of what is beside the weights of `base`, by the paths in the adapted
-        model; and of bases that the folder holds too, as PEFT writes those of the vocabulary."""
-        shapes = dict[str, tuple[int, ...]]()
-        map_weights(lambda w, array: shapes.update({w.path: array.shape}), self.beside(base))
-        found = dict[str, np.ndarray]()
+    def values(self, model: Any) -> dict[str, np.ndarray]:
+        """float32 values of what the folder holds, by the paths in `model`, which has such
+        adapters and whose arrays may be shapes. PEFT keeps besides the bases of adapters that are
+        of the vocabulary."""
+        shapes, found = dict[str, tuple[int, ...]](), dict[str, np.ndarray]()
+        map_weights(lambda w, array: shapes.update({w.path: array.shape}), model)
 
         def put(path: str, repetition: int | None, share: Share, tensor: np.ndarray) -> None:
             if path not in found:
@@ -99,20 +99,34 @@ class Adapters:
 
     def onto(self, base: M) -> M:
         """`base` with the adapters, which lie as they are stored on its mesh."""
-        values, arrays = self.values(base), dict[str, jax.Array]()
+        arrays: dict[str, jax.Array] = {}
         map_weights(lambda weight, array: arrays.update({weight.path: array}), base)
         layout = next(iter(arrays.values())).sharding
 
-        def fill(weight: Weight, shape: Any) -> jax.Array:
-            if weight.path not in values:
-                return arrays[weight.path.removesuffix(".base")]
-            value = values[weight.path]
-            if not isinstance(layout, NamedSharding):
-                return jax.device_put(value, layout)
-            own = NamedSharding(layout.mesh, stored(weight, value.shape, layout.mesh))
-            return jax.make_array_from_callback(value.shape, own, lambda index: value[index])
+        def placed(weight: Weight, shape: Any) -> Any:
+            if (before := arrays.get(weight.path.removesuffix(".base"))) is not None:
+                return before
+            own = layout
+            if isinstance(layout, NamedSharding):
+                own = NamedSharding(layout.mesh, stored(weight, shape.shape, layout.mesh))
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=own)
 
-        return map_weights(fill, self.beside(base))
+        return self.into(map_weights(placed, self.beside(base)))
+
+    def into(self, model: M) -> M:
+        """`model`, which has such adapters, with the values of these; each lies, and has the dtype,
+        as its place in `model` says."""
+        values = self.values(model)
+
+        def fill(weight: Weight, place: Any) -> jax.Array:
+            if weight.path not in values:
+                return place
+            value = values[weight.path].astype(place.dtype)
+            return jax.make_array_from_callback(
+                value.shape, place.sharding, lambda index: value[index]
+            )
+
+        return map_weights(fill, model)
 
 
 def load_adapters(folder: str | Path, model: Decoder, *, model_type: str | None = None) -> Decoder:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lmlib.hf.names import Names, Piece, Share, placed
 from lmlib.models.adapted import can_be_adapted, summed_axes
 from lmlib.parallel.axes import Weight
-from lmlib.parallel.selection import weights_of
+from lmlib.parallel.selection import named_weights
 
 TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -78,7 +78,7 @@ class Module(NamedTuple):
 def modules_of(base: Any, names: Names) -> dict[str, Module]:
     """The modules of a model without adapters, whose arrays may be shapes, by their names. A tied
     table is not among them: PEFT would adapt it where it embeds alone."""
-    weights, found = weights_of(base), dict[str, Module]()
+    weights, found = named_weights(base), dict[str, Module]()
     tied = base.unembedding is None
     for tensor in placed(base, names):
         own = [weights[piece.path] for piece in tensor.pieces]
