@@ -19,7 +19,7 @@ from lmlib.models.weights import Random, fold, zeros
 from lmlib.parallel.axes import METADATA, Declaration, LayoutError, M, Weight
 from lmlib.parallel.layout import COMPUTE
 
-_WHOLE, _SPLIT = "rank", "rank_parallel"
+DOWN_RANK, UP_RANK = "down_rank", "up_rank"  # the rank's axis in each of the two
 
 
 class Adapted(eqx.Module):
@@ -94,7 +94,10 @@ class Adapted(eqx.Module):
     def low_rank(self, down: bool) -> Declaration:
         """Of `down` or `up`. The first values are those of PEFT: `down` has variance 1 / (3 ·
         fan_in), `up` is zero, so that an adapted model starts as its base."""
-        rules = {**self.declaration.rules, _WHOLE: None, _SPLIT: "tensor"}
+        tables = {**COMPUTE, **self.declaration.rules}
+        split = not any(tables[axis] == "tensor" for axis in self.summed)
+        rank = {DOWN_RANK: "tensor" if split else None, UP_RANK: None}
+        rules = {**self.declaration.rules, **rank}
         first = Random(3**-0.5, self.summed) if down else zeros
         return Declaration(first, multiplied=True, decays=True, rules=rules)
 
@@ -122,14 +125,12 @@ def adapted(
             f"{weight.path} ({' '.join(axes)}) cannot be adapted: products sum over "
             f"{' '.join(summed)}, which are not its first axes"
         )
-    rules = {**COMPUTE, **weight.declaration.rules}
-    split = not any(rules[axis] == "tensor" for axis in summed)
     sizes = dict(zip(axes, base.shape[stacked:], strict=True))
     lead = tuple(base.shape[:stacked])
     names = {
         "base": " ".join(axes),
-        "down": " ".join((*summed, _SPLIT if split else _WHOLE)),
-        "up": " ".join((_WHOLE, *kept)),
+        "down": " ".join((*summed, DOWN_RANK)),
+        "up": " ".join((UP_RANK, *kept)),
     }
     empty = Adapted(
         base, base, base, alpha, rank_stabilized, dropout, weight.declaration, names
@@ -137,12 +138,12 @@ def adapted(
 
     def made(field: str, axes: tuple[str, ...]) -> Array:
         first = empty.low_rank(field == "down").first
-        every = sizes | {_WHOLE: rank, _SPLIT: rank}
+        every = sizes | {DOWN_RANK: rank, UP_RANK: rank}
         shape = (*lead, *(every[axis] for axis in axes))
         return first.make(fold(fold(key, weight.path), field), shape, every)
 
     down = made("down", tuple(names["down"].split()))
-    return dataclasses.replace(empty, down=down, up=made("up", (_WHOLE, *kept)))
+    return dataclasses.replace(empty, down=down, up=made("up", (UP_RANK, *kept)))
 
 
 def can_be_adapted(weight: Weight) -> bool:
