@@ -61,12 +61,14 @@ def tensors(file):
     return {name: each.read(0, each.size) for name, each in read_header(file).items()}
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_adapters_and_what_looks_at_models_takes_them(folder):
-    recipe = fdl.build(experiment()).recipe
-    mesh = make_mesh(devices=jax.devices()[:1])
-    begun, name = weights_of(str(folder), recipe, mesh, None)
+    run = fdl.build(experiment())
+    begun, name = weights_of(str(folder), run.recipe, run.mesh, None)
     assert name == str(folder)
-    loaded = load(str(folder), mesh=mesh)
+    at = jax.tree.map(lambda array: array.sharding, run.abstract_state().whole_model)
+    assert at == jax.tree.map(lambda array: array.sharding, begun)
+    loaded = load(str(folder), mesh=make_mesh(devices=jax.devices()[:1]))
     assert_same(begun, loaded.model)
     assert_same(begun, hf.load_adapters(folder, hf.load(BASE)))
     assert (loaded.name, loaded.longest) == (str(folder), 512)
