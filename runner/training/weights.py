@@ -19,7 +19,7 @@ from lmlib.fingerprint import fingerprint
 from lmlib.hf.families import described
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.load import load_weights
-from lmlib.hf.peft import adapters_in, holds_adapters, read_config
+from lmlib.hf.peft import Adapters, adapters_in, holds_adapters, read_config
 from lmlib.hf.tensor_files import read_json
 from lmlib.local_folder import local_folder
 from lmlib.models.adapted import Adapted, map_adapted, without_adapters
@@ -275,20 +275,22 @@ def of_folder(
     """As `weights_of`, of a folder of Hugging Face's or of PEFT's."""
     with agreed(), user_errors():
         base = base_of(found)
-        if base is not found:
-            names = described(base.folder).family.names
-            adapters = adapters_in(found.folder, recipe.given, names)
-            one, other = (_sizes(each) for each in (adapters.beside(recipe.given), recipe.shapes))
-            if one != other:
-                path = next(path for path in one | other if one.get(path) != other.get(path))
-                raise ConfigError(
-                    f"its adapters are not this experiment's ({path}: {one.get(path, 'none')}, "
-                    f"here {other.get(path, 'none')})"
-                )
-    if base is found:
-        return _of_whole_folder(found, recipe, mesh, data, allowed_changes, show)
+        adapters = None if base is found else _adapters_of(found, base, recipe)
     model = _of_whole_folder(base, recipe, mesh, data, allowed_changes, show)
-    return adapters.into(model)
+    return model if adapters is None else adapters.into(model)
+
+
+def _adapters_of(found: HuggingFace, base: HuggingFace, recipe: Recipe) -> Adapters:
+    """Raises ConfigError if they are not those that `recipe` makes."""
+    adapters = adapters_in(found.folder, recipe.given, described(base.folder).family.names)
+    one, other = _sizes(adapters.beside(recipe.given)), _sizes(recipe.shapes)
+    if one != other:
+        path = next(path for path in one | other if one.get(path) != other.get(path))
+        raise ConfigError(
+            f"its adapters are not this experiment's ({path}: {one.get(path, 'none')}, here "
+            f"{other.get(path, 'none')})"
+        )
+    return adapters
 
 
 def _sizes(model: Any) -> dict[str, str]:

@@ -1,7 +1,10 @@
 """Folders of PEFT's: runs begin with them, are made of them and written as such."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import fiddle as fdl
@@ -178,3 +181,29 @@ def test_a_run_that_trained_adapters_is_written_merged(tmp_path, dtype):
         ).max()
         > 0
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["--from={peft}", "--to={here}/run", f"--base={BASE}"], 0, "holds the adapters of"),
+        (["--from={peft}", "--to={here}/run", "--adapters"], 2, "is for the way out"),
+        ([f"--from={BASE}", "--to={here}/run", f"--base={BASE}"], 2, "is a whole model"),
+        (["--from={made}", "--to={here}/out", "--adapters"], 0, "holds the adapters of step 0"),
+        (["--from={made}", "--to={here}/out", "--adapters", "--tokenizer=x"], 2, "whole models"),
+        (["--from={made}", "--to={here}/out", f"--base={BASE}"], 2, "merged weights need none"),
+    ],
+)
+def test_the_command(folder, tmp_path, arguments, status, told):
+    if "--from={made}" in arguments:
+        convert.bring_in(located(str(folder)), tmp_path / "made")
+    places = {"peft": folder, "here": tmp_path, "made": tmp_path / "made"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "runner.convert", *(each.format(**places) for each in arguments)],
+        env=os.environ | {"PYTHONPATH": str(HF.parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == status, ended.stderr
+    assert told in ended.stdout + ended.stderr
