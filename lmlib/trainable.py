@@ -162,9 +162,14 @@ class Recipe:
         return jax.eval_shape(lambda: self.model(key=jax.random.key(self.seed)))
 
     @functools.cached_property
-    def trained(self) -> frozenset[str] | None:
+    def group_of(self) -> dict[str, str] | None:
+        """The group of each weight that trains, by its path; `None`: all do."""
+        return None if self.groups is None else grouped(self.shapes, self.groups)
+
+    @property
+    def trained(self) -> Set[str] | None:
         """The paths of the weights that train; `None`: all do."""
-        return None if self.groups is None else frozenset(grouped(self.shapes, self.groups))
+        return None if self.group_of is None else self.group_of.keys()
 
     @property
     def given(self) -> Any:

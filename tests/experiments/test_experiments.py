@@ -17,7 +17,8 @@ from runner.config.text import flattened
 from runner.plan import cost_of
 
 LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b")
-NAMES = (*LLAMAS, *PUBLISHED, "quickstart", "smollm2_sft")
+ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora")
+NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, "quickstart", "smollm2_sft")
 FROM_HF = "from_hf"  # takes its model from a folder: tests/experiments/test_from_hf.py
 GOLDEN = Path(__file__).parent / "golden"
 
