@@ -76,6 +76,15 @@ def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(folder, tmp_
         assert 0 < np.max(np.abs(gained)) < 0.1
 
 
+@pytest.mark.parametrize("rate", [1.0, 16.0])
+def test_adapters_train_and_matrices_of_their_names_do_not(folder, rate):
+    """An MLP has matrices called down and up."""
+    cfg = adapted(folder, trainable=fdl.Config(adapters, learning_rate_of_up=rate))
+    cfg.model.paths = ("stack.*.attention.query",)
+    trained = fdl.build(cfg).recipe.trained
+    assert trained == {f"stack.0.0.attention.query.{each}" for each in ("down", "up")}
+
+
 def test_another_base_is_refused(folder, tmp_path):
     cfg = adapted(folder)
     with pytest.raises(StoppedEarly):
