@@ -18,7 +18,7 @@ from lmlib.data.mixture import Mixture
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.guard import Guard
-from lmlib.losses import Objective
+from lmlib.losses import NextToken, Objective
 from lmlib.models.protocol import check_protocol
 from lmlib.optim import Optimizer
 from lmlib.parallel.check import check_batch, check_model
@@ -61,7 +61,7 @@ class Experiment:
       mesh: the devices.
       steps: updates to make.
       compute: how the model is computed.
-      objective: what is minimised besides the cross-entropy.
+      objective: what is minimised.
       microbatches: parts of a batch whose gradients are added before one update.
       guard: which updates are skipped.
       stop_after_skipped: a run stops when so many updates in a row were skipped.
@@ -97,7 +97,7 @@ class Experiment:
     mesh: Mesh
     steps: int
     compute: Compute = Compute()
-    objective: Objective = Objective()
+    objective: Objective = NextToken()
     microbatches: int = 1
     guard: Guard = Guard()
     stop_after_skipped: int = 10

@@ -3,6 +3,7 @@
 Shapes: B batch, M microbatches, S sequence.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32, Key, PRNGKeyArray
+from jaxtyping import Array, Int32, Key
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.guard import Guard, GuardState, choose
-from lmlib.losses import CROSS_ENTROPY, Objective, batch_loss
+from lmlib.losses import NextToken, Objective
 from lmlib.models.weights import fold
 from lmlib.optim import Optimizer
 from lmlib.parallel.axes import map_weights
@@ -26,13 +27,15 @@ from lmlib.parallel.layout import creator, partition, shardings, spec, stored
 
 Metrics = dict[str, Array]
 FINITE = Guard()  # skips what is not finite, and nothing else
+NEXT_TOKEN = NextToken()
 
 
 class State(eqx.Module):
     """All that training needs from one step to the next.
 
     `step` counts the batches seen so far. `key` stays the same: what is random in a step is drawn
-    from it, the step and the microbatch, never from what happened before.
+    from it, the step and the microbatch, never from what happened before. `companion` is the frozen
+    model that the objective needs, if it needs one, in the compute dtype; it stays as it is.
     """
 
     step: Int32[Array, ""]
@@ -40,6 +43,7 @@ class State(eqx.Module):
     optimizer: optax.OptState
     guard: GuardState
     key: Key[Array, ""]
+    companion: Any = None
 
 
 def init(
@@ -78,6 +82,11 @@ def fresh_state(model: Any, optimizer: Optimizer, guard: Guard = FINITE, seed: i
         # Folded, since a model is commonly made from the seed's own key.
         key=fold(jax.random.key(seed), "steps"),
     )
+
+
+def with_companion(state: State, companion: Any) -> State:
+    """`state` with the frozen model that the objective needs."""
+    return dataclasses.replace(state, companion=companion)
 
 
 def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
@@ -120,22 +129,23 @@ def step(
     batch: Batch,
     optimizer: Optimizer,
     compute: Compute,
-    objective: Objective = CROSS_ENTROPY,
+    objective: Objective = NEXT_TOKEN,
     guard: Guard = FINITE,
     microbatches: int = 1,
 ) -> tuple[State, Metrics]:
     """One update from one global batch.
 
-    The loss is the sum over valid target tokens divided by their count in the whole batch, so
-    neither microbatches nor devices nor uneven masks change it. An update that `guard` finds
-    unsound, and that of a batch without a target, is not made: weights, moments and the learning
-    rate's schedule stay where they are.
+    The loss is the sum over what `objective` counts, valid target tokens say, divided by their
+    count in the whole batch, so neither microbatches nor devices nor uneven masks change it. An
+    update that `guard` finds unsound, and that of a batch without anything to count, is not made:
+    weights, moments and the learning rate's schedule stay where they are.
     Random layers draw from `state.key`, folded with the step and then with the microbatch's index.
 
-    Metrics, float32 unless said: `loss` (nats per token, without z-loss), `grad_norm` before
-    clipping, `parameter_norm` before the update, `update_norm`, 0 if it is not made,
-    `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch, `skipped_updates`
-    in all, `skipped_in_a_row`, and `empty_batches`, in all, which had no target.
+    Metrics, float32 unless said: `loss` and what else `objective` reports, on average;
+    `grad_norm` before clipping, `parameter_norm` before the update, `update_norm`, 0 if it is not
+    made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch,
+    `skipped_updates` in all, `skipped_in_a_row`, and `empty_batches`, in all, which had nothing to
+    count.
 
     Raises:
       LayoutError: if the mesh that is set cannot split the weights or the batch.
@@ -145,54 +155,52 @@ def step(
         check_model(state.model, mesh)
         B, S = batch.tokens.shape
         check_batch(B, S, microbatches, compute.sequence_parallel, mesh)
-    tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
-    divisor = jnp.maximum(tokens, 1).astype(jnp.float32)
-
+    count = objective.count(batch)
+    divisor = jnp.maximum(count, 1).astype(jnp.float32)
     step_key = jax.random.fold_in(state.key, state.step)
 
-    def part_loss(model: Any, part: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
-        sums, _ = batch_loss(model, part, compute, objective, key)
-        return sums.minimised / divisor, sums.cross_entropy / divisor
+    def part_loss(model: Any, index: Array | int, part: Batch) -> tuple[Array, dict[str, Array]]:
+        key = jax.random.fold_in(step_key, index)
+        sums = objective.sums(model, state.companion, part, compute, key)
+        return sums.minimised / divisor, {
+            name: each / divisor for name, each in sums.reported.items()
+        }
 
-    def accumulate(
-        carry: tuple[Array, Any], indexed: tuple[Array, Batch]
-    ) -> tuple[tuple[Array, Any], None]:
-        (loss, gradients), (index, part) = carry, indexed
-        (_, part_loss_), part_gradients = jax.value_and_grad(part_loss, has_aux=True)(
-            state.model, part, jax.random.fold_in(step_key, index)
-        )
-        return (loss + part_loss_, jax.tree.map(jnp.add, gradients, part_gradients)), None
+    gradient = jax.grad(part_loss, has_aux=True)
+
+    def accumulate(gradients: Any, indexed: tuple[Array, Batch]) -> tuple[Any, dict[str, Array]]:
+        part_gradients, reported = gradient(state.model, *indexed)
+        return jax.tree.map(jnp.add, gradients, part_gradients), reported
 
     if microbatches == 1:
         # Without a loop, which XLA's TPU compiler would run twice.
-        (_, loss), gradients = jax.value_and_grad(part_loss, has_aux=True)(
-            state.model, batch, jax.random.fold_in(step_key, 0)
-        )
+        gradients, reported = gradient(state.model, 0, batch)
     else:
-        nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.model)
+        nothing = jax.tree.map(jnp.zeros_like, state.model)
         parts = jnp.arange(microbatches), split(batch, microbatches)
         with jax.named_scope("microbatches"):
-            (loss, gradients), _ = jax.lax.scan(accumulate, nothing, parts)
+            gradients, reported = jax.lax.scan(accumulate, nothing, parts)
+        reported = {name: jnp.sum(each_M) for name, each_M in reported.items()}
     with jax.named_scope("optimizer"):
-        return _updated(state, tokens, loss, gradients, optimizer, guard)
+        new_state, metrics = _updated(state, count, reported["loss"], gradients, optimizer, guard)
+    tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
+    return new_state, {**reported, **metrics, "tokens": tokens}
 
 
 def _updated(
-    state: State, tokens: Array, loss: Array, gradients: Any, optimizer: Optimizer, guard: Guard
+    state: State, count: Array, loss: Array, gradients: Any, optimizer: Optimizer, guard: Guard
 ) -> tuple[State, Metrics]:
-    """The state after the update that `gradients` ask for, and the step's metrics."""
+    """The state after the update that `gradients` ask for, and what there is to say of it."""
     grad_norm = optax.global_norm(gradients)
     updates, moments = optimizer.transformation.update(gradients, state.optimizer, state.model)
     update_norm = optax.global_norm(updates)
-    made, guarded = guard.judge(state.guard, loss, grad_norm, update_norm, tokens)
+    made, guarded = guard.judge(state.guard, loss, grad_norm, update_norm, count)
     updates_made = state.step - state.guard.skipped - state.guard.empty_batches
     metrics = {
-        "loss": loss,
         "grad_norm": grad_norm,
         "parameter_norm": optax.global_norm(state.model),
         "update_norm": jnp.where(made, update_norm, 0),
         "learning_rate": jnp.asarray(optimizer.learning_rate(updates_made), jnp.float32),
-        "tokens": tokens,
         "skipped_updates": guarded.skipped,
         "skipped_in_a_row": guarded.skipped_in_a_row,
         "empty_batches": guarded.empty_batches,
@@ -203,6 +211,7 @@ def _updated(
         optimizer=choose(made, moments, state.optimizer),
         guard=guarded,
         key=state.key,
+        companion=state.companion,
     )
     return new_state, metrics
 
@@ -228,7 +237,7 @@ def trace_step(
     optimizer: Optimizer,
     mesh: Mesh,
     compute: Compute,
-    objective: Objective = CROSS_ENTROPY,
+    objective: Objective = NEXT_TOKEN,
     guard: Guard = FINITE,
     microbatches: int = 1,
 ) -> jax.stages.Traced:

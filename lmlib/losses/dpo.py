@@ -1,0 +1,160 @@
+"""Preference optimisation without a reward model.
+
+Shapes: B batch, S sequence, P pairs of a row, E embed.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+
+from lmlib.compute import Compute
+from lmlib.data.batch import Batch
+from lmlib.losses.features import features
+from lmlib.losses.fused import LogitSettings, fused_loss
+from lmlib.losses.next_token import CrossEntropy
+from lmlib.losses.objective import Companion, LossSums, Objective
+from lmlib.losses.token_losses import losses_of_features, token_losses
+from lmlib.models.protocol import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class DPO(Objective):
+    """Direct preference optimisation: -log σ(β · m) for each pair of responses, where m is by how
+    much more than the reference the model prefers the chosen response to the rejected one:
+
+        m = log π(chosen) - log π_ref(chosen) - log π(rejected) + log π_ref(rejected)
+
+    (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). With `label_smoothing` ε, the probability that
+    a label is wrong, it is -(1 - ε) · log σ(β · m) - ε · log σ(-β · m).
+
+    A pair is two segments of a row, one after the other: segments 1 and 2, 3 and 4, …; the odd one
+    is the chosen one. `Batch.loss_mask` marks the targets of the responses. A pair without a marked
+    target in each of its segments does not count.
+
+    Reports, on average over pairs: `loss`, nats; `reward_margin`, β · m; `reward_accuracy`, the
+    share of pairs with m > 0; `chosen_log_probability` and `rejected_log_probability`, nats, of the
+    model, summed over a response.
+
+    Args:
+      reference_from: whose weights the reference has, as `Experiment.init_from`; it is of the
+        trained model's architecture.
+      beta: β, how much a preference over the reference weighs.
+      label_smoothing: ε.
+
+    Raises:
+      ValueError: if `beta` is not positive, or `label_smoothing` is not in [0, 0.5).
+    """
+
+    reference_from: str | None = None
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"beta must be positive, got {self.beta}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"label_smoothing must be at least 0 and below 0.5, got {self.label_smoothing}"
+            )
+
+    @property
+    def companion(self) -> Companion:
+        return Companion(None, self.reference_from)
+
+    def count(self, batch: Batch) -> Int32[Array, ""]:
+        return jnp.sum(_pairs(batch).counted_BP, dtype=jnp.int32)
+
+    def sums(
+        self,
+        model: Model,
+        companion: Model | None,
+        batch: Batch,
+        compute: Compute,
+        key: PRNGKeyArray | None = None,
+    ) -> LossSums:
+        assert companion is not None
+        pairs = _pairs(batch)
+        with jax.named_scope("reference"):
+            reference = jax.lax.stop_gradient(companion)
+            reference_nats_BS, _ = token_losses(reference, batch, compute)
+        found = features(model, batch, compute, key)
+        with jax.named_scope("loss"):
+            fixed = jax.lax.stop_gradient((model, found.h_BSE))
+            nats_BS, _ = losses_of_features(*fixed, batch, compute)
+            # How the loss changes with each token's; the fused loss makes gradients of that.
+            (loss, reported), weights_BS = jax.value_and_grad(self._loss, has_aux=True)(
+                nats_BS, reference_nats_BS, pairs
+            )
+            sums = fused_loss(
+                CrossEntropy(),
+                LogitSettings(model.logit_cap, compute.loss_chunk, compute.logits_dtype),
+                found.h_BSE,
+                model.unembedding_EV,
+                jnp.asarray(batch.targets),
+                weights_BS,
+            )
+        # The weighted sum has the gradient of the loss, not its value.
+        minimised = loss + (sums.minimised - jax.lax.stop_gradient(sums.minimised))
+        return LossSums(minimised + found.losses, reported)
+
+    def _loss(
+        self, nats_BS: Array, reference_nats_BS: Array, pairs: "_Pairs"
+    ) -> tuple[Array, dict[str, Array]]:
+        """Of all pairs; `nats_BS`: -log p of each target, 0 where there is none."""
+        chosen_BP, rejected_BP = pairs.totals(-nats_BS)
+        reference_chosen_BP, reference_rejected_BP = pairs.totals(-reference_nats_BS)
+        margin_BP = self.beta * (
+            (chosen_BP - reference_chosen_BP) - (rejected_BP - reference_rejected_BP)
+        )
+        smoothing = self.label_smoothing
+        loss_BP = -(1 - smoothing) * jax.nn.log_sigmoid(margin_BP)
+        loss_BP -= smoothing * jax.nn.log_sigmoid(-margin_BP)
+
+        def total(values_BP: Array) -> Array:
+            return jnp.sum(jnp.where(pairs.counted_BP, values_BP, 0))
+
+        loss = total(loss_BP)
+        return loss, {
+            "loss": loss,
+            "reward_margin": total(margin_BP),
+            "reward_accuracy": total((margin_BP > 0).astype(margin_BP.dtype)),
+            "chosen_log_probability": total(chosen_BP),
+            "rejected_log_probability": total(rejected_BP),
+        }
+
+
+class _Pairs(NamedTuple):
+    """Which pair of its row each marked target belongs to, from 0, and which pairs count."""
+
+    pair_BS: Int32[Array, "b s"]
+    is_chosen_BS: Bool[Array, "b s"]
+    marked_BS: Bool[Array, "b s"]
+    counted_BP: Bool[Array, "b p"]
+
+    def totals(self, values_BS: Float[Array, "b s"]) -> tuple[Array, Array]:
+        """The sums over the marked targets of each chosen and of each rejected response."""
+        chosen_BS = self.marked_BS & self.is_chosen_BS
+        rejected_BS = self.marked_BS & ~self.is_chosen_BS
+        return (
+            _by_pair(jnp.where(chosen_BS, values_BS, 0), self.pair_BS),
+            _by_pair(jnp.where(rejected_BS, values_BS, 0), self.pair_BS),
+        )
+
+
+def _pairs(batch: Batch) -> _Pairs:
+    segment_ids_BS, marked_BS = jnp.asarray(batch.segment_ids), jnp.asarray(batch.loss_mask)
+    nothing_BP = jnp.zeros(0)
+    pairs = _Pairs((segment_ids_BS - 1) // 2, segment_ids_BS % 2 == 1, marked_BS, nothing_BP)
+    chosen_BP, rejected_BP = pairs.totals(jnp.ones(marked_BS.shape, jnp.float32))
+    return pairs._replace(counted_BP=(chosen_BP > 0) & (rejected_BP > 0))
+
+
+def _by_pair(values_BS: Float[Array, "b s"], pair_BS: Int32[Array, "b s"]) -> Float[Array, "b p"]:
+    """The sum for each pair of a row. A sum of what is selected rather than a scatter: it is the
+    same bits every time, and XLA never stores what it sums."""
+    most = values_BS.shape[1] // 2
+    is_of_BSP = pair_BS[..., None] == jnp.arange(most, dtype=jnp.int32)
+    return jnp.sum(jnp.where(is_of_BSP, values_BS[..., None], 0), axis=1)
