@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from lmlib import train
+from lmlib.adapters import without_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source
 from lmlib.data.flat_tokens import FlatTokens
@@ -19,10 +20,21 @@ from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.guard import Guard
 from lmlib.losses import NextToken, Objective
+from lmlib.models.adapted import has_adapters
 from lmlib.models.protocol import check_protocol
+from lmlib.models.weights import fold
 from lmlib.optim import Optimizer
 from lmlib.parallel.check import check_batch, check_model
+from lmlib.parallel.layout import creator
 from lmlib.train import State
+from lmlib.trainable import (
+    Groups,
+    decays_by,
+    flops_per_token,
+    grouped,
+    resting,
+    with_groups,
+)
 
 _KINDS = {
     "compute": Compute,
@@ -32,6 +44,7 @@ _KINDS = {
     "guard": Guard,
     "suite": Suite | None,
 }
+_FROZEN_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _LEAST = {
     "steps": 1,
     "microbatches": 1,
@@ -62,6 +75,9 @@ class Experiment:
       steps: updates to make.
       compute: how the model is computed.
       objective: what is minimised.
+      trainable: the weights that train, in groups by their names; others are frozen: they have no
+        gradient, no moments and no copy in float32. `None`: all train.
+      frozen_dtype: of frozen weights; "int8" keeps matrices in 8 bits. `None`: that of `compute`.
       microbatches: parts of a batch whose gradients are added before one update.
       guard: which updates are skipped.
       stop_after_skipped: a run stops when so many updates in a row were skipped.
@@ -98,6 +114,8 @@ class Experiment:
     steps: int
     compute: Compute = Compute()
     objective: Objective = NextToken()
+    trainable: Groups | None = None
+    frozen_dtype: str | None = None
     microbatches: int = 1
     guard: Guard = Guard()
     stop_after_skipped: int = 10
@@ -122,11 +140,43 @@ class Experiment:
 
     @property
     def make_model(self) -> Callable[[], Any]:
-        return functools.partial(self.model, key=jax.random.key(self.seed))
+        """Makes the model with new weights, each in the dtype that it is kept in."""
+        make = functools.partial(self.model, key=jax.random.key(self.seed))
+        trained, dtype = self.trained, self.frozen_dtype or self.compute.dtype
+        return make if trained is None else lambda: resting(make(), trained, dtype)
+
+    @functools.cached_property
+    def trained(self) -> frozenset[str] | None:
+        """The paths of the weights that train; `None`: all do."""
+        if self.trainable is None:
+            return None
+        return frozenset(grouped(self._new_model, self.trainable))
+
+    @functools.cached_property
+    def _new_model(self) -> Any:
+        """Shapes of the model as `model` makes it."""
+        return jax.eval_shape(functools.partial(self.model, key=jax.random.key(self.seed)))
+
+    @property
+    def make_companion(self) -> Callable[[], Any] | None:
+        """Makes the frozen model that the objective needs, with new weights, in the dtype of
+        `compute`; `None`: it needs none."""
+        wanted = self.objective.companion
+        if wanted is None:
+            return None
+        key = fold(jax.random.key(self.seed), "companion")
+        make = functools.partial(wanted.model or self.model, key=key)
+        return lambda: resting(without_adapters(make()), frozenset(), self.compute.dtype)
 
     @functools.cached_property
     def made_optimizer(self) -> Optimizer:
-        return self.optimizer(self.steps)
+        made = self.optimizer(self.steps)
+        if self.trainable is None:
+            return made
+        if any(group.decays is not None for group in self.trainable.values()):
+            decays = decays_by(self.trainable, self._new_model, made.decays)
+            made = self.optimizer(self.steps, decays=decays)  # type: ignore[call-arg]
+        return with_groups(made, self._new_model, self.trainable)
 
     @property
     def validation_sets(self) -> dict[str, Source]:
@@ -162,28 +212,67 @@ class Experiment:
         """
         return self.data.text_codec() if isinstance(self.data, HasText) else None
 
+    def flops_per_token(self, causal: bool) -> float:
+        """Of a step on sequences of `data`, with those of the objective's second model; see
+        `lmlib.trainable.flops_per_token`."""
+        length, model = self.data.sequence_length, self._new_model
+        of_training = flops_per_token(model, self.trainable, length, causal)
+        return of_training + self.objective.flops_per_token(model, length, causal)
+
     def abstract_model(self) -> Any:
         """The model with `ShapeDtypeStruct`s for weights."""
         return jax.eval_shape(self.make_model)
 
     def abstract_state(self) -> State:
         """Shapes, dtypes and `NamedSharding`s of the state."""
-        return train.abstract_state(self.make_model, self.made_optimizer, self.mesh, self.guard)
+        state = train.abstract_state(
+            self.make_model, self.made_optimizer, self.mesh, self.guard, self.trained
+        )
+        return dataclasses.replace(state, companion=self.abstract_companion())
+
+    def abstract_companion(self) -> Any:
+        """Shapes, dtypes and `NamedSharding`s of the frozen model that the objective needs, which
+        is kept in the compute dtype; `None`: it needs none."""
+        make = self.make_companion
+        return None if make is None else train.abstract_model(make, self.mesh)
 
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and `NamedSharding`s of a batch."""
         data = self.data
         return train.abstract_batch(data.batch_size, data.sequence_length, self.mesh)
 
-    def init(self) -> State:
-        """The state before the first step, with new weights."""
-        return train.init(
-            self.make_model, self.made_optimizer, self.mesh, self.guard, seed=self.seed
-        )
+    def init(self, companion: Any = None) -> State:
+        """The state before the first step, with new weights; `companion`: as of `begin`."""
+        with jax.set_mesh(self.mesh):
+            model = creator(self.make_model, self.mesh)()
+        return self.begin(model, companion)
 
-    def begin(self, model: Any) -> State:
-        """The state before the first step, with the weights of `model`, whose buffers it takes."""
-        return train.begin(model, self.made_optimizer, self.mesh, self.guard, seed=self.seed)
+    def begin(self, model: Any, companion: Any = None) -> State:
+        """The state before the first step, with the weights of `model`, whose buffers it takes.
+
+        Args:
+          companion: the frozen model that the objective needs, as `abstract_companion` says;
+            `None`: new, if the objective takes it from nowhere.
+
+        Raises:
+          ValueError: if the objective names the companion's weights, and there is none.
+        """
+        state = train.begin(
+            model, self.made_optimizer, self.mesh, self.guard, self.seed, self.trained
+        )
+        return dataclasses.replace(state, companion=companion or self._new_companion())
+
+    def _new_companion(self) -> Any:
+        make, wanted = self.make_companion, self.objective.companion
+        if make is None or wanted is None:
+            return None
+        if wanted.weights_from is not None:
+            raise ValueError(
+                f"the objective compares with the weights of {wanted.weights_from}: give them as "
+                "companion"
+            )
+        with jax.set_mesh(self.mesh):
+            return creator(make, self.mesh)()
 
     def trace_step(self) -> jax.stages.Traced:
         """The train step, as every command traces it: `state, metrics = step(state, batch)`."""
@@ -230,10 +319,11 @@ class Experiment:
                 f"sample_every is {self.sample_every}, but there are no prompts to continue: set "
                 "prompts, or sample_every to None"
             )
-        self.optimizer(self.steps)
+        self._check_trainable()
         model = self.abstract_model()
         check_protocol(model)
         check_model(model, self.mesh)
+        self._check_objective(model)
         self._check_source("data", self.data, model, self.microbatches)
         if self.data.batches is not None and self.data.batches < self.steps:
             raise ValueError(
@@ -244,6 +334,39 @@ class Experiment:
             self._check_suite(model)
         if self.validation is not None:
             self._check_validation(model)
+
+    def _check_trainable(self) -> None:
+        if self.frozen_dtype not in (None, *_FROZEN_DTYPES):
+            raise ValueError(
+                f"frozen_dtype must be one of {', '.join(_FROZEN_DTYPES)}, or None, got "
+                f"{self.frozen_dtype!r}"
+            )
+        if self.trainable is None and self.frozen_dtype is not None:
+            raise ValueError(
+                f"frozen_dtype is {self.frozen_dtype!r}, but nothing is frozen: set trainable"
+            )
+        if self.trainable is None and has_adapters(self._new_model):
+            raise ValueError(
+                "the model has adapters, whose bases do not train, but trainable is None: "
+                "lmlib.trainable.adapters() trains the adapters alone"
+            )
+        self.optimizer(self.steps)
+        try:
+            _ = self.made_optimizer
+        except TypeError as error:
+            raise ValueError(
+                "a group of trainable says which weights decay, but the optimizer takes no "
+                f"`decays`: {error}"
+            ) from None
+
+    def _check_objective(self, model: Any) -> None:
+        make = self.make_companion
+        companion = None if make is None else jax.eval_shape(make)
+        if companion is not None:
+            check_protocol(companion)
+            check_model(companion, self.mesh)
+            companion.check(self.data.sequence_length, self.compute)
+        self.objective.check(model, companion, self.trained)
 
     def _check_suite(self, model: Any) -> None:
         if self.validation is None:

@@ -5,7 +5,7 @@ Shapes: B batch, M microbatches, S sequence.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import equinox as eqx
@@ -24,6 +24,7 @@ from lmlib.optim import Optimizer
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import creator, partition, shardings, spec, stored
+from lmlib.trainable import parted
 
 Metrics = dict[str, Array]
 FINITE = Guard()  # skips what is not finite, and nothing else
@@ -33,9 +34,14 @@ NEXT_TOKEN = NextToken()
 class State(eqx.Module):
     """All that training needs from one step to the next.
 
-    `step` counts the batches seen so far. `key` stays the same: what is random in a step is drawn
-    from it, the step and the microbatch, never from what happened before. `companion` is the frozen
-    model that the objective needs, if it needs one, in the compute dtype; it stays as it is.
+    Attributes:
+      step: counts the batches seen so far.
+      model: the weights that train, float32; `None` in place of others.
+      key: stays the same: what is random in a step is drawn from it, the step and the microbatch,
+        never from what happened before.
+      frozen: the model's other weights, which stay as they are; `None`: there are none.
+      companion: the frozen model that the objective needs, in the compute dtype; `None`: it needs
+        none.
     """
 
     step: Int32[Array, ""]
@@ -43,7 +49,18 @@ class State(eqx.Module):
     optimizer: optax.OptState
     guard: GuardState
     key: Key[Array, ""]
+    frozen: Any = None
     companion: Any = None
+
+    @property
+    def whole_model(self) -> Any:
+        """The model with all its weights."""
+        return _whole(self.model, self.frozen)
+
+    @property
+    def changing(self) -> "State":
+        """What a step changes: nothing that is frozen. A checkpoint holds this."""
+        return dataclasses.replace(self, frozen=None, companion=None)
 
 
 def init(
@@ -52,36 +69,57 @@ def init(
     mesh: Mesh,
     guard: Guard = FINITE,
     seed: int = 0,
+    trained: Set[str] | None = None,
 ) -> State:
     """The state before the first step, laid out on `mesh` from the start.
 
-    `seed` is for what is random in the steps; that of the weights is in `make_model`.
+    `seed` is for what is random in the steps; that of the weights is in `make_model`. `trained` are
+    the paths of the weights that train; `None`: all do.
     """
     with jax.set_mesh(mesh):
         model = creator(make_model, mesh)()
-    return begin(model, optimizer, mesh, guard, seed)
+    return begin(model, optimizer, mesh, guard, seed, trained)
 
 
 def begin(
-    model: Any, optimizer: Optimizer, mesh: Mesh, guard: Guard = FINITE, seed: int = 0
+    model: Any,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    guard: Guard = FINITE,
+    seed: int = 0,
+    trained: Set[str] | None = None,
 ) -> State:
     """The state before the first step from the weights of `model`, which lie as `abstract_model`
     says. They are donated: their buffers become the state's."""
-    layout = shardings(abstract_state(lambda: model, optimizer, mesh, guard))
-    fresh = functools.partial(fresh_state, optimizer=optimizer, guard=guard, seed=seed)
+    layout = shardings(abstract_state(lambda: model, optimizer, mesh, guard, trained))
+    fresh = functools.partial(
+        fresh_state, optimizer=optimizer, guard=guard, seed=seed, trained=trained
+    )
     with jax.set_mesh(mesh):
         return jax.jit(fresh, out_shardings=layout, donate_argnums=0)(model)
 
 
-def fresh_state(model: Any, optimizer: Optimizer, guard: Guard = FINITE, seed: int = 0) -> State:
+def fresh_state(
+    model: Any,
+    optimizer: Optimizer,
+    guard: Guard = FINITE,
+    seed: int = 0,
+    trained: Set[str] | None = None,
+) -> State:
+    parts = parted(model, trained)
     return State(
         step=jnp.zeros((), jnp.int32),
-        model=model,
-        optimizer=optimizer.transformation.init(model),
+        model=parts.trained,
+        optimizer=optimizer.transformation.init(parts.trained),
         guard=guard.init(),
         # Folded, since a model is commonly made from the seed's own key.
         key=fold(jax.random.key(seed), "steps"),
+        frozen=parts.frozen,
     )
+
+
+def _whole(trained: Any, frozen: Any) -> Any:
+    return trained if frozen is None else eqx.combine(trained, frozen)
 
 
 def with_companion(state: State, companion: Any) -> State:
@@ -98,10 +136,14 @@ def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
 
 
 def abstract_state(
-    make_model: Callable[[], eqx.Module], optimizer: Optimizer, mesh: Mesh, guard: Guard = FINITE
+    make_model: Callable[[], eqx.Module],
+    optimizer: Optimizer,
+    mesh: Mesh,
+    guard: Guard = FINITE,
+    trained: Set[str] | None = None,
 ) -> State:
     """The state's shapes, dtypes and `NamedSharding`s; makes no array."""
-    fresh = functools.partial(fresh_state, optimizer=optimizer, guard=guard)
+    fresh = functools.partial(fresh_state, optimizer=optimizer, guard=guard, trained=trained)
     with jax.set_mesh(mesh):
         # Moments take their weights' layout; the types that tracing gives them say so.
         state = jax.eval_shape(fresh, abstract_model(make_model, mesh))
@@ -140,31 +182,33 @@ def step(
     update that `guard` finds unsound, and that of a batch without anything to count, is not made:
     weights, moments and the learning rate's schedule stay where they are.
     Random layers draw from `state.key`, folded with the step and then with the microbatch's index.
+    Frozen weights have no gradient and no moments, and stay in their buffers.
 
     Metrics, float32 unless said: `loss` and what else `objective` reports, on average;
-    `grad_norm` before clipping, `parameter_norm` before the update, `update_norm`, 0 if it is not
-    made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch,
-    `skipped_updates` in all, `skipped_in_a_row`, and `empty_batches`, in all, which had nothing to
-    count.
+    `grad_norm` before clipping, `parameter_norm` of what trains, before the update, `update_norm`,
+    0 if it is not made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this
+    batch, `skipped_updates` in all, `skipped_in_a_row`, and `empty_batches`, in all, which had
+    nothing to count.
 
     Raises:
       LayoutError: if the mesh that is set cannot split the weights or the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        check_model(state.model, mesh)
+        check_model(state.whole_model, mesh)
         B, S = batch.tokens.shape
         check_batch(B, S, microbatches, compute.sequence_parallel, mesh)
     count = objective.count(batch)
     divisor = jnp.maximum(count, 1).astype(jnp.float32)
     step_key = jax.random.fold_in(state.key, state.step)
 
-    def part_loss(model: Any, index: Array | int, part: Batch) -> tuple[Array, dict[str, Array]]:
+    def part_loss(trained: Any, index: Array | int, part: Batch) -> tuple[Array, dict[str, Array]]:
+        # Nothing asks for the gradient of what is frozen, so XLA leaves its products out.
+        model = _whole(trained, state.frozen)
         key = jax.random.fold_in(step_key, index)
         sums = objective.sums(model, state.companion, part, compute, key)
-        return sums.minimised / divisor, {
-            name: each / divisor for name, each in sums.reported.items()
-        }
+        reported = {name: each / divisor for name, each in sums.reported.items()}
+        return sums.minimised / divisor, reported
 
     gradient = jax.grad(part_loss, has_aux=True)
 
@@ -211,6 +255,7 @@ def _updated(
         optimizer=choose(made, moments, state.optimizer),
         guard=guarded,
         key=state.key,
+        frozen=state.frozen,
         companion=state.companion,
     )
     return new_state, metrics

@@ -33,6 +33,7 @@ from lmlib.plan.cost import Cost
 from lmlib.plan.planner import plan, section, stderr_kept, versions
 from lmlib.plan.search import search
 from lmlib.plan.targets import Target
+from lmlib.trainable import flops_per_token
 from runner.absent_hardware import kept_plans
 from runner.absent_hardware.stand_ins import built, without_data
 from runner.command_line.command import first_lines, listed, run
@@ -71,12 +72,13 @@ def cost_of(cfg: fdl.Config[Experiment]) -> Cost:
     batch_size, sequence_length = cfg.data.batch_size, cfg.data.sequence_length
     make_model = fdl.build(cfg.model)
     model = jax.eval_shape(lambda: make_model(key=jax.random.key(0)))
-    return Cost(
-        cfg.steps,
-        batch_size * sequence_length,
-        model.flops_per_token(sequence_length, causal=False),
-        model.flops_per_token(sequence_length, causal=True),
-    )
+    groups, objective = fdl.build(cfg.trainable), fdl.build(cfg.objective)
+
+    def flops(causal: bool) -> float:
+        of_training = flops_per_token(model, groups, sequence_length, causal)
+        return of_training + objective.flops_per_token(model, sequence_length, causal)
+
+    return Cost(cfg.steps, batch_size * sequence_length, flops(causal=False), flops(causal=True))
 
 
 def _target() -> Target:

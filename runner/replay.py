@@ -77,7 +77,7 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
             speed = rows.tokens.size / seconds
             progress.update(step, loss=loss, seconds=seconds, tokens_per_second=speed)
     batch = jax.tree.map(lambda field: jax.device_put(field, sharding), rows)
-    statistics = layer_statistics(state.model, batch, experiment.mesh, experiment.compute)
+    statistics = layer_statistics(state.whole_model, batch, experiment.mesh, experiment.compute)
     _, metrics = compiled(state, batch)
     again = {name: value.item() for name, value in jax.device_get(metrics).items()}
 

@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "lmlib.hf": {"lmlib.models", "lmlib.parallel", "lmlib.whole_file"},
     "lmlib.logit_chunks": {"lmlib.models", "lmlib.parallel"},
     "lmlib.losses": {
+        "lmlib.adapters",
         "lmlib.logit_chunks",
         "lmlib.models",
         "lmlib.parallel",
@@ -54,8 +55,11 @@ MAY_IMPORT = {
     },
     "lmlib.optim": {"lmlib.parallel"},
     "lmlib.guard": set(),
+    "lmlib.adapters": {"lmlib.models", "lmlib.parallel"},
+    "lmlib.trainable": {"lmlib.models", "lmlib.optim", "lmlib.parallel"},
     "lmlib.train": {
         "lmlib.losses",
+        "lmlib.trainable",
         "lmlib.optim",
         "lmlib.guard",
         "lmlib.models",
@@ -64,6 +68,8 @@ MAY_IMPORT = {
         "lmlib.data",
     },
     "lmlib.experiment": {
+        "lmlib.adapters",
+        "lmlib.trainable",
         "lmlib.evaluate",
         "lmlib.train",
         "lmlib.losses",

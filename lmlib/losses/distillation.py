@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, E embed, F embed of the teacher, V vocab, N tokens 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
@@ -62,6 +62,17 @@ class Distillation(Objective):
     @property
     def companion(self) -> Companion:
         return Companion(self.teacher, self.teacher_from)
+
+    def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
+        if companion.vocab != model.vocab:
+            raise ValueError(
+                f"the teacher's vocabulary has {companion.vocab:,} ids and the model's "
+                f"{model.vocab:,}: a student has the vocabulary of its teacher, padding included"
+            )
+
+    def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
+        teacher = jax.eval_shape(lambda: self.teacher(key=jax.random.key(0)))
+        return teacher.flops_per_token(sequence_length, causal) / 3  # its forward pass
 
     def count(self, batch: Batch) -> Int32[Array, ""]:
         return jnp.sum(batch.loss_mask, dtype=jnp.int32)

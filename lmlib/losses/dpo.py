@@ -4,12 +4,14 @@ Shapes: B batch, S sequence, P pairs of a row, E embed.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Set
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
+from lmlib.adapters import without_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features
@@ -18,6 +20,7 @@ from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import Companion, LossSums, Objective
 from lmlib.losses.token_losses import losses_of_features, token_losses
 from lmlib.models.protocol import Model
+from lmlib.parallel.selection import weights_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,8 @@ class DPO(Objective):
 
     Args:
       reference_from: whose weights the reference has, as `Experiment.init_from`; it is of the
-        trained model's architecture.
+        trained model's architecture, without adapters. `None`: it is the trained model with its
+        adapters switched off, which costs no memory.
       beta: β, how much a preference over the reference weighs.
       label_smoothing: ε.
 
@@ -61,8 +65,23 @@ class DPO(Objective):
             )
 
     @property
-    def companion(self) -> Companion:
-        return Companion(None, self.reference_from)
+    def companion(self) -> Companion | None:
+        return None if self.reference_from is None else Companion(None, self.reference_from)
+
+    def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
+        if companion is not None:
+            return
+        bases = weights_of(without_adapters(model))
+        changing = [path for path in trained or bases if path.rpartition(".")[0] not in bases]
+        if changing:
+            raise ValueError(
+                "without reference_from the reference is the model with its adapters switched off, "
+                f"but {changing[0]} trains and is no adapter: set objective.reference_from, to "
+                "init_from for example, or train adapters alone"
+            )
+
+    def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
+        return model.flops_per_token(sequence_length, causal) / 3  # the reference's forward pass
 
     def count(self, batch: Batch) -> Int32[Array, ""]:
         return jnp.sum(_pairs(batch).counted_BP, dtype=jnp.int32)
@@ -75,10 +94,10 @@ class DPO(Objective):
         compute: Compute,
         key: PRNGKeyArray | None = None,
     ) -> LossSums:
-        assert companion is not None
         pairs = _pairs(batch)
         with jax.named_scope("reference"):
-            reference = jax.lax.stop_gradient(companion)
+            reference = without_adapters(model) if companion is None else companion
+            reference = jax.lax.stop_gradient(reference)
             reference_nats_BS, _ = token_losses(reference, batch, compute)
         found = features(model, batch, compute, key)
         with jax.named_scope("loss"):

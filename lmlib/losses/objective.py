@@ -1,7 +1,7 @@
 """What an objective is: what an experiment minimises, as sums over the units that it counts."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
@@ -25,7 +25,7 @@ class LossSums(NamedTuple):
 class Companion(NamedTuple):
     """A second model that an objective compares with; it is never trained.
 
-    model: `model(key=…)` makes it; `None`: it is of the same architecture as the trained one.
+    model: `model(key=…)` makes it; `None`: it is as the trained one is without adapters.
     weights_from: whose weights it has, as `Experiment.init_from`; `None`: new ones, for trials.
     """
 
@@ -43,6 +43,19 @@ class Objective(abc.ABC):
     def companion(self) -> Companion | None:
         """The frozen model that `sums` is given; `None`: it needs none."""
         return None
+
+    def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
+        """Raises ValueError if it cannot train `model` beside `companion`; arrays may be shapes.
+
+        Args:
+          trained: the paths of the weights that train; `None`: all do.
+        """
+        return  # most objectives can
+
+    def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
+        """Analytic FLOPs for a token besides those of training `model`; arrays may be shapes. See
+        `Model.flops_per_token`."""
+        return 0.0
 
     @abc.abstractmethod
     def count(self, batch: Batch) -> Int32[Array, ""]:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
+from lmlib.models.adapted import whole
 from lmlib.models.dropout import dropout
 from lmlib.models.embedding import embedded
 from lmlib.models.head import logits
@@ -119,7 +120,7 @@ class Decoder(eqx.Module):
         """See `Model.trunk`."""
         compute, key = context.compute, context.key
         with jax.named_scope("embed"):
-            x_BSE = embedded(self.embedding, tokens_BS, compute.dtype, compute.residual)
+            x_BSE = embedded(whole(self.embedding), tokens_BS, compute.dtype, compute.residual)
             if self.embedding_scale != 1:
                 x_BSE *= jnp.asarray(self.embedding_scale, x_BSE.dtype)
             if self.positions is not None:
@@ -154,7 +155,7 @@ class Decoder(eqx.Module):
     @property
     def unembedding_EV(self) -> Float[Array, "embed vocab"]:
         """See `Model.unembedding_EV`."""
-        return self.embedding.T if self.unembedding is None else self.unembedding
+        return whole(self.embedding).T if self.unembedding is None else whole(self.unembedding)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """See `Model.flops_per_token`: six for each parameter that multiplies activations, and what

@@ -1,6 +1,7 @@
 """Matrices that rest in 8 bits: half the memory of bfloat16, for weights that are not trained."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -41,13 +42,13 @@ class Int8(eqx.Module):
         return self.values.shape
 
 
-def in_int8(model: M) -> M:
-    """`model` with every matrix that multiplies activations as an `Int8`, but for those of the
-    vocabulary."""
+def in_int8(model: M, where: Callable[[Weight], bool] = lambda weight: True) -> M:
+    """`model` with every matrix that multiplies activations, and for which `where` says so, as an
+    `Int8`, but for those of the vocabulary."""
 
     def rest(weight: Weight, array: Any) -> Any:
         declared = weight.declaration
-        if not declared.multiplied or "vocab" in weight.axes:
+        if not declared.multiplied or "vocab" in weight.axes or not where(weight):
             return array
         assert isinstance(declared.first, Random)
         summed = declared.first.summed

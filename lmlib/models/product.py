@@ -5,20 +5,21 @@ copies of whole activations: the block of a small model then takes twice the tim
 """
 
 import functools
+import string
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from lmlib.models.adapted import Adapted
 from lmlib.models.quantized import FORMATS, rounded_product
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def product(
     equation: str,
     x: Float[Array, "..."],
-    w: Float[Array, "..."],
+    w: Float[Array, "..."] | Adapted,
     precision: str | None = None,
     out_sharding: PartitionSpec | None = None,
 ) -> Float[Array, "..."]:
@@ -29,9 +30,66 @@ def product(
     x and w, and lie as these do. `precision` rounds the operands of this product and of x's
     gradient to "int8" or "float8", as `lmlib.models.quantized` says; `None` does not.
 
+    An `Adapted` weight multiplies as its base, and besides as the two matrices beside it. Its base
+    gets no gradient.
+
     Every product of activations and a weight goes through here, but for that with the unembedding,
     which `lmlib.losses` and `lmlib.models.head` make.
     """
+    if isinstance(w, Adapted):
+        y = _product(equation, x, jax.lax.stop_gradient(w.base), precision, out_sharding)
+        return y + _low_rank_product(equation, x, w, out_sharding)
+    return _product(equation, x, w, precision, out_sharding)
+
+
+def _low_rank_product(
+    equation: str, x: Array, w: Adapted, out_sharding: PartitionSpec | None
+) -> Array:
+    """scale · (x · down) · up.
+
+    Layouts: where `down` is split over `tensor` along the rank, what it makes is gathered over
+    `tensor` (an all-gather; backward a reduce-scatter); where it is along what is summed over, that
+    is summed over `tensor` (a psum or a reduce-scatter, as `out_sharding` says for y).
+    """
+    operands, y_axes = equation.split("->")
+    x_axes, w_axes = operands.split(",")
+    summed = "".join(axis for axis in w_axes if axis in x_axes)
+    lead, kept = x_axes[: -len(summed)], "".join(axis for axis in w_axes if axis not in x_axes)
+    rank = next(letter for letter in string.ascii_lowercase if letter not in equation)
+    down, up = f"{x_axes},{summed}{rank}->{lead}{rank}", f"{lead}{rank},{rank}{kept}->{y_axes}"
+    x, w_up = _dropped(x, w), w.up
+    if jax.sharding.get_abstract_mesh().empty:
+        h = _product(down, x, w.down, None, None)
+    elif jax.typeof(w.down).sharding.spec.partitions[-1] is not None:
+        h = _product(down, x, w.down, None, None)
+        places = jax.typeof(h).sharding.spec.partitions
+        h = jax.sharding.reshard(h, PartitionSpec(*places[:-1], None, reduced={"tensor"}))
+    else:
+        places = (jax.typeof(x).sharding.spec if out_sharding is None else out_sharding).partitions
+        h = _product(down, x, w.down, None, PartitionSpec(*places[: len(lead)], None))
+        if "tensor" in places[: len(lead)]:  # sequence-parallel: `up`'s gradient is a sum over it
+            layout = jax.typeof(w_up).sharding.spec
+            w_up = jax.sharding.reshard(w_up, layout.update(reduced={*layout.reduced, "tensor"}))
+    return w.scale * _product(up, h, w_up, None, out_sharding)
+
+
+def _dropped(x: Array, w: Adapted) -> Array:
+    """x as `down` multiplies it: in training elements are dropped at `w.dropout`."""
+    if w.key is None:
+        return x
+    layout = None
+    if not jax.sharding.get_abstract_mesh().empty:
+        layout = jax.typeof(x).sharding.spec
+    where = None if layout is None else PartitionSpec(*layout.partitions)
+    kept = jax.random.bernoulli(w.key, 1 - w.dropout, x.shape, out_sharding=where)
+    factor = (kept / (1 - w.dropout)).astype(x.dtype)
+    return x * (factor if layout is None else jax.sharding.reshard(factor, layout))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def _product(
+    equation: str, x: Array, w: Array, precision: str | None, out_sharding: PartitionSpec | None
+) -> Array:
     equation = _in_order(equation)
     if precision is None:
         return jnp.einsum(equation, x, w, out_sharding=out_sharding)
@@ -46,7 +104,7 @@ def _forward(
     precision: str | None,
     out_sharding: PartitionSpec | None,
 ) -> tuple[Array, tuple[Array, Array]]:
-    return product(equation, x, w, precision, out_sharding), (x, w)
+    return _product(equation, x, w, precision, out_sharding), (x, w)
 
 
 def _backward(
@@ -70,7 +128,7 @@ def _backward(
     return dx, dw
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 def _in_order(equation: str) -> str:

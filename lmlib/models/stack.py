@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from lmlib.compute import Compute
+from lmlib.models.adapted import drops, with_keys
 from lmlib.models.block import Block, CachedMixer
 from lmlib.models.protocol import Context, Part, Trunk
 from lmlib.models.quantized import check_quantized
@@ -86,7 +87,7 @@ def run_stack(
     """
     compute = context.compute
     keys_L = None
-    if context.key is not None and context.dropout > 0:
+    if context.key is not None and (context.dropout > 0 or drops(stack)):
         keys_L = _layer_keys(context.key, range(depth(stack)))
     context = dataclasses.replace(context, key=None, turns=_turns(stack, context))
     losses: dict[str, Array] = {}
@@ -248,6 +249,9 @@ def _layer(
     """One layer, as it is computed again in the backward pass."""
     x_BSE = checkpoint_name(x_BSE, "layer_input")
     block = gather(block, context.compute.dtype, after=x_BSE)
+    if key is not None:
+        block = with_keys(block, fold(key, "adapters"))
+    key = key if context.dropout > 0 else None
     x_BSE, losses, cache = block(x_BSE, dataclasses.replace(context, key=key), cache)
     seen = None if context.observe is None else context.observe(x_BSE)
     return x_BSE, (losses, cache, seen)

@@ -85,7 +85,8 @@ class Memory:
 
     Args:
       capacity: what programs have; `None`: unknown.
-      parameters, optimizer_state, batch: the step's arguments; a few counters are left out.
+      parameters, companion, optimizer_state, batch: the step's arguments; a few counters are left
+        out. The companion is the frozen model that the objective needs.
       gradients: as large as the parameters.
       saved: what one microbatch keeps for its backward pass, by name, shapes global.
       counted: by XLA; `None` if there is no room, and XLA stopped there.
@@ -97,6 +98,7 @@ class Memory:
 
     capacity: int | None
     parameters: int
+    companion: int
     optimizer_state: int
     gradients: int
     batch: int
@@ -137,6 +139,8 @@ class Memory:
 
     def shares(self) -> Iterator[Share]:
         yield Share("parameters", self.parameters, "as stored")
+        if self.companion:
+            yield Share("companion", self.companion, "the objective's second model, frozen")
         yield Share("optimizer state", self.optimizer_state)
         yield Share("batch", self.batch)
         yield Share("gradients", self.gradients, "a temporary")
@@ -181,10 +185,11 @@ def memory(
     """
     saved = saved_activations(experiment)
     parameters = _bytes_per_device(state.model)
+    companion = _bytes_per_device(state.companion)
     optimizer_state = _bytes_per_device(state.optimizer)
     batch_bytes = _bytes_per_device(batch)
     if isinstance(result, OutOfMemory):
-        arguments = parameters + optimizer_state + batch_bytes
+        arguments = parameters + companion + optimizer_state + batch_bytes
         counted, arrays = None, result.largest
         needed = result.needed + (arguments if result.temporaries_only else 0)
         temporaries = needed - arguments
@@ -196,6 +201,7 @@ def memory(
     found = Memory(
         capacity=_capacity(accelerator),
         parameters=parameters,
+        companion=companion,
         optimizer_state=optimizer_state,
         gradients=parameters,
         batch=batch_bytes,
@@ -328,7 +334,7 @@ def advice(share: Share, experiment: Experiment, arrays: Sequence[LargeArray]) -
       arrays: the largest of the step.
     """
     mesh, compute = experiment.mesh.shape, experiment.compute
-    if share.name in ("parameters", "optimizer state", "gradients"):
+    if share.name in ("parameters", "companion", "optimizer state", "gradients"):
         if mesh["data"] > 1:
             fsdp = mesh["data"] * mesh["fsdp"]
             return f"shard over more: --fdl.mesh.data=1 --fdl.mesh.fsdp={fsdp}"

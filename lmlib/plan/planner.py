@@ -137,10 +137,10 @@ def plan(
         result = _compiled(step, experiment)
     seconds = time.perf_counter() - began
     tell(f"compiled in {seconds:.0f} s")
-    mesh, data, model = experiment.mesh, experiment.data, step.state.model
+    mesh, data, model = experiment.mesh, experiment.data, step.state.whole_model
     flops = FlopsPerToken(
-        analytic=model.flops_per_token(data.sequence_length, causal=False),
-        analytic_causal=model.flops_per_token(data.sequence_length, causal=True),
+        analytic=experiment.flops_per_token(causal=False),
+        analytic_causal=experiment.flops_per_token(causal=True),
         counted=count_flops(step.traced.jaxpr),
         tokens=data.batch_size * data.sequence_length,
     )

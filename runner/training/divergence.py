@@ -21,7 +21,7 @@ def stop_if_diverged(
     if in_a_row < experiment.stop_after_skipped:
         return
     saver.settle()
-    statistics = layer_statistics(state.model, batch, experiment.mesh, experiment.compute)
+    statistics = layer_statistics(state.whole_model, batch, experiment.mesh, experiment.compute)
     offender = first_offender(statistics)
     if offender is None and experiment.guard.spike_deviations is None:
         offender = "the optimizer's update"

@@ -281,7 +281,7 @@ class _Run:
         self.lock.check()
         if self.primary:
             summary.save(self.workdir)
-        if samples := self.samples.write(self.experiment.steps, state.model):
+        if samples := self.samples.write(self.experiment.steps, state.whole_model):
             summary = dataclasses.replace(summary, samples=samples, goodput=goodput.total())
             if self.primary:
                 summary.save(self.workdir)

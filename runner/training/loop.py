@@ -106,7 +106,7 @@ class Loop:
                     self._evaluate(step, state)
                 if samples:
                     with self.phases.during(Phase.EVALUATION):
-                        self.recorder.sample(step, self.samples, state.model)
+                        self.recorder.sample(step, self.samples, state.whole_model)
                 if stops:
                     self.saver.finish()
                     raise StoppedEarly(
@@ -132,7 +132,7 @@ class Loop:
             return
         self.saver.settle()
         with self.phases.during(Phase.EVALUATION):
-            metrics = self.validation.metrics(state.model)
+            metrics = self.validation.metrics(state.whole_model)
         # First, since a line that has them says that the evaluation is done.
         self.saver.rank(step, metrics)
         self.recorder.add(step, metrics)

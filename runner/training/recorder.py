@@ -33,9 +33,7 @@ class Recorder:
         data = experiment.data
         self.tokens = tokens
         self._positions = data.batch_size * data.sequence_length
-        self._flops_per_token = experiment.abstract_model().flops_per_token(
-            data.sequence_length, causal=False
-        )
+        self._flops_per_token = experiment.flops_per_token(causal=False)
         self._devices = list(experiment.mesh.devices.flat)
         self._log = log
         self._progress = progress

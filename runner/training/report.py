@@ -139,10 +139,10 @@ def summarise(
     data = experiment.data
     positions = totals["steps"] * data.batch_size * data.sequence_length
     tokens_per_second = positions / totals["seconds"]
-    flops = state.model.flops_per_token(data.sequence_length, causal=False)
+    flops = experiment.flops_per_token(causal=False)
     summary = Summary(
         steps=experiment.steps,
-        parameters=sum(weight.size for weight in jax.tree.leaves(state.model)),
+        parameters=sum(weight.size for weight in jax.tree.leaves(state.whole_model)),
         tokens=totals["tokens"],
         tokens_per_second=tokens_per_second,
         mfu=mfu(flops, tokens_per_second, list(experiment.mesh.devices.flat)),
@@ -154,7 +154,7 @@ def summarise(
     )
     if validation is None:
         return summary
-    total, by_name = validation.whole(state.model)
+    total, by_name = validation.whole(state.whole_model)
     return dataclasses.replace(
         summary,
         validation_loss=total.loss,

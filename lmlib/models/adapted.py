@@ -1,0 +1,176 @@
+"""A matrix that stays as it is, and a product of two small ones beside it, which train (LoRA).
+
+Shapes: R rank.
+"""
+
+import dataclasses
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.models.weights import Random, fold, zeros
+from lmlib.parallel.axes import METADATA, Declaration, LayoutError, M, Weight
+from lmlib.parallel.layout import COMPUTE
+
+_WHOLE, _SPLIT = "rank", "rank_parallel"
+
+
+class Adapted(eqx.Module):
+    """base + scale · down · up. Products do not make it: `lmlib.models.product.product` multiplies
+    by each of the three (LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3).
+
+    `down` has the axes of `base` that products sum over, then the rank; `up` has the rank, then the
+    others; in the middle, as in `base`, lie stacked layers. They lie on the mesh as these axes do.
+    Over `tensor` the rank is split where no axis of `down` is.
+
+    Attributes:
+      base: an array, or a `lmlib.models.int8.Int8`.
+      scale: alpha / rank, or alpha / √rank.
+      dropout: rate at which elements of what `down` multiplies are dropped in training.
+      key: of that, in a layer of a step that trains; `None` otherwise.
+      declaration: of `base`.
+      axis_names: of the three.
+    """
+
+    base: Any = eqx.field(metadata={METADATA: lambda self: self.declaration})
+    down: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.low_rank(True)})
+    up: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.low_rank(False)})
+    scale: float = eqx.field(static=True)
+    dropout: float = eqx.field(static=True)
+    declaration: Declaration = eqx.field(static=True)
+    axis_names: dict[str, str] = eqx.field(static=True)
+    key: PRNGKeyArray | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def size(self) -> int:
+        return self.base.size
+
+    @property
+    def ndim(self) -> int:
+        return len(self.base.shape)
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The axes of `base` that products sum over."""
+        return _summed(self.declaration, self.axis_names["base"].split())
+
+    def merged(self) -> Float[Array, "..."]:
+        """base + scale · down · up, in float32 at least, which lies as `base` does."""
+        base = self.base.in_use(jnp.float32) if hasattr(self.base, "in_use") else self.base
+        wide = jnp.promote_types(base.dtype, jnp.float32)
+        down, layout = self.down, None
+        if not jax.sharding.get_abstract_mesh().empty:
+            layout = jax.typeof(base).sharding.spec
+            places = jax.typeof(down).sharding.spec.partitions
+            down = jax.sharding.reshard(down, PartitionSpec(*places[:-1], None))
+        stacked = base.ndim - len(self.axis_names["base"].split())
+        letters = string.ascii_lowercase[: base.ndim]
+        lead, summed = letters[:stacked], letters[stacked : down.ndim - 1]
+        kept = letters[down.ndim - 1 :]
+        equation = f"{lead}{summed}z,{lead}z{kept}->{letters}"
+        added = jnp.einsum(equation, down.astype(wide), self.up.astype(wide), out_sharding=layout)
+        return base.astype(wide) + self.scale * added
+
+    def low_rank(self, down: bool) -> Declaration:
+        """Of `down` or `up`. The first values are those of PEFT: `down` has variance 1 / (3 ·
+        fan_in), `up` is zero, so that an adapted model starts as its base."""
+        rules = {**self.declaration.rules, _WHOLE: None, _SPLIT: "tensor"}
+        first = Random(3**-0.5, self.summed) if down else zeros
+        return Declaration(first, multiplied=True, decays=True, rules=rules)
+
+
+def adapted(
+    weight: Weight, base: Array, rank: int, scale: float, dropout: float, key: PRNGKeyArray
+) -> Adapted:
+    """`base`, which `weight` describes, with new matrices beside it.
+
+    Raises:
+      LayoutError: if products do not sum over its first axes.
+    """
+    stacked = weight.axes.count(None)
+    axes = tuple(axis for axis in weight.axes if axis is not None)
+    summed = _summed(weight.declaration, axes)
+    kept = axes[len(summed) :]
+    if axes[: len(summed)] != summed or not kept:
+        raise LayoutError(
+            f"{weight.path} ({' '.join(axes)}) cannot be adapted: products sum over "
+            f"{' '.join(summed)}, which are not its first axes"
+        )
+    rules = {**COMPUTE, **weight.declaration.rules}
+    split = not any(rules[axis] == "tensor" for axis in summed)
+    sizes = dict(zip(axes, base.shape[stacked:], strict=True))
+    lead = tuple(base.shape[:stacked])
+    names = {
+        "base": " ".join(axes),
+        "down": " ".join((*summed, _SPLIT if split else _WHOLE)),
+        "up": " ".join((_WHOLE, *kept)),
+    }
+    empty = Adapted(base, base, base, scale, dropout, weight.declaration, names)
+
+    def made(field: str, axes: tuple[str, ...]) -> Array:
+        first = empty.low_rank(field == "down").first
+        every = sizes | {_WHOLE: rank, _SPLIT: rank}
+        shape = (*lead, *(every[axis] for axis in axes))
+        return first.make(fold(fold(key, weight.path), field), shape, every)
+
+    down = made("down", tuple(names["down"].split()))
+    return dataclasses.replace(empty, down=down, up=made("up", (_WHOLE, *kept)))
+
+
+def can_be_adapted(weight: Weight) -> bool:
+    """Whether it is a matrix, or a table of the vocabulary."""
+    return weight.declaration.multiplied or "vocab" in weight.axes
+
+
+def _summed(declaration: Declaration, axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which products sum; of a table that is looked up, the first one."""
+    assert isinstance(declaration.first, Random)
+    return declaration.first.summed or (axes[0],)
+
+
+def is_adapted(node: Any) -> bool:
+    return isinstance(node, Adapted)
+
+
+def map_adapted(function: Callable[[str, Adapted], Any], tree: M) -> M:
+    """`tree` with each `Adapted` replaced by `function(path, adapted)`."""
+
+    def visit(keys: Any, node: Any) -> Any:
+        if not is_adapted(node):
+            return node
+        return function(jax.tree_util.keystr(keys, simple=True, separator="."), node)
+
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_adapted)
+
+
+def whole(table: Array | Adapted) -> Array:
+    """A table as one array."""
+    return table.merged() if isinstance(table, Adapted) else table
+
+
+def has_adapters(tree: Any) -> bool:
+    return any(map(is_adapted, jax.tree.leaves(tree, is_leaf=is_adapted)))
+
+
+def drops(tree: Any) -> bool:
+    """Whether an adapter in it drops elements in training."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_adapted)
+    return any(is_adapted(node) and node.dropout > 0 for node in nodes)
+
+
+def with_keys(block: M, key: PRNGKeyArray) -> M:
+    """`block` with a key of its own in each adapter."""
+    return map_adapted(
+        lambda path, one: dataclasses.replace(one, key=fold(key, path)) if one.dropout else one,
+        block,
+    )
