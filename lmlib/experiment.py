@@ -25,7 +25,6 @@ from lmlib.models.protocol import check_protocol
 from lmlib.models.weights import fold
 from lmlib.optim import Optimizer
 from lmlib.parallel.check import check_batch, check_model
-from lmlib.parallel.layout import creator
 from lmlib.train import State
 from lmlib.trainable import (
     Groups,
@@ -228,7 +227,7 @@ class Experiment:
         state = train.abstract_state(
             self.make_model, self.made_optimizer, self.mesh, self.guard, self.trained
         )
-        return dataclasses.replace(state, companion=self.abstract_companion())
+        return train.with_companion(state, self.abstract_companion())
 
     def abstract_companion(self) -> Any:
         """Shapes, dtypes and `NamedSharding`s of the frozen model that the objective needs, which
@@ -243,9 +242,7 @@ class Experiment:
 
     def init(self, companion: Any = None) -> State:
         """The state before the first step, with new weights; `companion`: as of `begin`."""
-        with jax.set_mesh(self.mesh):
-            model = creator(self.make_model, self.mesh)()
-        return self.begin(model, companion)
+        return self.begin(train.new_model(self.make_model, self.mesh), companion)
 
     def begin(self, model: Any, companion: Any = None) -> State:
         """The state before the first step, with the weights of `model`, whose buffers it takes.
@@ -260,7 +257,9 @@ class Experiment:
         state = train.begin(
             model, self.made_optimizer, self.mesh, self.guard, self.seed, self.trained
         )
-        return dataclasses.replace(state, companion=companion or self._new_companion())
+        if companion is None:
+            companion = self._new_companion()
+        return train.with_companion(state, companion)
 
     def _new_companion(self) -> Any:
         make, wanted = self.make_companion, self.objective.companion
@@ -271,8 +270,7 @@ class Experiment:
                 f"the objective compares with the weights of {wanted.weights_from}: give them as "
                 "companion"
             )
-        with jax.set_mesh(self.mesh):
-            return creator(make, self.mesh)()
+        return train.new_model(make, self.mesh)
 
     def trace_step(self) -> jax.stages.Traced:
         """The train step, as every command traces it: `state, metrics = step(state, batch)`."""

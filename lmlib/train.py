@@ -3,7 +3,6 @@
 Shapes: B batch, M microbatches, S sequence.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Set
 from typing import Any
@@ -21,7 +20,7 @@ from lmlib.guard import Guard, GuardState, choose
 from lmlib.losses import NextToken, Objective
 from lmlib.models.weights import fold
 from lmlib.optim import Optimizer
-from lmlib.parallel.axes import map_weights
+from lmlib.parallel.axes import M, map_weights
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import creator, partition, shardings, spec, stored
 from lmlib.trainable import parted
@@ -60,7 +59,8 @@ class State(eqx.Module):
     @property
     def changing(self) -> "State":
         """What a step changes: nothing that is frozen. A checkpoint holds this."""
-        return dataclasses.replace(self, frozen=None, companion=None)
+        none = None, None
+        return eqx.tree_at(lambda s: (s.frozen, s.companion), self, none, is_leaf=_is_none)
 
 
 def init(
@@ -76,9 +76,13 @@ def init(
     `seed` is for what is random in the steps; that of the weights is in `make_model`. `trained` are
     the paths of the weights that train; `None`: all do.
     """
+    return begin(new_model(make_model, mesh), optimizer, mesh, guard, seed, trained)
+
+
+def new_model(make_model: Callable[[], M], mesh: Mesh) -> M:
+    """The model with new weights, laid out on `mesh` from the start."""
     with jax.set_mesh(mesh):
-        model = creator(make_model, mesh)()
-    return begin(model, optimizer, mesh, guard, seed, trained)
+        return creator(make_model, mesh)()
 
 
 def begin(
@@ -122,9 +126,13 @@ def _whole(trained: Any, frozen: Any) -> Any:
     return trained if frozen is None else eqx.combine(trained, frozen)
 
 
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
 def with_companion(state: State, companion: Any) -> State:
     """`state` with the frozen model that the objective needs."""
-    return dataclasses.replace(state, companion=companion)
+    return eqx.tree_at(lambda state: state.companion, state, companion, is_leaf=_is_none)
 
 
 def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:

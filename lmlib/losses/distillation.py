@@ -63,6 +63,10 @@ class Distillation(Objective):
     def companion(self) -> Companion:
         return Companion(self.teacher, self.teacher_from)
 
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return "cross_entropy", "divergence"
+
     def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
         if companion.vocab != model.vocab:
             raise ValueError(

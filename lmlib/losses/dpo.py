@@ -68,6 +68,10 @@ class DPO(Objective):
     def companion(self) -> Companion | None:
         return None if self.reference_from is None else Companion(None, self.reference_from)
 
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return "reward_margin", "reward_accuracy"
+
     def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
         if companion is not None:
             return

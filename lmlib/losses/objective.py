@@ -44,6 +44,11 @@ class Objective(abc.ABC):
         """The frozen model that `sums` is given; `None`: it needs none."""
         return None
 
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Which of what it reports a run's progress shows beside the loss."""
+        return ()
+
     def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
         """Raises ValueError if it cannot train `model` beside `companion`; arrays may be shapes.
 
