@@ -1,5 +1,6 @@
 """DPO against its definition in float64 NumPy: loss, gradients, margins; packed pairs, masks."""
 
+import dataclasses
 import functools
 from collections import defaultdict
 
@@ -12,9 +13,12 @@ from jax.sharding import NamedSharding
 from sentinels import sentinels
 
 from lmlib import optim, train
+from lmlib.adapters import with_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses import DPO
+from lmlib.models.adapted import map_adapted
+from lmlib.models.families.llama import llama
 from lmlib.optim import Optimizer
 from lmlib.parallel.layout import creator, partition
 from lmlib.parallel.mesh import make_mesh
@@ -152,3 +156,21 @@ def test_senseless_settings_are_refused(settings):
     (name,) = settings
     with pytest.raises(ValueError, match=f"{name} must be"):
         DPO(**settings)
+
+
+@pytest.mark.slow
+def test_the_reference_may_be_the_model_without_its_adapters():
+    make = functools.partial(llama, vocab=V, embed=16, layers=1, heads=2, mlp=16)
+    base = make(key=jax.random.key(0))
+    model = with_adapters(base, rank=2, key=jax.random.key(1))
+    moved = map_adapted(lambda _, one: dataclasses.replace(one, up=one.up + 0.1), model)
+
+    def loss(model, companion):
+        sums = OBJECTIVE.sums(model, companion, batch(), FLOAT32)
+        return sums.minimised, sums.reported
+
+    found = [
+        jax.jit(jax.value_and_grad(loss, has_aux=True))(moved, other) for other in (None, base)
+    ]
+    assert found[0][0][1]["reward_margin"] != 0
+    jax.tree.map(np.testing.assert_array_equal, *found)
