@@ -49,9 +49,7 @@ def selected(
 
 def _listed(name: str, values: Sequence[str]) -> Sequence[str]:
     if isinstance(values, str):
-        raise SelectionError(
-            f"{name} must be a tuple of texts, got {values!r}: write ({values!r},)"
-        )
+        raise SelectionError(f"{name} must be a tuple of texts: write ({values!r},)")
     return values
 
 
