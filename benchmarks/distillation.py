@@ -12,10 +12,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import fiddle as fdl
 from absl import app, flags
 
-from lmlib.losses import NextToken
 from lmlib.table import columns
 from runner import fit
 from runner.config import configs
@@ -23,28 +21,22 @@ from runner.config import configs
 _TEACHER = flags.DEFINE_string("teacher", "/tmp/quickstart", "a run of the quickstart")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "how many")
 _WORKDIR = flags.DEFINE_string("workdir", "/tmp/students", "of the students' runs")
-_FIDDLERS = flags.DEFINE_list("fiddlers", [], "of the experiment")
 
 
-def loss(seed: int, alone: bool) -> float:
+def loss(seed: int, fiddlers: Sequence[str]) -> float:
     """The validation loss of a student."""
-    overrides = [f"seed={seed}", "prompts=()"]
-    if not _FIDDLERS.value:
-        overrides.append(f"teacher={_TEACHER.value}")
-    cfg = configs.load("experiments/distil", _FIDDLERS.value, overrides)
-    if alone:
-        cfg.objective = fdl.Config(NextToken)
-    name = "alone" if alone else "taught"
-    result = fit(cfg, Path(_WORKDIR.value, f"{name}_{seed}"))
-    assert result.summary.validation_loss is not None
-    return result.summary.validation_loss
+    overrides = [f"teacher={_TEACHER.value}", f"seed={seed}", "prompts=()"]
+    cfg = configs.load("experiments/distil", fiddlers, overrides)
+    summary = fit(cfg, Path(_WORKDIR.value, "_".join([*fiddlers, f"seed_{seed}"]))).summary
+    assert summary.validation_loss is not None
+    return summary.validation_loss
 
 
 def main(arguments: Sequence[str]) -> None:
     table = [("seed", "alone", "taught", "difference")]
     differences = []
     for seed in range(_SEEDS.value):
-        alone, taught = loss(seed, alone=True), loss(seed, alone=False)
+        alone, taught = loss(seed, ["alone"]), loss(seed, [])
         differences.append(taught - alone)
         table.append((str(seed), f"{alone:.4f}", f"{taught:.4f}", f"{taught - alone:+.4f}"))
     print(columns(table))

@@ -72,7 +72,8 @@ def cost_of(cfg: fdl.Config[Experiment]) -> Cost:
     batch_size, sequence_length = cfg.data.batch_size, cfg.data.sequence_length
     make_model = fdl.build(cfg.model)
     model = jax.eval_shape(lambda: make_model(key=jax.random.key(0)))
-    groups, objective = fdl.build(cfg.trainable), fdl.build(cfg.objective)
+    groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
+    objective = fdl.build(cfg.objective)
 
     def flops(causal: bool) -> float:
         of_training = flops_per_token(model, groups, sequence_length, causal)
