@@ -59,8 +59,13 @@ class State(eqx.Module):
     @property
     def changing(self) -> "State":
         """What a step changes: nothing that is frozen. A checkpoint holds this."""
-        none = None, None
-        return eqx.tree_at(lambda s: (s.frozen, s.companion), self, none, is_leaf=_is_none)
+        return self.with_frozen(None).with_companion(None)
+
+    def with_frozen(self, frozen: Any) -> "State":
+        return eqx.tree_at(lambda state: state.frozen, self, frozen, is_leaf=lambda x: x is None)
+
+    def with_companion(self, companion: Any) -> "State":
+        return eqx.tree_at(lambda s: s.companion, self, companion, is_leaf=lambda x: x is None)
 
 
 def init(
@@ -124,15 +129,6 @@ def fresh_state(
 
 def _whole(trained: Any, frozen: Any) -> Any:
     return trained if frozen is None else eqx.combine(trained, frozen)
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
-
-
-def with_companion(state: State, companion: Any) -> State:
-    """`state` with the frozen model that the objective needs."""
-    return eqx.tree_at(lambda state: state.companion, state, companion, is_leaf=_is_none)
 
 
 def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:

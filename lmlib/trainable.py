@@ -1,19 +1,22 @@
 """Which weights of a model train, and how those that do not are kept."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import optax
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from lmlib.models.adapted import is_adapted
+from lmlib.models.adapted import is_adapted, without_adapters
 from lmlib.models.int8 import in_int8
 from lmlib.optim import Decays, Optimizer
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.selection import SelectionError, selected, weights_of
+from lmlib.parallel.layout import stored
+from lmlib.parallel.selection import SelectionError, named_weights, selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ def grouped(model: Any, groups: Groups) -> dict[str, str]:
       SelectionError: if a pattern or an axis means no weight, a weight is in two groups, a group is
         empty, or the base of an adapter is in one.
     """
-    weights, found = weights_of(model), dict[str, str]()
+    weights, found = named_weights(model), dict[str, str]()
     bases = _bases(model)
     for name, group in groups.items():
         try:
@@ -101,7 +104,7 @@ def _bases(model: Any) -> set[str]:
     }
 
 
-def resting(model: M, trained: Set[str], dtype: str) -> M:
+def resting(model: M, trained: Collection[str], dtype: str) -> M:
     """`model` with the weights that do not train in `dtype`; of "int8" in bfloat16, and those that
     `lmlib.models.int8.in_int8` can make so in 8 bits."""
 
@@ -120,7 +123,7 @@ def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, cau
     flops = model.flops_per_token(sequence_length, causal)
     if groups is None:
         return flops
-    trained, weights = grouped(model, groups), weights_of(model)
+    trained, weights = grouped(model, groups), named_weights(model)
     tied = not any(one.declaration.multiplied and "vocab" in one.axes for one in weights.values())
 
     def count(weight: Weight, array: Any) -> None:
@@ -131,6 +134,83 @@ def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, cau
 
     map_weights(count, model)
     return flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a run makes the weights of its model, and keeps them.
+
+    Args:
+      model, seed: `model(key=jax.random.key(seed))` makes new weights.
+      groups: what trains; `None`: everything; an empty mapping: nothing.
+      frozen_dtype: of what does not; see `resting`.
+    """
+
+    model: Callable[..., Any]
+    seed: int
+    groups: Groups | None
+    frozen_dtype: str
+
+    def make(self) -> Any:
+        """The model with new weights, each as it is kept."""
+        model = self.model(key=jax.random.key(self.seed))
+        return model if self.trained is None else resting(model, self.trained, self.frozen_dtype)
+
+    @functools.cached_property
+    def shapes(self) -> Any:
+        """Shapes of the model as `model` makes it: nothing in 8 bits."""
+        return jax.eval_shape(lambda: self.model(key=jax.random.key(self.seed)))
+
+    @functools.cached_property
+    def trained(self) -> frozenset[str] | None:
+        """The paths of the weights that train; `None`: all do."""
+        if self.groups is None:
+            return None
+        return frozenset(grouped(self.shapes, self.groups) if self.groups else ())
+
+    @property
+    def given(self) -> Any:
+        """Shapes and dtypes of the weights that `completed` takes: there are no adapters, and what
+        is frozen is in its float dtype."""
+        if self.trained is None:
+            return self.shapes
+        float_dtype = "bfloat16" if self.frozen_dtype == "int8" else self.frozen_dtype
+        kept = jax.eval_shape(
+            lambda model: resting(model, self.trained or (), float_dtype), self.shapes
+        )
+        return without_adapters(kept)
+
+    def completed(self, weights: M, mesh: Mesh) -> M:
+        """The model, laid out on `mesh`, with `weights` and new adapters.
+
+        Args:
+          weights: as `given` says, but in float32 perhaps, laid out as they are stored. Their
+            buffers are taken.
+        """
+        if self.trained is None:
+            return weights
+        by_path = {weight.path: array for weight, array in _arrays(weights)}
+
+        def complete(by_path: dict[str, Array]) -> Any:
+            model = self.model(key=jax.random.key(self.seed))
+            given = map_weights(
+                lambda w, new: by_path.get(w.path.removesuffix(".base"), new), model
+            )
+            return resting(given, self.trained or (), self.frozen_dtype)
+
+        placed = map_weights(
+            lambda weight, array: stored(weight, array.shape, mesh), jax.eval_shape(self.make)
+        )
+        layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), placed)
+        with jax.set_mesh(mesh):
+            made = jax.sharding.auto_axes(complete, out_sharding=placed)
+            return jax.jit(made, out_shardings=layout, donate_argnums=0)(by_path)
+
+
+def _arrays(model: Any) -> list[tuple[Weight, Any]]:
+    found: list[tuple[Weight, Any]] = []
+    map_weights(lambda weight, array: found.append((weight, array)), model)
+    return found
 
 
 class Parts(NamedTuple):

@@ -110,6 +110,8 @@ def bring_in(found: HuggingFace, to: Path) -> str:
             "before_skipped": None,
             "batches": batches,
             "initialised_from": found.name,
+            "frozen": None,
+            "companion": None,
         }
         _show("writing the checkpoint")
         with Checkpoints(unfinished / "checkpoints") as checkpoints:

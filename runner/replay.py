@@ -37,7 +37,8 @@ from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
 from runner.training.captures import Capture, read_batch, read_capture
-from runner.training.weights import WEIGHTS_ALONE, weights_of
+from runner.training.companion import companion_of
+from runner.training.weights import WEIGHTS_ALONE, frozen_weights, weights_of
 from runner.watch.progress import Progress
 
 DIFFERS = 1  # exit status: the numbers are not those of the run
@@ -101,23 +102,28 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
 def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
     """The state that the capture begins with, and the steps made in it."""
     with user_errors():
-        folder = capture.folder / "checkpoints"
-        origin = capture.initialised_from
+        folder, recipe = capture.folder / "checkpoints", experiment.recipe
+        origin, companion = capture.initialised_from, companion_of(experiment, print)
         if steps_in(folder) == [WEIGHTS_ALONE]:
             origin = str(folder)
         elif folder.is_dir():
+            target = experiment.abstract_state().changing
             with Checkpoints(folder, read_only=True) as checkpoints:
-                found = checkpoints.restore_newest(experiment.abstract_state(), fallback=False)
+                found = checkpoints.restore_newest(target, fallback=False)
             if found is None:
                 raise ConfigError(f"{folder} holds no checkpoint")
             if isinstance(experiment.data, Resumable):
                 experiment.data.restore(found.step, found.notes["data"])
-            return found.state, found.step
+            state = found.state.with_companion(companion)
+            if recipe.trained is None:
+                return state, found.step
+            frozen = frozen_weights(found.notes, recipe, experiment.mesh)
+            return state.with_frozen(frozen), found.step
         if origin is None:
-            return experiment.init(), 0
+            return experiment.init(companion), 0
         # What differs was allowed when the run began.
-        model, _ = weights_of(origin, experiment, ["data", "model"])
-    return experiment.begin(model), 0
+        model, _ = weights_of(origin, recipe, experiment.mesh, None, ["model"])
+    return experiment.begin(model, companion), 0
 
 
 if __name__ == "__main__":

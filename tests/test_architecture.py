@@ -55,6 +55,7 @@ MAY_IMPORT = {
     },
     "lmlib.optim": {"lmlib.parallel"},
     "lmlib.guard": set(),
+    "lmlib.fingerprint": set(),
     "lmlib.adapters": {"lmlib.models", "lmlib.parallel"},
     "lmlib.trainable": {"lmlib.models", "lmlib.optim", "lmlib.parallel"},
     "lmlib.train": {
@@ -67,7 +68,17 @@ MAY_IMPORT = {
         "lmlib.compute",
         "lmlib.data",
     },
+    "lmlib.experiment_checks": {
+        "lmlib.evaluate",
+        "lmlib.losses",
+        "lmlib.guard",
+        "lmlib.models",
+        "lmlib.parallel",
+        "lmlib.compute",
+        "lmlib.data",
+    },
     "lmlib.experiment": {
+        "lmlib.experiment_checks",
         "lmlib.adapters",
         "lmlib.trainable",
         "lmlib.evaluate",

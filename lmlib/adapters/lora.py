@@ -9,7 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 from lmlib.models.adapted import adapted, can_be_adapted, has_adapters, map_adapted
 from lmlib.models.weights import fold
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.selection import SelectionError, selected, weights_of
+from lmlib.parallel.selection import SelectionError, named_weights, selected
 
 
 def lora(
@@ -66,7 +66,7 @@ def with_adapters(
         raise ValueError(f"an adapter's dropout must be at least 0 and below 1, got {dropout}")
     if has_adapters(model):
         raise ValueError("the model has adapters already: merge them first (`merged`)")
-    chosen = selected(weights_of(model), paths, axes)
+    chosen = selected(named_weights(model), paths, axes)
     matrices = {path for path, weight in chosen.items() if can_be_adapted(weight)}
     if not matrices:
         raise SelectionError(
@@ -85,8 +85,3 @@ def with_adapters(
 def merged(model: M) -> M:
     """`model` with each adapter added to its base, in float32 at least; it computes the same."""
     return map_adapted(lambda _, one: one.merged(), model)
-
-
-def without_adapters(model: M) -> M:
-    """The base of `model`: what it was before `with_adapters`."""
-    return map_adapted(lambda _, one: one.base, model)

@@ -220,6 +220,16 @@ class Checkpoints:
         self._check_digests(folder, manifest, sorted(manifest.files))
         return manifest
 
+    def names(self, step: int, part: str) -> set[str]:
+        """The names of the arrays of a checkpoint that lie under the name `part`.
+
+        Raises as `verify` does.
+        """
+        folder = self._folder(step)
+        manifest = agreed(folder, lambda: read_manifest(folder))
+        under = f"{part}."
+        return {name.removeprefix(under) for name in manifest.arrays if name.startswith(under)}
+
     def restore(self, step: int, target: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """The state saved at `step`, laid out as `target` says, and its `notes`; all verified.
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from lmlib.hf.families import described
 from lmlib.hf.hub import local_folder_of
@@ -54,7 +55,7 @@ def load(folder: str | Path, mesh: Mesh | None = None, progress: Progress | None
 def load_weights(
     folder: Path, model: Decoder, names: Names, mesh: Mesh, progress: Progress | None = None
 ) -> Decoder:
-    """As `load`, for a model whose shape is known."""
+    """As `load`, for a model whose shapes and dtypes are known."""
     there = stored_tensors(folder)
     if not any(name.startswith(names.base) for name in there):
         there = {_with_base(name, names): tensor for name, tensor in there.items()}
@@ -73,13 +74,13 @@ def load_weights(
         source = there[tensor.name]
         flat = _read(source, mesh)
         for path, repetition, share in tensor.pieces:
-            shape, layout = layouts[path]
+            target = layouts[path]
             if repetition is None:
-                weights[path] = _cutter(tensor.shape, share, layout)(flat)
+                weights[path] = _cutter(tensor.shape, share, target.sharding, target.dtype)(flat)
             else:
                 if path not in weights:
-                    weights[path] = _zeros(shape, layout)
-                put = _stacker(tensor.shape, share, layout)
+                    weights[path] = _zeros(target)
+                put = _stacker(tensor.shape, share, target.sharding, target.dtype)
                 weights[path] = put(weights[path], flat, np.int32(repetition))
         # Else the host would read on, and hold what the devices have not taken yet.
         jax.block_until_ready([weights[path] for path, _, _ in tensor.pieces])
@@ -97,13 +98,13 @@ def _head_of(names: Names) -> tuple[str, ...]:
     return tuple(each.name for each in names.outside if "unembedding" in each.holds)
 
 
-def _layouts(model: Decoder, mesh: Mesh) -> dict[str, tuple[tuple[int, ...], NamedSharding]]:
-    """Shape and layout of each weight, by path."""
-    found: dict[str, tuple[tuple[int, ...], NamedSharding]] = {}
+def _layouts(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, dtype and layout of each weight, by path."""
+    found: dict[str, jax.ShapeDtypeStruct] = {}
 
     def visit(weight: Any, array: Any) -> None:
         layout = NamedSharding(mesh, stored(weight, array.shape, mesh))
-        found[weight.path] = (array.shape, layout)
+        found[weight.path] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)
 
     map_weights(visit, model)
     return found
@@ -127,34 +128,37 @@ def _read(source: Stored, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_callback((padded,), layout, share)
 
 
-def _cut(flat: jax.Array, shape: tuple[int, ...], share: Share, layout: NamedSharding) -> jax.Array:
+def _cut(
+    flat: jax.Array, shape: tuple[int, ...], share: Share, layout: NamedSharding, dtype: DTypeLike
+) -> jax.Array:
     """The weight in a tensor of `shape`, of the tensor's padded values. Each device has the whole
     tensor for a moment."""
     whole = jax.sharding.reshard(flat, NamedSharding(layout.mesh, PartitionSpec()))
-    weight = share.cut(whole[: math.prod(shape)].reshape(shape)).astype(jnp.float32)
+    weight = share.cut(whole[: math.prod(shape)].reshape(shape)).astype(dtype)
     return jax.sharding.reshard(weight, layout)
 
 
 @functools.lru_cache(maxsize=256)
 def _cutter(
-    shape: tuple[int, ...], share: Share, layout: NamedSharding
+    shape: tuple[int, ...], share: Share, layout: NamedSharding, dtype: DTypeLike
 ) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda flat: _cut(flat, shape, share, layout))
+    return jax.jit(lambda flat: _cut(flat, shape, share, layout, dtype))
 
 
 @functools.lru_cache(maxsize=256)
 def _stacker(
-    shape: tuple[int, ...], share: Share, layout: NamedSharding
+    shape: tuple[int, ...], share: Share, layout: NamedSharding, dtype: DTypeLike
 ) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
     """Puts a layer's weight into its stack, whose buffer it takes."""
     own = NamedSharding(layout.mesh, PartitionSpec(*layout.spec[1:]))
 
     def put(stack: jax.Array, flat: jax.Array, layer: jax.Array) -> jax.Array:
-        weight = _cut(flat, shape, share, own)
+        weight = _cut(flat, shape, share, own, dtype)
         return jax.lax.dynamic_update_index_in_dim(stack, weight, layer, 0)
 
     return jax.jit(put, out_shardings=layout, donate_argnums=0)
 
 
-def _zeros(shape: tuple[int, ...], layout: NamedSharding) -> jax.Array:
-    return jax.jit(functools.partial(jnp.zeros, shape, jnp.float32), out_shardings=layout)()
+def _zeros(target: jax.ShapeDtypeStruct) -> jax.Array:
+    make = functools.partial(jnp.zeros, target.shape, target.dtype)
+    return jax.jit(make, out_shardings=target.sharding)()

@@ -20,7 +20,7 @@ from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import Companion, LossSums, Objective
 from lmlib.losses.token_losses import losses_of_features, token_losses
 from lmlib.models.protocol import Model
-from lmlib.parallel.selection import weights_of
+from lmlib.parallel.selection import named_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class DPO(Objective):
     def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
         if companion is not None:
             return
-        bases = weights_of(without_adapters(model))
+        bases = named_weights(without_adapters(model))
         changing = [path for path in trained or bases if path.rpartition(".")[0] not in bases]
         if changing:
             raise ValueError(

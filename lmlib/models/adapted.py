@@ -153,6 +153,11 @@ def map_adapted(function: Callable[[str, Adapted], Any], tree: M) -> M:
     return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_adapted)
 
 
+def without_adapters(model: M) -> M:
+    """The base of `model`: what it was before it was adapted."""
+    return map_adapted(lambda _, one: one.base, model)
+
+
 def whole(table: Array | Adapted) -> Array:
     """A table as one array."""
     return table.merged() if isinstance(table, Adapted) else table

@@ -14,7 +14,7 @@ class SelectionError(ValueError):
     """A pattern or an axis that no weight has, or a weight that is meant twice."""
 
 
-def weights_of(model: Any) -> dict[str, Weight]:
+def named_weights(model: Any) -> dict[str, Weight]:
     """The weights of a model, whose arrays may be shapes, by their paths and in order."""
     found: dict[str, Weight] = {}
     map_weights(lambda weight, _: found.update({weight.path: weight}), model)

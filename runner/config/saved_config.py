@@ -33,6 +33,7 @@ TRUSTED = (
     | FIDDLE_NAMES
     | {
         "experiments",
+        "lmlib.adapters",
         "lmlib.compute.Compute",
         "lmlib.evaluate.suite.suite.Suite",
         "lmlib.experiment",
@@ -41,6 +42,7 @@ TRUSTED = (
         "lmlib.models",
         "lmlib.optim",
         "lmlib.parallel.mesh",
+        "lmlib.trainable",
         "optax",
         "jax.nn",
         JAX_NN,

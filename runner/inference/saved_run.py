@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
-import jax
 from jax.sharding import Mesh
 
 from lmlib import train
@@ -19,10 +18,17 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.hf.hub import TOKENIZER_FILES, local_folder_of
 from lmlib.hf.tensor_files import FolderError, read_json
+from lmlib.trainable import Recipe
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.text import nodes
-from runner.training.weights import WEIGHTS_ALONE, HuggingFace, Saved, tokenizer_of
+from runner.training.weights import (
+    WEIGHTS_ALONE,
+    HuggingFace,
+    Saved,
+    tokenizer_of,
+    weights_of,
+)
 
 ORIGIN = "hugging_face"  # in an imported workdir: what its folder held besides weights
 
@@ -48,17 +54,24 @@ class SavedRun:
 
     def abstract_model(self, mesh: Mesh) -> Any:
         """The model's shapes, dtypes and layouts on `mesh`."""
-        make_model = functools.partial(fdl.build(self.cfg.model), key=jax.random.key(0))
-        return train.abstract_model(make_model, mesh)
+        return train.abstract_model(self.recipe.make, mesh)
+
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        """How the run makes and keeps its weights."""
+        cfg = self.cfg
+        dtype = cfg.frozen_dtype or fdl.build(cfg.compute).dtype
+        groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
+        return Recipe(fdl.build(cfg.model), cfg.seed, groups, dtype)
 
     def model(self, mesh: Mesh) -> Any:
-        """The model as it is stored on `mesh`; nothing else of the checkpoint is read.
+        """The model as it is stored on `mesh`, what is frozen from where the run had it; nothing
+        else of the checkpoint is read.
 
         Raises:
-          DamagedCheckpointError: if a byte of it is not as it was saved.
+          ConfigError: if a byte of it is not as it was saved, or the frozen weights are gone.
         """
-        with Checkpoints(self.checkpoints, read_only=True) as checkpoints:
-            return checkpoints.restore_part(self.step, "model", self.abstract_model(mesh))[0]
+        return weights_of(f"{self.checkpoints}@{self.step}", self.recipe, mesh, None)[0]
 
     @functools.cached_property
     def origin(self) -> Path | None:

@@ -15,11 +15,13 @@ from lmlib.experiment import Experiment
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config.text import changed_paths, difference, flattened
 from runner.training import data_probe
+from runner.training.companion import check_companion, companion_of, is_companion_note
 from runner.training.options import Options
-from runner.training.weights import WEIGHTS_ALONE, weights_of
+from runner.training.weights import WEIGHTS_ALONE, frozen_weights, is_frozen_note, weights_of
 from runner.watch.phases import Phase, Phases
 from runner.watch.progress import Progress
 
+_NOTES = {"tokens", "before_skipped", "batches", "initialised_from", "frozen", "companion"}
 _LARGEST_CONFIG = 10_000_000  # bytes
 
 
@@ -62,7 +64,7 @@ def begin(
     """
     init_from = options.init_from or experiment.init_from
     with user_errors():
-        target = experiment.abstract_state()
+        target = experiment.abstract_state().changing
         with Checkpoints(directory, read_only=True) as checkpoints:
             newest = checkpoints.newest()
             restores = newest is not None or init_from is not None
@@ -72,7 +74,8 @@ def begin(
                 init_from = str(directory)
             else:
                 found = checkpoints.restore_newest(target, fallback=options.checkpoint_fallback)
-        if options.init_from is not None and newest is not None:
+        frozen_again = found is not None and experiment.recipe.trained is not None
+        if options.init_from is not None and newest is not None and not frozen_again:
             progress.message(
                 f"--init_from={options.init_from} is ignored: this run has checkpoints"
             )
@@ -80,22 +83,42 @@ def begin(
             check_notes(found, directory)
             _check_data(experiment, found, "data" in options.allowed_changes, progress)
             _say(found, experiment, progress)
-            saved = found.notes
+            saved, state = found.notes, found.state
+            companion = companion_of(experiment, progress.message)
+            if "model" not in options.allowed_changes:
+                check_companion(companion, saved["companion"])
+            state = state.with_companion(companion)
+            if experiment.recipe.trained is not None:
+                frozen = frozen_weights(
+                    saved,
+                    experiment.recipe,
+                    experiment.mesh,
+                    [options.init_from],
+                    progress.message,
+                )
+                state = state.with_frozen(frozen)
             return Beginning(
-                found.state,
+                state,
                 found.step,
                 saved["tokens"],
                 saved["before_skipped"],
                 saved["initialised_from"],
                 found.damaged,
             )
+        companion = companion_of(experiment, progress.message)
         if init_from is None:
-            return Beginning(jax.block_until_ready(experiment.init()), 0, 0, None, None)
+            state = jax.block_until_ready(experiment.init(companion))
+            return Beginning(state, 0, 0, None, None)
         model, initialised_from = weights_of(
-            init_from, experiment, options.allowed_changes, progress.message
+            init_from,
+            experiment.recipe,
+            experiment.mesh,
+            experiment.data,
+            options.allowed_changes,
+            progress.message,
         )
     progress.message(f"beginning with the weights of {initialised_from}")
-    return Beginning(experiment.begin(model), 0, 0, None, initialised_from)
+    return Beginning(experiment.begin(model, companion), 0, 0, None, initialised_from)
 
 
 def check_config(
@@ -133,7 +156,7 @@ def check_config(
 
 def check_notes(found: Restored, directory: Path) -> None:
     """Raises ConfigError if what a checkpoint remembers of its run is not what `Saver` saves."""
-    if missing := {"tokens", "before_skipped", "batches", "initialised_from"} - found.notes.keys():
+    if missing := _NOTES - found.notes.keys():
         raise ConfigError(
             f"checkpoint {found.step} was saved by another version of the runner: its notes "
             f"have no {', '.join(sorted(missing))}; take its weights with --init_from into another "
@@ -147,6 +170,8 @@ def check_notes(found: Restored, directory: Path) -> None:
         "before_skipped": before is None or (type(before) is int and 0 <= before <= found.step),
         "batches": data_probe.is_probe(found.notes["batches"], found.step),
         "initialised_from": origin is None or isinstance(origin, str),
+        "frozen": found.notes["frozen"] is None or is_frozen_note(found.notes["frozen"]),
+        "companion": is_companion_note(found.notes["companion"]),
     }
     if wrong := [name for name, is_sensible in sensible.items() if not is_sensible]:
         values = ", ".join(f"{name}={found.notes[name]!r:.80}" for name in wrong)

@@ -37,6 +37,7 @@ from runner.processes.agreement import (
 from runner.processes.lock import WorkdirLock
 from runner.training.beginning import Beginning, begin, check_config
 from runner.training.captures import Captures
+from runner.training.companion import companion_note
 from runner.training.compiled_step import (
     Identity,
     check_compiled,
@@ -59,6 +60,7 @@ from runner.training.samples import Samples
 from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
+from runner.training.weights import frozen_note
 from runner.watch.goodput import GoodputLog
 from runner.watch.phases import Phase, Phases
 from runner.watch.profiling import Profiler, dump_program
@@ -228,6 +230,10 @@ class _Run:
                 progress,
                 self.phases,
                 origin,
+                {
+                    "frozen": frozen_note(beginning.state.frozen, experiment.recipe),
+                    "companion": companion_note(beginning.state.companion),
+                },
                 beginning.before_skipped,
             )
             loop = Loop(

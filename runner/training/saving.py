@@ -39,12 +39,14 @@ class Saver:
         progress: Progress,
         phases: Phases,
         initialised_from: str | None,
+        unchanging: dict[str, Any],
         before_skipped: int | None,
     ):
         """Makes the saver of a run.
 
         Args:
           initialised_from: whose weights the run began with, if they were not new.
+          unchanging: notes of what does not train and is in no checkpoint, by their names.
           before_skipped: as the attribute, from the checkpoint that the run goes on from.
         """
         self._experiment = experiment
@@ -53,6 +55,7 @@ class Saver:
         self._progress = progress
         self._phases = phases
         self._initialised_from = initialised_from
+        self._unchanging = unchanging
         # The newest step that was saved while no update was being skipped; it is kept meanwhile.
         self.before_skipped = before_skipped
         self._failed = 0  # in a row
@@ -95,12 +98,13 @@ class Saver:
                 "before_skipped": self.before_skipped if skipping else step,
                 "batches": probe(self._experiment.data, step),
                 "initialised_from": self._initialised_from,
+                **self._unchanging,
             }
             if data_state is not None:
                 notes["data"] = gather_states(data_state)
             try:
                 hold = self.before_skipped if skipping else None
-                self._checkpoints.save(step, state, notes, hold, beforehand=self._log.sync)
+                self._checkpoints.save(step, state.changing, notes, hold, beforehand=self._log.sync)
             except OSError as failure:
                 self._tolerate(failure)
                 return

@@ -119,8 +119,7 @@ def test_a_step_follows_the_definition(mesh, microbatches, chunk):
     placed = jax.tree.map(lambda field: jax.device_put(field, rows), batch())
     with jax.set_mesh(mesh):
         companion = creator(reference, mesh)()
-        state = train.init(policy, descent, mesh)
-        state = train.with_companion(state, companion)
+        state = train.init(policy, descent, mesh).with_companion(companion)
         before = jax.device_get(jax.tree.leaves(state.model))
         step = functools.partial(
             train.step,

@@ -68,7 +68,7 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit_and_notices_another(mesh, tmp_
     other = jax.tree.map(lambda x: x * 1.001, hf.load(teacher))
     shutil.rmtree(teacher)
     hf.save(other, teacher)
-    with pytest.raises(ConfigError, match="not the model that this run was compared with before"):
+    with pytest.raises(ConfigError, match="compares with other weights than those"):
         fit(cfg, without_the_last(tmp_path / "run", tmp_path / "changed"))
 
 

@@ -31,6 +31,12 @@ def config(folder, *overrides):
     return configs.load("experiments/from_hf", ["tiny"], [f"folder={folder}", *small, *overrides])
 
 
+def taken(reference, experiment, allowed_changes=()):
+    """What `experiment` would begin with."""
+    of = experiment.recipe, experiment.mesh, experiment.data
+    return weights_of(reference, *of, allowed_changes)
+
+
 def assert_same_weights(found, expected):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -40,7 +46,7 @@ def assert_same_weights(found, expected):
 def test_the_weights_of_a_folder_lie_as_the_experiment_wants_them(mesh):
     fsdp, tensor = mesh
     experiment = fdl.build(config(LLAMA, f"mesh.fsdp={fsdp}", f"mesh.tensor={tensor}"))
-    model, origin = weights_of(str(LLAMA), experiment)
+    model, origin = taken(str(LLAMA), experiment)
     assert origin == str(LLAMA)
     assert_same_weights(model, hf.load(LLAMA))
     assert model.embedding.sharding == experiment.abstract_state().model.embedding.sharding
@@ -69,18 +75,18 @@ def settings_alone(tmp_path):
 def test_another_architecture_is_told_by_names_and_values(settings_alone, override, told):
     experiment = fdl.build(config(LLAMA, override))
     with pytest.raises(ConfigError) as error:
-        weights_of(str(settings_alone), experiment)
-    assert f"--init_from={settings_alone}: its model is not this experiment's" in str(error.value)
+        taken(str(settings_alone), experiment)
+    assert f"{settings_alone}: its model is not this experiment's" in str(error.value)
     assert told in str(error.value)
 
 
 @pytest.mark.slow
 def test_settings_may_change_if_that_is_wanted_and_shapes_never(settings_alone):
     longer = fdl.build(config(LLAMA, "model.rope_theta=7.0"))
-    assert_same_weights(weights_of(str(LLAMA), longer, ["model"])[0], hf.load(LLAMA))
+    assert_same_weights(taken(str(LLAMA), longer, ["model"])[0], hf.load(LLAMA))
     larger = fdl.build(config(LLAMA, "model.mlp=32"))
     with pytest.raises(ConfigError, match=r"mlp.gate: float32\[3, 16, 24\], here float32\[3, 16, "):
-        weights_of(str(settings_alone), larger, ["model"])
+        taken(str(settings_alone), larger, ["model"])
 
 
 @pytest.fixture
@@ -105,18 +111,18 @@ def with_tokenizer(tmp_path):
 def test_another_tokenizer_is_refused(with_tokenizer):
     folder, _, other = with_tokenizer
     with pytest.raises(ConfigError, match=r"other'.*its ids mean other texts.*--allow_change=data"):
-        weights_of(str(folder), other)
+        taken(str(folder), other)
 
 
 @pytest.mark.slow
 def test_another_tokenizer_may_be_allowed_and_is_remembered(with_tokenizer, tmp_path):
     folder, same, other = with_tokenizer
-    weights_of(str(folder), same)
-    weights_of(str(folder), other, ["data"])
+    taken(str(folder), same)
+    taken(str(folder), other, ["data"])
     convert.bring_in(located(str(folder)), tmp_path / "run")
-    weights_of(str(tmp_path / "run"), same)
+    taken(str(tmp_path / "run"), same)
     with pytest.raises(ConfigError, match=r"its ids mean other texts.*--allow_change=data"):
-        weights_of(str(tmp_path / "run"), other)
+        taken(str(tmp_path / "run"), other)
 
 
 def test_what_a_reference_means(tmp_path):
