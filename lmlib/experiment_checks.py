@@ -80,8 +80,8 @@ def check_experiment(experiment: Any) -> None:
     batches, steps = experiment.data.batches, experiment.steps
     if batches is not None and batches < steps:
         raise ValueError(
-            f"data ends after {batches} batches, but steps is {steps}: make fewer steps, or let the "
-            "data repeat (epochs=None)"
+            f"data ends after {batches} batches, but steps is {steps}: make fewer steps, or let "
+            "the data repeat (epochs=None)"
         )
     if experiment.suite is not None:
         _check_suite(experiment, model)

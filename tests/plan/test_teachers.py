@@ -5,6 +5,7 @@ import functools
 
 import jax
 import pytest
+from bigram import Bigram
 
 from lmlib import optim
 from lmlib.data.synthetic import Synthetic
@@ -24,9 +25,9 @@ PARAMETERS = 2 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 2 * V * 32 + 32
 TAUGHT = Distillation(teacher)
 
 
-def experiment(**settings):
+def experiment(model=student, **settings):
     return Experiment(
-        model=student,
+        model=model,
         data=Synthetic(V, ROWS, LENGTH),
         optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
         mesh=make_mesh(fsdp=8),
@@ -61,17 +62,18 @@ def test_a_plan_counts_its_memory():
 
 
 def test_a_companion_that_does_not_fit_is_refused():
+    of = functools.partial(experiment, functools.partial(Bigram, V, 8))
     with pytest.raises(ValueError, match="vocabulary has 64 ids and the model's 128"):
-        smaller = functools.partial(teacher, vocab=64)
-        experiment(objective=Distillation(smaller)).check()
+        of(objective=Distillation(functools.partial(Bigram, 64, 8))).check()
     with pytest.raises(ValueError, match=r"switched off, but \S+ trains and is no adapter"):
-        experiment(objective=DPO()).check()
-    experiment(objective=DPO(reference_from="a run")).check()
+        of(objective=DPO()).check()
+    of(objective=DPO(reference_from="a run")).check()
     with pytest.raises(ValueError, match="compares with the weights of a run: give them"):
-        experiment(objective=DPO(reference_from="a run")).init()
+        of(objective=DPO(reference_from="a run")).init()
 
 
 def test_it_is_kept_in_the_compute_dtype_and_not_in_checkpoints():
-    state = experiment(objective=TAUGHT).abstract_state()
+    taught = Distillation(functools.partial(Bigram, V, 8))
+    state = experiment(functools.partial(Bigram, V, 8), objective=taught).abstract_state()
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.companion)} == {"bfloat16"}
     assert state.changing.companion is None

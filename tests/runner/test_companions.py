@@ -8,6 +8,7 @@ import fiddle as fdl
 import jax
 import numpy as np
 import pytest
+from bigram import Bigram
 from states import assert_same_bits
 
 from lmlib import hf
@@ -17,21 +18,29 @@ from runner import fit
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 
-GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
-SMALL = ("compute.dtype=float32", "validation=None", "mesh.fsdp=1", "init_from=None")
+LLAMA = Path(__file__).parents[1] / "hf" / "golden" / "llama"
+TWO_STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoint_every=1")
 
 
-def config(teacher, *overrides, weight=0.5):
-    """A student with a teacher of its own architecture, for two steps."""
-    steps = ("steps=2", "checkpoint_every=1", *overrides)
-    cfg = configs.load("experiments/from_hf", ["tiny"], [f"folder={teacher}", *SMALL, *steps])
+def with_teacher(cfg, teacher_from):
     cfg.objective = fdl.Config(
-        Distillation,
-        teacher=copy.deepcopy(cfg.model),
-        teacher_from=str(teacher),
-        weight=weight,
+        Distillation, teacher=copy.deepcopy(cfg.model), teacher_from=teacher_from
     )
     return cfg
+
+
+def config(seed=0, fsdp=1, tensor=1):
+    """A student of the smallest size, with a teacher of the same that is new."""
+    overrides = (*TWO_STEPS, f"seed={seed}", f"mesh.fsdp={fsdp}", f"mesh.tensor={tensor}")
+    cfg = configs.load("experiments/llama_84m", ["tiny"], overrides)
+    cfg.model = fdl.Partial(Bigram, vocab=512, embed=8)
+    return with_teacher(cfg, None)
+
+
+def config_of_folder(teacher):
+    """A student with a teacher of its own architecture, which is in a folder of Hugging Face's."""
+    overrides = [f"folder={teacher}", *TWO_STEPS, "mesh.fsdp=1", "init_from=None"]
+    return with_teacher(configs.load("experiments/from_hf", ["tiny"], overrides), str(teacher))
 
 
 def without_the_last(workdir, to):
@@ -41,14 +50,18 @@ def without_the_last(workdir, to):
     return to
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
-def test_a_run_with_a_teacher_resumes_bit_for_bit_and_notices_another(mesh, tmp_path):
-    teacher = tmp_path / "teacher"
-    shutil.copytree(GOLDEN / "llama", teacher)
-    cfg = config(teacher, f"mesh.fsdp={mesh[0]}", f"mesh.tensor={mesh[1]}")
-    whole = fit(cfg, tmp_path / "run")
+REFUSED = "compares with other weights than those"
+
+
+@pytest.mark.parametrize(
+    "mesh", [{}, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow)]
+)
+def test_a_run_with_a_teacher_resumes_bit_for_bit_and_refuses_another(mesh, tmp_path):
+    whole = fit(config(**mesh), tmp_path / "run")
     killed = without_the_last(tmp_path / "run", tmp_path / "killed")
-    resumed = fit(cfg, killed)
+    with pytest.raises(ConfigError, match=REFUSED):
+        fit(config(seed=1, **mesh), killed)
+    resumed = fit(config(**mesh), killed)
     assert_same_bits(resumed.state, whole.state)
     lines = [
         {name: line[name] for name in ("loss", "cross_entropy", "divergence", "grad_norm")}
@@ -58,23 +71,32 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit_and_notices_another(mesh, tmp_
     assert lines[:2] == lines[2:]
     log = (tmp_path / "run" / "run.log").read_text()
     assert f"divergence {lines[1]['divergence']:.4f}" in log
-    for one, other in zip(
-        *map(jax.tree.leaves, (whole.state.companion, hf.load(teacher))), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert not any("companion" in name for name in checkpoints.verify(2).arrays)
 
-    other = jax.tree.map(lambda x: x * 1.001, hf.load(teacher))
-    shutil.rmtree(teacher)
-    hf.save(other, teacher)
-    with pytest.raises(ConfigError, match="compares with other weights than those"):
-        fit(cfg, without_the_last(tmp_path / "run", tmp_path / "changed"))
+
+@pytest.mark.slow
+def test_the_teacher_of_a_folder_is_read_again_at_each_start(tmp_path):
+    folder = tmp_path / "teacher"
+    shutil.copytree(LLAMA, folder)
+    cfg = config_of_folder(folder)
+    whole = fit(cfg, tmp_path / "run")
+    leaves = map(jax.tree.leaves, (whole.state.companion, hf.load(folder)))
+    for one, other in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(one, other)
+    resumed = fit(cfg, without_the_last(tmp_path / "run", tmp_path / "killed"))
+    assert_same_bits(resumed.state, whole.state)
+
+    changed = jax.tree.map(lambda x: x * 1.001, hf.load(folder))
+    shutil.rmtree(folder)
+    hf.save(changed, folder)
+    with pytest.raises(ConfigError, match=REFUSED):
+        fit(cfg, without_the_last(tmp_path / "run", tmp_path / "refused"))
 
 
 @pytest.mark.slow
 def test_a_run_may_teach_and_another_architecture_may_not(tmp_path):
-    cfg = config(GOLDEN / "llama")
+    cfg = config_of_folder(LLAMA)
     fit(cfg, tmp_path / "teacher")
     cfg.objective.teacher_from = str(tmp_path / "teacher")
     result = fit(cfg, tmp_path / "student")
@@ -89,9 +111,9 @@ def test_a_run_may_teach_and_another_architecture_may_not(tmp_path):
 
 @pytest.mark.slow
 def test_a_reference_is_read_as_a_teacher_is(tmp_path):
-    cfg = config(GOLDEN / "llama")
-    cfg.init_from = str(GOLDEN / "llama")
-    cfg.objective = fdl.Config(DPO, reference_from=str(GOLDEN / "llama"))
+    cfg = config_of_folder(LLAMA)
+    cfg.init_from = str(LLAMA)
+    cfg.objective = fdl.Config(DPO, reference_from=str(LLAMA))
     first, second = fit(cfg, tmp_path / "run").metrics
     assert first["loss"] == pytest.approx(np.log(2)) and first["reward_margin"] == 0
     assert second["reward_margin"] != 0
