@@ -1,6 +1,6 @@
 """Preference optimisation without a reward model.
 
-Shapes: B batch, S sequence, P pairs of a row, E embed.
+Shapes: B batch, S sequence.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ class DPO(Objective):
         return model.flops_per_token(sequence_length, causal) / 3  # the reference's forward pass
 
     def count(self, batch: Batch) -> Int32[Array, ""]:
-        return jnp.sum(_pairs(batch).counted_BP, dtype=jnp.int32)
+        return jnp.sum(_pairs(batch).counted_BS, dtype=jnp.int32)
 
     def sums(
         self,
@@ -127,57 +127,71 @@ class DPO(Objective):
         self, nats_BS: Array, reference_nats_BS: Array, pairs: "_Pairs"
     ) -> tuple[Array, dict[str, Array]]:
         """Of all pairs; `nats_BS`: -log p of each target, 0 where there is none."""
-        chosen_BP, rejected_BP = pairs.totals(-nats_BS)
-        reference_chosen_BP, reference_rejected_BP = pairs.totals(-reference_nats_BS)
-        margin_BP = self.beta * (
-            (chosen_BP - reference_chosen_BP) - (rejected_BP - reference_rejected_BP)
+        chosen_BS, rejected_BS = pairs.totals(-nats_BS)
+        reference_chosen_BS, reference_rejected_BS = pairs.totals(-reference_nats_BS)
+        margin_BS = self.beta * (
+            (chosen_BS - reference_chosen_BS) - (rejected_BS - reference_rejected_BS)
         )
         smoothing = self.label_smoothing
-        loss_BP = -(1 - smoothing) * jax.nn.log_sigmoid(margin_BP)
-        loss_BP -= smoothing * jax.nn.log_sigmoid(-margin_BP)
+        loss_BS = -(1 - smoothing) * jax.nn.log_sigmoid(margin_BS)
+        loss_BS -= smoothing * jax.nn.log_sigmoid(-margin_BS)
 
-        def total(values_BP: Array) -> Array:
-            return jnp.sum(jnp.where(pairs.counted_BP, values_BP, 0))
+        def total(values_BS: Array) -> Array:
+            return jnp.sum(jnp.where(pairs.counted_BS, values_BS, 0))
 
-        loss = total(loss_BP)
+        loss = total(loss_BS)
         return loss, {
             "loss": loss,
-            "reward_margin": total(margin_BP),
-            "reward_accuracy": total((margin_BP > 0).astype(margin_BP.dtype)),
-            "chosen_log_probability": total(chosen_BP),
-            "rejected_log_probability": total(rejected_BP),
+            "reward_margin": total(margin_BS),
+            "reward_accuracy": total((margin_BS > 0).astype(margin_BS.dtype)),
+            "chosen_log_probability": total(chosen_BS),
+            "rejected_log_probability": total(rejected_BS),
         }
 
 
 class _Pairs(NamedTuple):
-    """Which pair of its row each marked target belongs to, from 0, and which pairs count."""
+    """The pairs of rows, each told of at its last token.
 
-    pair_BS: Int32[Array, "b s"]
-    is_chosen_BS: Bool[Array, "b s"]
-    marked_BS: Bool[Array, "b s"]
-    counted_BP: Bool[Array, "b p"]
+    begins_BS: whether a pair begins at a token.
+    chosen_BS, rejected_BS: whether a token's target is marked, in a chosen or a rejected response.
+    counted_BS: whether a token is the last one of a pair that counts.
+    """
+
+    begins_BS: Bool[Array, "b s"]
+    chosen_BS: Bool[Array, "b s"]
+    rejected_BS: Bool[Array, "b s"]
+    counted_BS: Bool[Array, "b s"]
 
     def totals(self, values_BS: Float[Array, "b s"]) -> tuple[Array, Array]:
-        """The sums over the marked targets of each chosen and of each rejected response."""
-        chosen_BS = self.marked_BS & self.is_chosen_BS
-        rejected_BS = self.marked_BS & ~self.is_chosen_BS
-        return (
-            _by_pair(jnp.where(chosen_BS, values_BS, 0), self.pair_BS),
-            _by_pair(jnp.where(rejected_BS, values_BS, 0), self.pair_BS),
+        """At the last token of a pair the sums over the marked targets of its chosen and of its
+        rejected response."""
+        chosen_BS, rejected_BS = (
+            _sums_so_far(jnp.where(marked_BS, values_BS, 0), self.begins_BS)
+            for marked_BS in (self.chosen_BS, self.rejected_BS)
         )
+        return chosen_BS, rejected_BS
 
 
 def _pairs(batch: Batch) -> _Pairs:
     segment_ids_BS, marked_BS = jnp.asarray(batch.segment_ids), jnp.asarray(batch.loss_mask)
-    nothing_BP = jnp.zeros(0)
-    pairs = _Pairs((segment_ids_BS - 1) // 2, segment_ids_BS % 2 == 1, marked_BS, nothing_BP)
-    chosen_BP, rejected_BP = pairs.totals(jnp.ones(marked_BS.shape, jnp.float32))
-    return pairs._replace(counted_BP=(chosen_BP > 0) & (rejected_BP > 0))
+    pair_BS = (segment_ids_BS + 1) // 2  # 0 is padding
+    differs_BS = pair_BS[:, 1:] != pair_BS[:, :-1]
+    begins_BS = jnp.pad(differs_BS, ((0, 0), (1, 0)), constant_values=True)
+    ends_BS = jnp.pad(differs_BS, ((0, 0), (0, 1)), constant_values=True)
+    is_odd_BS = segment_ids_BS % 2 == 1
+    pairs = _Pairs(begins_BS, marked_BS & is_odd_BS, marked_BS & ~is_odd_BS, ends_BS)
+    chosen_BS, rejected_BS = pairs.totals(jnp.ones(marked_BS.shape, jnp.float32))
+    has_both_BS = (chosen_BS > 0) & (rejected_BS > 0)
+    return pairs._replace(counted_BS=ends_BS & (pair_BS > 0) & has_both_BS)
 
 
-def _by_pair(values_BS: Float[Array, "b s"], pair_BS: Int32[Array, "b s"]) -> Float[Array, "b p"]:
-    """The sum for each pair of a row. A sum of what is selected rather than a scatter: it is the
-    same bits every time, and XLA never stores what it sums."""
-    most = values_BS.shape[1] // 2
-    is_of_BSP = pair_BS[..., None] == jnp.arange(most, dtype=jnp.int32)
-    return jnp.sum(jnp.where(is_of_BSP, values_BS[..., None], 0), axis=1)
+def _sums_so_far(
+    values_BS: Float[Array, "b s"], begins_BS: Bool[Array, "b s"]
+) -> Float[Array, "b s"]:
+    """Of each token the sum over its pair up to it. No scatter, whose bits may differ each time."""
+
+    def joined(one: tuple[Array, Array], next_: tuple[Array, Array]) -> tuple[Array, Array]:
+        (sums, begun), (values, begins) = one, next_
+        return jnp.where(begins, values, sums + values), begun | begins
+
+    return jax.lax.associative_scan(joined, (values_BS, begins_BS), axis=1)[0]
