@@ -128,10 +128,8 @@ class DPO(Objective):
     ) -> tuple[Array, dict[str, Array]]:
         """Of all pairs; `nats_BS`: -log p of each target, 0 where there is none."""
         chosen_BS, rejected_BS = pairs.totals(-nats_BS)
-        reference_chosen_BS, reference_rejected_BS = pairs.totals(-reference_nats_BS)
-        margin_BS = self.beta * (
-            (chosen_BS - reference_chosen_BS) - (rejected_BS - reference_rejected_BS)
-        )
+        chosen_gain_BS, rejected_gain_BS = pairs.totals(reference_nats_BS - nats_BS)
+        margin_BS = self.beta * (chosen_gain_BS - rejected_gain_BS)
         smoothing = self.label_smoothing
         loss_BS = -(1 - smoothing) * jax.nn.log_sigmoid(margin_BS)
         loss_BS -= smoothing * jax.nn.log_sigmoid(-margin_BS)
