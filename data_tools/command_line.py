@@ -2,9 +2,11 @@
 
 import io
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -17,17 +19,21 @@ Progress = Callable[[int, int, str], None]
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-def run(name: str, command: Callable[[Sequence[str]], int]) -> NoReturn:
+def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = False) -> NoReturn:
     """Runs `command` with the arguments that are no flags; exits with the status it returns.
 
     A flag that is unknown or has no valid value, and an OSError or ValueError of `command`, is told
     in one line on stderr that begins with `name`; the status is then 2, or 130 after Ctrl-C.
+    One that is `resumable` says after Ctrl-C or SIGTERM that it goes on when it is given again; the
+    status is then 128 and the signal's number. A RuntimeError of it is told as well.
     """
 
     def main(arguments: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)  # JAX tells of each backend it does not find
         if isinstance(sys.stdout, io.TextIOWrapper):  # a document's text may be any
             sys.stdout.reconfigure(errors="backslashreplace")
+        for number in (signal.SIGINT, signal.SIGTERM) if resumable else ():
+            signal.signal(number, _stop)
         try:
             status = command(arguments[1:])
             sys.stdout.flush()
@@ -36,6 +42,14 @@ def run(name: str, command: Callable[[Sequence[str]], int]) -> NoReturn:
             return MISTAKE
         except (OSError, ValueError) as error:
             return _told(name, error)
+        except RuntimeError as error:
+            if not resumable:
+                raise
+            return _told(name, error)
+        except _StoppedError as stopped:
+            number = signal.Signals(stopped.number)
+            print(f"{name}: {number.name}; the same command goes on from here", file=sys.stderr)
+            return 128 + number
         except KeyboardInterrupt:
             print(f"{name}: interrupted", file=sys.stderr)
             return INTERRUPTED
@@ -48,6 +62,20 @@ def run(name: str, command: Callable[[Sequence[str]], int]) -> NoReturn:
             sys.exit(_told(name, error))
 
     app.run(main, flags_parser=parsed)
+
+
+class _StoppedError(BaseException):
+    """By a signal, from Ctrl-C or a batch system."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    for later in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(later, signal.SIG_IGN)  # it is ending already
+    raise _StoppedError(number)
 
 
 def _told(name: str, error: Exception) -> int:

@@ -1,52 +1,36 @@
-"""From blocks of rows to framed tokens, in as many processes as asked for, in order.
+"""From blocks of rows to documents of tokens, in as many processes as asked for, in order."""
 
-Nothing here imports lmlib, so that the worker processes start fast.
-"""
-
-import gzip
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from typing import Protocol
 
 import numpy as np
 
-from data_tools.encoders import Encoder
-from data_tools.held_out import Part
-from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField
+from data_tools.rows.block import BLOCK_BYTES, Block, Row
 
 _QUEUED_BLOCKS = 3  # for each worker, so that it has work while others are waited for
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How the texts of a block become tokens; small enough to send to other processes."""
-
-    encoder: Encoder
-    bos_id: int | None
-    eos_id: int | None
-    vocab_size: int
-    field: TextField
-    part: Part | None  # whose documents are kept; None: all
-    gzip_baseline: bool  # whether to measure each text under gzip -9
-
-
-@dataclass(frozen=True)
 class EncodedBlock:
-    """The documents of a block, framed, one after the other."""
+    """The documents of a block, whole, one after the other."""
 
     tokens: np.ndarray  # uint16 if the vocabulary allows, else uint32
     lengths: np.ndarray  # int64 [documents], in tokens
     text_bytes: np.ndarray  # int64 [documents], of UTF-8
     gzip_bytes: np.ndarray | None  # int64 [documents]
     bad_rows: tuple[tuple[int, Row], ...]  # with the number of documents before each
+    loss_mask: np.ndarray | None = None  # bool, of all tokens; None for text
+    left_out: Mapping[str, int] = field(default_factory=dict)  # see `ShardWriter.extend`
 
     def first(self, documents: int) -> "EncodedBlock":
         """The block cut off after so many documents."""
@@ -59,52 +43,18 @@ class EncodedBlock:
         )
 
 
-class BlockEncoder:
-    """Encodes one block after the other, in this process."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._encoder = recipe.encoder
-        self._dtype = np.uint16 if recipe.vocab_size <= 2**16 else np.uint32
+class BlockEncoder(Protocol):
+    """Encodes one block after the other."""
 
     def encode(self, block: Block) -> EncodedBlock:
-        """The block's documents; a row whose text cannot be encoded is among the bad rows."""
-        texts: list[str] = []
-        sizes: list[int] = []
-        compressed: list[int] = []
-        bad_rows: list[tuple[int, Row]] = []
-        part = self._recipe.part
-        for row in block.rows(self._recipe.field):
-            text, problem = row.text, row.problem
-            if text is not None:
-                try:
-                    size = self._encoder.size(text)
-                except ValueError as error:
-                    text, problem = None, str(error)
-            if text is None:
-                if part is None or not part.held_out:  # so that it counts once
-                    bad_rows.append((len(texts), Row(row.where, None, problem)))
-                continue
-            if part is not None and not part.has(text):
-                continue
-            texts.append(text)
-            sizes.append(size)
-            if self._recipe.gzip_baseline:
-                compressed.append(len(gzip.compress(text.encode(), 9)))
-        tokens, lengths = self._framed(self._encoder.encode(texts))
-        measured = np.array(compressed, np.int64) if self._recipe.gzip_baseline else None
-        return EncodedBlock(tokens, lengths, np.array(sizes, np.int64), measured, tuple(bad_rows))
+        """The block's documents; a row that makes none is among the bad rows."""
 
-    def _framed(self, documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        recipe = self._recipe
-        before = [] if recipe.bos_id is None else [np.array([recipe.bos_id], self._dtype)]
-        after = [] if recipe.eos_id is None else [np.array([recipe.eos_id], self._dtype)]
-        lengths = np.array([len(ids) for ids in documents], np.int64) + len(before) + len(after)
-        parts = [part for ids in documents for part in (*before, ids, *after)]
-        tokens = np.concatenate(
-            [np.zeros(0, self._dtype), *parts], dtype=self._dtype, casting="unsafe"
-        )
-        return tokens, lengths
+
+class Recipe(Protocol):
+    """How the rows of a block become tokens; small enough to send to other processes."""
+
+    def block_encoder(self) -> BlockEncoder:
+        """What does it, in this process."""
 
 
 def encode_in_order(
@@ -116,7 +66,7 @@ def encode_in_order(
     whatever they are at. Raises ChildProcessError if a worker is killed.
     """
     if workers == 0:
-        encoder = BlockEncoder(recipe)
+        encoder = recipe.block_encoder()
         for block in blocks:
             yield block, encoder.encode(block)
         return
@@ -195,7 +145,7 @@ def _serve(connection: Connection, recipe: Recipe) -> None:
     # The workers are as many as the cores: more threads in each would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    encoder = BlockEncoder(recipe)
+    encoder = recipe.block_encoder()
     while True:
         try:
             block = connection.recv()

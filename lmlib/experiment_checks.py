@@ -1,7 +1,7 @@
 """Whether the parts of an experiment fit each other."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -121,7 +121,15 @@ def _check_objective(experiment: Any, model: Any) -> None:
         check_protocol(companion)
         check_model(companion, experiment.mesh)
         companion.check(experiment.data.sequence_length, experiment.compute)
-    experiment.objective.check(model, companion, experiment.recipe.trained)
+    objective = experiment.objective
+    objective.check(model, companion, experiment.recipe.trained)
+    for part in _flat_tokens(experiment.data):
+        if part.pairs != objective.compares_pairs:
+            raise ValueError(
+                f"data holds {'pairs of answers' if part.pairs else 'no pairs of answers'}, and "
+                f"{type(objective).__name__} {'needs them' if objective.compares_pairs else 'none'}"
+                ": python -m data_tools.prepare_chats makes either; --pairs is for lmlib.losses.DPO"
+            )
 
 
 def _check_suite(experiment: Any, model: Any) -> None:
@@ -192,11 +200,18 @@ def _check_source(
 
 def _check_length(name: str, source: Source) -> None:
     """Refuses sequences that are longer than all the data, before anything of that size is made."""
+    for part in _flat_tokens(source):
+        if part.sequence_length >= part.tokens:
+            raise ValueError(
+                f"{name} makes sequences of {part.sequence_length:,} tokens and has "
+                f"{part.tokens:,} tokens in all: set sequence_length to {part.tokens - 1:,} or less"
+            )
+
+
+def _flat_tokens(source: Source) -> Iterator[FlatTokens]:
+    """Those that a source reads."""
     if isinstance(source, Mixture):
         for part in source.sources.values():
-            _check_length(name, part)
-    elif isinstance(source, FlatTokens) and source.sequence_length >= source.tokens:
-        raise ValueError(
-            f"{name} makes sequences of {source.sequence_length:,} tokens and has "
-            f"{source.tokens:,} tokens in all: set sequence_length to {source.tokens - 1:,} or less"
-        )
+            yield from _flat_tokens(part)
+    elif isinstance(source, FlatTokens):
+        yield source

@@ -48,6 +48,12 @@ def to_seqax(
     if any(map(is_seqax_split, folders)):
         raise ValueError(f"{source} is in seqax's format already")
     splits = {folder.name: StoredSplit(folder) for folder in folders}
+    for name, split in splits.items():
+        if split.metadata.content != "text":
+            raise ValueError(
+                f"the split {name!r} of {source} holds {split.metadata.content}, and seqax's "
+                "format has no loss mask: only text can be converted"
+            )
     if out.exists():
         raise FileExistsError(f"{out} exists already: choose another folder")
     unfinished = out.with_name(f"{out.name}.unfinished")

@@ -1,6 +1,6 @@
 """Shows what a data set of flat tokens holds, checks that it is whole, and what a model sees."""
 
-from data_tools.inspect.batch_rows import Piece, Row, batch_rows, row_origins
+from data_tools.inspect.batch_rows import Piece, Row, batch_rows, is_masked, row_origins
 from data_tools.inspect.description import (
     DocumentLengths,
     LengthBin,
@@ -31,6 +31,7 @@ __all__ = [
     "decoder",
     "describe_split",
     "document_lengths",
+    "is_masked",
     "open_split",
     "row_origins",
     "samples",

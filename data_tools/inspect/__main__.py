@@ -27,6 +27,7 @@ from data_tools.inspect import (
     decoder,
     describe_split,
     document_lengths,
+    is_masked,
     open_split,
     row_origins,
     samples,
@@ -186,8 +187,12 @@ def _show_batch(source: Source, decode: Decode | None, step: int) -> None:
         f"step {step:,}: {source.batch_size:,} rows of {source.sequence_length:,} tokens, "
         f"{rows.stop:,} shown"
     )
-    for row in batch_rows(batch):
-        print(f"\n{row_text(row, decode, origins[row.number])}")
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    masked = is_masked(source)
+    if masked and decode:
+        print("text behind a dotted bar (┊) is no target in the loss")
+    for row in batch_rows(batch, masked=masked):
+        print(f"\n{row_text(row, decode, origins[row.number], colours)}")
 
 
 def _of_run(run: SavedRun, step: int) -> tuple[Source, Decode | None]:

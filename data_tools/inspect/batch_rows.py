@@ -27,13 +27,32 @@ class Piece:
         """The place after the last."""
         return self.start + len(self.tokens)
 
+    def stretches(self) -> list[tuple[bool, tuple[int, ...]]]:
+        """The tokens, cut where those begin or end that are targets, and whether they are.
+
+        The last target is no token of the piece, but belongs to it if it is in the loss.
+        """
+        tokens = self.tokens + (self.targets[-1:] if self.loss_mask[-1] else ())
+        # The first token of a piece is the target of no place in it.
+        is_target = (False, *self.loss_mask)
+        pairs = zip(is_target, tokens, strict=False)
+        return [
+            (in_loss, tuple(token for _, token in group))
+            for in_loss, group in itertools.groupby(pairs, key=lambda pair: pair[0])
+        ]
+
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a batch, cut where the segment changes and after each masked target."""
+    """A row of a batch, cut into its documents.
+
+    Attributes:
+      masked: whether a document has targets that are not the loss's, as conversations have.
+    """
 
     number: int
     pieces: tuple[Piece, ...]
+    masked: bool = False
 
     @property
     def tokens(self) -> int:
@@ -46,22 +65,32 @@ class Row:
         return sum(sum(piece.loss_mask) for piece in self.pieces)
 
 
-def batch_rows(batch: Batch, first_row: int = 0) -> list[Row]:
+def batch_rows(batch: Batch, first_row: int = 0, masked: bool = False) -> list[Row]:
     """The rows of `batch`, numbered from `first_row`.
 
-    A target that is not the loss's belongs to another document than its token, so the cuts are
-    those between documents even where they share a segment.
+    Of text, a target that is not the loss's belongs to another document than its token, so the cuts
+    are those between documents even where they share a segment. Where the loss is `masked`, they
+    are those between segments.
     """
-    return [_row(batch, row, first_row + row) for row in range(len(batch.tokens))]
+    return [_row(batch, row, first_row + row, masked) for row in range(len(batch.tokens))]
 
 
-def _row(batch: Batch, row: int, number: int) -> Row:
+def is_masked(source: Source) -> bool:
+    """Whether documents of the source have targets that are not the loss's."""
+    if isinstance(source, Mixture):
+        return any(map(is_masked, source.sources.values()))
+    return isinstance(source, FlatTokens) and source.content != "text"
+
+
+def _row(batch: Batch, row: int, number: int, masked: bool) -> Row:
     fields = ("segment_ids", "tokens", "targets", "positions", "loss_mask")
     segment_S, token_S, target_S, position_S, in_loss_S = (
         np.asarray(getattr(batch, field)[row]) for field in fields
     )
     # Padding has no target in the loss either, but is one piece.
-    ends_S = (np.diff(segment_S, append=-1) != 0) | (~in_loss_S & (segment_S > 0))
+    ends_S = np.diff(segment_S, append=-1) != 0
+    if not masked:
+        ends_S |= ~in_loss_S & (segment_S > 0)
     cuts = [0, *(np.flatnonzero(ends_S) + 1).tolist()]
     pieces = [
         Piece(
@@ -74,7 +103,7 @@ def _row(batch: Batch, row: int, number: int) -> Row:
         )
         for start, stop in itertools.pairwise(cuts)
     ]
-    return Row(number, tuple(pieces))
+    return Row(number, tuple(pieces), masked)
 
 
 def row_origins(source: Source, step: int) -> list[str | None]:

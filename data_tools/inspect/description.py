@@ -17,6 +17,7 @@ from lmlib.data.metadata import (
     FILE_NAME,
     JOURNAL_FILE,
     TOKENIZER_FILE,
+    Content,
     ShardMetadata,
     TokenizerIdentity,
     read_shard,
@@ -30,6 +31,16 @@ from lmlib.data.stored_split import StoredSplit
 from lmlib.data.token_arrays import StoredArray, reading_context
 
 BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
+
+# Counts that a split has from its shards.
+_SUMMED = (
+    "skipped_rows",
+    "targets",
+    "dropped_documents",
+    "dropped_tokens",
+    "cut_documents",
+    "cut_tokens",
+)
 
 
 def split_folders(path: Path) -> list[Path]:
@@ -71,10 +82,10 @@ def blocks(
     for block_start in range(start, stored.tokens, length):
         coming = stored.read(block_start, min(block_start + length, stored.tokens))
         if pending is not None:
-            yield pending.result()
+            yield pending.result()[:2]
         pending = coming
     if pending is not None:
-        yield pending.result()
+        yield pending.result()[:2]
 
 
 def _is_split(folder: Path) -> bool:
@@ -117,6 +128,12 @@ class SplitDescription:
     bytes: int | None  # of UTF-8 text; None if unknown
     gzip_bytes: int | None  # of the documents, each alone under gzip -9; None if not measured
     skipped_rows: int
+    content: Content
+    targets: int  # 0 if unknown, as the next ones
+    dropped_documents: int
+    dropped_tokens: int
+    cut_documents: int
+    cut_tokens: int
     vocab_size: int | None  # None if unknown
     max_token_id: int  # -1 if there are no tokens
     tokenizer: TokenizerIdentity | None
@@ -161,7 +178,7 @@ def describe_split(folder: Path) -> SplitDescription:
         tokens=sum(shard.tokens for shard in finished),
         bytes=known_bytes or None,
         gzip_bytes=sum(gzip_bytes) if finished and len(gzip_bytes) == len(finished) else None,
-        skipped_rows=sum(shard.skipped_rows for shard in finished),
+        **{name: sum(getattr(shard, name) for shard in finished) for name in _SUMMED},
         max_token_id=max((shard.max_token_id for shard in finished), default=-1),
         disk_bytes=disk_bytes,
         **settings,
@@ -179,7 +196,8 @@ def _describe_seqax(folder: Path, disk_bytes: int) -> SplitDescription:
         tokens=split.tokens,
         bytes=None,
         gzip_bytes=None,
-        skipped_rows=0,
+        content="text",
+        **dict.fromkeys(_SUMMED, 0),
         vocab_size=None,
         max_token_id=split.max_token_id,
         tokenizer=None,
@@ -192,7 +210,7 @@ def _describe_seqax(folder: Path, disk_bytes: int) -> SplitDescription:
 
 def _settings(folder: Path, finished: list[ShardMetadata], unfinished: list[str]) -> dict[str, Any]:
     """What all shards share, from a finished one or else from the journal of one begun."""
-    names = ("vocab_size", "tokenizer", "bos_id", "eos_id", "source")
+    names = ("content", "vocab_size", "tokenizer", "bos_id", "eos_id", "source")
     if finished:
         return {name: getattr(finished[0], name) for name in names}
     begun = [name for name in unfinished if (folder / name / JOURNAL_FILE).exists()]
@@ -200,6 +218,7 @@ def _settings(folder: Path, finished: list[ShardMetadata], unfinished: list[str]
     found = {name: settings.get(name) for name in names}
     tokenizer = found["tokenizer"]
     return found | {
+        "content": found["content"] or "text",
         "tokenizer": None if tokenizer is None else TokenizerIdentity(**tokenizer),
         "source": found["source"] or {},
     }
@@ -343,7 +362,7 @@ def samples(
 
 
 def _sample(stored: StoredSplit | SeqaxSplit, start: int, length: int) -> Sample:
-    tokens, begins = stored.read(start, min(start + length, stored.tokens)).result()
+    tokens, begins, _ = stored.read(start, min(start + length, stored.tokens)).result()
     pieces = [piece for piece in np.split(tokens, np.flatnonzero(begins)) if len(piece)]
     return Sample(
         start=start,

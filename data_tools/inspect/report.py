@@ -13,6 +13,7 @@ _WIDTH = 100
 _BAR = 40  # characters of the longest bar
 _PERCENTILES = (1, 10, 50, 90, 99, 100)
 _DISK_UNITS = ("KB", "MB", "GB", "TB")  # of 1000
+_GREY, _PLAIN = "\033[90m", "\033[0m"  # of a terminal's text
 _BOUNDARY = "  ── a document begins ──"
 
 
@@ -26,6 +27,7 @@ def description_text(split: SplitDescription) -> str:
         "text": _text_size(split),
         "gzip -9": _gzip_size(split),
         "skipped rows": f"{split.skipped_rows:,}" if split.format == "lmlib" else None,
+        **(_mask(split) if split.content != "text" else {}),
         "vocabulary": "unknown" if split.vocab_size is None else f"{split.vocab_size:,} ids",
         "largest id": f"{split.max_token_id:,}" if split.tokens else "none",
         "tokenizer": split.tokenizer.name if split.tokenizer else "unknown",
@@ -87,10 +89,13 @@ def sample_text(sample: Sample, decode: Decode | None) -> str:
     return "\n".join(lines)
 
 
-def row_text(row: Row, decode: Decode | None, origin: str | None = None) -> str:
+def row_text(
+    row: Row, decode: Decode | None, origin: str | None = None, colours: bool = False
+) -> str:
     """Everything the model sees of a row; a target that is not in the loss is in parentheses.
 
-    `origin` says where the row comes from.
+    `origin` says where the row comes from. Text of documents that is no target has a dotted bar,
+    and with `colours` is grey.
     """
     lines = [
         f"row {row.number}{f' ({origin})' if origin else ''}: {row.tokens:,} tokens, "
@@ -99,11 +104,11 @@ def row_text(row: Row, decode: Decode | None, origin: str | None = None) -> str:
     for number, piece in enumerate(row.pieces):
         if number and piece.segment_id:
             lines.append("  ── another document; its first token is no target in the loss ──")
-        lines += _piece_lines(piece, decode)
+        lines += _piece_lines(piece, decode, row.masked, colours)
     return "\n".join(lines)
 
 
-def _piece_lines(piece: Piece, decode: Decode | None) -> list[str]:
+def _piece_lines(piece: Piece, decode: Decode | None, masked: bool, colours: bool) -> list[str]:
     places = f"places {piece.start:,} to {piece.stop - 1:,}"
     if not piece.segment_id:
         return [f"  {places}: padding"]
@@ -113,6 +118,11 @@ def _piece_lines(piece: Piece, decode: Decode | None) -> list[str]:
     ]
     lines = [f"  {places}: segment {piece.segment_id}, positions {_runs(piece.positions)}"]
     lines += _columns(list(map(str, piece.tokens)), targets)
+    if decode and masked:
+        for is_target, tokens in piece.stretches():
+            text = _quoted(decode(tokens), "│" if is_target else "┊")
+            lines.append(text if is_target or not colours else f"{_GREY}{text}{_PLAIN}")
+        return lines
     return [*lines, _quoted(decode(piece.tokens))] if decode else lines
 
 
@@ -126,6 +136,16 @@ def _columns(tokens: Sequence[str], targets: Sequence[str]) -> list[str]:
             cells = "".join(f"{word:>{width}}" for word in words[first : first + in_a_line])
             lines.append(f"    {name:<7}{cells}")
     return lines
+
+
+def _mask(split: SplitDescription) -> dict[str, str]:
+    share = f", {split.targets / split.tokens:.1%} of the tokens" if split.tokens else ""
+    return {
+        "content": split.content,
+        "targets": f"{split.targets:,}{share}",
+        "dropped": f"{split.dropped_documents:,} too long, {split.dropped_tokens:,} tokens",
+        "cut": f"{split.cut_documents:,} too long, by {split.cut_tokens:,} tokens",
+    }
 
 
 def _documents(split: SplitDescription) -> str:
@@ -191,9 +211,9 @@ def _wrapped(words: Iterable[str]) -> str:
     )
 
 
-def _quoted(text: str) -> str:
+def _quoted(text: str, bar: str = "│") -> str:
     """The lines of `text`, each behind a bar, so that they cannot be taken for ours."""
-    return "\n".join(f"    │ {_printable(line)}" for line in text.split("\n"))
+    return "\n".join(f"    {bar} {_printable(line)}" for line in text.split("\n"))
 
 
 def _printable(line: str) -> str:

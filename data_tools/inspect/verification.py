@@ -16,9 +16,11 @@ from lmlib.data.array_layout import check_claim, file_sizes, seqax_layout
 from lmlib.data.data_path import data_path
 from lmlib.data.metadata import (
     LARGEST_TOKENIZER,
+    LOSS_MASK,
     TOKENIZER_FILE,
     ShardMetadata,
     TokenizerIdentity,
+    arrays_of,
     read_shard,
     read_split,
     shard_folders,
@@ -128,7 +130,7 @@ class _Shard:
         metadata = self._metadata
         tokens = self._array("tokens", metadata.tokens)
         if tokens is None:
-            for name in ("document_starts", "first_documents"):
+            for name in arrays_of(metadata.content)[1:]:
                 if not (self._folder / name).is_dir():
                     self._say(name, "is missing")
             return
@@ -142,6 +144,8 @@ class _Shard:
                 f"{metadata.vocab_size}",
             )
         self._verify_starts(tokens.chunk_length)
+        if metadata.content != "text":
+            self._verify_mask()
 
     def _verify_starts(self, chunk_length: int) -> None:
         metadata = self._metadata
@@ -165,7 +169,7 @@ class _Shard:
             new_N = np.diff(start_N, prepend=previous) > 0
             nonempty += int(np.count_nonzero(new_N & (start_N < metadata.tokens)))
             previous = int(start_N[-1])
-        if starts and not self._damaged:
+        if starts and not self._damaged and metadata.content == "text":
             nonempty += metadata.tokens > 0  # the document at place 0
             self._expect("targets", metadata.targets, metadata.tokens - nonempty)
         comparable = starts is not None and not self._damaged
@@ -175,6 +179,19 @@ class _Shard:
             wrong_C = np.flatnonzero(np.concatenate(blocks).astype(np.int64) != before_C)
             if len(wrong_C):
                 self._say("first_documents", f"disagrees with document_starts at {wrong_C[0]}")
+
+    def _verify_mask(self) -> None:
+        """Every value is 0 or 1, and as many are 1 as there are targets."""
+        self._damaged = False
+        mask = self._array(LOSS_MASK, self._metadata.tokens)
+        targets, largest = 0, 0
+        for block_N in self._blocks(mask) if mask else ():
+            targets += int(np.count_nonzero(block_N))
+            largest = max(largest, int(block_N.max()))
+        if mask and not self._damaged:
+            self._expect("targets", self._metadata.targets, targets)
+            if largest > 1:
+                self._say(LOSS_MASK, f"holds {largest}, which is neither 0 nor 1")
 
     def _array(self, name: str, length: int) -> _ArrayFiles | None:
         try:
@@ -218,8 +235,9 @@ def _readable_shards(folder: Path, report: Report) -> Iterator[ShardMetadata]:
 
 
 def _length(metadata: ShardMetadata) -> int:
-    """Tokens and documents; the third array is negligible."""
-    return metadata.tokens + metadata.documents
+    """Tokens, their loss mask, and documents; the fourth array is negligible."""
+    masked = metadata.content != "text"
+    return metadata.tokens * (2 if masked else 1) + metadata.documents
 
 
 def _verify_tokenizer(file: Path, tokenizer: TokenizerIdentity | None, report: Report) -> None:

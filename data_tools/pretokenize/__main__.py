@@ -9,60 +9,33 @@ them on a Ray cluster. docs/data.md says more.
 """
 
 import importlib.util
-import os
 import re
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from absl import flags
 
-from data_tools import command_line, source_flags
+from data_tools import command_line, split_flags, text_flags
 from data_tools.held_out import Part
 from data_tools.pretokenize.progress import ProgressLines
 from data_tools.pretokenize.report import SkippedRows, summary
 from data_tools.pretokenize.shard import pretokenize_shard, tokens_of_shard
 from data_tools.pretokenize.split import pretokenize
 from data_tools.rows import RowSource
-from data_tools.source_flags import ON_BAD_ROW, SPLIT
-from data_tools.tokenizer import Tokenizer, load_tokenizer
+from data_tools.source_flags import ON_BAD_ROW
+from data_tools.split_flags import OUT
+from data_tools.tokenizer import Tokenizer
 from lmlib.data import ShardMetadata, SplitMetadata
 from lmlib.local_folder import local_folder
 
-VALIDATION = "validation"
-
-_TOKENIZER = flags.DEFINE_string(
-    "tokenizer",
-    None,
-    "A tokenizer.json, a folder holding one, a Hugging Face tokenizer, or 'bytes'.",
-    required=True,
-)
-_BOS_TOKEN = flags.DEFINE_string(
-    "bos_token", None, "The token that begins a document; --bos_token= for none."
-)
-_EOS_TOKEN = flags.DEFINE_string("eos_token", None, "The token that ends a document.")
-_OUT = flags.DEFINE_string("out", None, "The folder of the data set.", required=True)
 _MAX_TOKENS = flags.DEFINE_float(
     "max_tokens",
     None,
     "End with the document that reaches so many tokens, for instance 1e9.",
     lower_bound=1,
     upper_bound=1e18,
-)
-_VALIDATION_FRACTION = flags.DEFINE_float(
-    "validation_fraction",
-    None,
-    "Hold out this part of the documents, for instance 0.01, as the split 'validation'.",
-)
-_WORKERS = flags.DEFINE_integer(
-    "workers",
-    None,
-    "Processes that tokenise; by default one for each core, on Ray one a shard.",
-    lower_bound=0,
 )
 _SHARDS = flags.DEFINE_integer("shards", 1, "Parts to make the split of.", lower_bound=1)
 _SHARD = flags.DEFINE_string("shard", None, "Make one part alone: 'i/n' is number i, from 0, of n.")
@@ -88,29 +61,12 @@ def _shard_and_shards() -> tuple[int | None, int]:
     return shard, shards
 
 
-def _cores() -> int:
-    """Those that this process may run on, where that is known."""
-    known = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
-
-
 def _splits() -> list[tuple[str, Part | None, int | None]]:
     """The name of each split to make, its part of the documents, and its tokens at most."""
-    split, fraction, tokens = SPLIT.value, _VALIDATION_FRACTION.value, _MAX_TOKENS.value
-    if fraction is None:
-        return [(split, None, None if tokens is None else int(tokens))]
-    if split == VALIDATION:
-        raise ValueError(
-            f"--validation_fraction makes the split {VALIDATION!r} besides that of --split: name "
-            "another one there"
-        )
-    parts = [
-        (split, Part(fraction, False), 1 - fraction),
-        (VALIDATION, Part(fraction, True), fraction),
-    ]
+    tokens = _MAX_TOKENS.value
     return [
         (name, part, None if tokens is None else max(1, round(tokens * share)))
-        for name, part, share in parts
+        for name, part, share in split_flags.parts()
     ]
 
 
@@ -127,10 +83,8 @@ def _make(
     if max_tokens is not None and shard is not None:
         aim = tokens_of_shard(max_tokens, shards)
     progress = ProgressLines(aim)
-    workers = _WORKERS.value
-    if workers is None:
-        workers = 0 if _RAY.value is not None else _cores()
-    target = (source, tokenizer, _OUT.value, split)
+    workers = split_flags.workers(0 if _RAY.value is not None else None)
+    target = (source, tokenizer, OUT.value, split)
     settings: dict[str, Any] = {
         "part": part,
         "max_tokens": max_tokens,
@@ -154,45 +108,22 @@ def _make(
     return pretokenize(*target, shards=shards, **settings)
 
 
-class _StoppedError(BaseException):
-    """By a signal, from Ctrl-C or a batch system."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    for later in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(later, signal.SIG_IGN)  # it is ending already
-    raise _StoppedError(number)
-
-
-def make_split(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0, or 128 and the signal's number after Ctrl-C or SIGTERM."""
+def make_splits(arguments: Sequence[str]) -> int:
+    """Returns the exit status."""
+    if arguments:
+        raise ValueError(f"unexpected argument {arguments[0]!r}: settings are --name=value")
     skipped = SkippedRows()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
-    try:
-        if arguments:
-            raise ValueError(f"unexpected argument {arguments[0]!r}: settings are --name=value")
-        local_folder(_OUT.value)
-        splits = _splits()
-        source = source_flags.source()
-        tokenizer = load_tokenizer(_TOKENIZER.value, _BOS_TOKEN.value, _EOS_TOKEN.value)
-        for count, split in enumerate(splits):
-            begun = time.monotonic()
-            made = _make(source, tokenizer, skipped, *split)
-            print("\n" if count else "", end="")
-            print(summary(made, Path(_OUT.value) / split[0], time.monotonic() - begun), flush=True)
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
-    except _StoppedError as stopped:
-        name = signal.Signals(stopped.number).name
-        print(f"pretokenize: {name}; the same command goes on from here", file=sys.stderr)
-        return 128 + stopped.number
+    local_folder(OUT.value)
+    splits = _splits()
+    source = text_flags.source()
+    tokenizer = split_flags.tokenizer()
+    for count, split in enumerate(splits):
+        begun = time.monotonic()
+        made = _make(source, tokenizer, skipped, *split)
+        print("\n" if count else "", end="")
+        print(summary(made, Path(OUT.value) / split[0], time.monotonic() - begun), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    command_line.run("pretokenize", make_split)
+    command_line.run("pretokenize", make_splits, resumable=True)

@@ -30,6 +30,7 @@ def summary(made: SplitMetadata | ShardMetadata, folder: Path, seconds: float) -
         "folder": str(folder if isinstance(made, SplitMetadata) else folder / made.name),
         "documents": f"{made.documents:,}",
         "skipped rows": f"{made.skipped_rows:,}",
+        **(_left_out(made) if made.content != "text" else {}),
         "tokens": f"{made.tokens:,}",
         "bytes of text": f"{made.bytes:,}",
         "bytes per token": f"{made.bytes / made.tokens:.3f}" if made.tokens else "no tokens",
@@ -44,3 +45,12 @@ def summary(made: SplitMetadata | ShardMetadata, folder: Path, seconds: float) -
     if not whole:
         rows["complete"] = "when all other shards are"
     return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
+
+
+def _left_out(made: SplitMetadata | ShardMetadata) -> dict[str, str]:
+    share = f", {made.targets / made.tokens:.1%} of the tokens" if made.tokens else ""
+    return {
+        "dropped": f"{made.dropped_documents:,} that were too long, {made.dropped_tokens:,} tokens",
+        "cut": f"{made.cut_documents:,} that were too long, by {made.cut_tokens:,} tokens",
+        "targets": f"{made.targets:,}{share}",
+    }

@@ -2,18 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
 
-from data_tools.encoding import EncodedBlock, Recipe, encode_in_order
 from data_tools.held_out import Part
 from data_tools.pretokenize.progress import Progress
-from data_tools.rows import Block, Row, RowSource, bad_row
+from data_tools.pretokenize.texts import TextRecipe
+from data_tools.pretokenize.writing import FILE_LENGTH, OnBadRow, write_shard
+from data_tools.rows import Block, Row, RowSource
 from data_tools.tokenizer import Tokenizer
-from lmlib.data import ShardMetadata, ShardWriter, SplitMetadata, finished_shard
-from lmlib.data.journal import Totals
-
-OnBadRow = Literal["fail", "skip"]
-FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; what is lost at most when a run is killed
+from lmlib.data import ShardMetadata
 
 
 def pretokenize_shard(
@@ -65,32 +61,7 @@ def pretokenize_shard(
     described = source.description | {"max_tokens": max_tokens}
     if part is not None:
         described |= {"validation_fraction": part.fraction, "held_out": part.held_out}
-    done = finished_shard(
-        out,
-        split,
-        shard,
-        shards,
-        tokenizer=tokenizer.identity,
-        source=described,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-    )
-    if done is not None:
-        return done
-    writer = ShardWriter(
-        out,
-        split,
-        shard=shard,
-        shards=shards,
-        vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        tokenizer=tokenizer.identity,
-        tokenizer_json=tokenizer.tokenizer_json,
-        source=described,
-        file_length=file_length,
-    )
-    recipe = Recipe(
+    recipe = TextRecipe(
         tokenizer.encoder,
         tokenizer.bos_id,
         tokenizer.eos_id,
@@ -100,84 +71,27 @@ def pretokenize_shard(
         gzip_baseline,
     )
     limit = None if max_tokens is None else tokens_of_shard(max_tokens, shards)
-    blocks = source.blocks(shard, shards, writer.position)
-    encoding = encode_in_order(blocks, recipe, workers)
-    try:
-        for block, encoded in encoding:
-            full = False
-            if limit is not None:
-                encoded, full = _up_to(encoded, limit - writer.totals.tokens)
-            _judge(block, encoded, on_bad_row, skipped)
-            writer.mark(block.position)
-            _write(writer, encoded)
-            if progress is not None:
-                totals = writer.totals
-                progress(Progress(totals.documents, totals.tokens, totals.bytes, block.fraction))
-            if full:
-                break
-        if shards == 1:
-            check_not_empty(writer.totals, split, part)
-        return writer.finish()
-    except EmptySourceError:
-        writer.discard()
-        raise
-    finally:
-        encoding.close()
-        writer.close()
-
-
-class EmptySourceError(ValueError):
-    """No document has any text."""
-
-
-def check_not_empty(made: Totals | SplitMetadata, split: str, part: Part | None) -> None:
-    """Raises EmptySourceError for a split without text."""
-    if made.bytes:
-        return
-    held_out = part is not None and part.held_out
-    advice = (
-        "raise --validation_fraction"
-        if held_out
-        else "check --dataset, --pattern and --text_column"
-    )
-    raise EmptySourceError(
-        f"the source has no text for the split {split!r}, but {made.documents:,} empty documents "
-        f"and {made.skipped_rows:,} skipped rows: {advice}"
+    return write_shard(
+        source,
+        recipe,
+        tokenizer,
+        out,
+        split,
+        described=described,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        shard=shard,
+        shards=shards,
+        part=part,
+        max_tokens=limit,
+        workers=workers,
+        on_bad_row=on_bad_row,
+        progress=progress,
+        skipped=skipped,
+        file_length=file_length,
     )
 
 
 def tokens_of_shard(max_tokens: int, shards: int) -> int:
     """How many of the tokens of a split one of its shards may have, before its last document."""
     return -(-max_tokens // shards)
-
-
-def _up_to(encoded: EncodedBlock, tokens: int) -> tuple[EncodedBlock, bool]:
-    """The block cut after the document that reaches `tokens`, and whether one does."""
-    ends = encoded.lengths.cumsum()
-    if not ends.size or ends[-1] < tokens:
-        return encoded, False
-    return encoded.first(int(ends.searchsorted(tokens)) + 1), True
-
-
-def _judge(
-    block: Block,
-    encoded: EncodedBlock,
-    on_bad_row: OnBadRow,
-    skipped: Callable[[Block, Row], None] | None,
-) -> None:
-    for _, row in encoded.bad_rows:
-        if on_bad_row == "fail":
-            raise bad_row(block, row)
-        if skipped is not None:
-            skipped(block, row)
-
-
-def _write(writer: ShardWriter, encoded: EncodedBlock) -> None:
-    measured: Any = encoded.gzip_bytes
-    writer.extend(
-        encoded.tokens,
-        encoded.lengths,
-        int(encoded.text_bytes.sum()),
-        None if measured is None else int(measured.sum()),
-        skipped_rows=len(encoded.bad_rows),
-    )

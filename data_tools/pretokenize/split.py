@@ -6,7 +6,8 @@ from typing import Any
 
 from data_tools.held_out import Part
 from data_tools.pretokenize.progress import Progress
-from data_tools.pretokenize.shard import EmptySourceError, check_not_empty, pretokenize_shard
+from data_tools.pretokenize.shard import pretokenize_shard
+from data_tools.pretokenize.writing import EmptySourceError, check_not_empty
 from data_tools.rows import RowSource, Texts
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import SplitMetadata, read_split

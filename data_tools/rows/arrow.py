@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField, utf8_row
+from data_tools.rows.block import BLOCK_BYTES, Block, Field, Row, utf8_row
 
 if TYPE_CHECKING:
     import pyarrow
@@ -32,7 +32,7 @@ class ArrowBlock(Block):
         """See `Block.size`."""
         return len(self.stream)
 
-    def rows(self, field: TextField) -> Iterator[Row]:
+    def rows(self, field: Field) -> Iterator[Row]:
         """See `Block.rows`."""
         import pyarrow as pa
 
@@ -41,8 +41,8 @@ class ArrowBlock(Block):
             f"{self.path}, {self.unit}row {self.first_row + row}," for row in range(len(batch))
         ]
         text = field.load()
-        if field.function is None and field.column in batch.schema.names:
-            column = batch.column(field.column)
+        if field.needed is not None and field.needed in batch.schema.names:
+            column = batch.column(field.needed)
             for place, found in zip(where, _strings(column), strict=True):
                 yield Row(place, found) if isinstance(found, str) else _bad(found, field, place)
             return
@@ -51,7 +51,7 @@ class ArrowBlock(Block):
 
 
 def arrow_blocks(
-    path: Path, size: int, start: int, stop: int, position: list[int] | None, field: TextField
+    path: Path, size: int, start: int, stop: int, position: list[int] | None, field: Field
 ) -> Iterator[ArrowBlock]:
     """The rows of the file's parts that begin at bytes [start, stop) of `size`.
 
@@ -96,21 +96,21 @@ def batch_blocks(
 
 
 def _parquet_blocks(
-    path: Path, size: int, start: int, stop: int, position: list[int] | None, field: TextField
+    path: Path, size: int, start: int, stop: int, position: list[int] | None, field: Field
 ) -> Iterator[ArrowBlock]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
         groups = file.num_row_groups
         columns = None
-        if field.function is None:
-            if field.column not in file.schema_arrow.names:
+        if field.needed is not None:
+            if field.needed not in file.schema_arrow.names:
                 raise ValueError(
-                    f"{path} has no column {field.column!r}; it has "
+                    f"{path} has no column {field.needed!r}; it has "
                     f"{', '.join(map(repr, file.schema_arrow.names))}: choose one with "
                     "--text_column"
                 )
-            columns = [field.column]
+            columns = [field.needed]
         at_group, at_row = position or (0, 0)
         row_counts = [file.metadata.row_group(group).num_rows for group in range(groups)]
         for group in range(at_group, groups):
@@ -143,7 +143,7 @@ def _gathered(batches: "Iterator[pyarrow.RecordBatch]") -> "Iterator[pyarrow.Rec
         yield from pa.Table.from_batches(waiting).combine_chunks().to_batches()
 
 
-def _record_batches(path: Path, field: TextField) -> "Iterator[pyarrow.RecordBatch]":
+def _record_batches(path: Path, field: Field) -> "Iterator[pyarrow.RecordBatch]":
     """What is needed of an Arrow file, or of an Arrow stream as `datasets` keeps it."""
     import pyarrow as pa
 
@@ -154,9 +154,9 @@ def _record_batches(path: Path, field: TextField) -> "Iterator[pyarrow.RecordBat
         except pa.ArrowInvalid:
             content.seek(0)
             batches = file = pa.ipc.open_stream(content)
-        needs_all = field.function is not None or field.column not in file.schema.names
+        needs_all = field.needed is None or field.needed not in file.schema.names
         for batch in batches:
-            batch = batch if needs_all else batch.select([field.column])
+            batch = batch if needs_all else batch.select([field.needed])
             _check_offsets(batch)
             yield batch
 
@@ -209,7 +209,7 @@ def _strings(column: "pyarrow.Array") -> list[Any]:
         return column.cast(pa.large_binary()).to_pylist()
 
 
-def _bad(found: Any, field: TextField, where: str) -> Row:
+def _bad(found: Any, field: Field, where: str) -> Row:
     if isinstance(found, bytes):
         return utf8_row(found, where)
-    return Row(where, None, f"has no string in column {field.column!r} but {found!r:.40}")
+    return Row(where, None, f"has no string in column {field.needed!r} but {found!r:.40}")

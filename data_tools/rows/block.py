@@ -22,15 +22,47 @@ class Row(NamedTuple):
         return f"{self.where} {self.problem}"
 
 
+class Field(ABC):
+    """What of a row is its text."""
+
+    @property
+    @abstractmethod
+    def needed(self) -> str | None:
+        """The only column that is needed; None: all of them."""
+
+    @property
+    @abstractmethod
+    def description(self) -> Any:
+        """What the text is, in JSON values, for the record."""
+
+    @abstractmethod
+    def load(self) -> Callable[[Mapping[str, Any]], Any]:
+        """The function from a row to its text; raises ValueError if it cannot be had."""
+
+    @abstractmethod
+    def row(self, row: object, text: Callable[[Mapping[str, Any]], Any], where: str) -> Row:
+        """The row with its text, or what is wrong with it; `text` comes from `load`."""
+
+
 @dataclass(frozen=True)
-class TextField:
-    """What of a row is the text: a column, or what a Python function makes of the whole row."""
+class TextField(Field):
+    """A column, or what a Python function makes of the whole row."""
 
     column: str = "text"
     function: str | None = None  # "package.module:function", called with the row's dict
 
+    @property
+    def needed(self) -> str | None:
+        """See `Field.needed`."""
+        return self.column if self.function is None else None
+
+    @property
+    def description(self) -> str:
+        """See `Field.description`."""
+        return self.function or self.column
+
     def load(self) -> Callable[[Mapping[str, Any]], Any]:
-        """The function from a row to its text; raises ValueError if it cannot be imported."""
+        """See `Field.load`."""
         if self.function is None:
             return self._of_column
         module, _, name = self.function.partition(":")
@@ -46,7 +78,7 @@ class TextField:
         return loaded
 
     def row(self, row: object, text: Callable[[Mapping[str, Any]], Any], where: str) -> Row:
-        """The row with its text; `text` comes from `load`."""
+        """See `Field.row`."""
         if not isinstance(row, Mapping):
             return Row(where, None, f"is no JSON object but {type(row).__name__}")
         try:
@@ -87,7 +119,7 @@ class Block(ABC):
         """Bytes of memory that the rows take, about."""
 
     @abstractmethod
-    def rows(self, field: TextField) -> Iterator[Row]:
+    def rows(self, field: Field) -> Iterator[Row]:
         """The rows, with their texts."""
 
     def locate(self, row: Row) -> Row:
@@ -99,7 +131,7 @@ class Block(ABC):
 class RowSource(Protocol):
     """Rows in a fixed order, which can be cut into shards and entered in the middle."""
 
-    field: TextField
+    field: Field
 
     @property
     def description(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_tools.rows.arrow import arrow_blocks
-from data_tools.rows.block import Block, TextField
+from data_tools.rows.block import Block, Field, TextField
 from data_tools.rows.compressed import COMPRESSIONS
 from data_tools.rows.json_lines import json_lines_blocks
 from data_tools.rows.separated_text import separated_text_blocks
@@ -32,7 +32,7 @@ class Files:
         self,
         datasets: Sequence[str],
         *,
-        field: TextField | None = None,
+        field: Field | None = None,
         pattern: str = "*",
         document_separator: str | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class Files:
             )
         if document_separator == "":
             raise ValueError("the document separator is empty: give one, or leave it out")
-        self.field = field or TextField()
+        self.field: Field = field or TextField()
         self._separator = document_separator
         self._datasets, self._pattern = list(datasets), pattern
         self._files = [file for name in datasets for file in _files_of(name, pattern)]
@@ -67,7 +67,7 @@ class Files:
         return {
             "datasets": self._datasets,
             "pattern": self._pattern,
-            "text": self.field.function or self.field.column,
+            "text": self.field.description,
             **({} if self._separator is None else {"document_separator": self._separator}),
             "files": len(self._files),
             "bytes": sum(self._sizes),

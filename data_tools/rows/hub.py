@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_tools.hugging_face_data import stream_data_set
 from data_tools.rows.arrow import batch_blocks
-from data_tools.rows.block import Block, TextField
+from data_tools.rows.block import Block, Field, TextField
 
 if TYPE_CHECKING:
     import pyarrow
@@ -27,10 +27,10 @@ class HubDataset:
         name: str | None = None,
         *,
         split: str = "train",
-        field: TextField | None = None,
+        field: Field | None = None,
     ) -> None:
         """Raises ValueError, with what `datasets` says, if the data set cannot be opened."""
-        self.field = field or TextField()
+        self.field: Field = field or TextField()
         self._dataset, self._name, self._split = dataset, name, split
         try:
             self._rows = stream_data_set(dataset, name, split)
@@ -40,13 +40,13 @@ class HubDataset:
                 f"data set (name {name!r}, split {split!r}): {error}"
             ) from error
         columns = self._rows.column_names
-        if self.field.function is None and columns is not None:
-            if self.field.column not in columns:
+        if self.field.needed is not None and columns is not None:
+            if self.field.needed not in columns:
                 raise ValueError(
-                    f"{dataset!r} has no column {self.field.column!r}; it has "
+                    f"{dataset!r} has no column {self.field.needed!r}; it has "
                     f"{', '.join(map(repr, columns))}: choose one with --text_column"
                 )
-            self._rows = self._rows.select_columns([self.field.column])
+            self._rows = self._rows.select_columns([self.field.needed])
 
     @property
     def description(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class HubDataset:
             "datasets": [self._dataset],
             "name": self._name,
             "split": self._split,
-            "text": self.field.function or self.field.column,
+            "text": self.field.description,
             "files": self._rows.num_shards,
         }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, TOO_LONG, Block, Row, TextField
+from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, TOO_LONG, Block, Field, Row
 from data_tools.rows.compressed import COMPRESSIONS, decompressed, skip
 
 
@@ -25,7 +25,7 @@ class JsonLinesBlock(Block):
         """See `Block.size`."""
         return 0 if self.lines is None else len(self.lines)
 
-    def rows(self, field: TextField) -> Iterator[Row]:
+    def rows(self, field: Field) -> Iterator[Row]:
         """See `Block.rows`; a row is located by its byte, see `locate`."""
         if self.lines is None:
             yield Row(f"{self.path}, byte {self.offset}", None, TOO_LONG)

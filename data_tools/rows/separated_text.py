@@ -9,8 +9,8 @@ from data_tools.rows.block import (
     MAX_ROW_BYTES,
     TOO_LONG,
     Block,
+    Field,
     Row,
-    TextField,
     utf8_row,
 )
 from data_tools.rows.compressed import COMPRESSIONS, decompressed, skip
@@ -30,7 +30,7 @@ class SeparatedTextBlock(Block):
         """See `Block.size`."""
         return 0 if self.content is None else len(self.content)
 
-    def rows(self, field: TextField) -> Iterator[Row]:
+    def rows(self, field: Field) -> Iterator[Row]:
         """See `Block.rows`. Newlines around a document are dropped, and blank ones are no rows."""
         if self.content is None:
             yield Row(f"{self.path}, byte {self.offset}", None, TOO_LONG)
@@ -46,7 +46,7 @@ class SeparatedTextBlock(Block):
                 yield Row(where, None, TOO_LONG)
                 continue
             row = utf8_row(document.strip(b"\r\n"), where)
-            if row.text is not None and field.function is not None:
+            if row.text is not None and field.needed is None:
                 row = field.row({"text": row.text, "path": self.path}, text, where)
             yield row
 

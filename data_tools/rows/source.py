@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_tools.rows.block import RowSource, TextField
+from data_tools.rows.block import Field, RowSource, TextField
 from data_tools.rows.files import Files
 from data_tools.rows.hub import HubDataset
 
@@ -13,7 +13,7 @@ def row_source(
     *,
     name: str | None = None,
     split: str = "train",
-    field: TextField | None = None,
+    field: Field | None = None,
     pattern: str = "*",
     document_separator: str | None = None,
 ) -> RowSource:

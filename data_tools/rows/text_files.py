@@ -9,8 +9,8 @@ from data_tools.rows.block import (
     MAX_ROW_BYTES,
     TOO_LONG,
     Block,
+    Field,
     Row,
-    TextField,
     utf8_row,
 )
 from data_tools.rows.compressed import decompressed
@@ -28,12 +28,12 @@ class TextFilesBlock(Block):
         """See `Block.size`."""
         return sum(len(content) for content in self.contents if content is not None)
 
-    def rows(self, field: TextField) -> Iterator[Row]:
+    def rows(self, field: Field) -> Iterator[Row]:
         """See `Block.rows`. The columns of a file are its `text` and its `path`."""
         text = field.load()
         for path, content in zip(self.paths, self.contents, strict=True):
             row = Row(path, None, TOO_LONG) if content is None else utf8_row(content, path)
-            if row.text is not None and field.function is not None:
+            if row.text is not None and field.needed is None:
                 row = field.row({"text": row.text, "path": path}, text, path)
             yield row
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from data_tools.rows.block import BLOCK_BYTES, Block, Row, TextField
+from data_tools.rows.block import BLOCK_BYTES, Block, Field, Row, TextField
 
 
 class Texts:
     """A source made of any iterable of texts; one that can be iterated over once is enough."""
 
     def __init__(self, texts: Iterable[str], description: Mapping[str, Any] | None = None) -> None:
-        self.field = TextField()
+        self.field: Field = TextField()
         self.description = dict(description or {})
         self._texts = texts
 
@@ -44,7 +44,7 @@ class TextsBlock(Block):
         """See `Block.size`."""
         return sum(len(text) for text in self.texts if isinstance(text, str))
 
-    def rows(self, field: TextField) -> Iterator[Row]:
+    def rows(self, field: Field) -> Iterator[Row]:
         """See `Block.rows`."""
         for number, text in enumerate(self.texts, start=self.position):
             where = f"document {number}"

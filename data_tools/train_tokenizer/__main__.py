@@ -16,7 +16,7 @@ from typing import cast
 
 from absl import flags
 
-from data_tools import command_line, source_flags
+from data_tools import command_line, source_flags, text_flags
 from data_tools.encoders.byte_level import ByteLevelEncoder
 from data_tools.rows import RowSource, bad_row
 from data_tools.train_tokenizer import SPECIAL_TOKENS, Style, train_byte_level_bpe
@@ -55,7 +55,7 @@ def train(arguments: Sequence[str]) -> int:
     if file.exists():
         raise FileExistsError(f"{file} exists already: choose another --out, or delete it")
     style = cast(Style, _STYLE.value)
-    texts = _Texts(source_flags.source(), _MAX_BYTES.value)
+    texts = _Texts(text_flags.source(), _MAX_BYTES.value)
     tokenizer = train_byte_level_bpe(
         texts.read(),
         _VOCAB_SIZE.value,

@@ -16,7 +16,7 @@ from lmlib.data.stored_json import read_json
 _LARGEST_DESCRIPTION = 1 << 20  # bytes
 _LARGEST_CHUNK = 1 << 28  # bytes; what one read allocates at most
 _LARGEST_FILE = 1 << 32  # bytes
-_ELEMENT_BYTES = {"uint16": 2, "uint32": 4, "uint64": 8}
+_ELEMENT_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8}
 _CHECKSUM_BYTES = 4
 _INDEX_ENTRY_BYTES = 16  # for each chunk of a file
 
@@ -24,6 +24,7 @@ _INDEX_ENTRY_BYTES = 16  # for each chunk of a file
 _SHARE, _FILES, _BYTES = 4, 1_000, 1 << 26
 
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+_BYTE_CODECS = [{"name": "bytes"}, {"name": "crc32c"}]  # one byte has no order
 _SEQAX_DTYPES = {"<u4": 4, "<u8": 8}
 
 
@@ -54,8 +55,10 @@ def flat_tokens_layout(array: Path) -> ArrayLayout:
     """The layout of an array of docs/flat-tokens.md; raises ValueError or OSError for any other."""
     content = _description(array, "zarr.json")
     sharding = _only_codec(content.get("codecs"), "sharding_indexed")
+    element_bytes = _element_bytes(content.get("data_type"), _ELEMENT_BYTES)
     codecs = sharding.get("codecs"), sharding.get("index_codecs")
-    if codecs != (_CODECS, _CODECS) or sharding.get("index_location", "end") != "end":
+    expected = _BYTE_CODECS if element_bytes == 1 else _CODECS
+    if codecs != (expected, _CODECS) or sharding.get("index_location", "end") != "end":
         raise ValueError("its chunks are not plain numbers with a crc32c")
     keys = content.get("chunk_key_encoding")
     plain_keys = {"name": "default"}, {"name": "default", "configuration": {"separator": "/"}}
@@ -64,7 +67,6 @@ def flat_tokens_layout(array: Path) -> ArrayLayout:
     grid = content.get("chunk_grid")
     if not isinstance(grid, dict) or grid.get("name") != "regular":
         raise ValueError("its chunks are not all of one length")
-    element_bytes = _element_bytes(content.get("data_type"), _ELEMENT_BYTES)
     file_length = _length_in(grid.get("configuration"), "chunk_shape", 1)
     chunk_length = _length_in(sharding, "chunk_shape", 1)
     if file_length % chunk_length:

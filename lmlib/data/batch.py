@@ -26,7 +26,7 @@ class Batch(eqx.Module):
     targets: Int32[Array | np.ndarray, "batch seq"]  # the token after each input
     segment_ids: Int32[Array | np.ndarray, "batch seq"]  # 1, 2, … along a row; 0 is padding
     positions: Int32[Array | np.ndarray, "batch seq"]  # 0 at the start of each segment
-    loss_mask: Bool[Array | np.ndarray, "batch seq"]  # target and input share a document
+    loss_mask: Bool[Array | np.ndarray, "batch seq"]  # targets of the loss; see docs/flat-tokens.md
 
 
 @runtime_checkable

@@ -23,7 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from lmlib.data.stored_json import read_json, read_text
+from lmlib.whole_file import write_whole
 
+CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 LARGEST_TEMPLATE = 1 << 20  # bytes
 LARGEST_TEXT = 16 << 20  # characters
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of templates where there are several
@@ -52,14 +54,12 @@ class ChatTemplate:
     Source: https://huggingface.co/docs/transformers/chat_templating.
 
     Attributes:
+      sources: the templates by their names.
       special_tokens: the tokens that the templates see, by name, as "eos_token".
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]):
-        """The templates by their names; see `special_tokens`.
-
-        Raises ValueError if none is the default one, or one of them is no template.
-        """
+        """Raises ValueError if none is the default one, or one of them is no template."""
         if DEFAULT not in sources:
             raise ValueError(f"no chat template is named {DEFAULT!r}; there are {sorted(sources)}")
         environment = _Sandbox()
@@ -73,7 +73,7 @@ class ChatTemplate:
             ) from error
         except RecursionError as error:
             raise ValueError("the chat template is nested too deeply") from error
-        self.special_tokens = special_tokens
+        self.sources, self.special_tokens = sources, special_tokens
 
     def render(
         self,
@@ -125,14 +125,17 @@ class ChatTemplate:
         return _without_marks("".join(pieces))
 
 
-def read_chat_template(folder: Path) -> ChatTemplate | None:
+def read_chat_template(folder: Path, template: Path | None = None) -> ChatTemplate | None:
     """The template of a tokenizer's folder: its chat_template.jinja, or the "chat_template" of its
     tokenizer_config.json, one or several with names; `None` if it has none.
+
+    Args:
+      template: a file with another one, instead.
 
     Raises:
       ValueError, OSError: if a file is damaged, or holds no template.
     """
-    alone, file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    alone, file = template or folder / TEMPLATE_FILE, folder / CONFIG_FILE
     config = {}
     try:
         if file.is_file():
@@ -145,7 +148,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
             if name.endswith("_token")
         }
         stored = config.get("chat_template")
-        if alone.is_file():
+        if template is not None or alone.is_file():
             file = alone
             stored = read_text(file, LARGEST_TEMPLATE)
         if stored is None:
@@ -156,6 +159,24 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         )
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def write_chat_template(folder: Path, template: ChatTemplate) -> None:
+    """Writes the template into `folder`, for `read_chat_template`; OSError if that fails.
+
+    Raises FileExistsError if another one is there.
+    """
+    named = [{"name": name, "template": text} for name, text in template.sources.items()]
+    content = {**template.special_tokens, "chat_template": named}
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    file = folder / CONFIG_FILE
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        raise FileExistsError(
+            f"{file} holds another chat template: choose another folder, or delete it if it is of "
+            "no use any more"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(file, text)
 
 
 def check_messages(messages: Any) -> None:

@@ -7,6 +7,7 @@ Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row.
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from lmlib.data.data_path import data_path
 from lmlib.data.metadata import (
     LARGEST_TOKENIZER,
     TOKENIZER_FILE,
+    Content,
     SplitMetadata,
     TokenizerIdentity,
     shard_folders,
@@ -25,6 +27,10 @@ from lmlib.data.seqax import SeqaxSplit, is_seqax_split
 from lmlib.data.stored_split import StoredSplit
 from lmlib.data.text import BYTE_TOKENIZER, TextCodec, codec_of_bytes, codec_of_file
 from lmlib.data.token_arrays import DamagedDataError
+from lmlib.data.whole_documents import WholeDocuments, arranged
+
+if TYPE_CHECKING:
+    from lmlib.data.chat import ChatTemplate
 
 _DOCUMENTS_AT_ONCE = 256  # that are read and held
 
@@ -35,6 +41,11 @@ class FlatTokens:
     Packed, sequence i predicts tokens [i·S + 1, (i+1)·S] of the concatenated shards, so that an
     epoch predicts every token but the very first exactly once; the last sequence is padded. Not
     packed, sequence i is document i, its first S + 1 tokens if it is longer.
+
+    Conversations, and pairs of them, are never cut: packed, each row holds as many as fit, chosen
+    by their lengths alone, and the rest of it is padding; not packed, it holds one. A pair is two
+    neighbouring documents of a row, so its chosen answer has an odd segment id, and the rejected
+    one the even id after it.
 
     Row r of step t is number p = t·batch_size + r: of epoch p // sequences, and there the sequence
     that the permutation keyed by (seed, epoch) puts at p % sequences.
@@ -60,7 +71,7 @@ class FlatTokens:
           sequence_length: tokens in a row.
           seed: of the order; None keeps the stored one.
           epochs: rows past so many are padding; None never ends.
-          packed: whether rows are cut from the concatenated documents, or hold one document each.
+          packed: whether rows hold what fits of the documents, or one each.
           reset_positions: whether positions count from the start of each document, or of the row.
           attend_across_documents: whether a row is one segment.
 
@@ -91,6 +102,12 @@ class FlatTokens:
             _check_tokenizer(self._path / TOKENIZER_FILE, self.metadata)
         if self.tokens < 2:
             raise ValueError(f"{folder} holds {self.tokens} tokens: at least 2 make a sequence")
+        if self.pairs and attend_across_documents:
+            raise ValueError(
+                f"{folder} holds pairs, whose answers must not see each other: leave "
+                "attend_across_documents out"
+            )
+        self._whole = self._whole_documents(folder)
         if not packed:
             self._stored.document_bounds(np.zeros(1, np.int64))  # can they be had?
 
@@ -98,6 +115,16 @@ class FlatTokens:
     def metadata(self) -> SplitMetadata | None:
         """What the data set says of itself; None in seqax's format."""
         return self._stored.metadata if isinstance(self._stored, StoredSplit) else None
+
+    @property
+    def content(self) -> Content:
+        """What the documents are."""
+        return "text" if self.metadata is None else self.metadata.content
+
+    @property
+    def pairs(self) -> bool:
+        """Whether documents are pairs of a chosen and a rejected answer."""
+        return self.content == "pairs"
 
     @property
     def max_token_id(self) -> int:
@@ -123,6 +150,8 @@ class FlatTokens:
     @property
     def sequences(self) -> int:
         """Sequences in an epoch."""
+        if self._whole is not None:
+            return self._whole.rows
         return -(-(self.tokens - 1) // self.sequence_length) if self._packed else self.documents
 
     @property
@@ -139,12 +168,17 @@ class FlatTokens:
 
     @property
     def bytes_per_target(self) -> float | None:
-        """UTF-8 bytes for each target of the split; None if unknown.
+        """UTF-8 bytes for each target of the split; None if unknown, or if only some are targets.
 
-        Targets are all tokens but the first of each document.
+        Targets of text are all tokens but the first of each document.
         """
         metadata = self.metadata
-        if metadata is None or not metadata.bytes or not metadata.targets:
+        if (
+            metadata is None
+            or metadata.content != "text"
+            or not metadata.bytes
+            or not metadata.targets
+        ):
             return None
         return metadata.bytes / metadata.targets
 
@@ -169,6 +203,15 @@ class FlatTokens:
             return codec_of_file(self.tokenizer_path, bos_id)
         return codec_of_bytes(bos_id) if self.tokenizer == BYTE_TOKENIZER else None
 
+    def chat_template(self) -> "ChatTemplate | None":
+        """What made texts of conversations; None if nothing did, and for text.
+
+        Raises ValueError or OSError if it is damaged.
+        """
+        from lmlib.data.chat import read_chat_template  # Jinja takes time to import
+
+        return None if self.content == "text" else read_chat_template(self._path)
+
     def each_document(self) -> Iterator[np.ndarray]:
         """The ids of each document in the order they are stored in, framing included.
 
@@ -177,7 +220,7 @@ class FlatTokens:
         for first in range(0, self.documents, _DOCUMENTS_AT_ONCE):
             numbers = np.arange(first, min(first + _DOCUMENTS_AT_ONCE, self.documents))
             starts, stops = self._stored.document_bounds(numbers)
-            tokens, _ = self._stored.read(int(starts[0]), int(stops[-1])).result()
+            tokens, _, _ = self._stored.read(int(starts[0]), int(stops[-1])).result()
             yield from np.split(tokens.astype(np.int64), stops[:-1] - starts[0])
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
@@ -187,20 +230,25 @@ class FlatTokens:
         """
         if step < 0:
             raise ValueError(f"a batch's step must be at least 0, not {step}")
-        starts_B, stops_B = self._spans(self._sequence_numbers(step, rows))
-        spans = [  # all under way before any wait
-            self._stored.read(start, stop)
-            for start, stop in zip(starts_B.tolist(), stops_B.tolist(), strict=True)
+        coming = [  # all under way before any wait
+            [self._stored.read(start, stop) for start, stop in spans if start < stop]
+            for spans in self._spans(self._sequence_numbers(step, rows))
         ]
-        tokens_BT = np.zeros((len(spans), self.sequence_length + 1), np.int32)
-        begins_BT = np.zeros(tokens_BT.shape, bool)
-        for row, (span, length) in enumerate(zip(spans, stops_B - starts_B, strict=True)):
-            if length:
-                tokens_BT[row, :length], begins_BT[row, :length] = span.result()
+        tokens_BT = np.zeros((len(coming), self.sequence_length + 1), np.int32)
+        begins_BT, targets_BT = np.zeros((2, *tokens_BT.shape), bool)
+        lengths_B = np.zeros(len(coming), np.int64)
+        for row, spans in enumerate(coming):
+            for span in spans:
+                tokens, begins, targets = span.result()
+                there = slice(lengths_B[row], lengths_B[row] + len(tokens))
+                tokens_BT[row, there] = tokens
+                begins_BT[row, there], targets_BT[row, there] = begins, targets
+                lengths_B[row] += len(tokens)
         return packed_batch(
             tokens_BT,
             begins_BT,
-            lengths_B=np.maximum(stops_B - starts_B - 1, 0),
+            lengths_B=np.maximum(lengths_B - 1, 0),
+            targets_BT=targets_BT,
             reset_positions=self._reset_positions,
             attend_across_documents=self._attend_across_documents,
         )
@@ -225,8 +273,13 @@ class FlatTokens:
             sequence_B if self._epochs is None else np.where(epoch_B < self._epochs, sequence_B, -1)
         )
 
-    def _spans(self, sequence_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which tokens belong to each sequence, [start, stop); none for sequence -1."""
+    def _spans(self, sequence_B: np.ndarray) -> list[list[tuple[int, int]]]:
+        """Which tokens belong to each sequence, as [start, stop); none for sequence -1."""
+        if self._whole is not None:
+            return [
+                [] if sequence < 0 else self._whole.spans(sequence)
+                for sequence in sequence_B.tolist()
+            ]
         is_padding_B = sequence_B < 0
         sequence_B = np.where(is_padding_B, 0, sequence_B)
         if self._packed:
@@ -235,7 +288,34 @@ class FlatTokens:
         else:
             start_B, end_B = self._stored.document_bounds(sequence_B)
         stop_B = np.minimum(start_B + self.sequence_length + 1, end_B)
-        return start_B, np.where(is_padding_B, start_B, stop_B)
+        stop_B = np.where(is_padding_B, start_B, stop_B)
+        spans = zip(start_B.tolist(), stop_B.tolist(), strict=True)
+        return [[span] for span in spans]
+
+    def _whole_documents(self, folder: Path) -> WholeDocuments | None:
+        """The rows of documents that must not be cut; None if they are text.
+
+        Raises ValueError if some are too long, DamagedDataError if they are no pairs.
+        """
+        if not isinstance(self._stored, StoredSplit) or self.content == "text":
+            return None
+        edges = self._stored.document_edges()
+        if self.pairs:
+            if (np.diff(edges) < 2).any():
+                raise DamagedDataError(
+                    f"{folder} holds documents of fewer than two tokens in pairs"
+                )
+            edges = edges[::2]
+        capacity = self.sequence_length + 1
+        lengths_U = np.diff(edges)
+        if too_long := int((lengths_U > capacity).sum()):
+            raise ValueError(
+                f"{too_long:,} of the {self.content} in {folder} have more than sequence_length + "
+                f"1 = {capacity:,} tokens, the longest {lengths_U.max():,}, and none is ever cut: "
+                f"take a sequence_length of {lengths_U.max() - 1:,}, or prepare the data again "
+                f"with --max_length={capacity}"
+            )
+        return arranged(edges, capacity, self._packed)
 
 
 def _find_split(path: Path, split: str) -> Path:

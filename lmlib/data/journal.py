@@ -29,16 +29,20 @@ class Totals:
     bytes: int = 0
     gzip_bytes: int | None = 0
     skipped_rows: int = 0
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
+    cut_documents: int = 0
+    cut_tokens: int = 0
     max_token_id: int = -1
 
-    def plus(self, lengths: np.ndarray, **more: Any) -> "Totals":
+    def plus(self, lengths: np.ndarray, targets: int, **more: Any) -> "Totals":
         """With documents of `lengths` tokens added; `more` replaces other entries."""
         tokens = int(lengths.sum())
         return replace(
             self,
             tokens=self.tokens + tokens,
             documents=self.documents + len(lengths),
-            targets=self.targets + tokens - int(np.count_nonzero(lengths)),
+            targets=self.targets + targets,
             **more,
         )
 

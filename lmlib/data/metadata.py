@@ -5,24 +5,35 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lmlib.data.digests import digest
 from lmlib.data.stored_json import parse_json, read_text
 from lmlib.whole_file import write_whole
 
 FORMAT = "lmlib flat tokens"
-VERSION = 3
+VERSION = 4
 FILE_NAME = "metadata.json"
 JOURNAL_FILE = "journal.json"  # what an unfinished shard holds instead
 ARRAYS = ("tokens", "document_starts", "first_documents")
+LOSS_MASK = "loss_mask"  # one more, of conversations and pairs
 TOKENIZER_FILE = "tokenizer.json"
 LARGEST_TOKENIZER = 256 << 20  # bytes; those of the largest vocabularies have 40 MB
 
 _SHARD_NAME = re.compile(r"shard_(\d{5})_of_(\d{5})")
 # What all shards of a split have in common.
-_SHARED = ("shards", "vocab_size", "tokenizer", "bos_id", "eos_id", "source", "data_set")
+_SHARED = ("shards", "content", "vocab_size", "tokenizer", "bos_id", "eos_id", "source", "data_set")
 _DIGEST = '  "digest"'  # how the last line of metadata.json but one begins
+
+
+# What the documents of a split are. Conversations have a loss mask, and are never cut. So are pairs
+# of them: document 2·i has the chosen answer, 2·i + 1 the rejected one.
+Content = Literal["text", "conversations", "pairs"]
+
+
+def arrays_of(content: Content) -> tuple[str, ...]:
+    """The names of the arrays that a shard has."""
+    return ARRAYS if content == "text" else (*ARRAYS, LOSS_MASK)
 
 
 @dataclass(frozen=True)
@@ -51,12 +62,17 @@ class ShardMetadata:
 
     shard: int
     shards: int
+    content: Content
     tokens: int
     documents: int
-    targets: int  # tokens that are not the first of their document
+    targets: int  # tokens that are not the first of their document, and that the loss mask has
     bytes: int  # of the documents' UTF-8 text
     gzip_bytes: int | None  # sum over documents of gzip -9 of each alone, if it was asked for
     skipped_rows: int  # rows of the source that held no usable text
+    dropped_documents: int  # too long, and left out
+    dropped_tokens: int  # theirs
+    cut_documents: int  # too long, and kept in part
+    cut_tokens: int  # theirs that were left out
     vocab_size: int
     max_token_id: int  # the largest that occurs; -1 if there are no tokens
     tokenizer: TokenizerIdentity | None
@@ -93,8 +109,13 @@ class SplitMetadata:
         return sum(shard.documents for shard in self.shards)
 
     @property
+    def content(self) -> Content:
+        """What the documents are."""
+        return self.shards[0].content
+
+    @property
     def targets(self) -> int:
-        """Tokens that are not the first of their document."""
+        """Tokens that are not the first of their document, and that the loss mask has."""
         return sum(shard.targets for shard in self.shards)
 
     @property
@@ -111,6 +132,22 @@ class SplitMetadata:
     @property
     def skipped_rows(self) -> int:
         return sum(shard.skipped_rows for shard in self.shards)
+
+    @property
+    def dropped_documents(self) -> int:
+        return sum(shard.dropped_documents for shard in self.shards)
+
+    @property
+    def dropped_tokens(self) -> int:
+        return sum(shard.dropped_tokens for shard in self.shards)
+
+    @property
+    def cut_documents(self) -> int:
+        return sum(shard.cut_documents for shard in self.shards)
+
+    @property
+    def cut_tokens(self) -> int:
+        return sum(shard.cut_tokens for shard in self.shards)
 
     @property
     def max_token_id(self) -> int:
@@ -225,7 +262,8 @@ def _check_types(metadata: ShardMetadata) -> None:
     """Raises ValueError for an entry that is not what docs/flat-tokens.md says."""
     optional = ("gzip_bytes", "bos_id", "eos_id")
     counts = ("shard", "shards", "tokens", "documents", "targets", "bytes", "skipped_rows")
-    for name in (*counts, "vocab_size", "max_token_id", *optional):
+    left_out = ("dropped_documents", "dropped_tokens", "cut_documents", "cut_tokens")
+    for name in (*counts, *left_out, "vocab_size", "max_token_id", *optional):
         value = getattr(metadata, name)
         if name in optional and value is None:
             continue
@@ -237,8 +275,12 @@ def _check_types(metadata: ShardMetadata) -> None:
             raise ValueError(f"its tokenizer has {text!r:.40} for a text")
     if not isinstance(metadata.source, dict):
         raise ValueError(f"its source is {metadata.source!r:.40}")
+    if metadata.content not in get_args(Content):
+        raise ValueError(f"its content is {metadata.content!r:.40}")
+    if metadata.content == "pairs" and metadata.documents % 2:
+        raise ValueError(f"its {metadata.documents} documents are no pairs")
     digests = metadata.digests
-    if not isinstance(digests, dict) or sorted(digests) != sorted(ARRAYS):
+    if not isinstance(digests, dict) or sorted(digests) != sorted(arrays_of(metadata.content)):
         raise ValueError(f"its digests are {digests!r:.40}")
     for text in (metadata.data_set, *digests.values()):
         if not isinstance(text, str):

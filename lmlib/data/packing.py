@@ -13,6 +13,7 @@ def packed_batch(
     starts_BT: np.ndarray,
     lengths_B: np.ndarray,
     *,
+    targets_BT: np.ndarray | None = None,
     reset_positions: bool = True,
     attend_across_documents: bool = False,
 ) -> Batch:
@@ -20,6 +21,8 @@ def packed_batch(
 
     `starts_BT` (bool) marks the first token of each document; a row's first token always begins a
     segment. `lengths_B` says how many inputs of each row have a target; the rest is padding.
+    `targets_BT` (bool) says which tokens are targets of the loss; without it, and of those at most,
+    all but the first of each document.
 
     Positions count from the start of a segment, or of the row if not `reset_positions`. With
     `attend_across_documents` a row is one segment; the first token of a document is no target
@@ -35,6 +38,7 @@ def packed_batch(
     if attend_across_documents:
         segment_BT = np.ones_like(segment_BT)
     used_BS = place_T[:-1] < lengths_B[:, None]
+    in_loss_BS = used_BS if targets_BT is None else used_BS & targets_BT[:, 1:]
 
     def unless_padding(values_BS: np.ndarray) -> np.ndarray:
         return np.where(used_BS, values_BS, 0).astype(np.int32)
@@ -44,5 +48,5 @@ def packed_batch(
         targets=unless_padding(tokens_BT[:, 1:]),
         segment_ids=unless_padding(segment_BT[:, :-1]),
         positions=unless_padding(position_BT[:, :-1]),
-        loss_mask=used_BS & ~starts_BT[:, 1:],
+        loss_mask=in_loss_BS & ~starts_BT[:, 1:],
     )

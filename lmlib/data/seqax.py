@@ -53,9 +53,10 @@ class _EncodedSpan:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
 
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
+    def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         encoded = self._reading.result()
-        return encoded >> 1, (encoded & 1).astype(bool)
+        begins = (encoded & 1).astype(bool)
+        return encoded >> 1, begins, ~begins
 
 
 def _length_on_disk(array: Path, dtype: str, at_least: int) -> int:

@@ -4,11 +4,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lmlib.data.journal import LOCK_FILE, STARTS_FILE
 from lmlib.data.metadata import (
+    ARRAYS,
     FILE_NAME,
     JOURNAL_FILE,
+    LOSS_MASK,
     TOKENIZER_FILE,
+    Content,
     ShardMetadata,
     read_shard,
     shard_folders,
@@ -34,6 +39,20 @@ def check_settings(
         raise ValueError(f"a split is named by a plain folder name, not {split!r}")
 
 
+def check_documents(content: Content, lengths: np.ndarray, loss_mask: np.ndarray | None) -> None:
+    """Raises ValueError for documents that are not what `content` says."""
+    if (loss_mask is None) != (content == "text"):
+        wanted = "has no loss mask: leave it out" if content == "text" else "need a loss mask"
+        raise ValueError(f"{content} {wanted}")
+    if loss_mask is not None and loss_mask.shape != (lengths.sum(),):
+        raise ValueError(f"a loss mask of {loss_mask.shape} does not fit {lengths.sum()} tokens")
+    if content == "pairs" and (len(lengths) % 2 or (lengths < 2).any()):
+        raise ValueError(
+            f"{len(lengths)} documents of {lengths.tolist()!s:.80} tokens are no pairs: each is "
+            "two documents of at least two tokens, written together"
+        )
+
+
 def check_folder(folder: Path) -> None:
     """Raises FileExistsError for a finished shard, or for what no writer put there."""
     if folder.is_symlink():
@@ -42,8 +61,7 @@ def check_folder(folder: Path) -> None:
         return
     if (folder / FILE_NAME).exists():
         raise FileExistsError(f"{folder} is already finished: delete it first to make it again")
-    own = {JOURNAL_FILE, STARTS_FILE, LOCK_FILE}
-    own |= {"tokens", "document_starts", "first_documents"}
+    own = {JOURNAL_FILE, STARTS_FILE, LOCK_FILE, LOSS_MASK, *ARRAYS}
     for entry in folder.rglob("*"):
         if entry.is_symlink():
             raise FileExistsError(f"{entry} is a link, and no writer makes any: delete it")
@@ -92,7 +110,9 @@ def check_neighbours(path: Path, split: str, wanted: Mapping[str, Any]) -> None:
                 "of a data set share one tokenizer, so choose another folder or the same tokenizer"
             )
         if split_folder.name == split:
-            check_same(folder, other, wanted, ("vocab_size", "bos_id", "eos_id", "source"))
+            check_same(
+                folder, other, wanted, ("content", "vocab_size", "bos_id", "eos_id", "source")
+            )
 
 
 def check_same(

@@ -17,6 +17,7 @@ import numpy as np
 
 from lmlib.data.data_path import data_path
 from lmlib.data.digests import CHUNK_DIGESTS, digest, digest_of_array, digests_of_chunks
+from lmlib.data.growing_array import GrowingArray
 from lmlib.data.journal import (
     LOCK_FILE,
     STARTS_FILE,
@@ -28,17 +29,20 @@ from lmlib.data.journal import (
     writing,
 )
 from lmlib.data.metadata import (
-    ARRAYS,
     FILE_NAME,
     JOURNAL_FILE,
+    LOSS_MASK,
     TOKENIZER_FILE,
+    Content,
     ShardMetadata,
     TokenizerIdentity,
+    arrays_of,
     read_shard,
     shard_name,
 )
 from lmlib.data.shard_checks import (
     check_data_set,
+    check_documents,
     check_folder,
     check_neighbours,
     check_same,
@@ -52,7 +56,6 @@ from lmlib.data.token_arrays import (
     INDEX_FILE_LENGTH,
     append,
     create_array,
-    open_for_appending,
 )
 from lmlib.whole_file import UNFINISHED, write_whole
 
@@ -67,6 +70,7 @@ class ShardWriter:
         *,
         shard: int = 0,
         shards: int = 1,
+        content: Content = "text",
         vocab_size: int,
         bos_id: int | None = None,
         eos_id: int | None = None,
@@ -80,6 +84,7 @@ class ShardWriter:
 
         Args:
           path: the data set's folder.
+          content: what the documents are; all but text has a loss mask.
           vocab_size: ids lie in [0, vocab_size).
           bos_id, eos_id: what precedes and follows each document, for the record and `append`.
           tokenizer, source: for the record; `source` in JSON values.
@@ -104,6 +109,7 @@ class ShardWriter:
         self._identity: dict[str, Any] = {
             "shard": shard,
             "shards": shards,
+            "content": content,
             "vocab_size": vocab_size,
             "tokenizer": tokenizer,
             "bos_id": bos_id,
@@ -122,6 +128,7 @@ class ShardWriter:
         )
         self._vocab_size = vocab_size
         self._frame = [np.array([] if i is None else [i], np.int64) for i in (bos_id, eos_id)]
+        self._content = content
         self._file_length, self._chunk_length = file_length, chunk_length
         self._dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
         try:
@@ -138,9 +145,6 @@ class ShardWriter:
         self._totals = self._journal.marked
         self._unmarked_lengths: list[np.ndarray] = []
         self._unsaved_starts: list[np.ndarray] = []  # marked, but not in the file yet
-        self._buffer: list[np.ndarray] = []
-        self._buffered = 0
-        self._stored_before = self._journal.written
 
     @property
     def position(self) -> Any:
@@ -173,15 +177,24 @@ class ShardWriter:
         lengths: np.ndarray,
         text_bytes: int,
         gzip_bytes: int | None = None,
-        skipped_rows: int = 0,
+        *,
+        loss_mask: np.ndarray | None = None,
+        **left_out: int,
     ) -> None:
         """Adds documents, framed already: their tokens one after the other, and how many each has.
 
         `tokens` must not change afterwards: it may be kept until it fills a file.
 
-        Raises ValueError for a token outside the vocabulary, or, after a restart, if these are
-        not the documents that were appended before.
+        Args:
+          loss_mask: bool, which of the tokens are targets; the first of a document never is.
+          left_out: what else came from these rows: `skipped_rows`, `dropped_documents` and others
+            of metadata.json, to be added.
+
+        Raises ValueError for a token outside the vocabulary, a loss mask that `content` does not
+        have or that is missing, pairs that are not whole, or, after a restart, if these are not
+        the documents that were appended before.
         """
+        check_documents(self._content, lengths, loss_mask)
         low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, -1)
         if low < 0 or high >= self._vocab_size:
             raise ValueError(
@@ -191,26 +204,31 @@ class ShardWriter:
             )
         before = self._totals
         known = before.gzip_bytes is not None and gzip_bytes is not None
+        firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
+        is_target = np.ones(len(tokens), bool) if loss_mask is None else loss_mask.copy()
+        is_target[firsts] = False
         self._totals = before.plus(
             lengths,
+            targets=int(np.count_nonzero(is_target)),
             bytes=before.bytes + text_bytes,
             gzip_bytes=before.gzip_bytes + gzip_bytes if known else None,  # type: ignore[operator]
-            skipped_rows=before.skipped_rows + skipped_rows,
             max_token_id=max(before.max_token_id, high),
+            **{name: getattr(before, name) + count for name, count in left_out.items()},
         )
         self._unmarked_lengths.append(lengths)
-        fresh = self._verify(tokens.astype(self._dtype, copy=False), before.tokens)
-        self._buffer.append(fresh)
-        self._buffered += len(fresh)
-        if self._buffered >= self._file_length:
-            self._write_buffer(self._buffered - self._buffered % self._file_length)
+        values = [tokens] if loss_mask is None else [tokens, is_target]
+        for array, elements in zip(self._arrays, values, strict=True):
+            array.add(elements, before.tokens)
+        buffered = self._arrays[0].buffered
+        if buffered >= self._file_length:
+            self._write(buffered - buffered % self._file_length)
             with writing(self.folder):
                 self._save_starts()
                 self._journal.save(self.folder)
 
     def finish(self) -> ShardMetadata:
         """Writes what is buffered, then metadata.json. No other method works afterwards."""
-        self._write_buffer(self._buffered)
+        self._write(self._arrays[0].buffered)
         self._unsaved_starts.append(self._unmarked_starts())
         with writing(self.folder):
             self._save_starts()
@@ -219,7 +237,7 @@ class ShardWriter:
         chunk_starts = np.arange(0, tokens + self._chunk_length, self._chunk_length)
         self._write_index("document_starts", starts)
         self._write_index("first_documents", np.searchsorted(starts, chunk_starts))
-        digests = {name: digest_of_array(self.folder / name) for name in ARRAYS}
+        digests = {name: digest_of_array(self.folder / name) for name in arrays_of(self._content)}
         metadata = ShardMetadata(**self._identity, **asdict(self._totals), digests=digests)
         with writing(self.folder):
             metadata.write(self.folder)
@@ -241,13 +259,7 @@ class ShardWriter:
     def _begin(self, path: Path, tokenizer_json: str | None) -> None:
         if tokenizer_json is not None:
             write_whole(path / TOKENIZER_FILE, tokenizer_json)  # as other shards may
-        self._tokens = create_array(
-            self.folder / "tokens",
-            self._dtype,
-            chunk_length=self._chunk_length,
-            file_length=self._file_length,
-        )
-        self._open_numbers()
+        self._open(None)
         self._journal.save(self.folder)
 
     def _resume(self) -> None:
@@ -260,37 +272,24 @@ class ShardWriter:
                     "folder, or delete it"
                 )
         self._journal = found
-        self._open_numbers()
-        self._tokens = open_for_appending(self.folder / "tokens", found.written)
+        self._open(found.written)
 
-    def _open_numbers(self) -> None:
-        documents, chunks = self._journal.marked.documents, self._journal.written
-        chunks //= self._chunk_length
+    def _open(self, written: int | None) -> None:
+        documents = self._journal.marked.documents
         self._starts = NumberFile(self.folder / STARTS_FILE, documents, self.folder)
-        file = self.folder / "tokens" / CHUNK_DIGESTS
-        self._chunk_digests = NumberFile(file, chunks, self.folder)
+        lengths = {"file_length": self._file_length, "chunk_length": self._chunk_length}
+        dtypes = {"tokens": self._dtype, LOSS_MASK: np.uint8}
+        self._arrays = [
+            GrowingArray(self.folder / name, dtype, written=written, **lengths)
+            for name, dtype in dtypes.items()
+            if name in arrays_of(self._content)
+        ]
 
-    def _verify(self, tokens: np.ndarray, start: int) -> np.ndarray:
-        """The tokens that are not on disk yet, from `start` on; raises if others are on disk."""
-        again = min(max(self._stored_before - start, 0), len(tokens))
-        if again:
-            stored = self._tokens[start : start + again].read().result()
-            if not np.array_equal(stored, tokens[:again]):
-                raise ValueError(
-                    f"the documents differ from those that {self.folder} was begun with: the "
-                    "source or the tokenizer has changed; delete it to make the shard anew"
-                )
-        return tokens[again:]
-
-    def _write_buffer(self, length: int) -> None:
-        """Writes the first `length` buffered tokens and keeps the rest."""
-        if length:
-            buffered = np.concatenate(self._buffer)
-            self._tokens = append(self.folder / "tokens", self._tokens, buffered[:length])
-            with writing(self.folder):
-                self._chunk_digests.append(digests_of_chunks(buffered[:length], self._chunk_length))
-            self._journal = replace(self._journal, written=self._journal.written + length)
-            self._buffer, self._buffered = [buffered[length:]], len(buffered) - length
+    def _write(self, length: int) -> None:
+        """Writes the first `length` tokens that are kept, and all that belongs to them."""
+        for array in self._arrays:
+            array.write(length)
+        self._journal = replace(self._journal, written=self._journal.written + length)
 
     def _save_starts(self) -> None:
         self._starts.append(np.concatenate([np.zeros(0, np.int64), *self._unsaved_starts]))
@@ -326,6 +325,7 @@ def finished_shard(
     source: Mapping[str, Any],
     bos_id: int | None,
     eos_id: int | None,
+    content: Content = "text",
 ) -> ShardMetadata | None:
     """The shard if it is finished, None if not.
 
@@ -335,7 +335,8 @@ def finished_shard(
     if not (folder / FILE_NAME).exists():
         return None
     found = read_shard(folder)
-    wanted = {"tokenizer": tokenizer, "source": source, "bos_id": bos_id, "eos_id": eos_id}
+    wanted: dict[str, Any] = {"content": content, "tokenizer": tokenizer, "source": source}
+    wanted |= {"bos_id": bos_id, "eos_id": eos_id}
     check_same(folder, found, wanted, tuple(wanted))
     remove_leftovers(folder)  # of a writer killed between its last two steps
     return found

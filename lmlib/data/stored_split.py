@@ -1,8 +1,8 @@
 """A split of flat tokens on disk, opened for reading: spans of tokens, and where documents begin.
 
-Nothing but two numbers for every 16 Ki tokens, and one for every 1 Ki documents, is held in memory.
-A span is one read of tokens and
-one of document starts in each shard that it touches.
+Nothing but three numbers for every 16 Ki tokens, and one for every 1 Ki documents, is held in
+memory. A span is one read of tokens, one of their loss mask if there is one, and one of document
+starts in each shard that it touches.
 """
 
 from bisect import bisect_right
@@ -13,16 +13,19 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from lmlib.data.metadata import SplitMetadata, read_split
+from lmlib.data.metadata import LOSS_MASK, SplitMetadata, read_split
 from lmlib.data.token_arrays import DamagedDataError, Reading, StoredArray, reading_context
+
+_STARTS_AT_ONCE = 1 << 20  # that are read
 
 
 @runtime_checkable
 class Span(Protocol):
     """Tokens on their way from disk."""
 
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens (any unsigned integer), and whether each begins a document (bool).
+    def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens (any unsigned integer), whether each begins a document (bool), and whether
+        each is a target (bool): not the first of its document, and in the loss mask.
 
         Raises DamagedDataError for what cannot be read.
         """
@@ -47,6 +50,9 @@ class StoredSplit:
             return opened
 
         self._tokens = open_arrays("tokens", [shard.tokens for shard in shards])
+        masked = self.metadata.content != "text"
+        lengths = [shard.tokens for shard in shards]
+        self._loss_masks = open_arrays(LOSS_MASK, lengths) if masked else []
         self._starts = open_arrays("document_starts", [shard.documents for shard in shards])
         entries = [-(-array.length // array.chunk_length) + 1 for array in self._tokens]
         indexes = [array.read(0, array.length) for array in open_arrays("first_documents", entries)]
@@ -55,7 +61,8 @@ class StoredSplit:
             for shard, index in zip(shards, indexes, strict=True)
         ]
         # Arrays that lie in the place of others show it in their first chunk.
-        beginnings = [array.read(0, min(1, array.length)) for array in self._tokens + self._starts]
+        first_read = self._tokens + self._loss_masks + self._starts
+        beginnings = [array.read(0, min(1, array.length)) for array in first_read]
         for beginning in beginnings:
             beginning.result()
         self._offsets = [0, *accumulate(shard.tokens for shard in shards)]
@@ -88,12 +95,28 @@ class StoredSplit:
             bounds.append([*reading.result().tolist(), *ends])
             bounds[-1] = [place + self._offsets[shard] for place in bounds[-1]]
         if any(not 0 <= start <= stop <= self.tokens for start, stop in bounds):
-            raise DamagedDataError(
-                f"{self._folder} has document_starts that decrease or lie beyond the tokens: the "
-                "data set is damaged; make it again"
-            )
+            raise self._damaged_starts()
         starts_stops = np.array(bounds, np.int64).reshape(-1, 2)
         return starts_stops[:, 0], starts_stops[:, 1]
+
+    def document_edges(self) -> np.ndarray:
+        """Where each document starts, in tokens, and where the last stops: int64."""
+        edges = [np.zeros(0, np.int64)]
+        for offset, starts in zip(self._offsets, self._starts, strict=False):
+            for first in range(0, starts.length, _STARTS_AT_ONCE):
+                reading = starts.read(first, min(first + _STARTS_AT_ONCE, starts.length))
+                edges.append(reading.result().astype(np.int64) + offset)
+        edges.append(np.array([self.tokens]))
+        found = np.concatenate(edges)
+        if found[0] != 0 or (np.diff(found) < 0).any():
+            raise self._damaged_starts()
+        return found
+
+    def _damaged_starts(self) -> DamagedDataError:
+        return DamagedDataError(
+            f"{self._folder} has document_starts that decrease or lie beyond the tokens: the data "
+            "set is damaged; make it again"
+        )
 
     def _read_in_shard(self, shard: int, start: int, stop: int) -> "_SpanInShard":
         chunk_length = self._tokens[shard].chunk_length
@@ -101,7 +124,8 @@ class StoredSplit:
         first = int(first_documents[start // chunk_length])
         last = int(first_documents[-(-stop // chunk_length)])
         starts = self._starts[shard].read(first, last) if first < last else None
-        return _SpanInShard(self._tokens[shard].read(start, stop), starts, start)
+        mask = self._loss_masks[shard].read(start, stop) if self._loss_masks else None
+        return _SpanInShard(self._tokens[shard].read(start, stop), mask, starts, start)
 
 
 def _checked_index(shard_folder: Path, first_documents: np.ndarray, documents: int) -> np.ndarray:
@@ -116,25 +140,30 @@ def _checked_index(shard_folder: Path, first_documents: np.ndarray, documents: i
 
 
 class _SpanInShard:
-    def __init__(self, tokens: Reading, starts: Reading | None, first: int) -> None:
-        self._tokens, self._starts, self._first = tokens, starts, first
+    def __init__(
+        self, tokens: Reading, mask: Reading | None, starts: Reading | None, first: int
+    ) -> None:
+        self._tokens, self._mask, self._starts, self._first = tokens, mask, starts, first
 
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
+    def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tokens = self._tokens.result()
         begins = np.zeros(len(tokens), bool)
         if self._starts is not None:
             places = self._starts.result().astype(np.int64) - self._first
             begins[places[(places >= 0) & (places < len(tokens))]] = True
-        return tokens, begins
+        targets = ~begins
+        if self._mask is not None:
+            targets &= self._mask.result() != 0
+        return tokens, begins, targets
 
 
 class _Joined:
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans = spans
 
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
+    def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         results = [span.result() for span in self._spans]
         if not results:
-            return np.zeros(0, np.uint16), np.zeros(0, bool)
-        tokens, begins = zip(*results, strict=True)
-        return np.concatenate(tokens), np.concatenate(begins)
+            return np.zeros(0, np.uint16), np.zeros(0, bool), np.zeros(0, bool)
+        tokens, begins, targets = map(np.concatenate, zip(*results, strict=True))
+        return tokens, begins, targets

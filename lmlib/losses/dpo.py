@@ -72,6 +72,10 @@ class DPO(Objective):
     def shown(self) -> tuple[str, ...]:
         return "reward_margin", "reward_accuracy"
 
+    @property
+    def compares_pairs(self) -> bool:
+        return True
+
     def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
         if companion is not None:
             return

@@ -49,6 +49,11 @@ class Objective(abc.ABC):
         """Which of what it reports a run's progress shows beside the loss."""
         return ()
 
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether documents must be pairs of a chosen and a rejected answer, each in one row."""
+        return False
+
     def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
         """Raises ValueError if it cannot train `model` beside `companion`; arrays may be shapes.
 

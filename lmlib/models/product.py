@@ -9,6 +9,7 @@ import string
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -86,6 +87,9 @@ def _dropped(x: Array, w: Adapted) -> Array:
     return x * (factor if layout is None else jax.sharding.reshard(factor, layout))
 
 
+_TRAINS = ()  # of a weight whose gradient is asked for; a tree that both passes know
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def _product(
     equation: str, x: Array, w: Array, precision: str | None, out_sharding: PartitionSpec | None
@@ -99,22 +103,25 @@ def _product(
 
 def _forward(
     equation: str,
-    x: Array,
-    w: Array,
+    x: CustomVJPPrimal,
+    w: CustomVJPPrimal,
     precision: str | None,
     out_sharding: PartitionSpec | None,
-) -> tuple[Array, tuple[Array, Array]]:
-    return _product(equation, x, w, precision, out_sharding), (x, w)
+) -> tuple[Array, tuple[Array, Array, tuple[()] | None]]:
+    y = _product(equation, x.value, w.value, precision, out_sharding)
+    return y, (x.value, w.value, _TRAINS if w.perturbed else None)
 
 
 def _backward(
     equation: str,
     precision: str | None,
     out_sharding: PartitionSpec | None,
-    saved: tuple[Array, Array],
-    dy: Array,
-) -> tuple[Array, Array]:
-    x, w = saved
+    saved: tuple[Array, Array, tuple[()] | None],
+    dy: Array | SymbolicZero,
+) -> tuple[Array, Array | None]:
+    x, w, trains = saved
+    if isinstance(dy, SymbolicZero):
+        dy = jnp.zeros(dy.shape, dy.dtype, out_sharding=dy.sharding)
     operands, y_axes = equation.split("->")
     x_axes, w_axes = operands.split(",")
     dy = _along(x, x_axes, dy, y_axes)
@@ -124,11 +131,13 @@ def _backward(
     else:
         formats = FORMATS[precision]
         dx = rounded_product(back, dy, w, (formats.arriving, formats.forward), layout)
+    if trains is None:
+        return dx, None
     dw = jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, out_sharding=_layout_of_gradient(w))
     return dx, dw
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _in_order(equation: str) -> str:

@@ -209,6 +209,10 @@ def _repeated(
     turns = repeats // unroll
     if turns < 2:
         return _in_a_row(context, False, x_BSE, parts_R, repeats)
+    if unroll == 1:
+        # Slices go as they are into what is computed again: JAX would keep reshaped ones, and so a
+        # copy of all weights, for the backward pass.
+        return jax.lax.scan(functools.partial(_one, context, True), x_BSE, parts_R)
     looped = turns * unroll
     head_R, tail_R = _split(parts_R, looped, repeats)
     turns_TU = jax.tree.map(lambda w_R: _reshaped(w_R, 1, (turns, unroll)), head_R)
@@ -226,6 +230,15 @@ def _in_a_row(
     context: Context, looped: bool, x_BSE: Array, parts_R: Any, repeats: int
 ) -> tuple[Array, Any]:
     """Some repetitions without a loop."""
+    outs = []
+    for parts in _unstacked(parts_R, repeats):
+        x_BSE, out = _one(context, looped, x_BSE, parts)
+        outs.append(out)
+    return x_BSE, jax.tree.map(lambda *each: jnp.stack(each), *outs)
+
+
+def _one(context: Context, looped: bool, x_BSE: Array, parts: Any) -> tuple[Array, Any]:
+    """One repetition of a pattern."""
     compute = context.compute
     # Inside a loop nothing can merge the recomputation with the forward pass, so CSE is safe.
     layer = jax.checkpoint(
@@ -234,13 +247,10 @@ def _in_a_row(
         prevent_cse=not looped,
     )
     outs = []
-    for blocks, keys, caches in _unstacked(parts_R, repeats):
-        out = []
-        for block, key, cache in zip(blocks, keys, caches, strict=True):
-            x_BSE, besides = layer(x_BSE, block, key, cache)
-            out.append(besides)
-        outs.append(tuple(out))
-    return x_BSE, jax.tree.map(lambda *each: jnp.stack(each), *outs)
+    for block, key, cache in zip(*parts, strict=True):
+        x_BSE, out = layer(x_BSE, block, key, cache)
+        outs.append(out)
+    return x_BSE, tuple(outs)
 
 
 def _layer(

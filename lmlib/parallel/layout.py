@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -194,6 +195,8 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(moves: _Moves, array: jax.Array) -> jax.Array:
+    # Else XLA would turn a whole stack of layers for the sake of the all-gather of one.
+    array = with_layout_constraint(array, Layout(tuple(range(array.ndim))))
     if moves.whole != moves.computed:
         array = jax.sharding.reshard(array, moves.whole)
         for axis, times in enumerate(moves.repeats):

@@ -1,5 +1,6 @@
 """What a model is evaluated on: a split of flat tokens, or files of text as they are."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from data_tools.rows import Files, TextField
 from lmlib.data.data_path import data_path
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import shard_folders, tokenizers_differ
+from lmlib.data.metadata import Content, read_split, shard_folders, tokenizers_differ
 from lmlib.data.seqax import is_seqax_split
 from lmlib.evaluate.documents import Document
 from runner.command_line.errors import ConfigError
@@ -50,6 +51,7 @@ class StoredTokens:
 
     def documents(self, loaded: Loaded) -> Iterator[Document]:
         source = self.source
+        _check_text(self.name, source.content)
         if tokenizers_differ(source.tokenizer, loaded.tokenizer):
             raise ConfigError(
                 f"{self.name} was made by {source.tokenizer}, and {loaded.name} was trained on ids "
@@ -107,6 +109,8 @@ def data_set(path: str, split: str, text_column: str) -> DataSet:
     """
     folder = data_path(path)
     if _is_flat_tokens(folder):
+        with contextlib.suppress(FileNotFoundError):  # which is told better below
+            _check_text(path, read_split(folder / split).content)
         return StoredTokens(f"{path} {split}", FlatTokens(path, split, 1, 1))
     if not folder.exists():
         raise ConfigError(f"--data={path}: there is no such file or folder")
@@ -127,6 +131,14 @@ def validation_of(loaded: Loaded) -> list[DataSet]:
         for node in nodes(value)
         if fdl.get_callable(node) is FlatTokens
     ]
+
+
+def _check_text(name: str, content: Content) -> None:
+    if content != "text":
+        raise ConfigError(
+            f"{name} holds {content}, of which a model learns the answers alone, and what is "
+            "measured here is all of a text; a run that validates on it reports its loss"
+        )
 
 
 def _is_flat_tokens(folder: Path) -> bool:

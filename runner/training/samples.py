@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lmlib.compute import Compute
-from lmlib.data.text import HasText
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.text import HasText, TextCodec
 from lmlib.experiment import Experiment
 from lmlib.generate import Generator, Sampling
 from lmlib.metrics import MetricsLog
@@ -72,7 +73,7 @@ def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
         codec = data.text_codec() if isinstance(data, HasText) else None
         if codec is None:
             raise ConfigError(f"{type(data).__name__} knows no tokenizer")
-        prompts = [codec.encode(prompt) for prompt in experiment.prompts]
+        prompts, stop_ids = asked(data, codec, experiment.prompts)
     longest = max(map(len, prompts)) + TOKENS
     generator = Generator(
         model,
@@ -83,11 +84,27 @@ def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
         length=-(-longest // _LENGTHS) * _LENGTHS,
         whole=False,
     )
-    made = generator(prompts, TOKENS, SAMPLING, seed=experiment.seed)
+    made = generator(prompts, TOKENS, SAMPLING, seed=experiment.seed, stop_ids=stop_ids)
     return tuple(
         codec.decode([*prompt, *continuation.tokens])
         for prompt, (continuation,) in zip(prompts, made, strict=True)
     )
+
+
+def asked(data: Any, codec: TextCodec, prompts: Sequence[str]) -> tuple[list[list[int]], list[int]]:
+    """The ids of the prompts, and those that end what follows.
+
+    If `data` are conversations with a chat template, each prompt is a user's message in it.
+    """
+    template = data.chat_template() if isinstance(data, FlatTokens) else None
+    if template is None:
+        return [codec.encode(prompt) for prompt in prompts], []
+    chats = [
+        template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+        for prompt in prompts
+    ]
+    end = codec.encode_marked(template.special_tokens.get("eos_token", ""))
+    return [codec.encode_marked(chat.text) for chat in chats], end if len(end) == 1 else []
 
 
 def _page(texts: Sequence[str]) -> str:

@@ -6,17 +6,22 @@ import pytest
 from forged_digests import sign
 
 from lmlib.data import ShardMetadata, SplitMetadata, TokenizerIdentity, read_shard, read_split
-from lmlib.data.metadata import ARRAYS, tokenizers_differ
+from lmlib.data.metadata import ARRAYS, arrays_of, tokenizers_differ
 
 FIRST = ShardMetadata(
     shard=0,
     shards=2,
+    content="text",
     tokens=5,
     documents=2,
     targets=3,
     bytes=30,
     gzip_bytes=20,
     skipped_rows=1,
+    dropped_documents=1,
+    dropped_tokens=50,
+    cut_documents=2,
+    cut_tokens=60,
     vocab_size=300,
     max_token_id=299,
     tokenizer=TokenizerIdentity("bytes", None),
@@ -48,6 +53,8 @@ def test_a_split_sums_its_shards() -> None:
     split = SplitMetadata((FIRST, SECOND))
     assert (split.tokens, split.documents, split.targets, split.bytes) == (12, 3, 9, 40)
     assert (split.gzip_bytes, split.skipped_rows, split.max_token_id) == (40, 2, 299)
+    assert (split.dropped_documents, split.dropped_tokens) == (2, 100)
+    assert (split.cut_documents, split.cut_tokens) == (4, 120)
     assert SplitMetadata((FIRST, replace(SECOND, gzip_bytes=None))).gzip_bytes is None
 
 
@@ -87,7 +94,7 @@ def test_a_renamed_shard_is_refused(tmp_path: Path) -> None:
         read_shard(tmp_path / SECOND.name)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, "3"])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 5, "4"])
 def test_another_version_is_refused(tmp_path: Path, version: object) -> None:
     (first,) = write(tmp_path, FIRST)
     file = first / "metadata.json"
@@ -118,6 +125,34 @@ def test_missing_and_unknown_entries_are_damage(tmp_path: Path) -> None:
         sign(first)
         with pytest.raises(ValueError, match=r"damaged .*TypeError"):
             read_shard(first)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("content", "poems", "content.*poems"),
+        ("content", "conversations", "its digests are"),
+        ("dropped_tokens", -1, "its dropped_tokens is -1"),
+        ("cut_documents", None, "cut_documents.*None"),
+    ],
+)
+def test_entries_that_make_no_sense_are_damage(
+    tmp_path: Path, entry: str, value: object, message: str
+) -> None:
+    (first,) = write(tmp_path, FIRST)
+    file = first / "metadata.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {entry: value}))
+    sign(first)
+    with pytest.raises(ValueError, match=f"is damaged .*{message}"):
+        read_shard(first)
+
+
+def test_pairs_are_two_by_two(tmp_path: Path) -> None:
+    digests = {name: "70" * 16 for name in arrays_of("pairs")}
+    odd = replace(FIRST, shards=1, documents=3, content="pairs", digests=digests)
+    (only,) = write(tmp_path, odd)
+    with pytest.raises(ValueError, match="its 3 documents are no pairs"):
+        read_shard(only)
 
 
 def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:

@@ -197,6 +197,15 @@ def test_a_killed_conversion_to_lmlib_goes_on(tmp_path: Path, calls: int) -> Non
         to_lmlib(tmp_path / "in", tmp_path / "out", **lengths)
 
 
+def test_conversations_cannot_be_seqaxs(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "in", "train", content="conversations", vocab_size=9)
+    writer.extend(np.arange(3), np.array([3]), 0, loss_mask=np.arange(3) > 1)
+    writer.finish()
+    with pytest.raises(ValueError, match="holds conversations, and seqax's format has no loss"):
+        to_seqax(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stopped_conversion_to_seqax_leaves_nothing(tmp_path: Path) -> None:
     write_lmlib(tmp_path / "in", SMALL)
     with pytest.raises(Killed):

@@ -13,9 +13,16 @@ import pytest
 from byte_texts import BOS, EOS, write_texts
 
 from data_tools.hf_stream import HFStream
-from data_tools.inspect import SavedRun, batch_rows, decoder, row_origins
-from data_tools.inspect.report import row_text
-from lmlib.data import FlatTokens, Synthetic
+from data_tools.inspect import (
+    SavedRun,
+    batch_rows,
+    decoder,
+    describe_split,
+    is_masked,
+    row_origins,
+)
+from data_tools.inspect.report import description_text, row_text
+from lmlib.data import FlatTokens, ShardWriter, Synthetic, TokenizerIdentity
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.experiment import Experiment
 from runner.config import configs
@@ -63,6 +70,36 @@ def test_rows_whose_documents_share_a_segment_are_cut_as_well(tmp_path: Path) ->
     assert (padding.start, padding.stop, padding.segment_id) == (0, 12, 0)
     text = row_text(batch_rows(source.batch(1000))[0], None)
     assert text == "row 0: 0 tokens, 0 targets in the loss\n  places 0 to 11: padding"
+
+
+def test_text_of_a_conversation_that_is_no_target_is_marked(tmp_path: Path) -> None:
+    writer = ShardWriter(
+        tmp_path,
+        "train",
+        content="conversations",
+        vocab_size=258,
+        tokenizer=TokenizerIdentity("bytes", None),
+    )
+    for text, answer in (("Hi? yes.", "yes."), ("Oh no", "no")):
+        mask = np.arange(len(text)) >= text.index(answer)
+        writer.extend(np.array([*text.encode()]), np.array([len(text)]), 0, loss_mask=mask)
+    writer.finish()
+    source = FlatTokens(str(tmp_path), "train", 1, 12, seed=None)
+    assert is_masked(source) and not is_masked(Synthetic(64, 2, 5))
+    (row,) = batch_rows(source.batch(0), masked=True)
+    decode = decoder(tmp_path, source.tokenizer)
+    text = row_text(row, decode)
+    assert [line for line in text.splitlines() if line[4:6] in ("┊ ", "│ ")] == [
+        "    ┊ Hi? ",
+        "    │ yes.",
+        "    ┊ Oh ",
+        "    │ no",
+    ]
+    assert text.splitlines()[0] == "row 0: 12 tokens, 6 targets in the loss"
+    assert "targets (105)  (63)  (32)   121   101   115    46  (79)" in text
+    assert "\033[90m    ┊ Hi? \033[0m\n    │ yes." in row_text(row, decode, colours=True)
+    described = description_text(describe_split(tmp_path / "train"))
+    assert re.search(r"content +conversations\n +targets +6, 46.2% of the tokens", described)
 
 
 def save_run(path: Path, workdir: Path, **more) -> Path:

@@ -1,11 +1,14 @@
 """Chat templates give the texts that they give with transformers. Needs lmlib[parity]."""
 
 import json
+from datetime import datetime
 
 import pytest
 from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from data_tools.prepare_chats.conversations import Conversation
+from data_tools.prepare_chats.documents import Templated
 from lmlib.data.chat import ChatTemplate, read_chat_template
 from lmlib.data.text import codec_of_file
 
@@ -59,6 +62,20 @@ def test_a_chat_is_the_text_and_the_ids_of_transformers(folder, name, chat, tool
         ]
         marked = "".join(text[begin:end] for begin, end in rendered.assistant)
         assert said == codec.encode_marked(marked)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("name", ["chatml", "mistral"])
+def test_targets_are_the_tokens_of_the_mask_of_transformers(folder, name, tools):
+    theirs, template = stored(folder, TEMPLATES[name])
+    expected = theirs.apply_chat_template(
+        CHATS["turns"], tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    )
+    documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
+    (found,) = documents.encoded(documents.texts([Conversation(CHATS["turns"], tools)]))
+    assert found.ids.tolist() == list(expected["input_ids"])
+    assert found.is_target.astype(int).tolist() == list(expected["assistant_masks"])
+    assert found.is_target.any()
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])

@@ -5,10 +5,13 @@ import json
 import fiddle as fdl
 import pytest
 from sentinels import sentinels
+from small_tokenizer import END, write_tokenizer_folder
 
 from data_tools.hf_stream import HFStream
+from data_tools.prepare_chats import ConversationField, load_template, prepare_chats
 from data_tools.pretokenize.split import pretokenize
-from data_tools.tokenizer import ByteTokenizer
+from data_tools.rows import Files
+from data_tools.tokenizer import ByteTokenizer, load_tokenizer
 from data_tools.train_tokenizer import train_byte_level_bpe
 from lmlib.data import FlatTokens, Mixture, Stage
 from lmlib.data.synthetic import Synthetic
@@ -16,6 +19,7 @@ from lmlib.data.text import TextCodec, codec_of_bytes
 from runner import fit
 from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.training.samples import asked
 
 TEXTS = ["one two three", "four five", "six"] * 40
 
@@ -60,6 +64,24 @@ def test_every_source_with_a_tokenizer_reads_and_writes_text(kind, tokenizer, tm
     ids = codec.encode("five six")
     assert ids == [tokenizer.bos_id, *tokenizer.encode_batch(["five six"])[0].tolist()]
     assert codec.decode(ids) == "five six"
+
+
+def test_prompts_of_conversations_are_asked_through_their_template(tmp_path):
+    tokenizer = str(tmp_path / "tokenizer")
+    write_tokenizer_folder(tmp_path / "tokenizer", begins=True)
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "The river?", "response": "It runs."}')
+    prepare_chats(
+        Files([str(tmp_path / "chats.jsonl")], field=ConversationField()),
+        load_tokenizer(tokenizer),
+        load_template(tokenizer),
+        tmp_path / "data",
+        "train",
+    )
+    source = FlatTokens(str(tmp_path / "data"), "train", 1, 64)
+    codec = source.text_codec()
+    (ids,), stop_ids = asked(source, codec, ["The mill?"])
+    assert codec.decode(ids) == "<user> The mill?\n<assistant>"
+    assert stop_ids == codec.encode_marked(END) and len(stop_ids) == 1
 
 
 @pytest.mark.slow

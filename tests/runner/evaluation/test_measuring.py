@@ -12,6 +12,7 @@ from byte_texts import TEXTS, write_ids
 from forked_commands import Commands
 from run_on_bytes import write_run_on_bytes
 
+from lmlib.data import ShardWriter
 from lmlib.data.metadata import TokenizerIdentity
 from lmlib.parallel.mesh import make_mesh
 from runner.command_line.errors import ConfigError
@@ -77,6 +78,14 @@ def test_numbers_that_are_not_finite_are_strict_json(folder, loaded):
     (result,) = content["results"]
     assert (result["loss"]["value"], result["loss"]["standard_error"]) == ("inf", "nan")
     assert result["bits_per_byte"] is None
+
+
+def test_conversations_are_no_text(tmp_path):
+    writer = ShardWriter(tmp_path, "train", content="conversations", vocab_size=300)
+    writer.extend(np.arange(9), np.array([9]), 0, loss_mask=np.arange(9) > 4)
+    writer.finish()
+    with pytest.raises(ConfigError, match="holds conversations, of which a model learns"):
+        data_set(str(tmp_path), "train", "text")
 
 
 def test_without_data_a_run_is_measured_on_each_set_that_it_validated_on(loaded):

@@ -1,0 +1,308 @@
+"""Conversations become tokens of which the assistant's are targets. tests/hf/test_chat_parity.py
+compares both with transformers."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
+from folder_contents import files_of
+from hypothesis import given
+from hypothesis import strategies as st
+from small_tokenizer import write_tokenizer_folder
+
+from data_tools.inspect import verify_split
+from data_tools.prepare_chats import ConversationField, load_template, prepare_chats
+from data_tools.prepare_chats.lengths import shortened
+from data_tools.rows import Files
+from data_tools.tokenizer import ByteTokenizer, load_tokenizer
+from lmlib.data import FlatTokens, SplitMetadata
+from lmlib.data.chat import ChatTemplate
+
+REPOSITORY = Path(__file__).parents[2]
+TURNS = CHATS["turns"]
+MARKED = TEMPLATES["chatml"]
+UNMARKED = re.sub(r"{%-? (end)?generation %}", "", MARKED)
+ASKED = {"role": "user", "content": "Hi"}
+
+
+def answer(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, TOKENS)
+
+
+def rows(path: Path, *found: Any, **columns: Any) -> Files:
+    path.mkdir(exist_ok=True)
+    (path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in found))
+    return Files([str(path / "rows.jsonl")], field=ConversationField(**columns))
+
+
+def prepare(path: Path, *found: Any, source: str | None = MARKED, **settings: Any) -> SplitMetadata:
+    columns = {name: settings.pop(name) for name in ("pairs", "response") if name in settings}
+    chosen = None if source is None else template(source)
+    taken = rows(path, *found, **columns)
+    return prepare_chats(taken, ByteTokenizer(), chosen, path / "out", "train", **settings)
+
+
+def documents(path: Path) -> list[tuple[str, list[str]]]:
+    """Each document's text, and its targets where they are not cut; 256 and 257 are ^ and $."""
+    source = FlatTokens(str(path / "out"), "train", 1, 4_000, seed=None, packed=False)
+    shown = {256: b"^", 257: b"$"}
+
+    def text(ids: list[int]) -> str:
+        return b"".join(shown.get(id) or bytes([id]) for id in ids).decode()
+
+    found = []
+    for step in range(source.batches or source.steps_per_epoch):
+        batch = source.batch(step)
+        for segment in range(1, int(batch.segment_ids.max()) + 1):
+            here = np.flatnonzero(batch.segment_ids[0] == segment)
+            ids, mask = batch.tokens[0, here].tolist(), batch.loss_mask[0, here].tolist()
+            last = [int(batch.targets[0, here[-1]])] if mask[-1] or segment % 2 == 0 else []
+            targets, before = [], False
+            for target, is_target in zip(batch.targets[0, here].tolist(), mask, strict=True):
+                if is_target:
+                    targets = (
+                        [*targets[:-1], [*targets[-1], target]] if before else [*targets, [target]]
+                    )
+                before = is_target
+            found.append((text(ids + last), [text(target) for target in targets]))
+    return found
+
+
+@pytest.mark.parametrize("source", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+def test_what_the_assistant_says_is_a_target(tmp_path: Path, source: str) -> None:
+    made = prepare(tmp_path, {"messages": TURNS}, source=source)
+    ((text, targets),) = documents(tmp_path)
+    whole = template(source).render(TURNS).text
+    assert whole.startswith(text)
+    assert targets == ["Hello! 😀<|im_end|>", "Fine.\n\n<|im_end|>"]
+    assert (made.content, made.documents, made.targets) == (
+        "conversations",
+        1,
+        sum(len(target.encode()) for target in targets),
+    )
+    assert (made.tokens, made.bytes) == (len(whole.encode()),) * 2
+    assert verify_split(tmp_path / "out/train") == []
+    kept = load_template(str(tmp_path / "out"))
+    assert kept is not None and kept.render(TURNS).text == whole
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, answer("yes")], "prompt": "of no use", "prompt_id": 3},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "yes"}]},
+        {"conversations": [ASKED, answer("yes")]},
+        {"prompt": "Hi", "response": "yes"},
+        {"prompt": [ASKED], "response": [answer("yes")]},
+    ],
+)
+def test_rows_of_every_form(tmp_path: Path, row: dict) -> None:
+    prepare(tmp_path, row)
+    ((text, targets),) = documents(tmp_path)
+    assert text.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nyes")
+    assert targets == ["yes<|im_end|>"]
+
+
+def test_system_and_tools_come_with_their_row(tmp_path: Path) -> None:
+    row = {"system": "Be brief.", "tools": json.dumps(TOOLS), "messages": [ASKED, answer("yes")]}
+    prepare(tmp_path, row)
+    ((text, _),) = documents(tmp_path)
+    assert "añadir" in text and "<|im_start|>system\nBe brief.<|im_end|>" in text
+
+
+def test_what_parquet_fills_up_is_not_there(tmp_path: Path) -> None:
+    rows = [[ASKED, answer("a")], [ASKED, {**answer("b"), "tool_calls": [{"id": "1"}]}]]
+    pq.write_table(pa.table({"messages": rows}), tmp_path / "rows.parquet")
+    taken = Files([str(tmp_path / "rows.parquet")], field=ConversationField())
+    source = "{% for m in messages %}{{ m.role[0] }}{{ 'x' if 'tool_calls' in m }}{{ m.content }}"
+    source += "{% endfor %}{{ 'a' if add_generation_prompt }}"
+    prepare_chats(taken, ByteTokenizer(), template(source), tmp_path / "out", "train")
+    assert documents(tmp_path) == [("uHiaa", ["a"]), ("uHiaxb", ["xb"])]
+
+
+def test_without_a_template_prompt_and_response_are_framed(tmp_path: Path) -> None:
+    made = prepare(
+        tmp_path, {"prompt": "1 + 1 = ", "completion": "2"}, source=None, response="completion"
+    )
+    assert (made.bos_id, made.eos_id) == (256, 257)
+    assert documents(tmp_path) == [("^1 + 1 = 2$", ["2$"])]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Hi", "chosen": "good", "rejected": "bad"},
+        {"prompt": [ASKED], "chosen": [answer("good")], "rejected": [answer("bad")]},
+        {"prompt": "Hi", "chosen": [ASKED, answer("good")], "rejected": [ASKED, answer("bad")]},
+    ],
+)
+def test_pairs_of_every_form(tmp_path: Path, row: dict) -> None:
+    made = prepare(tmp_path, row, row, pairs=True)
+    assert (made.content, made.documents) == ("pairs", 4)
+    chosen, rejected = documents(tmp_path)[:2]
+    assert "Hi<|im_end|>\n<|im_start|>assistant\ngood" in chosen[0]
+    assert (chosen[1], rejected[1]) == (["good<|im_end|>"], ["bad<|im_end|>"])
+
+
+def test_turns_that_both_answers_share_are_no_targets(tmp_path: Path) -> None:
+    begun = [ASKED, answer("Hello"), ASKED]
+    row = {"chosen": [*begun, answer("good")], "rejected": [*begun, answer("bad")]}
+    prepare(tmp_path, row, pairs=True)
+    assert [targets for _, targets in documents(tmp_path)] == [
+        ["good<|im_end|>"],
+        ["bad<|im_end|>"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("too_long", "max_length", "kept", "dropped", "cut"),
+    [
+        ("drop", 40, [], (1, 45), (0, 0)),
+        ("cut_prompt", 22, [("p" * 18 + "yes$", ["yes$"])], (0, 0), (1, 23)),
+        ("cut_prompt", 4, [], (1, 45), (0, 0)),  # no token is left before the response
+        ("cut_turns", 40, [], (1, 45), (0, 0)),
+    ],
+)
+def test_what_is_too_long_is_counted(
+    tmp_path: Path, too_long: str, max_length: int, kept: list, dropped: tuple, cut: tuple
+) -> None:
+    short, long = {"prompt": "", "response": "b"}, {"prompt": "p" * 40, "response": "yes"}
+    made = prepare(tmp_path, short, long, source=None, too_long=too_long, max_length=max_length)
+    assert documents(tmp_path) == [("^b$", ["b$"]), *kept]
+    assert (made.dropped_documents, made.dropped_tokens) == dropped
+    assert (made.cut_documents, made.cut_tokens) == cut
+
+
+def test_the_last_turns_are_cut(tmp_path: Path) -> None:
+    long = {"messages": [ASKED, answer("one"), ASKED, answer("t" * 50)]}
+    made = prepare(tmp_path, long, too_long="cut_turns", max_length=100)
+    ((text, targets),) = documents(tmp_path)
+    assert text.endswith("assistant\none<|im_end|>") and targets == ["one<|im_end|>"]
+    assert made.cut_documents == 1
+
+
+@given(
+    mask=st.lists(st.booleans(), min_size=1).filter(any).map(lambda mask: [False, *mask]),
+    too_long=st.sampled_from(["cut_prompt", "cut_turns"]),
+    data=st.data(),
+)
+def test_a_response_is_kept_whole_or_not_at_all(
+    mask: list[bool], too_long: Any, data: st.DataObject
+) -> None:
+    longest = data.draw(st.integers(1, len(mask) - 1))
+    kept = shortened(np.arange(len(mask)), np.array(mask), longest, too_long)
+    if kept is None:
+        first = mask.index(True)
+        end = next((n for n in range(first, len(mask)) if not mask[n]), len(mask))
+        assert longest < (end if too_long == "cut_turns" else len(mask) - first + 1)
+    else:
+        assert len(mask[kept]) <= longest and any(mask[kept]) and not mask[kept][0]
+        assert kept.stop == len(mask) or not mask[kept.stop]
+        assert too_long == "cut_turns" or sum(mask[kept]) == sum(mask)
+
+
+def test_pairs_are_dropped_together(tmp_path: Path) -> None:
+    short = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    long = {"prompt": "a", "chosen": "b", "rejected": "c" * 90}
+    made = prepare(tmp_path, long, short, pairs=True, source=None, max_length=30)
+    assert (made.documents, made.dropped_documents) == (2, 2)
+    with pytest.raises(ValueError, match="pairs are never cut"):
+        prepare(tmp_path / "cut", short, pairs=True, max_length=30, too_long="cut_turns")
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({"text": "a"}, {}, "has neither messages nor 'prompt' and 'response'; it has 'text'"),
+        ({"chosen": "a", "rejected": "b"}, {}, "give --pairs"),
+        ({"chosen": "a"}, {"pairs": True}, "has no column 'rejected'"),
+        ({"chosen": "a", "rejected": "b"}, {"pairs": True}, "has no column 'prompt'"),
+        ({"messages": []}, {}, "at least one message"),
+        ({"messages": [ASKED]}, {}, "has no response"),
+        ({"messages": [ASKED, answer("\ud800")]}, {}, "lone surrogate"),
+        ({"conversations": [{"from": "moon", "value": ""}]}, {}, "a message is from 'moon'"),
+        ({"messages": TURNS}, {"source": None}, "not one prompt and one response, .* --template"),
+        ({"messages": TURNS}, {"source": TEMPLATES["gemma"]}, None),
+        ({"messages": TURNS[2:]}, {"source": TEMPLATES["gemma"]}, "Roles must alternate"),
+        (
+            {"messages": TURNS},
+            {"source": "{% if messages | length > 4 %}!{% endif %}" + UNMARKED},
+            "does not write the chat before message 3 as the whole chat begins.*--template",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, {"pairs": True}, "has no response"),
+    ],
+)
+def test_rows_that_cannot_be_used_say_why(
+    tmp_path: Path, row: dict, settings: dict, message: str | None
+) -> None:
+    if message is None:
+        assert prepare(tmp_path, row, **settings).documents == 1
+        return
+    with pytest.raises(ValueError, match=f"line 1, .*{message}.*--on_bad_row=skip"):
+        prepare(tmp_path, row, **settings)
+    good = {"prompt": "a", "response": "b", "chosen": "c", "rejected": "d"}
+    made = prepare(tmp_path, row, good, on_bad_row="skip", **settings)
+    assert made.skipped_rows == 1
+
+
+def test_killed_and_started_again_the_bytes_are_the_same(tmp_path: Path) -> None:
+    # Of more than a block, so that there is something to go on from.
+    chats = [{"prompt": "x" * (n % 97), "response": "y" * (n * 31 % 999)} for n in range(2_500)]
+    settings = {"source": None, "file_length": 64 * 1024, "max_length": 900}
+
+    class Killed(Exception):
+        pass
+
+    def killed(progress: Any) -> None:
+        raise Killed
+
+    prepare(tmp_path / "whole", *chats, **settings)
+    source = rows(tmp_path / "whole", *chats)
+    target = (source, ByteTokenizer(), None, tmp_path / "again", "train")
+    more = {name: settings[name] for name in ("file_length", "max_length")}
+    with pytest.raises(Killed):
+        prepare_chats(*target, progress=killed, **more)
+    assert not list((tmp_path / "again").rglob("metadata.json"))
+    prepare_chats(*target, **more)
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "whole/out")
+
+
+def test_another_template_is_another_data_set(tmp_path: Path) -> None:
+    prepare(tmp_path, {"messages": TURNS})
+    with pytest.raises(FileExistsError, match="holds another chat template"):
+        prepare(tmp_path, {"messages": TURNS}, source=UNMARKED)
+    with pytest.raises(FileExistsError, match="is finished, with source max_length None, not 9"):
+        prepare(tmp_path, {"messages": TURNS}, max_length=9)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    write_tokenizer_folder(tmp_path / "tokenizer", begins=True)
+    rows(tmp_path, *[{"messages": [ASKED, answer(f"The {n} bridges.")]} for n in range(50)], "x")
+    command = [sys.executable, "-m", "data_tools.prepare_chats", "--workers=2"]
+    command += [f"--dataset={tmp_path / 'rows.jsonl'}", f"--tokenizer={tmp_path / 'tokenizer'}"]
+    command += [f"--out={tmp_path / 'out'}", "--validation_fraction=0.2", "--on_bad_row=skip"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("skipped: ") and "line 51" in done.stderr
+    assert "targets" in done.stdout and "dropped" in done.stdout
+    source = FlatTokens(str(tmp_path / "out"), "train", 1, 512)
+    assert (
+        source.documents + FlatTokens(str(tmp_path / "out"), "validation", 1, 512).documents == 50
+    )
+    decode = load_tokenizer(str(tmp_path / "out")).decode
+    batch = source.batch(0)
+    texts = decode(batch.targets[batch.loss_mask].tolist())
+    assert texts.count(" bridges.") == texts.count(" The ") > 5 and "Hi" not in texts
