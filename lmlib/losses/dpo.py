@@ -131,9 +131,8 @@ class DPO(Objective):
         self, nats_BS: Array, reference_nats_BS: Array, pairs: "_Pairs"
     ) -> tuple[Array, dict[str, Array]]:
         """Of all pairs; `nats_BS`: -log p of each target, 0 where there is none."""
-        chosen_BS, rejected_BS = pairs.totals(-nats_BS)
-        chosen_gain_BS, rejected_gain_BS = pairs.totals(reference_nats_BS - nats_BS)
-        margin_BS = self.beta * (chosen_gain_BS - rejected_gain_BS)
+        log_probabilities, gains = pairs.totals(-nats_BS, reference_nats_BS - nats_BS)
+        margin_BS = self.beta * (gains.chosen_BS - gains.rejected_BS)
         smoothing = self.label_smoothing
         loss_BS = -(1 - smoothing) * jax.nn.log_sigmoid(margin_BS)
         loss_BS -= smoothing * jax.nn.log_sigmoid(-margin_BS)
@@ -146,13 +145,20 @@ class DPO(Objective):
             "loss": loss,
             "reward_margin": total(margin_BS),
             "reward_accuracy": total((margin_BS > 0).astype(margin_BS.dtype)),
-            "chosen_log_probability": total(chosen_BS),
-            "rejected_log_probability": total(rejected_BS),
+            "chosen_log_probability": total(log_probabilities.chosen_BS),
+            "rejected_log_probability": total(log_probabilities.rejected_BS),
         }
 
 
+class _Totals(NamedTuple):
+    """Sums over the marked targets of each response, at the last token of its pair."""
+
+    chosen_BS: Float[Array, "b s"]
+    rejected_BS: Float[Array, "b s"]
+
+
 class _Pairs(NamedTuple):
-    """The pairs of rows, each told of at its last token.
+    """The pairs of rows.
 
     begins_BS: whether a pair begins at a token.
     chosen_BS, rejected_BS: whether a token's target is marked, in a chosen or a rejected response.
@@ -164,14 +170,15 @@ class _Pairs(NamedTuple):
     rejected_BS: Bool[Array, "b s"]
     counted_BS: Bool[Array, "b s"]
 
-    def totals(self, values_BS: Float[Array, "b s"]) -> tuple[Array, Array]:
-        """At the last token of a pair the sums over the marked targets of its chosen and of its
-        rejected response."""
-        chosen_BS, rejected_BS = (
-            _sums_so_far(jnp.where(marked_BS, values_BS, 0), self.begins_BS)
+    def totals(self, *values: Float[Array, "b s"]) -> list[_Totals]:
+        """The totals of each of `values`."""
+        marked = [
+            jnp.where(marked_BS, values_BS, 0)
+            for values_BS in values
             for marked_BS in (self.chosen_BS, self.rejected_BS)
-        )
-        return chosen_BS, rejected_BS
+        ]
+        sums = list(_sums_so_far(jnp.stack(marked), self.begins_BS))
+        return [_Totals(*sums[i : i + 2]) for i in range(0, len(sums), 2)]
 
 
 def _pairs(batch: Batch) -> _Pairs:
@@ -182,18 +189,19 @@ def _pairs(batch: Batch) -> _Pairs:
     ends_BS = jnp.pad(differs_BS, ((0, 0), (0, 1)), constant_values=True)
     is_odd_BS = segment_ids_BS % 2 == 1
     pairs = _Pairs(begins_BS, marked_BS & is_odd_BS, marked_BS & ~is_odd_BS, ends_BS)
-    chosen_BS, rejected_BS = pairs.totals(jnp.ones(marked_BS.shape, jnp.float32))
-    has_both_BS = (chosen_BS > 0) & (rejected_BS > 0)
+    (targets,) = pairs.totals(jnp.ones(marked_BS.shape, jnp.float32))
+    has_both_BS = (targets.chosen_BS > 0) & (targets.rejected_BS > 0)
     return pairs._replace(counted_BS=ends_BS & (pair_BS > 0) & has_both_BS)
 
 
 def _sums_so_far(
-    values_BS: Float[Array, "b s"], begins_BS: Bool[Array, "b s"]
-) -> Float[Array, "b s"]:
+    values: Float[Array, "n b s"], begins_BS: Bool[Array, "b s"]
+) -> Float[Array, "n b s"]:
     """Of each token the sum over its pair up to it. No scatter, whose bits may differ each time."""
 
     def joined(one: tuple[Array, Array], next_: tuple[Array, Array]) -> tuple[Array, Array]:
         (sums, begun), (values, begins) = one, next_
         return jnp.where(begins, values, sums + values), begun | begins
 
-    return jax.lax.associative_scan(joined, (values_BS, begins_BS), axis=1)[0]
+    begins = jnp.broadcast_to(begins_BS, values.shape)
+    return jax.lax.associative_scan(joined, (values, begins), axis=2)[0]

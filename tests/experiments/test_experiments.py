@@ -18,7 +18,7 @@ from runner.plan import cost_of
 
 LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b")
 ON_CPUS = {"quickstart": "6 minutes", "distil": "2 minutes"}  # on 2 cores
-NAMES = (*LLAMAS, *PUBLISHED, *ON_CPUS, "smollm2_sft")
+NAMES = (*LLAMAS, *PUBLISHED, *ON_CPUS, "smollm2_sft", "qwen3_0_6b_dpo")
 FROM_HF = "from_hf"  # takes its model from a folder: tests/experiments/test_from_hf.py
 GOLDEN = Path(__file__).parent / "golden"
 
