@@ -1,5 +1,5 @@
 """Adapters on Llama 3.1 405B Instruct, 500 steps of 32,768 tokens of conversations; 2.8e19 FLOPs,
-8.7 hours of 8 B200s at 40 % MFU.
+20 H100-hours at 40 % MFU.
 
     python -m data_tools.prepare_chats --dataset=HuggingFaceTB/smoltalk --name=all --split=train \
         --tokenizer=meta-llama/Llama-3.1-405B-Instruct --max_length=4096 --out=data/chats_llama3

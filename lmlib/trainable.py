@@ -162,11 +162,16 @@ class Recipe:
         return jax.eval_shape(lambda: self.model(key=jax.random.key(self.seed)))
 
     @functools.cached_property
-    def trained(self) -> frozenset[str] | None:
-        """The paths of the weights that train; `None`: all do."""
+    def group_of(self) -> dict[str, str] | None:
+        """The group of each weight that trains, by its path; `None`: all do."""
         if self.groups is None:
             return None
-        return frozenset(grouped(self.shapes, self.groups) if self.groups else ())
+        return grouped(self.shapes, self.groups) if self.groups else {}
+
+    @property
+    def trained(self) -> Set[str] | None:
+        """The paths of the weights that train; `None`: all do."""
+        return None if self.group_of is None else self.group_of.keys()
 
     @property
     def given(self) -> Any:

@@ -55,6 +55,7 @@ def in_int8(model: M, where: Callable[[Weight], bool] = lambda weight: True) -> 
         places = tuple(i for i, axis in enumerate(weight.axes) if axis in summed)
         values, scale = rounded(array, places, jax.numpy.int8)
         names = [axis for axis in weight.axes if axis is not None]
+        sizes = dict(zip(names, array.shape[-len(names) :], strict=True))
         return Int8(
             values,
             scale,
@@ -62,8 +63,12 @@ def in_int8(model: M, where: Callable[[Weight], bool] = lambda weight: True) -> 
                 "values": " ".join(names),
                 "scale": " ".join(_ONE if axis in summed else axis for axis in names),
             },
-            # Not `multiplied` itself: what is made of it is.
-            dataclasses.replace(declared, multiplied=False, rules={**declared.rules, _ONE: None}),
+            dataclasses.replace(
+                declared,
+                first=Random(declared.first.deviation(sizes)),
+                multiplied=False,  # what is made of it is
+                rules={**declared.rules, _ONE: None},
+            ),
         )
 
     return map_weights(rest, model)

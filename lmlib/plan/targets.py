@@ -2,7 +2,7 @@
 
 v5e:16x16     a slice of TPUs in this shape; v4, v5p and 7x have three dimensions
 2xv5e:16x16   two such slices, joined by the data center's network
-h100:8x8      hosts × GPUs of each
+h100:8x8      hosts × GPUs of each; h100:8 is one host
 cpu:256       simulated devices
 """
 
@@ -120,7 +120,10 @@ def parse(text: str) -> Target:
             f"× GPUs of each) or cpu:256; accelerators: {', '.join(ACCELERATORS)}"
         )
     accelerator = ACCELERATORS[found[2]]
-    target = Target(accelerator, tuple(map(int, found[3].split("x"))), int(found[1] or 1))
+    shape = tuple(map(int, found[3].split("x")))
+    if accelerator.platform in ("cuda", "rocm") and len(shape) == 1:
+        shape = (1, *shape)
+    target = Target(accelerator, shape, int(found[1] or 1))
     _check(target)
     return target
 

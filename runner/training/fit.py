@@ -181,9 +181,8 @@ class _Run:
     def announce(self) -> None:
         experiment = self.experiment
         model = experiment.abstract_model()
-        self.progress.message(
-            describe(model, experiment.mesh, experiment.made_optimizer.decays).short()
-        )
+        decays, groups = experiment.made_optimizer.decays, experiment.recipe.group_of
+        self.progress.message(describe(model, experiment.mesh, decays, groups).short())
         kept = saved_activations(experiment).bytes_per_device
         self.progress.message(f"kept for the backward pass: {bytes_text(kept)} on each device")
         if may_wait_for_ever():

@@ -18,7 +18,8 @@ from runner.plan import cost_of
 
 LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b")
 ON_CPUS = {"quickstart": "6 minutes", "distil": "2 minutes"}  # on 2 cores
-NAMES = (*LLAMAS, *PUBLISHED, *ON_CPUS, "smollm2_sft", "qwen3_0_6b_dpo")
+ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora", "qwen3_0_6b_dpo")
+NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "smollm2_sft")
 FROM_HF = "from_hf"  # takes its model from a folder: tests/experiments/test_from_hf.py
 GOLDEN = Path(__file__).parent / "golden"
 

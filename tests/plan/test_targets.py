@@ -44,7 +44,7 @@ def test_a_name_is_read_and_written(text, accelerator, shape, slices, devices):
         ("v5e:0x16", "write v5e:16x16"),
         ("v5e:16x16 ", "write v5e:16x16"),
         ("v4:16x16", "v4 takes 3 numbers of chips, like v4:4x4x4"),
-        ("h100:64", "h100 takes 2 numbers of hosts x GPUs"),
+        ("h100:2x4x8", "h100 takes 2 numbers of hosts x GPUs"),
         ("cpu:16x16", "cpu takes 1 number of devices"),
         ("v5e:3x4", "sizes above 1 must be even"),
         ("v5e:32x16", "the largest slice of v5e has 256 chips"),

@@ -1,0 +1,187 @@
+"""Adapters: what they compute, their gradients, on one device and on meshes."""
+
+import dataclasses
+import functools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmlib.adapters import lora, merged, with_adapters, without_adapters
+from lmlib.compute import Compute
+from lmlib.data.synthetic import Synthetic
+from lmlib.losses import batch_loss
+from lmlib.models.adapted import map_adapted
+from lmlib.models.families.llama import llama
+from lmlib.models.linear import Linear
+from lmlib.models.product import product
+from lmlib.models.protocol import whole_rows
+from lmlib.parallel.mesh import make_mesh
+from lmlib.parallel.selection import SelectionError
+from lmlib.train import abstract_batch, abstract_model
+from lmlib.trainable import adapters, grouped, parted
+
+V, E, S = 64, 32, 16
+BASE = functools.partial(llama, vocab=V, embed=E, layers=1, heads=4, kv_heads=2, mlp=64)
+FLOAT32 = Compute(dtype="float32")
+
+
+def trained_for_a_while(model):
+    """`model` whose adapters are not zero."""
+
+    def move(path, one):
+        up = 0.3 * jax.random.normal(jax.random.key(len(path)), one.up.shape)
+        return dataclasses.replace(one, up=up)
+
+    return map_adapted(move, model)
+
+
+def adapted(**settings):
+    settings = {"rank": 4, "alpha": 8.0} | settings
+    return trained_for_a_while(lora(BASE, key=jax.random.key(0), **settings))
+
+
+def parts(model):
+    return parted(model, grouped(model, adapters()).keys())
+
+
+def loss(trained, frozen, batch, compute=FLOAT32, key=None):
+    return batch_loss(eqx.combine(trained, frozen), batch, compute, key=key)[0].minimised
+
+
+BATCH = Synthetic(V, batch_size=8, sequence_length=S).batch(0)
+
+
+@eqx.filter_jit
+def logits(model):
+    tokens = jnp.asarray(BATCH.tokens[:2])
+    return model(tokens, whole_rows(tokens, FLOAT32))
+
+
+def test_new_adapters_change_nothing_and_merged_ones_compute_the_same():
+    new, base = lora(BASE, axes=("vocab",), key=jax.random.key(0)), BASE(key=jax.random.key(0))
+    np.testing.assert_array_equal(logits(new), logits(base))
+    model = trained_for_a_while(new)
+    found, expected = logits(model), logits(merged(model))
+    assert np.max(np.abs(found - logits(base))) > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.max(np.abs(expected)))
+    bare = jax.tree.leaves(without_adapters(model))
+    for one, other in zip(bare, jax.tree.leaves(base), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_merged_weights_are_base_plus_scaled_product():
+    model = adapted(rank_stabilized=True)
+    one, other = model.stack[0][0].attention.output, merged(model).stack[0][0].attention.output
+    low = np.einsum("lhdr,lre->lhde", *(np.asarray(x, np.float64) for x in (one.down, one.up)))
+    np.testing.assert_allclose(
+        other, np.asarray(one.base) + 8 / np.sqrt(4) * low, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_gradients_are_those_of_the_merged_weights():
+    model = adapted()
+    trained, frozen = parts(model)
+    gradients = jax.jit(jax.grad(loss))(trained, frozen, BATCH)
+    whole = eqx.filter_jit(
+        eqx.filter_grad(lambda model: batch_loss(model, BATCH, FLOAT32)[0].minimised)
+    )(merged(model))
+
+    def check(path, one):
+        owner, field = path.rsplit(".", 1)
+        at = functools.reduce(
+            lambda node, name: node[int(name)] if name.isdecimal() else getattr(node, name),
+            owner.split("."), whole,
+        )  # fmt: skip
+        given = functools.reduce(
+            lambda node, name: node[int(name)] if name.isdecimal() else getattr(node, name),
+            path.split("."), model,
+        )  # fmt: skip
+        L, axes = given.base.shape[0], given.down.ndim - 2
+        rows = int(np.prod(given.base.shape[1 : 1 + axes]))
+        dw = np.asarray(getattr(at, field), np.float64).reshape(L, rows, -1)
+        down = np.asarray(given.down, np.float64).reshape(L, rows, -1)
+        up = np.asarray(given.up, np.float64).reshape(L, given.up.shape[1], -1)
+        expected = given.scale * dw @ up.swapaxes(1, 2), given.scale * down.swapaxes(1, 2) @ dw
+        for found, wanted in zip((one.down, one.up), expected, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(found).reshape(wanted.shape), wanted, atol=1e-5 * np.max(np.abs(wanted))
+            )
+        return one
+
+    map_adapted(check, gradients)
+
+
+MESHES = [
+    (2, 2, 2, True),
+    pytest.param(2, 2, 2, False, marks=pytest.mark.slow),
+    pytest.param(1, 2, 4, True, marks=pytest.mark.slow),
+    pytest.param(1, 8, 1, False, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("data", "fsdp", "tensor", "sequence_parallel"), MESHES)
+def test_every_mesh_gives_the_gradients_of_one_device(data, fsdp, tensor, sequence_parallel):
+    model = adapted(dropout=0.2)
+    key = jax.random.key(3)
+    gradient = jax.jit(jax.grad(loss), static_argnums=3)
+    expected = gradient(*parts(model), BATCH, FLOAT32, key)
+    mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+    with jax.set_mesh(mesh):
+        where = jax.tree.map(lambda leaf: leaf.sharding, abstract_model(lambda: model, mesh))
+        placed = jax.device_put(model, where)
+        rows = jax.tree.map(lambda leaf: leaf.sharding, abstract_batch(8, S, mesh))
+        compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
+        found = gradient(*parts(placed), jax.device_put(BATCH, rows), compute, key)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.max(np.abs(other)))
+
+
+def products(function, *arguments):
+    return len(re.findall(r"= dot_general\[", str(jax.make_jaxpr(function)(*arguments))))
+
+
+def test_a_frozen_matrix_gets_no_gradient_and_its_product_is_absent():
+    layer = Linear("embed", "mlp", embed=8, mlp=16, key=jax.random.key(0))
+    layer = with_adapters(layer, rank=2, paths=("weight",), key=jax.random.key(1))
+    x = jnp.ones((3, 8))
+
+    def through(low_rank, base, x):
+        weight = dataclasses.replace(layer.weight, base=base, down=low_rank[0], up=low_rank[1])
+        return jnp.sum(product("be,ef->bf", x, weight) ** 2)
+
+    low_rank, base = (layer.weight.down, layer.weight.up), layer.weight.base
+    # Forward the base and two small ones; backward one of x for each of them, and two gradients.
+    assert products(jax.grad(through, argnums=(0, 2)), low_rank, base, x) == 3 + 5
+    assert products(jax.grad(through, argnums=(0, 1, 2)), low_rank, base, x) == 3 + 5
+    assert not np.any(jax.grad(through, argnums=1)(low_rank, base, x))
+
+
+def test_dropout_is_drawn_anew_for_each_adapter_and_layer():
+    trained, frozen = parts(adapted(dropout=0.5))
+    compiled = jax.jit(lambda key: loss(trained, frozen, BATCH, key=key))
+    some = [float(compiled(jax.random.key(n))) for n in (0, 0, 1)]
+    assert some[0] == some[1] != some[2]
+    whole = float(jax.jit(loss)(trained, frozen, BATCH))
+    assert whole not in some
+    assert whole == float(jax.jit(loss)(*parts(adapted()), BATCH))
+
+
+def test_what_cannot_be_adapted_is_told():
+    def made(*of, **settings):
+        of = of or (BASE,)
+        return jax.eval_shape(functools.partial(lora, *of, **settings), key=jax.random.key(0))
+
+    with pytest.raises(ValueError, match="rank and alpha must be positive, got 0 and"):
+        made(rank=0)
+    with pytest.raises(SelectionError, match=r"near it are .*stack\.0\.0\.attention\.query"):
+        made(paths=("stack.*.attention.qeury",))
+    with pytest.raises(SelectionError, match="select no matrix, but"):
+        made(paths=("*norm.scale",))
+    with pytest.raises(SelectionError, match="there are vocab, embed"):
+        made(axes=("vocabulary",))
+    with pytest.raises(ValueError, match="has adapters already"):
+        made(functools.partial(lora, BASE))
