@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from lmlib.models.adapted import is_adapted, without_adapters
+from lmlib.models.adapted import DOWN_RANK, UP_RANK, is_adapted, without_adapters
 from lmlib.models.int8 import in_int8
 from lmlib.optim import Decays, Optimizer
 from lmlib.parallel.axes import M, Weight, map_weights
@@ -55,10 +55,10 @@ def adapters(learning_rate_of_up: float = 1.0) -> Groups:
       learning_rate_of_up: factor for the matrices that start at zero (LoRA+: Hayou et al. 2024,
         arXiv:2402.12354, has 16).
     """
-    down, up = ("*.down",), ("*.up",)
     if learning_rate_of_up == 1:
-        return {"adapters": Group((*down, *up))}
-    return {"down": Group(down), "up": Group(up, learning_rate=learning_rate_of_up)}
+        return {"adapters": Group(axes=(DOWN_RANK, UP_RANK))}
+    up = Group(axes=(UP_RANK,), learning_rate=learning_rate_of_up)
+    return {"down": Group(axes=(DOWN_RANK,)), "up": up}
 
 
 def grouped(model: Any, groups: Groups) -> dict[str, str]:

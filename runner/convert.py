@@ -2,13 +2,20 @@
 
     python -m runner.convert --from=HF_DIR_OR_NAME --to=WORKDIR
     python -m runner.convert --from=WORKDIR[@STEP] --to=HF_DIR --tokenizer=HF_DIR
+    python -m runner.convert --from=WORKDIR[@STEP] --to=PEFT_DIR --adapters
 
 In: WORKDIR holds the config of experiments/from_hf for that model and a checkpoint of step 0, its
 weights alone. --init_from=WORKDIR begins any run of that model, and a run goes on in it:
 python -m runner --fdl_config=WORKDIR --workdir=WORKDIR --fdl.data.path=… --fdl.validation.path=…
-Out: what `from_pretrained` of transformers loads, of a run whose model is one of its families.
+A folder of PEFT's comes in likewise: WORKDIR's model has its adapters, which alone train, and the
+checkpoint holds them alone; the model without them stays in its folder.
+Out: what `from_pretrained` of transformers loads, of a run whose model is one of its families;
+adapters are merged into it, unless --adapters asks for them alone, as PEFT loads them.
 
---dtype          out: bfloat16 (unless said), float16 or float32
+--base           of adapters, in and out: the folder, or its name, of the model without them, unless
+                 it is what adapter_config.json says, or the run began with
+--adapters       out: the adapters alone
+--dtype          out: bfloat16 (unless said; of --adapters float32), float16 or float32
 --largest_file   out: about how many GB a file may have
 --tokenizer      out: a folder with a tokenizer's files, or a tokenizer.json; unless said, that of
                  the folder which the run began with, or else of its data
@@ -32,28 +39,43 @@ from absl import flags
 from jax.sharding import Mesh
 
 from lmlib import hf
+from lmlib.adapters import lora, merged, without_adapters
 from lmlib.checkpoint import Checkpoints
-from lmlib.hf.families import FAMILIES, family_of
+from lmlib.hf.families import FAMILIES, described, family_of
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
+from lmlib.hf.peft import adapters_in, holds_adapters
 from lmlib.local_folder import local_folder
+from lmlib.models.adapted import has_adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.quantities import count_text, duration_text
+from lmlib.trainable import adapters, parted
 from lmlib.whole_file import make_folder, sync
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
 from runner.command_line.paths import check_can_be_made
 from runner.config import configs
-from runner.inference.saved_run import ORIGIN, SavedRun, open_run
+from runner.inference.saved_run import ORIGIN, SavedRun, open_run, recipe_of
 from runner.processes.endings import FINISHED
-from runner.training.weights import WEIGHTS_ALONE, HuggingFace, Saved, located, tokenizer_of
+from runner.training.weights import (
+    WEIGHTS_ALONE,
+    HuggingFace,
+    Saved,
+    base_of,
+    frozen_note,
+    located,
+    of_folder,
+    tokenizer_of,
+)
 from runner.watch.transfer import told
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 
 _FROM = flags.DEFINE_string("from", None, "a folder of Hugging Face's, its name, or RUN[@STEP]")
 _TO = flags.DEFINE_string("to", None, "the folder to make")
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "of the files")
+_BASE = flags.DEFINE_string("base", None, "the model without adapters")
+_ADAPTERS = flags.DEFINE_bool("adapters", False, "write the adapters alone")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "of the files")
 _LARGEST_FILE = flags.DEFINE_float("largest_file", 5.0, "GB, about", lower_bound=1e-6)
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
 
@@ -67,16 +89,26 @@ def main(arguments: Sequence[str]) -> int:
     with user_errors():
         to, found = local_folder(_TO.value), located(_FROM.value)
         if isinstance(found, HuggingFace):
-            outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, TRUST_MODULE)
+            outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, TRUST_MODULE, _ADAPTERS)
             if given := [flag.name for flag in outward if flag.present]:
                 raise ConfigError(f"--{given[0]} is for the way out; --from={found.name} comes in")
-            made = bring_in(found, to)
+            if _BASE.present and not holds_adapters(found.folder):
+                raise ConfigError(f"--base is for adapters; --from={found.name} is a whole model")
+            made = bring_in(dataclasses.replace(found, base=_BASE.value), to)
+        elif _ADAPTERS.value:
+            whole = (_LARGEST_FILE, _TOKENIZER)
+            if given := [flag.name for flag in whole if flag.present]:
+                raise ConfigError(f"--{given[0]} is for whole models, not for --adapters")
+            dtype = _DTYPE.value or "float32"
+            made = bring_adapters_out(found, to, _BASE.value, dtype, TRUST_MODULE.value)
         else:
+            if _BASE.present:
+                raise ConfigError("--base is for --adapters: merged weights need none")
             made = bring_out(
                 found,
                 to,
                 _TOKENIZER.value,
-                _DTYPE.value,
+                _DTYPE.value or "bfloat16",
                 file_bytes=round(_LARGEST_FILE.value * 1e9),
                 trusted=TRUST_MODULE.value,
             )
@@ -85,21 +117,30 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def bring_in(found: HuggingFace, to: Path) -> str:
-    """Makes a workdir with the weights of a folder; what it holds, in words.
+    """Makes a workdir with the weights of a folder, or the adapters of one of PEFT's; what it
+    holds, in words.
 
     Raises:
       ValueError, OSError: if the folder cannot be used, or `to` is not empty.
     """
     with _made_whole(to) as unfinished:
-        cfg = configs.load("experiments/from_hf", overrides=[f"folder={str(found.folder)!r}"])
+        base = base_of(found)
+        cfg = configs.load("experiments/from_hf", overrides=[f"folder={str(base.folder)!r}"])
         cfg.init_from = str(to.absolute())
+        if base is not found:
+            there = described(base.folder)
+            shapes = jax.eval_shape(there.build, jax.random.key(0))
+            arguments = adapters_in(found.folder, shapes, there.family.names).arguments(shapes)
+            cfg.model = fdl.Partial(lora, of=cfg.model, **arguments)
+            cfg.trainable = fdl.Config(adapters)
         configs.save(cfg, unfinished)
         make_folder(unfinished / ORIGIN)
         for name in (*SETTINGS, *TOKENIZER_FILES):
-            if (found.folder / name).is_file():
-                shutil.copyfile(found.folder / name, unfinished / ORIGIN / name)
-        model = hf.load(found.folder, _one_device(), told(f"reading {found.name}:", _show))
-        identity = tokenizer_of(found)
+            if (base.folder / name).is_file():
+                shutil.copyfile(base.folder / name, unfinished / ORIGIN / name)
+        recipe = recipe_of(cfg)
+        parts = parted(of_folder(found, recipe, _one_device(), None, (), _show), recipe.trained)
+        identity = tokenizer_of(base)
         batches = {
             "tokenizer": identity and dataclasses.asdict(identity),
             "bytes_per_target": None,
@@ -109,14 +150,15 @@ def bring_in(found: HuggingFace, to: Path) -> str:
             "tokens": 0,
             "before_skipped": None,
             "batches": batches,
-            "initialised_from": found.name,
-            "frozen": None,
+            "initialised_from": base.name,
+            "frozen": frozen_note(parts.frozen, recipe),
             "companion": None,
         }
         _show("writing the checkpoint")
         with Checkpoints(unfinished / "checkpoints") as checkpoints:
-            checkpoints.save(WEIGHTS_ALONE, {"model": model}, notes)
-    return f"the weights of {found.name}, {_size(model)}"
+            checkpoints.save(WEIGHTS_ALONE, {"model": parts.trained}, notes)
+    what = "weights" if base is found else "adapters"
+    return f"the {what} of {found.name}, {_size(parts.trained)}"
 
 
 def bring_out(
@@ -139,9 +181,11 @@ def bring_out(
     """
     with _made_whole(to) as unfinished:
         run = open_run(found, trusted)
-        model_type = _model_type(run.cfg, run.abstract_model(_one_device()))
+        if run.cfg.frozen_dtype == "int8":  # merged into what 8 bits were made of
+            run.cfg.frozen_dtype = "bfloat16"
+        model_type = _model_type(run)
         _show(f"reading {found.folder / str(run.step)}")
-        model = run.model(_one_device())
+        model = merged(run.model(_one_device()))
         if tokenizer is None:
             tokenizer = run.tokenizer_folder
         if tokenizer is None and run.data is not None:
@@ -161,6 +205,37 @@ def bring_out(
         )
     of = "no tokenizer" if tokenizer is None else f"the tokenizer of {tokenizer}"
     return f"step {run.step:,} of {run.workdir}, {_size(model)} in {dtype}, with {of}"
+
+
+def bring_adapters_out(
+    found: Saved,
+    to: Path,
+    base: str | None = None,
+    dtype: str = "float32",
+    trusted: Collection[str] = (),
+) -> str:
+    """Makes a folder of PEFT's of the adapters in a checkpoint; what it holds, in words.
+
+    Args:
+      base: of `hf.save_adapters`; `None`: what the run began with.
+      dtype: of the file.
+      trusted: modules that the run's config may refer to.
+
+    Raises:
+      ValueError, OSError: if the run cannot be used, it has no adapters, no family there has its
+        model, or `to` is not empty.
+    """
+    with _made_whole(to) as unfinished:
+        run = open_run(found, trusted)
+        if not has_adapters(run.recipe.shapes):
+            raise ConfigError(f"the model of {run.workdir} has no adapters: leave out --adapters")
+        model_type, base = _model_type(run), base or run.began_with
+        if base is None:
+            _show("WARNING: PEFT will not know for which model they are: give --base")
+        _show(f"reading {found.folder / str(run.step)}")
+        model = run.model(_one_device())
+        hf.save_adapters(model, unfinished, base=base, model_type=model_type, dtype=dtype)
+    return f"the adapters of step {run.step:,} of {run.workdir} in {dtype}, for {base}"
 
 
 @contextlib.contextmanager
@@ -184,11 +259,14 @@ def _made_whole(to: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _model_type(cfg: fdl.Config, model: Any) -> str:
+def _model_type(run: SavedRun) -> str:
     """Of the family that made the model, or of any other that has such a one. It is found before
     gigabytes are read."""
+    model, made_by = without_adapters(run.recipe.shapes), run.cfg.model
+    if fdl.get_callable(made_by) is lora:
+        made_by = made_by.of
     for family in FAMILIES:
-        if family.build is fdl.get_callable(cfg.model):
+        if family.build is fdl.get_callable(made_by):
             with contextlib.suppress(ValueError):
                 return family_of(model, family.model_type)[0].model_type
     return family_of(model)[0].model_type

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "lmlib.parallel": set(),
     "lmlib.compute": set(),
     "lmlib.models": {"lmlib.parallel", "lmlib.compute"},
-    "lmlib.hf": {"lmlib.models", "lmlib.parallel", "lmlib.whole_file"},
+    "lmlib.hf": {"lmlib.adapters", "lmlib.models", "lmlib.parallel", "lmlib.whole_file"},
     "lmlib.logit_chunks": {"lmlib.models", "lmlib.parallel"},
     "lmlib.losses": {
         "lmlib.adapters",

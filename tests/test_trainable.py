@@ -134,7 +134,7 @@ def test_adapters_need_groups_and_their_bases_cannot_train():
         experiment(model, trainable={"all": Group(("stack.*",))})
     with pytest.raises(ValueError, match="nothing is frozen: set trainable"):
         experiment(frozen_dtype="int8")
-    with pytest.raises(ValueError, match="learning_rate of a group must be positive, got 0.0"):
+    with pytest.raises(ValueError, match=r"learning_rate of a group must be positive, got 0\.0"):
         Group(("*",), learning_rate=0.0)
 
 

@@ -72,12 +72,11 @@ def with_adapters(
         raise SelectionError(
             f"paths={paths!r} and axes={axes!r} select no matrix, but {', '.join(list(chosen)[:3])}"
         )
-    scale = alpha / (math.sqrt(rank) if rank_stabilized else rank)
 
     def adapt(weight: Weight, array: Array) -> Any:
         if weight.path not in matrices:
             return array
-        return adapted(weight, array, rank, scale, dropout, key)
+        return adapted(weight, array, rank, alpha, rank_stabilized, dropout, key)
 
     return map_weights(adapt, model)
 

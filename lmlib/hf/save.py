@@ -27,7 +27,7 @@ from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.whole_file import write_whole
 
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+NAMES_OF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def save(
@@ -63,8 +63,8 @@ def save(
       FileNotFoundError: if `tokenizer` holds none.
     """
     folder = Path(folder)
-    if dtype not in _NAMES:
-        raise ValueError(f"dtype must be one of {', '.join(_NAMES)}, got {dtype!r}")
+    if dtype not in NAMES_OF_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
     family, content = family_of(model, model_type)
     texts = {} if tokenizer is None else _tokenizer_files(Path(tokenizer))
     if folder.exists() and any(folder.iterdir()):
@@ -81,15 +81,17 @@ def save(
     }
     wanted = placed(model, family.names)
     files = laid_out(
-        folder, {each.name: (DTYPES[_NAMES[dtype]], each.shape) for each in wanted}, file_bytes
+        folder,
+        {each.name: (DTYPES[NAMES_OF_DTYPES[dtype]], each.shape) for each in wanted},
+        file_bytes,
     )
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         begin_files(files)
-    _meet("lmlib: files begun")
+    meet("lmlib: files begun")
     _write_all(model, wanted, files, progress)
     synced({each.file for each in files.values()})
-    _meet("lmlib: tensors written")
+    meet("lmlib: tensors written")
     if jax.process_index() == 0:
         for name, file in texts.items():
             shutil.copyfile(file, folder / name)
@@ -100,7 +102,7 @@ def save(
         write_whole(folder / "generation_config.json", json.dumps(ends, indent=2) + "\n")
         # Last: a folder with a config is whole.
         write_whole(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
-    _meet("lmlib: folder written")
+    meet("lmlib: folder written")
 
 
 def _write_all(
@@ -186,7 +188,7 @@ def _tokenizer_config(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _meet(name: str) -> None:
+def meet(name: str) -> None:
     """Waits for all processes."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

@@ -185,9 +185,13 @@ def read_json(path: Path, largest: int = 10_000_000) -> dict[str, Any]:
 
 
 def laid_out(
-    folder: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], file_bytes: int
+    folder: Path,
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    file_bytes: int,
+    single: str = SINGLE,
 ) -> dict[str, Stored]:
-    """Where tensors of these dtypes and shapes are to lie, in files of about `file_bytes`."""
+    """Where tensors of these dtypes and shapes are to lie, in files of about `file_bytes`, or in
+    the file `single` if one is enough."""
     groups: list[list[str]] = [[]]
     room = file_bytes
     for name, (dtype, shape) in tensors.items():
@@ -200,7 +204,7 @@ def laid_out(
     placed: dict[str, Stored] = {}
     for number, names in enumerate(groups, 1):
         path = folder / (
-            SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+            single if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         )
         offset = len(_header({name: tensors[name] for name in names}))
         for name in names:

@@ -4,6 +4,7 @@ Shapes: R rank.
 """
 
 import dataclasses
+import math
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from lmlib.models.weights import Random, fold, zeros
 from lmlib.parallel.axes import METADATA, Declaration, LayoutError, M, Weight
 from lmlib.parallel.layout import COMPUTE
 
-_WHOLE, _SPLIT = "rank", "rank_parallel"
+DOWN_RANK, UP_RANK = "down_rank", "up_rank"  # the rank's axis in each of the two
 
 
 class Adapted(eqx.Module):
@@ -31,7 +32,7 @@ class Adapted(eqx.Module):
 
     Attributes:
       base: an array, or a `lmlib.models.int8.Int8`.
-      scale: alpha / rank, or alpha / √rank.
+      alpha, rank_stabilized: scale is alpha / rank, or alpha / √rank if it is stabilized.
       dropout: rate at which elements of what `down` multiplies are dropped in training.
       key: of that, in a layer of a step that trains; `None` otherwise.
       declaration: of `base`.
@@ -41,7 +42,8 @@ class Adapted(eqx.Module):
     base: Any = eqx.field(metadata={METADATA: lambda self: self.declaration})
     down: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.low_rank(True)})
     up: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.low_rank(False)})
-    scale: float = eqx.field(static=True)
+    alpha: float = eqx.field(static=True)
+    rank_stabilized: bool = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
     declaration: Declaration = eqx.field(static=True)
     axis_names: dict[str, str] = eqx.field(static=True)
@@ -60,9 +62,17 @@ class Adapted(eqx.Module):
         return len(self.base.shape)
 
     @property
+    def rank(self) -> int:
+        return self.down.shape[-1]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    @property
     def summed(self) -> tuple[str, ...]:
         """The axes of `base` that products sum over."""
-        return _summed(self.declaration, self.axis_names["base"].split())
+        return summed_axes(self.declaration, self.axis_names["base"].split())
 
     def merged(self) -> Float[Array, "..."]:
         """base + scale · down · up, in float32 at least, which lies as `base` does."""
@@ -84,13 +94,22 @@ class Adapted(eqx.Module):
     def low_rank(self, down: bool) -> Declaration:
         """Of `down` or `up`. The first values are those of PEFT: `down` has variance 1 / (3 ·
         fan_in), `up` is zero, so that an adapted model starts as its base."""
-        rules = {**self.declaration.rules, _WHOLE: None, _SPLIT: "tensor"}
+        tables = {**COMPUTE, **self.declaration.rules}
+        split = not any(tables[axis] == "tensor" for axis in self.summed)
+        rank = {DOWN_RANK: "tensor" if split else None, UP_RANK: None}
+        rules = {**self.declaration.rules, **rank}
         first = Random(3**-0.5, self.summed) if down else zeros
         return Declaration(first, multiplied=True, decays=True, rules=rules)
 
 
 def adapted(
-    weight: Weight, base: Array, rank: int, scale: float, dropout: float, key: PRNGKeyArray
+    weight: Weight,
+    base: Array,
+    rank: int,
+    alpha: float,
+    rank_stabilized: bool,
+    dropout: float,
+    key: PRNGKeyArray,
 ) -> Adapted:
     """`base`, which `weight` describes, with new matrices beside it.
 
@@ -99,32 +118,32 @@ def adapted(
     """
     stacked = weight.axes.count(None)
     axes = tuple(axis for axis in weight.axes if axis is not None)
-    summed = _summed(weight.declaration, axes)
+    summed = summed_axes(weight.declaration, axes)
     kept = axes[len(summed) :]
     if axes[: len(summed)] != summed or not kept:
         raise LayoutError(
             f"{weight.path} ({' '.join(axes)}) cannot be adapted: products sum over "
             f"{' '.join(summed)}, which are not its first axes"
         )
-    rules = {**COMPUTE, **weight.declaration.rules}
-    split = not any(rules[axis] == "tensor" for axis in summed)
     sizes = dict(zip(axes, base.shape[stacked:], strict=True))
     lead = tuple(base.shape[:stacked])
     names = {
         "base": " ".join(axes),
-        "down": " ".join((*summed, _SPLIT if split else _WHOLE)),
-        "up": " ".join((_WHOLE, *kept)),
+        "down": " ".join((*summed, DOWN_RANK)),
+        "up": " ".join((UP_RANK, *kept)),
     }
-    empty = Adapted(base, base, base, scale, dropout, weight.declaration, names)
+    empty = Adapted(
+        base, base, base, alpha, rank_stabilized, dropout, weight.declaration, names
+    )  # fmt: skip
 
     def made(field: str, axes: tuple[str, ...]) -> Array:
         first = empty.low_rank(field == "down").first
-        every = sizes | {_WHOLE: rank, _SPLIT: rank}
+        every = sizes | {DOWN_RANK: rank, UP_RANK: rank}
         shape = (*lead, *(every[axis] for axis in axes))
         return first.make(fold(fold(key, weight.path), field), shape, every)
 
     down = made("down", tuple(names["down"].split()))
-    return dataclasses.replace(empty, down=down, up=made("up", (_WHOLE, *kept)))
+    return dataclasses.replace(empty, down=down, up=made("up", (UP_RANK, *kept)))
 
 
 def can_be_adapted(weight: Weight) -> bool:
@@ -132,8 +151,8 @@ def can_be_adapted(weight: Weight) -> bool:
     return weight.declaration.multiplied or "vocab" in weight.axes
 
 
-def _summed(declaration: Declaration, axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes over which products sum; of a table that is looked up, the first one."""
+def summed_axes(declaration: Declaration, axes: Sequence[str]) -> tuple[str, ...]:
+    """Of a weight's axes, those that products sum over; of a table that is looked up, the first."""
     assert isinstance(declaration.first, Random)
     return declaration.first.summed or (axes[0],)
 

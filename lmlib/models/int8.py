@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lmlib.models.quantized import rounded
-from lmlib.models.weights import Random
+from lmlib.models.weights import Random, ones
 from lmlib.parallel.axes import METADATA, Declaration, M, Weight, map_weights
 
 _ONE = "one"  # the axis of a scale along which products sum
@@ -25,7 +25,9 @@ class Int8(eqx.Module):
     """
 
     values: Array = eqx.field(metadata={METADATA: lambda self: self.declaration})
-    scale: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.declaration})
+    scale: Float[Array, "..."] = eqx.field(
+        metadata={METADATA: lambda self: dataclasses.replace(self.declaration, first=ones)}
+    )
     axis_names: dict[str, str] = eqx.field(static=True)
     declaration: Declaration = eqx.field(static=True)
 

@@ -197,12 +197,19 @@ def _compiled(step: TracedStep, experiment: Experiment) -> jax.stages.Compiled |
 
 def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tuple[str, ...]]:
     """`experiment`, or one as near to it as can be compiled here, and remarks on what differs."""
-    if target.accelerator.platform != "cuda" or _has_cudnn():
-        return experiment, ()
-    if experiment.compute.attention not in ("auto", "cudnn"):
-        return experiment, ()
-    compute = dataclasses.replace(experiment.compute, attention="blockwise")
-    return dataclasses.replace(experiment, compute=compute), (_NO_CUDNN,)
+    compiler, remarks = target.compiler, list[str]()
+    if compiler != target.accelerator:
+        remarks.append(
+            f"the compiler for {target.accelerator.name} is not installed here: compiled for "
+            f"{compiler.name} instead, whose temporaries and fusions may differ; capacity and "
+            f"speeds are those of {target.accelerator.name}"
+        )
+    attention = experiment.compute.attention
+    if compiler.platform == "cuda" and attention in ("auto", "cudnn") and not _has_cudnn():
+        compute = dataclasses.replace(experiment.compute, attention="blockwise")
+        experiment = dataclasses.replace(experiment, compute=compute)
+        remarks.append(_NO_CUDNN)
+    return experiment, tuple(remarks)
 
 
 def _has_cudnn() -> bool:

@@ -7,6 +7,7 @@ cpu:256       simulated devices
 """
 
 import dataclasses
+import importlib.util
 import math
 import os
 import re
@@ -47,6 +48,14 @@ class Target:
     def device_count(self) -> int:
         per_chip = _DEVICES_PER_CHIP.get(self.accelerator.name, 1)
         return self.slices * math.prod(self.shape) * per_chip
+
+    @property
+    def compiler(self) -> Accelerator:
+        """For which a step is compiled: the accelerator itself or, where it is AMD's and that
+        compiler is not installed, NVIDIA's with as much memory."""
+        amd = self.accelerator.platform == "rocm"
+        missing = amd and importlib.util.find_spec("jax_rocm7_plugin") is None
+        return ACCELERATORS["b200"] if missing and _has_cuda() else self.accelerator
 
     def devices(self) -> list[jax.Device]:
         """Devices to compile for. Those of `cpu` can run programs too.
@@ -92,8 +101,8 @@ class Target:
         hosts, gpus = self.shape
         return topologies.get_topology_desc(
             "",
-            self.accelerator.platform,
-            target_config=_target_config(self.accelerator),
+            self.compiler.platform,
+            target_config=_target_config(self.compiler),
             topology=f"1x{hosts}x{gpus}",
         )
 
@@ -165,11 +174,16 @@ def prepare(target: Target) -> None:
         jax.config.update("jax_num_cpu_devices", target.device_count)
 
 
+def _has_cuda() -> bool:
+    return importlib.util.find_spec("jax_cuda12_plugin") is not None
+
+
 def _no_plugin(accelerator: Accelerator) -> str:
     if accelerator.platform == "rocm":
         return (
             f"cannot compile for {accelerator.name}: that needs jax-rocm7-plugin, jax-rocm7-pjrt "
-            "and the libraries of ROCm 7, which come with AMD's driver only"
+            "and the libraries of ROCm 7, which come with AMD's driver only; with lmlib[plan-gpu] "
+            "it is planned by NVIDIA's compiler"
         )
     extra = {"tpu": "plan-tpu", "cuda": "plan-gpu"}[accelerator.platform]
     return (

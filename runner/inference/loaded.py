@@ -20,6 +20,7 @@ from lmlib.data.text import (
 )
 from lmlib.hf.families import described
 from lmlib.hf.load import load_weights
+from lmlib.hf.peft import adapters_in
 from lmlib.hf.tensor_files import read_json
 from lmlib.models.protocol import check_protocol
 from lmlib.parallel.axes import LayoutError
@@ -28,7 +29,7 @@ from lmlib.parallel.mesh import make_mesh
 from runner.command_line.errors import user_errors
 from runner.inference.saved_run import SavedRun, longest_in, open_run
 from runner.processes.agreement import agreed
-from runner.training.weights import HuggingFace, located, tokenizer_of
+from runner.training.weights import HuggingFace, base_of, located, tokenizer_of
 from runner.watch.transfer import told
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -77,7 +78,8 @@ def load(
     trusted: Collection[str] = (),
     show: Callable[[str], None] = lambda line: None,
 ) -> Loaded:
-    """The model of a run, `WORKDIR[@STEP]`, of a folder of Hugging Face's, or of a name on its Hub.
+    """The model of a run, `WORKDIR[@STEP]`, of a folder of Hugging Face's or of PEFT's, or of a
+    name on the Hub.
 
     Every process must call it. The run's data need not be there, nor its mesh fit these devices.
 
@@ -126,23 +128,29 @@ def _of_folder(
     tokenizer: str | None,
     show: Callable[[str], None],
 ) -> Loaded:
-    there = described(found.folder)
-    model = jax.eval_shape(there.build, jax.random.key(0))
-    mesh = mesh or _mesh_for(lambda mesh: model)
-    tell = told(f"reading {found.name}:", show)
-    end_ids = end_ids_of(found.folder)
-    file = _file_in(found.folder) if tokenizer is None else _file_of(tokenizer)
+    base = base_of(found)
+    there = described(base.folder)
+    shapes = jax.eval_shape(there.build, jax.random.key(0))
+    adapters = None
+    if base is not found:
+        adapters = adapters_in(found.folder, shapes, there.family.names)
+    mesh = mesh or _mesh_for(lambda mesh: shapes if adapters is None else adapters.beside(shapes))
+    tell = told(f"reading {base.name}:", show)
+    model = load_weights(base.folder, shapes, there.family.names, mesh, tell)
+    end_ids = end_ids_of(base.folder)
+    texts = base if _file_in(found.folder) is None else found
+    file = _file_in(texts.folder) if tokenizer is None else _file_of(tokenizer)
     return Loaded(
-        model=load_weights(found.folder, model, there.family.names, mesh, tell),
+        model=model if adapters is None else adapters.onto(model),
         mesh=mesh,
         compute=Compute(dtype=dtype or "float32"),
         codec=None if file is None else _codec_of(file, end_ids),
         tokenizer_file=file,
         end_ids=end_ids,
         document_end=None,
-        tokenizer=tokenizer_of(found) if tokenizer is None else _identity_of(tokenizer),
-        tokenizer_folder=found.folder if tokenizer is None else _file_of(tokenizer).parent,
-        longest=longest_in(read_json(found.folder / "config.json")),
+        tokenizer=tokenizer_of(texts) if tokenizer is None else _identity_of(tokenizer),
+        tokenizer_folder=texts.folder if tokenizer is None else _file_of(tokenizer).parent,
+        longest=longest_in(read_json(base.folder / "config.json")),
         name=found.name,
         step=None,
         cfg=None,

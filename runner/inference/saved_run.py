@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from runner.training.weights import (
     WEIGHTS_ALONE,
     HuggingFace,
     Saved,
+    base_of,
     tokenizer_of,
     weights_of,
 )
@@ -59,10 +60,7 @@ class SavedRun:
     @functools.cached_property
     def recipe(self) -> Recipe:
         """How the run makes and keeps its weights."""
-        cfg = self.cfg
-        dtype = cfg.frozen_dtype or fdl.build(cfg.compute).dtype
-        groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
-        return Recipe(fdl.build(cfg.model), cfg.seed, groups, dtype)
+        return recipe_of(self.cfg)
 
     def model(self, mesh: Mesh) -> Any:
         """The model as it is stored on `mesh`, what is frozen from where the run had it; nothing
@@ -77,21 +75,39 @@ class SavedRun:
     def origin(self) -> Path | None:
         """The folder of Hugging Face's that the run began with, or what an imported workdir kept of
         it; `None` if it did not begin so, or that is gone."""
-        workdir, notes = self.workdir, self.notes
-        for _ in range(20):  # a run may have begun with another, and that with a third
+        for workdir, _ in self._beginnings():
             if (workdir / ORIGIN).is_dir():
                 return workdir / ORIGIN
-            before = notes.get("initialised_from")
-            if not isinstance(before, str):
-                return None
-            folder, _, step = before.rpartition("@")
+        if self.began_with is None:
+            return None
+        with contextlib.suppress(FolderError):
+            return local_folder_of(self.began_with, weights=False)
+        return None
+
+    @functools.cached_property
+    def began_with(self) -> str | None:
+        """The folder of Hugging Face's, or the name, of a whole model that the run began with, or
+        the run that it began with, and so on; `None` if it did not begin so."""
+        *_, (_, before) = self._beginnings()
+        if before is None or before.rpartition("@")[2].isdecimal():
+            return None
+        with contextlib.suppress(ValueError, OSError):
+            return base_of(HuggingFace(Path(before), before)).name
+        return before
+
+    def _beginnings(self) -> Iterator[tuple[Path, str | None]]:
+        """The workdir of this run, and what it began with; the same of the run that this was, and
+        so on."""
+        workdir, notes = self.workdir, self.notes
+        for _ in range(20):
+            noted = notes.get("initialised_from")
+            before = noted if isinstance(noted, str) else None
+            yield workdir, before
+            folder, _, step = (before or "").rpartition("@")
             if not step.isdecimal():
-                with contextlib.suppress(FolderError):
-                    return local_folder_of(before, weights=False)
-                return None
+                return
             workdir, saved = Path(folder).parent, Path(folder, step)
             notes = read_notes(saved, read_manifest(saved)) if saved.is_dir() else {}
-        return None
 
     @functools.cached_property
     def data(self) -> FlatTokens | None:
@@ -138,6 +154,13 @@ class SavedRun:
         if self.step > WEIGHTS_ALONE:
             lengths.append(getattr(self.cfg.data, "sequence_length", None))
         return max((length for length in lengths if isinstance(length, int)), default=None)
+
+
+def recipe_of(cfg: fdl.Config) -> Recipe:
+    """How a run of `cfg` makes and keeps its weights."""
+    dtype = cfg.frozen_dtype or fdl.build(cfg.compute).dtype
+    groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
+    return Recipe(fdl.build(cfg.model), cfg.seed, groups, dtype)
 
 
 def longest_in(config: dict[str, Any]) -> int | None:

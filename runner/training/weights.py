@@ -19,9 +19,10 @@ from lmlib.fingerprint import fingerprint
 from lmlib.hf.families import described
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.load import load_weights
+from lmlib.hf.peft import Adapters, adapters_in, holds_adapters, read_config
 from lmlib.hf.tensor_files import read_json
 from lmlib.local_folder import local_folder
-from lmlib.models.adapted import without_adapters
+from lmlib.models.adapted import Adapted, map_adapted, without_adapters
 from lmlib.models.differences import differences
 from lmlib.parallel.layout import creator
 from lmlib.parallel.selection import named_weights
@@ -45,10 +46,14 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFace:
-    """A folder of Hugging Face's; `name` is its path, or its name on the Hub."""
+    """A folder of Hugging Face's; `name` is its path, or its name on the Hub.
+
+    base: of a folder of adapters, the reference of the model without them; `None`: as it says.
+    """
 
     folder: Path
     name: str
+    base: str | None = None
 
 
 def located(reference: str) -> Saved | HuggingFace:
@@ -87,6 +92,28 @@ def is_hugging_face(folder: Path) -> bool:
     )
 
 
+def base_of(found: HuggingFace) -> HuggingFace:
+    """The folder whose model the adapters in `found` are for; `found`, if it holds a whole model.
+
+    Raises:
+      ConfigError: if it does not say, or that is no folder of a whole model.
+    """
+    if not holds_adapters(found.folder):
+        return found
+    reference = found.base or read_config(found.folder).base
+    if reference is None:
+        raise ConfigError(
+            f"{found.name} does not say for which model its adapters are: base_model_name_or_path "
+            "is not set"
+        )
+    base = located(reference)
+    if not isinstance(base, HuggingFace) or holds_adapters(base.folder):
+        raise ConfigError(
+            f"{reference} holds no model of Hugging Face's for the adapters of {found.name}"
+        )
+    return base
+
+
 def weights_of(
     reference: str,
     recipe: Recipe,
@@ -114,7 +141,7 @@ def weights_of(
     try:
         if isinstance(found, Saved):
             return _of_run(found, recipe, mesh, data, allowed_changes, show)
-        return _of_folder(found, recipe, mesh, data, allowed_changes, show), found.name
+        return of_folder(found, recipe, mesh, data, allowed_changes, show), found.name
     except (ValueError, OSError) as error:
         raise ConfigError(f"the weights of {reference}: {in_words(error)}") from error
 
@@ -156,6 +183,8 @@ def _of_run(
         problem = data_probe.tokenizer_changed(data, before)
         _check_tokenizer(problem, "data" in allowed_changes)
     name = f"{found.folder}@{step}"
+    if in_part and step == WEIGHTS_ALONE:  # a run in the same folder may delete it: its base stays
+        name = notes.get("initialised_from") or name
     if not in_part:
         return recipe.completed(model, mesh), name
     rest = frozen_weights(
@@ -235,7 +264,48 @@ def _paths(model: Any) -> set[str]:
     return set(named_weights(model))
 
 
-def _of_folder(
+def of_folder(
+    found: HuggingFace,
+    recipe: Recipe,
+    mesh: Mesh,
+    data: Source | None,
+    allowed_changes: Collection[str],
+    show: Callable[[str], None],
+) -> Any:
+    """As `weights_of`, of a folder of Hugging Face's or of PEFT's."""
+    with agreed(), user_errors():
+        base = base_of(found)
+        adapters = None if base is found else _adapters_of(found, base, recipe)
+    model = _of_whole_folder(base, recipe, mesh, data, allowed_changes, show)
+    return model if adapters is None else adapters.into(model)
+
+
+def _adapters_of(found: HuggingFace, base: HuggingFace, recipe: Recipe) -> Adapters:
+    """Raises ConfigError if they are not those that `recipe` makes."""
+    adapters = adapters_in(found.folder, recipe.given, described(base.folder).family.names)
+    one, other = _sizes(adapters.beside(recipe.given)), _sizes(recipe.shapes)
+    if one != other:
+        path = next(path for path in one | other if one.get(path) != other.get(path))
+        raise ConfigError(
+            f"its adapters are not this experiment's ({path}: {one.get(path, 'none')}, here "
+            f"{other.get(path, 'none')})"
+        )
+    return adapters
+
+
+def _sizes(model: Any) -> dict[str, str]:
+    """The adapters of a model, in words."""
+    found: dict[str, str] = {}
+
+    def note(path: str, one: Adapted) -> None:
+        of = " of √rank" if one.rank_stabilized else ""
+        found[path] = f"rank {one.rank} and alpha {one.alpha:g}{of}"
+
+    map_adapted(note, model)
+    return found
+
+
+def _of_whole_folder(
     found: HuggingFace,
     recipe: Recipe,
     mesh: Mesh,

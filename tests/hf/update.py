@@ -5,8 +5,11 @@ PYTHONPATH=.:tests/shared python tests/hf/update.py [NAME …]
 
 import sys
 
-from golden_by_transformers import write
-from hugging_face_families import FAMILIES, GOLDEN
+import golden_by_peft
+import golden_by_transformers
+from hugging_face_families import ADAPTERS, FAMILIES, GOLDEN, GOLDEN_ADAPTERS
 
 for name in sys.argv[1:] or FAMILIES:
-    write(GOLDEN / name, *FAMILIES[name])
+    golden_by_transformers.write(GOLDEN / name, *FAMILIES[name])
+for name in ADAPTERS.keys() & (sys.argv[1:] or ADAPTERS):
+    golden_by_peft.write(GOLDEN_ADAPTERS / name, *ADAPTERS[name])

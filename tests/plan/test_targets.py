@@ -86,9 +86,18 @@ def test_hosts_can_be_told_apart():
     assert sorted(hosts) == [0] * 4 + [1] * 4
 
 
-def test_the_missing_libraries_of_rocm_are_told():
+def test_the_missing_libraries_of_rocm_are_told(monkeypatch):
+    monkeypatch.setattr(targets, "_has_cuda", lambda: False)
     with pytest.raises(TargetError, match="mi300x: that needs jax-rocm7-plugin"):
         parse("mi300x:1x8").devices()
+
+
+@needs_gpu_compiler
+def test_without_those_amds_cards_are_planned_by_nvidias_compiler():
+    target = parse("mi300x:8")
+    assert target == parse("mi300x:1x8")
+    assert target.compiler.name == "b200"
+    assert len(target.devices()) == 8
 
 
 def test_too_few_simulated_devices_are_told():

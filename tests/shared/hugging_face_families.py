@@ -7,6 +7,7 @@ import numpy as np
 from lmlib.hf.tensor_files import read_header
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
+GOLDEN_ADAPTERS = Path(__file__).parents[1] / "hf" / "golden_adapters"
 
 SIZES = {
     "vocab_size": 62,
@@ -78,6 +79,18 @@ FAMILIES = {
     ),
     "gpt2": ("gpt2", _GPT2),
     "starcoder2": ("starcoder2", SIZES | {"sliding_window": 9, "attention_dropout": 0.1}),
+}
+# By name of the golden folder of adapters: whose they are, and what PEFT is told.
+ADAPTERS = {
+    "llama": (
+        "llama",
+        {
+            "r": 2,
+            "lora_alpha": 3,
+            "use_rslora": True,
+            "target_modules": ["q_proj", "o_proj", "down_proj", "embed_tokens", "lm_head"],
+        },
+    )
 }
 PROMPT, KEPT = 500, slice(0, None, 25)  # positions whose logits are kept
 ROWS, LENGTH = 2, 40  # of the batch that a step is made on

@@ -1,0 +1,15 @@
+"""Adapters in the format of PEFT, in and out (https://github.com/huggingface/peft)."""
+
+from lmlib.hf.peft.config import holds_adapters, read_config
+from lmlib.hf.peft.load import Adapters, adapters_in, load_adapters
+from lmlib.hf.peft.save import save_adapters, shapes_of_base
+
+__all__ = [
+    "Adapters",
+    "adapters_in",
+    "holds_adapters",
+    "load_adapters",
+    "read_config",
+    "save_adapters",
+    "shapes_of_base",
+]

@@ -1,0 +1,169 @@
+"""adapter_config.json of PEFT, in and out (https://github.com/huggingface/peft)."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmlib.hf.settings import Settings
+from lmlib.hf.tensor_files import FolderError, read_json
+
+FILE = "adapter_config.json"
+
+# Values that are known here; null is known of each. What changes the base's weights at first, such
+# as PiSSA, is not.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+    "revision": ("main",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+    "loftq_config": ({},),
+    "modules_to_save": ([],),
+    "target_parameters": ([],),
+    **dict.fromkeys(
+        ("use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            "layers_to_transform", "layer_replication", "trainable_token_indices",
+            "megatron_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
+            "monteclora_config", "arrow_config", "kasa_config", "use_bdlora",
+            "alora_invocation_tokens",
+        ),
+        (),
+    ),
+}  # fmt: skip
+# What means nothing by itself. PEFT sets fan_in_fan_out to what a module is.
+_WITHOUT_EFFECT = (
+    "auto_mapping", "peft_version", "inference_mode", "fan_in_fan_out", "layers_pattern",
+    "megatron_core", "qalora_group_size", "runtime_config",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftConfig:
+    """What an adapter_config.json says. Modules are meant by their names, "model.layers.0.mlp.up",
+    or by what these end with, "up".
+
+    Args:
+      rank, alpha, rank_stabilized, dropout: as of `lmlib.adapters.with_adapters`.
+      base: the folder of the model that is adapted, or its name on the Hub; `None`: not said.
+      targets: the adapted modules; `None`: those that have tensors.
+      excluded: of these, those that are not adapted; `None`: those that have no tensors.
+      ranks, alphas: of modules that have others.
+    """
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool = False
+    dropout: float = 0.0
+    base: str | None = None
+    targets: tuple[str, ...] | None = None
+    excluded: tuple[str, ...] | None = ()
+    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    alphas: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def rank_of(self, module: str) -> int:
+        return next((self.ranks[name] for name in self.ranks if means(name, module)), self.rank)
+
+    def alpha_of(self, module: str) -> float:
+        return next((self.alphas[name] for name in self.alphas if means(name, module)), self.alpha)
+
+    def content(self, transposed: bool) -> dict[str, Any]:
+        """Of an adapter_config.json. `transposed`: the base's matrices have inputs as rows."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.rank,
+            "lora_alpha": _number(self.alpha),
+            "use_rslora": self.rank_stabilized,
+            "lora_dropout": self.dropout,
+            "target_modules": list(self.targets or ()),
+            "rank_pattern": dict(self.ranks),
+            "alpha_pattern": {name: _number(alpha) for name, alpha in self.alphas.items()},
+            "bias": "none",
+            "fan_in_fan_out": transposed,
+            "inference_mode": True,
+        }
+
+
+def holds_adapters(folder: Path) -> bool:
+    """Whether `folder` is one of PEFT's."""
+    return (folder / FILE).is_file()
+
+
+def means(name: str, module: str) -> bool:
+    """Whether `name` stands for `module`."""
+    return f".{module}".endswith(f".{name}")
+
+
+def read_config(folder: Path) -> PeftConfig:
+    """Reads `folder`/adapter_config.json.
+
+    Raises:
+      FolderError: if there is none, or it has a key or a value that is not known here.
+    """
+    where = str(folder / FILE)
+    content = read_json(folder / FILE)
+    settings = Settings(content, where)
+    for key, values in _ONLY.items():
+        settings.only(key, *values)
+    settings.ignore(*_WITHOUT_EFFECT)
+    excludes = bool(content.get("exclude_modules"))
+    found = PeftConfig(
+        rank=settings.take("r", 8),
+        alpha=settings.take("lora_alpha", 8.0, float),
+        rank_stabilized=settings.take("use_rslora", False, bool),
+        dropout=settings.take("lora_dropout", 0.0, float),
+        base=settings.take("base_model_name_or_path", None, str) or None,
+        targets=_modules(content, "target_modules", where),
+        excluded=_modules(content, "exclude_modules", where) if excludes else (),
+        ranks=_by_module(settings, "rank_pattern", int),
+        alphas=_by_module(settings, "alpha_pattern", float),
+    )
+    settings.ignore("target_modules", "exclude_modules")
+    settings.done()
+    for alpha in (found.alpha, *found.alphas.values()):
+        if not 0 < alpha < math.inf:
+            raise FolderError(f"{where}: an alpha of {alpha} is not supported, it must be positive")
+    for rank in (found.rank, *found.ranks.values()):
+        if rank < 1:
+            raise FolderError(f"{where}: a rank of {rank} is not supported, it must be positive")
+    if not 0 <= found.dropout < 1:
+        raise FolderError(f"{where}: lora_dropout = {found.dropout} is not in [0, 1)")
+    return found
+
+
+def _modules(content: Mapping[str, Any], key: str, where: str) -> tuple[str, ...] | None:
+    """The names in a list; `None` for a text: a stranger's pattern is not run."""
+    value = content.get(key)
+    if value is None or isinstance(value, str):
+        return None
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise FolderError(f"{where}: {key} = {value!r:.80} is no list of names")
+    return tuple(value)
+
+
+def _by_module(settings: Settings, key: str, kind: type) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.take(key, {}, dict).items():
+        plain = name.removeprefix("^")
+        if not plain.replace(".", "").replace("_", "").isalnum():
+            raise FolderError(
+                f"{settings.where}: {key} has the pattern {name!r}, but only names of modules, or "
+                "their ends, are supported"
+            )
+        if type(value) is not int and not (kind is float and type(value) is float):
+            raise FolderError(
+                f"{settings.where}: {key}[{name!r}] = {value!r} is no {kind.__name__}"
+            )
+        found[plain] = kind(value)
+    return found
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value == int(value) else value

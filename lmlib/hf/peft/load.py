@@ -1,0 +1,238 @@
+"""Folders of PEFT's to models with adapters."""
+
+import dataclasses
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from lmlib.hf.families import family_of
+from lmlib.hf.names import Names, Placed, Share, check_complete
+from lmlib.hf.peft.config import PeftConfig, means, read_config
+from lmlib.hf.peft.modules import TENSORS, Module, modules_of
+from lmlib.hf.tensor_files import FolderError, Stored, read_header
+from lmlib.models.adapted import adapted, has_adapters
+from lmlib.models.decoder import Decoder
+from lmlib.parallel.axes import M, Weight, map_weights
+from lmlib.parallel.layout import stored
+from lmlib.parallel.selection import named_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Adapters in a folder of PEFT's, of which only the headers are read yet.
+
+    Attributes:
+      sizes: rank and alpha beside each weight, by its path.
+    """
+
+    folder: Path
+    config: PeftConfig
+    modules: tuple[Module, ...]
+    tensors: Mapping[str, Stored]
+    sizes: Mapping[str, tuple[int, float]]
+
+    def beside(self, base: M) -> M:
+        """Shapes of `base` with adapters."""
+
+        def adapt(weight: Weight, array: Any) -> Any:
+            if weight.path not in self.sizes:
+                return array
+            rank, alpha = self.sizes[weight.path]
+            stabilized, dropout = self.config.rank_stabilized, self.config.dropout
+            return adapted(weight, array, rank, alpha, stabilized, dropout, jax.random.key(0))
+
+        return jax.eval_shape(lambda base: map_weights(adapt, base), base)
+
+    def arguments(self, base: Any) -> dict[str, Any]:
+        """Of `lmlib.adapters.lora`, which makes the same adapters.
+
+        Raises:
+          FolderError: if they are of several ranks or alphas.
+        """
+        if len(kinds := set(self.sizes.values())) > 1:
+            raise FolderError(
+                f"{self.folder}: its adapters have several ranks or alphas ({sorted(kinds)}); "
+                "`lmlib.adapters.lora` gives one to all"
+            )
+        ((rank, alpha),) = kinds
+        return {
+            "rank": rank,
+            "alpha": alpha,
+            "paths": _patterns(self.sizes, named_weights(base)),
+            "rank_stabilized": self.config.rank_stabilized,
+            "dropout": self.config.dropout,
+        }
+
+    def values(self, model: Any) -> dict[str, np.ndarray]:
+        """float32 values of what the folder holds, by the paths in `model`, which has such
+        adapters and whose arrays may be shapes. PEFT keeps besides the bases of adapters that are
+        of the vocabulary."""
+        shapes, found = dict[str, tuple[int, ...]](), dict[str, np.ndarray]()
+        map_weights(lambda w, array: shapes.update({w.path: array.shape}), model)
+
+        def put(path: str, repetition: int | None, share: Share, tensor: np.ndarray) -> None:
+            if path not in found:
+                found[path] = np.zeros(shapes[path], np.float32)
+            found[path][... if repetition is None else repetition] = share.cut(jnp.asarray(tensor))
+
+        for module in self.modules:
+            a, b = (self._read(name) for name in module.tensors)
+            for place in module.places:
+                path, repetition, share = place.piece
+                rank = self.sizes[path][0]
+                put(f"{path}.down", repetition, place.down(rank), a)
+                put(f"{path}.up", repetition, place.up(rank), b)
+                if module.base in self.tensors:
+                    put(f"{path}.base", repetition, share, self._read(module.base))
+        return found
+
+    def _read(self, name: str) -> np.ndarray:
+        tensor = self.tensors[name]
+        return tensor.read(0, tensor.size).reshape(tensor.shape).astype(np.float32)
+
+    def onto(self, base: M) -> M:
+        """`base` with the adapters, which lie as they are stored on its mesh."""
+        arrays: dict[str, jax.Array] = {}
+        map_weights(lambda weight, array: arrays.update({weight.path: array}), base)
+        layout = next(iter(arrays.values())).sharding
+
+        def placed(weight: Weight, shape: Any) -> Any:
+            if (before := arrays.get(weight.path.removesuffix(".base"))) is not None:
+                return before
+            own = layout
+            if isinstance(layout, NamedSharding):
+                own = NamedSharding(layout.mesh, stored(weight, shape.shape, layout.mesh))
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=own)
+
+        return self.into(map_weights(placed, self.beside(base)))
+
+    def into(self, model: M) -> M:
+        """`model`, which has such adapters, with the values of these; each lies, and has the dtype,
+        as its place in `model` says."""
+        values = self.values(model)
+
+        def fill(weight: Weight, place: Any) -> jax.Array:
+            if weight.path not in values:
+                return place
+            value = values[weight.path].astype(place.dtype)
+            return jax.make_array_from_callback(
+                value.shape, place.sharding, lambda index: value[index]
+            )
+
+        return map_weights(fill, model)
+
+
+def load_adapters(folder: str | Path, model: Decoder, *, model_type: str | None = None) -> Decoder:
+    """`model` with the adapters of a folder that PEFT's `save_pretrained` wrote, in float32. They
+    lie on the mesh that `model` lies on.
+
+    Where a module of the folder holds several weights (Phi-3's qkv_proj), each of them gets all of
+    the module's lora_A, and its own rows of lora_B.
+
+    Args:
+      model: what they were made for, without adapters.
+      model_type: of its folder, as of `lmlib.hf.save`.
+
+    Raises:
+      FolderError: if the folder cannot be used, or is for another model.
+      ValueError: if `model` has adapters already, or no family has it.
+    """
+    if has_adapters(model):
+        raise ValueError("the model has adapters already: merge them first (`merged`)")
+    family, _ = family_of(model, model_type)
+    return adapters_in(Path(folder), model, family.names).onto(model)
+
+
+def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
+    """What a folder of PEFT's has for `base`, whose arrays may be shapes.
+
+    Raises:
+      FolderError: if the folder cannot be used, or is for another model.
+    """
+    config, tensors = read_config(folder), _tensors(folder)
+    modules = [
+        module
+        for module in modules_of(base, names).values()
+        if _is_adapted(module, config, any(name in tensors for name in module.tensors))
+    ]
+    wanted = []
+    for module in modules:
+        rank, inputs, outputs = config.rank_of(module.name), module.inputs, module.outputs
+        shapes = dict(zip(module.tensors, ((rank, inputs), (outputs, rank)), strict=True))
+        if module.base in tensors:
+            shapes[module.base] = (
+                (inputs, outputs) if module.places[0].inputs == 0 else (outputs, inputs)
+            )
+        wanted += [Placed(name, shape, 0, ()) for name, shape in shapes.items()]
+    try:
+        check_complete(wanted, {name: each.shape for name, each in tensors.items()}, ())
+        if not modules:
+            raise ValueError(f"it adapts nothing: {TENSORS} is empty")
+        sizes = _sizes(modules, config, base)
+    except ValueError as error:
+        raise FolderError(f"{folder}: {error}") from None
+    return Adapters(folder, config, tuple(modules), tensors, sizes)
+
+
+def _is_adapted(module: Module, config: PeftConfig, has_tensors: bool) -> bool:
+    if config.targets is None:
+        return has_tensors
+    if not any(means(name, module.name) for name in config.targets):
+        return False
+    if config.excluded is None:
+        return has_tensors
+    return not any(means(name, module.name) for name in config.excluded)
+
+
+def _sizes(
+    modules: Iterable[Module], config: PeftConfig, base: Any
+) -> dict[str, tuple[int, float]]:
+    """Rank and alpha beside each weight; ValueError if they are not the same in all its layers."""
+    found, count = dict[str, tuple[int, float]](), Counter[str]()
+    for module in modules:
+        size = config.rank_of(module.name), config.alpha_of(module.name)
+        for place in module.places:
+            path = place.piece.path
+            count[path] += 1
+            if found.setdefault(path, size) != size:
+                raise ValueError(
+                    f"rank and alpha are {size} in {module.name}, {found[path]} in a layer of the "
+                    "same stack, where all must be alike"
+                )
+
+    def check(weight: Weight, array: Any) -> None:
+        layers = array.shape[0] if None in weight.axes else 1
+        if 0 < count[weight.path] < layers:
+            raise ValueError(
+                f"{count[weight.path]} of {layers} layers have an adapter beside {weight.path}: "
+                "all layers of a stack must be alike"
+            )
+
+    map_weights(check, base)
+    return found
+
+
+def _tensors(folder: Path) -> dict[str, Stored]:
+    if not (folder / TENSORS).is_file() and (folder / "adapter_model.bin").is_file():
+        raise FolderError(
+            f"{folder / 'adapter_model.bin'} is a pickle, which can run any code and is never "
+            "read: convert the folder to safetensors first, with `save_pretrained` of peft"
+        )
+    return read_header(folder / TENSORS)
+
+
+def _patterns(chosen: Iterable[str], every: Iterable[str]) -> tuple[str, ...]:
+    """Patterns that select just these weights: "stack.*.attention.query"."""
+    chosen, found = set(chosen), dict[str, None]()
+    for path in every:
+        if path in chosen:
+            wide = "stack.*." + path.split(".", 3)[3] if path.startswith("stack.") else path
+            found[wide if chosen >= set(fnmatch.filter(every, wide)) else path] = None
+    return tuple(found)

@@ -1,0 +1,100 @@
+"""What PEFT calls the weights of a model, and how they lie in its tensors.
+
+Beside a module's matrix [outputs, inputs] PEFT has lora_A [rank, inputs] and lora_B
+[outputs, rank]. Which weights are in the matrix, and how they lie there, is what the family says
+of its tensors (`lmlib.hf.names`).
+"""
+
+from typing import Any, NamedTuple
+
+from lmlib.hf.names import Names, Piece, Share, placed
+from lmlib.models.adapted import can_be_adapted, summed_axes
+from lmlib.parallel.axes import Weight
+from lmlib.parallel.selection import named_weights
+
+TENSORS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_RANK = "rank"
+
+
+class Place(NamedTuple):
+    """A weight in a module's matrix.
+
+    Args:
+      piece: as in the folder of the base.
+      summed: its axes along which the matrix has its inputs.
+      inputs: which axis of the matrix that is, 0 or 1.
+    """
+
+    piece: Piece
+    summed: tuple[str, ...]
+    inputs: int
+
+    def down(self, rank: int, start: int = 0) -> Share:
+        """Of lora_A, whose rows are the weight's from `start` on."""
+        share = self.piece.share
+        sizes = dict(zip(share.axes, share.sizes, strict=True))
+        own = tuple(sizes[axis] for axis in self.summed)
+        within = (_RANK, share.within[self.inputs])
+        return Share((*self.summed, _RANK), (*own, rank), within, 0, start)
+
+    def up(self, rank: int) -> Share:
+        """Of the columns of lora_B that are the weight's."""
+        share = self.piece.share
+        kept = {a: n for a, n in zip(share.axes, share.sizes, strict=True) if a not in self.summed}
+        within = (share.within[1 - self.inputs], _RANK)
+        return Share((_RANK, *kept), (rank, *kept.values()), within, 0, share.start)
+
+
+class Module(NamedTuple):
+    """A module with a matrix: its name, which weights are in that, whether it looks rows up."""
+
+    name: str
+    places: tuple[Place, ...]
+    looks_up: bool
+
+    @property
+    def tensors(self) -> tuple[str, str]:
+        """The names of lora_A and lora_B."""
+        name = _PREFIX + self.name
+        if self.looks_up:
+            return f"{name}.lora_embedding_A", f"{name}.lora_embedding_B"
+        return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+
+    @property
+    def base(self) -> str:
+        """The name of the matrix itself, which PEFT keeps too if it is of the vocabulary."""
+        return f"{_PREFIX}{self.name}.base_layer.weight"
+
+    @property
+    def inputs(self) -> int:
+        return self.places[0].down(1).shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return sum(place.up(1).shape[0] for place in self.places)
+
+
+def modules_of(base: Any, names: Names) -> dict[str, Module]:
+    """The modules of a model without adapters, whose arrays may be shapes, by their names. A tied
+    table is not among them: PEFT would adapt it where it embeds alone."""
+    weights, found = named_weights(base), dict[str, Module]()
+    tied = base.unembedding is None
+    for tensor in placed(base, names):
+        own = [weights[piece.path] for piece in tensor.pieces]
+        if len(tensor.shape) != 2 or not all(map(can_be_adapted, own)):
+            continue
+        if tied and any("vocab" in weight.axes for weight in own):
+            continue
+        places = tuple(
+            _place(piece, weight) for piece, weight in zip(tensor.pieces, own, strict=True)
+        )
+        name = tensor.name.removesuffix(".weight")
+        found[name] = Module(name, places, not own[0].declaration.multiplied)
+    return found
+
+
+def _place(piece: Piece, weight: Weight) -> Place:
+    summed = summed_axes(weight.declaration, piece.share.axes)
+    inputs = [sorted(axis.split()) for axis in piece.share.within].index(sorted(summed))
+    return Place(piece, summed, inputs)

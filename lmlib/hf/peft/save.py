@@ -1,0 +1,177 @@
+"""Adapters to folders that PEFT's `from_pretrained` loads."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from lmlib.adapters import without_adapters
+from lmlib.hf.families import family_of
+from lmlib.hf.peft.config import FILE, PeftConfig
+from lmlib.hf.peft.modules import TENSORS, Module, Place, modules_of
+from lmlib.hf.save import NAMES_OF_DTYPES, meet
+from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, synced, write
+from lmlib.models.adapted import Adapted, map_adapted
+from lmlib.models.int8 import Int8
+from lmlib.parallel.axes import M
+from lmlib.whole_file import write_whole
+
+V = TypeVar("V")
+
+
+def save_adapters(
+    model: Any,
+    folder: str | Path,
+    *,
+    base: str | None = None,
+    model_type: str | None = None,
+    dtype: str = "float32",
+) -> None:
+    """Writes the adapters of `model` as PEFT does: adapter_config.json, adapter_model.safetensors.
+    With several processes each calls it, and all see the folder.
+
+    A module of the folder that holds several weights (Phi-3's qkv_proj) gets the ranks of all their
+    adapters together, each in its own rows and columns.
+
+    Args:
+      folder: new, or empty.
+      base: where PEFT's users find the model without adapters: a folder, or a name on the Hub.
+      model_type: of the base, as of `lmlib.hf.save`.
+      dtype: of the file: "bfloat16", "float16" or "float32".
+
+    Raises:
+      ValueError: if no family has such a model, or PEFT has no such adapters.
+      FileExistsError: if the folder holds something.
+    """
+    folder = Path(folder)
+    if dtype not in NAMES_OF_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
+    kind = DTYPES[NAMES_OF_DTYPES[dtype]]
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty: give a new folder")
+    shapes = shapes_of_base(model)
+    family, _ = family_of(shapes, model_type)
+    modules, adapters = modules_of(shapes, family.names), _adapters(model)
+    config, tensors = _told(modules, adapters, base), dict[str, np.ndarray]()
+    values = {path: (_whole(one.down), _whole(one.up)) for path, one in adapters.items()}
+    for module in modules.values():
+        places = [place for place in module.places if place.piece.path in adapters]
+        if places:
+            both = _joined(module, places, values)
+            tensors |= zip(module.tensors, (each.astype(kind) for each in both), strict=True)
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        shaped = {name: (each.dtype, each.shape) for name, each in tensors.items()}
+        files = laid_out(folder, shaped, 1 << 62, TENSORS)
+        begin_files(files)
+        for name, target in files.items():
+            write(target, 0, tensors[name])
+        synced([folder / TENSORS])
+        transposed = any(
+            not module.looks_up and place.inputs == 0
+            for module in modules.values() for place in module.places
+        )  # fmt: skip
+        write_whole(folder / FILE, json.dumps(config.content(transposed), indent=2) + "\n")
+    meet("lmlib: adapters written")
+
+
+def _adapters(model: Any) -> dict[str, Adapted]:
+    """By the path of the weight."""
+    found: dict[str, Adapted] = {}
+    map_adapted(lambda path, one: found.update({path: one}), model)
+    if not found:
+        raise ValueError("the model has no adapters: `lmlib.hf.save` writes it")
+    return found
+
+
+def shapes_of_base(model: M) -> M:
+    """Shapes of `model` as it is without adapters and 8 bits."""
+    return jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(one.shape, jnp.float32),
+        without_adapters(model),
+        is_leaf=lambda one: isinstance(one, Int8),
+    )
+
+
+def _told(
+    modules: Mapping[str, Module], adapters: Mapping[str, Adapted], base: str | None
+) -> PeftConfig:
+    """The config of a model's adapters."""
+    held = {place.piece.path for module in modules.values() for place in module.places}
+    if lost := sorted(set(adapters) - held):
+        tied = " (PEFT adapts a tied table where it embeds alone)" if "embedding" in lost else ""
+        raise ValueError(f"PEFT's format has no place for the adapters of {', '.join(lost)}{tied}")
+    kinds = {(one.rank_stabilized, one.dropout) for one in adapters.values()}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"PEFT's format has one use_rslora and one lora_dropout for all adapters, here they "
+            f"are {sorted(kinds)}"
+        )
+    ((stabilized, dropout),) = kinds
+    found: dict[str, tuple[int, float]] = {}
+    for name, module in modules.items():
+        own = [adapters[p.piece.path] for p in module.places if p.piece.path in adapters]
+        if len({one.scale for one in own}) > 1:
+            raise ValueError(f"the adapters in {name} have several scales, which PEFT's has not")
+        if own:
+            rank = sum(one.rank for one in own)
+            more = rank / own[0].rank
+            found[name] = rank, own[0].alpha * (math.sqrt(more) if stabilized else more)
+    named = _named(found, modules)
+    rank, alpha = Counter(found.values()).most_common(1)[0][0]
+    return PeftConfig(
+        rank,
+        alpha,
+        stabilized,
+        dropout,
+        base,
+        targets=tuple(named),
+        ranks={name: own for name, (own, _) in named.items() if own != rank},
+        alphas={name: own for name, (_, own) in named.items() if own != alpha},
+    )
+
+
+def _named(values: Mapping[str, V], every: Iterable[str]) -> dict[str, V]:
+    """The same with ends of names, "q_proj", where all modules that end so have the same value."""
+    ends: dict[str, set[V | None]] = {}
+    for name in every:
+        ends.setdefault(name.rpartition(".")[2], set()).add(values.get(name))
+    short = {name: name.rpartition(".")[2] for name in values}
+    return {end if len(ends[end]) == 1 else name: values[name] for name, end in short.items()}
+
+
+def _joined(
+    module: Module, places: Iterable[Place], values: Mapping[str, tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """lora_A and lora_B: of several weights one's rows of A follow another's, and B has only zeros
+    in the rows and columns that are not of the same weight."""
+    rows, blocks = [], []
+    for place in places:
+        path, repetition, _ = place.piece
+        down, up = (
+            jnp.asarray(each if repetition is None else each[repetition]) for each in values[path]
+        )
+        rank = up.shape[0]
+        rows.append(np.asarray(place.down(rank).joined(down)))
+        share = place.up(rank)
+        blocks.append((share.start, np.asarray(share.joined(up))))
+    a = np.concatenate(rows)
+    b, column = np.zeros((module.outputs, len(a)), np.float32), 0
+    for row, block in blocks:
+        b[row : row + block.shape[0], column : column + block.shape[1]] = block
+        column += block.shape[1]
+    return a, b
+
+
+def _whole(array: jax.Array) -> np.ndarray:
+    """Its values, in every process."""
+    if not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array, np.float32)

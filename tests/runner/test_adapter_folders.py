@@ -1,0 +1,209 @@
+"""Folders of PEFT's: runs begin with them, are made of them and written as such."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmlib import hf
+from lmlib.adapters import lora, merged
+from lmlib.checkpoint import Checkpoints
+from lmlib.hf.tensor_files import read_header
+from lmlib.parallel.mesh import make_mesh
+from lmlib.trainable import adapters
+from runner import Options, convert, fit
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.inference.loaded import load
+from runner.training.weights import HuggingFace, Saved, located, weights_of
+
+HF = Path(__file__).parents[1] / "hf"
+BASE = HF / "golden" / "llama"
+PATHS = (
+    "embedding",
+    "unembedding",
+    *(f"stack.*.{m}" for m in ("attention.query", "attention.output", "mlp.down")),
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Adapters of PEFT's that know where their base is."""
+    copied = shutil.copytree(HF / "golden_adapters" / "llama", tmp_path / "peft")
+    file = copied / "adapter_config.json"
+    told = json.loads(file.read_text()) | {"base_model_name_or_path": str(BASE)}
+    file.write_text(json.dumps(told))
+    return copied
+
+
+def experiment(**settings):
+    cfg = configs.load(
+        "experiments/from_hf", ["tiny"], [f"folder={str(BASE)!r}", "validation=None", "mesh.fsdp=1"]
+    )
+    arguments = {"rank": 2, "alpha": 3.0, "paths": PATHS, "rank_stabilized": True} | settings
+    cfg.model = fdl.Partial(lora, of=cfg.model, **arguments)
+    cfg.trainable, cfg.frozen_dtype = fdl.Config(adapters), "float32"
+    return cfg
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def tensors(file):
+    return {name: each.read(0, each.size) for name, each in read_header(file).items()}
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_adapters_and_what_looks_at_models_takes_them(folder):
+    run = fdl.build(experiment())
+    begun, name = weights_of(str(folder), run.recipe, run.mesh, None)
+    assert name == str(folder)
+    at = jax.tree.map(lambda array: array.sharding, run.abstract_state().whole_model)
+    assert at == jax.tree.map(lambda array: array.sharding, begun)
+    loaded = load(str(folder), mesh=make_mesh(devices=jax.devices()[:1]))
+    assert_same(begun, loaded.model)
+    assert_same(begun, hf.load_adapters(folder, hf.load(BASE)))
+    assert (loaded.name, loaded.longest) == (str(folder), 512)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"rank": 3}, "embedding: rank 2 and alpha 3 of √rank, here rank 3 and alpha 3 of √rank"),
+        ({"rank_stabilized": False}, "here rank 2 and alpha 3[)]"),
+        ({"paths": ("stack.*",)}, "embedding: rank 2 and alpha 3 of √rank, here none"),
+    ],
+)
+def test_adapters_of_another_shape_are_refused(folder, settings, told):
+    run = fdl.build(experiment(**settings))
+    with pytest.raises(ConfigError, match=told):
+        weights_of(str(folder), run.recipe, run.mesh, None)
+
+
+def test_adapters_whose_base_is_not_known_are_refused(folder):
+    file = folder / "adapter_config.json"
+    for base, told in (
+        (None, "base_model_name_or_path is not set"),
+        (str(folder), "holds no model"),
+    ):
+        content = json.loads(file.read_text()) | {"base_model_name_or_path": base}
+        file.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=told):
+            convert.bring_in(located(str(folder)), folder.parent / "run")
+
+
+@pytest.mark.slow
+def test_what_comes_in_goes_out(folder, tmp_path):
+    told = convert.bring_in(HuggingFace(folder, str(folder), base=str(BASE)), tmp_path / "run")
+    assert told.startswith(f"the adapters of {folder}")
+    cfg = configs.load(str(tmp_path / "run"))
+    assert fdl.get_callable(cfg.model) is lora
+    assert set(cfg.model.paths) == set(PATHS)
+    with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
+        names = checkpoints.verify(0).arrays
+    assert all(name.endswith((".down", ".up")) for name in names)
+
+    saved = Saved(tmp_path / "run" / "checkpoints", None)
+    convert.bring_adapters_out(saved, tmp_path / "out")
+    found, expected = (
+        tensors(each / "adapter_model.safetensors") for each in (tmp_path / "out", folder)
+    )
+    for name, values in expected.items():
+        if not name.endswith("base_layer.weight"):
+            np.testing.assert_array_equal(found.pop(name), values)
+    assert not found
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(BASE)
+
+    convert.bring_out(saved, tmp_path / "merged", None, "float32")
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), hf.load(BASE))  # as the run keeps it
+    whole = merged(hf.load_adapters(folder, base))
+    hf.save(whole, tmp_path / "expected", dtype="float32")
+    one, other = (
+        tensors(each / "model.safetensors") for each in (tmp_path / "merged", tmp_path / "expected")
+    )
+    assert one.keys() == other.keys()
+    for name, values in other.items():
+        np.testing.assert_allclose(one[name], values, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_adapters_were_brought_in(folder, tmp_path):
+    convert.bring_in(located(str(folder)), tmp_path / "run")
+    shutil.rmtree(folder)
+    cfg = configs.load(str(tmp_path / "run"))
+    run = experiment()
+    cfg.data, cfg.validation, cfg.steps, cfg.keep_checkpoints = run.data, None, 4, 1
+    cfg.mesh.fsdp, cfg.checkpoint_every = 1, 1
+    with pytest.raises(Exception, match="stopped after step 2"):
+        fit(cfg, tmp_path / "run", Options(stop=lambda step: step == 2))
+    with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
+        assert 0 not in checkpoints.steps()  # that it began with
+    assert fit(cfg, tmp_path / "run").summary.steps == 4
+
+
+@pytest.mark.slow
+def test_a_run_without_adapters_has_none_to_write(tmp_path):
+    convert.bring_in(located(str(BASE)), tmp_path / "run")
+    with pytest.raises(ConfigError, match="has no adapters: leave out --adapters"):
+        convert.bring_adapters_out(located(str(tmp_path / "run")), tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_run_that_trained_adapters_is_written_merged(tmp_path, dtype):
+    cfg = experiment()
+    cfg.steps, cfg.frozen_dtype = 2, dtype
+    cfg.model.paths = ("stack.*.attention.query",)
+    fit(cfg, tmp_path / "run")
+    convert.bring_out(located(str(tmp_path / "run")), tmp_path / "out", None, "float32")
+    convert.bring_adapters_out(located(str(tmp_path / "run")), tmp_path / "adapters")
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), hf.load(BASE))
+    whole = merged(hf.load_adapters(tmp_path / "adapters", base))
+    for a, b in zip(
+        jax.tree.leaves(hf.load(tmp_path / "out")), jax.tree.leaves(whole), strict=True
+    ):
+        np.testing.assert_allclose(a, b.astype(jnp.float32), atol=1e-6)
+    assert (
+        np.abs(
+            hf.load(tmp_path / "out").stack[0][0].attention.query - base.stack[0][0].attention.query
+        ).max()
+        > 0
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["--from={peft}", "--to={here}/run", f"--base={BASE}"], 0, "holds the adapters of"),
+        (["--from={peft}", "--to={here}/run", "--adapters"], 2, "is for the way out"),
+        ([f"--from={BASE}", "--to={here}/run", f"--base={BASE}"], 2, "is a whole model"),
+        (["--from={made}", "--to={here}/out", "--adapters"], 0, "holds the adapters of step 0"),
+        (["--from={made}", "--to={here}/out", "--adapters", "--tokenizer=x"], 2, "whole models"),
+        (["--from={made}", "--to={here}/out", f"--base={BASE}"], 2, "merged weights need none"),
+    ],
+)
+def test_the_command(folder, tmp_path, arguments, status, told):
+    if "--from={made}" in arguments:
+        convert.bring_in(located(str(folder)), tmp_path / "made")
+    places = {"peft": folder, "here": tmp_path, "made": tmp_path / "made"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "runner.convert", *(each.format(**places) for each in arguments)],
+        env=os.environ | {"PYTHONPATH": str(HF.parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == status, ended.stderr
+    assert told in ended.stdout + ended.stderr
