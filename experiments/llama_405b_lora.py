@@ -1,12 +1,11 @@
-"""Adapters on Llama 3.1 405B Instruct, 500 steps of 32,768 tokens of conversations; 2.8e19 FLOPs,
-20 H100-hours at 40 % MFU.
+"""LoRA on Llama 3.1 405B, 500 steps of 32,768 tokens; 2.8e19 FLOPs, 20 H100-hours at 40 % MFU.
 
     python -m data_tools.prepare_chats --dataset=HuggingFaceTB/smoltalk --name=all --split=train \
         --tokenizer=meta-llama/Llama-3.1-405B-Instruct --max_length=4096 --out=data/chats_llama3
     python -m runner --fdl_config=experiments/llama_405b_lora --workdir=/tmp/llama_405b_lora
 
-For 8 accelerators of 192 GB: the base takes 102 GB of each, in bfloat16 and split over all of them,
-and is read from its folder piece by piece. All else as in experiments/llama_8b_lora.py.
+For 8 accelerators of 192 GB. The base takes 102 GB of each: it is in bfloat16, split over all of
+them, and read from its folder piece by piece. All else as in experiments/llama_8b_lora.py.
 """
 
 import fiddle as fdl

@@ -1,12 +1,12 @@
-"""Adapters on Llama 3.1 8B Instruct, 500 steps of 131,072 tokens of conversations; 2.4e18 FLOPs,
-1.7 H100-hours at 40 % MFU.
+"""LoRA on Llama 3.1 8B, 500 steps of 131,072 tokens; 2.4e18 FLOPs, 1.7 H100-hours at 40 % MFU.
 
     python -m data_tools.prepare_chats --dataset=HuggingFaceTB/smoltalk --name=all --split=train \
         --tokenizer=meta-llama/Llama-3.1-8B-Instruct --max_length=4096 --out=data/chats_llama3
     python -m runner --fdl_config=experiments/llama_8b_lora --workdir=/tmp/llama_8b_lora
 
-Every matrix of every layer has an adapter of rank 16 (Dettmers et al. 2023, arXiv:2305.14314, §4);
-all else is frozen, in bfloat16. docs/finetuning.md says how to take the adapters along.
+The conversations go on from Llama 3.1 8B Instruct. Every matrix of every layer has an adapter of
+rank 16 (Dettmers et al. 2023, arXiv:2305.14314, §4); all else is frozen, in bfloat16. How to take
+the adapters along stands in docs/finetuning.md.
 """
 
 import fiddle as fdl

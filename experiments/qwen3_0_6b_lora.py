@@ -1,5 +1,4 @@
-"""Adapters on Qwen 3 0.6B, 500 steps of 131,072 tokens of conversations; 3.4e17 FLOPs, 15
-H100-minutes at 40 % MFU.
+"""LoRA on Qwen 3 0.6B, 500 steps of 131,072 tokens; 3.4e17 FLOPs, 15 H100-minutes at 40 % MFU.
 
     python -m data_tools.prepare_chats --dataset=HuggingFaceTB/smoltalk --name=all --split=train \
         --tokenizer=Qwen/Qwen3-0.6B --max_length=4096 --out=data/chats_qwen3

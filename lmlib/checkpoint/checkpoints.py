@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class Checkpoints:
         keep: int = 3,
         keep_every: int | None = None,
         keep_best: int = 0,
+        keep_steps: Collection[int] = (),
         read_only: bool = False,
         save_seconds: int = 1_200,
     ):
@@ -82,6 +83,7 @@ class Checkpoints:
           keep: the newest so many stay; the rest go whenever another one is whole.
           keep_every: checkpoints at multiples of so many steps stay too.
           keep_best: so many that `rank` gave the smallest metric stay too.
+          keep_steps: these stay too.
           read_only: changes nothing; for reading while a run may be saving.
           save_seconds: limit of a save, and of the processes' wait for each other in it.
 
@@ -90,7 +92,7 @@ class Checkpoints:
           OSError: if the directory cannot be made or read, naming it and the cause.
         """
         self._directory = local_folder(directory).absolute()
-        self._retention = Retention(keep, keep_every, keep_best)
+        self._retention = Retention(keep, keep_every, keep_best, keep_steps)
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None  # the step that was begun last
         # Of that step: each process digests the chunks it wrote; process 0 writes the manifest.

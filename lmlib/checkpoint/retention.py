@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ class Retention:
 
     held: int | None
 
-    def __init__(self, keep: int, keep_every: int | None, keep_best: int):
+    def __init__(
+        self, keep: int, keep_every: int | None, keep_best: int, keep_steps: Collection[int] = ()
+    ):
         """Raises ValueError if `keep` or `keep_every` is less than 1, or `keep_best` than 0."""
         if keep < 1:
             raise ValueError(f"keep={keep} would delete every checkpoint: keep at least 1")
@@ -36,11 +38,12 @@ class Retention:
         self.held = None
         self._metrics: dict[int, float] = {}  # of the steps that have one, smaller is better
         self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
+        self._keep_steps = frozenset(keep_steps)
 
     def policy(self) -> orbax.AnyPreservationPolicy:
         policies: list[orbax.PreservationPolicy] = [
             orbax.LatestN(self._keep),
-            _Chosen(lambda steps: {self.held}),
+            _Chosen(lambda steps: {self.held, *self._keep_steps}),
         ]
         if self._keep_every is not None:
             policies.append(orbax.EveryNSteps(self._keep_every))

@@ -60,7 +60,7 @@ from runner.training.samples import Samples
 from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
-from runner.training.weights import frozen_note
+from runner.training.weights import WEIGHTS_ALONE, frozen_note
 from runner.watch.goodput import GoodputLog
 from runner.watch.phases import Phase, Phases
 from runner.watch.profiling import Profiler, dump_program
@@ -199,6 +199,8 @@ class _Run:
                 keep=self.experiment.keep_checkpoints,
                 keep_every=self.experiment.keep_checkpoints_every,
                 keep_best=self.experiment.keep_best_checkpoints,
+                # Imported weights, of which the frozen ones are read again at every start.
+                keep_steps=() if self.experiment.recipe.trained is None else (WEIGHTS_ALONE,),
                 save_seconds=max(1, round(limits.checkpoint)),
             )
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import from_hf
 from lmlib import hf
 from lmlib.adapters import lora, merged, without_adapters
 from lmlib.checkpoint.manifest import read_manifest
@@ -18,7 +19,7 @@ from runner import Options, convert, fit
 from runner.command_line.errors import ConfigError, StoppedEarly
 from runner.config import configs
 from runner.inference.loaded import load
-from runner.training.weights import Saved
+from runner.training.weights import HuggingFace, Saved
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 SMALL = ("validation=None", "mesh.fsdp=1", "steps=4", "checkpoint_every=2")
@@ -131,7 +132,7 @@ def test_the_405b_at_a_small_size_from_a_folder_to_both_formats(tmp_path):
     with pytest.raises(StoppedEarly):
         fit(cfg, tmp_path / "cut", Options(stop=lambda step: step == 3))
     again = fit(cfg, tmp_path / "cut")
-    same(again.state, whole.state)
+    same((again.state.model, again.state.optimizer), (whole.state.model, whole.state.optimizer))
     for kept, written in zip(
         jax.tree.leaves(without_adapters(whole.state.frozen)), jax.tree.leaves(base), strict=True
     ):
@@ -144,3 +145,17 @@ def test_the_405b_at_a_small_size_from_a_folder_to_both_formats(tmp_path):
     found, expected = hf.load(tmp_path / "merged"), merged(whole.state.whole_model)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_an_imported_base_stays_in_its_workdir(folder, tmp_path):
+    workdir = tmp_path / "imported"
+    convert.bring_in(HuggingFace(folder, str(folder)), workdir)
+    shutil.rmtree(folder)
+    cfg = configs.load(str(workdir / "config.json"))
+    from_hf.tiny(cfg)
+    cfg.validation, cfg.mesh.fsdp, cfg.steps, cfg.checkpoint_every = None, 1, 4, 1
+    cfg.trainable = {"norms": fdl.Config(Group, paths=("*norm.scale",))}
+    cfg.keep_checkpoints = 1
+    with pytest.raises(StoppedEarly):
+        fit(cfg, workdir, Options(stop=lambda step: step == 3))
+    assert fit(cfg, workdir).summary.steps == 4

@@ -30,16 +30,16 @@ class Place(NamedTuple):
     summed: tuple[str, ...]
     inputs: int
 
-    def down(self, rank: int, start: int = 0) -> Share:
-        """Of lora_A, whose rows are the weight's from `start` on."""
+    def down(self, rank: int) -> Share:
+        """How what multiplies the weight's inputs lies in lora_A."""
         share = self.piece.share
         sizes = dict(zip(share.axes, share.sizes, strict=True))
         own = tuple(sizes[axis] for axis in self.summed)
         within = (_RANK, share.within[self.inputs])
-        return Share((*self.summed, _RANK), (*own, rank), within, 0, start)
+        return Share((*self.summed, _RANK), (*own, rank), within, 0, 0)
 
     def up(self, rank: int) -> Share:
-        """Of the columns of lora_B that are the weight's."""
+        """How what makes the weight's outputs lies in lora_B."""
         share = self.piece.share
         kept = {a: n for a, n in zip(share.axes, share.sizes, strict=True) if a not in self.summed}
         within = (share.within[1 - self.inputs], _RANK)
@@ -89,6 +89,8 @@ def modules_of(base: Any, names: Names) -> dict[str, Module]:
         places = tuple(
             _place(piece, weight) for piece, weight in zip(tensor.pieces, own, strict=True)
         )
+        if len(places) > 1 and any(place.inputs == tensor.along for place in places):
+            continue  # weights with inputs of their own
         name = tensor.name.removesuffix(".weight")
         found[name] = Module(name, places, not own[0].declaration.multiplied)
     return found
