@@ -22,7 +22,7 @@ from lmlib.experiment import Experiment
 from lmlib.guard import Guard
 from lmlib.hf.families import described
 from lmlib.hf.hub import local_folder_of
-from lmlib.losses import Objective
+from lmlib.losses import NextToken
 from lmlib.parallel.mesh import make_mesh
 
 
@@ -37,7 +37,7 @@ def config(folder: str, tokens: str = "data/c4") -> fdl.Config[Experiment]:
         model=fdl.Partial(found.family.build, **found.arguments),
         init_from=folder,
         compute=fdl.Config(Compute),
-        objective=fdl.Config(Objective),
+        objective=fdl.Config(NextToken),
         data=fdl.Config(
             FlatTokens, path=tokens, split="train", batch_size=256, sequence_length=2_048
         ),

@@ -17,7 +17,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.guard import Guard
-from lmlib.losses import Objective
+from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
@@ -30,7 +30,7 @@ def config() -> fdl.Config[Experiment]:
             llama, vocab=32_768, embed=512, layers=8, heads=8, head_dim=128, mlp=4_096
         ),
         compute=fdl.Config(Compute),
-        objective=fdl.Config(Objective),
+        objective=fdl.Config(NextToken),
         data=fdl.Config(
             FlatTokens, path="data/c4", split="train", batch_size=64, sequence_length=1_024
         ),

@@ -18,7 +18,7 @@ from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
 from lmlib.guard import Guard
-from lmlib.losses import Objective
+from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.models.rope_scaling import Llama3
 from lmlib.parallel.mesh import make_mesh
@@ -37,7 +37,7 @@ def config() -> fdl.Config[Experiment]:
         init_from="meta-llama/Llama-3.1-8B-Instruct",
         trainable=fdl.Config(adapters),
         compute=fdl.Config(Compute),
-        objective=fdl.Config(Objective),
+        objective=fdl.Config(NextToken),
         data=fdl.Config(
             FlatTokens,
             path="data/chats_llama3",

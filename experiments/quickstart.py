@@ -13,7 +13,7 @@ from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
 from lmlib.guard import Guard
-from lmlib.losses import Objective
+from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
@@ -33,7 +33,7 @@ def config() -> fdl.Config[Experiment]:
             tied=True,
         ),
         compute=fdl.Config(Compute, dtype="float32", saved=ACTIVATIONS, unroll=4),
-        objective=fdl.Config(Objective),
+        objective=fdl.Config(NextToken),
         data=fdl.Config(FlatTokens, path=path, split="train", batch_size=4, sequence_length=128),
         validation=fdl.Config(
             FlatTokens,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lmlib.description import describe
     from lmlib.experiment import Experiment
     from lmlib.generate import Generator, Sampling
-    from lmlib.losses import Objective, batch_loss
+    from lmlib.losses import DPO, Distillation, NextToken, batch_loss
     from lmlib.models.decoder import Decoder
     from lmlib.models.families.llama import llama
     from lmlib.models.protocol import Context, whole_rows
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from lmlib.parallel.mesh import make_mesh
 
 __all__ = [
+    "DPO",
     "Compute",
     "Context",
     "Decoder",
+    "Distillation",
     "Experiment",
     "Generator",
-    "Objective",
+    "NextToken",
     "Sampling",
     "adamw",
     "batch_loss",
@@ -35,12 +37,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DPO": "lmlib.losses",
     "Compute": "lmlib.compute",
     "Context": "lmlib.models.protocol",
     "Decoder": "lmlib.models.decoder",
+    "Distillation": "lmlib.losses",
     "Experiment": "lmlib.experiment",
     "Generator": "lmlib.generate",
-    "Objective": "lmlib.losses",
+    "NextToken": "lmlib.losses",
     "Sampling": "lmlib.generate",
     "adamw": "lmlib.optim",
     "batch_loss": "lmlib.losses",

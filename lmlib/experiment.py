@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,19 +9,15 @@ import jax
 from jax.sharding import Mesh
 
 from lmlib import train
+from lmlib.adapters import without_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source
-from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import tokenizers_differ
-from lmlib.data.mixture import Mixture
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.suite.suite import Suite
+from lmlib.experiment_checks import check_experiment
 from lmlib.guard import Guard
-from lmlib.losses import Objective
-from lmlib.models.adapted import has_adapters
-from lmlib.models.protocol import check_protocol
+from lmlib.losses import NextToken, Objective
 from lmlib.optim import Optimizer
-from lmlib.parallel.check import check_batch, check_model
 from lmlib.train import State
 from lmlib.trainable import (
     Groups,
@@ -31,31 +26,6 @@ from lmlib.trainable import (
     flops_per_token,
     with_groups,
 )
-
-_KINDS = {
-    "compute": Compute,
-    "objective": Objective,
-    "data": Source,
-    "mesh": Mesh,
-    "guard": Guard,
-    "suite": Suite | None,
-}
-_FROZEN_DTYPES = ("float32", "bfloat16", "float16", "int8")
-_LEAST = {
-    "steps": 1,
-    "microbatches": 1,
-    "stop_after_skipped": 1,
-    "validation_batches": 1,
-    "evaluate_every": 1,
-    "checkpoint_every": 1,
-    "keep_checkpoints": 1,
-    "keep_checkpoints_every": 1,
-    "keep_best_checkpoints": 0,
-    "tolerated_failed_saves": 0,
-    "captures": 0,
-    "prefetch_batches": 1,
-    "sample_every": 1,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +40,7 @@ class Experiment:
       mesh: the devices.
       steps: updates to make.
       compute: how the model is computed.
-      objective: what is minimised besides the cross-entropy.
+      objective: what is minimised.
       trainable: the weights that train, in groups by their names; others are frozen: they have no
         gradient, no moments and no copy in float32. `None`: all train.
       frozen_dtype: of frozen weights; "int8" keeps matrices in 8 bits. `None`: that of `compute`.
@@ -109,7 +79,7 @@ class Experiment:
     mesh: Mesh
     steps: int
     compute: Compute = Compute()
-    objective: Objective = Objective()
+    objective: Objective = NextToken()
     trainable: Groups | None = None
     frozen_dtype: str | None = None
     microbatches: int = 1
@@ -143,6 +113,15 @@ class Experiment:
     @property
     def make_model(self) -> Callable[[], Any]:
         return self.recipe.make
+
+    @functools.cached_property
+    def companion_recipe(self) -> Recipe | None:
+        """As `recipe`, of the frozen model that the objective needs; `None`: it needs none."""
+        wanted = self.objective.companion
+        if wanted is None:
+            return None
+        make = wanted.model or (lambda *, key: without_adapters(self.model(key=key)))
+        return Recipe(make, self.seed + 1, {}, self.compute.dtype)
 
     @functools.cached_property
     def made_optimizer(self) -> Optimizer:
@@ -189,9 +168,11 @@ class Experiment:
         return self.data.text_codec() if isinstance(self.data, HasText) else None
 
     def flops_per_token(self, causal: bool) -> float:
-        """Of a step on sequences of `data`; see `lmlib.trainable.flops_per_token`."""
-        length = self.data.sequence_length
-        return flops_per_token(self.recipe.shapes, self.trainable, length, causal)
+        """Of a step on sequences of `data`, with those of the objective's second model; see
+        `lmlib.trainable.flops_per_token`."""
+        length, model = self.data.sequence_length, self.recipe.shapes
+        of_training = flops_per_token(model, self.trainable, length, causal)
+        return of_training + self.objective.flops_per_token(model, length, causal)
 
     def abstract_model(self) -> Any:
         """The model with `ShapeDtypeStruct`s for weights."""
@@ -199,31 +180,50 @@ class Experiment:
 
     def abstract_state(self) -> State:
         """Shapes, dtypes and `NamedSharding`s of the state."""
-        return train.abstract_state(
+        state = train.abstract_state(
             self.make_model, self.made_optimizer, self.mesh, self.guard, self.recipe.trained
         )
+        recipe = self.companion_recipe
+        if recipe is None:
+            return state
+        return state.with_companion(train.abstract_model(recipe.make, self.mesh))
 
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and `NamedSharding`s of a batch."""
         data = self.data
         return train.abstract_batch(data.batch_size, data.sequence_length, self.mesh)
 
-    def init(self) -> State:
-        """The state before the first step, with new weights."""
-        return train.init(
-            self.make_model,
-            self.made_optimizer,
-            self.mesh,
-            self.guard,
-            self.seed,
-            self.recipe.trained,
-        )
+    def init(self, companion: Any = None) -> State:
+        """The state before the first step, with new weights; `companion`: as of `begin`."""
+        return self.begin(train.new_model(self.make_model, self.mesh), companion)
 
-    def begin(self, model: Any) -> State:
-        """The state before the first step, with the weights of `model`, whose buffers it takes."""
-        return train.begin(
+    def begin(self, model: Any, companion: Any = None) -> State:
+        """The state before the first step, with the weights of `model`, whose buffers it takes.
+
+        Args:
+          companion: the frozen model that the objective needs, as `companion_recipe` keeps it;
+            `None`: new, if the objective takes it from nowhere.
+
+        Raises:
+          ValueError: if the objective names the companion's weights, and there is none.
+        """
+        state = train.begin(
             model, self.made_optimizer, self.mesh, self.guard, self.seed, self.recipe.trained
         )
+        if companion is None:
+            companion = self._new_companion()
+        return state.with_companion(companion)
+
+    def _new_companion(self) -> Any:
+        recipe, wanted = self.companion_recipe, self.objective.companion
+        if recipe is None or wanted is None:
+            return None
+        if wanted.weights_from is not None:
+            raise ValueError(
+                f"the objective compares with the weights of {wanted.weights_from}: give them as "
+                "companion"
+            )
+        return train.new_model(recipe.make, self.mesh)
 
     def trace_step(self) -> jax.stages.Traced:
         """The train step, as every command traces it: `state, metrics = step(state, batch)`."""
@@ -249,135 +249,4 @@ class Experiment:
         Raises:
           ValueError: naming the setting, its value, and what would work.
         """
-        for name, kind in _KINDS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                expected = getattr(kind, "__name__", kind)
-                raise ValueError(f"{name} must be of type {expected}, got {value!r}")
-        validation = self.validation
-        sets = validation.values() if isinstance(validation, Mapping) else (validation,)
-        if validation is not None and not all(isinstance(each, Source) for each in sets):
-            raise ValueError(
-                f"validation must be of type {Source | None}, or a mapping of names to such, got "
-                f"{validation!r}"
-            )
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-        if self.sample_every is not None and not self.prompts:
-            raise ValueError(
-                f"sample_every is {self.sample_every}, but there are no prompts to continue: set "
-                "prompts, or sample_every to None"
-            )
-        self._check_trainable()
-        model = self.abstract_model()
-        check_protocol(model)
-        check_model(model, self.mesh)
-        self._check_source("data", self.data, model, self.microbatches)
-        if self.data.batches is not None and self.data.batches < self.steps:
-            raise ValueError(
-                f"data ends after {self.data.batches} batches, but steps is {self.steps}: make "
-                "fewer steps, or let the data repeat (epochs=None)"
-            )
-        if self.suite is not None:
-            self._check_suite(model)
-        if self.validation is not None:
-            self._check_validation(model)
-
-    def _check_trainable(self) -> None:
-        if self.frozen_dtype not in (None, *_FROZEN_DTYPES):
-            raise ValueError(
-                f"frozen_dtype must be one of {', '.join(_FROZEN_DTYPES)}, or None, got "
-                f"{self.frozen_dtype!r}"
-            )
-        if self.trainable is None and self.frozen_dtype is not None:
-            raise ValueError(
-                f"frozen_dtype is {self.frozen_dtype!r}, but nothing is frozen: set trainable"
-            )
-        if self.trainable is None and has_adapters(self.recipe.shapes):
-            raise ValueError(
-                "the model has adapters, whose bases do not train, but trainable is None: "
-                "lmlib.trainable.adapters() trains the adapters alone"
-            )
-        self.optimizer(self.steps)
-        try:
-            _ = self.made_optimizer
-        except TypeError as error:
-            raise ValueError(
-                "a group of trainable says which weights decay, but the optimizer takes no "
-                f"`decays`: {error}"
-            ) from None
-
-    def _check_suite(self, model: Any) -> None:
-        if self.validation is None:
-            raise ValueError("suite is measured where validation is: set validation too")
-        length, compute = self.suite_length, self.compute
-        model.check(length, compute)
-        check_batch(self.data.batch_size, length, 1, compute.sequence_parallel, self.mesh)
-
-    def _check_validation(self, model: Any) -> None:
-        named = isinstance(self.validation, Mapping)
-        sets = self.validation_sets
-        if not sets:
-            raise ValueError("validation names no source: give it one, or None for none")
-        for name, source in sets.items():
-            if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
-                raise ValueError(
-                    f"validation has the name {name!r}: a name is of letters, digits, _, . and -"
-                )
-            where = f"validation[{name!r}]" if named else "validation"
-            self._check_source(where, source, model, 1)
-            if tokenizers_differ(self.data.tokenizer, source.tokenizer):
-                raise ValueError(
-                    f"data was made by {self.data.tokenizer}, but {where} by {source.tokenizer}: "
-                    "their ids mean different texts; make both with one tokenizer"
-                )
-            if self.validation_batches is None and source.batches is None:
-                raise ValueError(
-                    f"{where} never ends: set validation_batches to the number of batches that "
-                    "each evaluation should see"
-                )
-        weights = self.validation_weights
-        if weights is not None:
-            if not named or weights.keys() != sets.keys():
-                raise ValueError(
-                    f"validation_weights are of {', '.join(map(repr, weights))}, but validation "
-                    f"has {', '.join(map(repr, sets)) if named else 'no names'}: name each once"
-                )
-            if not all(weight >= 0 for weight in weights.values()) or not sum(weights.values()) > 0:
-                raise ValueError(f"validation_weights must be positive numbers, got {weights!r}")
-        if self.best_by not in self.evaluation_metrics:
-            raise ValueError(
-                f"best_by={self.best_by!r} is no metric of this experiment's evaluations; there "
-                f"are {', '.join(self.evaluation_metrics)}"
-            )
-
-    def _check_source(self, name: str, source: Source, model: Any, microbatches: int) -> None:
-        if source.max_token_id >= model.vocab:
-            raise ValueError(
-                f"{name} has token ids up to {source.max_token_id}, but the model's vocabulary ends"
-                f" at {model.vocab - 1}; set vocab to {source.max_token_id + 1} or more, or use the"
-                " data set's own tokenizer"
-            )
-        _check_length(name, source)
-        model.check(source.sequence_length, self.compute)
-        check_batch(
-            source.batch_size,
-            source.sequence_length,
-            microbatches,
-            self.compute.sequence_parallel,
-            self.mesh,
-        )
-
-
-def _check_length(name: str, source: Source) -> None:
-    """Refuses sequences that are longer than all the data, before anything of that size is made."""
-    if isinstance(source, Mixture):
-        for part in source.sources.values():
-            _check_length(name, part)
-    elif isinstance(source, FlatTokens) and source.sequence_length >= source.tokens:
-        raise ValueError(
-            f"{name} makes sequences of {source.sequence_length:,} tokens and has "
-            f"{source.tokens:,} tokens in all: set sequence_length to {source.tokens - 1:,} or less"
-        )
+        check_experiment(self)

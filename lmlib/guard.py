@@ -65,15 +65,15 @@ class Guard:
         loss: Float[Array, ""],
         grad_norm: Float[Array, ""],
         update_norm: Float[Array, ""],
-        tokens: Int32[Array, ""],
+        count: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], GuardState]:
         """Whether to make the update, and the state after that.
 
         Args:
           update_norm: of the update that would be made.
-          tokens: valid targets of the batch.
+          count: what the objective counts in the batch, its valid targets say.
         """
-        empty = tokens == 0
+        empty = count == 0
         sound = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
         recent_W = state.recent_losses_W
         if recent_W is not None:

@@ -60,16 +60,8 @@ def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
 def chunk_logits(
     table_EV: Array, h_NE: Array, targets_N: Array, cap: float | None, logits_dtype: str
 ) -> ChunkLogits:
-    """The logits h · table of a chunk, in `logits_dtype` or h's dtype if it is wider; softmax is in
-    float32 at least. `cap`: as `Model.logit_cap`."""
-    wide = jnp.promote_types(h_NE.dtype, jnp.float32)
-    logits_NV = jnp.einsum(
-        "ne,ev->nv",
-        h_NE,
-        table_EV,
-        preferred_element_type=jnp.promote_types(logits_dtype, h_NE.dtype),
-    )
-    logits_NV = capped(logits_NV.astype(wide), cap)
+    """The logits of a chunk as `logits_alone` makes them; softmax is in float32 at least."""
+    logits_NV = logits_alone(table_EV, h_NE, cap, logits_dtype)
     highest_N = pmax(jnp.max(logits_NV, axis=-1), "tensor")
     exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
     normaliser_N = psum(jnp.sum(exponentials_NV, axis=-1), "tensor")
@@ -82,17 +74,30 @@ def chunk_logits(
     )
 
 
+def logits_alone(
+    table_EV: Array, h_NE: Array, cap: float | None, logits_dtype: str
+) -> Float[Array, "n v"]:
+    """The logits h · table of a chunk, made in `logits_dtype` or h's dtype if it is wider, float32
+    at least from then on. `cap`: as `Model.logit_cap`."""
+    wide = jnp.promote_types(h_NE.dtype, jnp.float32)
+    logits_NV = jnp.einsum(
+        "ne,ev->nv",
+        h_NE,
+        table_EV,
+        preferred_element_type=jnp.promote_types(logits_dtype, h_NE.dtype),
+    )
+    return capped(logits_NV.astype(wide), cap)
+
+
 def vocabulary_ids(logits_NV: Array) -> Int32[Array, "n v"]:
     """The token id of each logit in this device's share."""
     N, V = logits_NV.shape
     return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index("tensor")
 
 
-def chunks(
-    limit: int | None, vocab: int, h_BSE: Array, targets_BS: Array, loss_mask_BS: Array
-) -> tuple[Array, Array, Array]:
-    """(C, N, …): as few chunks as `limit` allows, all alike; the last is filled up with tokens that
-    do not count.
+def chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:
+    """Arrays (b, s, …) as (C, N, …): as few chunks as `limit` allows, all alike; the last is filled
+    up with zeros, tokens that do not count.
 
     Args:
       limit: tokens whose logits a device holds at a time; `None`: 1 GiB of them in float32, on CPUs
@@ -101,15 +106,16 @@ def chunks(
     """
     held_bytes = _CHUNK_BYTES.get(platform(), _CHUNK_BYTES_ELSEWHERE)
     limit = limit or max(1, held_bytes // (4 * vocab))
-    tokens = targets_BS.size
-    count = -(-tokens // limit)
-    missing = -tokens % count
+    B, S = tokens[0].shape[:2]
+    count = -(-B * S // limit)
+    missing = -(B * S) % count
 
-    def part(x: Array, *rest: int) -> Array:
-        flat = jnp.pad(x.reshape(tokens, *rest), ((0, missing), *((0, 0) for _ in rest)))
+    def part(x: Array) -> Array:
+        rest = x.shape[2:]
+        flat = jnp.pad(x.reshape(B * S, *rest), ((0, missing), *((0, 0) for _ in rest)))
         return flat.reshape(count, -1, *rest)
 
-    return part(h_BSE, h_BSE.shape[-1]), part(targets_BS), part(loss_mask_BS)
+    return tuple(map(part, tokens))
 
 
 def visited(visit: Callable[..., Any], start: Any, parts: Any) -> Any:

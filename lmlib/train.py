@@ -12,21 +12,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32, Key, PRNGKeyArray
+from jaxtyping import Array, Int32, Key
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.guard import Guard, GuardState, choose
-from lmlib.losses import CROSS_ENTROPY, Objective, batch_loss
+from lmlib.losses import NextToken, Objective
 from lmlib.models.weights import fold
 from lmlib.optim import Optimizer
-from lmlib.parallel.axes import map_weights
+from lmlib.parallel.axes import M, map_weights
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import creator, partition, shardings, spec, stored
 from lmlib.trainable import parted
 
 Metrics = dict[str, Array]
 FINITE = Guard()  # skips what is not finite, and nothing else
+NEXT_TOKEN = NextToken()
 
 
 class State(eqx.Module):
@@ -38,6 +39,8 @@ class State(eqx.Module):
       key: stays the same: what is random in a step is drawn from it, the step and the microbatch,
         never from what happened before.
       frozen: the model's other weights, which stay as they are; `None`: there are none.
+      companion: the frozen model that the objective needs, in the compute dtype; `None`: it needs
+        none.
     """
 
     step: Int32[Array, ""]
@@ -46,6 +49,7 @@ class State(eqx.Module):
     guard: GuardState
     key: Key[Array, ""]
     frozen: Any = None
+    companion: Any = None
 
     @property
     def whole_model(self) -> Any:
@@ -54,11 +58,14 @@ class State(eqx.Module):
 
     @property
     def changing(self) -> "State":
-        """What a step changes: all but the frozen weights. A checkpoint holds this."""
-        return self.with_frozen(None)
+        """What a step changes: nothing that is frozen. A checkpoint holds this."""
+        return self.with_frozen(None).with_companion(None)
 
     def with_frozen(self, frozen: Any) -> "State":
         return eqx.tree_at(lambda state: state.frozen, self, frozen, is_leaf=lambda x: x is None)
+
+    def with_companion(self, companion: Any) -> "State":
+        return eqx.tree_at(lambda s: s.companion, self, companion, is_leaf=lambda x: x is None)
 
 
 def init(
@@ -74,9 +81,13 @@ def init(
     `seed` is for what is random in the steps; that of the weights is in `make_model`. `trained` are
     the paths of the weights that train; `None`: all do.
     """
+    return begin(new_model(make_model, mesh), optimizer, mesh, guard, seed, trained)
+
+
+def new_model(make_model: Callable[[], M], mesh: Mesh) -> M:
+    """The model with new weights, laid out on `mesh` from the start."""
     with jax.set_mesh(mesh):
-        model = creator(make_model, mesh)()
-    return begin(model, optimizer, mesh, guard, seed, trained)
+        return creator(make_model, mesh)()
 
 
 def begin(
@@ -164,23 +175,24 @@ def step(
     batch: Batch,
     optimizer: Optimizer,
     compute: Compute,
-    objective: Objective = CROSS_ENTROPY,
+    objective: Objective = NEXT_TOKEN,
     guard: Guard = FINITE,
     microbatches: int = 1,
 ) -> tuple[State, Metrics]:
     """One update from one global batch.
 
-    The loss is the sum over valid target tokens divided by their count in the whole batch, so
-    neither microbatches nor devices nor uneven masks change it. An update that `guard` finds
-    unsound, and that of a batch without a target, is not made: weights, moments and the learning
-    rate's schedule stay where they are.
+    The loss is the sum over what `objective` counts, valid target tokens say, divided by their
+    count in the whole batch, so neither microbatches nor devices nor uneven masks change it. An
+    update that `guard` finds unsound, and that of a batch without anything to count, is not made:
+    weights, moments and the learning rate's schedule stay where they are.
     Random layers draw from `state.key`, folded with the step and then with the microbatch's index.
     Frozen weights have no gradient and no moments, and stay in their buffers.
 
-    Metrics, float32 unless said: `loss` (nats per token, without z-loss), `grad_norm` before
-    clipping, `parameter_norm` of what trains, before the update, `update_norm`, 0 if it is not
-    made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this batch,
-    `skipped_updates` in all, `skipped_in_a_row`, and `empty_batches`, in all, which had no target.
+    Metrics, float32 unless said: `loss` and what else `objective` reports, on average;
+    `grad_norm` before clipping, `parameter_norm` of what trains, before the update, `update_norm`,
+    0 if it is not made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this
+    batch, `skipped_updates` in all, `skipped_in_a_row`, and `empty_batches`, in all, which had
+    nothing to count.
 
     Raises:
       LayoutError: if the mesh that is set cannot split the weights or the batch.
@@ -190,56 +202,53 @@ def step(
         check_model(state.whole_model, mesh)
         B, S = batch.tokens.shape
         check_batch(B, S, microbatches, compute.sequence_parallel, mesh)
-    tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
-    divisor = jnp.maximum(tokens, 1).astype(jnp.float32)
-
+    count = objective.count(batch)
+    divisor = jnp.maximum(count, 1).astype(jnp.float32)
     step_key = jax.random.fold_in(state.key, state.step)
 
-    def part_loss(trained: Any, part: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
+    def part_loss(trained: Any, index: Array | int, part: Batch) -> tuple[Array, dict[str, Array]]:
         # Nothing asks for the gradient of what is frozen, so XLA leaves its products out.
         model = _whole(trained, state.frozen)
-        sums, _ = batch_loss(model, part, compute, objective, key)
-        return sums.minimised / divisor, sums.cross_entropy / divisor
+        key = jax.random.fold_in(step_key, index)
+        sums = objective.sums(model, state.companion, part, compute, key)
+        reported = {name: each / divisor for name, each in sums.reported.items()}
+        return sums.minimised / divisor, reported
 
-    def accumulate(
-        carry: tuple[Array, Any], indexed: tuple[Array, Batch]
-    ) -> tuple[tuple[Array, Any], None]:
-        (loss, gradients), (index, part) = carry, indexed
-        (_, part_loss_), part_gradients = jax.value_and_grad(part_loss, has_aux=True)(
-            state.model, part, jax.random.fold_in(step_key, index)
-        )
-        return (loss + part_loss_, jax.tree.map(jnp.add, gradients, part_gradients)), None
+    gradient = jax.grad(part_loss, has_aux=True)
+
+    def accumulate(gradients: Any, indexed: tuple[Array, Batch]) -> tuple[Any, dict[str, Array]]:
+        part_gradients, reported = gradient(state.model, *indexed)
+        return jax.tree.map(jnp.add, gradients, part_gradients), reported
 
     if microbatches == 1:
         # Without a loop, which XLA's TPU compiler would run twice.
-        (_, loss), gradients = jax.value_and_grad(part_loss, has_aux=True)(
-            state.model, batch, jax.random.fold_in(step_key, 0)
-        )
+        gradients, reported = gradient(state.model, 0, batch)
     else:
-        nothing = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.model)
+        nothing = jax.tree.map(jnp.zeros_like, state.model)
         parts = jnp.arange(microbatches), split(batch, microbatches)
         with jax.named_scope("microbatches"):
-            (loss, gradients), _ = jax.lax.scan(accumulate, nothing, parts)
+            gradients, reported = jax.lax.scan(accumulate, nothing, parts)
+        reported = {name: jnp.sum(each_M) for name, each_M in reported.items()}
     with jax.named_scope("optimizer"):
-        return _updated(state, tokens, loss, gradients, optimizer, guard)
+        new_state, metrics = _updated(state, count, reported["loss"], gradients, optimizer, guard)
+    tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
+    return new_state, {**reported, **metrics, "tokens": tokens}
 
 
 def _updated(
-    state: State, tokens: Array, loss: Array, gradients: Any, optimizer: Optimizer, guard: Guard
+    state: State, count: Array, loss: Array, gradients: Any, optimizer: Optimizer, guard: Guard
 ) -> tuple[State, Metrics]:
-    """The state after the update that `gradients` ask for, and the step's metrics."""
+    """The state after the update that `gradients` ask for, and what there is to say of it."""
     grad_norm = optax.global_norm(gradients)
     updates, moments = optimizer.transformation.update(gradients, state.optimizer, state.model)
     update_norm = optax.global_norm(updates)
-    made, guarded = guard.judge(state.guard, loss, grad_norm, update_norm, tokens)
+    made, guarded = guard.judge(state.guard, loss, grad_norm, update_norm, count)
     updates_made = state.step - state.guard.skipped - state.guard.empty_batches
     metrics = {
-        "loss": loss,
         "grad_norm": grad_norm,
         "parameter_norm": optax.global_norm(state.model),
         "update_norm": jnp.where(made, update_norm, 0),
         "learning_rate": jnp.asarray(optimizer.learning_rate(updates_made), jnp.float32),
-        "tokens": tokens,
         "skipped_updates": guarded.skipped,
         "skipped_in_a_row": guarded.skipped_in_a_row,
         "empty_batches": guarded.empty_batches,
@@ -251,6 +260,7 @@ def _updated(
         guard=guarded,
         key=state.key,
         frozen=state.frozen,
+        companion=state.companion,
     )
     return new_state, metrics
 
@@ -276,7 +286,7 @@ def trace_step(
     optimizer: Optimizer,
     mesh: Mesh,
     compute: Compute,
-    objective: Objective = CROSS_ENTROPY,
+    objective: Objective = NEXT_TOKEN,
     guard: Guard = FINITE,
     microbatches: int = 1,
 ) -> jax.stages.Traced:

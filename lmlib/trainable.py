@@ -142,7 +142,7 @@ class Recipe:
 
     Args:
       model, seed: `model(key=jax.random.key(seed))` makes new weights.
-      groups: what trains; `None`: everything.
+      groups: what trains; `None`: everything; an empty mapping: nothing.
       frozen_dtype: of what does not; see `resting`.
     """
 
@@ -164,7 +164,9 @@ class Recipe:
     @functools.cached_property
     def group_of(self) -> dict[str, str] | None:
         """The group of each weight that trains, by its path; `None`: all do."""
-        return None if self.groups is None else grouped(self.shapes, self.groups)
+        if self.groups is None:
+            return None
+        return grouped(self.shapes, self.groups) if self.groups else {}
 
     @property
     def trained(self) -> Set[str] | None:

@@ -71,14 +71,15 @@ def cost_of(cfg: fdl.Config[Experiment]) -> Cost:
     cfg = without_data(cfg)
     batch_size, sequence_length = cfg.data.batch_size, cfg.data.sequence_length
     make_model = fdl.build(cfg.model)
-    groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
     model = jax.eval_shape(lambda: make_model(key=jax.random.key(0)))
-    return Cost(
-        cfg.steps,
-        batch_size * sequence_length,
-        flops_per_token(model, groups, sequence_length, causal=False),
-        flops_per_token(model, groups, sequence_length, causal=True),
-    )
+    groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
+    objective = fdl.build(cfg.objective)
+
+    def flops(causal: bool) -> float:
+        of_training = flops_per_token(model, groups, sequence_length, causal)
+        return of_training + objective.flops_per_token(model, sequence_length, causal)
+
+    return Cost(cfg.steps, batch_size * sequence_length, flops(causal=False), flops(causal=True))
 
 
 def _target() -> Target:

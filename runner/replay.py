@@ -37,6 +37,7 @@ from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
 from runner.training.captures import Capture, read_batch, read_capture
+from runner.training.companion import companion_of
 from runner.training.weights import WEIGHTS_ALONE, frozen_weights, weights_of
 from runner.watch.progress import Progress
 
@@ -102,7 +103,7 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
     """The state that the capture begins with, and the steps made in it."""
     with user_errors():
         folder, recipe = capture.folder / "checkpoints", experiment.recipe
-        origin = capture.initialised_from
+        origin, companion = capture.initialised_from, companion_of(experiment, print)
         if steps_in(folder) == [WEIGHTS_ALONE]:
             origin = str(folder)
         elif folder.is_dir():
@@ -113,15 +114,16 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
                 raise ConfigError(f"{folder} holds no checkpoint")
             if isinstance(experiment.data, Resumable):
                 experiment.data.restore(found.step, found.notes["data"])
+            state = found.state.with_companion(companion)
             if recipe.trained is None:
-                return found.state, found.step
+                return state, found.step
             frozen = frozen_weights(found.notes, recipe, experiment.mesh)
-            return found.state.with_frozen(frozen), found.step
+            return state.with_frozen(frozen), found.step
         if origin is None:
-            return experiment.init(), 0
+            return experiment.init(companion), 0
         # What differs was allowed when the run began.
         model, _ = weights_of(origin, recipe, experiment.mesh, None, ["model"])
-    return experiment.begin(model), 0
+    return experiment.begin(model, companion), 0
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "lmlib.hf": {"lmlib.adapters", "lmlib.models", "lmlib.parallel", "lmlib.whole_file"},
     "lmlib.logit_chunks": {"lmlib.models", "lmlib.parallel"},
     "lmlib.losses": {
+        "lmlib.adapters",
         "lmlib.logit_chunks",
         "lmlib.models",
         "lmlib.parallel",
@@ -67,7 +68,18 @@ MAY_IMPORT = {
         "lmlib.compute",
         "lmlib.data",
     },
+    "lmlib.experiment_checks": {
+        "lmlib.evaluate",
+        "lmlib.losses",
+        "lmlib.guard",
+        "lmlib.models",
+        "lmlib.parallel",
+        "lmlib.compute",
+        "lmlib.data",
+    },
     "lmlib.experiment": {
+        "lmlib.experiment_checks",
+        "lmlib.adapters",
         "lmlib.trainable",
         "lmlib.evaluate",
         "lmlib.train",

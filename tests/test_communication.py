@@ -14,7 +14,7 @@ import pytest
 from sentinels import sentinels
 
 from lmlib.compute import Compute
-from lmlib.losses import Objective, batch_loss
+from lmlib.losses import NextToken, batch_loss
 from lmlib.models.families.llama import llama
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import reshard
@@ -155,7 +155,7 @@ def test_a_gathered_stack_would_be_seen():
 @pytest.mark.parametrize("sequence_parallel", sentinels([False, True], bool))
 def test_dropout_sends_nothing_and_draws_where_the_activations_lie(sequence_parallel):
     def with_dropout(model, batch, compute):
-        return batch_loss(model, batch, compute, Objective(dropout=0.1), jax.random.key(0))
+        return batch_loss(model, batch, compute, NextToken(dropout=0.1), jax.random.key(0))
 
     plain = lowered(sequence_parallel=sequence_parallel)
     program = lowered(with_dropout, sequence_parallel=sequence_parallel)

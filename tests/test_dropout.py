@@ -20,7 +20,7 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.generate import GREEDY, generate
 from lmlib.layer_statistics import layer_statistics
-from lmlib.losses import Objective, batch_loss
+from lmlib.losses import NextToken, batch_loss
 from lmlib.models.dropout import dropout
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context, whole_rows
@@ -36,7 +36,7 @@ MESHES = {
     "4 fsdp, 2 tensor": ({"fsdp": 4, "tensor": 2}, False),
     "2, 2, 2, sequence-parallel": ({"data": 2, "fsdp": 2, "tensor": 2}, True),
 }
-FLOAT32, DROPPED = Compute(dtype="float32"), Objective(dropout=RATE)
+FLOAT32, DROPPED = Compute(dtype="float32"), NextToken(dropout=RATE)
 make = functools.partial(
     llama, vocab=V, embed=E, layers=L, heads=4, kv_heads=2, mlp=48, key=jax.random.key(0)
 )
@@ -115,7 +115,7 @@ def test_what_only_looks_at_a_model_drops_nothing():
     batch = jax.tree.map(jnp.asarray, source.batch(0))
     plain, _ = batch_loss(model, batch, FLOAT32)
     equal_bits(batch_loss(model, batch, FLOAT32, DROPPED)[0], plain)
-    loss = pytest.approx(float(plain.cross_entropy) / int(batch.loss_mask.sum()), rel=1e-6)
+    loss = pytest.approx(float(plain.reported["loss"]) / int(batch.loss_mask.sum()), rel=1e-6)
     assert Evaluator(mesh, FLOAT32)(model, source, 1).loss == loss
     assert layer_statistics(model, batch, mesh, FLOAT32).loss == loss
     prompt_BS = jnp.array([[1, 2]])
@@ -128,7 +128,7 @@ def test_what_only_looks_at_a_model_drops_nothing():
 def test_rate_zero_traces_to_the_same_program_with_a_key_as_without():
     model, key = make(), jax.random.key(0)
     gradient = jax.value_and_grad(
-        lambda model, batch, key: batch_loss(model, batch, FLOAT32, Objective(), key)[0].minimised
+        lambda model, batch, key: batch_loss(model, batch, FLOAT32, NextToken(), key)[0].minimised
     )
     programs = [
         jax.jit(functools.partial(gradient, key=given)).lower(model, source.batch(0)).as_text()
@@ -145,7 +145,7 @@ def compiled_step(mesh_name, rate=RATE):
     batch = train.abstract_batch(B, S, mesh)
     compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
     traced = train.trace_step(
-        state, batch, optimizer, mesh, compute, Objective(dropout=rate), microbatches=2
+        state, batch, optimizer, mesh, compute, NextToken(dropout=rate), microbatches=2
     )
     return traced.lower().compile(), mesh
 
@@ -278,7 +278,7 @@ def test_no_mask_is_kept_for_the_backward_pass():
         model, batch = train.abstract_model(make, mesh), train.abstract_batch(B, S, mesh)
 
         def loss(model, batch):
-            sums, _ = batch_loss(model, batch, FLOAT32, Objective(dropout=rate), jax.random.key(0))
+            sums, _ = batch_loss(model, batch, FLOAT32, NextToken(dropout=rate), jax.random.key(0))
             return sums.minimised
 
         with jax.set_mesh(mesh):
@@ -294,7 +294,7 @@ def test_no_mask_is_kept_for_the_backward_pass():
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, float("nan")])
 def test_impossible_rates_are_refused(rate):
     with pytest.raises(ValueError, match=f"dropout must be at least 0 and below 1, got {rate}"):
-        Objective(dropout=rate)
+        NextToken(dropout=rate)
 
 
 @pytest.mark.slow

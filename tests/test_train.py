@@ -16,7 +16,7 @@ from lmlib import optim, train
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
-from lmlib.losses import Objective
+from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
 from lmlib.optim import Optimizer
@@ -42,7 +42,7 @@ def compiled_step(microbatches, z_loss=0.0, **mesh):
     state = train.abstract_state(make, descent, mesh)
     batch = train.abstract_batch(B, S, mesh)
     traced = train.trace_step(
-        state, batch, descent, mesh, FLOAT32, Objective(z_loss), microbatches=microbatches
+        state, batch, descent, mesh, FLOAT32, NextToken(z_loss), microbatches=microbatches
     )
     return traced.lower().compile(), mesh
 

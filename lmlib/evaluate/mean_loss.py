@@ -32,7 +32,7 @@ class Evaluation:
 def evaluation_step(model: Model, batch: Batch, compute: Compute) -> tuple[Array, Array]:
     """Sum of the cross-entropy, nats, and count of the valid target tokens of one batch."""
     sums, _ = batch_loss(model, batch, compute)
-    return sums.cross_entropy, jnp.sum(batch.loss_mask, dtype=jnp.int32)
+    return sums.reported["loss"], jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
 
 class Evaluator:

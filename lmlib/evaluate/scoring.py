@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.evaluate.token_losses import token_losses
+from lmlib.losses.token_losses import token_losses
 from lmlib.models.protocol import Model
 from lmlib.parallel.layout import COMPUTE, partition, pieces
 

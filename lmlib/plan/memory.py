@@ -85,8 +85,9 @@ class Memory:
 
     Args:
       capacity: what programs have; `None`: unknown.
-      parameters, frozen, optimizer_state, batch: the step's arguments; a few counters are left
-        out. `frozen` are the weights that do not train.
+      parameters, frozen, companion, optimizer_state, batch: the step's arguments; a few counters
+        are left out. `frozen` are the weights that do not train, `companion` the frozen model that
+        the objective needs.
       gradients: as large as the parameters.
       saved: what one microbatch keeps for its backward pass, by name, shapes global.
       counted: by XLA; `None` if there is no room, and XLA stopped there.
@@ -99,6 +100,7 @@ class Memory:
     capacity: int | None
     parameters: int
     frozen: int
+    companion: int
     optimizer_state: int
     gradients: int
     batch: int
@@ -141,6 +143,8 @@ class Memory:
         yield Share("parameters", self.parameters, "as stored")
         if self.frozen:
             yield Share("frozen weights", self.frozen, "as stored")
+        if self.companion:
+            yield Share("companion", self.companion, "the objective's second model, frozen")
         yield Share("optimizer state", self.optimizer_state)
         yield Share("batch", self.batch)
         yield Share("gradients", self.gradients, "a temporary")
@@ -185,10 +189,11 @@ def memory(
     """
     saved = saved_activations(experiment)
     parameters, frozen = _bytes_per_device(state.model), _bytes_per_device(state.frozen)
+    companion = _bytes_per_device(state.companion)
     optimizer_state = _bytes_per_device(state.optimizer)
     batch_bytes = _bytes_per_device(batch)
     if isinstance(result, OutOfMemory):
-        arguments = parameters + frozen + optimizer_state + batch_bytes
+        arguments = parameters + frozen + companion + optimizer_state + batch_bytes
         counted, arrays = None, result.largest
         needed = result.needed + (arguments if result.temporaries_only else 0)
         temporaries = needed - arguments
@@ -201,6 +206,7 @@ def memory(
         capacity=_capacity(accelerator),
         parameters=parameters,
         frozen=frozen,
+        companion=companion,
         optimizer_state=optimizer_state,
         gradients=parameters,
         batch=batch_bytes,
@@ -335,7 +341,7 @@ def advice(share: Share, experiment: Experiment, arrays: Sequence[LargeArray]) -
     mesh, compute = experiment.mesh.shape, experiment.compute
     if share.name == "frozen weights" and experiment.frozen_dtype != "int8":
         return "keep them in 8 bits: --fdl.frozen_dtype=int8"
-    if share.name in ("parameters", "frozen weights", "optimizer state", "gradients"):
+    if share.name in ("parameters", "frozen weights", "companion", "optimizer state", "gradients"):
         if mesh["data"] > 1:
             fsdp = mesh["data"] * mesh["fsdp"]
             return f"shard over more: --fdl.mesh.data=1 --fdl.mesh.fsdp={fsdp}"

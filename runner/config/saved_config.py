@@ -38,7 +38,7 @@ TRUSTED = (
         "lmlib.evaluate.suite.suite.Suite",
         "lmlib.experiment",
         "lmlib.guard.Guard",
-        "lmlib.losses.Objective",
+        "lmlib.losses",
         "lmlib.models",
         "lmlib.optim",
         "lmlib.parallel.mesh",

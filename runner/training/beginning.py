@@ -15,12 +15,13 @@ from lmlib.experiment import Experiment
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config.text import changed_paths, difference, flattened
 from runner.training import data_probe
+from runner.training.companion import check_companion, companion_of, is_companion_note
 from runner.training.options import Options
 from runner.training.weights import WEIGHTS_ALONE, frozen_weights, is_frozen_note, weights_of
 from runner.watch.phases import Phase, Phases
 from runner.watch.progress import Progress
 
-_NOTES = {"tokens", "before_skipped", "batches", "initialised_from", "frozen"}
+_NOTES = {"tokens", "before_skipped", "batches", "initialised_from", "frozen", "companion"}
 _LARGEST_CONFIG = 10_000_000  # bytes
 
 
@@ -83,6 +84,10 @@ def begin(
             _check_data(experiment, found, "data" in options.allowed_changes, progress)
             _say(found, experiment, progress)
             saved, state = found.notes, found.state
+            companion = companion_of(experiment, progress.message)
+            if "model" not in options.allowed_changes:
+                check_companion(companion, saved["companion"])
+            state = state.with_companion(companion)
             if experiment.recipe.trained is not None:
                 frozen = frozen_weights(
                     saved,
@@ -100,8 +105,10 @@ def begin(
                 saved["initialised_from"],
                 found.damaged,
             )
+        companion = companion_of(experiment, progress.message)
         if init_from is None:
-            return Beginning(jax.block_until_ready(experiment.init()), 0, 0, None, None)
+            state = jax.block_until_ready(experiment.init(companion))
+            return Beginning(state, 0, 0, None, None)
         model, initialised_from = weights_of(
             init_from,
             experiment.recipe,
@@ -111,7 +118,7 @@ def begin(
             progress.message,
         )
     progress.message(f"beginning with the weights of {initialised_from}")
-    return Beginning(experiment.begin(model), 0, 0, None, initialised_from)
+    return Beginning(experiment.begin(model, companion), 0, 0, None, initialised_from)
 
 
 def check_config(
@@ -164,6 +171,7 @@ def check_notes(found: Restored, directory: Path) -> None:
         "batches": data_probe.is_probe(found.notes["batches"], found.step),
         "initialised_from": origin is None or isinstance(origin, str),
         "frozen": found.notes["frozen"] is None or is_frozen_note(found.notes["frozen"]),
+        "companion": is_companion_note(found.notes["companion"]),
     }
     if wrong := [name for name, is_sensible in sensible.items() if not is_sensible]:
         values = ", ".join(f"{name}={found.notes[name]!r:.80}" for name in wrong)

@@ -37,6 +37,7 @@ from runner.processes.agreement import (
 from runner.processes.lock import WorkdirLock
 from runner.training.beginning import Beginning, begin, check_config
 from runner.training.captures import Captures
+from runner.training.companion import companion_note
 from runner.training.compiled_step import (
     Identity,
     check_compiled,
@@ -230,7 +231,10 @@ class _Run:
                 progress,
                 self.phases,
                 origin,
-                frozen_note(beginning.state.frozen, experiment.recipe),
+                {
+                    "frozen": frozen_note(beginning.state.frozen, experiment.recipe),
+                    "companion": companion_note(beginning.state.companion),
+                },
                 beginning.before_skipped,
             )
             loop = Loop(

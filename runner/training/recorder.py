@@ -35,6 +35,7 @@ class Recorder:
         self._positions = data.batch_size * data.sequence_length
         self._flops_per_token = experiment.flops_per_token(causal=False)
         self._devices = list(experiment.mesh.devices.flat)
+        self._shown = experiment.objective.shown
         self._log = log
         self._progress = progress
         self._goodput = goodput
@@ -83,6 +84,7 @@ class Recorder:
             seconds=line["step_seconds"],
             tokens_per_second=line["tokens_per_second"],
             mfu=line["mfu"],
+            others={name: line[name] for name in self._shown},
         )
 
     def add(self, step: int, metrics: dict[str, float]) -> None:

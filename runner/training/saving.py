@@ -39,14 +39,14 @@ class Saver:
         progress: Progress,
         phases: Phases,
         initialised_from: str | None,
-        frozen: dict[str, Any] | None,
+        unchanging: dict[str, Any],
         before_skipped: int | None,
     ):
         """Makes the saver of a run.
 
         Args:
           initialised_from: whose weights the run began with, if they were not new.
-          frozen: what `runner.training.weights.frozen_note` says of those that do not train.
+          unchanging: notes of what does not train and is in no checkpoint, by their names.
           before_skipped: as the attribute, from the checkpoint that the run goes on from.
         """
         self._experiment = experiment
@@ -55,7 +55,7 @@ class Saver:
         self._progress = progress
         self._phases = phases
         self._initialised_from = initialised_from
-        self._frozen = frozen
+        self._unchanging = unchanging
         # The newest step that was saved while no update was being skipped; it is kept meanwhile.
         self.before_skipped = before_skipped
         self._failed = 0  # in a row
@@ -98,7 +98,7 @@ class Saver:
                 "before_skipped": self.before_skipped if skipping else step,
                 "batches": probe(self._experiment.data, step),
                 "initialised_from": self._initialised_from,
-                "frozen": self._frozen,
+                **self._unchanging,
             }
             if data_state is not None:
                 notes["data"] = gather_states(data_state)

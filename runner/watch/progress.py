@@ -66,8 +66,10 @@ class Progress:
         seconds: float,
         tokens_per_second: float,
         mfu: float | None = None,
+        others: Mapping[str, float] | None = None,
     ) -> None:
-        """Records that `step` is done; writes unless a line was written just before.
+        """Records that `step` is done; writes unless a line was written just before. `others` are
+        shown after the loss, by name.
 
         Time left is that of the steps since the first update, so compilation is not in it; at the
         first it is guessed from that step's own `seconds`.
@@ -81,6 +83,7 @@ class Progress:
         parts = [
             f"step {step:,}/{self._steps:,}",
             f"loss {loss:.4f}",
+            *(f"{name.replace('_', ' ')} {value:.4f}" for name, value in (others or {}).items()),
             f"{count_text(tokens_per_second)} tokens/s",
             *([] if mfu is None else [f"MFU {mfu:.1%}"]),
             _left(seconds * (self._steps - step)),

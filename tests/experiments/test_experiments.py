@@ -17,8 +17,9 @@ from runner.config.text import flattened
 from runner.plan import cost_of
 
 LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b")
-ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora")
-NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, "quickstart", "smollm2_sft")
+ON_CPUS = {"quickstart": "6 minutes", "distil": "2 minutes"}  # on 2 cores
+ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora", "qwen3_0_6b_dpo")
+NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "smollm2_sft")
 FROM_HF = "from_hf"  # takes its model from a folder: tests/experiments/test_from_hf.py
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -53,7 +54,7 @@ def test_a_header_says_what_the_plan_says(name):
     """The steps, tokens, FLOPs and hours of `python -m runner.plan --fdl_config=…`."""
     cost = cost_of(configs.load(f"experiments/{name}"))
     header = first_line(configs.experiments()[f"experiments/{name}"])
-    time = "6 minutes on 2 CPU cores" if name == "quickstart" else cost.time
+    time = f"{ON_CPUS[name]} on 2 CPU cores" if name in ON_CPUS else cost.time
     assert f", {cost.size}; {cost.flops}, {time}." in header
 
 
@@ -123,7 +124,7 @@ def test_the_published_sizes_are_one_experiment_when_tiny(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_84m", "llama_8b", "quickstart"])
+@pytest.mark.parametrize("name", ["llama_84m", "llama_8b", "quickstart", "distil"])
 def test_two_tiny_steps_on_a_mesh_of_4_by_2(name, tmp_path):
     overrides = ["steps=2", "mesh.fsdp=4", "mesh.tensor=2"]
     cfg = configs.load(f"experiments/{name}", ["tiny"], overrides)

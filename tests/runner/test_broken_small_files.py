@@ -27,7 +27,10 @@ NOTES = {
     "before_skipped": 2,
     "batches": PROBE,
     "initialised_from": "/runs/other@5",
+    "frozen": {"digest": "0f", "dtype": "bfloat16", "seed": 0},
+    "companion": {"digest": "0f", "dtype": "bfloat16"},
 }
+ABSENT = dict.fromkeys(("before_skipped", "initialised_from", "frozen", "companion"))
 CAPTURE = {
     "step": 3,
     "line": {"step": 3, "loss": "NaN", "tokens": 96},
@@ -73,13 +76,13 @@ def test_a_result_that_is_none_is_named(tmp_path, content):
 
 
 def test_notes_that_make_sense_are_taken(tmp_path):
-    for notes in (NOTES, NOTES | {"before_skipped": None, "initialised_from": None}):
+    for notes in (NOTES, NOTES | ABSENT):
         check_notes(Restored(3, None, notes, ()), tmp_path)
 
 
 @pytest.mark.parametrize("name", NOTES)
 def test_notes_that_make_no_sense_are_named(tmp_path, name):
-    may_be_absent = name in ("before_skipped", "initialised_from")
+    may_be_absent = name in ABSENT
     may_be_text = name == "initialised_from"
     strange = [value for value in STRANGE if not (may_be_absent and value is None)]
     for value in (each for each in strange if not (may_be_text and each == "text")):

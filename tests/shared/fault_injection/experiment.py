@@ -21,7 +21,7 @@ from lmlib.data.shard_writer import ShardWriter
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.guard import Guard
-from lmlib.losses import Objective
+from lmlib.losses import Distillation
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 
@@ -36,7 +36,11 @@ def config() -> fdl.Config[Experiment]:
         Experiment,
         model=fdl.Partial(llama, vocab=VOCAB, embed=32, layers=2, heads=4, mlp=64),
         compute=fdl.Config(Compute, dtype="float32"),
-        objective=fdl.Config(Objective, dropout=0.1),
+        objective=fdl.Config(
+            Distillation,
+            teacher=fdl.Partial(llama, vocab=VOCAB, embed=16, layers=1, heads=2, mlp=32),
+            dropout=0.1,
+        ),
         data=fdl.Config(
             Mixture,
             sources={

@@ -11,7 +11,7 @@ from sentinels import sentinels
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.scoring import Scorer
-from lmlib.evaluate.token_losses import token_losses
+from lmlib.losses.token_losses import token_losses
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
 from lmlib.parallel.layout import creator

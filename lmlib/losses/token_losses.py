@@ -5,15 +5,15 @@ Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, C chunks.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.logit_chunks import chunk_logits, chunks, gathered, inputs, visited, vocabulary_ids
-from lmlib.models.protocol import Context, Model
-from lmlib.parallel.layout import COMPUTE, partition
+from lmlib.losses.features import features, is_split
+from lmlib.models.protocol import Model
+from lmlib.parallel.layout import partition
 from lmlib.parallel.local import on_each_device, pmax
 
 
@@ -26,17 +26,16 @@ def token_losses(
     Both lie on the mesh as the batch does; positions that `batch.loss_mask` leaves out get 0 and
     False. Nothing has a gradient.
     """
-    # Straight from a source, a batch is NumPy's.
-    tokens_BS, positions_BS, segment_ids_BS, targets_BS, loss_mask_BS = map(
-        jnp.asarray,
-        (batch.tokens, batch.positions, batch.segment_ids, batch.targets, batch.loss_mask),
-    )
-    context = Context(positions_BS, segment_ids_BS, compute)
-    h_BSE = model.features(model.trunk(tokens_BS, context).x_BSE, context)
+    return losses_of_features(model, features(model, batch, compute).h_BSE, batch, compute)
+
+
+def losses_of_features(
+    model: Model, h_BSE: Float[Array, "b s embed"], batch: Batch, compute: Compute
+) -> tuple[Float[Array, "b s"], Bool[Array, "b s"]]:
+    """As `token_losses`, of the features that `model` makes of `batch`."""
+    targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
     arguments = h_BSE, model.unembedding_EV, targets_BS, loss_mask_BS
-    # A model without a mesh has its sequence whole.
-    empty = jax.sharding.get_abstract_mesh().empty
-    split = not empty and jax.typeof(h_BSE).sharding.spec[1] == COMPUTE["seq_parallel"]
+    split = is_split(h_BSE)
     local = functools.partial(_local_losses, compute, model.logit_cap, split)
     outputs = partition("batch seq"), partition("batch seq")
     return on_each_device(local, inputs(split), outputs, tracked=False)(*arguments)

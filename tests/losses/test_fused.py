@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from sentinels import sentinels
 
-from lmlib.losses import LossSettings, loss_sums
+from lmlib.losses.fused import LogitSettings, fused_loss
+from lmlib.losses.next_token import CrossEntropy
 from lmlib.parallel.layout import STORED, partition
 from lmlib.parallel.mesh import make_mesh
 
@@ -44,13 +45,24 @@ def reference(h_BSE, table_EV, targets_BS, mask_BS, z_loss):
     return minimised, cross_entropy, dh_BSE, dtable_EV
 
 
-def found(how, h_BSE, table_EV, targets_BS, mask_BS, arriving=1.0):
+def sums_of(h_BSE, table_EV, targets_BS, mask_BS, z_loss=0.0, cap=None, chunk=None):
+    """What is minimised, and the cross-entropy."""
+    how = LogitSettings(cap, chunk)
+    sums = fused_loss(CrossEntropy(z_loss), how, h_BSE, table_EV, targets_BS, mask_BS)
+    return sums.minimised, sums.reported["loss"]
+
+
+def found(h_BSE, table_EV, targets_BS, mask_BS, arriving=1.0, **settings):
     def loss(h_BSE, table_EV):
-        sums = loss_sums(how, h_BSE, table_EV, targets_BS, mask_BS)
-        return sums.minimised * arriving, sums
+        sums = sums_of(h_BSE, table_EV, targets_BS, mask_BS, **settings)
+        return sums[0] * arriving, sums
 
     (_, sums), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(h_BSE, table_EV)
     return *sums, *gradients
+
+
+def evaluated(*arrays, **settings):
+    return jax.jit(functools.partial(sums_of, **settings))(*arrays)
 
 
 def assert_close(values, expected):
@@ -70,9 +82,9 @@ def assert_close(values, expected):
 def test_sums_and_gradients_match_float64_in_chunks_of_any_size(seed, scale, share, chunk, z_loss):
     arrays = inputs(seed, scale, share)
     expected = reference(*arrays, z_loss)
-    how = LossSettings(z_loss, chunk=chunk)
-    assert_close(found(how, *arrays), expected)
-    assert_close(jax.jit(functools.partial(loss_sums, how))(*arrays), expected[:2])
+    settings = {"z_loss": z_loss, "chunk": chunk}
+    assert_close(found(*arrays, **settings), expected)
+    assert_close(evaluated(*arrays, **settings), expected[:2])
 
 
 @pytest.mark.parametrize(
@@ -102,12 +114,12 @@ def check_on_a_mesh(mesh, chunk, features):
             jax.device_put(array, NamedSharding(mesh, layout))
             for array, layout in zip(arrays, layouts, strict=True)
         ]
-        how = LossSettings(1e-2, chunk=chunk)
-        values = found(how, *placed)
-        evaluated = jax.jit(functools.partial(loss_sums, how))(*placed)
+        settings = {"z_loss": 1e-2, "chunk": chunk}
+        values = found(*placed, **settings)
+        sums = evaluated(*placed, **settings)
     expected = reference(*arrays, 1e-2)
     assert_close(values, expected)
-    assert_close(evaluated, expected[:2])
+    assert_close(sums, expected[:2])
     for gradient, array in zip(values[2:], placed[:2], strict=True):
         assert gradient.sharding.is_equivalent_to(array.sharding, gradient.ndim)
 
@@ -131,18 +143,30 @@ def test_large_logits_lose_no_digits(mesh, cap):
             jax.device_put(array, NamedSharding(mesh, layout))
             for array, layout in zip((h_BSE, table_EV, targets_BS, mask_BS), layouts, strict=True)
         ]
-        minimised, cross_entropy, _, found_EV = found(LossSettings(cap=cap), *placed)
-        (evaluated, _) = jax.jit(functools.partial(loss_sums, LossSettings(cap=cap)))(*placed)
+        minimised, cross_entropy, _, found_EV = found(*placed, cap=cap)
+        without_gradients, _ = evaluated(*placed, cap=cap)
     expected = reference(h_BSE, table_EV, targets_BS, mask_BS, 0.0)
-    for value in (minimised, cross_entropy, evaluated):
+    for value in (minimised, cross_entropy, without_gradients):
         assert abs(float(value) - expected[0]) / (B * S) < 1e-6
     assert_close([found_EV], expected[3:])
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_tokens_have_weights_of_either_sign(chunk):
+    h_BSE, table_EV, targets_BS, mask_BS = arrays = inputs()
+    weights_BS = np.random.default_rng(1).normal(size=(B, S)).astype(np.float32) * mask_BS
+    values = found(h_BSE, table_EV, targets_BS, jnp.asarray(weights_BS), chunk=chunk)
+    alone = [
+        [weight * np.asarray(each) for each in reference(*arrays[:3], here_BS, 0.0)]
+        for weight, here_BS in zip(weights_BS.ravel(), np.eye(B * S).reshape(-1, B, S), strict=True)
+    ]
+    assert_close(values, map(sum, zip(*alone, strict=True)))
 
 
 def test_what_arrives_scales_the_gradients():
     arrays = inputs()
     minimised, cross_entropy, dh_BSE, dtable_EV = reference(*arrays, 0.0)
-    values = found(LossSettings(), *arrays, arriving=-0.25)
+    values = found(*arrays, arriving=-0.25)
     assert_close(values, (minimised, cross_entropy, -0.25 * dh_BSE, -0.25 * dtable_EV))
 
 
@@ -152,12 +176,12 @@ def test_masked_positions_have_no_gradient_even_with_infinite_logits():
     expected = reference(h_BSE, table_EV, targets_BS, mask_BS, 0.0)
     h_BSE = h_BSE.at[0, 1].set(3e38)
     assert not np.isfinite(h_BSE[0, 1] @ table_EV).any()
-    assert_close(found(LossSettings(), h_BSE, table_EV, targets_BS, mask_BS), expected)
+    assert_close(found(h_BSE, table_EV, targets_BS, mask_BS), expected)
 
 
 def test_the_cross_entropy_is_for_reporting():
     h_BSE, *rest = inputs()
-    gradient = jax.grad(lambda h: loss_sums(LossSettings(), h, *rest).cross_entropy)(h_BSE)
+    gradient = jax.grad(lambda h: sums_of(h, *rest)[1])(h_BSE)
     assert not np.any(gradient)
 
 
@@ -176,7 +200,7 @@ def test_no_product_is_wider_than_the_features_and_none_is_made_twice():
     h_BSE, table_EV, *rest = inputs()
 
     def loss(h_BSE, table_EV):
-        return loss_sums(LossSettings(), h_BSE, table_EV, *rest).minimised
+        return sums_of(h_BSE, table_EV, *rest)[0]
 
     narrow = h_BSE.astype(jnp.bfloat16)
     trained = jax.make_jaxpr(jax.grad(loss, (0, 1)))(narrow, table_EV)
@@ -191,7 +215,7 @@ def test_logits_are_never_whole(dtype):
 
     def text(chunk):
         def loss(h_BSE, table_EV):
-            return loss_sums(LossSettings(chunk=chunk), h_BSE, table_EV, *rest).minimised
+            return sums_of(h_BSE, table_EV, *rest, chunk=chunk)[0]
 
         arguments = h_BSE.astype(dtype), table_EV
         return jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().as_text()

@@ -1,0 +1,47 @@
+"""What a teacher is worth: the student of experiments/distil with it and alone, over seeds.
+
+    python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
+    python benchmarks/distillation.py [--teacher=/tmp/quickstart] [--seeds=3] [--workdir=DIR]
+
+Both students have the same first weights, batches and steps; only the objective differs. Prints
+the validation loss of each at the end, in nats per token over the whole split. A run that is
+finished in the workdir is not made again.
+"""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from lmlib.table import columns
+from runner import fit
+from runner.config import configs
+
+_TEACHER = flags.DEFINE_string("teacher", "/tmp/quickstart", "a run of the quickstart")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "how many")
+_WORKDIR = flags.DEFINE_string("workdir", "/tmp/students", "of the students' runs")
+
+
+def loss(seed: int, fiddlers: Sequence[str]) -> float:
+    """The validation loss of a student."""
+    overrides = [f"teacher={_TEACHER.value}", f"seed={seed}", "prompts=()"]
+    cfg = configs.load("experiments/distil", fiddlers, overrides)
+    summary = fit(cfg, Path(_WORKDIR.value, "_".join([*fiddlers, f"seed_{seed}"]))).summary
+    assert summary.validation_loss is not None
+    return summary.validation_loss
+
+
+def main(arguments: Sequence[str]) -> None:
+    table = [("seed", "alone", "taught", "difference")]
+    differences = []
+    for seed in range(_SEEDS.value):
+        alone, taught = loss(seed, ["alone"]), loss(seed, [])
+        differences.append(taught - alone)
+        table.append((str(seed), f"{alone:.4f}", f"{taught:.4f}", f"{taught - alone:+.4f}"))
+    print(columns(table))
+    print(f"on average {statistics.mean(differences):+.4f} nats per token")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,19 @@
+"""What is minimised: a file for each objective, and what they share.
+
+Losses are sums over tokens or pairs, so that any split of a batch adds up to the same.
+"""
+
+from lmlib.losses.distillation import Distillation
+from lmlib.losses.dpo import DPO
+from lmlib.losses.next_token import NextToken, batch_loss
+from lmlib.losses.objective import Companion, LossSums, Objective
+
+__all__ = [
+    "DPO",
+    "Companion",
+    "Distillation",
+    "LossSums",
+    "NextToken",
+    "Objective",
+    "batch_loss",
+]

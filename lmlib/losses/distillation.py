@@ -1,0 +1,152 @@
+"""The loss of a student that learns from the whole distribution of a teacher.
+
+Shapes: B batch, S sequence, E embed, F embed of the teacher, V vocab, N tokens of a chunk.
+"""
+
+import dataclasses
+from collections.abc import Callable, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, PRNGKeyArray
+
+from lmlib.compute import Compute
+from lmlib.data.batch import Batch
+from lmlib.logit_chunks import ChunkLogits, logits_alone
+from lmlib.losses.features import features
+from lmlib.losses.fused import LogitSettings, TokenLosses, fused_loss
+from lmlib.losses.next_token import CrossEntropy
+from lmlib.losses.objective import Companion, LossSums, Objective, check_fraction
+from lmlib.models.protocol import Model
+from lmlib.parallel.layout import reshard
+from lmlib.parallel.local import pmax, psum
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation(Objective):
+    """(1 - weight) · cross-entropy + weight · T² · KL(teacher ‖ student), for each valid target.
+
+    Both distributions of the divergence are softmaxes of logits / T; T² keeps its gradient as large
+    at every T (Hinton et al. 2015, arXiv:1503.02531, §2). The teacher computes as the student does,
+    without dropout, and has no gradient. Its logits are made a chunk of tokens at a time.
+
+    Reports, in nats per token: `loss`, that mixture; `cross_entropy`, -log p(target) of the
+    student; `divergence`, the KL at temperature T, without T².
+
+    Args:
+      teacher: `teacher(key=…)` makes the teacher, a model of the student's vocabulary.
+      teacher_from: whose weights it has, as `Experiment.init_from`; `None`: new ones, for trials.
+      temperature: T.
+      weight: of the divergence.
+      dropout: of the student, as of `NextToken`.
+
+    Raises:
+      ValueError: if `temperature` is not positive, `weight` is not in [0, 1], or `dropout` is not
+        in [0, 1).
+    """
+
+    teacher: Callable[..., Any]
+    teacher_from: str | None = None
+    temperature: float = 1.0
+    weight: float = 0.5
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if not 0 <= self.weight <= 1:
+            raise ValueError(f"weight must be at least 0 and at most 1, got {self.weight}")
+        check_fraction("dropout", self.dropout)
+
+    @property
+    def companion(self) -> Companion:
+        return Companion(self.teacher, self.teacher_from)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return "cross_entropy", "divergence"
+
+    def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
+        if companion.vocab != model.vocab:
+            raise ValueError(
+                f"the teacher's vocabulary has {companion.vocab:,} ids and the model's "
+                f"{model.vocab:,}: a student has the vocabulary of its teacher, padding included"
+            )
+
+    def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
+        teacher = jax.eval_shape(lambda: self.teacher(key=jax.random.key(0)))
+        return teacher.flops_per_token(sequence_length, causal) / 3  # its forward pass
+
+    def count(self, batch: Batch) -> Int32[Array, ""]:
+        return jnp.sum(batch.loss_mask, dtype=jnp.int32)
+
+    def sums(
+        self,
+        model: Model,
+        companion: Model | None,
+        batch: Batch,
+        compute: Compute,
+        key: PRNGKeyArray | None = None,
+    ) -> LossSums:
+        assert companion is not None
+        with jax.named_scope("teacher"):
+            teacher = jax.lax.stop_gradient(companion)
+            taught_BSF = reshard(features(teacher, batch, compute).h_BSE, "batch seq embed")
+            taught_FV = reshard(teacher.unembedding_EV.astype(taught_BSF.dtype), "embed vocab")
+        found = features(model, batch, compute, key, self.dropout)
+        loss = Divergence(self.temperature, self.weight, teacher.logit_cap, compute.logits_dtype)
+        how = LogitSettings(model.logit_cap, compute.loss_chunk, compute.logits_dtype)
+        targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
+        with jax.named_scope("loss"):
+            sums = fused_loss(
+                loss,
+                how,
+                found.h_BSE,
+                model.unembedding_EV,
+                targets_BS,
+                loss_mask_BS,
+                tokens=(taught_BSF,),
+                tables=(taught_FV,),
+            )
+        return sums._replace(minimised=sums.minimised + found.losses)
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """The loss that `Distillation` describes; a `lmlib.losses.fused.TokenLoss`, which is given the
+    teacher's features and table. `cap` and `logits_dtype` are of the teacher's logits."""
+
+    temperature: float
+    weight: float
+    cap: float | None
+    logits_dtype: str
+
+    def __call__(
+        self, logits: ChunkLogits, tokens: tuple[Array, ...], tables: tuple[Array, ...]
+    ) -> TokenLosses:
+        (h_NF,), (table_FV,) = tokens, tables
+        taught_NV = logits_alone(table_FV, h_NF, self.cap, self.logits_dtype)
+        log_p_NV = _log_softmax(taught_NV / self.temperature)
+        log_q_NV = _log_softmax(logits.logits_NV / self.temperature)
+        p_NV = jnp.exp(log_p_NV)
+        divergence_N = psum(jnp.sum(p_NV * (log_p_NV - log_q_NV), axis=-1), "tensor")
+        _, reported, dlogits_NV = CrossEntropy()(logits, (), ())
+        minimised_N = self._mixed(reported["loss"], self.temperature**2 * divergence_N)
+        # d KL / d logit = (q - p) / T.
+        ddivergence_NV = self.temperature * (jnp.exp(log_q_NV) - p_NV)
+        return TokenLosses(
+            minimised_N,
+            {"loss": minimised_N, "cross_entropy": reported["loss"], "divergence": divergence_N},
+            self._mixed(dlogits_NV, ddivergence_NV),
+        )
+
+    def _mixed(self, of_cross_entropy: Array, of_divergence: Array) -> Array:
+        return (1 - self.weight) * of_cross_entropy + self.weight * of_divergence
+
+
+def _log_softmax(logits_NV: Array) -> Array:
+    """Over the whole vocabulary, of which this device has a share."""
+    shifted_NV = logits_NV - pmax(jnp.max(logits_NV, axis=-1), "tensor")[:, None]
+    normaliser_N = psum(jnp.sum(jnp.exp(shifted_NV), axis=-1), "tensor")
+    return shifted_NV - jnp.log(normaliser_N)[:, None]

@@ -1,0 +1,57 @@
+"""What a model makes of a batch before logits.
+
+Shapes: B batch, S sequence, E embed.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.compute import Compute
+from lmlib.data.batch import Batch
+from lmlib.models.protocol import Context, Model
+from lmlib.parallel.layout import COMPUTE
+
+
+class Features(NamedTuple):
+    """What a loss needs of a model's forward pass.
+
+    h_BSE: what the unembedding multiplies, in the compute dtype.
+    losses: the model's own losses, summed, nats; 0 for most.
+    observed: what `observe` made of the residual stream (`Context.observe`).
+    """
+
+    h_BSE: Float[Array, "b s embed"]
+    losses: Float[Array, ""] | int
+    observed: Any
+
+
+def features(
+    model: Model,
+    batch: Batch,
+    compute: Compute,
+    key: PRNGKeyArray | None = None,
+    dropout: float = 0.0,
+    observe: Callable[[Array], Any] | None = None,
+) -> Features:
+    """The features of each token of `batch`; `key`: of random layers, which are off without one."""
+    # Straight from a source, a batch is NumPy's.
+    tokens_BS, positions_BS, segment_ids_BS = map(
+        jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids)
+    )
+    context = Context(positions_BS, segment_ids_BS, compute, key, dropout, observe=observe)
+    trunk = model.trunk(tokens_BS, context)
+    # What is kept for the backward pass is the gradient of these, which is as large.
+    h_BSE = checkpoint_name(model.features(trunk.x_BSE, context), "loss_gradient")
+    return Features(h_BSE, sum(trunk.losses.values()), trunk.observed)
+
+
+def is_split(h_BSE: Float[Array, "b s embed"]) -> bool:
+    """Whether the sequence of features is split over `tensor`; not without a mesh."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return False
+    return jax.typeof(h_BSE).sharding.spec[1] == COMPUTE["seq_parallel"]

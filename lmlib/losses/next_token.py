@@ -1,0 +1,104 @@
+"""The loss of the next token: cross-entropy, and a term that keeps its normaliser near one.
+
+Shapes: B batch, S sequence, V vocab, N tokens of a chunk.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, PRNGKeyArray
+
+from lmlib.compute import Compute
+from lmlib.data.batch import Batch
+from lmlib.logit_chunks import ChunkLogits
+from lmlib.losses.features import features
+from lmlib.losses.fused import LogitSettings, TokenLosses, fused_loss
+from lmlib.losses.objective import LossSums, Objective, check_fraction
+from lmlib.models.protocol import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToken(Objective):
+    """The cross-entropy of the next token, over the valid targets of a batch.
+
+    Reports `loss`: -log p(target), nats per token.
+
+    Args:
+      z_loss: weight of log²(Σ exp logits), which keeps the normaliser near one (PaLM: Chowdhery et
+        al. 2022, arXiv:2204.02311, §5); 0 for none.
+      dropout: rate at which the embedded tokens, and what attention and mlp add to the residual
+        stream, are dropped in training.
+
+    Raises:
+      ValueError: if `z_loss` is negative, or `dropout` is not in [0, 1).
+    """
+
+    z_loss: float = 0.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.z_loss >= 0:
+            raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
+        check_fraction("dropout", self.dropout)
+
+    def count(self, batch: Batch) -> Int32[Array, ""]:
+        return jnp.sum(batch.loss_mask, dtype=jnp.int32)
+
+    def sums(
+        self,
+        model: Model,
+        companion: Model | None,
+        batch: Batch,
+        compute: Compute,
+        key: PRNGKeyArray | None = None,
+    ) -> LossSums:
+        return batch_loss(model, batch, compute, self, key)[0]
+
+
+def batch_loss(
+    model: Model,
+    batch: Batch,
+    compute: Compute,
+    objective: NextToken = NextToken(),
+    key: PRNGKeyArray | None = None,
+    observe: Callable[[Array], Any] | None = None,
+) -> tuple[LossSums, Any]:
+    """Loss of the next token, summed over `batch.loss_mask`, and what `observe` made of the
+    residual stream (`Context.observe`).
+
+    Args:
+      key: of random layers, which are off without one.
+    """
+    found = features(model, batch, compute, key, objective.dropout, observe)
+    how = LogitSettings(model.logit_cap, compute.loss_chunk, compute.logits_dtype)
+    targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
+    with jax.named_scope("loss"):
+        sums = fused_loss(
+            CrossEntropy(objective.z_loss),
+            how,
+            found.h_BSE,
+            model.unembedding_EV,
+            targets_BS,
+            loss_mask_BS,
+        )
+    return sums._replace(minimised=sums.minimised + found.losses), found.observed
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy:
+    """-log p(target) + z_loss · log²(Σ exp logits); a `lmlib.losses.fused.TokenLoss`."""
+
+    z_loss: float = 0.0
+
+    def __call__(
+        self, logits: ChunkLogits, tokens: tuple[Array, ...], tables: tuple[Array, ...]
+    ) -> TokenLosses:
+        log_z_N = logits.highest_N + jnp.log(logits.normaliser_N)
+        # d log_z / d logit is its probability.
+        slope_N = (1 + 2 * self.z_loss * log_z_N) / logits.normaliser_N
+        dlogits_NV = logits.exponentials_NV * slope_N[:, None] - logits.is_target_NV
+        minimised_N = logits.cross_entropy_N + self.z_loss * jnp.square(log_z_N)
+        return TokenLosses(minimised_N, {"loss": logits.cross_entropy_N}, dlogits_NV)

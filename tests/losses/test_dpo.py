@@ -1,0 +1,177 @@
+"""DPO against its definition in float64 NumPy: loss, gradients, margins; packed pairs, masks."""
+
+import dataclasses
+import functools
+from collections import defaultdict
+
+import jax
+import numpy as np
+import optax
+import pytest
+from bigram import Bigram
+from jax.sharding import NamedSharding
+from sentinels import sentinels
+
+from lmlib import optim, train
+from lmlib.adapters import with_adapters
+from lmlib.compute import Compute
+from lmlib.data.batch import Batch
+from lmlib.losses import DPO
+from lmlib.models.adapted import map_adapted
+from lmlib.models.families.llama import llama
+from lmlib.optim import Optimizer
+from lmlib.parallel.layout import creator, partition
+from lmlib.parallel.mesh import make_mesh
+
+B, S, E, V = 8, 24, 8, 32
+FLOAT32 = Compute(dtype="float32")
+OBJECTIVE = DPO(beta=0.3, label_smoothing=0.1)
+MANY = {"data": 2, "fsdp": 2, "tensor": 2}
+policy, reference = (functools.partial(Bigram, V, E, key=jax.random.key(seed)) for seed in (0, 1))
+
+
+@functools.cache
+def batch():
+    """Rows of up to three pairs of uneven lengths, then padding. Of the second row's first pair no
+    target of the rejected response is marked; the last row has padding alone."""
+    random = np.random.default_rng(0)
+    segment_ids_BS = np.zeros((B, S), np.int32)
+    for row in range(B - 1):
+        lengths = random.integers(2, 5, 2 * random.integers(1, 4))
+        segment_ids_BS[row, : lengths.sum()] = np.repeat(np.arange(len(lengths)) + 1, lengths)
+    ends_BS = np.diff(segment_ids_BS, append=0) != 0
+    mask_BS = (segment_ids_BS > 0) & ~ends_BS
+    starts_BS = np.diff(segment_ids_BS, prepend=0) != 0
+    mask_BS &= ~starts_BS | (random.random((B, S)) < 0.5)  # prompts are not marked
+    mask_BS[1] &= segment_ids_BS[1] != 2
+    tokens_BS = random.integers(0, V, (B, S)).astype(np.int32)
+    targets_BS = np.roll(tokens_BS, -1, axis=1)
+    return Batch(tokens_BS, targets_BS, segment_ids_BS, np.zeros_like(tokens_BS), mask_BS)
+
+
+def log_softmax(logits_V):
+    shifted_V = logits_V - logits_V.max()
+    return shifted_V - np.log(np.exp(shifted_V).sum())
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+@functools.cache
+def definition():
+    """Means over pairs, how many pairs there are, and the gradients of the mean loss."""
+    model, other = (
+        [np.asarray(each, np.float64) for each in jax.tree.leaves(make())]
+        for make in (policy, reference)
+    )
+    found = batch()
+    marked = defaultdict(list)  # of each row and segment
+    for b, s in np.argwhere(found.loss_mask):
+        marked[b, found.segment_ids[b, s]].append((found.tokens[b, s], found.targets[b, s]))
+
+    def log_probability(model, key):
+        table_VE, head_EV = model
+        return sum(log_softmax(table_VE[x] @ head_EV)[y] for x, y in marked[key])
+
+    sums, gradients = defaultdict(float), [np.zeros_like(each) for each in model]
+    pairs = [
+        (chosen, rejected)
+        for chosen in list(marked)
+        if chosen[1] % 2 == 1 and marked[rejected := (chosen[0], chosen[1] + 1)]
+    ]
+    beta, smoothing = OBJECTIVE.beta, OBJECTIVE.label_smoothing
+    for chosen, rejected in pairs:
+        log_p = {key: log_probability(model, key) for key in (chosen, rejected)}
+        gains = [log_p[key] - log_probability(other, key) for key in (chosen, rejected)]
+        margin = beta * (gains[0] - gains[1])
+        sums["loss"] -= (1 - smoothing) * np.log(sigmoid(margin))
+        sums["loss"] -= smoothing * np.log(sigmoid(-margin))
+        sums["reward_margin"] += margin
+        sums["reward_accuracy"] += margin > 0
+        sums["chosen_log_probability"] += log_p[chosen]
+        sums["rejected_log_probability"] += log_p[rejected]
+        slope = beta * (-(1 - smoothing) * sigmoid(-margin) + smoothing * sigmoid(margin))
+        for key, sign in ((chosen, 1), (rejected, -1)):
+            for x, y in marked[key]:
+                table_VE, head_EV = model
+                dlogits_V = np.eye(V)[y] - np.exp(log_softmax(table_VE[x] @ head_EV))
+                gradients[0][x] += sign * slope * head_EV @ dlogits_V
+                gradients[1] += sign * slope * np.outer(table_VE[x], dlogits_V)
+    count = len(pairs)
+    means = {name: each / count for name, each in sums.items()}
+    return means, count, [each / count for each in gradients]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "chunk"),
+    sentinels(
+        [(MANY, 1, 5), (MANY, 2, None), ({}, 1, None), ({}, 4, 7)], lambda case: case[1] == 2
+    ),
+)
+def test_a_step_follows_the_definition(mesh, microbatches, chunk):
+    means, count, gradients = definition()
+    mesh = make_mesh(**{"fsdp": 1, **mesh})
+    compute = Compute(dtype="float32", loss_chunk=chunk)
+    # Plain descent with rate one: the update is the gradient.
+    descent = Optimizer(optax.sgd(1.0), optax.constant_schedule(1.0), optim.as_declared)
+    rows = NamedSharding(mesh, partition("batch seq"))
+    placed = jax.tree.map(lambda field: jax.device_put(field, rows), batch())
+    with jax.set_mesh(mesh):
+        companion = creator(reference, mesh)()
+        state = train.init(policy, descent, mesh).with_companion(companion)
+        before = jax.device_get(jax.tree.leaves(state.model))
+        step = functools.partial(
+            train.step,
+            optimizer=descent,
+            compute=compute,
+            objective=OBJECTIVE,
+            microbatches=microbatches,
+        )
+        after, metrics = jax.jit(step)(state, placed)
+        assert int(jax.jit(OBJECTIVE.count)(placed)) == count
+    assert {name: float(metrics[name]) for name in means} == pytest.approx(means, rel=1e-5)
+    assert metrics["tokens"] == batch().loss_mask.sum()
+    for was, is_, expected in zip(before, jax.tree.leaves(after.model), gradients, strict=True):
+        np.testing.assert_allclose(
+            was - np.asarray(is_), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
+        )
+    for one, other in zip(*map(jax.tree.leaves, (after.companion, reference())), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_its_reference_has_no_margin():
+    sums = jax.jit(functools.partial(DPO().sums, compute=FLOAT32))(policy(), policy(), batch())
+    pairs = int(DPO().count(batch()))
+    assert float(sums.reported["loss"]) == pytest.approx(pairs * np.log(2))
+    assert float(sums.reported["reward_margin"]) == float(sums.reported["reward_accuracy"]) == 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}]
+)
+def test_senseless_settings_are_refused(settings):
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        DPO(**settings)
+
+
+@pytest.mark.slow
+def test_the_reference_may_be_the_model_without_its_adapters():
+    make = functools.partial(llama, vocab=V, embed=16, layers=1, heads=2, mlp=16)
+    base = make(key=jax.random.key(0))
+    model = with_adapters(base, rank=2, key=jax.random.key(1))
+    moved = map_adapted(lambda _, one: dataclasses.replace(one, up=one.up + 0.1), model)
+
+    def loss(model, companion):
+        sums = OBJECTIVE.sums(model, companion, batch(), FLOAT32)
+        return sums.minimised, sums.reported
+
+    found = [
+        jax.jit(jax.value_and_grad(loss, has_aux=True))(moved, other) for other in (None, base)
+    ]
+    assert found[0][0][1]["reward_margin"] != 0
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        scale = np.abs(other).max()
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * max(scale, 1e-3))

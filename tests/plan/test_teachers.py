@@ -1,0 +1,79 @@
+"""What a teacher costs a step: its forward pass, and its weights in the compute dtype."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+from bigram import Bigram
+
+from lmlib import optim
+from lmlib.data.synthetic import Synthetic
+from lmlib.experiment import Experiment
+from lmlib.losses import DPO, Distillation
+from lmlib.models.families.llama import llama
+from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.flops import count_flops
+from lmlib.plan.planner import plan
+from lmlib.plan.targets import parse
+
+V, ROWS, LENGTH = 128, 8, 32
+student = functools.partial(llama, vocab=V, embed=16, layers=1, heads=2, mlp=32)
+teacher = functools.partial(llama, vocab=V, embed=32, layers=2, heads=2, mlp=64)
+# Of one layer four square matrices, three of the mlp and two norms; two tables and a last norm.
+PARAMETERS = 2 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 2 * V * 32 + 32
+TAUGHT = Distillation(teacher)
+
+
+def experiment(model=student, **settings):
+    return Experiment(
+        model=model,
+        data=Synthetic(V, ROWS, LENGTH),
+        optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
+        mesh=make_mesh(fsdp=8),
+        steps=10,
+        **settings,
+    )
+
+
+def test_a_teacher_costs_its_forward_pass():
+    taught = experiment(objective=TAUGHT)
+    multiplied = PARAMETERS - V * 32 - 5 * 32  # not the embedding, nor norms
+    attention = 2 * 2 * 2 * LENGTH * 32  # of each layer scores and mixing
+    forward = 2 * multiplied + attention
+    added = taught.flops_per_token(causal=False) - experiment().flops_per_token(causal=False)
+    assert added == pytest.approx(forward)
+    steps = (each.trace_step() for each in (taught, experiment()))
+    counted = [count_flops(step.jaxpr).total for step in steps]
+    assert counted[0] - counted[1] == pytest.approx(forward * ROWS * LENGTH)
+
+
+@pytest.mark.slow
+def test_a_plan_counts_its_memory():
+    target = parse("cpu:8")
+    taught = experiment(objective=TAUGHT)
+    taught = dataclasses.replace(taught, mesh=make_mesh(fsdp=8, devices=target.devices()))
+    report = plan(taught, target)
+    assert report.memory.companion == 2 * PARAMETERS // 8
+    assert "the objective's second model, frozen" in str(report)
+    arguments = report.memory.parameters + report.memory.optimizer_state + report.memory.batch
+    arguments += report.memory.companion
+    assert arguments <= report.memory.counted.arguments < arguments + 1000
+
+
+def test_a_companion_that_does_not_fit_is_refused():
+    of = functools.partial(experiment, functools.partial(Bigram, V, 8))
+    with pytest.raises(ValueError, match="vocabulary has 64 ids and the model's 128"):
+        of(objective=Distillation(functools.partial(Bigram, 64, 8))).check()
+    with pytest.raises(ValueError, match=r"switched off, but \S+ trains and is no adapter"):
+        of(objective=DPO()).check()
+    of(objective=DPO(reference_from="a run")).check()
+    with pytest.raises(ValueError, match="compares with the weights of a run: give them"):
+        of(objective=DPO(reference_from="a run")).init()
+
+
+def test_it_is_kept_in_the_compute_dtype_and_not_in_checkpoints():
+    taught = Distillation(functools.partial(Bigram, V, 8))
+    state = experiment(functools.partial(Bigram, V, 8), objective=taught).abstract_state()
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.companion)} == {"bfloat16"}
+    assert state.changing.companion is None

@@ -1,0 +1,39 @@
+"""The smallest model there is: the logits of a token are a function of the token before alone."""
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float
+
+from lmlib.models.embedding import embedded
+from lmlib.models.protocol import Part, Trunk
+from lmlib.models.weights import fan_in, first_values, normal, weight
+
+
+class Bigram(eqx.Module):
+    table_VE: Float[Array, "vocab embed"] = weight(normal(1.0))
+    head_EV: Float[Array, "embed vocab"] = weight(fan_in("embed"))
+
+    def __init__(self, vocab, embed, *, key):
+        sizes = {"vocab": vocab, "embed": embed}
+        self.table_VE = first_values(self, "table_VE", key, **sizes)
+        self.head_EV = first_values(self, "head_EV", jax.random.fold_in(key, 1), **sizes)
+
+    def trunk(self, tokens_BS, context, cache=None):
+        compute = context.compute
+        return Trunk(embedded(self.table_VE, tokens_BS, compute.dtype, compute.residual), {})
+
+    def features(self, x_BSE, context):
+        return x_BSE
+
+    logit_cap = None
+    vocab = property(lambda self: self.table_VE.shape[0])
+    unembedding_EV = property(lambda self: self.head_EV)
+
+    def flops_per_token(self, sequence_length, causal):
+        return 6.0 * self.head_EV.size
+
+    def parts(self):
+        return Part("embedding", self.table_VE), Part("unembedding", self.head_EV)
+
+    def check(self, sequence_length, compute):
+        pass
