@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -114,24 +115,27 @@ def _sums(call: _Call, *arguments: Array) -> LossSums:
     return on_each_device(local, call.layouts, _EVERYWHERE, tracked=False)(*arguments)
 
 
-def _forward(call: _Call, *arguments: Array) -> tuple[LossSums, tuple[Array, Array]]:
-    local = functools.partial(_local_gradients, call)
-    outputs = _EVERYWHERE, call.layouts[:2]
-    return on_each_device(local, call.layouts, outputs, tracked=False)(*arguments)
+def _forward(call: _Call, *arguments: CustomVJPPrimal) -> tuple[LossSums, tuple[Array, ...]]:
+    """The sums, and the gradients of features and table, of the features alone if the table is
+    frozen."""
+    asked = 2 if arguments[1].perturbed else 1
+    local = functools.partial(_local_gradients, call, asked)
+    outputs = _EVERYWHERE, call.layouts[:asked]
+    on_devices = on_each_device(local, call.layouts, outputs, tracked=False)
+    return on_devices(*(each.value for each in arguments))
 
 
 def _backward(
-    call: _Call, gradients: tuple[Array, Array], arriving: LossSums
+    call: _Call, gradients: tuple[Array, ...], arriving: LossSums
 ) -> tuple[Array | None, ...]:
-    dh_BSE, dtable_EV = gradients
-    return (
-        (dh_BSE * arriving.minimised).astype(dh_BSE.dtype),
-        dtable_EV * arriving.minimised,
-        *(None,) * (len(call.layouts) - 2),
-    )
+    factor = arriving.minimised
+    if isinstance(factor, SymbolicZero):
+        return (None,) * len(call.layouts)
+    found = [(gradient * factor).astype(gradient.dtype) for gradient in gradients]
+    return (*found, *(None,) * (len(call.layouts) - len(found)))
 
 
-_sums.defvjp(_forward, _backward)
+_sums.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _local_sums(call: _Call, h_BSE: Array, table_EV: Array, *others: Array) -> LossSums:
@@ -145,24 +149,30 @@ def _local_sums(call: _Call, h_BSE: Array, table_EV: Array, *others: Array) -> L
 
 
 def _local_gradients(
-    call: _Call, h_BSE: Array, table_EV: Array, *others: Array
-) -> tuple[LossSums, tuple[Array, Array]]:
+    call: _Call, asked: int, h_BSE: Array, table_EV: Array, *others: Array
+) -> tuple[LossSums, tuple[Array, ...]]:
+    """The sums, and the first `asked` gradients of those of features and table."""
     h_BSE, whole_EV = gathered(call.split, h_BSE, table_EV)
     wide = jnp.promote_types(h_BSE.dtype, jnp.float32)
 
-    def visit(dtable_EV: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[LossSums, Array]]:
+    def visit(
+        dtable_EV: Array | None, chunk: tuple[Array, ...]
+    ) -> tuple[Array | None, tuple[LossSums, Array]]:
         sums, dlogits_NV = _chunk_sums(call, whole_EV, chunk, others)
         # In h's dtype, so that these are not float32 products.
         dh_NE = jnp.einsum("nv,ev->ne", dlogits_NV, whole_EV)
-        dtable_EV += jnp.einsum("ne,nv->ev", chunk[0], dlogits_NV, preferred_element_type=wide)
+        if dtable_EV is not None:
+            dtable_EV += jnp.einsum("ne,nv->ev", chunk[0], dlogits_NV, preferred_element_type=wide)
         return dtable_EV, (sums, dh_NE)
 
-    nothing_EV = jnp.zeros(whole_EV.shape, wide)
+    nothing_EV = jnp.zeros(whole_EV.shape, wide) if asked > 1 else None
     parts = _parts(call, h_BSE, whole_EV, others)
     dtable_EV, (sums, dh_CNE) = visited(visit, nothing_EV, parts)
     B, S, E = h_BSE.shape
     dh_BSE = dh_CNE.reshape(-1, E)[: B * S].reshape(B, S, E)
     dh_BSE = psum_scatter(dh_BSE, "tensor", axis=1) if call.split else psum(dh_BSE, "tensor")
+    if dtable_EV is None:
+        return _over_batch(sums), (dh_BSE,)
     dtable_EV = psum_scatter(dtable_EV.astype(h_BSE.dtype), "fsdp", axis=0)
     return _over_batch(sums), (dh_BSE, psum(dtable_EV, "data").astype(table_EV.dtype))
 
