@@ -6,8 +6,10 @@ import functools
 import jax
 import pytest
 from bigram import Bigram
+from byte_texts import write_ids
 
 from lmlib import optim
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.losses import DPO, Distillation
@@ -28,11 +30,10 @@ TAUGHT = Distillation(teacher)
 def experiment(model=student, **settings):
     return Experiment(
         model=model,
-        data=Synthetic(V, ROWS, LENGTH),
         optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
         mesh=make_mesh(fsdp=8),
         steps=10,
-        **settings,
+        **{"data": Synthetic(V, ROWS, LENGTH), **settings},
     )
 
 
@@ -77,3 +78,12 @@ def test_it_is_kept_in_the_compute_dtype_and_not_in_checkpoints():
     state = experiment(functools.partial(Bigram, V, 8), objective=taught).abstract_state()
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.companion)} == {"bfloat16"}
     assert state.changing.companion is None
+
+
+def test_preferences_need_pairs_of_answers(tmp_path):
+    write_ids(tmp_path, [[1] * 70], vocab_size=V)
+    text = FlatTokens(str(tmp_path), "train", batch_size=ROWS, sequence_length=LENGTH)
+    of = functools.partial(experiment, functools.partial(Bigram, V, 8), data=text)
+    of().check()
+    with pytest.raises(ValueError, match="data holds no pairs of answers, and DPO needs them"):
+        of(objective=DPO(reference_from="a run")).check()
