@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from lmlib import optim
+from lmlib.adapters import lora
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
@@ -24,6 +25,7 @@ from lmlib.guard import Guard
 from lmlib.losses import Distillation
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
+from lmlib.trainable import Group
 
 VOCAB, BATCH, SEQUENCE, STEPS = 4_096, 16, 16, 60
 EVALUATE_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS = 4, 5, 4
@@ -34,7 +36,19 @@ def config() -> fdl.Config[Experiment]:
     size = {"batch_size": BATCH, "sequence_length": SEQUENCE}
     return fdl.Config(
         Experiment,
-        model=fdl.Partial(llama, vocab=VOCAB, embed=32, layers=2, heads=4, mlp=64),
+        model=fdl.Partial(
+            lora,
+            of=fdl.Partial(llama, vocab=VOCAB, embed=32, layers=2, heads=4, mlp=64),
+            rank=4,
+            paths=("stack.*.attention.*",),
+            dropout=0.1,
+        ),
+        trainable={
+            "adapters": fdl.Config(Group, axes=("down_rank", "up_rank"), learning_rate=2.0),
+            "mlp": fdl.Config(Group, paths=("*.mlp.*", "*norm*")),
+            "tables": fdl.Config(Group, axes=("vocab",)),
+        },
+        frozen_dtype="bfloat16",
         compute=fdl.Config(Compute, dtype="float32"),
         objective=fdl.Config(
             Distillation,
