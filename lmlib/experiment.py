@@ -18,14 +18,9 @@ from lmlib.experiment_checks import check_experiment
 from lmlib.guard import Guard
 from lmlib.losses import NextToken, Objective
 from lmlib.optim import Optimizer
+from lmlib.recipe import Recipe
 from lmlib.train import State
-from lmlib.trainable import (
-    Groups,
-    Recipe,
-    decays_by,
-    flops_per_token,
-    with_groups,
-)
+from lmlib.trainable import Groups, decays_by, flops_per_token, with_groups
 
 
 @dataclasses.dataclass(frozen=True)

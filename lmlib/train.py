@@ -23,7 +23,7 @@ from lmlib.optim import Optimizer
 from lmlib.parallel.axes import M, map_weights
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import creator, partition, shardings, spec, stored
-from lmlib.trainable import parted
+from lmlib.recipe import parted
 
 Metrics = dict[str, Array]
 FINITE = Guard()  # skips what is not finite, and nothing else

@@ -1,21 +1,16 @@
-"""Which weights of a model train, and how those that do not are kept."""
+"""Which weights of a model train, in groups with their own rate and decay."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import equinox as eqx
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from lmlib.models.adapted import DOWN_RANK, UP_RANK, is_adapted, without_adapters
-from lmlib.models.int8 import in_int8
+from lmlib.models.adapted import DOWN_RANK, UP_RANK, is_adapted
 from lmlib.optim import Decays, Optimizer
-from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.layout import stored
+from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.selection import SelectionError, named_weights, selected
 
 
@@ -104,18 +99,6 @@ def _bases(model: Any) -> set[str]:
     }
 
 
-def resting(model: M, trained: Collection[str], dtype: str) -> M:
-    """`model` with the weights that do not train in `dtype`; of "int8" in bfloat16, and those that
-    `lmlib.models.int8.in_int8` can make so in 8 bits."""
-
-    def frozen(weight: Weight) -> bool:
-        return weight.path not in trained
-
-    float_dtype = "bfloat16" if dtype == "int8" else dtype
-    model = map_weights(lambda w, x: x.astype(float_dtype) if frozen(w) else x, model)
-    return in_int8(model, frozen) if dtype == "int8" else model
-
-
 def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, causal: bool) -> float:
     """FLOPs for a token of a step that trains `groups` of `model`, which has its weights as
     `Experiment.model` makes them: those of `Model.flops_per_token`, less two for each frozen
@@ -134,104 +117,6 @@ def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, cau
 
     map_weights(count, model)
     return flops
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How a run makes the weights of its model, and keeps them.
-
-    Args:
-      model, seed: `model(key=jax.random.key(seed))` makes new weights.
-      groups: what trains; `None`: everything; an empty mapping: nothing.
-      frozen_dtype: of what does not; see `resting`.
-    """
-
-    model: Callable[..., Any]
-    seed: int
-    groups: Groups | None
-    frozen_dtype: str
-
-    def make(self) -> Any:
-        """The model with new weights, each as it is kept."""
-        model = self.model(key=jax.random.key(self.seed))
-        return model if self.trained is None else resting(model, self.trained, self.frozen_dtype)
-
-    @functools.cached_property
-    def shapes(self) -> Any:
-        """Shapes of the model as `model` makes it: nothing in 8 bits."""
-        return jax.eval_shape(lambda: self.model(key=jax.random.key(self.seed)))
-
-    @functools.cached_property
-    def group_of(self) -> dict[str, str] | None:
-        """The group of each weight that trains, by its path; `None`: all do."""
-        if self.groups is None:
-            return None
-        return grouped(self.shapes, self.groups) if self.groups else {}
-
-    @property
-    def trained(self) -> Set[str] | None:
-        """The paths of the weights that train; `None`: all do."""
-        return None if self.group_of is None else self.group_of.keys()
-
-    @property
-    def given(self) -> Any:
-        """Shapes and dtypes of the weights that `completed` takes: there are no adapters, and what
-        is frozen is in its float dtype."""
-        if self.trained is None:
-            return self.shapes
-        float_dtype = "bfloat16" if self.frozen_dtype == "int8" else self.frozen_dtype
-        kept = jax.eval_shape(
-            lambda model: resting(model, self.trained or (), float_dtype), self.shapes
-        )
-        return without_adapters(kept)
-
-    def completed(self, weights: M, mesh: Mesh) -> M:
-        """The model, laid out on `mesh`, with `weights` and new adapters.
-
-        Args:
-          weights: as `given` says, but in float32 perhaps, laid out as they are stored. Their
-            buffers are taken.
-        """
-        if self.trained is None:
-            return weights
-        by_path = {weight.path: array for weight, array in _arrays(weights)}
-
-        def complete(by_path: dict[str, Array]) -> Any:
-            model = self.model(key=jax.random.key(self.seed))
-            given = map_weights(
-                lambda w, new: by_path.get(w.path.removesuffix(".base"), new), model
-            )
-            return resting(given, self.trained or (), self.frozen_dtype)
-
-        placed = map_weights(
-            lambda weight, array: stored(weight, array.shape, mesh), jax.eval_shape(self.make)
-        )
-        layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), placed)
-        with jax.set_mesh(mesh):
-            made = jax.sharding.auto_axes(complete, out_sharding=placed)
-            return jax.jit(made, out_shardings=layout, donate_argnums=0)(by_path)
-
-
-def _arrays(model: Any) -> list[tuple[Weight, Any]]:
-    found: list[tuple[Weight, Any]] = []
-    map_weights(lambda weight, array: found.append((weight, array)), model)
-    return found
-
-
-class Parts(NamedTuple):
-    """A model twice, with `None` in place of what is in the other one."""
-
-    trained: Any
-    frozen: Any
-
-
-def parted(model: Any, trained: Set[str] | None) -> Parts:
-    """`model` as what trains, the weights whose paths are in `trained`, and the rest; `None`:
-    everything trains, and `frozen` is `None`."""
-    if trained is None:
-        return Parts(model, None)
-    mask = map_weights(lambda weight, _: weight.path in trained, model)
-    return Parts(*eqx.partition(model, mask))
 
 
 def with_groups(optimizer: Optimizer, model: Any, groups: Groups) -> Optimizer:

@@ -48,7 +48,8 @@ from lmlib.local_folder import local_folder
 from lmlib.models.adapted import has_adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.quantities import count_text, duration_text
-from lmlib.trainable import adapters, parted
+from lmlib.recipe import parted
+from lmlib.trainable import adapters
 from lmlib.whole_file import make_folder, sync
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE

@@ -21,8 +21,9 @@ from lmlib.models.product import product
 from lmlib.models.protocol import whole_rows
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError
+from lmlib.recipe import parted
 from lmlib.train import abstract_batch, abstract_model
-from lmlib.trainable import adapters, grouped, parted
+from lmlib.trainable import adapters, grouped
 
 V, E, S = 64, 32, 16
 BASE = functools.partial(llama, vocab=V, embed=E, layers=1, heads=4, kv_heads=2, mlp=64)

@@ -58,8 +58,10 @@ MAY_IMPORT = {
     "lmlib.fingerprint": set(),
     "lmlib.adapters": {"lmlib.models", "lmlib.parallel"},
     "lmlib.trainable": {"lmlib.models", "lmlib.optim", "lmlib.parallel"},
+    "lmlib.recipe": {"lmlib.models", "lmlib.parallel", "lmlib.trainable"},
     "lmlib.train": {
         "lmlib.losses",
+        "lmlib.recipe",
         "lmlib.trainable",
         "lmlib.optim",
         "lmlib.guard",
@@ -80,6 +82,7 @@ MAY_IMPORT = {
     "lmlib.experiment": {
         "lmlib.experiment_checks",
         "lmlib.adapters",
+        "lmlib.recipe",
         "lmlib.trainable",
         "lmlib.evaluate",
         "lmlib.train",

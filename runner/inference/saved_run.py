@@ -18,7 +18,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.hf.hub import TOKENIZER_FILES, local_folder_of
 from lmlib.hf.tensor_files import FolderError, read_json
-from lmlib.trainable import Recipe
+from lmlib.recipe import Recipe
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.text import nodes

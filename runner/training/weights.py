@@ -26,7 +26,8 @@ from lmlib.models.adapted import Adapted, map_adapted, without_adapters
 from lmlib.models.differences import differences
 from lmlib.parallel.layout import creator
 from lmlib.parallel.selection import named_weights
-from lmlib.trainable import Group, Recipe, parted
+from lmlib.recipe import Recipe, parted
+from lmlib.trainable import Group
 from runner.command_line.errors import ConfigError, in_words, user_errors
 from runner.processes.agreement import agreed
 from runner.training import data_probe
