@@ -229,6 +229,7 @@ def test_a_step_sends_what_its_layout_needs_and_nothing_else(layout):
     assert warnings == ()
 
 
+@pytest.mark.slow
 def test_a_tpu_sends_the_same_but_for_how_it_sums_gradients():
     """libtpu scatters only sums whose shards fill its tiles, and reduces the others whole."""
     sent, _, _ = compiled("v5e:4x2", "FSDP × TP")

@@ -35,6 +35,7 @@ def test_405b_trains_on_eight_devices_of_192_gb():
     assert made_once(report) == pytest.approx(report.flops.analytic, rel=0.03)
 
 
+@pytest.mark.slow
 def test_of_eight_simulated_devices_each_holds_an_eighth_of_the_base():
     cfg = configs.load("experiments/llama_8b_lora", ["tiny"], ["mesh.fsdp=8", "model.of.layers=1"])
     target = parse("cpu:8")

@@ -103,6 +103,7 @@ def test_another_base_is_refused(folder, tmp_path):
     assert fit(cfg, tmp_path / "run", original).summary.steps == 4
 
 
+@pytest.mark.slow
 def test_a_group_trains_alone_from_new_weights_and_from_another_run(folder, tmp_path):
     cfg = configs.load("experiments/llama_84m", ["tiny"], SMALL)
     cfg.trainable = {
@@ -147,6 +148,7 @@ def test_the_405b_at_a_small_size_from_a_folder_to_both_formats(tmp_path):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_an_imported_base_stays_in_its_workdir(folder, tmp_path):
     workdir = tmp_path / "imported"
     convert.bring_in(HuggingFace(folder, str(folder)), workdir)
