@@ -58,16 +58,8 @@ from runner.command_line.paths import check_can_be_made
 from runner.config import configs
 from runner.inference.saved_run import ORIGIN, SavedRun, open_run, recipe_of
 from runner.processes.endings import FINISHED
-from runner.training.weights import (
-    WEIGHTS_ALONE,
-    HuggingFace,
-    Saved,
-    base_of,
-    frozen_note,
-    located,
-    of_folder,
-    tokenizer_of,
-)
+from runner.training.references import HuggingFace, Saved, base_of, located, tokenizer_of
+from runner.training.weights import WEIGHTS_ALONE, frozen_note, of_folder
 from runner.watch.transfer import told
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json

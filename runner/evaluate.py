@@ -55,7 +55,7 @@ from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
-from runner.training.weights import Saved, located
+from runner.training.references import Saved, located
 
 _FROM = flags.DEFINE_multi_string("from", [], "a run or a folder of Hugging Face's; repeatable")
 _DATA = flags.DEFINE_multi_string("data", [], "flat tokens or text; repeatable")

@@ -6,7 +6,7 @@ from lmlib.data.metadata import tokenizers_differ
 from lmlib.data.text import BYTE_TOKENIZER
 from runner.command_line.errors import ConfigError, user_errors
 from runner.inference.loaded import Loaded
-from runner.training.weights import HuggingFace, tokenizer_of
+from runner.training.references import HuggingFace, tokenizer_of
 
 if TYPE_CHECKING:  # heavy
     from tokenizers import Tokenizer

@@ -29,7 +29,7 @@ from lmlib.parallel.mesh import make_mesh
 from runner.command_line.errors import user_errors
 from runner.inference.saved_run import SavedRun, longest_in, open_run
 from runner.processes.agreement import agreed
-from runner.training.weights import HuggingFace, base_of, located, tokenizer_of
+from runner.training.references import HuggingFace, base_of, located, tokenizer_of
 from runner.watch.transfer import told
 
 _TOKENIZER_FILE = "tokenizer.json"

@@ -22,14 +22,8 @@ from lmlib.recipe import Recipe
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.text import nodes
-from runner.training.weights import (
-    WEIGHTS_ALONE,
-    HuggingFace,
-    Saved,
-    base_of,
-    tokenizer_of,
-    weights_of,
-)
+from runner.training.references import HuggingFace, Saved, base_of, tokenizer_of
+from runner.training.weights import WEIGHTS_ALONE, weights_of
 
 ORIGIN = "hugging_face"  # in an imported workdir: what its folder held besides weights
 

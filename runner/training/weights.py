@@ -1,9 +1,7 @@
-"""Weights that a run can begin with: of another run, or of a folder of Hugging Face's."""
+"""The weights that a reference means, made into the model of a run."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -13,15 +11,11 @@ from jax.sharding import Mesh
 from lmlib import train
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import Source
-from lmlib.data.metadata import LARGEST_TOKENIZER, TokenizerIdentity, tokenizers_differ
-from lmlib.data.stored_json import read_text
+from lmlib.data.metadata import tokenizers_differ
 from lmlib.fingerprint import fingerprint
 from lmlib.hf.families import described
-from lmlib.hf.hub import local_folder_of
 from lmlib.hf.load import load_weights
-from lmlib.hf.peft import Adapters, adapters_in, holds_adapters, read_config
-from lmlib.hf.tensor_files import read_json
-from lmlib.local_folder import local_folder
+from lmlib.hf.peft import Adapters, adapters_in
 from lmlib.models.adapted import Adapted, map_adapted, without_adapters
 from lmlib.models.differences import differences
 from lmlib.parallel.layout import creator
@@ -31,88 +25,11 @@ from lmlib.trainable import Group
 from runner.command_line.errors import ConfigError, in_words, user_errors
 from runner.processes.agreement import agreed
 from runner.training import data_probe
+from runner.training.references import HuggingFace, Saved, base_of, located, tokenizer_of
 from runner.watch.transfer import told
 
 WEIGHTS_ALONE = 0  # the step of a checkpoint of weights alone: `runner.convert` makes it, no run
 _SHOWN = 6  # differences
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """The checkpoints of a run in `folder`; `step` is `None` for the newest."""
-
-    folder: Path
-    step: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class HuggingFace:
-    """A folder of Hugging Face's; `name` is its path, or its name on the Hub.
-
-    base: of a folder of adapters, the reference of the model without them; `None`: as it says.
-    """
-
-    folder: Path
-    name: str
-    base: str | None = None
-
-
-def located(reference: str) -> Saved | HuggingFace:
-    """What `reference` means: `RUN`, `RUN@STEP`, a folder of Hugging Face's or its name on the Hub,
-    from where it is then fetched.
-
-    Raises:
-      ConfigError: if it is none of them.
-    """
-    run, at, step = reference.rpartition("@")
-    if not at or not step.isdecimal():
-        run, step = reference, ""
-    with user_errors():
-        number = int(step) if step else None
-        folder, whole = local_folder(run), local_folder(reference)
-        if (folder / "checkpoints").is_dir():
-            return Saved(folder / "checkpoints", number)
-        if is_hugging_face(whole):
-            return HuggingFace(whole, str(whole.absolute()))
-        if folder.is_dir():
-            return Saved(folder, number)
-        if (fetched := local_folder_of(reference)) != whole:
-            return HuggingFace(fetched, reference)
-    raise ConfigError(
-        f"{run} is no folder; write RUN or RUN@STEP, a folder of Hugging Face's, or a name on the "
-        "Hub, as Qwen/Qwen3-0.6B"
-    )
-
-
-def is_hugging_face(folder: Path) -> bool:
-    """Whether it holds safetensors, or a config.json of a model's; raises FolderError if that is
-    damaged."""
-    config = folder / "config.json"
-    return any(folder.glob("*.safetensors")) or (
-        config.is_file() and "model_type" in read_json(config)
-    )
-
-
-def base_of(found: HuggingFace) -> HuggingFace:
-    """The folder whose model the adapters in `found` are for; `found`, if it holds a whole model.
-
-    Raises:
-      ConfigError: if it does not say, or that is no folder of a whole model.
-    """
-    if not holds_adapters(found.folder):
-        return found
-    reference = found.base or read_config(found.folder).base
-    if reference is None:
-        raise ConfigError(
-            f"{found.name} does not say for which model its adapters are: base_model_name_or_path "
-            "is not set"
-        )
-    base = located(reference)
-    if not isinstance(base, HuggingFace) or holds_adapters(base.folder):
-        raise ConfigError(
-            f"{reference} holds no model of Hugging Face's for the adapters of {found.name}"
-        )
-    return base
 
 
 def weights_of(
@@ -145,15 +62,6 @@ def weights_of(
         return of_folder(found, recipe, mesh, data, allowed_changes, show), found.name
     except (ValueError, OSError) as error:
         raise ConfigError(f"the weights of {reference}: {in_words(error)}") from error
-
-
-def tokenizer_of(folder: HuggingFace) -> TokenizerIdentity | None:
-    """What made the ids that its model knows; `None` without a tokenizer.json."""
-    file = folder.folder / "tokenizer.json"
-    if not file.is_file():
-        return None
-    text = read_text(file, LARGEST_TOKENIZER)
-    return TokenizerIdentity(folder.name, hashlib.sha256(text.encode()).hexdigest())
 
 
 def _of_run(

@@ -23,7 +23,8 @@ from runner import Options, convert, fit
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.inference.loaded import load
-from runner.training.weights import HuggingFace, Saved, located, weights_of
+from runner.training.references import HuggingFace, Saved, located
+from runner.training.weights import weights_of
 
 HF = Path(__file__).parents[1] / "hf"
 BASE = HF / "golden" / "llama"

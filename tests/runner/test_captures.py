@@ -21,7 +21,7 @@ from runner import convert, fit
 from runner.command_line.errors import TrainingStopped
 from runner.config import configs
 from runner.training.captures import read_batch, read_capture
-from runner.training.weights import located
+from runner.training.references import located
 
 HUGE = io.BytesIO()  # an array whose header claims 256 TB
 with zipfile.ZipFile(HUGE, "w") as parts, parts.open("tokens.npy", "w") as part:

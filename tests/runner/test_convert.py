@@ -25,7 +25,7 @@ from lmlib.models.mlp import GatedMLP, relu_squared
 from runner import convert
 from runner.command_line.errors import ConfigError
 from runner.config import configs
-from runner.training.weights import Saved, located
+from runner.training.references import Saved, located
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "hf" / "golden"

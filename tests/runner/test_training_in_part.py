@@ -19,7 +19,7 @@ from runner import Options, convert, fit
 from runner.command_line.errors import ConfigError, StoppedEarly
 from runner.config import configs
 from runner.inference.loaded import load
-from runner.training.weights import HuggingFace, Saved
+from runner.training.references import HuggingFace, Saved
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 SMALL = ("validation=None", "mesh.fsdp=1", "steps=4", "checkpoint_every=2")

@@ -20,7 +20,8 @@ from runner import Options, convert, fit
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.text import flattened
-from runner.training.weights import HuggingFace, Saved, located, weights_of
+from runner.training.references import HuggingFace, Saved, located
+from runner.training.weights import weights_of
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 LLAMA = GOLDEN / "llama"

@@ -15,7 +15,7 @@ from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.command_line.errors import ConfigError
 from runner.inference.loaded import load
-from runner.training.weights import located
+from runner.training.references import located
 
 LLAMA = Path(__file__).parents[2] / "hf" / "golden" / "llama"
 TOKENIZER = {
