@@ -22,9 +22,15 @@ GB = 1_000_000_000
 # The devices are this machine's processor, so the weights lie in the host's memory: what is told is
 # how far the peak was above what there was before, and for `load` above the weights it made.
 PROCESS = """
-import json, sys
+import functools, json, sys
 import jax
 from lmlib import hf, make_mesh
+from lmlib.adapters import lora
+from lmlib.hf.families import described
+from lmlib.recipe import Recipe
+from lmlib.trainable import adapters
+from pathlib import Path
+from runner.training.weights import weights_of
 
 source, target, golden = sys.argv[1:]
 
@@ -45,7 +51,17 @@ hf.load(golden, mesh)  # what is imported and compiled
 model, loading = peak_of(lambda: jax.block_until_ready(hf.load(source, mesh)))
 weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 _, saving = peak_of(lambda: hf.save(model, target))
-print(json.dumps([weights, loading - weights, saving]))
+del model
+
+def base_in_bfloat16(folder):
+    build = functools.partial(lora, described(Path(folder)).build)
+    recipe = Recipe(build, 0, adapters(), "bfloat16")
+    return jax.block_until_ready(weights_of(str(folder), recipe, mesh, None)[0])
+
+base_in_bfloat16(golden)
+adapted, reading = peak_of(lambda: base_in_bfloat16(source))
+kept = sum(leaf.nbytes for leaf in jax.tree.leaves(adapted))
+print(json.dumps([weights, loading - weights, saving, kept, reading - kept]))
 """
 
 
@@ -79,7 +95,9 @@ def test_memory_beside_the_weights_does_not_grow_with_them(tmp_path):
     )
     shutil.rmtree(tmp_path)
     assert ended.returncode == 0, ended.stderr
-    weights, loading, saving = json.loads(ended.stdout.splitlines()[-1])
+    weights, loading, saving, kept, reading = json.loads(ended.stdout.splitlines()[-1])
     assert weights > 2.9 * GB
     assert loading < largest + GB
     assert saving < largest + GB
+    assert 0.5 * weights < kept < 0.55 * weights  # bfloat16, and adapters in float32
+    assert reading < largest + GB
