@@ -31,6 +31,11 @@ from lmlib.models.adapted import map_adapted
 
 FLOAT32 = Compute(dtype="float32")
 PROMPT = 300
+# Every other family with rsLoRA; Llama both ways.
+ALTERNATING = [
+    ("llama", True),
+    *((name, bool(i % 2)) for i, name in enumerate(FAMILIES)),
+]
 
 
 @functools.cache
@@ -150,7 +155,7 @@ def test_adapters_lie_as_the_weights_beside_which_they_are(tmp_path):
     folder = GOLDEN_ADAPTERS / "llama"
     split = hf.load_adapters(folder, hf.load(GOLDEN / "llama", mesh))
     down = split.stack[0][0].attention.query.down
-    assert len({shard.index for shard in down.addressable_shards}) == 4
+    assert len({str(shard.index) for shard in down.addressable_shards}) == 4
     assert_same(split, hf.load_adapters(folder, base_of("llama")))
     hf.save_adapters(split, tmp_path / "out")
 
@@ -251,8 +256,7 @@ def peft():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stabilized", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "stabilized"), ALTERNATING)
 def test_peft_computes_the_same_of_what_is_written_here(peft, name, stabilized, tmp_path):
     model = adapted(name, rank=3, alpha=5.0, rank_stabilized=stabilized)
     hf.save_adapters(model, tmp_path / "out", model_type=FAMILIES[name][0])
@@ -262,8 +266,7 @@ def test_peft_computes_the_same_of_what_is_written_here(peft, name, stabilized, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stabilized", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "stabilized"), ALTERNATING)
 def test_of_what_peft_writes_lmlib_computes_the_same(peft, name, stabilized, tmp_path):
     targets = ["q_proj", "v_proj", "down_proj", "qkv_proj", "c_attn", "c_proj"]
     model = peft.adapted(
