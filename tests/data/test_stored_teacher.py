@@ -95,7 +95,8 @@ def test_a_teacher_of_other_data_is_refused(
         open_data(tmp_path, batch_size=2, teacher=str(taught))
 
 
-@pytest.mark.parametrize("array", [IDS, pytest.param(LOG_PROBABILITIES, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("array", [IDS, LOG_PROBABILITIES])
 def test_a_changed_bit_is_refused(example: Path, tmp_path: Path, array: str) -> None:
     write(tmp_path / "taught", open_data(example, batch_size=1))
     file = tmp_path / "taught" / array / "c" / "0"

@@ -148,7 +148,8 @@ def listed_by(model, batch, k):
     return ids_BSk, np.take_along_axis(log_p_BSV, ids_BSk, axis=-1)
 
 
-@pytest.mark.parametrize("k", [5, pytest.param(V, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [5, V])
 def test_the_likeliest_tokens_are_found_over_a_split_vocabulary(k):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     batch = Synthetic(vocab_size=V, batch_size=B, sequence_length=S).batch(0)
