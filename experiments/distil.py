@@ -3,6 +3,12 @@
     python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
     python -m runner --fdl_config=experiments/distil --workdir=/tmp/distil
 
+Where the teacher is too large to compute beside the student, or teaches several, what it says is
+stored first, 32 ids for each token:
+
+    python -m runner.teach --from=/tmp/quickstart --fdl_config=experiments/distil --fiddler=stored
+    python -m runner --fdl_config=experiments/distil --fiddler=stored --workdir=/tmp/stored
+
 Another teacher: --fdl.teacher=RUN, or a folder of Hugging Face's; its architecture goes into
 `objective.teacher`, and its tokenizer must have made the data.
 """
@@ -39,6 +45,12 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
     quickstart.tiny(cfg)
     cfg.objective.teacher = copy.deepcopy(cfg.model)
     cfg.objective.teacher_from = None
+
+
+def stored(cfg: fdl.Config[Experiment]) -> None:
+    """From what `python -m runner.teach` stored of a teacher, who is not computed any more."""
+    cfg.objective = fdl.Config(Distillation, weight=0.9)
+    cfg.data.teacher = "/tmp/taught"
 
 
 def alone(cfg: fdl.Config[Experiment]) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from lmlib import train
 from lmlib.adapters import without_adapters
 from lmlib.compute import Compute
-from lmlib.data.batch import Batch, Source
+from lmlib.data.batch import Batch, Source, teacher_k
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.experiment_checks import check_experiment
@@ -186,7 +186,9 @@ class Experiment:
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and `NamedSharding`s of a batch."""
         data = self.data
-        return train.abstract_batch(data.batch_size, data.sequence_length, self.mesh)
+        return train.abstract_batch(
+            data.batch_size, data.sequence_length, self.mesh, teacher_k(data)
+        )
 
     def init(self, companion: Any = None) -> State:
         """The state before the first step, with new weights; `companion`: as of `begin`."""

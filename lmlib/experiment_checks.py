@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from lmlib.compute import Compute
-from lmlib.data.batch import Source
+from lmlib.data.batch import Source, teacher_k
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import tokenizers_differ
 from lmlib.data.mixture import Mixture
@@ -129,6 +129,28 @@ def _check_objective(experiment: Any, model: Any) -> None:
                 f"data holds {'pairs of answers' if part.pairs else 'no pairs of answers'}, and "
                 f"{type(objective).__name__} {'needs them' if objective.compares_pairs else 'none'}"
                 ": python -m data_tools.prepare_chats makes either; --pairs is for lmlib.losses.DPO"
+            )
+    _check_stored_teacher(experiment, model)
+
+
+def _check_stored_teacher(experiment: Any, model: Any) -> None:
+    """Whether batches have what a teacher said where the objective needs it, and nowhere else."""
+    needed = experiment.objective.reads_stored_teacher
+    if needed != (teacher_k(experiment.data) is not None):
+        objective = type(experiment.objective).__name__
+        raise ValueError(
+            f"{objective} without a teacher needs data with what one said: set data.teacher to a "
+            "folder that python -m runner.teach makes"
+            if needed
+            else f"data has what a teacher said, and {objective} reads none of it: leave "
+            "data.teacher out, or take lmlib.losses.Distillation without a teacher"
+        )
+    for part in _flat_tokens(experiment.data):
+        if part.teacher is not None and part.teacher.vocab_size != model.vocab:
+            raise ValueError(
+                f"the stored teacher's vocabulary has {part.teacher.vocab_size:,} ids and the "
+                f"model's {model.vocab:,}: a student has the vocabulary of its teacher, padding "
+                "included"
             )
 
 

@@ -3,6 +3,7 @@
 Shapes: B batch, M microbatches, S sequence.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Set
 from typing import Any
@@ -154,12 +155,20 @@ def abstract_state(
     return jax.tree.map(lambda leaf: _placed(leaf, jax.typeof(leaf).sharding.spec, mesh), state)
 
 
-def abstract_batch(batch_size: int, sequence_length: int, mesh: Mesh) -> Batch:
-    """Shapes, dtypes and `NamedSharding`s of a global batch."""
+def abstract_batch(
+    batch_size: int, sequence_length: int, mesh: Mesh, teacher_k: int | None = None
+) -> Batch:
+    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k`: as of a source."""
 
     def blank() -> Batch:
         integers = jnp.zeros((batch_size, sequence_length), jnp.int32)
-        return Batch(integers, integers, integers, integers, integers.astype(bool))
+        batch = Batch(integers, integers, integers, integers, integers.astype(bool))
+        if teacher_k is None:
+            return batch
+        listed = jnp.zeros((batch_size, sequence_length, teacher_k), jnp.int32)
+        return dataclasses.replace(
+            batch, teacher_ids=listed, teacher_log_probabilities=listed.astype(jnp.float16)
+        )
 
     return jax.tree.map(
         lambda leaf: _placed(leaf, partition("batch seq"), mesh), jax.eval_shape(blank)
@@ -266,13 +275,13 @@ def _updated(
 
 
 def split(batch: Batch, microbatches: int) -> Batch:
-    """(B, S) arrays as (M, B / M, S). Each device splits its own rows, so nothing travels."""
+    """(B, S, …) arrays as (M, B / M, S, …). Each device splits its own rows, so nothing travels."""
 
     def part(x_BS: Array) -> Array:
-        B, S = x_BS.shape
+        B, *rest = x_BS.shape
         x_BMS = jnp.reshape(
             x_BS,
-            (B // microbatches, microbatches, S),
+            (B // microbatches, microbatches, *rest),
             out_sharding=spec("batch microbatch seq"),
         )
         return jnp.moveaxis(x_BMS, 1, 0)

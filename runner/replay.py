@@ -59,8 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         cfg = configs.load(str(folder / "config.json"), trusted=TRUST_MODULE.value)
         experiment: Experiment = fdl.build(cfg)
         experiment.check()
-        data = experiment.data
-        rows = read_batch(folder, data.batch_size, data.sequence_length)
+        rows = read_batch(folder, experiment.abstract_batch())
     return FINISHED if _replay(capture, experiment, rows) else DIFFERS
 
 

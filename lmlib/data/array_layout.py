@@ -16,7 +16,7 @@ from lmlib.data.stored_json import read_json
 _LARGEST_DESCRIPTION = 1 << 20  # bytes
 _LARGEST_CHUNK = 1 << 28  # bytes; what one read allocates at most
 _LARGEST_FILE = 1 << 32  # bytes
-_ELEMENT_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8}
+_ELEMENT_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "float16": 2}
 _CHECKSUM_BYTES = 4
 _INDEX_ENTRY_BYTES = 16  # for each chunk of a file
 
@@ -33,6 +33,7 @@ class ArrayLayout:
     """How a one-dimensional array lies in its files; lengths are in elements."""
 
     folder: Path  # of the files, which are named 0, 1, 2, …
+    has_floats: bool  # and no unsigned integers
     length: int
     chunk_length: int  # what is read at once
     file_length: int
@@ -76,6 +77,7 @@ def flat_tokens_layout(array: Path) -> ArrayLayout:
     index_bytes = chunks * _INDEX_ENTRY_BYTES + _CHECKSUM_BYTES
     layout = ArrayLayout(
         folder=array / "c",
+        has_floats=content["data_type"] == "float16",
         length=_length_in(content, "shape", 0),
         chunk_length=chunk_length,
         file_length=file_length,
@@ -101,6 +103,7 @@ def seqax_layout(array: Path) -> ArrayLayout:
     _check_limits(chunk_bytes, chunk_bytes)
     return ArrayLayout(
         folder=array,
+        has_floats=False,
         length=_length_in(content, "shape", 0),
         chunk_length=chunk_length,
         file_length=chunk_length,

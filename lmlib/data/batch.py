@@ -1,6 +1,6 @@
 """A batch of training sequences, where batches come from, and how one reaches the devices.
 
-Shape suffixes: B batch (rows), S sequence.
+Shape suffixes: B batch (rows), S sequence, K ids that a teacher found likeliest.
 """
 
 from typing import Protocol, runtime_checkable
@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Float16, Int32
 
 from lmlib.data.metadata import TokenizerIdentity
 
@@ -27,6 +27,10 @@ class Batch(eqx.Module):
     segment_ids: Int32[Array | np.ndarray, "batch seq"]  # 1, 2, … along a row; 0 is padding
     positions: Int32[Array | np.ndarray, "batch seq"]  # 0 at the start of each segment
     loss_mask: Bool[Array | np.ndarray, "batch seq"]  # targets of the loss; see docs/flat-tokens.md
+    # What a teacher found likeliest after each token, the likeliest first, and in nats how likely;
+    # None where there is no teacher. See docs/objectives.md.
+    teacher_ids: Int32[Array | np.ndarray, "batch seq k"] | None = None
+    teacher_log_probabilities: Float16[Array | np.ndarray, "batch seq k"] | None = None
 
 
 @runtime_checkable
@@ -64,6 +68,20 @@ class Source(Protocol):
         """
 
 
+@runtime_checkable
+class Taught(Protocol):
+    """A source whose batches may have what a teacher said of them."""
+
+    @property
+    def teacher_k(self) -> int | None:
+        """How many ids a teacher listed for each token; None if there is no teacher."""
+
+
+def teacher_k(source: Source) -> int | None:
+    """As `Taught.teacher_k`, of any source."""
+    return source.teacher_k if isinstance(source, Taught) else None
+
+
 def place(source: Source, step: int, sharding: jax.sharding.NamedSharding) -> Batch:
     """The global batch of `step` as `jax.Array`s laid out by `sharding` over (batch, seq).
 
@@ -90,10 +108,11 @@ def place(source: Source, step: int, sharding: jax.sharding.NamedSharding) -> Ba
 
     def assemble(values: np.ndarray) -> Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            rows, columns = index or _WHOLE
+            rows, columns = (index or _WHOLE)[:2]
             return values[local_row_B[rows]][:, columns]
 
-        return jax.make_array_from_callback(shape, sharding, part)
+        whole = (*shape, *values.shape[2:])
+        return jax.make_array_from_callback(whole, sharding, part)
 
     return jax.tree.map(assemble, local)
 

@@ -6,6 +6,7 @@ Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row.
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,13 @@ from lmlib.data.metadata import (
     Content,
     SplitMetadata,
     TokenizerIdentity,
-    shard_folders,
 )
 from lmlib.data.packing import packed_batch
 from lmlib.data.permutation import permute
 from lmlib.data.seqax import SeqaxSplit, is_seqax_split
+from lmlib.data.split_folder import find_split
 from lmlib.data.stored_split import StoredSplit
+from lmlib.data.stored_teacher import Sequences, StoredTeacher, TeacherMetadata
 from lmlib.data.text import BYTE_TOKENIZER, TextCodec, codec_of_bytes, codec_of_file
 from lmlib.data.token_arrays import DamagedDataError
 from lmlib.data.whole_documents import WholeDocuments, arranged
@@ -62,6 +64,7 @@ class FlatTokens:
         packed: bool = True,
         reset_positions: bool = True,
         attend_across_documents: bool = False,
+        teacher: str | None = None,
     ) -> None:
         """Opens the split.
 
@@ -74,9 +77,11 @@ class FlatTokens:
           packed: whether rows hold what fits of the documents, or one each.
           reset_positions: whether positions count from the start of each document, or of the row.
           attend_across_documents: whether a row is one segment.
+          teacher: a folder of `python -m runner.teach`, with what a teacher said of these
+            sequences, which batches then have too.
 
         Raises:
-          FileNotFoundError: if the data set or split is not there or unfinished.
+          FileNotFoundError: if the data set, split or teacher is not there or unfinished.
           ValueError: for settings or metadata that make no sense.
           DamagedDataError: (a ValueError) if the stored arrays are damaged.
         """
@@ -91,12 +96,12 @@ class FlatTokens:
             raise ValueError(f"FlatTokens needs a seed in [0, 2**64) or None, not {seed}")
         self.batch_size = batch_size
         self.sequence_length = sequence_length
-        self._path = data_path(path)
+        self._path, self._split = data_path(path), split
         self._seed, self._epochs, self._packed = seed, epochs, packed
         self._reset_positions = reset_positions
         self._attend_across_documents = attend_across_documents
 
-        folder = _find_split(self._path, split)
+        folder = find_split(self._path, split)
         self._stored = SeqaxSplit(folder) if is_seqax_split(folder) else StoredSplit(folder)
         if self.metadata is not None:
             _check_tokenizer(self._path / TOKENIZER_FILE, self.metadata)
@@ -110,6 +115,7 @@ class FlatTokens:
         self._whole = self._whole_documents(folder)
         if not packed:
             self._stored.document_bounds(np.zeros(1, np.int64))  # can they be had?
+        self._teacher = None if teacher is None else StoredTeacher(teacher, self.seen)
 
     @property
     def metadata(self) -> SplitMetadata | None:
@@ -136,6 +142,37 @@ class FlatTokens:
     def tokenizer(self) -> TokenizerIdentity | None:
         """What made the ids; None if unknown."""
         return self.metadata.tokenizer if self.metadata is not None else None
+
+    @property
+    def seen(self) -> Sequences:
+        """The sequences that a model sees, whatever their order.
+
+        Raises ValueError in seqax's format, which does not say whether arrays are what they were.
+        """
+        if self.metadata is None:
+            raise ValueError(
+                f"{self._path} is in seqax's format, and a teacher needs the digests of "
+                "docs/flat-tokens.md: convert it with python -m data_tools.convert"
+            )
+        return Sequences(
+            data=self.metadata.digest,
+            split=self._split,
+            sequences=self.sequences,
+            sequence_length=self.sequence_length,
+            packed=self._packed,
+            reset_positions=self._reset_positions,
+            attend_across_documents=self._attend_across_documents,
+        )
+
+    @property
+    def teacher(self) -> TeacherMetadata | None:
+        """What is known of the stored teacher; None if there is none."""
+        return None if self._teacher is None else self._teacher.metadata
+
+    @property
+    def teacher_k(self) -> int | None:
+        """See `Taught`."""
+        return None if self.teacher is None else self.teacher.k
 
     @property
     def tokens(self) -> int:
@@ -230,10 +267,12 @@ class FlatTokens:
         """
         if step < 0:
             raise ValueError(f"a batch's step must be at least 0, not {step}")
+        sequence_B = self._sequence_numbers(step, rows)
         coming = [  # all under way before any wait
             [self._stored.read(start, stop) for start, stop in spans if start < stop]
-            for spans in self._spans(self._sequence_numbers(step, rows))
+            for spans in self._spans(sequence_B)
         ]
+        listed = None if self._teacher is None else self._teacher.read(sequence_B)
         tokens_BT = np.zeros((len(coming), self.sequence_length + 1), np.int32)
         begins_BT, targets_BT = np.zeros((2, *tokens_BT.shape), bool)
         lengths_B = np.zeros(len(coming), np.int64)
@@ -244,7 +283,7 @@ class FlatTokens:
                 tokens_BT[row, there] = tokens
                 begins_BT[row, there], targets_BT[row, there] = begins, targets
                 lengths_B[row] += len(tokens)
-        return packed_batch(
+        batch = packed_batch(
             tokens_BT,
             begins_BT,
             lengths_B=np.maximum(lengths_B - 1, 0),
@@ -252,6 +291,10 @@ class FlatTokens:
             reset_positions=self._reset_positions,
             attend_across_documents=self._attend_across_documents,
         )
+        if listed is None:
+            return batch
+        ids, log_probabilities = listed.result()
+        return replace(batch, teacher_ids=ids, teacher_log_probabilities=log_probabilities)
 
     def sequence_numbers(self, step: int) -> np.ndarray:
         """Which sequence of the split each row of the batch of `step` is; -1 for padding.
@@ -316,46 +359,6 @@ class FlatTokens:
                 f"with --max_length={capacity}"
             )
         return arranged(edges, capacity, self._packed)
-
-
-def _find_split(path: Path, split: str) -> Path:
-    if not path.is_dir():
-        if path.exists():
-            raise FileNotFoundError(_pretokenize_first(path, split, "is a file"))
-        raise FileNotFoundError(
-            f"there is no data set at {path}: make one with python -m data_tools.pretokenize "
-            f"--dataset=… --split={split} --tokenizer=… --out={path}"
-        )
-    if not is_seqax_split(path / split) and not shard_folders(path / split):
-        for folder in (path / split, path):
-            if text := next(map(str, _raw_text(folder)), None):
-                holds = f"holds text, such as {text}, and no flat tokens"
-                raise FileNotFoundError(_pretokenize_first(folder, split, holds))
-    if not (path / split).is_dir():
-        present = [
-            entry.name
-            for entry in sorted(path.iterdir())
-            if entry.is_dir() and (shard_folders(entry) or is_seqax_split(entry))
-        ]
-        raise FileNotFoundError(
-            f"{path} has no split {split!r}; it has {', '.join(present) or 'none'}"
-        )
-    return path / split
-
-
-def _raw_text(folder: Path) -> Iterator[Path]:
-    """The files in `folder` that `pretokenize` would read, if there is such a folder."""
-    endings = (".jsonl", ".ndjson", ".parquet", ".arrow", ".txt", ".md", ".gz", ".zst")
-    if folder.is_dir():
-        return (file for file in sorted(folder.iterdir()) if file.name.endswith(endings))
-    return iter(())
-
-
-def _pretokenize_first(path: Path, split: str, why: str) -> str:
-    return (
-        f"{path} {why}: pretokenize it first with python -m data_tools.pretokenize "
-        f"--dataset={path} --split={split} --tokenizer=… --out=…, and give that folder"
-    )
 
 
 def _check_tokenizer(file: Path, metadata: SplitMetadata) -> None:

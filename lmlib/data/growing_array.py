@@ -15,7 +15,7 @@ class GrowingArray:
     def __init__(
         self,
         folder: Path,
-        dtype: type[np.unsignedinteger],
+        dtype: type[np.number],
         *,
         written: int | None,
         file_length: int,

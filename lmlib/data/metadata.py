@@ -109,6 +109,12 @@ class SplitMetadata:
         return sum(shard.documents for shard in self.shards)
 
     @property
+    def digest(self) -> str:
+        """Of what all arrays hold: splits that differ in anything have others."""
+        of_shards = [dict(shard.digests) for shard in self.shards]
+        return digest(json.dumps(of_shards, sort_keys=True).encode())
+
+    @property
     def content(self) -> Content:
         """What the documents are."""
         return self.shards[0].content

@@ -16,7 +16,7 @@ from fractions import Fraction
 import jax
 import numpy as np
 
-from lmlib.data.batch import Batch, Source
+from lmlib.data.batch import Batch, Source, teacher_k
 from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.data.resumable import Resumable
 from lmlib.data.text import HasText, TextCodec
@@ -94,6 +94,7 @@ class Mixture:
         first = next(iter(sources.values()))
         self.batch_size = first.batch_size
         self.sequence_length = first.sequence_length
+        self.teacher_k = teacher_k(first)
         self.max_token_id = max(source.max_token_id for source in sources.values())
         self.batches = None
         # Sources do not tell targets per sequence, so their bytes per target have no exact mean.
@@ -250,8 +251,12 @@ def _check_sources(sources: Mapping[str, Source]) -> None:
                 "before; a Mixture needs batches that are a function of the step: pretokenize it"
             )
     for (name, source), (other_name, other) in itertools.combinations(sources.items(), 2):
-        for setting in ("batch_size", "sequence_length"):
-            value, other_value = getattr(source, setting), getattr(other, setting)
+        settings = {
+            "batch_size": (source.batch_size, other.batch_size),
+            "sequence_length": (source.sequence_length, other.sequence_length),
+            "teacher_k": (teacher_k(source), teacher_k(other)),
+        }
+        for setting, (value, other_value) in settings.items():
             if value != other_value:
                 raise ValueError(
                     f"source {name!r} has {setting} {value}, but {other_name!r} has {other_value}: "

@@ -3,6 +3,8 @@
 Shape suffixes: B batch (rows), T tokens of a row: the sequence and one more.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from lmlib.data.batch import Batch
@@ -27,8 +29,14 @@ class Synthetic:
     """
 
     def __init__(
-        self, vocab_size: int, batch_size: int, sequence_length: int, seed: int = 0
+        self,
+        vocab_size: int,
+        batch_size: int,
+        sequence_length: int,
+        seed: int = 0,
+        teacher_k: int | None = None,
     ) -> None:
+        """`teacher_k`: ids that a made-up teacher, who knows nothing, lists for each token."""
         if vocab_size < 2:
             raise ValueError(f"Synthetic needs a vocab_size of at least 2, not {vocab_size}")
         for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
@@ -38,6 +46,7 @@ class Synthetic:
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         self.seed = seed
+        self.teacher_k = teacher_k
         self.max_token_id = vocab_size - 1
         self.tokenizer = None
         self.batches = None
@@ -61,4 +70,11 @@ class Synthetic:
         is_noise_BT = draw(_IS_NOISE, place_T, NOISE_PERIOD) == 0
         noise_BT = draw(_NOISE, place_T, self.vocab_size)
         tokens_BT = np.where(is_noise_BT, noise_BT, progression_BT)
-        return packed_batch(tokens_BT, starts_BT, np.full(len(tokens_BT), self.sequence_length))
+        lengths_B = np.full(len(tokens_BT), self.sequence_length)
+        batch = packed_batch(tokens_BT, starts_BT, lengths_B)
+        if self.teacher_k is None:
+            return batch
+        following = np.arange(self.teacher_k, dtype=np.int32)
+        ids = (batch.tokens[..., None] + following) % np.int32(self.vocab_size)
+        likely = np.full(ids.shape, -np.log(self.vocab_size), np.float16)
+        return replace(batch, teacher_ids=ids, teacher_log_probabilities=likely)

@@ -32,7 +32,7 @@ class DamagedDataError(ValueError):
 
 
 def create_array(
-    path: Path, dtype: type[np.unsignedinteger], *, chunk_length: int, file_length: int
+    path: Path, dtype: type[np.number], *, chunk_length: int, file_length: int
 ) -> ts.TensorStore:
     """Makes an empty array of `dtype`, in place of what may be there.
 
@@ -103,11 +103,13 @@ class StoredArray:
         context: ts.Context,
         driver: str = "zarr3",
         digest: str | None = None,
+        floats: bool = False,
     ) -> None:
         """Raises DamagedDataError if the array cannot be opened or is not `length` long.
 
         `driver` is TensorStore's name for the array's format: "zarr3", or "zarr" for seqax's.
-        With the array's `digest`, it and all chunks that are read are checked.
+        With the array's `digest`, it and all chunks that are read are checked. `floats`: whether
+        its elements are float16, and no unsigned integers.
         """
         self.path, self.length = path, length
         try:
@@ -118,6 +120,11 @@ class StoredArray:
             raise DamagedDataError(
                 f"{path} has shape ({layout.length},), but metadata.json promises ({length},): "
                 "the data set is damaged; make it again"
+            )
+        if layout.has_floats != floats:
+            what = "floats, and integers" if layout.has_floats else "integers, and floats"
+            raise DamagedDataError(
+                f"{path} holds {what} belong there: the data set is damaged; make it again"
             )
         self.layout: ArrayLayout = layout
         self.chunk_length: int = layout.chunk_length

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, E embed, F embed of the teacher, V vocab, N tokens 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -15,7 +16,8 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.logit_chunks import ChunkLogits, logits_alone
 from lmlib.losses.features import features
-from lmlib.losses.fused import LogitSettings, TokenLosses, fused_loss
+from lmlib.losses.fused import LogitSettings, TokenLoss, TokenLosses, fused_loss
+from lmlib.losses.listed_divergence import ListedDivergence
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import Companion, LossSums, Objective, check_fraction
 from lmlib.models.protocol import Model
@@ -31,22 +33,28 @@ class Distillation(Objective):
     at every T (Hinton et al. 2015, arXiv:1503.02531, §2). The teacher computes as the student does,
     without dropout, and has no gradient. Its logits are made a chunk of tokens at a time.
 
+    Without a `teacher` the batches have what one said of them, the k likeliest ids of each token
+    and their log-probabilities: the divergence is then `ListedDivergence`'s, over those and one
+    outcome for all other ids. So the student learns how likely the others are together, which the
+    k alone would leave open. T is 1: at any other, that outcome's probability is not known.
+
     Reports, in nats per token: `loss`, that mixture; `cross_entropy`, -log p(target) of the
     student; `divergence`, the KL at temperature T, without T².
 
     Args:
-      teacher: `teacher(key=…)` makes the teacher, a model of the student's vocabulary.
+      teacher: `teacher(key=…)` makes the teacher, a model of the student's vocabulary; `None`: the
+        data has what a teacher said, as `FlatTokens(teacher=…)` does.
       teacher_from: whose weights it has, as `Experiment.init_from`; `None`: new ones, for trials.
       temperature: T.
       weight: of the divergence.
       dropout: of the student, as of `NextToken`.
 
     Raises:
-      ValueError: if `temperature` is not positive, `weight` is not in [0, 1], or `dropout` is not
-        in [0, 1).
+      ValueError: if `temperature` is not positive, or not 1 without a teacher; `teacher_from` is
+        given without one; `weight` is not in [0, 1], or `dropout` is not in [0, 1).
     """
 
-    teacher: Callable[..., Any]
+    teacher: Callable[..., Any] | None = None
     teacher_from: str | None = None
     temperature: float = 1.0
     weight: float = 0.5
@@ -55,27 +63,40 @@ class Distillation(Objective):
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if self.teacher is None and self.temperature != 1:
+            raise ValueError(
+                f"temperature must be 1 without a teacher, got {self.temperature}: the data has "
+                "its likeliest ids alone, and how likely the others are at 1"
+            )
+        if self.teacher is None and self.teacher_from is not None:
+            raise ValueError(f"teacher_from is {self.teacher_from!r}, but there is no teacher")
         if not 0 <= self.weight <= 1:
             raise ValueError(f"weight must be at least 0 and at most 1, got {self.weight}")
         check_fraction("dropout", self.dropout)
 
     @property
-    def companion(self) -> Companion:
-        return Companion(self.teacher, self.teacher_from)
+    def companion(self) -> Companion | None:
+        return None if self.teacher is None else Companion(self.teacher, self.teacher_from)
+
+    @property
+    def reads_stored_teacher(self) -> bool:
+        return self.teacher is None
 
     @property
     def shown(self) -> tuple[str, ...]:
         return "cross_entropy", "divergence"
 
     def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
-        if companion.vocab != model.vocab:
+        if companion is not None and companion.vocab != model.vocab:
             raise ValueError(
                 f"the teacher's vocabulary has {companion.vocab:,} ids and the model's "
                 f"{model.vocab:,}: a student has the vocabulary of its teacher, padding included"
             )
 
     def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
-        teacher = jax.eval_shape(lambda: self.teacher(key=jax.random.key(0)))
+        if self.teacher is None:
+            return 0.0
+        teacher = jax.eval_shape(functools.partial(self.teacher, key=jax.random.key(0)))
         return teacher.flops_per_token(sequence_length, causal) / 3  # its forward pass
 
     def count(self, batch: Batch) -> Int32[Array, ""]:
@@ -89,13 +110,9 @@ class Distillation(Objective):
         compute: Compute,
         key: PRNGKeyArray | None = None,
     ) -> LossSums:
-        assert companion is not None
         with jax.named_scope("teacher"):
-            teacher = jax.lax.stop_gradient(companion)
-            taught_BSF = reshard(features(teacher, batch, compute).h_BSE, "batch seq embed")
-            taught_FV = reshard(teacher.unembedding_EV.astype(taught_BSF.dtype), "embed vocab")
+            loss, tokens, tables = self._taught(model, companion, batch, compute)
         found = features(model, batch, compute, key, self.dropout)
-        loss = Divergence(self.temperature, self.weight, teacher.logit_cap, compute.logits_dtype)
         how = LogitSettings(model.logit_cap, compute.loss_chunk, compute.logits_dtype)
         targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
         with jax.named_scope("loss"):
@@ -106,10 +123,28 @@ class Distillation(Objective):
                 model.unembedding_EV,
                 targets_BS,
                 loss_mask_BS,
-                tokens=(taught_BSF,),
-                tables=(taught_FV,),
+                tokens,
+                tables,
             )
         return sums._replace(minimised=sums.minimised + found.losses)
+
+    def _taught(
+        self, model: Model, companion: Model | None, batch: Batch, compute: Compute
+    ) -> tuple[TokenLoss, tuple[Array, ...], tuple[Array, ...]]:
+        """The loss, and the tokens and tables that it takes from the teacher."""
+        if companion is None:
+            if batch.teacher_ids is None or batch.teacher_log_probabilities is None:
+                raise ValueError(
+                    "Distillation without a teacher needs batches with what one said, as "
+                    "FlatTokens(teacher=…) makes them"
+                )
+            listed = batch.teacher_ids, batch.teacher_log_probabilities
+            return ListedDivergence(self.weight, model.vocab), tuple(map(jnp.asarray, listed)), ()
+        teacher = jax.lax.stop_gradient(companion)
+        h_BSF = reshard(features(teacher, batch, compute).h_BSE, "batch seq embed")
+        table_FV = reshard(teacher.unembedding_EV.astype(h_BSF.dtype), "embed vocab")
+        loss = Divergence(self.temperature, self.weight, teacher.logit_cap, compute.logits_dtype)
+        return loss, (h_BSF,), (table_FV,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,6 +54,11 @@ class Objective(abc.ABC):
         """Whether documents must be pairs of a chosen and a rejected answer, each in one row."""
         return False
 
+    @property
+    def reads_stored_teacher(self) -> bool:
+        """Whether batches must have what a teacher said of them (`Batch.teacher_ids`)."""
+        return False
+
     def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
         """Raises ValueError if it cannot train `model` beside `companion`; arrays may be shapes.
 

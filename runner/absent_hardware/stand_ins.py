@@ -7,6 +7,8 @@ from typing import Any
 import fiddle as fdl
 import jax
 
+from lmlib.data.data_path import data_path
+from lmlib.data.stored_teacher import USUAL_K, read_metadata
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from runner.command_line.errors import ConfigError
@@ -16,7 +18,8 @@ _SIZES = ("batch_size", "sequence_length")
 
 
 def without_data(cfg: fdl.Config[Experiment]) -> fdl.Config[Experiment]:
-    """A copy of `cfg` with made-up data of the same size, and nothing to validate on.
+    """A copy of `cfg` with made-up data of the same size, and nothing to validate on. A stored
+    teacher that is not written yet is one with as many ids as `runner.teach` lists unless told.
 
     Raises:
       ConfigError: if the config does not say the batch size, the sequence length or the vocabulary.
@@ -24,7 +27,7 @@ def without_data(cfg: fdl.Config[Experiment]) -> fdl.Config[Experiment]:
     cfg = copy.deepcopy(cfg)
     sizes = {name: _found(cfg, "data", name) for name in _SIZES}
     vocabulary = _found(cfg, "model", "vocab")
-    cfg.data = fdl.Config(Synthetic, vocab_size=vocabulary, **sizes)
+    cfg.data = fdl.Config(Synthetic, vocab_size=vocabulary, teacher_k=_teacher_k(cfg.data), **sizes)
     cfg.validation = None
     return cfg
 
@@ -49,6 +52,18 @@ def on_devices(cfg: fdl.Config[Experiment], devices: list[jax.Device]) -> fdl.Co
 def built(cfg: fdl.Config[Experiment], devices: list[jax.Device]) -> Experiment:
     """The experiment of `cfg`, its mesh made of `devices`."""
     return fdl.build(on_devices(cfg, devices))
+
+
+def _teacher_k(data: Any) -> int | None:
+    """Ids that the stored teacher of `data` lists; None if it has none."""
+    folders = [_value(node, "teacher") for node in nodes(data)]
+    folder = next((each for each in folders if isinstance(each, str)), None)
+    if folder is None:
+        return None
+    try:
+        return read_metadata(data_path(folder)).k
+    except FileNotFoundError:
+        return USUAL_K
 
 
 def _found(cfg: fdl.Config, part: str, name: str) -> int:

@@ -66,7 +66,8 @@ class Captures:
         if not from_first(self._has_room(step)):
             return None
         self._saver.settle()  # no checkpoint may be removed while it is linked
-        rows = {name: _whole(getattr(batch, name)) for name in _FIELDS}
+        fields = {name: getattr(batch, name) for name in _FIELDS}
+        rows = {name: _whole(field) for name, field in fields.items() if field is not None}
         folder = self._workdir / FOLDER / str(step)
         if jax.process_index() == 0:
             try:
@@ -155,25 +156,29 @@ def read_capture(folder: Path) -> Capture:
     return capture
 
 
-def read_batch(folder: Path, batch_size: int, sequence_length: int) -> Batch:
+def read_batch(folder: Path, expected: Batch) -> Batch:
     """The captured batch.
 
     Raises:
-      ValueError: if the file does not hold arrays of that shape; before they are allocated.
+      ValueError: if the file does not hold arrays with the shapes of `expected`; before they are
+        allocated.
     """
-    file, shape = folder / "batch.npz", (batch_size, sequence_length)
+    file = folder / "batch.npz"
+    shapes = {
+        name: field.shape for name in _FIELDS if (field := getattr(expected, name)) is not None
+    }
     try:
         with zipfile.ZipFile(file) as parts:
-            for name in _FIELDS:
+            for name, shape in shapes.items():
                 with parts.open(f"{name}.npy") as part:
                     np.lib.format.read_magic(part)
                     saved, _, dtype = np.lib.format.read_array_header_1_0(part)
                 if saved != shape or dtype.hasobject:
-                    raise ValueError(f"{name} is {dtype}{list(saved)}")
+                    raise ValueError(f"{name} is {dtype}{list(saved)}, not {list(shape)}")
         with np.load(file, allow_pickle=False) as arrays:
-            return Batch(**{name: arrays[name] for name in _FIELDS})
+            return Batch(**{name: arrays[name] for name in shapes})
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{file} holds no batch of {shape}: {error}") from error
+        raise ValueError(f"{file} holds no batch of {expected.tokens.shape}: {error}") from error
 
 
 def _whole(array: jax.Array) -> np.ndarray:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,7 +32,6 @@ BATCH_SIZE, SEQUENCE_LENGTH = 32, 12
 DEVICES = 8
 MESHES = [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)]  # data, fsdp, tensor
 STARTS = [0, 3, 130]  # where runs begin or resume; each makes two steps
-FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
 SECONDS = 100  # that the processes may take
 
 
@@ -41,8 +41,8 @@ def sources(data_set: str) -> dict[str, Source]:
     def stored(seed: int) -> FlatTokens:
         return FlatTokens(data_set, "train", BATCH_SIZE, SEQUENCE_LENGTH, seed=seed)
 
-    def made_up(seed: int) -> Synthetic:
-        return Synthetic(300, BATCH_SIZE, SEQUENCE_LENGTH, seed=seed)
+    def made_up(seed: int, teacher_k: int | None = None) -> Synthetic:
+        return Synthetic(300, BATCH_SIZE, SEQUENCE_LENGTH, seed=seed, teacher_k=teacher_k)
 
     mixture = Mixture(
         {"one": stored(1), "two": stored(2), "three": made_up(3)},
@@ -51,7 +51,7 @@ def sources(data_set: str) -> dict[str, Source]:
             Stage({"one": 1, "three": 1}, begin=4),  # inside the second run
         ],
     )
-    return {"stored": stored(0), "made up": made_up(0), "mixture": mixture}
+    return {"stored": stored(0), "made up": made_up(0, teacher_k=3), "mixture": mixture}
 
 
 class Recording:
@@ -86,11 +86,10 @@ def work(port: int, processes: int, process: int, data_set: str, out: str) -> No
                 for step, batch in batches:
                     key = case(name, sizes, step)
                     held[f"{key}/rows"] = np.array(recording.rows_read[step])
-                    for field in FIELDS:
-                        shards = getattr(batch, field).addressable_shards
-                        for number, shard in enumerate(shards):
+                    for field, values in fields_of(batch).items():
+                        for number, shard in enumerate(values.addressable_shards):
                             held[f"{key}/{field}/{number}"] = np.asarray(shard.data)
-                            spans = zip(shard.index, batch.tokens.shape, strict=True)
+                            spans = zip(shard.index, values.shape, strict=True)
                             held[f"{key}/{field}/{number}/span"] = np.array(
                                 [span.indices(size)[:2] for span, size in spans]
                             )
@@ -141,7 +140,7 @@ def shards(held: dict[str, np.ndarray], prefix: str) -> Iterator[tuple[slice, sl
     for number in itertools.count():
         if f"{prefix}/{number}" not in held:
             return
-        rows, columns = held[f"{prefix}/{number}/span"]
+        rows, columns = held[f"{prefix}/{number}/span"][:2]
         yield slice(*rows), slice(*columns), held[f"{prefix}/{number}"]
 
 
@@ -155,8 +154,7 @@ def test_the_global_batch_is_the_same_for_any_processes_mesh_and_resume(
 ) -> None:
     expected = sources(str(example))
     for name, mesh, step in cases():
-        for field in FIELDS:
-            whole = getattr(expected[name].batch(step), field)
+        for field, whole in fields_of(expected[name].batch(step)).items():
             copies = np.zeros(whole.shape, int)
             for held in held_by_processes:
                 for rows, columns, values in shards(held, f"{case(name, mesh, step)}/{field}"):
@@ -199,9 +197,15 @@ def test_microbatches_hold_the_rows_of_the_batch(example: Path, mesh: tuple[int,
             assert sorted(row for part in parts for row in rows_of(part)) == whole
 
 
+def fields_of(batch: Batch) -> dict[str, Any]:
+    """Those that are there: a teacher's are not always."""
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
+    return {name: values for name, values in fields.items() if values is not None}
+
+
 def rows_of(batch: Batch) -> list[bytes]:
     """Each row with all its fields."""
-    fields = [np.asarray(getattr(batch, field)) for field in FIELDS]
+    fields = [np.asarray(values) for values in fields_of(batch).values()]
     return [b"".join(field[row].tobytes() for field in fields) for row in range(len(fields[0]))]
 
 

@@ -15,6 +15,7 @@ import pytest
 from folder_contents import files_of
 from sentinels import sentinels
 
+from lmlib.data.synthetic import Synthetic
 from lmlib.guard import Guard
 from lmlib.metrics import read_metrics
 from runner import convert, fit
@@ -76,10 +77,16 @@ def test_the_first_of_each_row_of_skipped_updates_is_captured(captured):
         assert {name: line[name] for name in capture.line if name != "goodput"} == capture.line
         (checkpoint,) = (folder / "checkpoints").iterdir()
         assert int(checkpoint.name) == (capture.step - 1) // 4 * 4
-        expected = fdl.build(config().data)
-        batch, wanted = read_batch(folder, 8, 64), expected.batch(capture.step - 1)
+        wanted = fdl.build(config().data).batch(capture.step - 1)
+        batch = read_batch(folder, wanted)
         for name in ("tokens", "targets", "segment_ids", "positions", "loss_mask"):
             np.testing.assert_array_equal(getattr(batch, name), getattr(wanted, name))
+
+
+def test_what_a_teacher_said_is_read_back(tmp_path):
+    batch = Synthetic(vocab_size=16, batch_size=2, sequence_length=4, teacher_k=3).batch(0)
+    np.savez(tmp_path / "batch.npz", **{name: getattr(batch, name) for name in vars(batch)})
+    np.testing.assert_array_equal(read_batch(tmp_path, batch).teacher_ids, batch.teacher_ids)
 
 
 def test_a_captured_step_is_made_again_to_the_bit(captured, tmp_path):

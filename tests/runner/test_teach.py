@@ -1,0 +1,159 @@
+"""A teacher's likeliest ids, written by the command, teach as the teacher itself does."""
+
+import dataclasses
+import functools
+import shutil
+
+import fiddle as fdl
+import jax
+import pytest
+from bigram import Bigram
+from byte_texts import write_texts
+from forked_commands import Commands
+from run_on_bytes import write_run_on_bytes
+from states import assert_same_bits
+
+from lmlib.compute import Compute
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored_teacher import read_metadata
+from lmlib.losses import Distillation, NextToken
+from lmlib.parallel.mesh import make_mesh
+from runner import fit
+from runner.absent_hardware.stand_ins import without_data
+from runner.command_line.errors import ConfigError
+from runner.config import configs
+from runner.inference.loaded import Loaded
+from runner.plan import cost_of
+from runner.teach import sequences_of, teach
+
+V, S = 258, 24
+STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoint_every=1")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes") / "data"
+    write_texts(folder)
+    return folder
+
+
+def student(data, taught=None, *overrides):
+    cfg = configs.load(
+        "experiments/llama_84m", ["tiny"], [*STEPS, "mesh.fsdp=1", "microbatches=2", *overrides]
+    )
+    cfg.model = fdl.Partial(Bigram, vocab=V, embed=8)
+    settings = {"path": str(data), "split": "train", "sequence_length": S}
+    cfg.data = fdl.Config(FlatTokens, batch_size=4, teacher=taught, **settings)
+    cfg.objective = fdl.Config(Distillation, weight=0.7)
+    return cfg
+
+
+make_teacher = functools.partial(Bigram, V, 16)
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    unknown = dict.fromkeys(field.name for field in dataclasses.fields(Loaded))
+    return Loaded(
+        **unknown
+        | {
+            "model": make_teacher(key=jax.random.key(1)),
+            "mesh": make_mesh(fsdp=1),
+            "compute": Compute(dtype="float32"),
+            "name": "run@3",
+            "end_ids": (),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def taught(data, teacher):
+    """All ids are listed."""
+    folder = str(data.parent / "taught")
+    sequences, stored_at = sequences_of(student(data, folder), batch_size=None)
+    assert stored_at == folder
+    metadata = teach(teacher, sequences, folder, k=V)
+    assert metadata == read_metadata(data.parent / "taught")
+    assert metadata.teacher == "run@3" and metadata.sequences == sequences.seen
+    return folder
+
+
+def test_a_student_learns_as_from_the_teacher_itself(data, teacher, taught):
+    experiment = fdl.build(student(data, taught))
+    experiment.check()
+    model = fdl.build(student(data).model)(key=jax.random.key(0))
+    batch, compute = experiment.data.batch(1), experiment.compute
+    stored, computed = (
+        jax.jit(functools.partial(objective.sums, compute=compute))(model, companion, batch)
+        for objective, companion in (
+            (experiment.objective, None),
+            (Distillation(make_teacher, weight=0.7), teacher.model),
+        )
+    )
+    for name in ("loss", "cross_entropy", "divergence"):
+        one, other = float(stored.reported[name]), float(computed.reported[name])
+        assert one == pytest.approx(other, rel=1e-3), name
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_for_bit(data, taught, tmp_path):
+    stored = fit(student(data, taught), tmp_path / "stored")
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "stored", killed)
+    shutil.rmtree(killed / "checkpoints" / "2")
+    assert_same_bits(fit(student(data, taught), killed).state, stored.state)
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_nothing(data, taught, tmp_path):
+    split = student(data, taught, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+    split.data.batch_size, split.microbatches = 8, 2
+    whole = student(data, taught)
+    whole.data.batch_size = 8
+    on_mesh, alone = (fit(cfg, tmp_path / name) for cfg, name in ((split, "split"), (whole, "w")))
+    for one, other in zip(on_mesh.metrics, alone.metrics, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_what_does_not_fit_is_refused(data, teacher, taught):
+    cases = (
+        (student(data), "needs data with what one said"),
+        (student(data, taught), "reads none of it"),
+        (student(data, taught), "vocabulary has 258 ids and the model's 300"),
+    )
+    cases[1][0].objective = fdl.Config(NextToken)
+    cases[2][0].model.vocab = 300
+    for cfg, message in cases:
+        with pytest.raises(ValueError, match=message):
+            fdl.build(cfg).check()
+    sequences, _ = sequences_of(student(data), None)
+    with pytest.raises(ValueError, match="knows 258 ids, but k is 259"):
+        teach(teacher, sequences, str(data.parent / "none"), k=259)
+    with pytest.raises(FileExistsError, match="finished"):
+        teach(teacher, sequences, taught, k=V)
+    mixed = student(data)
+    mixed.data = fdl.Config(dict)
+    with pytest.raises(ConfigError, match="data must be FlatTokens"):
+        sequences_of(mixed, None)
+
+
+def test_a_plan_needs_no_teacher_that_is_written(data):
+    cfg = student(data, "/absent")
+    assert cost_of(cfg).tokens == 4 * S
+    assert without_data(cfg).data.teacher_k == 32
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_a_student_reads(tmp_path):
+    run, _ = write_run_on_bytes(tmp_path)
+    cfg = student(tmp_path / "data", str(tmp_path / "taught"))
+    cfg.model = configs.load(str(run)).model
+    configs.save(cfg, tmp_path / "student")
+    commands = Commands(tmp_path)
+    flags = [f"--from={run}", f"--fdl_config={tmp_path / 'student'}"]
+    ended = commands.run("runner.teach", [*flags, "--k=4"])
+    assert ended.returncode == 0, ended.stderr
+    assert "lists 4 ids for each token" in ended.stdout
+    assert commands.run("runner.teach", flags).returncode != 0  # it is finished
+    commands.close()
+    fit(cfg, tmp_path / "learned")
