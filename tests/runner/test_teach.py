@@ -23,8 +23,8 @@ from runner.absent_hardware.stand_ins import without_data
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.inference.loaded import Loaded
+from runner.inference.teaching import sequences_of, teach
 from runner.plan import cost_of
-from runner.teach import sequences_of, teach
 
 V, S = 258, 24
 STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoint_every=1")
