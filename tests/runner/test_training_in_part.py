@@ -96,11 +96,18 @@ def test_another_base_is_refused(folder, tmp_path):
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="not those that the run was trained with"):
         fit(cfg, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_base_that_has_moved_is_taken_from_where_it_is_now(folder, tmp_path):
+    cfg = adapted(folder)
+    with pytest.raises(StoppedEarly):
+        fit(cfg, tmp_path / "run", Options(stop=lambda step: step == 2))
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match="is no folder"):
         fit(cfg, tmp_path / "run")
-    original = Options(init_from=str(GOLDEN / "llama"))
-    assert fit(cfg, tmp_path / "run", original).summary.steps == 4
+    moved = Options(init_from=str(GOLDEN / "llama"))
+    assert fit(cfg, tmp_path / "run", moved).summary.steps == 4
 
 
 @pytest.mark.slow
