@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from lmlib.parallel.axes import Axes, LayoutError, M, MeshAxes, Rules, Weight, map_weights
+from lmlib.parallel.local import on_each_device
 
 COMPUTE: Rules = {
     "batch": ("data", "fsdp"),
@@ -195,8 +196,13 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(moves: _Moves, array: jax.Array) -> jax.Array:
-    # Else XLA would turn a whole stack of layers for the sake of the all-gather of one.
-    array = with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+    # Else XLA would turn a whole stack of layers for the sake of the all-gather of one. Each device
+    # constrains its own shard: the partitioner of JAX 0.10 would gather the array for it.
+    rows_first = Layout(tuple(range(array.ndim)))
+    constrained = on_each_device(
+        lambda shard: with_layout_constraint(shard, rows_first), (moves.given,), moves.given
+    )
+    array = constrained(array)
     if moves.whole != moves.computed:
         array = jax.sharding.reshard(array, moves.whole)
         for axis, times in enumerate(moves.repeats):
