@@ -149,6 +149,7 @@ def test_the_data_of_a_run_on_a_mixture(tmp_path: Path) -> None:
         np.testing.assert_array_equal(stored.batch(0).tokens[int(sequence)], tokens_S)
 
 
+@pytest.mark.slow
 def test_the_stream_of_a_run_is_brought_to_the_step(tmp_path: Path) -> None:
     """From the beginning without checkpoints, and with those of two processes."""
     texts = [{"text": f"{number}:" + "x" * (number * 7 % 31)} for number in range(40)]

@@ -107,6 +107,7 @@ def test_workers_end_with_the_killed_process(tmp_path: Path) -> None:
         os.close(handle)
 
 
+@pytest.mark.slow
 def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path) -> None:
     write_lines(tmp_path / "lines.jsonl", 4_000_000)
     source = Files([str(tmp_path / "lines.jsonl")])

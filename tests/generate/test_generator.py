@@ -106,6 +106,7 @@ def test_a_sample_is_the_same_on_every_mesh(mesh, whole):
         np.testing.assert_allclose(row.logprobs, other_row.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_cache_gives_the_same():
     class Cacheless(Learned):
         empty_cache = None

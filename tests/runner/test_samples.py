@@ -117,6 +117,7 @@ def test_sampling_without_prompts_is_refused(tmp_path):
         fit(cfg, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason"),
     sentinels(

@@ -71,6 +71,7 @@ def disturbed(workdir: Path, do: dict[int, str], *overrides: str):
     return cfg
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_save_that_failed(tmp_path, capsys):
     result = fit(disturbed(tmp_path, {13: "away", 18: "back"}), tmp_path)
     told = capsys.readouterr().err

@@ -188,6 +188,7 @@ def run_two(program: str, *arguments: str) -> list[tuple[int, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_data_and_know_both_states(texts: str, tmp_path: Path) -> None:
     for status, output in run_two(PROCESS, texts, str(tmp_path)):
         assert status == 0, output
