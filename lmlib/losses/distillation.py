@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
@@ -98,9 +98,6 @@ class Distillation(Objective):
             return 0.0
         teacher = jax.eval_shape(functools.partial(self.teacher, key=jax.random.key(0)))
         return teacher.flops_per_token(sequence_length, causal) / 3  # its forward pass
-
-    def count(self, batch: Batch) -> Int32[Array, ""]:
-        return jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
     def sums(
         self,

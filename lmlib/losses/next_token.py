@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
@@ -43,9 +43,6 @@ class NextToken(Objective):
         if not self.z_loss >= 0:
             raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
         check_fraction("dropout", self.dropout)
-
-    def count(self, batch: Batch) -> Int32[Array, ""]:
-        return jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
     def sums(
         self,

@@ -4,6 +4,7 @@ import abc
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
@@ -72,9 +73,10 @@ class Objective(abc.ABC):
         `Model.flops_per_token`."""
         return 0.0
 
-    @abc.abstractmethod
     def count(self, batch: Batch) -> Int32[Array, ""]:
-        """The units of a batch over which sums are averaged: its valid targets, or its pairs."""
+        """The units of a batch over which sums are averaged: its valid targets, unless a loss says
+        otherwise."""
+        return jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
     @abc.abstractmethod
     def sums(
