@@ -67,8 +67,7 @@ def save(
         raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
     family, content = family_of(model, model_type)
     texts = {} if tokenizer is None else _tokenizer_files(Path(tokenizer))
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty: give a new folder")
+    require_new(folder)
     content |= {
         "architectures": [family.transformers_class],
         "dtype": dtype,
@@ -186,6 +185,16 @@ def _tokenizer_config(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(first, int) and first in names:
             told[token] = names[first]
     return told
+
+
+def require_new(folder: Path) -> None:
+    """Raises FileExistsError on every process if `folder` holds something on one of them, before any
+    goes on to write there."""
+    holds = folder.exists() and any(folder.iterdir())
+    if jax.process_count() > 1:
+        holds = bool(multihost_utils.process_allgather(np.bool_(holds)).any())
+    if holds:
+        raise FileExistsError(f"{folder} is not empty: give a new folder")
 
 
 def meet(name: str) -> None:

@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # Begins as a run does with the folder's weights, then saves them; tells what it read of which file.
 PROCESS = """
 import json, sys
-import jax, fiddle as fdl
+import jax, fiddle as fdl, pytest
 
 source, target, port, index = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 jax.distributed.initialize(f"localhost:{port}", 2, index)
@@ -36,10 +36,12 @@ def hear(frame, event, function):
         read.append((file.name, begun.pop(), file.tell()))
 
 overrides = [f"folder={source}", "mesh.fsdp=2", "mesh.tensor=2"]
-experiment = fdl.build(configs.load("experiments/from_hf", ["tiny"], overrides))
+run = fdl.build(configs.load("experiments/from_hf", ["tiny"], overrides))
 sys.setprofile(hear)
-model, _ = weights_of(source, experiment)
+model, _ = weights_of(source, run.recipe, run.mesh, None)
 sys.setprofile(None)
+with pytest.raises(FileExistsError, match="not empty"):
+    hf.save(model, source if index else target)  # one of them finds something: neither writes
 hf.save(model, target, dtype="float32", file_bytes=9_000)
 print(json.dumps([(str(name), first, end) for name, first, end in read]))
 """

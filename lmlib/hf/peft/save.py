@@ -16,7 +16,7 @@ from lmlib.adapters import without_adapters
 from lmlib.hf.families import family_of
 from lmlib.hf.peft.config import FILE, PeftConfig
 from lmlib.hf.peft.modules import TENSORS, Module, Place, modules_of
-from lmlib.hf.save import NAMES_OF_DTYPES, meet
+from lmlib.hf.save import NAMES_OF_DTYPES, meet, require_new
 from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, synced, write
 from lmlib.models.adapted import Adapted, map_adapted
 from lmlib.models.int8 import Int8
@@ -54,8 +54,7 @@ def save_adapters(
     if dtype not in NAMES_OF_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
     kind = DTYPES[NAMES_OF_DTYPES[dtype]]
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty: give a new folder")
+    require_new(folder)
     shapes = shapes_of_base(model)
     family, _ = family_of(shapes, model_type)
     modules, adapters = modules_of(shapes, family.names), _adapters(model)
