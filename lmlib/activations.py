@@ -53,7 +53,7 @@ def saved_activations(experiment: Experiment) -> SavedActivations:
     Besides them the backward pass keeps only the weights, and a few numbers for each position.
     """
     data, mesh = experiment.data, experiment.mesh
-    model = abstract_model(experiment.make_model, mesh)
+    model = abstract_model(experiment.abstract_model, mesh)
     rows = data.batch_size // experiment.microbatches
     batch = abstract_batch(rows, data.sequence_length, mesh)
     with jax.set_mesh(mesh):

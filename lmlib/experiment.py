@@ -105,10 +105,6 @@ class Experiment:
         dtype = self.frozen_dtype or self.compute.dtype
         return Recipe(self.model, self.seed, self.trainable, dtype)
 
-    @property
-    def make_model(self) -> Callable[[], Any]:
-        return self.recipe.make
-
     @functools.cached_property
     def companion_recipe(self) -> Recipe | None:
         """As `recipe`, of the frozen model that the objective needs; `None`: it needs none."""
@@ -171,17 +167,17 @@ class Experiment:
 
     def abstract_model(self) -> Any:
         """The model with `ShapeDtypeStruct`s for weights."""
-        return jax.eval_shape(self.make_model)
+        return self.recipe.made
 
     def abstract_state(self) -> State:
         """Shapes, dtypes and `NamedSharding`s of the state."""
         state = train.abstract_state(
-            self.make_model, self.made_optimizer, self.mesh, self.guard, self.recipe.trained
+            self.abstract_model, self.made_optimizer, self.mesh, self.guard, self.recipe.trained
         )
         recipe = self.companion_recipe
         if recipe is None:
             return state
-        return state.with_companion(train.abstract_model(recipe.make, self.mesh))
+        return state.with_companion(train.abstract_model(lambda: recipe.made, self.mesh))
 
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and `NamedSharding`s of a batch."""
@@ -192,7 +188,7 @@ class Experiment:
 
     def init(self, companion: Any = None) -> State:
         """The state before the first step, with new weights; `companion`: as of `begin`."""
-        return self.begin(train.new_model(self.make_model, self.mesh), companion)
+        return self.begin(train.new_model(self.recipe.make, self.mesh), companion)
 
     def begin(self, model: Any, companion: Any = None) -> State:
         """The state before the first step, with the weights of `model`, whose buffers it takes.

@@ -43,6 +43,11 @@ class Recipe:
         return jax.eval_shape(lambda: self.model(key=jax.random.key(self.seed)))
 
     @functools.cached_property
+    def made(self) -> Any:
+        """Shapes and dtypes of what `make` makes."""
+        return self.shapes if self.trained is None else jax.eval_shape(self.make)
+
+    @functools.cached_property
     def group_of(self) -> dict[str, str] | None:
         """The group of each weight that trains, by its path; `None`: all do."""
         if self.groups is None:
@@ -84,9 +89,7 @@ class Recipe:
             )
             return resting(given, self.trained or (), self.frozen_dtype)
 
-        placed = map_weights(
-            lambda weight, array: stored(weight, array.shape, mesh), jax.eval_shape(self.make)
-        )
+        placed = map_weights(lambda weight, array: stored(weight, array.shape, mesh), self.made)
         layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), placed)
         with jax.set_mesh(mesh):
             made = jax.sharding.auto_axes(complete, out_sharding=placed)

@@ -39,7 +39,7 @@ def kept_by_jax(experiment):
     """Size, dtype and bytes per device of the floating arrays in the vjp of the loss that are no
     weights, larger than a number for each head and position."""
     mesh, data = experiment.mesh, experiment.data
-    model = abstract_model(experiment.make_model, mesh)
+    model = abstract_model(experiment.abstract_model, mesh)
     batch = abstract_batch(data.batch_size // experiment.microbatches, data.sequence_length, mesh)
     with jax.set_mesh(mesh):
         pullback = jax.eval_shape(

@@ -188,8 +188,8 @@ def _tokenizer_config(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_new(folder: Path) -> None:
-    """Raises FileExistsError on every process if `folder` holds something on one of them, before any
-    goes on to write there."""
+    """Raises FileExistsError on every process if `folder` holds something on one of them, before
+    any goes on to write there."""
     holds = folder.exists() and any(folder.iterdir())
     if jax.process_count() > 1:
         holds = bool(multihost_utils.process_allgather(np.bool_(holds)).any())

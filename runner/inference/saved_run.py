@@ -49,7 +49,7 @@ class SavedRun:
 
     def abstract_model(self, mesh: Mesh) -> Any:
         """The model's shapes, dtypes and layouts on `mesh`."""
-        return train.abstract_model(self.recipe.make, mesh)
+        return train.abstract_model(lambda: self.recipe.made, mesh)
 
     @functools.cached_property
     def recipe(self) -> Recipe:

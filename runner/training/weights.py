@@ -99,7 +99,7 @@ def _of_run(
     rest = frozen_weights(
         notes, dataclasses.replace(recipe, groups={"there": Group(tuple(there))}), mesh, (), show
     )
-    model, wanted = eqx.combine(model, rest), jax.eval_shape(recipe.make)
+    model, wanted = eqx.combine(model, rest), recipe.made
     return jax.tree.map(lambda x, kept: x.astype(kept.dtype), model, wanted), name
 
 

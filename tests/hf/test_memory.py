@@ -1,4 +1,4 @@
-"""The memory that a host needs beside the weights themselves, for a folder of 3 GB."""
+"""The memory that a host needs beside the weights themselves, for a folder of 1.6 GB."""
 
 import json
 import os
@@ -69,7 +69,7 @@ print(json.dumps([weights, loading - weights, saving, kept, reading - kept]))
 def test_memory_beside_the_weights_does_not_grow_with_them(tmp_path):
     model = jax.eval_shape(
         lambda: llama(
-            vocab=8_192, embed=2_048, layers=14, heads=16, mlp=5_632, key=jax.random.key(0)
+            vocab=8_192, embed=2_048, layers=7, heads=16, mlp=5_632, key=jax.random.key(0)
         )
     )
     family, content = family_of(model)
@@ -81,7 +81,7 @@ def test_memory_beside_the_weights_does_not_grow_with_them(tmp_path):
     begin_files(laid_out(folder, {n: (np.dtype("f4"), s) for n, s in tensors.items()}, GB))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     largest = 4 * max(int(np.prod(shape)) for shape in tensors.values())
-    assert size > 2.9 * GB > 10 * largest
+    assert size > 1.5 * GB > 10 * largest
     ended = subprocess.run(
         [sys.executable, "-c", PROCESS, folder, tmp_path / "out", ROOT / "tests/hf/golden/llama"],
         env=os.environ
@@ -96,8 +96,9 @@ def test_memory_beside_the_weights_does_not_grow_with_them(tmp_path):
     shutil.rmtree(tmp_path)
     assert ended.returncode == 0, ended.stderr
     weights, loading, saving, kept, reading = json.loads(ended.stdout.splitlines()[-1])
-    assert weights > 2.9 * GB
-    assert loading < largest + GB
-    assert saving < largest + GB
+    assert weights > 1.5 * GB
+    assert loading < largest + GB / 2
+    assert saving < largest + GB / 2
     assert 0.5 * weights < kept < 0.55 * weights  # bfloat16, and adapters in float32
-    assert reading < largest + GB
+    print(loading, saving, reading, largest, size)
+    assert reading < largest + GB / 2

@@ -141,6 +141,7 @@ def test_it_trains_and_resumes_bit_for_bit(tmp_path):
         assert float(metrics["loss"]) == losses[i]
 
 
+@pytest.mark.slow
 def test_it_is_planned_described_measured_and_sampled():
     run = experiment({"fsdp": 1})
     described = str(describe(run.abstract_model(), run.mesh))

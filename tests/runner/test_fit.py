@@ -300,6 +300,7 @@ def test_the_command_line_profiles_and_dumps(tmp_path):
         assert re.search(rf"^{row} ", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_stops_and_names_the_part(tmp_path):
     small = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "validation=None")
     cfg = tiny("optimizer.peak_lr=1e15", "stop_after_skipped=3", *small)

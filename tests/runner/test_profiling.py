@@ -62,6 +62,7 @@ def test_the_trace_holds_the_steps_of_the_range_and_no_others(tmp_path):
     assert any("traced_step" in name for name in names if name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [range(1, 4), range(4, 9)], ids=["stopped", "resumed"])
 def test_a_run_that_stops_or_resumes_inside_the_range_is_traced(tmp_path, made):
     with Profiler(tmp_path, range(3, 7)) as profiler:
@@ -70,6 +71,7 @@ def test_a_run_that_stops_or_resumes_inside_the_range_is_traced(tmp_path, made):
     assert f"made step {max(3, made.start)}" in trace
 
 
+@pytest.mark.slow
 def test_an_error_inside_the_range_ends_the_trace(tmp_path):
     with pytest.raises(KeyError), Profiler(tmp_path / "first", range(1, 7)) as profiler:
         run(profiler, range(1, 3))

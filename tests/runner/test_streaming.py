@@ -70,6 +70,7 @@ def undisturbed(texts: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[A
     return fit(streamed(texts), workdir), workdir
 
 
+@pytest.mark.slow
 def test_resumed_from_a_checkpoint_the_run_is_bitwise_the_undisturbed_one(
     undisturbed: tuple[Any, Path], texts: str, tmp_path: Path
 ) -> None:
