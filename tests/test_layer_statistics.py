@@ -35,9 +35,9 @@ def norm(tree) -> float:
     return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves)))
 
 
-@pytest.mark.parametrize("tied", sentinels([False, True], lambda tied: not tied))
 @pytest.mark.parametrize(
-    "sizes", sentinels([{}, {"data": 2, "fsdp": 2, "tensor": 2}], lambda sizes: not sizes)
+    ("tied", "sizes"),
+    sentinels([(False, {}), (True, {"data": 2, "fsdp": 2, "tensor": 2})], lambda case: not case[0]),
 )
 def test_each_layer_is_measured(tied, sizes):
     mesh = make_mesh(**sizes)

@@ -100,5 +100,4 @@ def test_memory_beside_the_weights_does_not_grow_with_them(tmp_path):
     assert loading < largest + GB / 2
     assert saving < largest + GB / 2
     assert 0.5 * weights < kept < 0.55 * weights  # bfloat16, and adapters in float32
-    print(loading, saving, reading, largest, size)
     assert reading < largest + GB / 2

@@ -205,7 +205,7 @@ def test_a_sweep_is_a_for_loop(tmp_path):
     losses = {}
     for peak_lr in (1e-4, 1e-2):
         for layers in (1, 2):
-            cfg = tiny("steps=6")
+            cfg = tiny("steps=6", "mesh.fsdp=1")
             cfg.optimizer.peak_lr, cfg.model.layers = peak_lr, layers
             result = fit(cfg, tmp_path / f"{peak_lr}-{layers}")
             losses[peak_lr, layers] = result.metrics[-1]["loss"]
