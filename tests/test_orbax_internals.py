@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,18 @@ def test_the_number_of_the_systems_error(tmp_path):
         (tmp_path / "file" / "below").mkdir()
     number = orbax_internals.tensorstore_error_number(str(raised.value))
     assert number == expected.value.errno
+
+
+def test_errors_of_a_save_that_nobody_waited_for_are_noise(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = tensorstore.KvStore.open({"driver": "file", "path": f"{tmp_path}/file/"}).result()
+    of_tensorstore, other = store.write("key", b"value").exception(), ValueError("another")
+    for error, shown in ((of_tensorstore, False), (other, True)):
+        told = (type(error), error, None)
+        record = logging.LogRecord("asyncio", logging.ERROR, "", 1, "never retrieved", (), told)
+        assert orbax_internals.OrbaxNoise().filter(record) == shown
+    handler = inspect.getsourcefile(ocp.type_handlers.ArrayHandler)
+    assert handler and f"{orbax_internals._OF_A_CHUNK}(" in Path(handler).read_text()
 
 
 def test_what_a_closed_event_loop_says():

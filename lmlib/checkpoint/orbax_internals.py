@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ _MISREAD = re.compile(r"[*?\[\\\ud800-\udfff]|gs:(/|$)")
 _NO_OCDBT = "merge of OCDBT"
 _WAITED = "Waiting for previous save"
 _CLOSED = "Event loop is closed"
+_OF_A_CHUNK = "async_serialize_from_host"
 _ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
 
 
@@ -64,7 +66,8 @@ class OrbaxNoise(logging.Filter):
     and that it waited for the save before: under `absl.app.run` some forty lines a save, and a
     hundred for one that fails, where each of its threads and tasks logs the error. After a failure
     TensorStore's threads also call on an event loop that Orbax has closed, with a traceback for
-    each array. They may do so long after: what is installed stays.
+    each array, and errors of other chunks are found that nobody waited for. That may be long after:
+    what is installed stays.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -84,6 +87,8 @@ def silence() -> None:
             logger.addFilter(OrbaxNoise())
     if not isinstance(sys.unraisablehook, _Quiet):
         sys.unraisablehook = _Quiet(sys.unraisablehook)
+    # Of a save that failed, those for the chunks that were still to come.
+    warnings.filterwarnings("ignore", f"coroutine '{_OF_A_CHUNK}", RuntimeWarning)
 
 
 class _Quiet:
@@ -99,4 +104,9 @@ class _Quiet:
 
 def _through_orbax(error: BaseException | None) -> bool:
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    return any("orbax" in frame.filename for frame in frames) or _CLOSED in str(error)
+    of_tensorstore = not frames and tensorstore_error_number(str(error)) is not None
+    return (
+        any("orbax" in frame.filename for frame in frames)
+        or of_tensorstore
+        or _CLOSED in str(error)
+    )

@@ -166,7 +166,10 @@ def test_a_stopped_coordinator_is_named_by_the_others(tmp_path):
         (stacks,) = (workdir / "stacks").glob("process_00000.txt")
         child = int(re.search(r"kill -USR1 (\d+)", stacks.read_text())[1])
         os.kill(child, signal.SIGSTOP)
-        assert run.running[1].wait(SECONDS) == PEER_ENDED, run.everything()
+        try:
+            assert run.running[1].wait(SECONDS) == PEER_ENDED, run.everything()
+        finally:
+            os.kill(child, signal.SIGKILL)  # stopped, it would not end with its supervisor
     finally:
         run.end()
     last = run.output(1).rstrip().rpartition("\n")[2]
