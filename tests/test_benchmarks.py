@@ -83,6 +83,7 @@ def test_a_loss_that_is_not_a_number_is_noticed(peers):
     assert math.isnan(report.largest_difference([2.0, float("nan"), 4.0], [2.0, 2.0, 2.0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from sentinels import sentinels
 
 from lmlib.compute import Compute
 from lmlib.data.batch import place
@@ -35,9 +34,9 @@ def norm(tree) -> float:
     return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tied", "sizes"),
-    sentinels([(False, {}), (True, {"data": 2, "fsdp": 2, "tensor": 2})], lambda case: not case[0]),
+    ("tied", "sizes"), [(False, {}), (True, {"data": 2, "fsdp": 2, "tensor": 2})]
 )
 def test_each_layer_is_measured(tied, sizes):
     mesh = make_mesh(**sizes)

@@ -80,6 +80,7 @@ def check_gradients(layers, unroll, saved, mesh, sequence_parallel):
         assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
 
 
+@pytest.mark.slow
 def test_repetitions_that_unrolling_leaves_over_follow_the_loop():
     check_gradients(5, 2, {"attention_input", "mlp_input"}, MESHES[0], False)
 

@@ -312,6 +312,7 @@ def test_a_run_that_diverges_stops_and_names_the_part(tmp_path):
     assert lines[-1]["skipped_updates"] == 3
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_left_for_the_one_before(undisturbed, tmp_path, capsys):
     result, workdir = undisturbed
     shutil.copytree(workdir, tmp_path / "copy")

@@ -94,6 +94,7 @@ def test_a_run_continues_its_prompts(tmp_path, mixed):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["samples"] == [text]
 
 
+@pytest.mark.slow
 def test_prompts_are_continued_while_training_goes_on(tmp_path):
     cfg = tiny(("one two", "six"), flat_tokens(tmp_path / "data", ByteTokenizer()))
     cfg.steps, cfg.sample_every = 5, 2

@@ -102,6 +102,7 @@ def test_a_run_whose_last_save_failed_is_not_finished(tmp_path):
     assert not (tmp_path / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_a_workdir_that_is_deleted_is_told(tmp_path):
     workdir = tmp_path / "run"
     cfg = disturbed(workdir, {13: "delete"}, "tolerated_failed_saves=0")
@@ -133,6 +134,7 @@ def breaking_down(of_the_state: bool, *overrides: str):
     return cfg
 
 
+@pytest.mark.slow
 def test_after_an_infinite_update_every_checkpoint_is_finite_and_the_one_before_stays(tmp_path):
     settings = ("checkpoint_every=2", "keep_checkpoints=1", "captures=0", "stop_after_skipped=3")
     cfg = breaking_down(False, *settings)

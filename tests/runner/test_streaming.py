@@ -82,6 +82,7 @@ def test_resumed_from_a_checkpoint_the_run_is_bitwise_the_undisturbed_one(
     assert_same_bits(found.state, expected.state)
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_its_data_and_says_so(undisturbed: tuple[Any, Path]) -> None:
     result, _ = undisturbed
     waits = [line["data_wait_seconds"] for line in result.metrics]

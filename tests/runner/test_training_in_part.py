@@ -79,6 +79,7 @@ def test_adapters_train_and_matrices_of_their_names_do_not(folder, rate):
     assert trained == {f"stack.0.0.attention.query.{each}" for each in ("down", "up")}
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(folder, tmp_path):
     cfg = adapted(folder)
     with pytest.raises(StoppedEarly):
