@@ -201,7 +201,7 @@ def test_long_whitespace(style: str, run: str) -> None:
     assert_same_ids(encoder(style), trained(style), [f"a {repeated}b", f"!{repeated}"])
 
 
-@pytest.mark.parametrize("run", sentinels(["a", "0", "中", "!", "'s", "가", "é"], "가".__eq__))
+@pytest.mark.parametrize("run", sentinels(["a", "0", "中", "!", "'s", "가", "é"], "0".__eq__))
 def test_long_runs_of_other_characters(run: str) -> None:
     texts = [run * 100_000 + " end"]
     for style in STYLES:

@@ -90,6 +90,7 @@ def test_a_run_waits_for_its_data_and_says_so(undisturbed: tuple[Any, Path]) -> 
     assert all(wait >= 0 for wait in waits)
 
 
+@pytest.mark.slow
 def test_validation_restarts_the_stream_each_time(undisturbed: tuple[Any, Path]) -> None:
     result, _ = undisturbed
     losses = [line["validation_loss"] for line in result.metrics if "validation_loss" in line]
