@@ -118,6 +118,7 @@ def test_gradients_are_those_of_the_merged_weights():
 
 MESHES = [
     (2, 2, 2, True),
+    pytest.param(2, 2, 2, False, marks=pytest.mark.slow),
     pytest.param(1, 2, 4, True, marks=pytest.mark.slow),
     pytest.param(1, 8, 1, False, marks=pytest.mark.slow),
 ]

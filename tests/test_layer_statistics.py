@@ -35,9 +35,8 @@ def norm(tree) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tied", "sizes"), [(False, {}), (True, {"data": 2, "fsdp": 2, "tensor": 2})]
-)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_each_layer_is_measured(tied, sizes):
     mesh = make_mesh(**sizes)
     model = creator(lambda: make(tied), mesh)()

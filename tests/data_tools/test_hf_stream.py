@@ -134,7 +134,9 @@ def test_unshuffled_epochs_follow_each_other_without_a_gap(jsonl: str) -> None:
     sentinels(
         [
             ("jsonl", {}),
+            ("jsonl", {"shuffle_documents": 10}),
             ("jsonl", {"shuffle_documents": 47, "repeat": False}),
+            ("jsonl", {"shuffle_documents": 5, "streams": 2}),
             ("jsonl", {"shuffle_documents": 4, "streams": 4, "repeat": False}),
             ("parquet", {"shuffle_documents": 1}),
             ("parquet", {"shuffle_documents": 10, "streams": 2}),

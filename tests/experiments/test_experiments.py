@@ -124,7 +124,7 @@ def test_the_published_sizes_are_one_experiment_when_tiny(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_84m", "quickstart", "distil"])
+@pytest.mark.parametrize("name", ["llama_84m", "llama_8b", "quickstart", "distil"])
 def test_two_tiny_steps_on_a_mesh_of_4_by_2(name, tmp_path):
     overrides = ["steps=2", "mesh.fsdp=4", "mesh.tensor=2"]
     cfg = configs.load(f"experiments/{name}", ["tiny"], overrides)

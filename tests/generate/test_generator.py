@@ -93,9 +93,8 @@ def test_a_sample_is_the_same_whatever_the_chunk_of_its_prompt(chunk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "whole"), [({"fsdp": 4}, True), (MESH, True), (MESH, False), ({"tensor": 4}, False)]
-)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, MESH, {"tensor": 4}])
 def test_a_sample_is_the_same_on_every_mesh(mesh, whole):
     mesh = make_mesh(**mesh)
     other = Generator(on(mesh), mesh, FLOAT32, rows=6, length=64, whole=whole)

@@ -31,8 +31,6 @@ from lmlib.models.adapted import map_adapted
 
 FLOAT32 = Compute(dtype="float32")
 PROMPT = 300
-# Each names or joins its modules in a way of its own; PEFT itself takes all families, below.
-OTHER_MODULES = ("llama", "qwen2_yarn", "gemma2", "phi3", "gpt2", "starcoder2")
 # Every other family with rsLoRA; Llama both ways.
 ALTERNATING = [
     ("llama", True),
@@ -108,7 +106,7 @@ def test_what_is_written_is_what_peft_wrote(name, tmp_path):
     assert {key: before[key] for key in told} == told
 
 
-@pytest.mark.parametrize("name", sentinels(OTHER_MODULES, lambda name: name == "phi3"))
+@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name == "phi3"))
 def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
     """A reference in NumPy, of PEFT's definition: W + alpha / √r · B · A."""
     model = adapted(name, rank=3, alpha=5.0, rank_stabilized=True)
@@ -137,7 +135,7 @@ def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHER_MODULES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_written_is_read_again(name, tmp_path):
     """In some layers alone, and not in all matrices of them."""
     paths = ("stack.0.0.*.query",) if name in ("phi3", "phi4_mini", "gpt2") else ("stack.0.0.*",)

@@ -86,7 +86,7 @@ def test_repetitions_that_unrolling_leaves_over_follow_the_loop():
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     layers=st.integers(1, 5),
     unroll=st.integers(1, 6),

@@ -53,12 +53,8 @@ def loss_and_gradients(kv_heads, sequence_parallel=False, **mesh):
 CASES = [
     (kv_heads, mesh, parallel)
     for kv_heads in (1, 2)
-    for mesh, parallel in (
-        ({"tensor": 2}, False),
-        ({"data": 2, "tensor": 4}, False),
-        ({"fsdp": 2, "tensor": 4}, True),
-        ({"tensor": 8}, True),
-    )
+    for mesh in ({"tensor": 2}, {"data": 2, "tensor": 4}, {"fsdp": 2, "tensor": 4}, {"tensor": 8})
+    for parallel in (False, True)
 ]
 
 

@@ -1,4 +1,4 @@
-"""A run that is killed again and again leaves the same bits as one that is not."""
+"""A run that is killed ten times leaves the same bits as one that is not."""
 
 from random import Random
 
@@ -26,13 +26,17 @@ MOMENTS = (
     STEPPING,
     EVALUATING,
     RESTORING,
+    SAVING,
     LOADING,
+    EVALUATING,
+    SAVING,
     STARTING,
+    RESTORING,
 )
 
 
 @pytest.mark.slow
-def test_killed_at_six_moments_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
+def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
     prepare(tmp_path)
     undisturbed = Job(tmp_path, "undisturbed", (STEPS, "keep_checkpoints=1000"))
     attempt = undisturbed.start()

@@ -56,7 +56,8 @@ def plan(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("topology", "devices"),
     [
-        pytest.param("h100:2x4", 8, marks=needs_compilers),
+        pytest.param("v5e:2x4", 8, marks=[needs_compilers, pytest.mark.slow]),
+        pytest.param("h100:2x4", 8, marks=[needs_compilers, pytest.mark.slow]),
         ("cpu:2", 2),
     ],
 )

@@ -126,11 +126,12 @@ def test_when_a_process_is_killed_the_others_name_it_and_end(killed):
 
 
 @pytest.mark.slow
-def test_one_process_continues_it_on_the_same_curve(killed, runs, folder):
+@pytest.mark.parametrize("count", [1, 4])
+def test_other_numbers_of_processes_continue_it_on_the_same_curve(killed, runs, folder, count):
     _, _, left = killed
-    workdir = folder / "workdir_continued"
+    workdir = folder / f"workdir_continued_{count}"
     shutil.copytree(left, workdir)
-    continued = SeveralProcesses(1, workdir, folder / "outputs_continued").finished()
+    continued = SeveralProcesses(count, workdir, folder / f"outputs_continued_{count}").finished()
     assert re.search(rf"resuming after step \d+ of {STEPS}", continued.output(0))
     assert_same_curve(workdir, folder / "workdir_1")
     # The log of the run before is still there.

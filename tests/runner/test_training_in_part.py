@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sentinels import sentinels
 
 from experiments import from_hf
 from lmlib import hf
@@ -48,7 +47,9 @@ def same(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("dtype", sentinels([None, "int8"], lambda dtype: dtype is None))
+@pytest.mark.parametrize(
+    "dtype", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "float32"))]
+)
 def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(folder, tmp_path, dtype):
     whole = fit(adapted(folder, frozen_dtype=dtype), tmp_path / "whole")
     half = adapted(folder, frozen_dtype=dtype)
@@ -64,10 +65,16 @@ def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(folder, tmp_
     assert of_model
     assert all(name.endswith((".down", ".up")) for name in of_model)
     kept = {str(leaf.dtype) for leaf in jax.tree.leaves(whole.state.frozen)}
-    assert kept == ({"bfloat16"} if dtype is None else {"bfloat16", "int8", "float32"})
+    assert kept == {None: {"bfloat16"}, "int8": {"bfloat16", "int8", "float32"}}.get(
+        dtype, {"float32"}
+    )
 
+    base = hf.load(folder)
     loaded = load(str(tmp_path / "cut"), mesh=make_mesh(devices=jax.devices()[:1])).model
     same(loaded, whole.state.whole_model)
+    if dtype == "float32":
+        gained = merged(loaded).stack[0][0].mlp.up - base.stack[0][0].mlp.up
+        assert 0 < np.max(np.abs(gained)) < 0.1
 
 
 @pytest.mark.parametrize("rate", [1.0, 16.0])
