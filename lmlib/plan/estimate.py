@@ -28,10 +28,10 @@ from lmlib.plan.compute_time import (
     MEMORY_EFFICIENCY,
     PIPELINE_FILL,
     ScopeTime,
-    Traffic,
     compute_time,
 )
 from lmlib.plan.flops import FlopsPerToken
+from lmlib.plan.traffic import Traffic
 from lmlib.table import columns
 
 _SHOWN = 1e-3  # of the compute: scopes that take less stand in one line

@@ -1,0 +1,198 @@
+"""The bytes that a compiled program moves through the memory of one device.
+
+Each instruction of the schedule reads its operands and writes its result once. A fusion is one
+instruction. If it only slices an array, or only updates a slice of it, the slice counts. What lies
+on a TPU's chip is free, unless it was fetched there just for its reader.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from lmlib.plan.program import ArrayType, Computation, Instruction, Place, Program
+from lmlib.plan.scopes import phase, scope
+
+# They only rename or wait, or what they call counts on its own.
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "iota",
+    "while",
+    "call",
+    "conditional",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "optimization-barrier",
+    "add-dependency",
+    "slice-start",
+}
+_FREE_CALLS = ("Bitcast", "Buffer")
+_COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-", "async-", "send", "recv")
+_MATMULS = {"dot", "convolution", "ragged-dot"}
+_MULTIPLYING_CALLS = ("cublas", "cudnn", "matmul", "tpu_custom_call", "triton")
+_FETCHED = {"copy-done", "slice-done"}  # ahead of time, for one reader
+_SLICES = {"dynamic-slice", "slice", "gather"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that a scope reads from a device's memory and writes to it in a step, matmuls and
+    collectives left out.
+
+    Args:
+      scope, phase: as lmlib.plan.scopes names them.
+      in_layers: whether inside the loop over layers.
+    """
+
+    scope: str
+    phase: str
+    in_layers: bool
+    bytes: int
+
+
+def traffic(program: Program) -> tuple[Traffic, ...]:
+    """By scope, phase and loop, in the order of the schedule."""
+    totals: dict[tuple[str, str, bool], int] = {}
+    for one, place in scheduled(program):
+        if multiplies(one, program) or sends(one, program):
+            continue
+        moved = bytes_moved(one, place.computation, program)
+        if moved:
+            key = origin(one, place)
+            totals[key] = totals.get(key, 0) + moved * place.times
+    return tuple(Traffic(*key, total) for key, total in totals.items())
+
+
+def scheduled(program: Program) -> Iterator[tuple[Instruction, Place]]:
+    """Every instruction that a run executes, those inside of fusions left out."""
+    for one, place in program.instructions():
+        if place.caller is None or place.caller[0].opcode not in ("fusion", "async-start"):
+            yield one, place
+
+
+def origin(one: Instruction, place: Place) -> tuple[str, str, bool]:
+    """Scope and phase, as lmlib.plan.scopes names them, and whether it is in the loop over layers.
+
+    An instruction without a name of its own belongs to the loop around it.
+    """
+    names = one.op_name or (place.loops[-1].op_name if place.loops else "")
+    around = "/".join(loop.op_name for loop in place.loops)
+    return scope(names), phase(names), "layers" in f"{around}/{names}"
+
+
+def multiplies(one: Instruction, program: Program) -> bool:
+    """Whether it multiplies matrices, by itself, in a fusion or in a library's kernel."""
+    return any(
+        each.opcode in _MATMULS
+        or (each.opcode == "custom-call" and _calls(each, _MULTIPLYING_CALLS))
+        for each in _computed(one, program)
+    )
+
+
+def sends(one: Instruction, program: Program) -> bool:
+    """Whether it is a collective, the start or the end of one, or a fusion with one."""
+    return any(each.opcode.startswith(_COLLECTIVE) for each in _computed(one, program))
+
+
+def bytes_moved(one: Instruction, computation: Computation, program: Program) -> int:
+    """Bytes that one execution reads from the device's memory and writes to it.
+
+    Args:
+      computation: the one that it stands in.
+    """
+    if one.opcode in _FREE or one.opcode.endswith("-done"):
+        return 0
+    if one.opcode == "custom-call" and _calls(one, _FREE_CALLS):
+        return 0
+    if one.opcode == "fusion":
+        return _moved_by_fusion(one, computation, program)
+    if one.opcode == "copy-start":
+        # The copy, what is copied, and a flag. What it fetches counts with its reader.
+        copy, copied, *_ = one.results
+        return _stored([copy]) + (0 if copy.memory else _stored([copied]))
+    if one.opcode in _SLICES:
+        return 2 * _stored(one.results)
+    if one.opcode == "dynamic-update-slice":
+        return 2 * _stored(computation.by_name[one.operands[1]].results)
+    read = sum(_read(computation.by_name[name]) for name in one.operands)
+    return read + _stored(one.results)
+
+
+def _calls(one: Instruction, targets: tuple[str, ...]) -> bool:
+    called = one.attribute("custom_call_target") or ""
+    return any(target in called for target in targets)
+
+
+def _computed(one: Instruction, program: Program) -> Iterator[Instruction]:
+    """The instruction, and if it is a fusion, those in it."""
+    yield one
+    if one.opcode == "fusion":
+        for inner in _fused(one, program).instructions:
+            yield from _computed(inner, program)
+
+
+def _fused(one: Instruction, program: Program) -> Computation:
+    return program.computations[one.called["calls"][0]]
+
+
+def _moved_by_fusion(one: Instruction, computation: Computation, program: Program) -> int:
+    fused, read = _fused(one, program), 0
+    for parameter in fused.instructions:
+        if parameter.opcode == "parameter":
+            operand = computation.by_name[one.operands[int(parameter.arguments)]]
+            read += _read_of(parameter, fused) if _read(operand) else 0
+    return read + sum(_written(result, fused) for result in _results(fused))
+
+
+def _read_of(parameter: Instruction, fused: Computation) -> int:
+    """Bytes that a fusion reads of one of its parameters."""
+    readers = list(_readers(parameter, fused))
+    if readers and all(
+        each.opcode in _SLICES or each.opcode == "dynamic-update-slice" for each, _ in readers
+    ):
+        return sum(
+            sum(array.bytes for array in each.results)
+            for each, position in readers
+            if each.opcode in _SLICES and position == 0
+        )
+    return sum(array.bytes for array in parameter.results)
+
+
+def _readers(parameter: Instruction, fused: Computation) -> Iterator[tuple[Instruction, int]]:
+    """The instructions that read it, directly or through bitcasts, and as which operand."""
+    names = {parameter.name}
+    for each in fused.instructions:
+        for position, operand in enumerate(each.operands):
+            if operand in names:
+                if each.opcode == "bitcast":
+                    names.add(each.name)
+                else:
+                    yield each, position
+
+
+def _results(fused: Computation) -> list[Instruction]:
+    root = fused.root
+    return [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+
+
+def _written(result: Instruction, fused: Computation) -> int:
+    while result.opcode == "bitcast":
+        result = fused.by_name[result.operands[0]]
+    if result.opcode == "dynamic-update-slice":
+        return _stored(fused.by_name[result.operands[1]].results)
+    return _stored(result.results)
+
+
+def _read(operand: Instruction) -> int:
+    """Bytes that a reader of all of it takes from memory."""
+    if operand.opcode in _FETCHED:
+        return sum(array.bytes for array in operand.results)
+    return _stored(operand.results)
+
+
+def _stored(arrays: Sequence[ArrayType]) -> int:
+    """Bytes of those that lie in the device's memory."""
+    return sum(array.bytes for array in arrays if array.memory == 0)
