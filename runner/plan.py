@@ -40,6 +40,7 @@ from runner.command_line.command import first_lines, listed, run
 from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
+from runner.jax_settings.accelerators import check_one_cuda_plugin
 from runner.jax_settings.xla_flags import overlap_communication
 from runner.processes.endings import FINISHED
 
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str]) -> int:
         return FINISHED
     with user_errors():
         target = _target()
+        if target.accelerator.platform == "cuda":
+            check_one_cuda_plugin()
         cfg = without_data(chosen_config())
         targets.prepare(target)
         overlap_communication()  # as a run does

@@ -21,12 +21,12 @@ from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.plan.collectives import Collectives, collectives
 from lmlib.plan.communication_warnings import CommunicationWarning, communication_warnings
-from lmlib.plan.compute_time import traffic
 from lmlib.plan.estimate import Estimate, estimate
 from lmlib.plan.flops import FlopsPerToken, count_flops
 from lmlib.plan.memory import Memory, OutOfMemory, memory, out_of_memory
 from lmlib.plan.program import read_program
 from lmlib.plan.targets import Target
+from lmlib.plan.traffic import traffic
 
 # What decides how a program is compiled, where it is installed.
 _PACKAGES = (
@@ -36,10 +36,11 @@ _PACKAGES = (
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
     "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
 )
 _NO_CUDNN = (
     "cuDNN is not installed here: planned with attention='blockwise' in its place, which is slower "
-    "than what will run; pip install nvidia-cudnn-cu12"
+    "than what will run; pip install nvidia-cudnn-cu12 (beside lmlib[cuda13] it is there)"
 )
 
 

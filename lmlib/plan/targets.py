@@ -175,7 +175,7 @@ def prepare(target: Target) -> None:
 
 
 def _has_cuda() -> bool:
-    return importlib.util.find_spec("jax_cuda12_plugin") is not None
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def _no_plugin(accelerator: Accelerator) -> str:

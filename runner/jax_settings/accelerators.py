@@ -39,8 +39,13 @@ def use_cpu_if_alone() -> None:
 
     Leaves JAX alone where the user has set JAX_PLATFORMS, where there may be an accelerator, and
     where a plugin of an unknown maker is installed. Says so on stderr if it does anything.
+
+    Raises:
+      ConfigError: if JAX would start two plugins for NVIDIA GPUs, which it cannot.
     """
     plugins = _plugins()
+    if os.environ.get("JAX_PLATFORMS", "cuda" if has_accelerator() else "cpu") != "cpu":
+        check_one_cuda_plugin()
     if (
         "JAX_PLATFORMS" in os.environ
         or "PJRT_NAMES_AND_LIBRARY_PATHS" in os.environ
@@ -56,6 +61,17 @@ def use_cpu_if_alone() -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def check_one_cuda_plugin() -> None:
+    """Raises ConfigError if plugins for two versions of CUDA are installed: JAX can load one."""
+    cuda = [name for name in _plugins() if name.startswith("xla_cuda")]
+    if len(cuda) > 1:
+        raise ConfigError(
+            f"the JAX plugins {' and '.join(cuda)} are installed, and JAX can load one of them: "
+            "keep the one for your driver's CUDA; for CUDA 13, pip uninstall jax-cuda12-plugin "
+            "jax-cuda12-pjrt, which lmlib[plan-gpu] and lmlib[test] bring, and plan without them"
+        )
 
 
 def check_devices() -> None:

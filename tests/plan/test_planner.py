@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
 
 from lmlib import optim
 from lmlib.compute import Compute
@@ -19,17 +20,12 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import Target, parse, prepare
 
+pytestmark = pytest.mark.several_devices
+
 VOCAB, EMBED, LAYERS, HEADS, MLP = 512, 64, 2, 4, 128
 ROWS, LENGTH = 16, 128
 # Two tables, and in each layer four square matrices, three of the mlp and two norms; a last norm.
 PARAMETERS = 2 * VOCAB * EMBED + LAYERS * (4 * EMBED**2 + 3 * EMBED * MLP + 2 * EMBED) + EMBED
-
-needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs lmlib[plan-tpu]"
-)
-needs_gpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs lmlib[plan-gpu]"
-)
 
 
 def experiment(target: Target, compute: Compute = Compute(), **sizes: int) -> Experiment:
@@ -159,9 +155,10 @@ def test_whether_it_fits_is_told_by_the_capacity(planned):
 @pytest.mark.slow
 def test_cpu_256():
     """In a process of its own: this one simulates eight devices."""
+    here = Path(__file__).parent
     code = f"""
 import sys
-sys.path.insert(0, {str(__file__).rpartition("/")[0]!r})
+sys.path[:0] = {[str(here), str(here.parent / "shared")]}
 from lmlib.plan import targets
 target = targets.parse("cpu:256")
 targets.prepare(target)

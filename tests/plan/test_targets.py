@@ -1,19 +1,11 @@
 """Names of hardware, and devices of it that are not there."""
 
-import importlib.util
-
 import pytest
+from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
 
 from lmlib.hardware import ACCELERATORS
 from lmlib.plan import targets
 from lmlib.plan.targets import TargetError, parse
-
-needs_tpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs lmlib[plan-tpu]"
-)
-needs_gpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs lmlib[plan-gpu]"
-)
 
 
 @pytest.mark.parametrize(

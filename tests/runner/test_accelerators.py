@@ -67,6 +67,25 @@ def test_errors_of_a_plugin_are_shown_where_another_device_starts(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", [("runner.plan", "--topology=h100:1x1"), ("runner",)])
+def test_plugins_for_two_versions_of_cuda_are_a_mistake(tmp_path, command):
+    for name in ("xla_cuda98", "xla_cuda99"):
+        (tmp_path / "jax_plugins" / name).mkdir(parents=True)
+        (tmp_path / "jax_plugins" / name / "__init__.py").write_text(PLUGIN)
+    workdir = [f"--workdir={tmp_path / 'run'}"] * (command == ("runner",))
+    python_path = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "JAX_PLATFORMS": "cuda"}
+    ended = subprocess.run(
+        [sys.executable, "-m", *command, *EXPERIMENT, *workdir],
+        env=os.environ | python_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: the JAX plugins ")
+    assert "xla_cuda98 and xla_cuda99 are installed, and JAX can load one" in ended.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("platforms", ["nonsense", "rocm", "cuda"])
 def test_platforms_that_are_not_here_are_a_mistake(tmp_path, platforms):
     if platforms == "cuda" and has_accelerator():

@@ -1,6 +1,5 @@
 """`python -m runner.plan`, through the command line."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
 from forked_commands import Commands
 
 import runner
@@ -32,10 +32,6 @@ SMALL = (
         )
     ),
 )
-needs_compilers = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("libtpu", "jax_cuda12_plugin"))),
-    reason="needs lmlib[plan-tpu,plan-gpu]",
-)
 
 
 def plan(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,8 +52,8 @@ def plan(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("topology", "devices"),
     [
-        pytest.param("v5e:2x4", 8, marks=[needs_compilers, pytest.mark.slow]),
-        pytest.param("h100:2x4", 8, marks=[needs_compilers, pytest.mark.slow]),
+        pytest.param("v5e:2x4", 8, marks=[needs_tpu_compiler, pytest.mark.slow]),
+        pytest.param("h100:2x4", 8, marks=[needs_gpu_compiler, pytest.mark.slow]),
         ("cpu:2", 2),
     ],
 )

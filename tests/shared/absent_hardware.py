@@ -7,14 +7,23 @@ import pytest
 
 from lmlib.plan.targets import Target, parse, prepare
 
-_PLUGINS = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}
+# Any of them compiles for the platform.
+_COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
+
+
+def can_compile(platform: str) -> bool:
+    return any(map(importlib.util.find_spec, _COMPILERS[platform]))
+
+
+needs_tpu_compiler = pytest.mark.skipif(not can_compile("tpu"), reason="needs lmlib[plan-tpu]")
+needs_gpu_compiler = pytest.mark.skipif(not can_compile("cuda"), reason="needs lmlib[plan-gpu]")
 
 
 def absent(name: str) -> tuple[Target, list[jax.Device]]:
-    """The target `name` and its devices; skips the test only where their plugin isn't installed."""
+    """The target `name` and its devices; skips the test only where no compiler is installed."""
     target = parse(name)
     prepare(target)
-    plugin = _PLUGINS[target.accelerator.platform]
-    if importlib.util.find_spec(plugin) is None:
-        pytest.skip(f"needs {plugin}")
+    platform = target.accelerator.platform
+    if not can_compile(platform):
+        pytest.skip(f"needs {' or '.join(_COMPILERS[platform])}")
     return target, target.devices()
