@@ -3,6 +3,7 @@
     python benchmarks/train_step.py                       # on a CPU: the small sizes, some minutes
     python benchmarks/train_step.py                       # on a GPU: 84m to 2b, under 8 minutes
     python benchmarks/train_step.py --sizes=84m,2b --peers=pytorch_eager --setting=unroll=8
+    python benchmarks/train_step.py --sizes=1b --sequence=8192 --packed
     python benchmarks/train_step.py --compile_only=h200   # anywhere: what an absent GPU would run
 
 lmlib's own step is the one that the runner makes, of the experiments' model. Beside it:
@@ -15,7 +16,8 @@ lmlib's own step is the one that the runner makes, of the experiments' model. Be
 All but MaxText begin with lmlib's weights, see the same batches of one document a row, clip and
 update by the same numbers. The losses of the first 20 steps must agree (tolerances:
 step_peers/report.py), else the script says which step of whom differs and fails: speeds of other
-work say nothing.
+work say nothing. --packed gives several documents to a row, a quarter of it each on average; lmlib
+then runs alone, since its peers would not keep them apart.
 
 On a CPU the contenders take turns of five steps, the first of which warms up, and the figure is
 tokens per CPU-second of all threads, the median over turns. Beside it stands what travels from one
@@ -54,7 +56,7 @@ from step_peers.machine import cpu_name, versions
 from step_peers.matmul import Matmul
 from step_peers.measure import TURN, Measurement, in_turns
 from step_peers.report import CHECKED, TOLERANCE, OtherWork, check_same_work, table, title
-from step_peers.sizes import ON_CPU, ON_GPU, SIZES
+from step_peers.sizes import ON_CPU, ON_GPU, SIZES, Size
 
 from lmlib.compute import Compute
 from lmlib.hardware import peak_flops
@@ -80,6 +82,10 @@ _STEPS = flags.DEFINE_integer(
 _SETTINGS = flags.DEFINE_multi_string(
     "setting", [], "Of lmlib's Compute, NAME=LITERAL: --setting=unroll=8 --setting=saved=()"
 )
+_SEQUENCE = flags.DEFINE_integer(
+    "sequence", None, "Tokens of a row, instead of the size's own; a step keeps its tokens."
+)
+_PACKED = flags.DEFINE_bool("packed", False, "Several documents in each row; lmlib alone.")
 _COMPILE_ONLY = flags.DEFINE_string(
     "compile_only", None, "Compile lmlib's step for one of these, h200 or h100:1x8 say, and stop."
 )
@@ -186,10 +192,24 @@ def chosen_works(sizes: Sequence[str], precisions: Sequence[str]) -> list[Work]:
     """What the flags ask for, or these sizes in these precisions."""
     changes = changed_settings(_SETTINGS.value)
     return [
-        Work(dataclasses.replace(SIZES[size], changes=changes), precision, _STEPS.value)
+        Work(
+            dataclasses.replace(with_rows_of(SIZES[size], _SEQUENCE.value), changes=changes),
+            precision,
+            _STEPS.value,
+            packed=_PACKED.value,
+        )
         for size in chosen(_SIZES, sizes, SIZES)
         for precision in chosen(_PRECISIONS, precisions, TOLERANCE)
     ]
+
+
+def with_rows_of(size: Size, sequence: int | None) -> Size:
+    """With fewer, longer rows or more, shorter ones; `None`: with its own."""
+    if sequence is None:
+        return size
+    if sequence < 1 or size.tokens % sequence:
+        sys.exit(f"--sequence={sequence} must divide the {size.tokens:,} tokens of a step")
+    return dataclasses.replace(size, batch=size.tokens // sequence, sequence=sequence)
 
 
 def changed_settings(texts: Sequence[str]) -> dict[str, Any]:
@@ -216,8 +236,8 @@ def on_gpu() -> bool:
         return True
     if _PLATFORM.value == "gpu":
         sys.exit(
-            f"--platform=gpu: JAX sees no GPU here, only {found}; install lmlib[cuda] on a machine "
-            "with one, or see what an absent one would run with --compile_only=h200"
+            f"--platform=gpu: JAX sees no GPU here, only {found}; install lmlib[cuda13] on a "
+            "machine with one, or see what an absent one would run with --compile_only=h200"
         )
     return False
 
@@ -237,6 +257,8 @@ def main(arguments: Sequence[str]) -> None:
     gpu = on_gpu()
     works = chosen_works(*((ON_GPU, ["bfloat16"]) if gpu else (ON_CPU, list(TOLERANCE))))
     peers = chosen(_PEERS, ["pytorch_compiled"] if gpu else PEERS, PEERS)
+    if _PACKED.value:
+        peers = []
     device = jax.devices()[0]
     kind = described(device) if gpu else f"{os.cpu_count()} × {cpu_name()}"
     print(f"{kind}, {versions()}")

@@ -88,6 +88,7 @@ def test_a_loss_that_is_not_a_number_is_noticed(peers):
     ("arguments", "message"),
     [
         (["--platform=gpu"], "--platform=gpu: JAX sees no GPU here, only cpu"),
+        (["--sizes=tiny", "--sequence=100"], "--sequence=100 must divide the 512 tokens of a step"),
         (["--sizes=3b"], "--sizes=3b is not known; choose from tiny,"),
         (["--compile_only=h300"], "--compile_only=h300: 'h300:1x1' is no topology"),
     ],
@@ -97,6 +98,14 @@ def test_what_cannot_be_run_is_said_in_a_line(arguments, message):
     assert ran.returncode == 1
     assert ran.stderr.strip().splitlines()[-1].startswith(message)
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.slow
+def test_packed_rows_of_another_length_are_measured_alone():
+    ran = run("--sizes=tiny", "--precisions=float32", "--sequence=128", "--packed", "--steps=10")
+    assert ran.returncode == 0, ran.stderr
+    assert "4 × 128 tokens a step, float32, activations kept, documents packed" in ran.stdout
+    assert re.findall(r"^(lmlib|jax|pytorch_eager) ", ran.stdout, re.MULTILINE) == ["lmlib"]
 
 
 @pytest.mark.slow

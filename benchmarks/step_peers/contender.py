@@ -23,13 +23,15 @@ class Work:
     """One size in one precision: the same weights, batches and numbers for all.
 
     `precision` is the dtype of activations, and of weights where they are multiplied. Weights,
-    gradients that reach the optimizer, and its moments are float32 in any case.
+    gradients that reach the optimizer, and its moments are float32 in any case. A row is one
+    document, or if `packed` several, which attention keeps apart.
     """
 
     size: Size
     precision: str
     steps: int
     adamw: AdamW = ADAMW
+    packed: bool = False
 
     @functools.cached_property
     def weights(self) -> Weights:
@@ -37,7 +39,10 @@ class Work:
 
     @functools.cached_property
     def batches(self) -> list[Batch]:
-        return [one_document_rows(self.size, step) for step in range(self.steps)]
+        size = self.size
+        source = Synthetic(size.settings["vocab"], size.batch, size.sequence)
+        batches = [source.batch(step) for step in range(self.steps)]
+        return batches if self.packed else list(map(one_document_rows, batches))
 
 
 class Contender(Protocol):
@@ -77,14 +82,14 @@ def named_weights(model: Decoder) -> Weights:
     )
 
 
-def one_document_rows(size: Size, step: int) -> Batch:
-    """The batch of `step`. Each row is one document and every target counts, so that no contender
-    needs a mask besides the causal one."""
-    batch_BS = Synthetic(size.settings["vocab"], size.batch, size.sequence).batch(step)
+def one_document_rows(batch_BS: Batch) -> Batch:
+    """The tokens of a batch, each row one document in which every target counts, so that no
+    contender needs a mask besides the causal one."""
+    rows, sequence = batch_BS.tokens.shape
     return Batch(
         tokens=batch_BS.tokens,
         targets=batch_BS.targets,
         segment_ids=np.ones_like(batch_BS.segment_ids),
-        positions=np.tile(np.arange(size.sequence, dtype=np.int32), (size.batch, 1)),
+        positions=np.tile(np.arange(sequence, dtype=np.int32), (rows, 1)),
         loss_mask=np.ones_like(batch_BS.loss_mask),
     )

@@ -99,5 +99,5 @@ def title(work: Work) -> str:
         f"{size.name}: {sum(weight.size for weight in weights) / 1e6:,.1f} M parameters (embed "
         f"{settings['embed']}, {settings['layers']} layers, {settings['heads']} heads, mlp "
         f"{settings['mlp']}, vocab {settings['vocab']}), {size.batch} × {size.sequence} tokens a "
-        f"step, {work.precision}, {kept}"
+        f"step, {work.precision}, {kept}{', documents packed' * work.packed}"
     )
