@@ -58,7 +58,7 @@ _LOCK_SECONDS = flags.DEFINE_float(
     "lock_seconds", 0.0, "wait so long for the end of another run in the workdir", lower_bound=0
 )
 _PROFILE = flags.DEFINE_string(
-    "profile", None, "steps to trace into workdir/profile for Perfetto: 10:12"
+    "profile", None, "steps to trace into workdir/profile, 10:12; tells where their time went"
 )
 _DUMP_HLO = flags.DEFINE_bool(
     "dump_hlo", False, "write the optimised program of the step into workdir/hlo"

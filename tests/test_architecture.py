@@ -3,7 +3,7 @@
 runner ──▶ experiments (by name) ──▶ lmlib          data_tools ──▶ lmlib.data
 inside lmlib: parallel, compute ──▶ models ──▶ logit_chunks ──▶ losses ──▶ optim, guard, train,
               evaluate ──▶ experiment
-              ──▶ generate, describe, activations, layer_statistics, plan
+              ──▶ generate, describe, activations, layer_statistics, plan ──▶ profile
 """
 
 import ast
@@ -123,6 +123,7 @@ MAY_IMPORT = {
         "lmlib.quantities",
         "lmlib.table",
     },
+    "lmlib.profile": {"lmlib.hardware", "lmlib.plan", "lmlib.table"},
 }
 MAY_IMPORT_FIDDLE = {"runner", "experiments"}
 NAMES_THAT_SAY_NOTHING = {"utils", "helpers", "common", "misc"}

@@ -63,7 +63,8 @@ from runner.training.validation import Validation
 from runner.training.weights import WEIGHTS_ALONE, frozen_note
 from runner.watch.goodput import GoodputLog
 from runner.watch.phases import Phase, Phases
-from runner.watch.profiling import Profiler, dump_program
+from runner.watch.profiling import Profiler, where_the_time_went
+from runner.watch.program_dump import dump_program
 from runner.watch.progress import Progress
 from runner.watch.watchdog import Limits, Watchdog
 
@@ -212,7 +213,6 @@ class _Run:
         repeated = max([goodput.furthest, *(line["step"] for line in read_metrics(workdir)[-1:])])
         with (
             MetricsLog(workdir, beginning.step or None, enabled=self.primary) as log,
-            Profiler(workdir, self.options.profile) as profiler,
             # Prefetching begins here, so that it goes on while the step compiles.
             self._prefetch(beginning.step) as batches,
         ):
@@ -222,6 +222,7 @@ class _Run:
                 compiled = self._compile(beginning.state)
             if self.options.dump_hlo and self.primary:
                 progress.message(dump_program(compiled, workdir))
+            profiler = self._profiler(compiled)
             recorder = Recorder(experiment, log, progress, goodput, beginning.tokens)
             origin = beginning.initialised_from
             saver = Saver(
@@ -255,7 +256,8 @@ class _Run:
                 unevaluated=self.unevaluated(beginning.step),
                 stop=self.options.stop,
             )
-            return loop.run(beginning.state)
+            with profiler:
+                return loop.run(beginning.state)
 
     def unevaluated(self, step: int) -> bool:
         """Whether an earlier process ended in the evaluation after `step`, which it had saved."""
@@ -299,6 +301,15 @@ class _Run:
         rows = NamedSharding(experiment.mesh, partition("batch seq"))
         ahead = experiment.prefetch_batches
         return Prefetch(experiment.data, rows, start, experiment.steps, ahead)
+
+    def _profiler(self, compiled: jax.stages.Compiled) -> Profiler:
+        """One process traces: the devices of the others do the same."""
+        folder, steps = self.workdir / "profile", self.options.profile
+
+        def tell(steps: int) -> None:
+            self.progress.message(where_the_time_went(folder, compiled, self.experiment, steps))
+
+        return Profiler(folder, steps if self.primary else None, written=tell)
 
     def check_compiled(self, state: train.State) -> None:
         if self.options.compiled is not None:

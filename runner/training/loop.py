@@ -83,7 +83,7 @@ class Loop:
         while (item := self._next_batch(unread)) is not None:
             step, batch = item
             self.phases.enter(Phase.REPEATED if step <= self.repeated else Phase.STEP)
-            self.profiler.before(step)
+            self.profiler.before(step, wait_for=state)
             state, metrics = self.compiled(state, batch)
             self.profiler.after(step, wait_for=metrics)
             if unread is not None:

@@ -16,7 +16,7 @@ class Options:
     """What `fit` can be told besides the config; none of it changes the curve.
 
     Args:
-      profile: steps to trace into workdir/profile.
+      profile: steps to trace into workdir/profile; what their time went into is shown.
       dump_hlo: whether to write the optimised program into workdir/hlo.
       reports: whether this process shows its progress on stderr; `None`: if it is process 0.
       checkpoint_fallback: whether to go on from an older checkpoint if the newest is damaged.

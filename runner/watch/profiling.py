@@ -1,15 +1,18 @@
-"""What the devices did: a trace of some steps, and the program that they ran."""
+"""What the devices did in some steps: a trace, and where its time went."""
 
-import shutil
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from lmlib.experiment import Experiment
+from lmlib.hardware import accelerator
+from lmlib.plan.flops import count_flops
+from lmlib.profile.step_profile import step_profile
+from lmlib.profile.trace import TraceError, newest_trace, read_trace
+from lmlib.whole_file import write_whole
 from runner.command_line.errors import ConfigError
-
-GRAPH_SECONDS = 60  # Graphviz may take hours over the graph of a large program
 
 
 def steps_range(text: str) -> range:
@@ -26,84 +29,81 @@ def steps_range(text: str) -> range:
 
 
 class Profiler:
-    """Traces steps into workdir/profile.
+    """Traces steps into a folder.
 
     Of the files there, perfetto_trace.json.gz opens in ui.perfetto.dev.
 
-        with Profiler(workdir, steps_range("10:12")) as profiler:
-            profiler.before(10)
+        with Profiler(folder, steps_range("10:12"), written=tell) as profiler:
+            profiler.before(10, wait_for=state)
             ...
             profiler.after(10, wait_for=metrics)
     """
 
-    def __init__(self, workdir: Path, steps: range | None):
-        """`steps=None` traces nothing."""
-        self._folder = workdir / "profile"
+    def __init__(
+        self, folder: Path, steps: range | None, written: Callable[[int], None] = lambda steps: None
+    ):
+        """`steps=None` traces nothing. `written` is told how many steps a trace has, once it is
+        written; it is not called if an error ended them."""
+        self._folder = folder
         self._steps = steps or range(0)
-        self._tracing = False
+        self._written = written
+        self._traced: int | None = None
 
-    def before(self, step: int) -> None:
-        """Begins the trace if `step` is the first of the steps, or a resumed run's first of them.
-
-        Steps dispatched earlier and still running are in the trace too.
-        """
-        if step in self._steps and not self._tracing:
+    def before(self, step: int, wait_for: Any) -> None:
+        """Begins the trace if `step` is the first of the steps, or a resumed run's first of them,
+        once the arrays `wait_for`, those of earlier steps, exist."""
+        if step not in self._steps:
+            return
+        if self._traced is None:
+            jax.block_until_ready(wait_for)
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
-            self._tracing = True
+            self._traced = 0
+        self._traced += 1
 
     def after(self, step: int, wait_for: Any) -> None:
         """Ends the trace if `step` is the last of the steps, once the arrays `wait_for` exist."""
-        if self._tracing and step + 1 not in self._steps:
+        if self._traced is not None and step + 1 not in self._steps:
             jax.block_until_ready(wait_for)
-            self.close()
+            self._end(whole=True)
 
-    def close(self) -> None:
-        """Ends and writes the trace, if one has begun."""
-        if self._tracing:
-            self._tracing = False
+    def _end(self, whole: bool) -> None:
+        if self._traced is not None:
+            steps, self._traced = self._traced, None
             jax.profiler.stop_trace()
+            if whole:
+                self._written(steps)
 
     def __enter__(self) -> "Profiler":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        """Ends the trace of a run that ends before the last of the steps."""
+        self._end(whole=kind is None)
 
 
-def dump_program(compiled: jax.stages.Compiled, workdir: Path) -> str:
-    """Writes the program as XLA optimised it: workdir/hlo/train_step.txt and, where Graphviz's
-    `dot` is installed, the graph of the same program as train_step.svg.
+def where_the_time_went(
+    folder: Path, compiled: jax.stages.Compiled, experiment: Experiment, steps: int
+) -> str:
+    """Tables of the newest trace in `folder`, which has `steps` steps; those of all kernels go into
+    folder/kernels.txt.
 
-    Returns a line that says what was written, and if there is no graph, why.
+    Beside what was measured stands what `runner.plan` expects, if it knows the devices. What cannot
+    be read or written ends no run: the text says so.
     """
-    folder = workdir / "hlo"
-    folder.mkdir(parents=True, exist_ok=True)
-    text, graph = folder / "train_step.txt", folder / "train_step.svg"
     program = compiled.as_text()
     assert program is not None  # XLA's programs have a text
-    text.write_text(program, encoding="utf-8")
-    graph.unlink(missing_ok=True)  # an earlier program's
-    if shutil.which("dot") is None:
-        return f"wrote {text}; no graph, since Graphviz's dot is not installed"
+    known = accelerator(experiment.mesh.devices.flat[0].device_kind)
+    matmuls = None
+    if known is not None and known.flops:
+        matmuls = count_flops(experiment.trace_step().jaxpr).matmuls
     try:
-        subprocess.run(
-            ["dot", "-Tsvg", "-o", str(graph)],
-            input=_graph(compiled),
-            text=True,
-            check=True,
-            capture_output=True,
-            timeout=GRAPH_SECONDS,
-        )
-    except subprocess.SubprocessError as error:
-        graph.unlink(missing_ok=True)
-        return f"wrote {text}; no graph: {error}"
-    return f"wrote {text} and {graph}"
-
-
-def _graph(compiled: jax.stages.Compiled) -> str:
-    """The optimised program in Graphviz's language."""
-    executable: Any = compiled.runtime_executable()
-    (module,) = executable.hlo_modules()
-    # Only a computation draws itself, and JAX hands out its class only with an instance.
-    computation: Any = type(jax.jit(lambda: 0).lower().compiler_ir("hlo"))
-    return computation(module.as_serialized_hlo_module_proto()).as_hlo_dot_graph()
+        executions = read_trace(newest_trace(folder))
+        profile = step_profile(executions, program, steps, known, matmuls)
+    except (TraceError, OSError) as error:
+        return f"WARNING: where the time went is not known: {error}"
+    file = folder / "kernels.txt"
+    try:
+        write_whole(file, profile.text(every_kernel=True) + "\n")
+    except OSError as error:
+        return f"{profile}\nWARNING: not all kernels are written: {error}"
+    return f"{profile}\nall kernels are in {file}"

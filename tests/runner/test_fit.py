@@ -54,6 +54,7 @@ def undisturbed(tmp_path_factory):
     return fit(tiny("mesh.fsdp=4", "mesh.tensor=2"), workdir), workdir
 
 
+@pytest.mark.several_devices
 def test_a_run_describes_itself(undisturbed):
     result, workdir = undisturbed
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -103,6 +104,7 @@ def test_a_run_describes_itself(undisturbed):
     assert " s initialisation, " in log and "restore" not in log
 
 
+@pytest.mark.several_devices
 def test_training_learns(undisturbed):
     result, _ = undisturbed
     losses = [line["loss"] for line in result.metrics]
@@ -110,6 +112,7 @@ def test_training_learns(undisturbed):
     assert result.summary.validation_loss < losses[0]
 
 
+@pytest.mark.several_devices
 def test_tokens_are_those_of_the_source(undisturbed):
     result, _ = undisturbed
     cfg = tiny()
@@ -120,6 +123,7 @@ def test_tokens_are_those_of_the_source(undisturbed):
     assert [line["valid_tokens"] for line in result.metrics] == counted
 
 
+@pytest.mark.several_devices
 def test_a_finished_run_says_so_and_changes_nothing(undisturbed, capsys):
     result, workdir = undisturbed
     before = files_of(workdir)
@@ -232,6 +236,7 @@ def test_accumulated_microbatches_give_the_same_run(undisturbed, tmp_path):
         assert one["tokens"] == other["tokens"]
 
 
+@pytest.mark.several_devices
 def test_a_checkpoint_of_another_model_is_refused(undisturbed):
     _, workdir = undisturbed
 
@@ -289,6 +294,13 @@ def test_the_command_line_profiles_and_dumps(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "profile").rglob("perfetto_trace.json.gz"))
+    assert re.search(
+        r"^a step of [\d.,]+ ms on each device, mean of 2 on ", done.stderr, re.MULTILINE
+    )
+    kernels = (tmp_path / "profile" / "kernels.txt").read_text()
+    for scope in ("attention", "mlp", "loss", "optimizer"):
+        assert re.search(rf"^{scope} .*%$", kernels, re.MULTILINE)
+        assert re.search(rf"^{scope} .*%$", done.stderr, re.MULTILINE)
     assert "ENTRY" in (tmp_path / "hlo" / "train_step.txt").read_text()
     assert re.search(r"^step 4/4  loss \d", done.stderr, re.MULTILINE)
     told = re.search(r"first step after ([\d.]+) s: (.*)$", done.stderr, re.MULTILINE)

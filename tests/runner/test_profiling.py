@@ -1,18 +1,18 @@
-"""Traces and programs as they lie on disk."""
+"""Traces as they lie on disk."""
 
+import functools
 import gzip
 import json
-import os
-import shutil
 from pathlib import Path
-from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from lmlib import Experiment, adamw, llama, make_mesh
+from lmlib.data.synthetic import Synthetic
 from runner.command_line.errors import ConfigError
-from runner.watch.profiling import Profiler, dump_program, steps_range
+from runner.watch.profiling import Profiler, steps_range, where_the_time_went
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ def test_what_is_no_range_is_refused(text):
         steps_range(text)
 
 
-def traces(workdir: Path) -> list[str]:
+def traces(folder: Path) -> list[str]:
     """The text of each trace that Perfetto opens."""
-    files = workdir.glob("profile/**/perfetto_trace.json.gz")
+    files = folder.rglob("perfetto_trace.json.gz")
     return [gzip.decompress(file.read_bytes()).decode() for file in files]
 
 
@@ -44,7 +44,7 @@ def traced_step(x):
 def run(profiler: Profiler, steps: range) -> None:
     x = jnp.ones((64, 64))
     for step in steps:
-        profiler.before(step)
+        profiler.before(step, wait_for=x)
         with jax.profiler.TraceAnnotation(f"made step {step}"):
             x = traced_step(x)
         profiler.after(step, wait_for=x)
@@ -65,18 +65,25 @@ def test_the_trace_holds_the_steps_of_the_range_and_no_others(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("made", [range(1, 4), range(4, 9)], ids=["stopped", "resumed"])
 def test_a_run_that_stops_or_resumes_inside_the_range_is_traced(tmp_path, made):
-    with Profiler(tmp_path, range(3, 7)) as profiler:
+    told = []
+    with Profiler(tmp_path, range(3, 7), written=told.append) as profiler:
         run(profiler, made)
     (trace,) = traces(tmp_path)
     assert f"made step {max(3, made.start)}" in trace
+    assert told == [len({*made} & {3, 4, 5, 6})]
 
 
 @pytest.mark.slow
 def test_an_error_inside_the_range_ends_the_trace(tmp_path):
-    with pytest.raises(KeyError), Profiler(tmp_path / "first", range(1, 7)) as profiler:
+    told = []
+    with (
+        pytest.raises(KeyError),
+        Profiler(tmp_path / "first", range(1, 7), written=told.append) as profiler,
+    ):
         run(profiler, range(1, 3))
         raise KeyError
     assert len(traces(tmp_path / "first")) == 1
+    assert not told
     with Profiler(tmp_path / "second", range(1, 2)) as profiler:
         run(profiler, range(1, 2))
     assert len(traces(tmp_path / "second")) == 1
@@ -89,36 +96,25 @@ def test_without_steps_nothing_is_traced(tmp_path, steps):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture(scope="module")
-def compiled() -> jax.stages.Compiled:
-    return jax.jit(jax.grad(lambda x: jnp.tanh(x @ x).sum())).lower(jnp.ones((8, 8))).compile()
+def test_what_cannot_be_told_or_written_ends_no_run(tmp_path):
+    experiment = Experiment(
+        model=functools.partial(llama, vocab=8, embed=8, layers=1, heads=1, mlp=8),
+        data=Synthetic(8, 1, 8),
+        optimizer=functools.partial(adamw, peak_lr=1e-3),
+        mesh=make_mesh(),
+        steps=4,
+    )
+    x = jnp.ones((64, 64))
+    compiled = traced_step.lower(x).compile()
 
+    def told() -> str:
+        return where_the_time_went(tmp_path, compiled, experiment, steps=2)
 
-def test_the_program_is_the_optimised_one(tmp_path, compiled):
-    message = dump_program(compiled, tmp_path)
-    text = tmp_path / "hlo" / "train_step.txt"
-    assert text.read_text() == compiled.as_text()
-    assert str(text) in message
-    graph = tmp_path / "hlo" / "train_step.svg"
-    if shutil.which("dot"):
-        assert ElementTree.parse(graph).getroot().tag.endswith("svg")
-        assert "fusion" in compiled.as_text()  # only the optimised program has fusions
-        assert "fusion" in graph.read_text().lower()
-        assert str(graph) in message
-    else:
-        assert not graph.exists()
-
-
-def test_without_graphviz_there_is_no_graph_and_a_reason(tmp_path, compiled, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    stale = tmp_path / "hlo" / "train_step.svg"
-    stale.parent.mkdir()
-    stale.write_text("of an earlier program")
-    assert "no graph, since Graphviz's dot is not installed" in dump_program(compiled, tmp_path)
-    assert [file.name for file in (tmp_path / "hlo").iterdir()] == ["train_step.txt"]
-
-
-def test_a_graphviz_that_fails_does_not_end_the_run(tmp_path, compiled, monkeypatch):
-    (tmp_path / "dot").symlink_to(shutil.which("false"))
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert "no graph: Command" in dump_program(compiled, tmp_path)
+    assert told().startswith("WARNING: where the time went is not known: ")
+    with Profiler(tmp_path, range(1, 3)) as profiler:
+        run(profiler, range(1, 4))
+    assert told().startswith("a step of ")
+    (tmp_path / "kernels.txt").unlink()
+    (tmp_path / "kernels.txt").mkdir()
+    *tables, last = told().splitlines()
+    assert tables[0].startswith("a step of ") and last.startswith("WARNING: not all kernels are")

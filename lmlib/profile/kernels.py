@@ -1,0 +1,113 @@
+"""FLOPs, bytes and the time of both at best, of the instructions of a compiled program.
+
+The bound is the roofline's, with the rates that the vendor names: the longer of FLOPs over peak and
+bytes over bandwidth (Williams et al. 2009).
+"""
+
+import dataclasses
+import math
+import re
+
+from lmlib.hardware import Accelerator
+from lmlib.plan.compute_time import FLOAT32_RATE
+from lmlib.plan.program import Computation, Instruction, Program
+from lmlib.plan.traffic import bytes_moved, multiplies, origin, scheduled, sends
+
+# XLA's names of the dtypes that matrix units multiply faster than bfloat16.
+_FASTER = {"f8e4m3fn": "float8_e4m3fn", "f8e4m3fnuz": "float8_e4m3fnuz", "s8": "int8"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one execution of an instruction does on one device.
+
+    Args:
+      name: of the instruction.
+      operation: the JAX primitive that it ends with, or XLA's opcode.
+      scope, phase: as lmlib.plan.scopes names them.
+      in_layers: whether inside the loop over layers.
+      sends: whether it is a collective.
+      calls: the names of the instructions in what it calls and waits for, as a loop does.
+      flops: of its matmuls; `None` where the text does not say: of a library's kernels, and of the
+        convolutions that XLA makes of matmuls for TPUs.
+      bytes: that it reads from the device's memory and writes to it.
+      dtype: of what it multiplies, in XLA's spelling; "" if it multiplies nothing.
+    """
+
+    name: str
+    operation: str
+    scope: str
+    phase: str
+    in_layers: bool
+    sends: bool
+    calls: frozenset[str]
+    flops: float | None
+    bytes: int
+    dtype: str
+
+    def seconds_at_best(self, accelerator: Accelerator) -> float | None:
+        """`None` where that is unknown: of a collective, and of a library's kernel."""
+        peak = accelerator.flops.get("bfloat16")
+        if self.sends or self.flops is None or peak is None or not accelerator.memory_bandwidth:
+            return None
+        if self.dtype in _FASTER:
+            peak = accelerator.flops.get(_FASTER[self.dtype], peak)
+        elif self.dtype == "f32":
+            peak *= FLOAT32_RATE[accelerator.platform]
+        return max(self.flops / peak, self.bytes / accelerator.memory_bandwidth)
+
+
+def works(program: Program) -> dict[str, Work]:
+    """The instructions that a run executes by themselves, by name."""
+    found = {}
+    for one, place in scheduled(program):
+        if one.name not in found:
+            inside = [
+                inner.name
+                for names in one.called.values()
+                for name in names
+                for inner in program.computations[name].instructions
+            ]
+            flops, dtype = _products(one, place.computation, program)
+            found[one.name] = Work(
+                one.name,
+                _operation(one),
+                *origin(one, place),
+                sends=sends(one, program),
+                calls=frozenset(inside if one.opcode != "fusion" else ()),
+                flops=flops,
+                bytes=bytes_moved(one, place.computation, program),
+                dtype=dtype,
+            )
+    return found
+
+
+def _operation(one: Instruction) -> str:
+    last = one.op_name.rpartition("/")[2]
+    # What transformed it as a part of more, "transpose(jvp(mlp/dot_general))", ends here too.
+    return (last if "(" in last else last.rstrip(")")) or one.opcode
+
+
+def _products(one: Instruction, around: Computation, program: Program) -> tuple[float | None, str]:
+    """FLOPs of its matmuls, and the dtype of their first operands."""
+    if one.opcode == "fusion":
+        fused = program.computations[one.called["calls"][0]]
+        inner = [_products(each, fused, program) for each in fused.instructions]
+        counted = [flops for flops, _ in inner if flops is not None]
+        dtype = next((dtype for _, dtype in inner if dtype), "")
+        return (math.fsum(counted) if len(counted) == len(inner) else None), dtype
+    if not multiplies(one, program):
+        return 0.0, ""
+    contracted = _contracted(one)
+    if contracted is None:
+        return None, ""
+    left = around.by_name[one.operands[0]].results[0]
+    K = math.prod(left.shape[axis] for axis in contracted)
+    return 2.0 * math.prod(one.results[0].shape) * K, left.dtype
+
+
+def _contracted(one: Instruction) -> list[int] | None:
+    """The axes of its first operand that a product sums over; `None` where the text has none."""
+    pattern = r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]+)'
+    found = re.search(pattern, one.attributes)
+    return None if found is None else [int(axis) for axis in re.findall(r"\d+", found.group(1))]

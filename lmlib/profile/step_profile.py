@@ -1,0 +1,215 @@
+"""Where the time of a step went, scope by scope and kernel by kernel, beside what it could be.
+
+    with jax.profiler.trace(folder):
+        state, metrics = compiled(state, batch)
+        jax.block_until_ready(metrics)
+    print(step_profile(read_trace(newest_trace(folder)), compiled.as_text(), steps=1))
+
+docs/performance.md tells how to read it.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from lmlib.hardware import Accelerator
+from lmlib.plan.compute_time import ScopeTime, compute_time
+from lmlib.plan.flops import Matmul
+from lmlib.plan.program import read_program
+from lmlib.plan.scopes import OTHER, PHASES, SCOPES
+from lmlib.plan.traffic import traffic
+from lmlib.profile.kernels import Work, works
+from lmlib.profile.trace import Execution, TraceError
+from lmlib.table import columns
+
+COLLECTIVES = "collectives"
+SHOWN = 20  # rows of kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One instruction in a step, on one device: the mean over the devices and steps of a trace.
+
+    Args:
+      work: of one execution.
+      times: how often a step executes it.
+      seconds: of all of these together.
+    """
+
+    work: Work
+    times: float
+    seconds: float
+
+    def seconds_at_best(self, accelerator: Accelerator) -> float | None:
+        each = self.work.seconds_at_best(accelerator)
+        return None if each is None else each * self.times
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProfile:
+    """The time of one step on one device; `str()` gives it as tables.
+
+    Args:
+      kernels: the slowest first.
+      steps, devices: of which this is the mean.
+      step_seconds: from the beginning of the first to the end of the last, over their number.
+      busy_seconds: in which at least one kernel ran.
+      accelerator: `None` if nothing is known of its speed.
+      expected: what `runner.plan` estimates, collectives left out; `None` if that is unknown.
+    """
+
+    kernels: tuple[Kernel, ...]
+    steps: int
+    devices: int
+    step_seconds: float
+    busy_seconds: float
+    accelerator: Accelerator | None
+    expected: tuple[ScopeTime, ...] | None
+
+    def __str__(self) -> str:
+        return self.text(every_kernel=False)
+
+    @property
+    def alike(self) -> tuple[tuple[int, Kernel], ...]:
+        """Kernels that do the same work in the same scope and phase, as those of unrolled layers:
+        how many there are, and all of them as one; the slowest first."""
+        groups: dict[Work, list[Kernel]] = {}
+        for one in self.kernels:
+            kind = dataclasses.replace(one.work, name="", calls=frozenset())
+            groups.setdefault(kind, []).append(one)
+        together = [
+            (len(group), Kernel(group[0].work, _sum(group, "times"), _sum(group, "seconds")))
+            for group in groups.values()
+        ]
+        return tuple(sorted(together, key=lambda counted: -counted[1].seconds))
+
+    def text(self, every_kernel: bool) -> str:
+        """With every kernel, or the slowest of those that are `alike`."""
+        kernels = [(1, one) for one in self.kernels] if every_kernel else self.alike[:SHOWN]
+        plural = "s" * (self.devices > 1)
+        idle = 1 - self.busy_seconds / self.step_seconds
+        return "\n".join(
+            [
+                f"a step of {self.step_seconds * 1e3:,.2f} ms on each device, mean of {self.steps} "
+                f"on {self.devices} device{plural}; in {idle:.1%} of it no kernel ran",
+                "",
+                columns(self._scopes()),
+                "",
+                columns(self._table(kernels)),
+            ]
+        )
+
+    def _scopes(self) -> list[list[str]]:
+        measured: dict[tuple[str, str, bool], float] = {}
+        for one in self.kernels:
+            work = one.work
+            key = (work.scope, work.phase, work.in_layers)
+            key = (COLLECTIVES, "", False) if work.sends else key
+            measured[key] = measured.get(key, 0.0) + one.seconds
+        expected = {
+            (one.scope, one.phase, one.in_layers): one.seconds for one in self.expected or ()
+        }
+        together = math.fsum(measured.values())
+        rows = [["scope", "phase", "in", "ms", "share"]]
+        rows[0] += ["plan's ms", "÷ plan's"] if expected else []
+        order = [(phase, name) for phase in (*PHASES, "") for name in (*SCOPES, OTHER, COLLECTIVES)]
+        for key in sorted(measured, key=lambda key: order.index((key[1], key[0]))):
+            name, phase, in_layers = key
+            row = [name, phase, "layers" if in_layers else "step" if phase else ""]
+            row += [f"{measured[key] * 1e3:,.2f}", f"{measured[key] / together:.1%}"]
+            rows.append(row + (_beside(measured[key], expected.get(key)) if expected else []))
+        return rows
+
+    def _table(self, kernels: Iterable[tuple[int, Kernel]]) -> list[list[str]]:
+        rows = [["kernel", "of", "scope", "phase", "times", "ms", "MB", "GFLOP"]]
+        rows[0] += ["at best", "÷ best"] if self.accelerator else []
+        for count, one in kernels:
+            work = one.work
+            name = work.name if count == 1 else f"{work.name} and {count - 1:,} alike"
+            row = [name, work.operation, work.scope, work.phase, f"{one.times:,.0f}"]
+            row += [f"{one.seconds * 1e3:,.3f}", f"{work.bytes * one.times / 1e6:,.1f}"]
+            row.append("" if work.flops is None else f"{work.flops * one.times / 1e9:,.1f}")
+            if self.accelerator:
+                row += _beside(one.seconds, one.seconds_at_best(self.accelerator))
+            rows.append(row)
+        return rows
+
+
+def step_profile(
+    executions: Iterable[Execution],
+    program_text: str,
+    steps: int,
+    accelerator: Accelerator | None = None,
+    matmuls: Sequence[Matmul] | None = None,
+) -> StepProfile:
+    """What a trace says of a compiled step.
+
+    Args:
+      executions: of the trace; those of other programs are left out.
+      program_text: of the step, `compiled.as_text()`.
+      steps: how often the trace has it, whole.
+      accelerator: what ran it, for what a kernel takes at best.
+      matmuls: of the traced step (`lmlib.plan.flops.count_flops`), for what `runner.plan` expects.
+
+    Raises:
+      TraceError: if the trace has no instruction of the program.
+    """
+    program = read_program(program_text)
+    name = re.match(r"HloModule ([\w.\-]+)", program_text)
+    known = works(program)
+    own = [
+        one
+        for one in executions
+        if one.instruction in known and (not one.program or not name or one.program == name[1])
+    ]
+    if not own:
+        raise TraceError("the trace holds no execution of the step's instructions")
+    seen = {one.instruction for one in own}
+    # A loop lasts as long as what it calls, which counts by itself where the trace has it.
+    own = [one for one in own if not known[one.instruction].calls & seen]
+    devices = sorted({one.device for one in own})
+    spans = [_span([one for one in own if one.device == device]) for device in devices]
+    runs = steps * len(devices)
+    totals: dict[str, tuple[int, float]] = {}
+    for one in own:
+        times, seconds = totals.get(one.instruction, (0, 0.0))
+        totals[one.instruction] = times + 1, seconds + one.seconds
+    kernels = [
+        Kernel(known[name], times / runs, seconds / runs)
+        for name, (times, seconds) in totals.items()
+    ]
+    expected = None
+    if accelerator is not None and accelerator.memory_bandwidth is None:
+        accelerator = None
+    elif accelerator is not None and matmuls is not None:
+        expected = compute_time(matmuls, traffic(program), accelerator)
+    return StepProfile(
+        kernels=tuple(sorted(kernels, key=lambda one: -one.seconds)),
+        steps=steps,
+        devices=len(devices),
+        step_seconds=math.fsum(whole for whole, _ in spans) / runs,
+        busy_seconds=math.fsum(busy for _, busy in spans) / runs,
+        accelerator=accelerator,
+        expected=expected,
+    )
+
+
+def _span(executions: Sequence[Execution]) -> tuple[float, float]:
+    """Seconds from the first beginning to the last end, and those in which something ran."""
+    ordered = sorted(executions, key=lambda one: one.start)
+    ends = list(itertools.accumulate((one.end for one in ordered), max))
+    idle = math.fsum(max(0.0, one.start - end) for one, end in zip(ordered[1:], ends, strict=False))
+    whole = ends[-1] - ordered[0].start
+    return whole, whole - idle
+
+
+def _sum(kernels: Sequence[Kernel], name: str) -> float:
+    return math.fsum(getattr(one, name) for one in kernels)
+
+
+def _beside(seconds: float, bound: float | None) -> list[str]:
+    if not bound:
+        return ["", ""]
+    return [f"{bound * 1e3:,.3f}", f"{seconds / bound:.2f}"]

@@ -1,0 +1,115 @@
+"""What the devices executed while JAX's profiler watched: the trace that it writes, read.
+
+The format is that of XLA's profiler. On CPUs and GPUs the events of instructions name them in their
+statistics; on TPUs they are the events of a line of their own. Only CPUs' were seen so far: what is
+said here of the others is read off the profiler's code.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jax.profiler import ProfileData
+
+# Of an accelerator's lines, those whose events are kernels that ran; others sum them up.
+_TPU_INSTRUCTIONS = "XLA Ops"
+_GPU_STREAM = "Stream #"
+
+
+class TraceError(ValueError):
+    """A folder without a trace, or a file that is none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """One instruction of a compiled program, executed once by one device.
+
+    Args:
+      device: as the trace calls it.
+      program: "jit_step", or "" where the trace does not say.
+      instruction: its name in the program's text.
+      start: seconds since some moment that all executions of a trace share.
+      seconds: from its beginning to its end.
+    """
+
+    device: str
+    program: str
+    instruction: str
+    start: float
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+def newest_trace(folder: Path) -> Path:
+    """The file of the last trace that `jax.profiler.trace(folder)` wrote.
+
+    Raises:
+      TraceError: if there is none.
+    """
+    files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime_ns)
+    if not files:
+        raise TraceError(f"{folder} holds no trace: there is no *.xplane.pb in it")
+    return files[-1]
+
+
+def read_trace(file: Path) -> list[Execution]:
+    """Every instruction that CPUs, GPUs and TPUs executed, in no order.
+
+    Raises:
+      TraceError: if it is no trace.
+    """
+    try:
+        trace = ProfileData.from_file(str(file))
+        # The host launches an accelerator's kernels; only those of CPUs run there.
+        return list(_on_accelerators(trace)) or list(_on_cpus(trace))
+    except RuntimeError as error:  # what the parser raises is one
+        raise TraceError(f"{file} cannot be read as a trace: {error}") from error
+
+
+def _on_accelerators(trace: ProfileData) -> Iterator[Execution]:
+    for plane in trace.planes:
+        if not plane.name.startswith("/device:"):
+            continue
+        for line in plane.lines:
+            of_tpu = line.name == _TPU_INSTRUCTIONS and "TPU" in plane.name
+            if of_tpu or line.name.startswith(_GPU_STREAM):
+                yield from _executions(plane.name, line, of_tpu)
+
+
+def _on_cpus(trace: ProfileData) -> Iterator[Execution]:
+    for plane in trace.planes:
+        if not plane.name.startswith("/device:"):
+            for line in plane.lines:
+                yield from _executions(plane.name, line)
+
+
+def _executions(plane: str, line: Any, of_tpu: bool = False) -> Iterator[Execution]:
+    for event in line.events:
+        stats: dict[str, Any] = dict(event.stats)
+        if (name := _instruction(stats, event.name if of_tpu else None)) is None:
+            continue
+        yield Execution(
+            # The devices that a CPU simulates share a plane.
+            device=f"{plane} {stats.get('device_ordinal', '')}".strip(),
+            program=str(stats.get("hlo_module", "")),
+            instruction=name,
+            start=event.start_ns / 1e9,
+            seconds=event.duration_ns / 1e9,
+        )
+
+
+def _instruction(stats: dict[str, Any], printed: str | None) -> str | None:
+    """The name of an instruction; `None` for an event that is none.
+
+    Args:
+      printed: what a TPU calls the event: the instruction as the program's text has it.
+    """
+    if "hlo_op" in stats:
+        return str(stats["hlo_op"])
+    found = re.match(r"%?([\w.\-]+)", printed or "")
+    return found.group(1) if found else None
