@@ -1,27 +1,64 @@
-"""Every test sees eight CPU devices, and lmlib with its shape annotations checked."""
+"""Every test sees eight CPU devices, or with --real-devices those of this machine, and lmlib with
+its shape annotations checked."""
 
 import os
 import tempfile
 from importlib.metadata import version
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-# The second flag keeps the collectives of simulated devices in one order; see xla_flags.py.
-# Most of the tests' time goes into compiling, of which the third saves half.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 "
-    "--xla_cpu_multi_thread_eigen=false "
-    "--xla_backend_optimization_level=0"
-)
-if version("jax").startswith("0.10."):  # later ones have no older emitters to choose
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-
-# Many tests compile the same step, some of them in processes of their own.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # it is, in the processes that share the tests
-    compiled = tempfile.TemporaryDirectory(prefix="compiled_by_tests_")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-
+import pytest
 from jaxtyping import install_import_hook
 
+DEVICES = 8
+
 install_import_hook("lmlib", "beartype.beartype")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--real-devices",
+        action="store_true",
+        help="leave JAX the devices of this machine, a GPU say, instead of eight simulated ones; "
+        "where there are fewer, tests marked several_devices are left out",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything imports JAX."""
+    if config.getoption("--real-devices"):
+        os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # TF32 is no float32
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # several processes share a GPU
+    else:
+        _simulate_devices()
+    # Many tests compile the same step, some of them in processes of their own, and those of
+    # pytest-xdist find the folder in their environment.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        compiled = tempfile.TemporaryDirectory(prefix="compiled_by_tests_")
+        config.add_cleanup(compiled.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+def _simulate_devices() -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # The second flag keeps the collectives of simulated devices in one order; see xla_flags.py.
+    # Most of the tests' time goes into compiling, of which the third saves half.
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_force_host_platform_device_count={DEVICES} "
+        "--xla_cpu_multi_thread_eigen=false "
+        "--xla_backend_optimization_level=0"
+    )
+    if version("jax").startswith("0.10."):  # later ones have no older emitters to choose
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--real-devices"):
+        return
+    import jax
+
+    if jax.device_count() >= DEVICES:
+        return
+    several = [item for item in items if item.get_closest_marker("several_devices")]
+    config.hook.pytest_deselected(items=several)
+    items[:] = [item for item in items if item not in several]

@@ -22,6 +22,8 @@ from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 from lmlib.train import abstract_batch, abstract_model
 
+pytestmark = pytest.mark.several_devices
+
 
 def experiment(saved, mesh, sequence_parallel=False, microbatches=1, unroll=1):
     return Experiment(

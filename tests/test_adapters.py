@@ -124,6 +124,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(("data", "fsdp", "tensor", "sequence_parallel"), MESHES)
 def test_every_mesh_gives_the_gradients_of_one_device(data, fsdp, tensor, sequence_parallel):
     model = adapted(dropout=0.2)

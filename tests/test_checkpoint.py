@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.several_devices
+
 NOTES = {"tokens": 123_456_789_012}
 
 

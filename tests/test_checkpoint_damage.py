@@ -24,6 +24,8 @@ from lmlib.checkpoint.manifest import (
     write_manifest,
 )
 
+pytestmark = pytest.mark.several_devices
+
 NOTES = {"tokens": 123, "data": [{"position": 7}]}
 STEP = 5
 

@@ -21,6 +21,8 @@ from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import make_mesh
 from lmlib.train import abstract_batch, abstract_model
 
+pytestmark = pytest.mark.several_devices
+
 L, V, E, F, H, K, D = 3, 160, 64, 96, 8, 4, 8
 B, S = 16, 32
 DATA = 4  # devices that share the batch, and each weight's `embed` axis

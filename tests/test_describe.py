@@ -10,6 +10,8 @@ from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
 
+pytestmark = pytest.mark.several_devices
+
 make = functools.partial(
     llama, vocab=512, embed=64, layers=2, heads=8, kv_heads=4, mlp=256, key=jax.random.key(0)
 )

@@ -271,6 +271,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(settings):
         assert sum(jax.tree.leaves(products)) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.several_devices
 def test_no_mask_is_kept_for_the_backward_pass():
     mesh = make_mesh(fsdp=4, tensor=2)
 

@@ -113,6 +113,7 @@ def test_senseless_settings_are_refused(make, message):
         make()
 
 
+@pytest.mark.several_devices
 def test_moments_lie_as_their_weights():
     from jax.sharding import NamedSharding
 

@@ -19,6 +19,8 @@ from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import creator, partition
 from lmlib.parallel.mesh import make_mesh
 
+pytestmark = pytest.mark.several_devices
+
 MESHES = {
     "1": {},
     "8 fsdp": {"fsdp": 8},

@@ -116,6 +116,7 @@ def test_any_split_gives_the_mean_over_valid_tokens(mask_BS, microbatches):
         assert np.linalg.norm(found - each) <= 2e-4 * scale
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("microbatches", sentinels([1, 2], lambda microbatches: microbatches > 1))
 def test_devices_with_uneven_masks_count_tokens_alike(microbatches):
     mask_BS = np.ones((B, S), bool)
@@ -128,6 +129,7 @@ def test_devices_with_uneven_masks_count_tokens_alike(microbatches):
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
 
 
+@pytest.mark.several_devices
 def test_microbatches_spread_over_all_devices():
     """Splitting moves no row to another device."""
     mesh = make_mesh(data=2, fsdp=2)

@@ -147,6 +147,7 @@ def test_flops_leave_out_the_gradients_of_frozen_matrices():
     assert part == whole - 2 * matrices + 6 * low_rank
 
 
+@pytest.mark.several_devices
 def test_a_fingerprint_sees_every_bit_and_no_mesh():
     key = jax.random.key(0)
     tree = {"a": jax.random.normal(key, (8, 16)), "b": jnp.arange(8, dtype=jnp.int8)}

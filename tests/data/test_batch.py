@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lmlib.data import Batch, FlatTokens, Synthetic, place
 
+pytestmark = pytest.mark.several_devices
+
 
 class Recording:
     """A source that remembers which rows were read."""

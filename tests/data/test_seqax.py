@@ -161,6 +161,7 @@ def test_an_unexpected_data_type_is_named(tmp_path: Path) -> None:
         FlatTokens(str(tmp_path), "train", 1, 2)
 
 
+@pytest.mark.several_devices
 def test_a_vocabulary_too_small_stops_a_run(tmp_path: Path) -> None:
     write_seqax(tmp_path, SMALL)
     attributes = tmp_path / "train/.zattrs"

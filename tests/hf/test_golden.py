@@ -135,6 +135,7 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
         np.testing.assert_array_equal(found[tensor], values)
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name == "phi3"))
 def test_on_a_mesh_as_on_one_device(name, tmp_path):
     sizes = {"fsdp": 4, "tensor": 2} if loaded(name).vocab % 2 == 0 else {"fsdp": 8}

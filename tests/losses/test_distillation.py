@@ -107,6 +107,7 @@ def test_sums_and_gradients_match_float64(cap, teacher_cap, chunk):
     check(inputs(), reference(inputs(), cap, teacher_cap), cap, teacher_cap, chunk)
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(
     "features",
     ["batch seq embed", pytest.param("batch seq_parallel embed", marks=pytest.mark.slow)],

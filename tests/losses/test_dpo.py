@@ -103,6 +103,7 @@ def definition():
     return means, count, [each / count for each in gradients]
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "chunk"),
     sentinels(

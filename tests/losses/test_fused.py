@@ -87,6 +87,7 @@ def test_sums_and_gradients_match_float64_in_chunks_of_any_size(seed, scale, sha
     assert_close(evaluated(*arrays, **settings), expected[:2])
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(
     "mesh",
     sentinels(
@@ -99,6 +100,7 @@ def test_neither_a_split_vocabulary_nor_a_split_batch_changes_anything(mesh, chu
     check_on_a_mesh(mesh, chunk, "batch seq embed")
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_nor_does_a_split_sequence(chunk):
     check_on_a_mesh({"data": 2, "fsdp": 2, "tensor": 2}, chunk, "batch seq_parallel embed")
@@ -124,6 +126,7 @@ def check_on_a_mesh(mesh, chunk, features):
         assert gradient.sharding.is_equivalent_to(array.sharding, gradient.ndim)
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(
     ("mesh", "cap"),
     [({}, None), ({"tensor": 4}, None), ({}, 2.0**40)],

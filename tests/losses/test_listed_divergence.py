@@ -113,6 +113,7 @@ def test_sums_and_gradients_match_float64(k):
     check(inputs(k), reference(inputs(k)), chunk=5)
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("k", [5, pytest.param(V, marks=pytest.mark.slow)])
 def test_a_mesh_changes_nothing(k):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)

@@ -36,6 +36,7 @@ def expected():
     return np.where(BATCH.loss_mask, log_z_BS - target_BS, 0), likeliest_BS & BATCH.loss_mask
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     sentinels(

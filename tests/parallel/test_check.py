@@ -8,6 +8,8 @@ from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.mesh import make_mesh
 
+pytestmark = pytest.mark.several_devices
+
 
 def model(**sizes):
     settings = {"vocab": 64, "embed": 32, "layers": 2, "heads": 8, "kv_heads": 2, "mlp": 48}

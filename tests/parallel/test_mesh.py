@@ -3,6 +3,8 @@ import pytest
 
 from lmlib.parallel.mesh import MeshError, make_mesh
 
+pytestmark = pytest.mark.several_devices
+
 
 def test_axes_always_exist_and_are_explicit():
     mesh = make_mesh(fsdp=4, tensor=2)

@@ -16,6 +16,8 @@ from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.layout import creator, partition
 
+pytestmark = pytest.mark.several_devices
+
 source = Synthetic(vocab_size=64, batch_size=8, sequence_length=16)
 # Biases have the axis of heads too, and norms over all of them; none may count a copy twice.
 with_all_parts = functools.partial(

@@ -14,6 +14,8 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.collectives import collectives, spanned_axes
 from lmlib.plan.program import ArrayType, read_program
 
+pytestmark = pytest.mark.several_devices
+
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 F32 = 4
 

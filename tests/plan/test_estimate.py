@@ -13,10 +13,12 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.plan import communication_time, compute_time
 from lmlib.plan.collectives import Collective
 from lmlib.plan.communication_time import Route, closes, route
-from lmlib.plan.compute_time import Traffic, traffic
 from lmlib.plan.estimate import estimate
 from lmlib.plan.flops import FlopsPerToken, Matmul, StepFlops
 from lmlib.plan.program import ArrayType, read_program
+from lmlib.plan.traffic import Traffic, traffic
+
+pytestmark = pytest.mark.several_devices
 
 H100 = ACCELERATORS["h100"]
 MEMORY = H100.memory_bandwidth * compute_time.MEMORY_EFFICIENCY

@@ -81,6 +81,7 @@ def test_phases_of_a_rematerialised_scan():
     assert "loss" in str(found)
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}])
 def test_sharded_matmuls_count_whole_and_for_one_device(sizes):
     mesh = make_mesh(**sizes)
@@ -166,6 +167,7 @@ def step_flops(mesh, microbatches=1, tied=False, **settings):
         return counted(step, state, train.abstract_batch(B, S, mesh))
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     sentinels(
@@ -193,6 +195,7 @@ def test_a_step_multiplies_what_the_analytic_count_says_and_what_it_recomputes(m
     assert sum(one.device_flops for one in found.matmuls) * devices == found.total
 
 
+@pytest.mark.several_devices
 def test_scopes_of_a_step():
     found = step_flops(make_mesh(fsdp=2, tensor=2))
     forward = {}

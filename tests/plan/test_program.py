@@ -189,6 +189,7 @@ def test_trips_of_a_loop_whose_comparison_is_fused():
     assert trips == {3 - 2}
 
 
+@pytest.mark.several_devices
 def test_a_collective_inside_a_scan_is_found_with_its_groups():
     mesh = make_mesh(fsdp=4, tensor=2)
 

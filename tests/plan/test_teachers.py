@@ -19,6 +19,8 @@ from lmlib.plan.flops import count_flops
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse
 
+pytestmark = pytest.mark.several_devices
+
 V, ROWS, LENGTH = 128, 8, 32
 student = functools.partial(llama, vocab=V, embed=16, layers=1, heads=2, mlp=32)
 teacher = functools.partial(llama, vocab=V, embed=32, layers=2, heads=2, mlp=64)

@@ -1,18 +1,13 @@
 """Plans of runs that train a part: what frozen weights take, and what is computed of them."""
 
-import importlib.util
-
 import fiddle as fdl
 import pytest
+from absent_hardware import needs_gpu_compiler
 
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse, prepare
 from runner.absent_hardware.stand_ins import built, without_data
 from runner.config import configs
-
-needs_gpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs lmlib[plan-gpu]"
-)
 
 
 def made_once(report):

@@ -17,6 +17,8 @@ from lmlib.plan.planner import stderr_kept
 from lmlib.plan.program import read_program
 from lmlib.train import abstract_model
 
+pytestmark = pytest.mark.several_devices
+
 V, E, F, L, H, D = 4_096, 512, 1_024, 2, 4, 64
 make = functools.partial(
     llama, vocab=V, embed=E, layers=L, heads=H, head_dim=D, mlp=F, key=jax.random.key(0)

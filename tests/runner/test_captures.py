@@ -65,6 +65,7 @@ def made_again(folder):
     )
 
 
+@pytest.mark.several_devices
 def test_the_first_of_each_row_of_skipped_updates_is_captured(captured):
     workdir, folders = captured
     lines = read_metrics(workdir)
@@ -89,6 +90,7 @@ def test_what_a_teacher_said_is_read_back(tmp_path):
     np.testing.assert_array_equal(read_batch(tmp_path, batch).teacher_ids, batch.teacher_ids)
 
 
+@pytest.mark.several_devices
 def test_a_captured_step_is_made_again_to_the_bit(captured, tmp_path):
     """Also when the run is gone."""
     _, folders = captured
@@ -147,6 +149,7 @@ def test_a_step_after_weights_that_were_brought_in_is_made_again(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     sentinels(

@@ -65,6 +65,7 @@ def test_cpu_devices_are_kept_in_order_where_they_are_several(
     assert after.get("XLA_FLAGS", "").split() == [*before, *[IN_ORDER_ON_CPU][: int(added)]]
 
 
+@pytest.mark.several_devices
 def test_devices_without_order_are_noticed():
     """The tests have eight."""
     assert may_wait_for_ever({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})

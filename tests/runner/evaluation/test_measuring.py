@@ -21,6 +21,8 @@ from runner.evaluation.measuring import Measuring, Settings
 from runner.evaluation.shown import json_text, tables
 from runner.inference.loaded import load
 
+pytestmark = pytest.mark.several_devices
+
 GOLDEN = Path(__file__).parents[2] / "hf" / "golden"
 
 
