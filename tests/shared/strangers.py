@@ -19,9 +19,10 @@ def opened(arguments):
     {call}
 
 with open("/proc/self/statm") as statm:
-    in_use = int(statm.read().split()[0]) * resource.getpagesize()
+    in_use = int(statm.read().split()[5]) * resource.getpagesize()
 limit = in_use + {megabytes} * 2**20
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+# Of data, not of addresses: malloc reserves 64 MiB of those for many a thread.
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 for name, arguments in json.loads(sys.stdin.read()).items():
     try:
         opened(arguments)

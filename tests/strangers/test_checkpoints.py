@@ -180,7 +180,7 @@ def restored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
     pristine = shutil.copytree(folder / "sound", folder / "pristine")
     cases = {"sound": str(folder / "sound")}
     cases |= {name: attacked_folder(folder, pristine, name) for name in ALL}
-    return outcomes(RESTORE, TRY, cases, folder, megabytes=1500)
+    return outcomes(RESTORE, TRY, cases, folder)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -205,7 +205,6 @@ def test_nothing_is_removed_through_a_link(tmp_path: Path, name: str) -> None:
         TRY.replace('found.notes == {"tokens": 1}', "True").replace("save(6", "save(7"),
         {name: str(directory)},
         tmp_path,
-        megabytes=1500,
     )
     assert found[name][0] in ("opened", "OSError", "StorageError", "DamagedCheckpointError"), found
     assert files_of(outside) == {"precious": b"precious"}

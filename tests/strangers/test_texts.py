@@ -133,7 +133,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]
     for name, write in BOMBS.items():
         write(folder / name)
     cases = {name: str(folder / name) for name in BOMBS}
-    return outcomes(READ, FILES, cases, folder, megabytes=600)
+    return outcomes(READ, FILES, cases, folder)
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
         "an archive": data_set(folder / "tar", train__tar=tar_of(pickled)),
         "pandas": "pandas",
     }
-    return outcomes(READ, STREAM, cases, folder, megabytes=4000)
+    return outcomes(READ, STREAM, cases, folder, megabytes=2000)
 
 
 def tar_of(content: bytes) -> bytes:

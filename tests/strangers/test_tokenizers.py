@@ -95,7 +95,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str
     with open(folder / "long" / "tokenizer.json", "wb") as stream:
         stream.truncate(50 << 30)
     cases = {name: str(folder / name) for name in (*REFUSED, *HARMLESS, "long")}
-    return outcomes(LOAD, USE, cases, folder, megabytes=1000)
+    return outcomes(LOAD, USE, cases, folder)
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "long"])
