@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import re
 import resource
@@ -20,6 +19,7 @@ from folder_contents import files_of
 
 import runner
 from fault_injection import experiment
+from lmlib.metrics import read_metrics
 
 ROOT = Path(runner.__file__).parents[1]
 DEVICES = 8
@@ -227,12 +227,9 @@ class Job:
 
     def last_step(self) -> int:
         """That of the last whole line of metrics.jsonl; 0 if there is none."""
-        file = self.workdir / "metrics.jsonl"
-        if not file.exists():
-            return 0
-        whole, _, _ = file.read_bytes().rpartition(b"\n")
-        last = whole.rpartition(b"\n")[2]
-        return json.loads(last)["step"] if last else 0
+        # A run that resumes shortens the file, perhaps while it is read here.
+        lines = read_metrics(self.workdir)
+        return lines[-1]["step"] if lines else 0
 
     def files(self) -> dict[str, bytes]:
         """The content of each file of the run but its logs, by its path."""
