@@ -29,7 +29,7 @@ HEARTBEAT_SECONDS = 10  # of several processes
 
 # What the runner says when it has come so far.
 READY = "kept for the backward pass"
-RESUMED = r"resuming after step ([\d,]+) of"
+RESUMED = r"resuming after step ([\d,]+) of|this run finished all its ([\d,]+) steps"
 COMPILED = "compiled the step in"
 FULL = os.strerror(errno.EFBIG)  # for what `limit_file_sizes` makes impossible
 
@@ -76,7 +76,7 @@ class Attempt:
     def resumed_step(self) -> int | None:
         """The step that it goes on from; `None` if it begins anew, or does not say yet."""
         found = re.search(RESUMED, self.output())
-        return int(found[1].replace(",", "")) if found else None
+        return int((found[1] or found[2]).replace(",", "")) if found else None
 
     @property
     def trains(self) -> bool:
