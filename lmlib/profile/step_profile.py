@@ -93,7 +93,7 @@ class StepProfile:
         return "\n".join(
             [
                 f"a step of {self.step_seconds * 1e3:,.2f} ms on each device, mean of {self.steps} "
-                f"on {self.devices} device{plural}; in {idle:.1%} of it no kernel ran",
+                f"on {self.devices} device{plural}; in {idle:.1%} of it none of its kernels ran",
                 "",
                 columns(self._scopes()),
                 "",
