@@ -3,7 +3,8 @@
     with jax.profiler.trace(folder):
         state, metrics = compiled(state, batch)
         jax.block_until_ready(metrics)
-    print(step_profile(read_trace(newest_trace(folder)), compiled.as_text(), steps=1))
+    executions = read_trace(newest_trace(folder), jax.default_backend())
+    print(step_profile(executions, compiled.as_text(), steps=1))
 
 docs/performance.md tells how to read it.
 """

@@ -13,9 +13,13 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-# Of an accelerator's lines, those whose events are kernels that ran; others sum them up.
-_TPU_INSTRUCTIONS = "XLA Ops"
-_GPU_STREAM = "Stream #"
+# How the names of planes and lines begin that have what ran on a platform. Other lines of these
+# planes sum it up, and the host's plane has the launches of accelerators' kernels.
+_PLACES = {
+    "cpu": ("/host:CPU", ""),
+    "gpu": ("/device:GPU:", "Stream #"),
+    "tpu": ("/device:TPU:", "XLA Ops"),
+}
 
 
 class TraceError(ValueError):
@@ -57,50 +61,45 @@ def newest_trace(folder: Path) -> Path:
     return files[-1]
 
 
-def read_trace(file: Path) -> list[Execution]:
-    """Every instruction that CPUs, GPUs and TPUs executed, in no order.
+def read_trace(file: Path, platform: str) -> list[Execution]:
+    """Every instruction that the devices of `platform` executed, in no order.
+
+    Args:
+      file: as `newest_trace` finds it.
+      platform: as `jax.default_backend()` and `jax.Device.platform` name it.
 
     Raises:
-      TraceError: if it is no trace.
+      TraceError: if it is no trace, or nothing is known of those of `platform`.
     """
+    if platform not in _PLACES:
+        raise TraceError(f"traces of {platform!r} cannot be read, only of {', '.join(_PLACES)}")
     try:
-        trace = ProfileData.from_file(str(file))
-        # The host launches an accelerator's kernels; only those of CPUs run there.
-        return list(_on_accelerators(trace)) or list(_on_cpus(trace))
+        return list(_executions(ProfileData.from_file(str(file)), platform))
     except RuntimeError as error:  # what the parser raises is one
         raise TraceError(f"{file} cannot be read as a trace: {error}") from error
 
 
-def _on_accelerators(trace: ProfileData) -> Iterator[Execution]:
+def _executions(trace: ProfileData, platform: str) -> Iterator[Execution]:
+    of_plane, of_line = _PLACES[platform]
     for plane in trace.planes:
-        if not plane.name.startswith("/device:"):
+        if not plane.name.startswith(of_plane):
             continue
         for line in plane.lines:
-            of_tpu = line.name == _TPU_INSTRUCTIONS and "TPU" in plane.name
-            if of_tpu or line.name.startswith(_GPU_STREAM):
-                yield from _executions(plane.name, line, of_tpu)
-
-
-def _on_cpus(trace: ProfileData) -> Iterator[Execution]:
-    for plane in trace.planes:
-        if not plane.name.startswith("/device:"):
-            for line in plane.lines:
-                yield from _executions(plane.name, line)
-
-
-def _executions(plane: str, line: Any, of_tpu: bool = False) -> Iterator[Execution]:
-    for event in line.events:
-        stats: dict[str, Any] = dict(event.stats)
-        if (name := _instruction(stats, event.name if of_tpu else None)) is None:
-            continue
-        yield Execution(
-            # The devices that a CPU simulates share a plane.
-            device=f"{plane} {stats.get('device_ordinal', '')}".strip(),
-            program=str(stats.get("hlo_module", "")),
-            instruction=name,
-            start=event.start_ns / 1e9,
-            seconds=event.duration_ns / 1e9,
-        )
+            if not line.name.startswith(of_line):
+                continue
+            for event in line.events:
+                stats: dict[str, Any] = dict(event.stats)
+                printed = event.name if platform == "tpu" else None
+                if (name := _instruction(stats, printed)) is None:
+                    continue
+                yield Execution(
+                    # The devices that a CPU simulates share a plane.
+                    device=f"{plane.name} {stats.get('device_ordinal', '')}".strip(),
+                    program=str(stats.get("hlo_module", "")),
+                    instruction=name,
+                    start=event.start_ns / 1e9,
+                    seconds=event.duration_ns / 1e9,
+                )
 
 
 def _instruction(stats: dict[str, Any], printed: str | None) -> str | None:

@@ -92,12 +92,13 @@ def where_the_time_went(
     """
     program = compiled.as_text()
     assert program is not None  # XLA's programs have a text
-    known = accelerator(experiment.mesh.devices.flat[0].device_kind)
+    device = experiment.mesh.devices.flat[0]
+    known = accelerator(device.device_kind)
     matmuls = None
     if known is not None and known.flops:
         matmuls = count_flops(experiment.trace_step().jaxpr).matmuls
     try:
-        executions = read_trace(newest_trace(folder))
+        executions = read_trace(newest_trace(folder), device.platform)
         profile = step_profile(executions, program, steps, known, matmuls)
     except (TraceError, OSError) as error:
         return f"WARNING: where the time went is not known: {error}"

@@ -58,7 +58,7 @@ def run(tmp_path_factory):
         with jax.profiler.trace(folder):
             for _ in range(STEPS):
                 jax.block_until_ready((step(w_LEE, x_BE), other(x_BE)))
-    return Traced(read_trace(newest_trace(folder)), traced, step.as_text())
+    return Traced(read_trace(newest_trace(folder), jax.default_backend()), traced, step.as_text())
 
 
 def profile_of(run: Traced, **known) -> StepProfile:
@@ -149,7 +149,8 @@ def test_kernels_of_unrolled_layers_stand_together(tmp_path):
     unrolled = jax.jit(functools.partial(loss, unroll=LAYERS)).lower(w_LEE, x_BE).compile()
     with jax.profiler.trace(tmp_path):
         jax.block_until_ready(unrolled(w_LEE, x_BE))
-    profile = step_profile(read_trace(newest_trace(tmp_path)), unrolled.as_text(), steps=1)
+    executions = read_trace(newest_trace(tmp_path), jax.default_backend())
+    profile = step_profile(executions, unrolled.as_text(), steps=1)
     products = [one for one in profile.kernels if one.work.flops]
     assert len(products) == LAYERS
     ((count, together),) = [each for each in profile.alike if each[1].work.flops]
@@ -172,7 +173,9 @@ def test_folders_without_a_trace_and_damaged_traces_are_refused(tmp_path):
     damaged = tmp_path / "host.xplane.pb"
     damaged.write_bytes(b"\xff" * 100)
     with pytest.raises(TraceError, match=r"host\.xplane\.pb cannot be read as a trace"):
-        read_trace(newest_trace(tmp_path))
+        read_trace(newest_trace(tmp_path), "cpu")
+    with pytest.raises(TraceError, match="traces of 'metal' cannot be read, only of cpu, gpu, tpu"):
+        read_trace(newest_trace(tmp_path), "metal")
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=12)

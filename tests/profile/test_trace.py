@@ -1,9 +1,11 @@
 """Traces as XLA's profiler writes them for each platform; see lmlib/profile/trace.py."""
 
+from pathlib import Path
+
 import pytest
 from jax.profiler import ProfileData
 
-from lmlib.profile.trace import read_trace
+from lmlib.profile.trace import Execution, read_trace
 
 STATISTICS = """
   stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
@@ -26,25 +28,37 @@ def plane(name: str, event: str, lines: list[str], stats: bool = True) -> str:
 
 
 CPU = plane("/host:CPU", "Thunk", ["tf_XLAExecute"])
-# What libtpu adds to every trace once it is loaded, though nothing runs on a TPU.
-NOTHING_RAN = plane("/device:CUSTOM:Megascale Trace", "", [])
+# The host's plane beside accelerators: the launches of their kernels.
 LAUNCHES = plane("/host:CPU", "Thunk", ["python", "tf_pjrt"])
 GPU = plane("/device:GPU:0", "loop_add", ["Stream #13(Compute)", "XLA Ops", "XLA Modules"])
 TPU = plane("/device:TPU:0", "%fusion.7 = f32[8]{0} fusion(%x)", ["Steps", "XLA Ops"], stats=False)
+# What libtpu adds to every trace once it is loaded, though nothing runs on a TPU.
+EMPTY = plane("/device:CUSTOM:Megascale Trace", "", [])
+
+
+def read(folder: Path, text: str, platform: str) -> list[Execution]:
+    file = folder / "host.xplane.pb"
+    file.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    return read_trace(file, platform)
 
 
 @pytest.mark.parametrize(
-    ("text", "device", "program"),
+    ("text", "platform", "device", "program"),
     [
-        (GPU + LAUNCHES, "/device:GPU:0", "jit_step"),
-        (NOTHING_RAN + LAUNCHES + TPU, "/device:TPU:0", ""),
-        (NOTHING_RAN + CPU, "/host:CPU", "jit_step"),
+        (EMPTY + CPU, "cpu", "/host:CPU", "jit_step"),
+        (GPU + LAUNCHES, "gpu", "/device:GPU:0", "jit_step"),
+        (EMPTY + LAUNCHES + TPU, "tpu", "/device:TPU:0", ""),
     ],
-    ids=["gpu", "tpu", "cpu"],
+    ids=["cpu", "gpu", "tpu"],
 )
-def test_what_ran_is_read_once_and_no_launch_of_it(tmp_path, text, device, program):
-    file = tmp_path / "host.xplane.pb"
-    file.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
-    (one,) = read_trace(file)
+def test_what_ran_is_read_once_and_no_launch_of_it(tmp_path, text, platform, device, program):
+    (one,) = read(tmp_path, text, platform)
     assert (one.device, one.program, one.instruction) == (device, program, "fusion.7")
     assert (one.start, one.seconds) == (pytest.approx(2e-6), pytest.approx(3e-6))
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_launches_are_not_taken_for_kernels_that_the_profiler_did_not_get(tmp_path, platform):
+    plane_without = plane(f"/device:{platform.upper()}:0", "", [])
+    assert read(tmp_path, plane_without + LAUNCHES, platform) == []
+    assert read(tmp_path, LAUNCHES, platform) == []
