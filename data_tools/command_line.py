@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
+_HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
 MISTAKE, INTERRUPTED = 2, 130  # exit status
 
 # Called with what was done, what there is to do, and the unit of both.
@@ -24,6 +25,7 @@ def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = Fa
 
     A flag that is unknown or has no valid value, and an OSError or ValueError of `command`, is told
     in one line on stderr that begins with `name`; the status is then 2, or 130 after Ctrl-C.
+    --help shows the docstring of `__main__`, its flags and those that it has adopted.
     One that is `resumable` says after Ctrl-C or SIGTERM that it goes on when it is given again; the
     status is then 128 and the signal's number. A RuntimeError of it is told as well.
     """
@@ -56,6 +58,9 @@ def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = Fa
         return status
 
     def parsed(arguments: Sequence[str]) -> list[str]:
+        if not _HELP.isdisjoint(arguments):
+            app.usage(shorthelp="--helpfull" not in arguments, writeto_stdout=True)
+            sys.exit(0)
         try:
             return flags.FLAGS(arguments)
         except flags.Error as error:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
+VALIDATION = "validation"  # the split of what is held out
+_FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)  # that are worth proposing
+
 
 @dataclass(frozen=True)
 class Part:
@@ -24,3 +27,29 @@ class Part:
         """Whether the document belongs to this part."""
         is_held_out = xxh3_64_intdigest(text.encode("utf-8")) < self.fraction * 2**64
         return is_held_out == self.held_out
+
+
+class Fractions:
+    """Which fraction to hold out of texts that are shown one after the other."""
+
+    def __init__(self) -> None:
+        self._parts = {fraction: Part(fraction, held_out=True) for fraction in _FRACTIONS}
+        self._held_out_bytes = dict.fromkeys(_FRACTIONS, 0)
+        self._bytes = 0
+
+    def see(self, text: str, size: int) -> None:
+        """Counts a text of `size` bytes."""
+        self._bytes += size
+        for fraction, part in self._parts.items():
+            if part.has(text):
+                self._held_out_bytes[fraction] += size
+
+    def smallest(self) -> float | None:
+        """The smallest that holds out a hundredth of the bytes and leaves half; None if none does:
+        a single text, say."""
+        enough = (
+            fraction
+            for fraction, size in self._held_out_bytes.items()
+            if 0.01 * self._bytes <= size <= 0.5 * self._bytes
+        )
+        return next(enough, None)

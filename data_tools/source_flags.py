@@ -1,5 +1,7 @@
 """The flags that say where rows come from, of the commands that read some."""
 
+from types import ModuleType
+
 from absl import flags
 
 from data_tools.rows import Field, RowSource, row_source
@@ -19,6 +21,13 @@ _PATTERN = flags.DEFINE_string("pattern", "*", "Which files of a folder, for ins
 ON_BAD_ROW = flags.DEFINE_enum(
     "on_bad_row", "fail", ["fail", "skip"], "What to do with a row that cannot be used."
 )
+
+
+def given(module: ModuleType) -> list[str]:
+    """The flags of `module` and of this one that the user has set, as they were typed."""
+    defined = flags.FLAGS.flags_by_module_dict()
+    names = (__name__, module.__name__)
+    return [flag.serialize() for name in names for flag in defined[name] if flag.present]
 
 
 def source(field: Field, document_separator: str | None = None) -> RowSource:

@@ -4,11 +4,9 @@ import os
 
 from absl import flags
 
-from data_tools.held_out import Part
+from data_tools.held_out import VALIDATION, Part
 from data_tools.source_flags import SPLIT
 from data_tools.tokenizer import Tokenizer, load_tokenizer
-
-VALIDATION = "validation"
 
 TOKENIZER = flags.DEFINE_string(
     "tokenizer",

@@ -5,11 +5,13 @@ from absl import flags
 from data_tools import source_flags
 from data_tools.rows import RowSource, TextField
 
+flags.adopt_module_key_flags(source_flags)  # --help lists them
+
 _TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "The column that holds the text.")
 _TEXT_FUNCTION = flags.DEFINE_string(
     "text_function", None, "package.module:function that makes the text from a row's dict."
 )
-_DOCUMENT_SEPARATOR = flags.DEFINE_string(
+DOCUMENT_SEPARATOR = flags.DEFINE_string(
     "document_separator",
     None,
     r"What separates the documents of a text file, for instance '<|endoftext|>' or '\n\n\n'; "
@@ -19,7 +21,7 @@ _DOCUMENT_SEPARATOR = flags.DEFINE_string(
 
 def source() -> RowSource:
     """The texts that the flags describe; raises as `row_source` does."""
-    separator = _DOCUMENT_SEPARATOR.value
+    separator = DOCUMENT_SEPARATOR.value
     for escape, character in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
         separator = None if separator is None else separator.replace(escape, character)
     return source_flags.source(TextField(_TEXT_COLUMN.value, _TEXT_FUNCTION.value), separator)

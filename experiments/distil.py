@@ -9,8 +9,8 @@ stored first, 32 ids for each token:
     python -m runner.teach --from=/tmp/quickstart --fdl_config=experiments/distil --fiddler=stored
     python -m runner --fdl_config=experiments/distil --fiddler=stored --workdir=/tmp/stored
 
-Another teacher: --fdl.teacher=RUN, or a folder of Hugging Face's; its architecture goes into
-`objective.teacher`, and its tokenizer must have made the data.
+Another teacher: --fdl.teacher=RUN, or a folder of Hugging Face's. Its tokenizer must have made the
+data.
 """
 
 import copy
@@ -22,15 +22,16 @@ from lmlib.experiment import Experiment
 from lmlib.losses import Distillation, NextToken
 
 
-def config(teacher: str = "/tmp/quickstart") -> fdl.Config[Experiment]:
+def config(teacher: fdl.Config[Experiment] | None = None) -> fdl.Config[Experiment]:
     """Args:
-    teacher: whose weights the teacher has, as `init_from`.
+    teacher: whose model teaches; on the command line a run, or a folder of Hugging Face's or its
+        name. `None`: that of the quickstart, in /tmp/quickstart.
     """
     cfg = quickstart.config()
     cfg.objective = fdl.Config(
         Distillation,
-        teacher=copy.deepcopy(cfg.model),
-        teacher_from=teacher,
+        teacher=copy.deepcopy(cfg.model if teacher is None else teacher.model),
+        teacher_from="/tmp/quickstart" if teacher is None else teacher.init_from,
         temperature=1.0,
         weight=0.9,
     )

@@ -1,9 +1,12 @@
 """Language-model pretraining in JAX: what a notebook needs.
 
-Each name is imported when it is first asked for, so that what only reads data starts without JAX.
+Each name, and each module of lmlib, is imported when it is first asked for, so that what only reads
+data starts without JAX.
 """
 
+import functools
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +14,7 @@ if TYPE_CHECKING:
     from lmlib.description import describe
     from lmlib.experiment import Experiment
     from lmlib.generate import Generator, Sampling
+    from lmlib.inspect import Inspector
     from lmlib.losses import DPO, Distillation, NextToken, batch_loss
     from lmlib.models.decoder import Decoder
     from lmlib.models.families.llama import llama
@@ -26,6 +30,7 @@ __all__ = [
     "Distillation",
     "Experiment",
     "Generator",
+    "Inspector",
     "NextToken",
     "Sampling",
     "adamw",
@@ -44,6 +49,7 @@ _HOMES = {
     "Distillation": "lmlib.losses",
     "Experiment": "lmlib.experiment",
     "Generator": "lmlib.generate",
+    "Inspector": "lmlib.inspect",
     "NextToken": "lmlib.losses",
     "Sampling": "lmlib.generate",
     "adamw": "lmlib.optim",
@@ -55,7 +61,26 @@ _HOMES = {
 }
 
 
+_MODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))
+
+
+@functools.cache
+def _choose_devices() -> None:
+    """Before JAX starts some: quietly, plugins without hardware are left out."""
+    from lmlib.accelerators import use_cpu_if_alone
+
+    use_cpu_if_alone()
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        _choose_devices()
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"lmlib.{name}")
     raise AttributeError(f"module 'lmlib' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What can be asked for, imported or not: for tab completion."""
+    return sorted({*__all__, *_MODULES})

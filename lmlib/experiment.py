@@ -188,7 +188,8 @@ class Experiment:
 
     def init(self, companion: Any = None) -> State:
         """The state before the first step, with new weights; `companion`: as of `begin`."""
-        return self.begin(train.new_model(self.recipe.make, self.mesh), companion)
+        recipe = self.recipe
+        return self.begin(train.new_model(recipe.make, self.mesh, recipe.made), companion)
 
     def begin(self, model: Any, companion: Any = None) -> State:
         """The state before the first step, with the weights of `model`, whose buffers it takes.
@@ -216,7 +217,7 @@ class Experiment:
                 f"the objective compares with the weights of {wanted.weights_from}: give them as "
                 "companion"
             )
-        return train.new_model(recipe.make, self.mesh)
+        return train.new_model(recipe.make, self.mesh, recipe.made)
 
     def trace_step(self) -> jax.stages.Traced:
         """The train step, as every command traces it: `state, metrics = step(state, batch)`."""

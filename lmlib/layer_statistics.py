@@ -16,7 +16,7 @@ from jaxtyping import Array
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses import batch_loss
-from lmlib.models.protocol import Model, Part
+from lmlib.models.protocol import Layer, Model, Part
 from lmlib.table import columns
 
 
@@ -35,7 +35,8 @@ class PartStatistics(NamedTuple):
 
 
 class LayerStatistics(NamedTuple):
-    """Of one batch: parts in the order of the forward pass, and the loss, nats per token."""
+    """Of one batch: parts in the order of the forward pass, and the cross-entropy of the next
+    token, nats per token, whatever is minimised."""
 
     parts: tuple[PartStatistics, ...]
     loss: float
@@ -46,25 +47,25 @@ def layer_statistics(model: Model, batch: Batch, mesh: Mesh, compute: Compute) -
     with jax.set_mesh(mesh):
         measure = jax.jit(functools.partial(_measured, compute=compute))
         loss, outputs, weights, gradients = jax.device_get(measure(model, batch))
-    embedded, *after_layers = map(float, outputs)
+    before_layers, after_layers = outputs
     before: list[PartStatistics] = []
     layers: dict[int, PartStatistics] = {}
     after: list[PartStatistics] = []
     for part, weight, gradient in zip(model.parts(), weights, gradients, strict=True):
         if part.layers is None:
-            output = None if before or layers else embedded
+            output = None if before or layers else float(before_layers[0])
             found = PartStatistics(part.name, output, float(weight), float(gradient))
             (after if layers else before).append(found)
         else:
             for i, w, g in zip(part.layers, weight, gradient, strict=True):
-                layers[i] = PartStatistics(f"layer {i}", after_layers[i], float(w), float(g))
+                layers[i] = PartStatistics(f"layer {i}", float(after_layers[i]), float(w), float(g))
     parts = (*before, *(layers[i] for i in sorted(layers)), *after)
     return LayerStatistics(parts, float(loss))
 
 
-def _measured(model: Model, batch: Batch, compute: Compute) -> tuple[Array, Array, Any, Any]:
-    def loss(model: Model) -> tuple[Array, Array]:
-        sums, outputs = batch_loss(model, batch, compute, observe=_root_mean_square)
+def _measured(model: Model, batch: Batch, compute: Compute) -> tuple[Array, Any, Any, Any]:
+    def loss(model: Model) -> tuple[Array, Any]:
+        sums, outputs = batch_loss(model, batch, compute, observe=_root_mean_squares)
         tokens = jnp.maximum(jnp.sum(batch.loss_mask, dtype=jnp.int32), 1)
         return sums.minimised / tokens, outputs
 
@@ -72,8 +73,13 @@ def _measured(model: Model, batch: Batch, compute: Compute) -> tuple[Array, Arra
     return value, outputs, [*map(_norm, model.parts())], [*map(_norm, gradients.parts())]
 
 
-def _root_mean_square(x_BSE: Array) -> Array:
-    return jnp.sqrt(jnp.mean(jnp.square(x_BSE.astype(jnp.float32))))
+def _root_mean_squares(layer: Layer) -> tuple[Array, Array]:
+    """Of the residual stream before and after the layer."""
+    before, after = (
+        jnp.sqrt(jnp.mean(jnp.square(x_BSE.astype(jnp.float32))))
+        for x_BSE in (layer.before, layer.after)
+    )
+    return before, after
 
 
 def _norm(part: Part) -> Array:
@@ -96,7 +102,7 @@ def first_offender(statistics: LayerStatistics) -> str | None:
         yield from (
             (f"the output of {part.name}", part.output) for part in parts if part.output is not None
         )
-        yield "the loss", statistics.loss
+        yield "the cross-entropy of the next token", statistics.loss
         yield from ((f"the gradient of {part.name}", part.gradients) for part in reversed(parts))
 
     return next((what for what, value in found() if not math.isfinite(value)), None)
@@ -114,4 +120,4 @@ def table(statistics: LayerStatistics) -> str:
         )
         for part in statistics.parts
     ]
-    return columns([*rows, ("loss", f"{statistics.loss:.4g}", "", "")])
+    return columns([*rows, ("cross-entropy", f"{statistics.loss:.4g}", "", "")])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from lmlib.models.adapted import without_adapters
+from lmlib.models.adapted import has_adapters, with_bases, without_adapters
 from lmlib.models.int8 import in_int8
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.layout import stored
@@ -24,7 +24,7 @@ class Recipe:
     Args:
       model, seed: `model(key=jax.random.key(seed))` makes new weights.
       groups: what trains; `None`: everything; an empty mapping: nothing.
-      frozen_dtype: of what does not; see `resting`.
+      frozen_dtype: of what does not; see `kept`.
     """
 
     model: Callable[..., Any]
@@ -34,8 +34,16 @@ class Recipe:
 
     def make(self) -> Any:
         """The model with new weights, each as it is kept."""
-        model = self.model(key=jax.random.key(self.seed))
-        return model if self.trained is None else resting(model, self.trained, self.frozen_dtype)
+        return map_weights(self.kept, self.model(key=jax.random.key(self.seed)))
+
+    def kept(self, weight: Weight, array: Array) -> Any:
+        """`array` of `weight` as the run keeps it: what does not train in `frozen_dtype`; of "int8"
+        in bfloat16, and what `lmlib.models.int8.in_int8` can make so in 8 bits."""
+        if self.trained is None or weight.path in self.trained:
+            return array
+        if self.frozen_dtype == "int8":
+            return in_int8(weight, array.astype("bfloat16"))
+        return array.astype(self.frozen_dtype)
 
     @functools.cached_property
     def shapes(self) -> Any:
@@ -45,7 +53,7 @@ class Recipe:
     @functools.cached_property
     def made(self) -> Any:
         """Shapes and dtypes of what `make` makes."""
-        return self.shapes if self.trained is None else jax.eval_shape(self.make)
+        return jax.eval_shape(functools.partial(map_weights, self.kept), self.shapes)
 
     @functools.cached_property
     def group_of(self) -> dict[str, str] | None:
@@ -60,46 +68,28 @@ class Recipe:
         return None if self.group_of is None else self.group_of.keys()
 
     @property
-    def given(self) -> Any:
-        """Shapes and dtypes of the weights that `completed` takes: there are no adapters, and what
-        is frozen is in its float dtype."""
-        if self.trained is None:
-            return self.shapes
-        float_dtype = "bfloat16" if self.frozen_dtype == "int8" else self.frozen_dtype
-        kept = jax.eval_shape(
-            lambda model: resting(model, self.trained or (), float_dtype), self.shapes
-        )
-        return without_adapters(kept)
+    def bare(self) -> Any:
+        """Shapes of the model without adapters, nothing in 8 bits."""
+        return without_adapters(self.shapes)
 
     def completed(self, weights: M, mesh: Mesh) -> M:
         """The model, laid out on `mesh`, with `weights` and new adapters.
 
         Args:
-          weights: as `given` says, but in float32 perhaps, laid out as they are stored. Their
+          weights: those of `bare`, each as `kept` keeps it, laid out as they are stored. Their
             buffers are taken.
         """
-        if self.trained is None:
+        if not has_adapters(self.shapes):
             return weights
-        by_path = {weight.path: array for weight, array in _arrays(weights)}
 
-        def complete(by_path: dict[str, Array]) -> Any:
-            model = self.model(key=jax.random.key(self.seed))
-            given = map_weights(
-                lambda w, new: by_path.get(w.path.removesuffix(".base"), new), model
-            )
-            return resting(given, self.trained or (), self.frozen_dtype)
+        def complete(weights: Any) -> Any:
+            return with_bases(self.model(key=jax.random.key(self.seed)), weights)
 
         placed = map_weights(lambda weight, array: stored(weight, array.shape, mesh), self.made)
         layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), placed)
         with jax.set_mesh(mesh):
             made = jax.sharding.auto_axes(complete, out_sharding=placed)
-            return jax.jit(made, out_shardings=layout, donate_argnums=0)(by_path)
-
-
-def _arrays(model: Any) -> list[tuple[Weight, Any]]:
-    found: list[tuple[Weight, Any]] = []
-    map_weights(lambda weight, array: found.append((weight, array)), model)
-    return found
+            return jax.jit(made, out_shardings=layout, donate_argnums=0)(weights)
 
 
 class Parts(NamedTuple):
@@ -116,15 +106,3 @@ def parted(model: Any, trained: Set[str] | None) -> Parts:
         return Parts(model, None)
     mask = map_weights(lambda weight, _: weight.path in trained, model)
     return Parts(*eqx.partition(model, mask))
-
-
-def resting(model: M, trained: Collection[str], dtype: str) -> M:
-    """`model` with the weights that do not train in `dtype`; of "int8" in bfloat16, and those that
-    `lmlib.models.int8.in_int8` can make so in 8 bits."""
-
-    def frozen(weight: Weight) -> bool:
-        return weight.path not in trained
-
-    float_dtype = "bfloat16" if dtype == "int8" else dtype
-    model = map_weights(lambda w, x: x.astype(float_dtype) if frozen(w) else x, model)
-    return in_int8(model, frozen) if dtype == "int8" else model

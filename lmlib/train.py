@@ -85,10 +85,10 @@ def init(
     return begin(new_model(make_model, mesh), optimizer, mesh, guard, seed, trained)
 
 
-def new_model(make_model: Callable[[], M], mesh: Mesh) -> M:
-    """The model with new weights, laid out on `mesh` from the start."""
+def new_model(make_model: Callable[[], M], mesh: Mesh, made: M | None = None) -> M:
+    """The model with new weights, laid out on `mesh` from the start; `made`: as of `creator`."""
     with jax.set_mesh(mesh):
-        return creator(make_model, mesh)()
+        return creator(make_model, mesh, made)()
 
 
 def begin(

@@ -43,17 +43,19 @@ class Group:
 Groups = Mapping[str, Group]
 
 
-def adapters(learning_rate_of_up: float = 1.0) -> Groups:
+def adapters(learning_rate_of_up: float = 1.0, besides: Sequence[str] = ()) -> Groups:
     """For `Experiment.trainable`: the adapters of a model, and nothing else.
 
     Args:
       learning_rate_of_up: factor for the matrices that start at zero (LoRA+: Hayou et al. 2024,
         arXiv:2402.12354, has 16).
+      besides: other weights, by patterns of their paths, that train too: PEFT's `modules_to_save`.
     """
+    more = {"besides": Group(paths=besides)} if besides else {}
     if learning_rate_of_up == 1:
-        return {"adapters": Group(axes=(DOWN_RANK, UP_RANK))}
+        return {"adapters": Group(axes=(DOWN_RANK, UP_RANK))} | more
     up = Group(axes=(UP_RANK,), learning_rate=learning_rate_of_up)
-    return {"down": Group(axes=(DOWN_RANK,)), "up": up}
+    return {"down": Group(axes=(DOWN_RANK,)), "up": up} | more
 
 
 def grouped(model: Any, groups: Groups) -> dict[str, str]:

@@ -1,20 +1,36 @@
-"""Runs experiments: `python -m runner`, or from Python `from runner import fit`."""
+"""Runs experiments: `python -m runner`, or from Python `from runner import fit, load`."""
 
 import importlib
 import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from runner.inference.loading import load
     from runner.training.fit import Result, fit
     from runner.training.options import Options
 
-__all__ = ["Options", "Result", "fit"]
+__all__ = ["Options", "Result", "fit", "load"]
+_HOMES = {
+    "Options": "runner.training.options",
+    "Result": "runner.training.fit",
+    "fit": "runner.training.fit",
+    "load": "runner.inference.loading",
+}
 IMPORTED_AT = time.time()  # seconds since the epoch; on the command line, when the process started
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `fit` when it is first asked for: a process that only supervises does without."""
-    if name in __all__:
-        home = "runner.training.options" if name == "Options" else "runner.training.fit"
-        return getattr(importlib.import_module(home), name)
+    """Imports a name when it is first asked for: a process that only supervises does without.
+
+    In a notebook JAX has started no devices by then: plugins without hardware are left out.
+    """
+    if name in _HOMES:
+        from lmlib.accelerators import use_cpu_if_alone
+
+        use_cpu_if_alone()
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -24,31 +24,25 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 import runner
 from runner.command_line.command import DEBUG, commands, first_lines, listed, run
-from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
+from runner.command_line.config_flags import (
+    TRUST_MODULE,
+    check_chosen,
+    chosen_config,
+    fiddlers_listed,
+)
 from runner.command_line.errors import user_errors
 from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.command_line.paths import check_can_be_made
+from runner.command_line.steps_range import steps_range
 from runner.command_line.workdir import chosen_workdir
 from runner.config import configs
-from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
-from runner.jax_settings.xla_flags import (
-    keep_cpus_in_order,
-    make_deterministic,
-    overlap_communication,
-)
 from runner.processes.endings import FINISHED, SIGNALLED
-from runner.processes.joining import (
-    Processes,
-    is_one_of_several,
-    leave,
-    reached_stop,
-)
+from runner.processes.launch import Processes
 from runner.processes.lock import wait_for_lock
 from runner.processes.stopping import StopSignals
 from runner.processes.supervisor import Connection, supervise
 from runner.training.options import Options
-from runner.watch.profiling import steps_range
-from runner.watch.watchdog import Limits
+from runner.watch.limits import Limits
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
 _ALLOW_OTHER_FILES = flags.DEFINE_bool(
@@ -134,6 +128,8 @@ def main(arguments: Sequence[str]) -> int:
         return _supervise_or_train(arguments, processes, supervisor)
     except (Exception, KeyboardInterrupt) as error:
         if supervisor is not None:
+            from runner.processes.joining import leave  # which imports JAX
+
             leave(error, processes.heartbeat_seconds, DEBUG.value)
         raise
 
@@ -158,13 +154,22 @@ def _supervise_or_train(
             processes.startup_seconds,
             _GRACE_SECONDS.value,
         )
-    use_cpu_if_alone()
+    # Heavy, and a process that only supervises, or refuses a mistaken command, does without.
+    from runner.jax_settings.devices import choose_devices
+    from runner.jax_settings.xla_flags import (
+        keep_cpus_in_order,
+        make_deterministic,
+        overlap_communication,
+    )
+    from runner.processes.joining import is_one_of_several, join, reached_stop
+
+    choose_devices()
     overlap_communication()
     keep_cpus_in_order(several_processes=supervisor is not None)
     if _DETERMINISTIC.value:
         make_deterministic()
     if supervisor is not None:
-        processes.join(supervisor)
+        join(processes, supervisor)
     options = Options(
         profile=profile,
         dump_hlo=_DUMP_HLO.value,
@@ -175,6 +180,7 @@ def _supervise_or_train(
         save_compiled=Path(_SAVE_COMPILED.value) if _SAVE_COMPILED.value else None,
         compiled=Path(_COMPILED.value) if _COMPILED.value else None,
         limits=Limits(**{name: flag.value for name, flag in _LIMITS.items()}),
+        trusted=TRUST_MODULE.value,
         # Of several processes a signal may reach one alone: then they agree on the step.
         stop=reached_stop if is_one_of_several() else _stop_on_signals(),
         experiment_file=configs.experiment_file(flags.FLAGS.fdl_config),
@@ -201,10 +207,11 @@ def _stop_on_signals() -> Callable[[int], bool]:
 
 
 def _train(workdir: Path, options: Options) -> None:
-    # Heavy, and a process that only supervises does without.
+    # Later than the signals are taken: they take a while.
     import jax
 
-    from runner.config.relaunch import relaunch_command
+    from runner.config.relaunch import next_commands
+    from runner.jax_settings.devices import check_devices
     from runner.processes.agreement import agreed
     from runner.training.fit import fit
 
@@ -213,7 +220,7 @@ def _train(workdir: Path, options: Options) -> None:
         cfg = chosen_config()
     result = fit(cfg, workdir, options)
     if jax.process_index() == 0:
-        print(result.summary.text(workdir, relaunch_command(cfg, workdir)))
+        print(result.summary.text(workdir, next_commands(cfg, workdir)))
 
 
 if __name__ == "__main__":

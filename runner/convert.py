@@ -7,18 +7,21 @@
 In: WORKDIR holds the config of experiments/from_hf for that model and a checkpoint of step 0, its
 weights alone. --init_from=WORKDIR begins any run of that model, and a run goes on in it:
 python -m runner --fdl_config=WORKDIR --workdir=WORKDIR --fdl.data.path=… --fdl.validation.path=…
-A folder of PEFT's comes in likewise: WORKDIR's model has its adapters, which alone train, and the
-checkpoint holds them alone; the model without them stays in its folder.
+A folder of PEFT's comes in too: WORKDIR's model has its adapters, which train with what the folder
+holds besides, and the checkpoint holds these alone; the rest of the model stays in its folder.
 Out: what `from_pretrained` of transformers loads, of a run whose model is one of its families;
-adapters are merged into it, unless --adapters asks for them alone, as PEFT loads them.
+adapters are merged into it, unless --adapters asks for them as PEFT loads them, with the other
+weights that trained.
 
 --base           of adapters, in and out: the folder, or its name, of the model without them, unless
                  it is what adapter_config.json says, or the run began with
---adapters       out: the adapters alone
---dtype          out: bfloat16 (unless said; of --adapters float32), float16 or float32
+--adapters       out: the adapters, and what else trained
+--dtype          out: float32, bfloat16 or float16; unless said that of the weights, float32 where
+                 a run trained them. The last line says what is rounded
 --largest_file   out: about how many GB a file may have
 --tokenizer      out: a folder with a tokenizer's files, or a tokenizer.json; unless said, that of
-                 the folder which the run began with, or else of its data
+                 the folder which the run began with, or else of its data; a chat
+                 template of its data comes with it
 --trust_module   out: a module of yours that the run's config.json may refer to; repeatable
 The model is held in float32 in this machine's memory. --to is new or empty; a conversion that is
 cut leaves nothing there.
@@ -41,6 +44,7 @@ from jax.sharding import Mesh
 from lmlib import hf
 from lmlib.adapters import lora, merged, without_adapters
 from lmlib.checkpoint import Checkpoints
+from lmlib.data.chat import put_chat_template
 from lmlib.hf.families import FAMILIES, described, family_of
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.hf.peft import adapters_in, holds_adapters
@@ -56,10 +60,10 @@ from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
 from runner.command_line.paths import check_can_be_made
 from runner.config import configs
-from runner.inference.saved_run import ORIGIN, SavedRun, open_run, recipe_of
+from runner.inference.saved_run import ORIGIN, SavedRun, open_run
 from runner.processes.endings import FINISHED
 from runner.training.references import HuggingFace, Saved, base_of, located, tokenizer_of
-from runner.training.weights import WEIGHTS_ALONE, frozen_note, of_folder
+from runner.training.weights import WEIGHTS_ALONE, frozen_note, of_folder, recipe_of
 from runner.watch.transfer import told
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
@@ -101,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
                 found,
                 to,
                 _TOKENIZER.value,
-                _DTYPE.value or "bfloat16",
+                _DTYPE.value,
                 file_bytes=round(_LARGEST_FILE.value * 1e9),
                 trusted=TRUST_MODULE.value,
             )
@@ -122,10 +126,11 @@ def bring_in(found: HuggingFace, to: Path) -> str:
         cfg.init_from = str(to.absolute())
         if base is not found:
             there = described(base.folder)
-            shapes = jax.eval_shape(there.build, jax.random.key(0))
-            arguments = adapters_in(found.folder, shapes, there.family.names).arguments(shapes)
-            cfg.model = fdl.Partial(lora, of=cfg.model, **arguments)
+            held = adapters_in(found.folder, there.shapes, there.family.names)
+            cfg.model = fdl.Partial(lora, of=cfg.model, **held.arguments(there.shapes))
             cfg.trainable = fdl.Config(adapters)
+            if besides := held.besides(there.shapes):
+                cfg.trainable.besides = besides
         configs.save(cfg, unfinished)
         make_folder(unfinished / ORIGIN)
         for name in (*SETTINGS, *TOKENIZER_FILES):
@@ -158,7 +163,7 @@ def bring_out(
     found: Saved,
     to: Path,
     tokenizer: str | Path | None = None,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     file_bytes: int = 5_000_000_000,
     trusted: Collection[str] = (),
 ) -> str:
@@ -179,13 +184,15 @@ def bring_out(
         model_type = _model_type(run)
         _show(f"reading {found.folder / str(run.step)}")
         model = merged(run.model(_one_device()))
+        template = run.chat_template() if tokenizer is None else None
         if tokenizer is None:
+            run.check_tokenizer()
             tokenizer = run.tokenizer_folder
         if tokenizer is None and run.data is not None:
             tokenizer = run.data.tokenizer_path
         if tokenizer is None:
             _show("WARNING: no tokenizer's files are found, so there are none: give --tokenizer")
-        hf.save(
+        rounded = hf.save(
             model,
             unfinished,
             model_type=model_type,
@@ -196,8 +203,10 @@ def bring_out(
             file_bytes=file_bytes,
             progress=told("writing", _show),
         )
+        if template is not None and tokenizer is not None:
+            put_chat_template(unfinished, template)
     of = "no tokenizer" if tokenizer is None else f"the tokenizer of {tokenizer}"
-    return f"step {run.step:,} of {run.workdir}, {_size(model)} in {dtype}, with {of}"
+    return f"step {run.step:,} of {run.workdir}, {_size(model)} in {rounded}, with {of}"
 
 
 def bring_adapters_out(
@@ -210,7 +219,8 @@ def bring_adapters_out(
     """Makes a folder of PEFT's of the adapters in a checkpoint; what it holds, in words.
 
     Args:
-      base: of `hf.save_adapters`; `None`: what the run began with.
+      base: of `hf.save_adapters`, with all that was trained before this run; `None`: what the run
+        began with.
       dtype: of the file.
       trusted: modules that the run's config may refer to.
 
@@ -222,13 +232,29 @@ def bring_adapters_out(
         run = open_run(found, trusted)
         if not has_adapters(run.recipe.shapes):
             raise ConfigError(f"the model of {run.workdir} has no adapters: leave out --adapters")
-        model_type, base = _model_type(run), base or run.began_with
+        if run.cfg.frozen_dtype == "int8":  # modules that PEFT saves whole may have frozen weights
+            run.cfg.frozen_dtype = "bfloat16"
+        model_type = _model_type(run)
+        own, *before = run.trained
+        trained = own.union(*before) if base is None and run.began_with is not None else own
+        base = base or run.began_with
         if base is None:
-            _show("WARNING: PEFT will not know for which model they are: give --base")
+            _show(
+                "WARNING: adapter_config.json names no base, and PEFT will ask for one: give "
+                "--base, a name on the Hub or a folder that runner.convert makes of the base"
+            )
         _show(f"reading {found.folder / str(run.step)}")
         model = run.model(_one_device())
-        hf.save_adapters(model, unfinished, base=base, model_type=model_type, dtype=dtype)
-    return f"the adapters of step {run.step:,} of {run.workdir} in {dtype}, for {base}"
+        hf.save_adapters(
+            model,
+            unfinished,
+            base=base,
+            trained=sorted(trained),
+            model_type=model_type,
+            dtype=dtype,
+        )
+    of_base = "" if base is None else f", for {base}"
+    return f"the adapters of step {run.step:,} of {run.workdir} in {dtype}{of_base}"
 
 
 @contextlib.contextmanager

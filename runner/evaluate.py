@@ -1,5 +1,4 @@
-"""Measures models on texts: loss, perplexity, bits per byte and character, loss by position; or on
-tasks of lm-eval; or by a suite of our own.
+"""Measures models on texts, on tasks of lm-eval, or by a suite of what small models can do.
 
     python -m runner.evaluate --from=WORKDIR --data=FLAT_TOKENS_OR_TEXT
     python -m runner.evaluate --from=WORKDIR --all_checkpoints --data=TEXT.jsonl --json=FILE
@@ -50,9 +49,10 @@ from runner.evaluation.measuring import Measured, Measuring, Settings
 from runner.evaluation.shown import json_text, tables
 from runner.evaluation.suite import measure_suite, suite_json, suite_table
 from runner.evaluation.tasks import Tasks, evaluate_tasks, tasks_json, tasks_table
-from runner.inference.loaded import Loaded, load
-from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
+from runner.inference.loaded import Loaded
+from runner.inference.loading import load
 from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
 from runner.training.references import Saved, located
@@ -79,7 +79,7 @@ _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer.json or its fol
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
-    use_cpu_if_alone()
+    choose_devices()
     keep_cpus_in_order(several_processes=False)
     keep_compiled_programs()
     if arguments or not _FROM.value:

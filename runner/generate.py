@@ -5,7 +5,7 @@
     python -m runner.generate --from=MODEL --prompts=FILE.jsonl --out=FILE.jsonl
 
 --prompt     a text to continue; repeatable. Without it, on a terminal: text after text is typed;
-             Ctrl-C ends an answer, Ctrl-D the command
+             Ctrl-C ends an answer, Ctrl-D the command. Elsewhere: standard input is the prompt
 --chat       prompts are a user's turns, written by the tokenizer's chat template; typed turns are
              remembered. Unless said, what is typed is a chat where there is a template
 --tokens     ids in place of a prompt, as 1,2,3; repeatable
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from lmlib.data.chat import ChatTemplate, read_chat_template
+from lmlib.data.chat import answer_ends
 from lmlib.generate import Generator, Sampling, usual_dtype
 from lmlib.local_folder import local_folder
 from runner.command_line.command import run
@@ -36,12 +36,13 @@ from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
 from runner.inference.answer import Manner
 from runner.inference.answer_file import AnswerFile
-from runner.inference.loaded import Loaded, load
+from runner.inference.loaded import Loaded
+from runner.inference.loading import load
 from runner.inference.prompt_files import digest_of, read_lines
 from runner.inference.prompts import Reader
 from runner.inference.terminal import Terminal
-from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
 from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED, STOPPED
 
@@ -73,11 +74,12 @@ _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
     _check(arguments)
+    prompts = _PROMPT.value or _piped()
     with user_errors():
         sampling = Sampling(
             _TEMPERATURE.value, _TOP_K.value, _TOP_P.value, _MIN_P.value, _PENALTY.value
         )
-    use_cpu_if_alone()
+    choose_devices()
     keep_cpus_in_order(several_processes=False)
     keep_compiled_programs()
     check_devices()
@@ -89,12 +91,11 @@ def main(arguments: Sequence[str]) -> int:
             trusted=TRUST_MODULE.value,
             show=_tell,
         )
-        template = _template(loaded)
-        reader = Reader(loaded.name, loaded.model.vocab, loaded.codec, template)
+        reader = Reader(loaded.name, loaded.model.vocab, loaded.codec, loaded.chat_template)
         with user_errors():
             manner = Manner(
                 reader.shown,
-                _end_ids(loaded, template),
+                _end_ids(loaded),
                 tuple(_STOP.value),
                 _MAX_TOKENS.value,
                 sampling,
@@ -103,8 +104,8 @@ def main(arguments: Sequence[str]) -> int:
             )
         if _PROMPTS.value:
             _answer_file(loaded, reader, manner)
-        elif _PROMPT.value or _TOKENS.value:
-            _answer_prompts(loaded, reader, manner)
+        elif prompts or _TOKENS.value:
+            _answer_prompts(loaded, reader, manner, prompts)
         else:
             _converse(loaded, reader, manner)
     except KeyboardInterrupt:
@@ -130,25 +131,29 @@ def _check(arguments: Sequence[str]) -> None:
         raise ConfigError(f"--rows={_ROWS.value} must be at least --samples={_SAMPLES.value}")
     if _CHAT.value and (_TOKENS.value or _PROMPTS.value):
         raise ConfigError('--chat is for --prompt and for what is typed; a file has "messages"')
-    if not ways and (sys.stdin is None or not sys.stdin.isatty()):
+
+
+def _piped() -> list[str]:
+    """Standard input as a prompt, without its last newline; none from a terminal, or besides flags
+    that ask.
+
+    Raises:
+      ConfigError: if it is empty, or no text.
+    """
+    if _TOKENS.value or _PROMPTS.value or (sys.stdin is not None and sys.stdin.isatty()):
+        return []
+    with user_errors():
+        text = "" if sys.stdin is None else sys.stdin.read()
+    if not text:
         raise ConfigError("give --prompt, or --prompts and --out; on a terminal prompts are typed")
+    return [text.removesuffix("\n")]
 
 
-def _template(loaded: Loaded) -> ChatTemplate | None:
-    folder = loaded.tokenizer_folder
-    try:
-        return None if folder is None else read_chat_template(folder)
-    except (ValueError, OSError) as error:
-        _tell(f"WARNING: there is no chat template: {error}")
-        return None
-
-
-def _end_ids(loaded: Loaded, template: ChatTemplate | None) -> tuple[int, ...]:
-    """The model's, and that which its chat template knows."""
+def _end_ids(loaded: Loaded) -> tuple[int, ...]:
+    """The model's, and those of its chat template."""
     ids = set(loaded.end_ids)
-    if template is not None and loaded.codec is not None:
-        of_template = loaded.codec.encode_marked(template.special_tokens.get("eos_token", ""))
-        ids |= set(of_template) if len(of_template) == 1 else set()
+    if loaded.chat_template is not None and loaded.codec is not None:
+        ids |= answer_ends(loaded.chat_template, loaded.codec)
     return tuple(sorted(id for id in ids if id < loaded.model.vocab))
 
 
@@ -164,16 +169,16 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
         return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length, int8=_INT8.value)
 
 
-def _answer_prompts(loaded: Loaded, reader: Reader, manner: Manner) -> None:
+def _answer_prompts(loaded: Loaded, reader: Reader, manner: Manner, prompts: list[str]) -> None:
     if _TOKENS.value:
         asked = [reader.checked(_ids(text)) for text in _TOKENS.value]
         echoes = [reader.shown.decode(ids) for ids in asked]
     elif _CHAT.value:
-        asked = [reader.of_chat([{"role": "user", "content": text}]) for text in _PROMPT.value]
+        asked = [reader.of_chat([{"role": "user", "content": text}]) for text in prompts]
         echoes = [""] * len(asked)
     else:
-        asked = [reader.of_text(text) for text in _PROMPT.value]
-        echoes = _PROMPT.value
+        asked = [reader.of_text(text) for text in prompts]
+        echoes = prompts
     generator = _generator(loaded, manner.samples, max(map(len, asked)) + manner.max_tokens)
     terminal = Terminal(generator, reader, manner)
     terminal.prepare(max(asked, key=len))

@@ -8,6 +8,7 @@
 --topology   v5e:16x16, v4:4x4x4, 2xv5e:16x16 (two slices), h100:8x8 (hosts x GPUs of each), cpu:256
              without it, only the tokens and FLOPs of the whole run are told
 --search     looks for the largest microbatch and the least recomputation that fit
+--advise     tries what would need less memory; without it only where the step does not fit
 --json=FILE  writes the report as JSON too; "-": to stdout, instead of the text
 --no_cache   makes the report anew
 Compiles the run's own train step, on a CPU, with the compiler of the target; reports are kept in
@@ -15,9 +16,7 @@ the user's cache folder. TPUs: pip install 'lmlib[plan-tpu]'; NVIDIA GPUs: 'lmli
 """
 
 import json
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 from lmlib.experiment import Experiment
 from lmlib.hardware import ACCELERATORS
 from lmlib.plan import targets
+from lmlib.plan.advice import advise
 from lmlib.plan.cost import Cost
 from lmlib.plan.planner import plan, section, stderr_kept, versions
 from lmlib.plan.search import search
@@ -40,12 +40,14 @@ from runner.command_line.command import first_lines, listed, run
 from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
-from runner.jax_settings.accelerators import check_one_cuda_plugin
+from runner.jax_settings.devices import check_one_cuda_plugin
 from runner.jax_settings.xla_flags import overlap_communication
 from runner.processes.endings import FINISHED
+from runner.watch.telling import Telling
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
 _SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")
+_ADVISE = flags.DEFINE_bool("advise", False, "try what would need less memory")
 _JSON = flags.DEFINE_string("json", None, "a file for the report as JSON; -: stdout, no text")
 _NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was made before")
 
@@ -65,7 +67,9 @@ def main(arguments: Sequence[str]) -> int:
         cfg = without_data(chosen_config())
         targets.prepare(target)
         overlap_communication()  # as a run does
-    _show(_report(cfg, target))
+    with Telling() as tell:
+        report = _report(cfg, target, tell)
+    _show(report)
     return FINISHED
 
 
@@ -96,23 +100,28 @@ def _target() -> Target:
     return target
 
 
-def _report(cfg: fdl.Config, target: Target) -> dict[str, Any]:
+def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
     """`text` and `json` of the report; from the cache if it is there."""
-    key = kept_plans.key(cfg, target=target, versions=versions(), search=_SEARCH.value)
+    settings = {"search": _SEARCH.value, "advise": _ADVISE.value}
+    key = kept_plans.key(cfg, target=target, versions=versions(), **settings)
     if not _NO_CACHE.value and (kept := kept_plans.read(key)) is not None:
-        _tell("this report was made before, of the same config, code and versions; --no_cache")
+        tell("this report was made before, of the same config, code and versions; --no_cache")
         return kept
     with user_errors():
         with stderr_kept():  # plugins talk as they start
             devices = target.devices()
         experiment = built(cfg, devices)
         experiment.check()
-    report = plan(experiment, target, _tell)
+    report = plan(experiment, target, tell)
     text, fields = str(report), report.as_json()
     if _SEARCH.value:
-        found = search(experiment, target, _tell, known=report)
+        found = search(experiment, target, tell, known=report)
         text += "\n\n" + section("Search", str(found))
         fields["search"] = found.as_json()
+    if _ADVISE.value or report.memory.fits is False:
+        advice = advise(experiment, target, report, tell)
+        text += "\n\n" + section("What needs less memory", str(advice))
+        fields["advice"] = advice.as_json()
     content = {"text": text, "json": fields}
     kept_plans.write(key, content)
     return content
@@ -126,13 +135,6 @@ def _show(report: dict[str, Any]) -> None:
     if _JSON.value:
         Path(_JSON.value).write_text(written + "\n", encoding="utf-8")
     print(report["text"])
-
-
-_BEGAN = time.perf_counter()
-
-
-def _tell(line: str) -> None:
-    print(f"[{time.perf_counter() - _BEGAN:5.1f} s] {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

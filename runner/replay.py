@@ -32,8 +32,8 @@ from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
-from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
 from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
 from runner.training.captures import Capture, read_batch, read_capture
@@ -47,7 +47,7 @@ COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updat
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
-    use_cpu_if_alone()
+    choose_devices()
     keep_cpus_in_order(several_processes=False)
     keep_compiled_programs()  # the step of a run on this machine is there already
     if len(arguments) != 1:

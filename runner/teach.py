@@ -29,10 +29,10 @@ from runner.command_line.config_flags import (
     fiddlers_listed,
 )
 from runner.command_line.errors import ConfigError, user_errors
-from runner.inference.loaded import load
+from runner.inference.loading import load
 from runner.inference.teaching import sequences_of, teach
-from runner.jax_settings.accelerators import check_devices, use_cpu_if_alone
 from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED, STOPPED
 
@@ -45,7 +45,7 @@ _DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "t
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
-    use_cpu_if_alone()
+    choose_devices()
     keep_cpus_in_order(several_processes=False)
     keep_compiled_programs()
     check_chosen(arguments, "--from=RUN --fdl_config=experiments/distil --fiddler=stored")

@@ -1,16 +1,18 @@
 """Every test sees eight CPU devices, or with --real-devices those of this machine, and lmlib with
 its shape annotations checked."""
 
+import gc
 import os
 import tempfile
 from importlib.metadata import version
 
+import compiled_programs
 import pytest
-from jaxtyping import install_import_hook
+from checked_annotations import check_annotations
 
 DEVICES = 8
 
-install_import_hook("lmlib", "beartype.beartype")
+check_annotations("lmlib")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,11 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # Many tests compile the same step, some of them in processes of their own, and those of
     # pytest-xdist find the folder in their environment.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        compiled = tempfile.TemporaryDirectory(prefix="compiled_by_tests_")
-        config.add_cleanup(compiled.cleanup)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = _folder_of_programs(config)
+    os.environ.update(compiled_programs.SETTINGS)
+
+
+def _folder_of_programs(config: pytest.Config) -> str:
+    try:
+        return str(compiled_programs.folder_of_programs())
+    except OSError:
+        folder = tempfile.TemporaryDirectory(prefix="compiled_by_tests_")
+        config.add_cleanup(folder.cleanup)
+        return folder.name
 
 
 def _simulate_devices() -> None:
@@ -53,6 +61,8 @@ def _simulate_devices() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Backwards: the files of tests/data, all short, come last, when a process may have none left.
+    items.sort(key=lambda item: item.path, reverse=True)
     if not config.getoption("--real-devices"):
         return
     import jax
@@ -62,3 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     several = [item for item in items if item.get_closest_marker("several_devices")]
     config.hook.pytest_deselected(items=several)
     items[:] = [item for item in items if item not in several]
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)

@@ -40,6 +40,7 @@ def trained_for_a_while(model):
     return map_adapted(move, model)
 
 
+@functools.cache
 def adapted(**settings):
     settings = {"rank": 4, "alpha": 8.0} | settings
     return trained_for_a_while(lora(BASE, key=jax.random.key(0), **settings))
@@ -140,6 +141,33 @@ def test_every_mesh_gives_the_gradients_of_one_device(data, fsdp, tensor, sequen
         found = gradient(*parts(placed), jax.device_put(BATCH, rows), compute, key)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.max(np.abs(other)))
+
+
+@pytest.mark.several_devices
+def test_both_matrices_rest_split_over_fsdp_and_are_merged_there():
+    model = adapted(axes=("vocab",))
+    mesh = make_mesh(fsdp=4, tensor=2)
+    where = jax.tree.map(lambda leaf: leaf.sharding, abstract_model(lambda: model, mesh))
+    placed = jax.device_put(model, where)
+
+    def check(path, one):
+        for array in (one.down, one.up):
+            assert 4 * array.addressable_shards[0].data.size <= array.size, path
+        return one
+
+    map_adapted(check, placed)
+    with jax.set_mesh(mesh):
+        found = jax.jit(merged)(placed)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(merged(model)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.several_devices
+def test_a_matrix_that_fsdp_does_not_divide_rests_whole():
+    layer = Linear("embed", "mlp", embed=8, mlp=15, key=jax.random.key(0))
+    layer = with_adapters(layer, rank=3, paths=("weight",), key=jax.random.key(1))
+    placed = abstract_model(lambda: layer, make_mesh(fsdp=4)).weight
+    assert placed.up.sharding.shard_shape(placed.up.shape) == placed.up.shape
 
 
 def products(function, *arguments):

@@ -3,7 +3,7 @@
 runner ──▶ experiments (by name) ──▶ lmlib          data_tools ──▶ lmlib.data
 inside lmlib: parallel, compute ──▶ models ──▶ logit_chunks ──▶ losses ──▶ optim, guard, train,
               evaluate ──▶ experiment
-              ──▶ generate, describe, activations, layer_statistics, plan ──▶ profile
+              ──▶ generate, inspect, describe, activations, layer_statistics, plan ──▶ profile
 """
 
 import ast
@@ -23,14 +23,16 @@ MAY_IMPORT = {
     "runner": {"lmlib", "data_tools"},  # experiments by name only, never by an import statement
     "experiments": {"lmlib", "data_tools"},
     "benchmarks": {"lmlib", "experiments", "runner", "data_tools"},
-    "data_tools": {"lmlib.data", "lmlib.local_folder"},
+    "data_tools": {"lmlib.data", "lmlib.local_folder", "lmlib.python_command"},
     "lmlib": {"lmlib"},  # lmlib/__init__.py itself
     "lmlib.local_folder": set(),
     "lmlib.storage_failures": set(),
     "lmlib.whole_file": {"lmlib.storage_failures"},
     "lmlib.data": {"lmlib.whole_file"},
     "lmlib.checkpoint": {"lmlib.local_folder", "lmlib.storage_failures", "lmlib.whole_file"},
+    "lmlib.accelerators": set(),
     "lmlib.hardware": set(),
+    "lmlib.python_command": set(),
     "lmlib.quantities": set(),
     "lmlib.table": set(),
     "lmlib.tensorboard": set(),
@@ -103,6 +105,13 @@ MAY_IMPORT = {
         "lmlib.data",
     },
     "lmlib.generate": {"lmlib.models", "lmlib.parallel", "lmlib.compute"},
+    "lmlib.inspect": {
+        "lmlib.losses",
+        "lmlib.models",
+        "lmlib.parallel",
+        "lmlib.compute",
+        "lmlib.data",
+    },
     "lmlib.description": {"lmlib.optim", "lmlib.parallel", "lmlib.table"},
     "lmlib.layer_statistics": {
         "lmlib.losses",
@@ -227,11 +236,14 @@ def test_nothing_private_of_other_packages_is_used():
     assert not names([file for file in SOURCES + TESTS if reaches_into_others(file)])
 
 
-def test_the_packages_that_are_installed_ship_their_types():
+def test_the_packages_that_are_installed_ship_their_types_and_templates():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     packages = {name.rstrip("*") for name in settings["setuptools"]["packages"]["find"]["include"]}
     assert {file.parent.name for file in ROOT.glob("*/py.typed")} == packages
-    assert settings["setuptools"]["package-data"] == {"*": ["py.typed"]}
+    shipped = {"*": ["py.typed"], "data_tools.prepare_chats": ["templates/*.jinja"]}
+    assert settings["setuptools"]["package-data"] == shipped
+    templates = {file.parent for folder in FOLDERS for file in (ROOT / folder).rglob("*.jinja")}
+    assert templates == {ROOT / "data_tools/prepare_chats/templates"}
 
 
 def test_every_file_name_says_what_is_in_it():

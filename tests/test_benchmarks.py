@@ -1,5 +1,6 @@
 """Comparisons with others compare the same work, and see when they do not."""
 
+import ast
 import dataclasses
 import importlib.util
 import math
@@ -118,3 +119,18 @@ def test_generation_is_measured_beside_peers_that_make_the_same_tokens():
     here = importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")
     peer = r"^transformers_compiled " if here else "transformers: not installed"
     assert re.search(peer, ran.stdout, re.MULTILINE)
+
+
+def test_every_fault_of_the_campaign_can_be_put_in(monkeypatch):
+    """benchmarks/mutations.py, whose faults stand in files that change."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from faults_of_code import MUTATIONS
+
+    root = BENCHMARKS.parent
+    for one in MUTATIONS:
+        text = (root / one.file).read_text(encoding="utf-8")
+        assert text.count(one.before) == 1, f"{one.file} must have {one.before!r} once"
+        assert ast.dump(ast.parse(text.replace(one.before, one.after))) != ast.dump(ast.parse(text))
+        assert all((root / file).exists() for file in one.tests.split()), one.what
+    packages = {one.file.partition("/")[0] for one in MUTATIONS}
+    assert packages == {"lmlib", "data_tools", "runner", "experiments"}

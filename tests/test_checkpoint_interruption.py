@@ -4,20 +4,17 @@ import errno
 import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forked_processes import run_forked
 from sentinels import sentinels
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.failures import storage_error
 
-ROOT = Path(__file__).parents[1]
 SIZE = 1 << 16
 
 # Kills itself just before Python does `event` to a path in which `pattern` is found, once step 1
@@ -44,15 +41,6 @@ checkpoints.save(2, {{"weight": jnp.full({SIZE}, 2.0)}}, {{"tokens": 2}})
 checkpoints.wait()
 print("never killed")
 """
-
-
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
 
 
 def target() -> dict[str, jax.ShapeDtypeStruct]:
@@ -89,7 +77,7 @@ def target() -> dict[str, jax.ShapeDtypeStruct]:
 def test_killed_at_any_moment_the_last_whole_checkpoint_restores(
     tmp_path, event, pattern, survivor
 ):
-    child = run(SAVE_AND_DIE, str(tmp_path), event, pattern)
+    child = run_forked("-c", SAVE_AND_DIE, tmp_path, event, pattern)
     assert child.returncode == -signal.SIGKILL, child.stdout + child.stderr
     if survivor == 1:
         unfinished = (tmp_path / "2.orbax-checkpoint-tmp").exists()
@@ -140,7 +128,7 @@ print(checkpoints.steps())
 
 
 def test_a_save_that_the_disk_refuses_says_so_and_the_last_checkpoint_stays(tmp_path):
-    child = run(DISK_FULL, str(tmp_path))
+    child = run_forked("-c", DISK_FULL, tmp_path)
     assert child.returncode == 0, child.stderr
     assert child.stdout.splitlines() == [
         f"[Errno {errno.EFBIG}] cannot save step 2 in {tmp_path}: a file would be larger "
@@ -173,7 +161,7 @@ print(checkpoints.steps(), checkpoints.newest_sound())
 
 
 def test_what_loses_files_while_it_is_saved_never_counts_as_a_checkpoint(tmp_path):
-    child = run(LOSE_AN_ARRAY, str(tmp_path))
+    child = run_forked("-c", LOSE_AN_ARRAY, tmp_path)
     assert child.returncode == 0, child.stderr
     assert f"cannot save step 2 in {tmp_path}: the directory was deleted" in child.stdout
     assert child.stdout.endswith("[1] 1\n")

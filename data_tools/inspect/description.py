@@ -3,6 +3,7 @@
 Shape suffixes: N documents, L distinct lengths.
 """
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +61,8 @@ def split_folders(path: Path) -> list[Path]:
     if not found:
         raise ValueError(
             f"{path} is neither a data set of flat tokens nor a split of one; if it holds text, "
-            f"pretokenize it first with python -m data_tools.pretokenize --dataset={path} "
-            "--tokenizer=… --out=…"
+            "pretokenize it first with python -m data_tools.pretokenize "
+            f"--dataset={shlex.quote(str(path))} --tokenizer=… --out=…"
         )
     return found
 

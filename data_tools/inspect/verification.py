@@ -13,6 +13,7 @@ import numpy as np
 from data_tools.command_line import Progress, no_progress
 from data_tools.inspect.description import BLOCK_LENGTH
 from lmlib.data.array_layout import check_claim, file_sizes, seqax_layout
+from lmlib.data.damage import DamagedDataError
 from lmlib.data.data_path import data_path
 from lmlib.data.metadata import (
     LARGEST_TOKENIZER,
@@ -29,7 +30,7 @@ from lmlib.data.metadata import (
 )
 from lmlib.data.seqax import STARTS, TOKENS, SeqaxSplit, is_seqax_split
 from lmlib.data.stored_json import read_json
-from lmlib.data.token_arrays import DamagedDataError, StoredArray, reading_context
+from lmlib.data.token_arrays import StoredArray, reading_context
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,16 @@ from data_tools import command_line, source_flags, split_flags
 from data_tools.prepare_chats import ConversationField, load_template, prepare_chats
 from data_tools.prepare_chats.lengths import TooLong
 from data_tools.prepare_chats.prepare import NOW
+from data_tools.prepare_chats.template import template_names
 from data_tools.pretokenize.progress import ProgressLines
 from data_tools.pretokenize.report import SkippedRows, summary
 from data_tools.pretokenize.writing import OnBadRow
 from data_tools.source_flags import ON_BAD_ROW
 from data_tools.split_flags import OUT, TOKENIZER
 from lmlib.local_folder import local_folder
+
+for module in (source_flags, split_flags):
+    flags.adopt_module_key_flags(module)  # --help lists them
 
 _PROMPT_COLUMN = flags.DEFINE_string("prompt_column", "prompt", "The column of what is asked.")
 _RESPONSE_COLUMN = flags.DEFINE_string(
@@ -34,8 +38,9 @@ _PAIRS = flags.DEFINE_bool("pairs", False, "Rows have answers to choose from: ch
 _TEMPLATE = flags.DEFINE_string(
     "template",
     None,
-    "A file with another chat template than the tokenizer's; --template= for none: a prompt and "
-    "its response, one after the other.",
+    "Another chat template than the tokenizer's: a file, or one of "
+    f"{', '.join(template_names())}; --template= for none: a prompt and its response, one after "
+    "the other.",
 )
 _DATE = flags.DEFINE_string("date", f"{NOW:%Y-%m-%d}", "What the template takes for today.")
 _MAX_LENGTH = flags.DEFINE_integer(

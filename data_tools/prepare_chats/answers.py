@@ -7,38 +7,54 @@ from data_tools.prepare_chats.conversations import ASSISTANT, Conversation
 from lmlib.data.chat import ChatTemplate, Rendered
 
 
-def rendered(template: ChatTemplate, conversation: Conversation, now: datetime) -> Rendered:
+def rendered(template: ChatTemplate, conversation: Conversation, now: datetime) -> list[Rendered]:
     """The text of a chat with the assistant's turns in `Rendered.assistant`.
 
     They are those that the template marks. If it marks none, a turn is what follows the chat before
     it with the prompt for an answer, up to the end of the chat with it; spaces and newlines after a
-    turn do not belong to it.
+    turn do not belong to it. A template that writes a chat otherwise once it goes on (Qwen 3 leaves
+    out what earlier answers had thought) makes a text for each turn, that of the chat up to it:
+    what the model is shown when it answers.
 
-    Raises ValueError if the template cannot take the chat, or the chat up to a turn is not how the
-    whole one begins.
+    Raises ValueError if the template cannot take the chat, or an answer does not follow its prompt.
     """
-    tools = conversation.tools
-    whole = template.render(conversation.messages, tools=tools, now=now)
+    tools, messages = conversation.tools, conversation.messages
+    whole = template.render(messages, tools=tools, now=now)
     if whole.assistant:
-        return whole
-    turns = []
-    for number, message in enumerate(conversation.messages):
+        return [whole]
+    alone = []
+    for number, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
         if number == 0:
             raise ValueError("it begins with the assistant, and its template marks no turns")
-        before, up_to = conversation.messages[:number], conversation.messages[: number + 1]
-        prompt = template.render(before, add_generation_prompt=True, tools=tools, now=now).text
-        answered = template.render(up_to, tools=tools, now=now).text.rstrip()
-        for begun, what in ((prompt, "before"), (answered, "up to")):
-            if not whole.text.startswith(begun):
-                raise ValueError(
-                    f"its template does not write the chat {what} message {number + 1} as the "
-                    "whole chat begins, so that the answer cannot be found: give a --template that "
-                    "marks answers by {% generation %}"
-                )
-        turns.append((len(prompt), len(answered)))
-    return Rendered(whole.text, tuple(turns))
+        prompt = template.render(
+            messages[:number], add_generation_prompt=True, tools=tools, now=now
+        )
+        answered = template.render(messages[: number + 1], tools=tools, now=now).text.rstrip()
+        if not answered.startswith(prompt.text):
+            raise ValueError(
+                f"its template does not write message {number + 1} after the prompt for it, so "
+                "that the answer cannot be found: give a --template that marks answers by "
+                "{% generation %}"
+            )
+        alone.append(Rendered(answered, ((len(prompt.text), len(answered)),)))
+    if all(whole.text.startswith(each.text) for each in alone):
+        return [Rendered(whole.text, tuple(turn for each in alone for turn in each.assistant))]
+    return alone
+
+
+def answers_of(both: Sequence[list[Rendered]]) -> list[Rendered]:
+    """The two answers of a pair, without the assistant's turns that both have alike.
+
+    Raises ValueError if there are several texts of each, which differ before the last.
+    """
+    if any(one[:-1] != both[0][:-1] for one in both):
+        raise ValueError(
+            "its template writes earlier answers otherwise once a chat goes on, and the two of "
+            "the pair differ in more than the last"
+        )
+    return without_shared([one[-1] for one in both])
 
 
 def without_shared(answers: Sequence[Rendered]) -> list[Rendered]:

@@ -10,10 +10,10 @@ import numpy as np
 from data_tools.encoders import Encoder
 from data_tools.encoding import EncodedBlock
 from data_tools.held_out import Part
-from data_tools.prepare_chats.conversations import read_conversations
+from data_tools.prepare_chats.conversations import ConversationField, read_conversations
 from data_tools.prepare_chats.documents import Document, Documents, Plain, Templated
 from data_tools.prepare_chats.lengths import TooLong, shortened
-from data_tools.rows.block import Block, Field, Row
+from data_tools.rows.block import Block, Row
 from lmlib.data.chat import ChatTemplate
 
 _LEFT_OUT = ("dropped_documents", "dropped_tokens", "cut_documents", "cut_tokens")
@@ -21,7 +21,8 @@ _LEFT_OUT = ("dropped_documents", "dropped_tokens", "cut_documents", "cut_tokens
 
 @dataclass(frozen=True)
 class ChatRecipe:
-    """Documents are conversations, or two by two the answers of a pair; see `Recipe`.
+    """Documents are conversations or their parts, or two by two the answers of a pair; see
+    `Recipe`.
 
     Attributes:
       encoder: of plain text, see `Plain`; None: conversations go through a template.
@@ -35,7 +36,7 @@ class ChatRecipe:
     bos_id: int | None
     eos_id: int | None
     vocab_size: int
-    field: Field
+    field: ConversationField
     part: Part | None  # whose documents are kept; None: all
     templates: Mapping[str, str]
     special_tokens: Mapping[str, str]
@@ -83,10 +84,13 @@ class ChatEncoder:
         left_out = dict.fromkeys(_LEFT_OUT, 0)
         for row, texts in zip(rows, texts_of_rows, strict=True):
             documents = [next(coming) for _ in texts]
-            if all(document.is_target[1:].any() for document in documents):
+            if not documents or not all(each.is_target[1:].any() for each in documents):
+                bad_rows.append(row)
+            elif self._recipe.field.pairs:
                 kept += self._fitting(documents, left_out)
             else:
-                bad_rows.append(row)
+                for document in documents:
+                    kept += self._fitting([document], left_out)
         nothing = np.zeros(0, self._dtype), np.zeros(0, bool)
         ids = np.concatenate([nothing[0], *(document.ids for document in kept)])
         return EncodedBlock(

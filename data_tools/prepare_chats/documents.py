@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from data_tools.encoders import Encoder
-from data_tools.prepare_chats.answers import rendered, without_shared
+from data_tools.prepare_chats.answers import answers_of, rendered
 from data_tools.prepare_chats.conversations import ASSISTANT, USER, Conversation
 from data_tools.prepare_chats.tokens import MarkedEncoder
 from lmlib.data.chat import ChatTemplate, Rendered
@@ -31,7 +31,7 @@ class Documents(ABC, Generic[Text]):
 
     @abstractmethod
     def texts(self, conversations: Sequence[Conversation]) -> list[Text]:
-        """The text of one conversation, or of both of a pair.
+        """The text of one conversation, or several of its parts; or those of both of a pair.
 
         Raises ValueError if there is none, or it cannot be encoded.
         """
@@ -50,10 +50,11 @@ class Templated(Documents[Rendered]):
 
     def texts(self, conversations: Sequence[Conversation]) -> list[Rendered]:
         """See `Documents.texts`; turns that both of a pair have alike are no targets."""
-        texts = [rendered(self._template, each, self._now) for each in conversations]
+        found = [rendered(self._template, each, self._now) for each in conversations]
+        texts = found[0] if len(found) == 1 else answers_of(found)
         for text in texts:
             self._encoder.size(text.text)
-        return without_shared(texts) if len(texts) == 2 else texts
+        return texts
 
     def encoded(self, texts: Sequence[Rendered]) -> list[Document]:
         """See `Documents.encoded`."""

@@ -1,20 +1,51 @@
-"""The chat template that comes with a tokenizer, or another one."""
+"""The chat template that comes with a tokenizer, one of ours, or another one."""
 
 import os
 from pathlib import Path
 
-from lmlib.data.chat import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate, read_chat_template
+from lmlib.data.chat import CONFIG_FILE, DEFAULT, TEMPLATE_FILE, ChatTemplate, read_chat_template
+
+_OURS = Path(__file__).parent / "templates"  # of well-known models, with what is said marked
 
 
-def load_template(tokenizer: str, file: str | None = None) -> ChatTemplate | None:
-    """The template of the `tokenizer` as `load_tokenizer` takes it, or that in `file`.
+def template_names() -> list[str]:
+    """Of our own templates."""
+    return sorted(file.stem for file in _OURS.glob("*.jinja"))
 
-    None if there is none, or `file` is "". Raises ValueError or OSError for a damaged file.
+
+def load_template(tokenizer: str, template: str | None = None) -> ChatTemplate | None:
+    """The template of the `tokenizer` as `load_tokenizer` takes it, or another for that.
+
+    Args:
+      template: the name of one of ours, or a file; "": none.
+
+    None if there is none. Raises ValueError or OSError if there is no such template, it is damaged,
+    or ours needs a token that the tokenizer has no name for.
     """
-    if file == "":
+    if template == "":
         return None
-    instead = None if file is None else Path(os.path.expanduser(file))
-    return read_chat_template(_folder(tokenizer), instead)
+    if template is None:
+        return read_chat_template(_folder(tokenizer))
+    if template in template_names():
+        ours = read_chat_template(_folder(tokenizer), _OURS / f"{template}.jinja")
+        if ours is not None:
+            _check_tokens(ours, template, tokenizer)
+        return ours
+    file = Path(os.path.expanduser(template))
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"--template={template} is neither a file nor one of {', '.join(template_names())}"
+        )
+    return read_chat_template(_folder(tokenizer), file)
+
+
+def _check_tokens(template: ChatTemplate, name: str, tokenizer: str) -> None:
+    for token in ("bos_token", "eos_token"):
+        if token in template.sources[DEFAULT] and token not in template.special_tokens:
+            raise ValueError(
+                f"--template={name} writes a {token}, and {CONFIG_FILE} of --tokenizer={tokenizer} "
+                f'names none: write "{token}" there, or choose another template'
+            )
 
 
 def _folder(tokenizer: str) -> Path:

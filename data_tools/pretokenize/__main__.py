@@ -20,7 +20,7 @@ from absl import flags
 from data_tools import command_line, split_flags, text_flags
 from data_tools.held_out import Part
 from data_tools.pretokenize.progress import ProgressLines
-from data_tools.pretokenize.report import SkippedRows, summary
+from data_tools.pretokenize.report import SkippedRows, next_command, summary
 from data_tools.pretokenize.shard import pretokenize_shard, tokens_of_shard
 from data_tools.pretokenize.split import pretokenize
 from data_tools.rows import RowSource
@@ -29,6 +29,9 @@ from data_tools.split_flags import OUT
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import ShardMetadata, SplitMetadata
 from lmlib.local_folder import local_folder
+
+for module in (text_flags, split_flags):
+    flags.adopt_module_key_flags(module)  # --help lists them
 
 _MAX_TOKENS = flags.DEFINE_float(
     "max_tokens",
@@ -122,6 +125,8 @@ def make_splits(arguments: Sequence[str]) -> int:
         made = _make(source, tokenizer, skipped, *split)
         print("\n" if count else "", end="")
         print(summary(made, Path(OUT.value) / split[0], time.monotonic() - begun), flush=True)
+    if (command := next_command(OUT.value)) is not None:
+        print(f"\ntry next          {command}")
     return 0
 
 

@@ -3,8 +3,11 @@
 import sys
 from pathlib import Path
 
+from data_tools.held_out import VALIDATION
 from data_tools.rows import Block, Row
-from lmlib.data import ShardMetadata, SplitMetadata
+from lmlib.data import ShardMetadata, SplitMetadata, read_split
+from lmlib.data.data_path import data_path
+from lmlib.python_command import python_command
 
 _SHOWN = 10
 
@@ -45,6 +48,18 @@ def summary(made: SplitMetadata | ShardMetadata, folder: Path, seconds: float) -
     if not whole:
         rows["complete"] = "when all other shards are"
     return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
+
+
+def next_command(out: str) -> str | None:
+    """Trains on the data set `out`; None while it lacks a split that this takes."""
+    try:
+        for split in ("train", VALIDATION):
+            read_split(data_path(out) / split)
+    except FileNotFoundError:
+        return None
+    folder = Path(out)
+    flags = ("--fdl_config=experiments/own_text", f"--fdl.tokens={folder}")
+    return python_command("runner", *flags, f"--workdir={folder}_run")
 
 
 def _left_out(made: SplitMetadata | ShardMetadata) -> dict[str, str]:

@@ -18,10 +18,14 @@ from absl import flags
 
 from data_tools import command_line, source_flags, text_flags
 from data_tools.encoders.byte_level import ByteLevelEncoder
+from data_tools.held_out import Fractions
 from data_tools.rows import RowSource, bad_row
 from data_tools.train_tokenizer import SPECIAL_TOKENS, Style, train_byte_level_bpe
 from data_tools.train_tokenizer.byte_level_bpe import STYLES
 from lmlib.data.text import write_tokenizer
+from lmlib.python_command import python_command
+
+flags.adopt_module_key_flags(text_flags)  # --help lists them
 
 _OUT = flags.DEFINE_string(
     "out", None, "A folder for tokenizer.json, or the file if it ends in .json.", required=True
@@ -78,7 +82,24 @@ def train(arguments: Sequence[str]) -> int:
         print(f"the text has no more pairs to merge: fewer ids than {_VOCAB_SIZE.value:,}")
     if tokenizer.eos_id is None:
         print("none of the special tokens has a known name: pretokenize needs --eos_token")
+    else:
+        print(f"\ntry next          {_next_command(out, texts.fractions.smallest())}")
     return 0
+
+
+def _next_command(tokenizer: Path, held_out: float | None) -> str:
+    """Makes a data set of the same text with this tokenizer."""
+    fixed = source_flags.given(text_flags)
+    if held_out is None:
+        held_out = 0.1
+        if not text_flags.DOCUMENT_SEPARATOR.present:
+            print("too few documents to hold one out: a text file is one, unless it is cut")
+            fixed.append(r"--document_separator=\n\n")
+    return python_command(
+        "data_tools.pretokenize",
+        *(*fixed, f"--tokenizer={tokenizer}", f"--out={str(tokenizer).removesuffix('.json')}_data"),
+        f"--validation_fraction={held_out}",
+    )
 
 
 class _Texts:
@@ -86,6 +107,7 @@ class _Texts:
 
     def __init__(self, source: RowSource, max_bytes: float | None) -> None:
         self.documents = self.skipped = self.bytes = 0
+        self.fractions = Fractions()
         self._source, self._max_bytes = source, max_bytes
         self._begun = self._told = time.monotonic()
 
@@ -106,6 +128,7 @@ class _Texts:
                 if self._max_bytes is not None and self.bytes + size > self._max_bytes:
                     return self._end()
                 self.documents, self.bytes = self.documents + 1, self.bytes + size
+                self.fractions.see(text, size)
                 yield text
             self._tell(block.fraction)
         self._end()

@@ -9,6 +9,7 @@ from jaxtyping import Array, PRNGKeyArray
 from lmlib.models.adapted import adapted, can_be_adapted, has_adapters, map_adapted
 from lmlib.models.weights import fold
 from lmlib.parallel.axes import M, Weight, map_weights
+from lmlib.parallel.mesh import on_mesh_of
 from lmlib.parallel.selection import SelectionError, named_weights, selected
 
 
@@ -83,4 +84,5 @@ def with_adapters(
 
 def merged(model: M) -> M:
     """`model` with each adapter added to its base, in float32 at least; it computes the same."""
-    return map_adapted(lambda _, one: one.merged(), model)
+    with on_mesh_of(model):
+        return map_adapted(lambda _, one: one.merged(), model)

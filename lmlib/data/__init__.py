@@ -1,22 +1,30 @@
-"""Training batches: the flat-token format, sources, shuffling and prefetching."""
+"""Training batches: the flat-token format, sources, shuffling and prefetching.
 
-from lmlib.data.batch import Batch, Source, place
-from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import (
-    ShardMetadata,
-    SplitMetadata,
-    TokenizerIdentity,
-    read_shard,
-    read_split,
-)
-from lmlib.data.mixture import Mixture, Stage
-from lmlib.data.permutation import permute
-from lmlib.data.prefetch import Prefetch
-from lmlib.data.resumable import Resumable
-from lmlib.data.shard_writer import ShardWriter, finished_shard, shard_progress
-from lmlib.data.synthetic import Synthetic
-from lmlib.data.text import HasText, TextCodec
-from lmlib.data.token_arrays import DamagedDataError
+Each name is imported when it is first asked for: what reads or writes one file does without the
+rest, and without JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmlib.data.batch import Batch, Source, place
+    from lmlib.data.damage import DamagedDataError
+    from lmlib.data.flat_tokens import FlatTokens
+    from lmlib.data.metadata import (
+        ShardMetadata,
+        SplitMetadata,
+        TokenizerIdentity,
+        read_shard,
+        read_split,
+    )
+    from lmlib.data.mixture import Mixture, Stage
+    from lmlib.data.permutation import permute
+    from lmlib.data.prefetch import Prefetch
+    from lmlib.data.resumable import Resumable
+    from lmlib.data.shard_writer import ShardWriter, finished_shard, shard_progress
+    from lmlib.data.synthetic import Synthetic
+    from lmlib.data.text import HasText, TextCodec
 
 __all__ = [
     "Batch",
@@ -41,3 +49,37 @@ __all__ = [
     "read_split",
     "shard_progress",
 ]
+
+_HOMES = {
+    "Batch": "lmlib.data.batch",
+    "DamagedDataError": "lmlib.data.damage",
+    "FlatTokens": "lmlib.data.flat_tokens",
+    "HasText": "lmlib.data.text",
+    "Mixture": "lmlib.data.mixture",
+    "Prefetch": "lmlib.data.prefetch",
+    "Resumable": "lmlib.data.resumable",
+    "ShardMetadata": "lmlib.data.metadata",
+    "ShardWriter": "lmlib.data.shard_writer",
+    "Source": "lmlib.data.batch",
+    "SplitMetadata": "lmlib.data.metadata",
+    "Stage": "lmlib.data.mixture",
+    "Synthetic": "lmlib.data.synthetic",
+    "TextCodec": "lmlib.data.text",
+    "TokenizerIdentity": "lmlib.data.metadata",
+    "finished_shard": "lmlib.data.shard_writer",
+    "permute": "lmlib.data.permutation",
+    "place": "lmlib.data.batch",
+    "read_shard": "lmlib.data.metadata",
+    "read_split": "lmlib.data.metadata",
+    "shard_progress": "lmlib.data.shard_writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

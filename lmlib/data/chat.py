@@ -5,6 +5,7 @@ sees plain data only. The text that it writes, ranges and products are bounded; 
 in each other take is not.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from lmlib.data.stored_json import read_json, read_text
+from lmlib.data.text import TextCodec
 from lmlib.whole_file import write_whole
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
@@ -177,6 +179,35 @@ def write_chat_template(folder: Path, template: ChatTemplate) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(file, text)
+
+
+def put_chat_template(folder: Path, template: ChatTemplate) -> None:
+    """Makes it the template of a tokenizer's folder, for `read_chat_template` and transformers. Its
+    special tokens are added to those that the folder names.
+
+    Raises ValueError or OSError if a file is damaged, or cannot be written.
+    """
+    file, sources = folder / CONFIG_FILE, template.sources
+    before = read_chat_template(folder)
+    if before is not None and before.sources == sources:
+        return
+    config = read_json(file) if file.is_file() else {}
+    named = [{"name": name, "template": text} for name, text in sources.items()]
+    stored = named if len(sources) > 1 else sources[DEFAULT]
+    content = {**template.special_tokens, **config, "chat_template": stored}
+    write_whole(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    (folder / TEMPLATE_FILE).unlink(missing_ok=True)
+
+
+def answer_ends(template: ChatTemplate, codec: TextCodec) -> set[int]:
+    """The special tokens that end an answer: `eos_token`, and what is written after one."""
+    said = f"answer {uuid4().hex}"
+    texts = [template.special_tokens.get("eos_token", "")]
+    with contextlib.suppress(ValueError):  # a template may take no such chat
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+        texts.append(template.render(chat).text.rpartition(said)[2].strip())
+    begins = [codec.encode_marked(text)[:1] for text in texts]
+    return {id for ids in begins for id in ids if not codec.decode([id])}
 
 
 def check_messages(messages: Any) -> None:

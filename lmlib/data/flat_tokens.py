@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lmlib.data.batch import Batch
+from lmlib.data.damage import DamagedDataError
 from lmlib.data.data_path import data_path
 from lmlib.data.metadata import (
     LARGEST_TOKENIZER,
@@ -28,7 +29,6 @@ from lmlib.data.split_folder import find_split
 from lmlib.data.stored_split import StoredSplit
 from lmlib.data.stored_teacher import Sequences, StoredTeacher, TeacherMetadata
 from lmlib.data.text import BYTE_TOKENIZER, TextCodec, codec_of_bytes, codec_of_file
-from lmlib.data.token_arrays import DamagedDataError
 from lmlib.data.whole_documents import WholeDocuments, arranged
 
 if TYPE_CHECKING:
@@ -249,16 +249,19 @@ class FlatTokens:
 
         return None if self.content == "text" else read_chat_template(self._path)
 
-    def each_document(self) -> Iterator[np.ndarray]:
-        """The ids of each document in the order they are stored in, framing included.
+    def each_document(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each document in the order they are stored in, framing included, and which of
+        them are targets (bool): of text all but the first.
 
         Raises DamagedDataError for what cannot be read, ValueError in seqax's format.
         """
         for first in range(0, self.documents, _DOCUMENTS_AT_ONCE):
             numbers = np.arange(first, min(first + _DOCUMENTS_AT_ONCE, self.documents))
             starts, stops = self._stored.document_bounds(numbers)
-            tokens, _, _ = self._stored.read(int(starts[0]), int(stops[-1])).result()
-            yield from np.split(tokens.astype(np.int64), stops[:-1] - starts[0])
+            tokens, _, targets = self._stored.read(int(starts[0]), int(stops[-1])).result()
+            ends = stops[:-1] - starts[0]
+            ids = np.split(tokens.astype(np.int64), ends)
+            yield from zip(ids, np.split(targets, ends), strict=True)
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The given rows of the batch of `step`; see `Source.batch`.

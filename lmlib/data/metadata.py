@@ -43,6 +43,9 @@ class TokenizerIdentity:
     name: str
     sha256: str | None  # of tokenizer.json; None for a tokenizer that has no such file
 
+    def __str__(self) -> str:
+        return repr(self.name) + (f" (SHA-256 {self.sha256[:8]}…)" if self.sha256 else "")
+
 
 def tokenizers_differ(one: TokenizerIdentity | None, other: TokenizerIdentity | None) -> bool:
     """Whether the same ids are known to mean different texts.

@@ -1,5 +1,6 @@
 """Where a split of a data set lies, or why it is not there."""
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def find_split(path: Path, split: str) -> Path:
             raise FileNotFoundError(_pretokenize_first(path, split, "is a file"))
         raise FileNotFoundError(
             f"there is no data set at {path}: make one with python -m data_tools.pretokenize "
-            f"--dataset=… --split={split} --tokenizer=… --out={path}"
+            f"--dataset=… --split={split} --tokenizer=… --out={shlex.quote(str(path))}"
         )
     if not is_seqax_split(path / split) and not shard_folders(path / split):
         for folder in (path / split, path):
@@ -30,8 +31,11 @@ def find_split(path: Path, split: str) -> Path:
             for entry in sorted(path.iterdir())
             if entry.is_dir() and (shard_folders(entry) or is_seqax_split(entry))
         ]
+        found = ", ".join(present) or "none"
+        held_out = "; pretokenize holds one out with --validation_fraction=0.05"
         raise FileNotFoundError(
-            f"{path} has no split {split!r}; it has {', '.join(present) or 'none'}"
+            f"{path} has no split {split!r}; it has {found}"
+            f"{held_out if split == 'validation' else ''}"
         )
     return path / split
 
@@ -47,5 +51,6 @@ def _raw_text(folder: Path) -> Iterator[Path]:
 def _pretokenize_first(path: Path, split: str, why: str) -> str:
     return (
         f"{path} {why}: pretokenize it first with python -m data_tools.pretokenize "
-        f"--dataset={path} --split={split} --tokenizer=… --out=…, and give that folder"
+        f"--dataset={shlex.quote(str(path))} --split={split} --tokenizer=… --out=…, "
+        "and give that folder"
     )

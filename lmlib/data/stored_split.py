@@ -13,8 +13,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from lmlib.data.damage import DamagedDataError
 from lmlib.data.metadata import LOSS_MASK, SplitMetadata, read_split
-from lmlib.data.token_arrays import DamagedDataError, Reading, StoredArray, reading_context
+from lmlib.data.token_arrays import Reading, StoredArray, reading_context
 
 _STARTS_AT_ONCE = 1 << 20  # that are read
 

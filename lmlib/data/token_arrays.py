@@ -17,6 +17,7 @@ from lmlib.data.array_layout import (
     flat_tokens_layout,
     seqax_layout,
 )
+from lmlib.data.damage import DamagedDataError
 from lmlib.data.data_path import file_store
 from lmlib.data.digests import digests_of_chunks, read_chunk_digests
 
@@ -25,10 +26,6 @@ FILE_LENGTH = 16 * 1024 * 1024  # tokens in one file, the unit of writing
 INDEX_CHUNK_LENGTH = 1024  # the same for document_starts and first_documents
 INDEX_FILE_LENGTH = 1024 * 1024
 _CACHE_BYTES = 64 * 1024 * 1024  # holds the index of every file in use, and chunks lately read
-
-
-class DamagedDataError(ValueError):
-    """Stored data is missing, truncated or fails its checksum."""
 
 
 def create_array(

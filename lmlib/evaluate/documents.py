@@ -17,13 +17,15 @@ from lmlib.models.protocol import Model
 class Document(NamedTuple):
     """A document to evaluate.
 
-    ids: token ids, with what frames it; all but the first are targets.
+    ids: token ids, with what frames it.
     bytes, characters: of its text, in UTF-8 and in Unicode code points; `None` if unknown.
+    is_target: bool, which of the ids count; `None`: all. The first never does.
     """
 
     ids: np.ndarray
     bytes: int | None = None
     characters: int | None = None
+    is_target: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,7 @@ class _Open:
     targets_K: np.ndarray
     bytes: int | None
     characters: int | None
+    is_target: np.ndarray | None
     windows_left: int
 
 
@@ -126,7 +129,9 @@ def evaluate_documents(
             _check_ids(number, document.ids, model.vocab)
             pieces = list(windows(number, document.ids, length, overlap))
             nothing = np.zeros(buckets), np.zeros(buckets, np.int64)
-            begun = _Open(*nothing, document.bytes, document.characters, len(pieces))
+            begun = _Open(
+                *nothing, document.bytes, document.characters, document.is_target, len(pieces)
+            )
             if pieces:
                 unfinished[number] = begun
             else:
@@ -145,9 +150,11 @@ def evaluate_documents(
 
     for placed, nats_BS in scored():
         for window, row, start in placed:
-            counted = slice(window.first, window.inputs)
-            nats = nats_BS[row, start + window.first : start + window.inputs].astype(np.float64)
             document = unfinished[window.document]
+            counted = np.arange(window.first, window.inputs)
+            if document.is_target is not None:
+                counted = counted[document.is_target[window.offset + 1 + counted]]
+            nats = nats_BS[row, start + counted].astype(np.float64)
             document.nats_K += np.bincount(bucket_S[counted], nats, buckets)
             document.targets_K += np.bincount(bucket_S[counted], minlength=buckets)
             document.windows_left -= 1

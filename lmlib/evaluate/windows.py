@@ -18,11 +18,13 @@ class Window(NamedTuple):
     document: its number.
     ids: the inputs and, one after them, the last target.
     first: the first input whose target counts; those before are context alone.
+    offset: where the first of `ids` is in its document.
     """
 
     document: int
     ids: np.ndarray
     first: int
+    offset: int = 0
 
     @property
     def inputs(self) -> int:
@@ -48,7 +50,8 @@ def windows(
     """
     start = 0
     while start + (overlap if start else 0) < len(ids) - 1:
-        yield Window(document, ids[start : start + sequence_length + 1], overlap if start else 0)
+        context = overlap if start else 0
+        yield Window(document, ids[start : start + sequence_length + 1], context, start)
         start += sequence_length - overlap
 
 

@@ -20,14 +20,16 @@ from lmlib.generate.sampling import Rules, Sampling, numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, Made, State, first_token, next_tokens, prefill
 from lmlib.generate.stream import Generated, Stream
 from lmlib.generate.whole_sequences import TokensSoFar
-from lmlib.models.protocol import Cached, Model
+from lmlib.models.protocol import Cached, Model, Switching
 from lmlib.parallel.axes import Axes
 from lmlib.parallel.layout import COMPUTE, partition, pieces, reshard
 from lmlib.parallel.local import platform
+from lmlib.parallel.mesh import mesh_of
 
 Prompt = Sequence[int]
 ROUND = 64  # tokens at most between two looks at what was made
 _SHORTEST_CHUNK = 16
+_TOKENS_IN_CACHE = 1_024  # of a chunk, whose activations then stay in the cache of a CPU's core
 _STOP_IDS = 8  # programs are compiled for multiples of so many
 _LENGTHS = 64  # likewise, in `generate`
 
@@ -40,7 +42,7 @@ class Generator:
 
     Args:
       model: is copied in the dtype of `compute`.
-      mesh: where its weights lie; `None`: the model is on one device.
+      mesh: where its weights lie; `None`: that which they were made on, if any.
       compute: its `dtype` and `attention` count; `None`: in `usual_dtype`.
       rows: of a batch: prompts times samples.
       length: tokens of the longest row, prompt and continuation.
@@ -68,12 +70,14 @@ class Generator:
         for name, size in (("rows", rows), ("length", length), ("chunk", chunk)):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+        mesh = mesh or mesh_of(model)
         self._mesh, self.length, self._chunk = mesh, length, chunk
         with self._on_mesh():
             compute = compute or Compute(dtype=usual_dtype())
             self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
             model.check(length, self._compute)
             self._weights = weights.ready(model, self._compute.dtype, mesh, whole, int8)
+        self._switches = model.switches if isinstance(model, Switching) else ()
         self._vocab = model.vocab
         self.rows = self._divisible(rows)
 
@@ -158,7 +162,7 @@ class Generator:
                 self._compute,
                 rules,
             )
-        more = functools.partial(self._more, chooser, rules, round)
+        more = functools.partial(self._more, prompts, chooser, rules, round)
         return Stream(state, made, more, rows, max_tokens, round, frozenset(stop_ids))
 
     def _chooser(
@@ -179,43 +183,83 @@ class Generator:
         )
 
     def _more(
-        self, chooser: Chooser, rules: Rules, size: int, state: State, limit: int, stop: list[int]
-    ) -> tuple[State, Made]:
-        """A round of up to `limit` tokens, after `stop` has ended some rows."""
+        self,
+        prompts: Sequence[Prompt],
+        chooser: Chooser,
+        rules: Rules,
+        size: int,
+        state: State,
+        limit: int,
+        made: Sequence[Generated],
+        stop: list[int],
+    ) -> tuple[State, Made, int]:
+        """A round of up to `limit` tokens after those `made`, after `stop` has ended some rows; it
+        ends before a text grows beyond a switch of the model's."""
+        samples = len(made) // len(prompts)
+        texts = {
+            row: [*prompts[row // samples], *each.tokens]
+            for row, each in enumerate(made)
+            if self._switches and not each.stopped
+        }
         with self._on_mesh():
             if stop:
                 ends_B = self._placed(np.isin(np.arange(self.rows), stop), "batch")
                 state = state._replace(stopped_B=state.stopped_B | ends_B)
+            again = {row: text for row, text in texts.items() if len(text) - 1 in self._switches}
+            if again:
+                cache, _ = self._with(state.cache, [again.get(row, ()) for row in range(self.rows)])
+                state = state._replace(cache=cache)
+            room = [s + 1 - len(text) for text in texts.values() for s in self._switches]
+            limit = min([limit, *(tokens for tokens in room if tokens > 0)])
             n = self._placed(np.array(limit, np.int32), ())
-            return next_tokens(self._weights, state, n, chooser, self._compute, rules, size)
+            state, new = next_tokens(self._weights, state, n, chooser, self._compute, rules, size)
+            return state, new, limit
 
     def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[np.ndarray, Any, jax.Array]:
         """The length of each prompt, a cache that has them, and the features of their last tokens;
-        prompts are added until the mesh divides them."""
+        prompts are added until the mesh divides them, or a CPU's groups of them are whole."""
         rows = self._divisible(len(prompts))
-        lengths_P = np.array([*map(len, prompts), *[1] * (rows - len(prompts))], np.int32)
-        tokens_PS = np.zeros((rows, self.length), np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens_PS[row, : len(prompt)] = prompt
-        lengths = self._placed(lengths_P, "batch")
-        cache, h_PE = _nothing_yet(self._weights.model, rows, self.length, self._compute)
-        start, longest = 0, int(lengths_P.max())
+        if platform() == "cpu" and self._divisible(1) == 1:
+            longest = min(self._chunk, max(map(len, prompts)))
+            rows = min(rows, max(1, _TOKENS_IN_CACHE // longest))
+        texts = [*prompts, *[(0,)] * (-len(prompts) % rows)]
+        groups = []
+        for first in range(0, len(texts), rows):
+            cache = _nothing_yet(self._weights.model, rows, self.length, self._compute)
+            groups.append(self._with(cache, texts[first : first + rows]))
+        lengths_P = np.array([*map(len, texts)], np.int32)
+        if len(groups) == 1:
+            return lengths_P, *groups[0]
+        caches, features = zip(*groups, strict=True)
+        return lengths_P, *_joined(caches, features)
+
+    def _with(self, cache: Any, texts: Sequence[Prompt]) -> tuple[Any, jax.Array]:
+        """`cache` with a text in each row, from its first token on, and the features of their last
+        tokens. Where a text is empty the row stays."""
+        rows = len(texts)
+        lengths_B = np.array([*map(len, texts)], np.int32)
+        tokens_BS = np.zeros((rows, self.length), np.int32)
+        for row, text in enumerate(texts):
+            tokens_BS[row, : len(text)] = text
+        lengths = self._placed(lengths_B, "batch")
+        h_BE = _no_features(self._weights.model, rows, self._compute)
+        start, longest = 0, int(lengths_B.max())
         while start < longest:
             size = min(self._chunk, max(_SHORTEST_CHUNK, 1 << (longest - start - 1).bit_length()))
-            chunk_PC = np.zeros((rows, size), np.int32)
-            part_PC = tokens_PS[:, start : start + size]
-            chunk_PC[:, : part_PC.shape[1]] = part_PC
-            cache, h_PE = prefill(
+            chunk_BC = np.zeros((rows, size), np.int32)
+            part_BC = tokens_BS[:, start : start + size]
+            chunk_BC[:, : part_BC.shape[1]] = part_BC
+            cache, h_BE = prefill(
                 self._weights,
                 cache,
-                h_PE,
-                self._placed(chunk_PC, "batch seq"),
+                h_BE,
+                self._placed(chunk_BC, "batch seq"),
                 self._placed(np.array(start, np.int32), ()),
                 lengths,
                 self._compute,
             )
             start += size
-        return lengths_P, cache, h_PE
+        return cache, h_BE
 
     def _check(
         self,
@@ -278,15 +322,21 @@ def usual_dtype() -> str:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _nothing_yet(model: Model, rows: int, length: int, compute: Compute) -> tuple[Any, jax.Array]:
-    """An empty cache, and features that are not known yet."""
+def _nothing_yet(model: Model, rows: int, length: int, compute: Compute) -> Any:
+    """An empty cache."""
     cache = None
     if isinstance(model, Cached):
         cache = model.empty_cache(rows, length, compute.dtype)
     if cache is None:
         cache = TokensSoFar(reshard(jnp.zeros((1, rows, length), jnp.int32), (None, "batch", None)))
+    return cache
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _no_features(model: Model, rows: int, compute: Compute) -> jax.Array:
+    """Not known yet."""
     embed = model.unembedding_EV.shape[0]
-    return cache, reshard(jnp.zeros((rows, embed), compute.dtype), "batch embed")
+    return reshard(jnp.zeros((rows, embed), compute.dtype), "batch embed")
 
 
 @jax.jit
@@ -298,6 +348,13 @@ def _rows_of(tree: Any, row_B: jax.Array) -> Any:
         return x.at[:, row_B].get(out_sharding=lies)
 
     return jax.tree.map(chosen, tree)
+
+
+@jax.jit
+def _joined(caches: Sequence[Any], features: Sequence[jax.Array]) -> tuple[Any, jax.Array]:
+    """The rows of several as those of one: a cache has them in the second axis of each array."""
+    cache = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *caches)
+    return cache, jnp.concatenate(features)
 
 
 @functools.partial(jax.jit, static_argnums=2)

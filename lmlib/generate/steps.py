@@ -73,7 +73,7 @@ def prefill(
     each prompt's last token as far as they are known."""
     positions_BC = jnp.zeros_like(tokens_BC) + start + jnp.arange(tokens_BC.shape[1])
     positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, -1)
-    context = Context(positions_BC, jnp.zeros_like(tokens_BC), compute)
+    context = Context(positions_BC, jnp.zeros_like(tokens_BC), compute, lengths_B=lengths_B)
     x_BCE, cache = _advance(weights.model, tokens_BC, context, cache)
     is_last_BC = positions_BC == lengths_B[:, None] - 1
     x_B1E = jnp.sum(jnp.where(is_last_BC[..., None], x_BCE, 0), axis=1, keepdims=True)
@@ -123,7 +123,8 @@ def next_tokens(
         n, state, made = carry
         positions_B1 = jnp.where(state.stopped_B, -1, state.position_B)[:, None]
         tokens_B1 = state.token_B[:, None]
-        context = Context(positions_B1, jnp.zeros_like(tokens_B1), compute)
+        lengths_B = state.position_B + 1
+        context = Context(positions_B1, jnp.zeros_like(tokens_B1), compute, lengths_B=lengths_B)
         x_B1E, cache = _advance(weights.model, tokens_B1, context, state.cache)
         h_BE = weights.model.features(x_B1E, context)[:, 0]
         state, token_B, logprob_B = _chosen(

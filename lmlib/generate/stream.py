@@ -34,7 +34,8 @@ class Stream(Iterator[list[New]]):
 
     Args:
       state, made: after the first token.
-      more: makes a round: of a state, the tokens that it may have, and rows that are to stop.
+      more: makes a round: of a state, the tokens that it may have, what each row has, and rows that
+        are to stop; says how many tokens it made.
       rows: how many there are.
       max_tokens: of each row.
       round: tokens of a round, at most.
@@ -45,7 +46,7 @@ class Stream(Iterator[list[New]]):
         self,
         state: State,
         made: Made,
-        more: Callable[[State, int, list[int]], tuple[State, Made]],
+        more: Callable[[State, int, list[Generated], list[int]], tuple[State, Made, int]],
         rows: int,
         max_tokens: int,
         round: int,
@@ -94,7 +95,7 @@ class Stream(Iterator[list[New]]):
     def _round_made(self) -> Made:
         if self._left < 1 or all(row.stopped for row in self._rows):
             raise StopIteration
-        self._limit = min(2 * self._limit, self._round, self._left)
-        self._state, made = self._more(self._state, self._limit, self._told)
+        limit = min(2 * self._limit, self._round, self._left)
+        self._state, made, self._limit = self._more(self._state, limit, self._rows, self._told)
         self._told = []
         return made

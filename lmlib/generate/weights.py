@@ -46,7 +46,7 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) 
     @jax.jit
     def made(model: Model) -> Weights:
         model = unstacked(model)
-        model = map_weights(placed, in_int8(model) if int8 else model)
+        model = map_weights(placed, map_weights(in_int8, model) if int8 else model)
         table_EV = model.unembedding_EV
         tied = not any(table_EV is leaf for leaf in jax.tree.leaves(model))
         # A CPU would transpose a tied one for every token.

@@ -26,7 +26,7 @@ def recomputed(
     is_at_BSN = context.positions_BS[:, :, None] == jnp.arange(cache.tokens.shape[2])
     given_BN = jnp.sum(jnp.where(is_at_BSN, tokens_BS[:, :, None], 0), axis=1)
     tokens_BN = jnp.where(jnp.any(is_at_BSN, axis=1), given_BN, cache.tokens[0])
-    whole = dataclasses.replace(whole_rows(tokens_BN, context.compute))
+    whole = dataclasses.replace(whole_rows(tokens_BN, context.compute), lengths_B=context.lengths_B)
     x_BNE = reshard(model.trunk(tokens_BN, whole).x_BSE, "batch seq embed")
     x_BSE = jnp.einsum("bsn,bne->bse", is_at_BSN.astype(x_BNE.dtype), x_BNE)
     return x_BSE, TokensSoFar(tokens_BN[None])

@@ -1,6 +1,7 @@
 """Every family whose folders are read and written."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,23 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What a folder's config.json says: a family and the arguments of its `build`."""
+    """What a config.json, `where`, says: a family and the arguments of its `build`."""
 
     family: Family
     arguments: dict[str, Any]
+    where: str = dataclasses.field(compare=False)
+
+    @functools.cached_property
+    def shapes(self) -> Decoder:
+        """Of the model's weights.
+
+        Raises:
+          FolderError: if there is no model of these sizes and settings.
+        """
+        try:
+            return jax.eval_shape(lambda: self.build(jax.random.key(0)))
+        except ValueError as error:
+            raise FolderError(f"{self.where}: {error}") from None
 
     def build(self, key: PRNGKeyArray) -> Decoder:
         """The model, with new weights."""
@@ -42,23 +56,34 @@ def described(folder: Path) -> Described:
     """Reads `folder`/config.json.
 
     Raises:
-      FolderError: if there is none, or it has a key or a value that is not known here.
+      FolderError: if there is none, it has a key or a value that is not known here, or there is
+        no such model.
     """
-    content = read_json(folder / "config.json")
-    return described_by(content, str(folder / "config.json"))
+    file = folder / "config.json"
+    found = described_by(read_json(file), str(file))
+    found.shapes  # noqa: B018 - refuses sizes that do not go together
+    return found
 
 
 def described_by(content: dict[str, Any], where: str) -> Described:
-    """As `described`, of the content of a config.json."""
+    """As `described`, of the content of a config.json; whether there is such a model, its `shapes`
+    tell."""
     kind = content.get("model_type")
     family = next((each for each in FAMILIES if each.model_type == kind), None)
     if family is None:
         known = ", ".join(each.model_type for each in FAMILIES)
         raise FolderError(f"{where}: model_type {kind!r} is not supported; there are {known}")
     settings = Settings(content, where)
-    arguments = family.arguments(settings)
+    try:
+        arguments = family.arguments(settings)
+    except FolderError:
+        raise
+    except ValueError as error:  # of a part that has no such settings
+        raise FolderError(f"{where}: {error}") from None
+    except ArithmeticError as error:
+        raise FolderError(f"{where}: its numbers make no sense together: {error}") from None
     settings.done()
-    return Described(family, arguments)
+    return Described(family, arguments, where)
 
 
 def family_of(model: Decoder, model_type: str | None = None) -> tuple[Family, dict[str, Any]]:
@@ -76,11 +101,10 @@ def family_of(model: Decoder, model_type: str | None = None) -> tuple[Family, di
     for family in families:
         content = {"model_type": family.model_type, **family.settings(read)}
         try:
-            found = described_by(content, "the model")
-            built = jax.eval_shape(found.build, jax.random.key(0))
-        except ValueError:  # no config.json of this family says such a thing
+            shapes = described_by(content, "the model").shapes
+        except FolderError:  # no config.json of this family says such a thing
             continue
-        if not any(differences(built, model)):
+        if not any(differences(shapes, model)):
             return family, content
     raise ValueError(
         f"none of {', '.join(each.model_type for each in families)} is this model: it has parts or "

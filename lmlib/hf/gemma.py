@@ -6,7 +6,9 @@ from typing import Any
 from lmlib.hf.family import Family
 from lmlib.hf.llama import ATTENTION, MLP, OUTSIDE, shared_settings, sizes
 from lmlib.hf.names import Names, Tensor
-from lmlib.hf.settings import Settings, rope_parameters
+from lmlib.hf.rope_settings import read_rope, write_rope
+from lmlib.hf.settings import Settings
+from lmlib.hf.tensor_files import FolderError
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.rope_scaling import Linear, Llama3, Yarn
@@ -24,26 +26,43 @@ _HEAD_NORMS = (
     Tensor("self_attn.k_norm.weight", {"attention.key_norm.scale": ("head_dim",)}),
 )
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_PERIODS = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
 def _kinds(layers: int, period: int) -> list[str]:
     return [_GLOBAL if (i + 1) % period == 0 else _LOCAL for i in range(layers)]
 
 
-def _shared(settings: Settings, period: int) -> dict[str, Any]:
+def _period(settings: Settings, layers: int, stated: str | None, default: int) -> int:
+    """Each so many-th layer is global.
+
+    Args:
+      stated: the key that says so, unless layer_types lists the layers; `None`: the family has
+        none.
+      default: where neither is there.
+    """
+    kinds = settings.take("layer_types", None, list)
+    if kinds is None:
+        period = default if stated is None else settings.take(stated, default)
+        for key in _PERIODS:  # transformers reads no other
+            settings.only(key, period)
+        return period
+    settings.ignore(*_PERIODS)
+    period = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else layers + 1
+    if kinds != _kinds(layers, period):
+        raise FolderError(
+            f"{settings.where}: layer_types = {kinds} is not supported, only {layers} layers of "
+            f"which each n-th is {_GLOBAL!r} and all others are {_LOCAL!r}"
+        )
+    return period
+
+
+def _shared(settings: Settings, stated: str | None, period: int) -> dict[str, Any]:
     for key in ("hidden_act", "hidden_activation"):
         settings.only(key, "gelu_pytorch_tanh")
     settings.only("attention_bias", False)
     settings.only("use_bidirectional_attention", False)
     arguments = sizes(settings, tied=True, kv_heads=4)
-    layers = arguments["layers"]
-    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
-        period = settings.take(key, period)
-    kinds = settings.take("layer_types", None, list)
-    if kinds is not None:
-        period = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else layers + 1
-        if kinds != _kinds(layers, period):
-            settings.only("layer_types", f"local layers with each {period}th global")
     window = settings.take("sliding_window", 4_096)
     settings.only("sliding_window_size", window)  # Gemma 2 9B says it twice
     return {
@@ -51,15 +70,14 @@ def _shared(settings: Settings, period: int) -> dict[str, Any]:
         "head_dim": settings.take("head_dim", 256),
         "query_scale": settings.take("query_pre_attn_scalar", 256.0, float),
         "window": window,
-        "period": period,
+        "period": _period(settings, arguments["layers"], stated, period),
     }
 
 
 def _gemma2_arguments(settings: Settings) -> dict[str, Any]:
-    theta, _ = settings.rope(scalings=())
     return {
-        **_shared(settings, 2),
-        "rope_theta": theta,
+        **_shared(settings, None, 2),
+        "rope_theta": read_rope(settings, scalings=()).theta,
         "attention_cap": settings.nullable("attn_logit_softcapping", 50.0, float),
         "logit_cap": settings.nullable("final_logit_softcapping", 30.0, float),
     }
@@ -68,30 +86,34 @@ def _gemma2_arguments(settings: Settings) -> dict[str, Any]:
 def _gemma3_arguments(settings: Settings) -> dict[str, Any]:
     settings.only("attn_logit_softcapping")
     settings.only("final_logit_softcapping")
-    new = settings.take("rope_parameters", {}, dict)
-    local = Settings(
-        {
-            "rope_parameters": new.get(_LOCAL),
-            "rope_theta": settings.take("rope_local_base_freq", None, float),
-        },
-        settings.where,
+    ropes = Settings(
+        settings.take("rope_parameters", {}, dict), f"{settings.where}: rope_parameters", ()
     )
-    whole = Settings(
-        {
-            "rope_parameters": new.get(_GLOBAL),
-            "rope_scaling": settings.take("rope_scaling", None, dict),
-            "rope_theta": settings.take("rope_theta", None, float),
-            "max_position_embeddings": settings.take("max_position_embeddings", None),
-        },
-        settings.where,
+    whole, local = (ropes.take(kind, {}, dict) for kind in (_GLOBAL, _LOCAL))
+    ropes.done()
+    # As transformers puts them together: rope_scaling's keys over the others.
+    whole = {"rope_type": "default"} | whole | settings.take("rope_scaling", {}, dict)
+    rope = read_rope(
+        Settings(
+            {
+                "rope_parameters": whole,
+                "max_position_embeddings": settings.take("max_position_embeddings", None),
+            },
+            f"{settings.where}: {_GLOBAL}",
+        ),
+        settings.nullable("rope_theta", 1_000_000.0, float),
+        (Linear, Llama3, Yarn),
     )
-    theta, scaling = whole.rope(1_000_000.0, (Linear, Llama3, Yarn))
-    local_theta, _ = local.rope(10_000.0, scalings=())
+    local_rope = read_rope(
+        Settings({"rope_parameters": local}, f"{settings.where}: {_LOCAL}"),
+        settings.nullable("rope_local_base_freq", 10_000.0, float),
+        (),
+    )
     return {
-        **_shared(settings, 6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "local_rope_theta": local_theta,
+        **_shared(settings, "sliding_window_pattern", 6),
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "local_rope_theta": local_rope.theta,
     }
 
 
@@ -118,12 +140,15 @@ def _gemma2_settings(model: Architecture) -> dict[str, Any]:
 
 
 def _gemma3_settings(model: Architecture) -> dict[str, Any]:
-    turned = {}
-    for layer in model.layers:
-        if layer.rotary is not None:
-            kind = _GLOBAL if layer.window is None else _LOCAL
-            turned[kind] = rope_parameters(layer.rotary.theta, layer.rotary.scaling)
-    return _settings(model) | {"rope_parameters": turned}
+    ropes = {
+        _GLOBAL if layer.window is None else _LOCAL: write_rope(layer.rotary)
+        for layer in model.layers
+        if layer.rotary is not None
+    }
+    # Old files have global layers' rope as other families have theirs, and local layers' base.
+    local = {"rope_local_base_freq": ropes[_LOCAL]["rope_theta"]} if _LOCAL in ropes else {}
+    new = {kind: rope["rope_parameters"] for kind, rope in ropes.items()}
+    return _settings(model) | ropes.get(_GLOBAL, {}) | local | {"rope_parameters": new}
 
 
 FAMILIES: Sequence[Family] = (

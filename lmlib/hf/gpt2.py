@@ -5,7 +5,7 @@ from typing import Any
 
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
-from lmlib.hf.settings import Settings
+from lmlib.hf.settings import MOST_LAYERS, Settings
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.gpt2 import gpt2
 
@@ -51,10 +51,9 @@ _LAYER = (
 def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
     settings.only("scale_attn_weights", True)
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        settings.only(key, False)
-    # Summaries are of other heads, n_ctx is an old n_positions.
-    settings.ignore("reorder_and_upcast_attn", "n_ctx")
+    settings.only("scale_attn_by_inverse_layer_idx", False)
+    # Summaries and special tokens are of other heads, n_ctx is an old n_positions.
+    settings.ignore("reorder_and_upcast_attn", "n_ctx", "n_special", "predict_special_tokens")
     settings.ignore(
         "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
         "summary_first_dropout",
@@ -63,11 +62,11 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     return {
         "vocab": settings.take("vocab_size", 50_257),
         "embed": embed,
-        "layers": settings.take("n_layer", 12),
+        "layers": settings.take("n_layer", 12, most=MOST_LAYERS),
         "heads": settings.take("n_head", 12),
         "mlp": settings.take("n_inner", 4 * embed),
         "positions": settings.take("n_positions", 1_024),
-        "norm_epsilon": settings.take("layer_norm_epsilon", 1e-5, float),
+        "norm_epsilon": settings.take("layer_norm_epsilon", 1e-5, float, zero=True),
         "tied": settings.take("tie_word_embeddings", True, bool),
     }
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
-from lmlib.hf.settings import Settings, rope_parameters
+from lmlib.hf.rope_settings import read_rope, write_rope
+from lmlib.hf.settings import MOST_LAYERS, Settings
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.llama import llama
 from lmlib.models.families.mistral import mistral
@@ -47,19 +48,20 @@ def sizes(
     return {
         "vocab": settings.take("vocab_size"),
         "embed": settings.take("hidden_size"),
-        "layers": settings.take("num_hidden_layers"),
+        "layers": settings.take("num_hidden_layers", most=MOST_LAYERS),
         "heads": heads,
         "kv_heads": settings.nullable("num_key_value_heads", kv_heads) or heads,
         "mlp": settings.take("intermediate_size"),
-        "norm_epsilon": settings.take("rms_norm_eps", epsilon, float),
+        "norm_epsilon": settings.take("rms_norm_eps", epsilon, float, zero=True),
         "tied": settings.take("tie_word_embeddings", tied, bool),
     }
 
 
-def shared_settings(model: Architecture, activation: str = "silu") -> dict[str, Any]:
-    """The keys that `sizes` reads, and those of rotary positions."""
-    rotary = model.layers[0].rotary or Rotary(model.head_dim)
-    longest = None if rotary.scaling is None else rotary.scaling.longest
+def shared_settings(
+    model: Architecture, activation: str = "silu", rope_kind: str = "rope_type"
+) -> dict[str, Any]:
+    """The keys that `sizes` reads, and those of rotary positions. `rope_kind`: as of
+    `write_rope`."""
     return {
         "vocab_size": model.vocab,
         "hidden_size": model.embed,
@@ -70,8 +72,7 @@ def shared_settings(model: Architecture, activation: str = "silu") -> dict[str, 
         "rms_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": model.tied,
         "hidden_act": activation,
-        "rope_parameters": rope_parameters(rotary.theta, rotary.scaling),
-        **({} if longest is None else {"max_position_embeddings": longest}),
+        **write_rope(model.layers[0].rotary or Rotary(model.head_dim), rope_kind),
     }
 
 
@@ -80,12 +81,12 @@ def _llama_arguments(settings: Settings) -> dict[str, Any]:
     settings.only("attention_bias", False)
     settings.only("mlp_bias", False)
     settings.only("rope_interleaved", False)
-    theta, scaling = settings.rope()
+    rope = read_rope(settings)
     return {
         **sizes(settings),
         "head_dim": settings.take("head_dim", None),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
     }
 
 
@@ -96,11 +97,10 @@ def _llama_settings(model: Architecture) -> dict[str, Any]:
 
 def _mistral_arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
-    theta, _ = settings.rope(scalings=())
     return {
         **sizes(settings, kv_heads=8),
         "head_dim": settings.take("head_dim", None),
-        "rope_theta": theta,
+        "rope_theta": read_rope(settings, scalings=()).theta,
         "window": settings.nullable("sliding_window", 4_096),
     }
 

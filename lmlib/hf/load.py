@@ -1,14 +1,16 @@
 """Folders of weights to models on the mesh.
 
 Each device's process reads its own contiguous share of a tensor, each byte once over all processes;
-reshaping, transposing, splitting and the way to where the weight lies happen on the devices.
+reshaping, transposing, splitting and the way to where the weight lies happen on the devices. What a
+weight is kept as is made of it there and then, before the next tensor is read.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jax.typing import DTypeLike
 
 from lmlib.hf.families import described
+from lmlib.hf.finite import check_finite
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.names import Names, Share, check_complete, placed
 from lmlib.hf.tensor_files import FolderError, Stored, stored_tensors
 from lmlib.models.decoder import Decoder
-from lmlib.parallel.axes import map_weights
+from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.check import check_model
 from lmlib.parallel.layout import stored
 from lmlib.parallel.mesh import make_mesh
 
 Progress = Callable[[int, int], None]
+Kept = Callable[[Weight, jax.Array], Any]
 
 
 def load(folder: str | Path, mesh: Mesh | None = None, progress: Progress | None = None) -> Decoder:
@@ -44,44 +48,60 @@ def load(folder: str | Path, mesh: Mesh | None = None, progress: Progress | None
     """
     folder = local_folder_of(folder)
     found = described(folder)
-    model = jax.eval_shape(found.build, jax.random.key(0))
+    names = found.family.names
     if mesh is not None:
-        return load_weights(folder, model, found.family.names, mesh, progress)
+        return load_weights(folder, found.shapes, names, mesh, progress)
     one = make_mesh(devices=jax.local_devices()[:1])
-    weights = load_weights(folder, model, found.family.names, one, progress)
+    weights = load_weights(folder, found.shapes, names, one, progress)
     return jax.device_put(weights, SingleDeviceSharding(one.devices.flat[0]))
 
 
 def load_weights(
-    folder: Path, model: Decoder, names: Names, mesh: Mesh, progress: Progress | None = None
-) -> Decoder:
-    """As `load`, for a model whose shapes and dtypes are known."""
+    folder: Path,
+    model: Decoder,
+    names: Names,
+    mesh: Mesh,
+    progress: Progress | None = None,
+    kept: Kept = lambda weight, array: array,
+) -> Any:
+    """As `load`, for a model whose shapes and dtypes are known.
+
+    Args:
+      kept: what takes an array's place in the model, in another dtype say; called with that of each
+        layer. It must not change which layouts arrays have.
+    """
     there = stored_tensors(folder)
     if not any(name.startswith(names.base) for name in there):
         there = {_with_base(name, names): tensor for name, tensor in there.items()}
     wanted = placed(model, names)
-    extra = (*names.without_effect, *(_head_of(names) if model.unembedding is None else ()))
+    table, head = (names.tensor_of(path) for path in ("embedding", "unembedding"))
+    tied = model.unembedding is None
+    shapes = {name: each.shape for name, each in there.items() if not (tied and name == head)}
     try:
-        check_complete(wanted, {name: each.shape for name, each in there.items()}, extra)
+        check_complete(wanted, shapes, names.without_effect)
     except ValueError as error:
         raise FolderError(f"{folder}: {error}") from None
-    weights: dict[str, jax.Array] = {}
     check_model(model, mesh)
-    layouts = _layouts(model, mesh)
+    if tied and head in there:
+        _check_tied(folder, there, head, table, mesh)
+    places = _places(model, mesh)
+    weights: dict[str, Any] = {}
     total = sum(there[tensor.name].end - there[tensor.name].offset for tensor in wanted)
     read = 0
     for tensor in wanted:
         source = there[tensor.name]
-        flat = _read(source, mesh)
+        flat = _read(tensor.name, source, mesh)
         for path, repetition, share in tensor.pieces:
-            target = layouts[path]
+            place = places[path]
+            cut = _cutter(tensor.shape, share, place.layout, place.dtype)
+            array = kept(place.weight, cut(flat))
             if repetition is None:
-                weights[path] = _cutter(tensor.shape, share, target.sharding, target.dtype)(flat)
-            else:
-                if path not in weights:
-                    weights[path] = _zeros(target)
-                put = _stacker(tensor.shape, share, target.sharding, target.dtype)
-                weights[path] = put(weights[path], flat, np.int32(repetition))
+                weights[path] = array
+                continue
+            if path not in weights:
+                weights[path] = jax.tree.map(functools.partial(_stack, place.layers), array)
+            put = functools.partial(_put, layer=np.int32(repetition))
+            weights[path] = jax.tree.map(put, weights[path], array)
         # Else the host would read on, and hold what the devices have not taken yet.
         jax.block_until_ready([weights[path] for path, _, _ in tensor.pieces])
         read += source.end - source.offset
@@ -91,20 +111,46 @@ def load_weights(
 
 
 def _with_base(name: str, names: Names) -> str:
-    return name if name in _head_of(names) else names.base + name
+    return name if name == names.tensor_of("unembedding") else names.base + name
 
 
-def _head_of(names: Names) -> tuple[str, ...]:
-    return tuple(each.name for each in names.outside if "unembedding" in each.holds)
+def _check_tied(
+    folder: Path, there: Mapping[str, Stored], head: str, table: str, mesh: Mesh
+) -> None:
+    """Raises FolderError if the head is another matrix than the table that it should be tied to:
+    `transformers` would use it."""
+    one, other = there[head], there[table]
+    if one.shape != other.shape or not _same(_read(head, one, mesh), _read(table, other, mesh)):
+        raise FolderError(
+            f"{folder}: {head} differs from {table}, but config.json has tie_word_embeddings = "
+            "True, or does not say, which means True: set it to False, or remove the head"
+        )
 
 
-def _layouts(model: Decoder, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape, dtype and layout of each weight, by path."""
-    found: dict[str, jax.ShapeDtypeStruct] = {}
+@jax.jit
+def _same(one: jax.Array, other: jax.Array) -> jax.Array:
+    return (one == other).all()
 
-    def visit(weight: Any, array: Any) -> None:
-        layout = NamedSharding(mesh, stored(weight, array.shape, mesh))
-        found[weight.path] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout)
+
+class _Place(NamedTuple):
+    """Where a tensor's values go: the weight of one layer, its layout, and how many layers lie in
+    its stack (1: it has none)."""
+
+    weight: Weight
+    dtype: np.dtype
+    layout: NamedSharding
+    layers: int
+
+
+def _places(model: Decoder, mesh: Mesh) -> dict[str, _Place]:
+    """By the paths of the weights."""
+    found: dict[str, _Place] = {}
+
+    def visit(weight: Weight, array: Any) -> None:
+        stacked = weight.axes[:1] == (None,)
+        own = dataclasses.replace(weight, axes=weight.axes[stacked:])
+        layout = NamedSharding(mesh, stored(own, array.shape[stacked:], mesh))
+        found[weight.path] = _Place(own, array.dtype, layout, array.shape[0] if stacked else 1)
 
     map_weights(visit, model)
     return found
@@ -117,15 +163,21 @@ def shares(size: int, mesh: Mesh) -> tuple[int, NamedSharding]:
     return -(-size // count) * count, NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
-def _read(source: Stored, mesh: Mesh) -> jax.Array:
-    """The tensor's values one after another, a share on each device, padded with zeros."""
+def _read(name: str, source: Stored, mesh: Mesh) -> jax.Array:
+    """The tensor's values one after another, a share on each device, padded with zeros.
+
+    Raises:
+      FolderError: if one is not finite.
+    """
     padded, layout = shares(source.size, mesh)
 
     def share(index: Any) -> np.ndarray:
         start, end, _ = index[0].indices(padded)
         return source.read(min(start, source.size), min(end, source.size), room=end - start)
 
-    return jax.make_array_from_callback((padded,), layout, share)
+    values = jax.make_array_from_callback((padded,), layout, share)
+    check_finite(name, source, values)
+    return values
 
 
 def _cut(
@@ -145,20 +197,21 @@ def _cutter(
     return jax.jit(lambda flat: _cut(flat, shape, share, layout, dtype))
 
 
+def _stack(layers: int, one: jax.Array) -> jax.Array:
+    """Zeros for `layers` arrays like this one."""
+    assert isinstance(one.sharding, NamedSharding)
+    layout = NamedSharding(one.sharding.mesh, PartitionSpec(None, *one.sharding.spec))
+    return _zeros((layers, *one.shape), one.dtype, layout)()
+
+
 @functools.lru_cache(maxsize=256)
-def _stacker(
-    shape: tuple[int, ...], share: Share, layout: NamedSharding, dtype: DTypeLike
-) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
-    """Puts a layer's weight into its stack, whose buffer it takes."""
-    own = NamedSharding(layout.mesh, PartitionSpec(*layout.spec[1:]))
-
-    def put(stack: jax.Array, flat: jax.Array, layer: jax.Array) -> jax.Array:
-        weight = _cut(flat, shape, share, own, dtype)
-        return jax.lax.dynamic_update_index_in_dim(stack, weight, layer, 0)
-
-    return jax.jit(put, out_shardings=layout, donate_argnums=0)
+def _zeros(
+    shape: tuple[int, ...], dtype: DTypeLike, layout: NamedSharding
+) -> Callable[[], jax.Array]:
+    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=layout)
 
 
-def _zeros(target: jax.ShapeDtypeStruct) -> jax.Array:
-    make = functools.partial(jnp.zeros, target.shape, target.dtype)
-    return jax.jit(make, out_shardings=target.sharding)()
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack: jax.Array, array: jax.Array, layer: jax.Array) -> jax.Array:
+    """`stack`, whose buffer it takes, with a layer's array at its place."""
+    return jax.lax.dynamic_update_index_in_dim(stack, array, layer, 0)

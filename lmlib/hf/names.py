@@ -53,6 +53,10 @@ class Names:
     base: str = "model."
     without_effect: tuple[str, ...] = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
+    def tensor_of(self, path: str) -> str:
+        """The tensor that holds a weight which is of no layer."""
+        return next(each.name for each in self.outside if path in each.holds)
+
 
 class Share(NamedTuple):
     """What of a tensor is a weight's, of one layer.

@@ -6,6 +6,7 @@ from typing import Any
 from lmlib.hf.family import Family
 from lmlib.hf.llama import ATTENTION, MLP, OUTSIDE, shared_settings, sizes
 from lmlib.hf.names import Names, Tensor
+from lmlib.hf.rope_settings import read_rope
 from lmlib.hf.settings import Settings
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.olmo import olmo2
@@ -23,12 +24,16 @@ _LAYER = (
 def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     settings.only("attention_bias", False)
-    theta, scaling = settings.rope()
-    return {**sizes(settings, epsilon=1e-5), "rope_theta": theta, "rope_scaling": scaling}
+    rope = read_rope(settings)
+    return {
+        **sizes(settings, epsilon=1e-5),
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+    }
 
 
 def _settings(model: Architecture) -> dict[str, Any]:
-    return shared_settings(model) | {"attention_bias": False}
+    return shared_settings(model, rope_kind="type") | {"attention_bias": False}
 
 
 FAMILIES: Sequence[Family] = (

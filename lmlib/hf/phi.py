@@ -1,14 +1,17 @@
 """Phi-3 and Phi-4, whose folders hold fused projections."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from lmlib.hf.family import Family
 from lmlib.hf.llama import NORMS_BEFORE, OUTSIDE, shared_settings, sizes
 from lmlib.hf.names import Names, Tensor
+from lmlib.hf.rope_settings import read_rope
 from lmlib.hf.settings import Settings
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.phi import phi3
+from lmlib.models.rope_scaling import LongRope
 
 _LAYER = (
     *NORMS_BEFORE,
@@ -28,28 +31,33 @@ _LAYER = (
 
 def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
-    settings.only("attention_bias", False)
-    settings.ignore("original_max_position_embeddings")  # of a scaling, which is refused
-    turned = settings.take("partial_rotary_factor", None, float)
-    for key in ("rope_parameters", "rope_scaling"):
-        own = settings.take(key, {}, dict).get("partial_rotary_factor")
-        turned = own if turned is None else turned
-    theta, _ = settings.rope(scalings=())
+    for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        settings.only(key, False)
+    for key in ("full_attn_mod", "interpolate_factor"):  # Phi-4 mini's
+        settings.only(key, 1)
+    rope = read_rope(settings, scalings=(LongRope,), partial=True)
     return {
         **sizes(settings, epsilon=1e-5),
-        "rope_theta": theta,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
         "window": settings.take("sliding_window", None),
-        "turned": 1.0 if turned is None else float(turned),
+        "turned": rope.turned,
     }
 
 
 def _settings(model: Architecture) -> dict[str, Any]:
     rotary = model.layers[0].rotary
-    turned = 1.0 if rotary is None else rotary.head_dim / model.head_dim
-    shared = shared_settings(model)
+    turned = 1.0 if rotary is None else _share(rotary.head_dim, model.head_dim)
+    shared = shared_settings(model, rope_kind="type") | {"partial_rotary_factor": turned}
     shared["rope_parameters"] |= {"partial_rotary_factor": turned}
     # Its class would take 32,000 for the id of padding, which the vocabulary may not have.
     return shared | {"sliding_window": model.layers[0].window, "pad_token_id": None}
+
+
+def _share(part: int, whole: int) -> float:
+    """Of which `int(share * whole)` is `part`, as readers compute it: 30 / 44 * 44 is 29.99…"""
+    share = part / whole
+    return share if int(share * whole) == part else math.nextafter(share, 1.0)
 
 
 FAMILIES: Sequence[Family] = (

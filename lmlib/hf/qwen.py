@@ -6,10 +6,13 @@ from typing import Any
 from lmlib.hf.family import Family
 from lmlib.hf.llama import names, shared_settings, sizes
 from lmlib.hf.names import Tensor
+from lmlib.hf.rope_settings import read_rope
 from lmlib.hf.settings import Settings
+from lmlib.hf.tensor_files import FolderError
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.qwen import qwen2, qwen3
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _BIASES = (
     Tensor("self_attn.q_proj.bias", {"attention.query_bias": ("heads head_dim",)}),
     Tensor("self_attn.k_proj.bias", {"attention.key_bias": ("kv_heads head_dim",)}),
@@ -23,14 +26,54 @@ _HEAD_NORMS = (
 
 def _shared(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
-    settings.only("use_sliding_window", False)
     settings.only("use_mrope", False)
-    settings.ignore("sliding_window", "max_window_layers")  # since no layer slides
+    rope, arguments = read_rope(settings), sizes(settings, kv_heads=32)
+    return {
+        **arguments,
+        **_windows(settings, arguments["layers"]),
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+    }
+
+
+def _windows(settings: Settings, layers: int) -> dict[str, Any]:
+    """The window, and how many layers before it have none: by layer_types, or else from layer
+    max_window_layers on, but only with use_sliding_window."""
+    used = settings.take("use_sliding_window", False, bool)
+    window = settings.nullable("sliding_window", 4_096) if used else None
+    full = settings.take("max_window_layers", 28, zero=True) if used else layers
+    settings.ignore("sliding_window", "max_window_layers")
     kinds = settings.take("layer_types", None, list)
-    if kinds is not None and set(kinds) != {"full_attention"}:
-        settings.only("layer_types", "full_attention in each layer")
-    theta, scaling = settings.rope()
-    return {**sizes(settings, kv_heads=32), "rope_theta": theta, "rope_scaling": scaling}
+    if kinds is not None:
+        full = kinds.index(_SLIDING) if _SLIDING in kinds else layers
+        if kinds != _kinds(layers, full):
+            raise FolderError(
+                f"{settings.where}: layer_types = {kinds} is not supported, only {layers} layers "
+                f"of which the first ones are {_FULL!r} and the others {_SLIDING!r}"
+            )
+        if window is None and full < layers:  # transformers has no window for these layers either
+            settings.take("use_sliding_window", kind=bool)
+            settings.only("use_sliding_window", True)
+            settings.take("sliding_window")
+    return {} if window is None or full >= layers else {"window": window, "full_layers": full}
+
+
+def _kinds(layers: int, full: int) -> list[str]:
+    return [_FULL if layer < full else _SLIDING for layer in range(layers)]
+
+
+def _window_settings(model: Architecture) -> dict[str, Any]:
+    """What `_windows` reads."""
+    windows = [layer.window for layer in model.layers]
+    if windows[-1] is None:
+        return {"use_sliding_window": False}
+    full = windows.count(None)
+    return {
+        "use_sliding_window": True,
+        "sliding_window": windows[-1],
+        "max_window_layers": full,
+        "layer_types": _kinds(len(windows), full),
+    }
 
 
 def _qwen2_arguments(settings: Settings) -> dict[str, Any]:
@@ -43,12 +86,12 @@ def _qwen3_arguments(settings: Settings) -> dict[str, Any]:
 
 
 def _qwen2_settings(model: Architecture) -> dict[str, Any]:
-    return shared_settings(model) | {"use_sliding_window": False}
+    return shared_settings(model) | _window_settings(model)
 
 
 def _qwen3_settings(model: Architecture) -> dict[str, Any]:
-    own = {"head_dim": model.head_dim, "attention_bias": False, "use_sliding_window": False}
-    return shared_settings(model) | own
+    own = {"head_dim": model.head_dim, "attention_bias": False}
+    return shared_settings(model) | _window_settings(model) | own
 
 
 FAMILIES: Sequence[Family] = (

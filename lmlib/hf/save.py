@@ -21,6 +21,7 @@ from lmlib.hf.families import family_of
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
 from lmlib.hf.names import Placed, Share, placed
+from lmlib.hf.rounding import Rounding, rounding
 from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced, write
 from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import map_weights
@@ -36,21 +37,23 @@ def save(
     *,
     model_type: str | None = None,
     tokenizer: str | Path | None = None,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     longest: int | None = None,
     settings: Mapping[str, Any] | None = None,
     file_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
-) -> None:
+) -> Rounding:
     """Writes config.json, generation_config.json, safetensors with their index, and the
-    tokenizer's files. With several processes each calls it, and all see the folder.
+    tokenizer's files. With several processes each calls it, and all see the folder. Returns what
+    the dtype made of the weights.
 
     Args:
       folder: new, or empty.
       model_type: of config.json, for a model that several families have: Llama and Phi-3, say.
         `None`: the first of them.
       tokenizer: a folder with a tokenizer's files, or one tokenizer.json; they are copied.
-      dtype: of the file: "bfloat16", "float16" or "float32".
+      dtype: of the file: "bfloat16", "float16" or "float32"; `None`: of the weights, which keeps
+        every value.
       longest: the longest sequence the model was trained on, as `max_position_embeddings`, unless
         the model itself says that.
       settings: more keys of config.json, such as `bos_token_id` and `eos_token_id`.
@@ -58,11 +61,12 @@ def save(
       progress: called with the bytes written and all bytes, after each tensor.
 
     Raises:
-      ValueError: if no family has such a model, or `dtype` is another.
+      ValueError: if no family has such a model, `dtype` is another, or a weight is beyond it.
       FileExistsError: if the folder holds something.
       FileNotFoundError: if `tokenizer` holds none.
     """
     folder = Path(folder)
+    dtype = dtype or jnp.result_type(*jax.tree.leaves(model)).name
     if dtype not in NAMES_OF_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
     family, content = family_of(model, model_type)
@@ -79,6 +83,7 @@ def save(
         **(settings or {}),
     }
     wanted = placed(model, family.names)
+    rounded = rounding(model, wanted, dtype)
     files = laid_out(
         folder,
         {each.name: (DTYPES[NAMES_OF_DTYPES[dtype]], each.shape) for each in wanted},
@@ -102,6 +107,7 @@ def save(
         # Last: a folder with a config is whole.
         write_whole(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
     meet("lmlib: folder written")
+    return rounded
 
 
 def _write_all(

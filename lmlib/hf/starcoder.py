@@ -6,6 +6,7 @@ from typing import Any
 from lmlib.hf.family import Family
 from lmlib.hf.llama import ATTENTION, NORMS_BEFORE, OUTSIDE, shared_settings, sizes
 from lmlib.hf.names import Names, Tensor
+from lmlib.hf.rope_settings import read_rope
 from lmlib.hf.settings import Settings
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.starcoder import starcoder2
@@ -32,11 +33,16 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("use_bias", True)
     settings.only("norm_type", "layer_norm")
     settings.only("mlp_type", "default")
-    theta, _ = settings.rope(scalings=())
+    # The 7B says some things twice, in the words of StarCoder 1; `transformers` reads none of them.
+    epsilon = settings.take("norm_epsilon", 1e-5, float, zero=True)
+    settings.only("layer_norm_epsilon", epsilon)
+    settings.only("activation_function", "gelu", "gelu_pytorch_tanh")
+    settings.only("scale_attn_weights", True)
+    settings.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     return {
         **sizes(settings, tied=True, kv_heads=2),
-        "rope_theta": theta,
-        "norm_epsilon": settings.take("norm_epsilon", 1e-5, float),
+        "rope_theta": read_rope(settings, scalings=()).theta,
+        "norm_epsilon": epsilon,
         "window": settings.take("sliding_window", None),
     }
 

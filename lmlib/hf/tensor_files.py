@@ -76,7 +76,14 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
       FolderError: if there are none, or a header, the index or a file contradicts another.
     """
     if (folder / INDEX).exists():
-        return _indexed(folder)
+        found = _indexed(folder)
+        files = {tensor.file.name for tensor in found.values()}
+        if (folder / SINGLE).exists() and SINGLE not in files:
+            raise FolderError(
+                f"{folder} holds {SINGLE}, which transformers reads, and an {INDEX} of other files "
+                f"({', '.join(sorted(files)[:2])}, ...): remove what is not meant"
+            )
+        return found
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
     if pickled := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt")):

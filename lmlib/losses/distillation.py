@@ -38,8 +38,8 @@ class Distillation(Objective):
     outcome for all other ids. So the student learns how likely the others are together, which the
     k alone would leave open. T is 1: at any other, that outcome's probability is not known.
 
-    Reports, in nats per token: `loss`, that mixture; `cross_entropy`, -log p(target) of the
-    student; `divergence`, the KL at temperature T, without T².
+    Reports `loss`, that mixture, and in nats per token `cross_entropy`, -log p(target) of the
+    student, and `divergence`, the KL at temperature T, without T².
 
     Args:
       teacher: `teacher(key=…)` makes the teacher, a model of the student's vocabulary; `None`: the
@@ -81,6 +81,15 @@ class Distillation(Objective):
     @property
     def reads_stored_teacher(self) -> bool:
         return self.teacher is None
+
+    @property
+    def loss_name(self) -> str:
+        return "distillation loss"
+
+    @property
+    def loss_unit(self) -> str:
+        weight = self.weight * self.temperature**2
+        return f"{1 - self.weight:g} · cross-entropy + {weight:g} · divergence, in nats per token"
 
     @property
     def shown(self) -> tuple[str, ...]:

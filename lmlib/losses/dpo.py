@@ -35,7 +35,8 @@ class DPO(Objective):
 
     A pair is two segments of a row, one after the other: segments 1 and 2, 3 and 4, …; the odd one
     is the chosen one. `Batch.loss_mask` marks the targets of the responses. A pair without a marked
-    target in each of its segments does not count.
+    target in each of its segments does not count. Nothing is dropped at random, in adapters
+    neither: what policy and reference dropped differently would count as preference.
 
     Reports, on average over pairs: `loss`, nats; `reward_margin`, β · m; `reward_accuracy`, the
     share of pairs with m > 0; `chosen_log_probability` and `rejected_log_probability`, nats, of the
@@ -67,6 +68,14 @@ class DPO(Objective):
     @property
     def companion(self) -> Companion | None:
         return None if self.reference_from is None else Companion(None, self.reference_from)
+
+    @property
+    def loss_name(self) -> str:
+        return "DPO loss"
+
+    @property
+    def loss_unit(self) -> str:
+        return "nats per pair"
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -107,7 +116,7 @@ class DPO(Objective):
             reference = without_adapters(model) if companion is None else companion
             reference = jax.lax.stop_gradient(reference)
             reference_nats_BS, _ = token_losses(reference, batch, compute)
-        found = features(model, batch, compute, key)
+        found = features(model, batch, compute)
         with jax.named_scope("loss"):
             fixed = jax.lax.stop_gradient((model, found.h_BSE))
             nats_BS, _ = losses_of_features(*fixed, batch, compute)

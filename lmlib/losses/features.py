@@ -3,7 +3,6 @@
 Shapes: B batch, S sequence, E embed.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.protocol import Context, Model
+from lmlib.models.protocol import Context, Model, Observe
 from lmlib.parallel.layout import COMPUTE
 
 
@@ -22,7 +21,7 @@ class Features(NamedTuple):
 
     h_BSE: what the unembedding multiplies, in the compute dtype.
     losses: the model's own losses, summed, nats; 0 for most.
-    observed: what `observe` made of the residual stream (`Context.observe`).
+    observed: what `observe` made of each layer (`Context.observe`).
     """
 
     h_BSE: Float[Array, "b s embed"]
@@ -36,7 +35,7 @@ def features(
     compute: Compute,
     key: PRNGKeyArray | None = None,
     dropout: float = 0.0,
-    observe: Callable[[Array], Any] | None = None,
+    observe: Observe | None = None,
 ) -> Features:
     """The features of each token of `batch`; `key`: of random layers, which are off without one."""
     # Straight from a source, a batch is NumPy's.

@@ -4,7 +4,6 @@ Shapes: B batch, S sequence, V vocab, N tokens of a chunk.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from lmlib.logit_chunks import ChunkLogits
 from lmlib.losses.features import features
 from lmlib.losses.fused import LogitSettings, TokenLosses, fused_loss
 from lmlib.losses.objective import LossSums, Objective, check_fraction
-from lmlib.models.protocol import Model
+from lmlib.models.protocol import Model, Observe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +60,10 @@ def batch_loss(
     compute: Compute,
     objective: NextToken = NextToken(),
     key: PRNGKeyArray | None = None,
-    observe: Callable[[Array], Any] | None = None,
+    observe: Observe | None = None,
 ) -> tuple[LossSums, Any]:
-    """Loss of the next token, summed over `batch.loss_mask`, and what `observe` made of the
-    residual stream (`Context.observe`).
+    """Loss of the next token, summed over `batch.loss_mask`, and what `observe` made of each layer
+    (`Context.observe`).
 
     Args:
       key: of random layers, which are off without one.

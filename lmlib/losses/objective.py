@@ -46,6 +46,16 @@ class Objective(abc.ABC):
         return None
 
     @property
+    def loss_name(self) -> str:
+        """What the `loss` that it reports is called where it is shown."""
+        return "loss"
+
+    @property
+    def loss_unit(self) -> str:
+        """In what `loss` is: a unit, or the formula where it is a sum of several."""
+        return "nats per token"
+
+    @property
     def shown(self) -> tuple[str, ...]:
         """Which of what it reports a run's progress shows beside the loss."""
         return ()

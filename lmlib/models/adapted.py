@@ -27,8 +27,9 @@ class Adapted(eqx.Module):
     by each of the three (LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3).
 
     `down` has the axes of `base` that products sum over, then the rank; `up` has the rank, then the
-    others; in the middle, as in `base`, lie stacked layers. They lie on the mesh as these axes do.
-    Over `tensor` the rank is split where no axis of `down` is.
+    others; in the middle, as in `base`, lie stacked layers. They lie on the mesh as these axes do,
+    both split over `fsdp` too (`lmlib.parallel.layout.stored`). Over `tensor` the rank is split
+    where no axis of `down` is.
 
     Attributes:
       base: an array, or a `lmlib.models.int8.Int8`.
@@ -78,17 +79,17 @@ class Adapted(eqx.Module):
         """base + scale · down · up, in float32 at least, which lies as `base` does."""
         base = self.base.in_use(jnp.float32) if hasattr(self.base, "in_use") else self.base
         wide = jnp.promote_types(base.dtype, jnp.float32)
-        down, layout = self.down, None
+        down, up, layout = self.down, self.up, None
+        stacked, summed = base.ndim - len(self.axis_names["base"].split()), self.down.ndim - 1
         if not jax.sharding.get_abstract_mesh().empty:
             layout = jax.typeof(base).sharding.spec
-            places = jax.typeof(down).sharding.spec.partitions
-            down = jax.sharding.reshard(down, PartitionSpec(*places[:-1], None))
-        stacked = base.ndim - len(self.axis_names["base"].split())
+            places = layout.partitions
+            down = jax.sharding.reshard(down, PartitionSpec(*places[:summed], None))
+            up = jax.sharding.reshard(up, PartitionSpec(*places[:stacked], None, *places[summed:]))
         letters = string.ascii_lowercase[: base.ndim]
-        lead, summed = letters[:stacked], letters[stacked : down.ndim - 1]
-        kept = letters[down.ndim - 1 :]
-        equation = f"{lead}{summed}z,{lead}z{kept}->{letters}"
-        added = jnp.einsum(equation, down.astype(wide), self.up.astype(wide), out_sharding=layout)
+        lead, rows, kept = letters[:stacked], letters[:summed], letters[summed:]
+        equation = f"{rows}z,{lead}z{kept}->{letters}"
+        added = jnp.einsum(equation, down.astype(wide), up.astype(wide), out_sharding=layout)
         return base.astype(wide) + self.scale * added
 
     def low_rank(self, down: bool) -> Declaration:
@@ -175,6 +176,16 @@ def map_adapted(function: Callable[[str, Adapted], Any], tree: M) -> M:
 def without_adapters(model: M) -> M:
     """The base of `model`: what it was before it was adapted."""
     return map_adapted(lambda _, one: one.base, model)
+
+
+def with_bases(model: M, bases: Any) -> M:
+    """`model` with the weights of `bases`, which is `model` without its adapters: it keeps its
+    adapters alone."""
+
+    def beside(one: Any, base: Any) -> Any:
+        return dataclasses.replace(one, base=base) if is_adapted(one) else base
+
+    return jax.tree.map(beside, model, bases, is_leaf=is_adapted)
 
 
 def whole(table: Array | Adapted) -> Array:

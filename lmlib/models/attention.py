@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.attend import attend, check_attention
+from lmlib.models.attend import attend, attention_weights, check_attention
 from lmlib.models.attend.options import Options
 from lmlib.models.cache import KeysAndValues, attend_cached, empty_cache, extended
 from lmlib.models.product import product
@@ -115,19 +115,7 @@ class Attention(eqx.Module):
         Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which the
         last product is summed over `tensor` (a psum or a reduce-scatter).
         """
-        precision = context.compute.precision("projections")
-        with jax.named_scope("projections"):
-            q_BSHD = product("bse,ehd->bshd", x_BSE, self.query, precision)
-            k_BTKD = product("bte,ekd->btkd", x_BSE, self.key, precision)
-            v_BTKD = product("bte,ekd->btkd", x_BSE, self.value, precision)
-            q_BSHD, k_BTKD = _biased(q_BSHD, self.query_bias), _biased(k_BTKD, self.key_bias)
-            v_BTKD = checkpoint_name(_biased(v_BTKD, self.value_bias), "value")
-            q_BSHD = q_BSHD if self.query_norm is None else self.query_norm(q_BSHD)
-            k_BTKD = k_BTKD if self.key_norm is None else self.key_norm(k_BTKD)
-            if self.rotary is not None:
-                turns = context.turns[self.rotary]
-                q_BSHD, k_BTKD = rotate(q_BSHD, turns), rotate(k_BTKD, turns)
-            q_BSHD, k_BTKD = checkpoint_name(q_BSHD, "query"), checkpoint_name(k_BTKD, "key")
+        q_BSHD, k_BTKD, v_BTKD = self._projected(x_BSE, context)
         with jax.named_scope("attention"):
             if cache is None or cache.empty:
                 mixed_BSHD = attend(
@@ -147,9 +135,41 @@ class Attention(eqx.Module):
                     q_BSHD, k_BTKD, v_BTKD, context.positions_BS, cache, options
                 )
         with jax.named_scope("projections"):
+            precision = context.compute.precision("projections")
             residual = spec(context.compute.residual)
             y_BSE = product("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
             return _biased(y_BSE, self.output_bias), cache
+
+    def weights(
+        self, x_BSE: Float[Array, "b s embed"], context: Context
+    ) -> Float[Array, "b heads s t"]:
+        """How much each position (s) takes from each (t); see `attention_weights`."""
+        q_BSHD, k_BTKD, _ = self._projected(x_BSE, context)
+        return attention_weights(
+            q_BSHD,
+            k_BTKD,
+            context.segment_ids_BS,
+            window=self.window,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+        )
+
+    def _projected(self, x_BSE: Array, context: Context) -> tuple[Array, Array, Array]:
+        """Queries, keys and values, as they are attended with."""
+        precision = context.compute.precision("projections")
+        with jax.named_scope("projections"):
+            q_BSHD = product("bse,ehd->bshd", x_BSE, self.query, precision)
+            k_BTKD = product("bte,ekd->btkd", x_BSE, self.key, precision)
+            v_BTKD = product("bte,ekd->btkd", x_BSE, self.value, precision)
+            q_BSHD, k_BTKD = _biased(q_BSHD, self.query_bias), _biased(k_BTKD, self.key_bias)
+            v_BTKD = checkpoint_name(_biased(v_BTKD, self.value_bias), "value")
+            q_BSHD = q_BSHD if self.query_norm is None else self.query_norm(q_BSHD)
+            k_BTKD = k_BTKD if self.key_norm is None else self.key_norm(k_BTKD)
+            if self.rotary is not None:
+                turns = context.turns[self.rotary]
+                q_BSHD, k_BTKD = rotate(q_BSHD, turns), rotate(k_BTKD, turns)
+            q_BSHD, k_BTKD = checkpoint_name(q_BSHD, "query"), checkpoint_name(k_BTKD, "key")
+        return q_BSHD, k_BTKD, v_BTKD
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:
         """See `lmlib.models.protocol.Cached`; of a window's size if there is one."""

@@ -47,6 +47,15 @@ class CachedMixer(Mixer, Protocol):
 
 
 @runtime_checkable
+class WeightingMixer(Mixer, Protocol):
+    """A mixer that takes weighted means of positions, and shows the weights."""
+
+    def weights(self, x_BSE: Array, context: Context) -> Array:
+        """[b, heads, s, t]: how much each position (s) takes from each (t), of the same x as a
+        call."""
+
+
+@runtime_checkable
 class FeedForward(Protocol):
     """What a block asks of its mlp."""
 
@@ -88,9 +97,7 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "b s embed"], Losses, Any]:
         """The residual stream, sums for the loss, and the new cache."""
         residual = context.compute.residual
-        # `share` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
-        h_BSE = share(_normed(self.attention_norm, x_BSE), "batch seq embed")
-        h_BSE = checkpoint_name(h_BSE, "attention_input")
+        h_BSE = checkpoint_name(self.attention_input(x_BSE), "attention_input")
         h_BSE, cache = self.attention(h_BSE, context, cache)
         h_BSE = _normed(self.attention_after_norm, h_BSE)
         x_BSE = x_BSE + dropout(h_BSE, context.dropout, context.key, "attention", residual)
@@ -101,6 +108,11 @@ class Block(eqx.Module):
         h_BSE = _normed(self.mlp_after_norm, h_BSE)
         x_BSE = x_BSE + dropout(h_BSE, context.dropout, context.key, "mlp", residual)
         return x_BSE, losses, cache
+
+    def attention_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
+        """What attention is given of the residual stream."""
+        # `share` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
+        return share(_normed(self.attention_norm, x_BSE), "batch seq embed")
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Forward and backward, of one layer."""

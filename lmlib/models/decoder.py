@@ -30,9 +30,11 @@ from lmlib.models.stack import (
     stack_cache,
     stack_flops_per_token,
     stack_parts,
+    stack_switches,
 )
 from lmlib.models.weights import fan_in, first_values, normal, weight
 from lmlib.parallel.layout import gather, reshard
+from lmlib.parallel.mesh import on_mesh_of
 
 Norm = Callable[[Array], Array]
 
@@ -111,10 +113,12 @@ class Decoder(eqx.Module):
         self, tokens_BS: Int32[Array, "b s"], context: Context | None = None
     ) -> Float[Array, "b s vocab"]:
         """Logits of the next token; see `lmlib.models.head.logits`. Without a context each row is
-        one document, and `Compute()` says how."""
-        context = context or whole_rows(tokens_BS, Compute())
-        h_BSE = self.features(self.trunk(tokens_BS, context).x_BSE, context)
-        return logits(self, reshard(h_BSE, "batch seq embed"), context.compute)
+        one document, and `Compute()` says how. The mesh that the weights lie on is set unless one
+        is; it must divide the rows."""
+        with on_mesh_of(self.embedding):
+            context = context or whole_rows(tokens_BS, Compute())
+            h_BSE = self.features(self.trunk(tokens_BS, context).x_BSE, context)
+            return logits(self, reshard(h_BSE, "batch seq embed"), context.compute)
 
     def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
         """See `Model.trunk`."""
@@ -135,6 +139,11 @@ class Decoder(eqx.Module):
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
         """See `lmlib.models.protocol.Cached`."""
         return stack_cache(self.stack, rows, length, dtype)
+
+    @property
+    def switches(self) -> tuple[int, ...]:
+        """See `lmlib.models.protocol.Switching`."""
+        return stack_switches(self.stack)
 
     def features(
         self, x_BSE: Float[Array, "b s embed"], context: Context

@@ -1,7 +1,6 @@
 """Matrices that rest in 8 bits: half the memory of bfloat16, for weights that are not trained."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 
 from lmlib.models.quantized import rounded
 from lmlib.models.weights import Random, ones
-from lmlib.parallel.axes import METADATA, Declaration, M, Weight, map_weights
+from lmlib.parallel.axes import METADATA, Declaration, Weight
 
 _ONE = "one"  # the axis of a scale along which products sum
 
@@ -44,33 +43,33 @@ class Int8(eqx.Module):
         return self.values.shape
 
 
-def in_int8(model: M, where: Callable[[Weight], bool] = lambda weight: True) -> M:
-    """`model` with every matrix that multiplies activations, and for which `where` says so, as an
-    `Int8`, but for those of the vocabulary."""
+# The scales of an array that lies on a mesh are computed where it lies, also outside of a program.
+_rounded = jax.jit(rounded, static_argnames=("summed", "dtype"))
 
-    def rest(weight: Weight, array: Any) -> Any:
-        declared = weight.declaration
-        if not declared.multiplied or "vocab" in weight.axes or not where(weight):
-            return array
-        assert isinstance(declared.first, Random)
-        summed = declared.first.summed
-        places = tuple(i for i, axis in enumerate(weight.axes) if axis in summed)
-        values, scale = rounded(array, places, jax.numpy.int8)
-        names = [axis for axis in weight.axes if axis is not None]
-        sizes = dict(zip(names, array.shape[-len(names) :], strict=True))
-        return Int8(
-            values,
-            scale,
-            {
-                "values": " ".join(names),
-                "scale": " ".join(_ONE if axis in summed else axis for axis in names),
-            },
-            dataclasses.replace(
-                declared,
-                first=Random(declared.first.deviation(sizes)),
-                multiplied=False,  # what is made of it is
-                rules={**declared.rules, _ONE: None},
-            ),
-        )
 
-    return map_weights(rest, model)
+def in_int8(weight: Weight, array: Array) -> Any:
+    """`array`, which is that of `weight`, as an `Int8` if it is a matrix that multiplies
+    activations and not one of the vocabulary; else as it is."""
+    declared = weight.declaration
+    if not declared.multiplied or "vocab" in weight.axes:
+        return array
+    assert isinstance(declared.first, Random)
+    summed = declared.first.summed
+    places = tuple(i for i, axis in enumerate(weight.axes) if axis in summed)
+    values, scale = _rounded(array, summed=places, dtype=jax.numpy.int8)
+    names = [axis for axis in weight.axes if axis is not None]
+    sizes = dict(zip(names, array.shape[-len(names) :], strict=True))
+    return Int8(
+        values,
+        scale,
+        {
+            "values": " ".join(names),
+            "scale": " ".join(_ONE if axis in summed else axis for axis in names),
+        },
+        dataclasses.replace(
+            declared,
+            first=Random(declared.first.deviation(sizes)),
+            multiplied=False,  # what is made of it is
+            rules={**declared.rules, _ONE: None},
+        ),
+    )

@@ -29,9 +29,10 @@ class Context:
       compute: how to compute.
       key: of what is random in this call (dropout); `None` for none of it.
       dropout: rate at which what blocks add to the residual stream is dropped, with a key.
+      lengths_B: of each row's text so far, in calls that have a part of it beside a cache; `None`:
+        documents are whole.
       turns: the rotary tables of these positions, by their settings; the stack makes them.
-      observe: is given the residual stream after the embedding and after each layer; what it
-        returns comes back in `Trunk.observed`.
+      observe: is called in each layer; what it returns comes back in `Trunk.observed`.
     """
 
     positions_BS: Int32[Array, "b s"]
@@ -39,14 +40,32 @@ class Context:
     compute: Compute
     key: PRNGKeyArray | None = None
     dropout: float = 0.0
+    lengths_B: Int32[Array, "b"] | None = None
     turns: Mapping[Rotary, Turns] = dataclasses.field(default_factory=dict)
-    observe: Callable[[Array], Any] | None = None
+    observe: "Observe | None" = None
 
 
 def whole_rows(tokens_BS: Int32[Array, "b s"], compute: Compute) -> Context:
     """The context of rows that are one document each, from its first position on."""
     positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
     return Context(positions_BS, jnp.zeros_like(tokens_BS), compute)
+
+
+class Layer(NamedTuple):
+    """A layer as it is computed.
+
+    block: a `lmlib.models.block.Block`, its weights gathered in the compute dtype.
+    before, after: the residual stream.
+    context: of this call, with the rotary tables.
+    """
+
+    block: Any
+    before: Float[Array, "b s embed"]
+    after: Float[Array, "b s embed"]
+    context: Context
+
+
+Observe = Callable[[Layer], Any]
 
 
 class Trunk(NamedTuple):
@@ -57,7 +76,7 @@ class Trunk(NamedTuple):
     losses: sums over tokens, in nats, that are minimised besides the cross-entropy, by name; a
       router's balance for example. Empty for most models.
     cache: what a later call needs to go on after these tokens; `None` if none was given.
-    observed: what `context.observe` returned, stacked: the embedded tokens, then each layer.
+    observed: what `context.observe` returned, stacked in the order of the layers.
     """
 
     x_BSE: Float[Array, "b s embed"]
@@ -130,6 +149,16 @@ class Cached(Model, Protocol):
         In each row the tokens of a call follow those of the calls before: positions go on, from 0.
         Tokens at negative positions, at a row's end, are padding: the cache keeps nothing of them.
         """
+
+
+@runtime_checkable
+class Switching(Cached, Protocol):
+    """A model that computes long texts otherwise than short ones, from their first token on."""
+
+    @property
+    def switches(self) -> tuple[int, ...]:
+        """Lengths in tokens. Of a text that grows beyond one of them a cache holds what no longer
+        counts: all of it is computed again."""
 
 
 _PURPOSES = {

@@ -6,11 +6,12 @@ Shapes: B batch, S sequence, H heads, D head_dim; in tables D is half of it.
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.rope_scaling import Scaling
+from lmlib.models.rope_scaling import Length, LongRope, Scaling
 
 
 class Turns(NamedTuple):
@@ -32,7 +33,8 @@ class Rotary:
       scaling: changes these for longer sequences; `None` does not.
 
     Raises:
-      ValueError: if `head_dim` is odd, or `theta` not positive.
+      ValueError: if `head_dim` is odd, `theta` not positive, or a `LongRope` is of another number
+        of pairs.
     """
 
     head_dim: int
@@ -44,9 +46,28 @@ class Rotary:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if self.theta <= 0:
             raise ValueError(f"rope_theta must be positive, got {self.theta}")
+        if isinstance(self.scaling, LongRope) and len(self.scaling.short) != self.head_dim // 2:
+            raise ValueError(
+                f"LongRope has factors for {len(self.scaling.short)} pairs, but "
+                f"{self.head_dim // 2} pairs of a head's coordinates are turned"
+            )
 
-    def turns(self, positions_BS: Int32[Array, "b s"], dtype: DTypeLike) -> Turns:
+    @property
+    def switch(self) -> int | None:
+        """See `Scaling.switch`."""
+        return None if self.scaling is None else self.scaling.switch
+
+    def turns(
+        self,
+        positions_BS: Int32[Array, "b s"],
+        dtype: DTypeLike,
+        lengths_B: Int32[Array, "b"] | None = None,
+    ) -> Turns:
         """The table of `positions_BS`, in float32 at least; wider if `dtype` is.
+
+        Args:
+          lengths_B: of each row's text, where positions are of a part of it; `None`: a row's
+            documents are all here, and each ends where positions do not go on.
 
         Raises:
           ValueError: as `check`.
@@ -56,10 +77,19 @@ class Rotary:
         frequency_D = self.theta ** (-jnp.arange(0, self.head_dim, 2, dtype=wide) / self.head_dim)
         amplitude = 1.0
         if self.scaling is not None:
-            frequency_D = self.scaling.frequencies(frequency_D)
+            length = self._length(positions_BS, lengths_B)
+            frequency_D = self.scaling.frequencies(frequency_D, length)
             amplitude = self.scaling.amplitude
         angle_BS1D = positions_BS[:, :, None, None] * frequency_D
         return Turns(amplitude * jnp.cos(angle_BS1D), amplitude * jnp.sin(angle_BS1D))
+
+    def _length(self, positions_BS: Array, lengths_B: Array | None) -> Length:
+        """Of each token's document, where it counts."""
+        if self.switch is not None and lengths_B is not None:
+            return lengths_B[:, None, None, None]
+        if self.switch is not None and positions_BS.shape[1] > self.switch:
+            return document_lengths(positions_BS)[:, :, None, None]
+        return positions_BS.shape[1]
 
     def check(self, sequence_length: int) -> None:
         """Raises ValueError if the scaling has other frequencies for sequences so long."""
@@ -70,6 +100,16 @@ class Rotary:
                 f"scaling rotary positions are known up to {longest}; give shorter ones, or "
                 "another rope_scaling"
             )
+
+
+def document_lengths(positions_BS: Int32[Array, "b s"]) -> Int32[Array, "b s"]:
+    """How long each token's document is, if its end is here: where positions do not go on."""
+    S = positions_BS.shape[1]
+    goes_on_BS = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
+    ends_BS = jnp.pad(~goes_on_BS, ((0, 0), (0, 1)), constant_values=True)
+    index_S = jnp.arange(S, dtype=jnp.int32)
+    end_BS = jax.lax.cummin(jnp.where(ends_BS, index_S, S), axis=1, reverse=True)
+    return positions_BS + end_BS - index_S + 1
 
 
 def rotate(x_BSHD: Float[Array, "b s h d"], turns: Turns) -> Float[Array, "b s h d"]:

@@ -22,12 +22,14 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.models.adapted import drops, with_keys
 from lmlib.models.block import Block, CachedMixer
-from lmlib.models.protocol import Context, Part, Trunk
+from lmlib.models.protocol import Context, Layer, Part, Trunk
 from lmlib.models.quantized import check_quantized
 from lmlib.models.rematerialization import check_names, policy
+from lmlib.models.rope import Rotary, Turns
 from lmlib.models.weights import fold
 from lmlib.parallel.axes import M
 from lmlib.parallel.layout import gather
+from lmlib.parallel.local import platform
 
 Pattern = tuple[Block, ...]
 Stack = tuple[Pattern, ...]
@@ -91,7 +93,7 @@ def run_stack(
         keys_L = _layer_keys(context.key, range(depth(stack)))
     context = dataclasses.replace(context, key=None, turns=_turns(stack, context))
     losses: dict[str, Array] = {}
-    caches, observed, first = [], [] if context.observe is None else [_seen(context, x_BSE)], 0
+    caches, observed, first = [], [], 0
     for number, pattern in enumerate(stack):
         repeats, period = _repeats(pattern), len(pattern)
         keys = tuple(
@@ -130,6 +132,12 @@ def stack_cache(stack: Stack, rows: int, length: int, dtype: DTypeLike) -> Any:
     if not all(isinstance(mixer, CachedMixer) for mixer in mixers):
         return None
     return tuple(tuple(map(of_layers, pattern)) for pattern in stack)
+
+
+def stack_switches(stack: Stack) -> tuple[int, ...]:
+    """As of `lmlib.models.protocol.Switching`."""
+    switches = {rotary.switch for rotary in _rotaries(stack)}
+    return tuple(sorted(switch for switch in switches if switch is not None))
 
 
 def unstacked(model: M) -> M:
@@ -262,9 +270,10 @@ def _layer(
     if key is not None:
         block = with_keys(block, fold(key, "adapters"))
     key = key if context.dropout > 0 else None
-    x_BSE, losses, cache = block(x_BSE, dataclasses.replace(context, key=key), cache)
-    seen = None if context.observe is None else context.observe(x_BSE)
-    return x_BSE, (losses, cache, seen)
+    context = dataclasses.replace(context, key=key)
+    y_BSE, losses, cache = block(x_BSE, context, cache)
+    seen = context.observe and context.observe(Layer(block, x_BSE, y_BSE, context))
+    return y_BSE, (losses, cache, seen)
 
 
 def _unstacked(tree_R: Any, repeats: int) -> list[Any]:
@@ -321,12 +330,26 @@ def _stacked(x: Array, repeats: int) -> Array:
 
 def _turns(stack: Stack, context: Context) -> dict[Any, Any]:
     """The rotary tables of all layers, each made once, outside of the loop."""
+    rotaries = _rotaries(stack)
+
+    def tables() -> list[Turns]:
+        dtype, lengths_B = context.compute.dtype, context.lengths_B
+        return [rotary.turns(context.positions_BS, dtype, lengths_B) for rotary in rotaries]
+
+    on_one_cpu = platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
+    if context.lengths_B is None or not on_one_cpu:
+        return dict(zip(rotaries, tables(), strict=True))
+    # Layers that lie apart have no loop: XLA's CPU compiler would take each cosine anew wherever it
+    # is read, by every head of every layer, but not out of a branch.
+    absent = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(tables))
+    made = jax.lax.cond(jnp.any(context.positions_BS >= 0), tables, lambda: absent)
+    return dict(zip(rotaries, made, strict=True))
+
+
+def _rotaries(stack: Stack) -> list[Rotary]:
+    """The different ones, in the layers' order."""
     settings = [getattr(block.attention, "rotary", None) for pattern in stack for block in pattern]
-    return {
-        rotary: rotary.turns(context.positions_BS, context.compute.dtype)
-        for rotary in settings
-        if rotary is not None
-    }
+    return [rotary for rotary in dict.fromkeys(settings) if rotary is not None]
 
 
 def _in_order(seen: list[Any]) -> Any:
@@ -337,11 +360,6 @@ def _in_order(seen: list[Any]) -> Any:
         ),
         *seen,
     )
-
-
-def _seen(context: Context, x_BSE: Array) -> Any:
-    assert context.observe is not None
-    return jax.tree.map(lambda y: y[None], context.observe(x_BSE))
 
 
 def _repeats(pattern: Pattern) -> int:

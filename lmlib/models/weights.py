@@ -7,6 +7,7 @@ From that follow its shape, layout, first values, whether it decays, and its lin
 """
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -173,6 +174,8 @@ def fold(key: PRNGKeyArray, name: str) -> PRNGKeyArray:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
+# A program of its own only so that weights of one shape share what JAX traced of it.
+@functools.partial(jax.jit, static_argnames=("shape", "deviation"), inline=True)
 def bell(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> jax.Array:
     """Random float32 values of mean 0 and the given standard deviation, within ±3.46 of it.
 

@@ -36,7 +36,8 @@ COMPUTE: Rules = {
     "vocab": "tensor",
     "whole_vocab": None,
 }
-STORED: Rules = {**COMPUTE, "embed": "fsdp"}
+_FSDP = "fsdp"  # what weights rest split over
+STORED: Rules = {**COMPUTE, "embed": _FSDP}
 # A weight with fewer of these than the mesh has places for is stored whole along them, and computed
 # with each of them repeated: several devices then hold the same key and value heads.
 REPEATED = frozenset({"kv_heads"})
@@ -61,8 +62,11 @@ def partition(axes: str | Axes, rules: Rules = COMPUTE) -> PartitionSpec:
 
 def pieces(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
     """Into how many pieces `mesh` splits an axis that lies along `mesh_axes`."""
-    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
-    return math.prod(mesh.shape[name] for name in names)
+    return math.prod(mesh.shape[name] for name in _names(mesh_axes))
+
+
+def _names(mesh_axes: MeshAxes) -> tuple[str, ...]:
+    return (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
 
 
 def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
@@ -75,15 +79,33 @@ def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh
 
 
 def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """How a weight lies between its uses: on `mesh` as `STORED` says."""
+    """How a weight lies between its uses: on `mesh` as `STORED` says. A matrix that has no `embed`,
+    as one of an adapter's two, is split over `fsdp` along another axis."""
     rules = {**STORED, **weight.declaration.rules}
-    layout = partition(weight.axes, rules)
-    return PartitionSpec(
-        *(
-            None if repeats(axis, size, rules, mesh) > 1 else place
-            for axis, size, place in zip(weight.axes, shape, layout, strict=True)
-        )
-    )
+    places = [
+        None if repeats(axis, size, rules, mesh) > 1 else place
+        for axis, size, place in zip(weight.axes, shape, partition(weight.axes, rules), strict=True)
+    ]
+    if weight.declaration.multiplied and not any(_FSDP in _names(place) for place in places):
+        _spread(places, weight, shape, mesh)
+    return PartitionSpec(*places)
+
+
+def _spread(
+    places: list[MeshAxes], weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
+) -> None:
+    """Splits a weight over `fsdp` along the axis of which a device would hold most, of those that
+    this divides; leaves it as it is where there is none."""
+    held = {
+        i: shape[i] // pieces(places[i], mesh)
+        for i, axis in enumerate(weight.axes)
+        if axis is not None and axis not in REPEATED
+    }
+    divided = [i for i, size in held.items() if size % mesh.shape[_FSDP] == 0]
+    if divided:
+        longest = max(divided, key=lambda i: held[i])
+        before = _names(places[longest])
+        places[longest] = (*before, _FSDP) if before else _FSDP
 
 
 def gathered(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -233,13 +255,13 @@ def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
 _gathered.defvjp(_forward, _backward)
 
 
-def creator(make: Callable[[], M], mesh: Mesh) -> Callable[[], M]:
+def creator(make: Callable[[], M], mesh: Mesh, made: M | None = None) -> Callable[[], M]:
     """`make` compiled to build its weights on `mesh` in the stored layout, none ever whole.
 
     Call it under `jax.set_mesh(mesh)`. Random numbers do not depend on the layout: the values are
-    the same bits on every mesh.
+    the same bits on every mesh. `made`: the shapes of what `make` makes, where they are known.
     """
-    model = jax.eval_shape(make)
+    model = jax.eval_shape(make) if made is None else made
     specs = map_weights(lambda weight, array: stored(weight, array.shape, mesh), model)
     layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     return jax.jit(

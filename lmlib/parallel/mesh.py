@@ -1,12 +1,15 @@
 """The device mesh. Its three axes are always there; an axis that is not used has size 1."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -16,7 +19,7 @@ class MeshError(ValueError):
 
 
 def make_mesh(
-    data: int = 1,
+    data: int | None = None,
     fsdp: int = 1,
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
@@ -28,11 +31,17 @@ def make_mesh(
     sizes may be -1: every device that the other two leave. `devices` defaults to all of them; a
     mesh smaller than that uses the first ones.
 
+    Slices of TPUs are joined by a slow network. `data` is by default their number, 1 elsewhere:
+    each slice holds all weights, and only gradients cross that network. A `data` that does not span
+    all slices leaves the rest to `fsdp`.
+
     Raises:
       MeshError: if a size is neither positive nor -1, more than one is -1, the devices do not
-        divide, or there are too few.
+        divide, there are too few, or `tensor` would span slices.
     """
     available = jax.devices() if devices is None else list(devices)
+    if data is None:
+        data = len(slices_of(available)) if available[0].platform == "tpu" else 1
     sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
     asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     if any(size < 1 and size != -1 for size in sizes.values()):
@@ -64,15 +73,50 @@ def make_mesh(
     return Mesh(_placed(tuple(sizes.values()), available[:needed]), AXES, (AxisType.Explicit,) * 3)
 
 
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh of `make_mesh` that the arrays of `tree` lie on; `None` if they lie on none."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+    meshes = (each.mesh for each in shardings if isinstance(each, NamedSharding))
+    ours = (mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.axis_names == AXES)
+    return next(ours, None)
+
+
+def on_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
+    """For code that computes with the arrays of `tree`: sets the mesh that they lie on, unless one
+    is set, or they lie on none."""
+    nothing = contextlib.nullcontext()
+    if not jax.sharding.get_abstract_mesh().empty:
+        return nothing
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.core.Tracer):  # whose type alone knows of a mesh
+            abstract = jax.typeof(leaf).sharding.mesh
+            return nothing if abstract.empty else jax.sharding.use_abstract_mesh(abstract)
+    mesh = mesh_of(tree)
+    return nothing if mesh is None else jax.set_mesh(mesh)
+
+
+def slices_of(devices: Iterable[jax.Device]) -> Counter[int]:
+    """How many of them are in each slice of TPUs."""
+    return Counter(getattr(device, "slice_index", 0) for device in devices)
+
+
 def _placed(shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
     """Devices in an order that keeps neighbours in the mesh near each other in the network."""
-    slices = {getattr(device, "slice_index", 0) for device in devices}
+    slices = slices_of(devices)
     data, fsdp, tensor = shape
-    if len(slices) > 1 and data % len(slices) == 0:
-        # Only gradients cross the slow network between slices: `data` spans it.
-        within = (data // len(slices), fsdp, tensor)
-        return mesh_utils.create_hybrid_device_mesh(
-            within, (len(slices), 1, 1), devices, allow_split_physical_axes=True
-        )
+    over_data = math.gcd(data, len(slices))
+    over_fsdp = len(slices) // over_data
+    is_even = len(set(slices.values())) == 1
     # A mesh axis may take a part of an axis of a TPU's torus.
+    if len(slices) > 1 and is_even and fsdp % over_fsdp == 0:
+        within = (data // over_data, fsdp // over_fsdp, tensor)
+        return mesh_utils.create_hybrid_device_mesh(
+            within, (over_data, over_fsdp, 1), devices, allow_split_physical_axes=True
+        )
+    if len(slices) > 1 and devices[0].platform == "tpu":
+        raise MeshError(
+            f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not divide among {len(slices)} "
+            f"slices ({' and '.join(map(str, slices.values()))} TPUs): use every TPU, and let data "
+            f"be a multiple of {len(slices)}"
+        )
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

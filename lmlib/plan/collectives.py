@@ -32,8 +32,17 @@ KINDS = (*_RING, "collective-permute")
 # What a device can do while a collective travels; the rest only renames or moves memory.
 _COMPUTES = {"fusion", "dot", "convolution", "while", "call", "conditional", "custom-call", "sort"}
 # Custom calls of TPU programs that compute nothing.
-_BOOKKEEPING = {"ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound"}
-_WRAPPERS = {"fusion", "async-start"}  # they run what they call in their own place
+_BOOKKEEPING = {
+    "ConcatBitcast",
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "PrepareAsyncCallStart",
+    "PrepareAsyncCallDone",
+}
+_WRAPPERS = {"fusion", "async-start", "call-start"}  # they run what they call in their own place
+# Says of a `send` which collective it is a part of; the `recv` of the same rendezvous ends it.
+_BETWEEN_SLICES = "_xla_megascale_transfer_type"
+_RENDEZVOUS = "_xla_host_transfer_rendezvous"
 _SEARCHED = 30  # instructions looked at for the source of one whose metadata XLA dropped
 
 
@@ -42,7 +51,7 @@ class Collective:
     """One collective of the program.
 
     Args:
-      name: of its instruction.
+      name: of its instruction; between slices of TPUs, of the `send` to the others.
       kind: one of `KINDS`; a TPU's fused all-reduce and slice is a reduce-scatter.
       mesh_axes: the axes that its groups of devices span; empty if no axes give those groups.
       group_size: devices of a group.
@@ -166,30 +175,38 @@ def _occurrences(program: Program) -> list[list[_Occurrence]]:
     """
     found: dict[tuple[str, ...], list[_Occurrence]] = {}
     for one, place in program.instructions():
-        if _kind(one.opcode) is None:
+        if _kind(one) is None:
             continue
         scheduled, schedule = one, place
         while schedule.caller is not None and schedule.caller[0].opcode in _WRAPPERS:
             scheduled, schedule = schedule.caller
-        channel = one.attribute("channel_id") if scheduled is not one else None
+        channel = one.attribute("channel_id") if scheduled.opcode == "fusion" else None
         key = (schedule.computation.name, channel or f"%{one.name}")
         found.setdefault(key, []).append(_Occurrence(one, place, scheduled, schedule))
     return list(found.values())
 
 
-def _kind(opcode: str) -> str | None:
-    kind = opcode.removesuffix("-start")
+def _kind(one: Instruction) -> str | None:
+    between_slices = one.opcode == "send" and one.attribute(_BETWEEN_SLICES)
+    kind = between_slices.lower().replace("_", "-") if between_slices else one.opcode
+    kind = kind.removesuffix("-start")
     return kind if kind in KINDS else None
 
 
 def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) -> Collective:
     first = occurrences[0]
     one, place = first.instruction, first.place
-    kind = _kind(one.opcode) or one.opcode
+    kind = _kind(one) or one.opcode
     if kind == "all-reduce" and first.is_fused and _slices(place.computation):
         # Fused with what cuts out this device's shard: no device receives more than that.
         kind = "reduce-scatter"
-    groups = _groups(one, mesh.devices.size)
+    slices = _positions_by_slice(mesh)
+    if one.opcode == "send":
+        groups = slices.T  # to its fellows in the other slices
+    else:
+        # Each slice has the same program, which numbers that slice's devices alone.
+        within = _groups(one, slices.shape[1])
+        groups = np.concatenate([positions[within] for positions in slices])
     size = groups.shape[1]
     arrays = _arrays(one, place, program)
     total = sum(array.bytes for array in arrays)
@@ -220,8 +237,16 @@ def _adds_shard_to_zeros(one: Instruction, computation: Computation) -> bool:
     return any(computation.by_name[name].opcode == "dynamic-update-slice" for name in one.operands)
 
 
+def _positions_by_slice(mesh: Mesh) -> np.ndarray:
+    """One row for each slice of TPUs: where its devices stand in the mesh's order."""
+    indices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+    if mesh.devices.flat[0].platform != "tpu":
+        return np.arange(len(indices))[None]
+    return np.array([np.flatnonzero(np.equal(indices, each)) for each in sorted(set(indices))])
+
+
 def _groups(one: Instruction, devices: int) -> np.ndarray:
-    """Positions in the mesh's order of devices, one group a row."""
+    """Positions in the program's order of its `devices`, one group a row."""
     groups = one.replica_groups
     if groups is not None:
         return groups
@@ -267,6 +292,8 @@ def spanned_axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
 
 def _arrays(one: Instruction, place: Place, program: Program) -> tuple[ArrayType, ...]:
     """The arrays as one device holds them whole."""
+    if one.opcode == "send":  # its other operand is a token
+        return place.computation.by_name[one.operands[0]].results
     results, width = one.results, len(one.operands)
     operands = tuple(
         array for name in one.operands for array in place.computation.by_name[name].results
@@ -320,10 +347,24 @@ def _overlaps(occurrences: list[_Occurrence], program: Program) -> bool:
     schedule = first.schedule.computation.instructions
     position = {one.name: index for index, one in enumerate(schedule)}
     begin, end = position[first.scheduled.name], position[occurrences[-1].scheduled.name]
-    if first.scheduled.opcode.endswith("-start"):
+    if first.scheduled.opcode == "send":
+        met = first.scheduled.attribute(_RENDEZVOUS)
+        received = next(
+            one for one in schedule if one.opcode == "recv" and one.attribute(_RENDEZVOUS) == met
+        )
+        end = next(
+            index
+            for index, one in enumerate(schedule)
+            if one.opcode == "recv-done" and received.name in one.operands
+        )
+    elif first.scheduled.opcode.endswith("-start"):
+        last = first.scheduled
         for index in range(begin + 1, len(schedule)):
-            is_end = schedule[index].opcode.endswith("-done")
-            if is_end and first.scheduled.name in schedule[index].operands:
+            if last.name not in schedule[index].operands:
+                continue
+            if schedule[index].opcode.endswith("-update"):  # which brings what is to be sent
+                begin, last = index, schedule[index]
+            elif schedule[index].opcode.endswith("-done"):
                 end = index
                 break
     return program.is_scheduled and any(_computes(one) for one in schedule[begin + 1 : end])

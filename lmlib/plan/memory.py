@@ -1,4 +1,4 @@
-"""What a step holds in the memory of each device, and what to change where that is too much."""
+"""What a step holds in the memory of each device."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from lmlib.activations import SavedActivation, saved_activations
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.hardware import Accelerator
-from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.plan.loading import reading
 from lmlib.plan.program import HOST_MEMORY, Program
 from lmlib.quantities import bytes_text
 from lmlib.table import columns
@@ -26,7 +26,7 @@ _TAKEN_BY_JAX = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What something takes of a device's memory; `note`: what it is, or how to have less of it."""
+    """What something takes of a device's memory; `note`: what it is."""
 
     name: str
     bytes: int
@@ -91,8 +91,9 @@ class Memory:
       gradients: as large as the parameters.
       saved: what one microbatch keeps for its backward pass, by name, shapes global.
       counted: by XLA; `None` if there is no room, and XLA stopped there.
-      needed: what the step needs in all; a lower bound if `counted` is `None`.
-      largest: the three largest shares, each with what to change to have less of it.
+      loading: in use at the worst moment of a start that reads weights; 0 if none are read.
+      step: what the step needs in all; a lower bound if `counted` is `None`.
+      largest: the three largest shares of the step's.
       largest_arrays: among the temporaries, as XLA names them.
       remarks: what else to know.
     """
@@ -106,10 +107,16 @@ class Memory:
     batch: int
     saved: tuple[SavedActivation, ...]
     counted: Counted | None
-    needed: int
+    loading: int
+    step: int
     largest: tuple[Share, ...]
     largest_arrays: tuple[LargeArray, ...]
     remarks: tuple[str, ...]
+
+    @property
+    def needed(self) -> int:
+        """By the step, or by reading the weights before it if that takes more."""
+        return max(self.step, self.loading)
 
     @property
     def fits(self) -> bool | None:
@@ -119,6 +126,8 @@ class Memory:
     @property
     def verdict(self) -> str:
         needed = bytes_text(self.needed)
+        if self.loading > self.step:
+            needed += " to read the weights"
         if self.capacity is None:
             return f"needs {needed}; how much there is depends on the machine"
         capacity = bytes_text(self.capacity)
@@ -134,7 +143,7 @@ class Memory:
         blocks = [self.verdict, columns([("on each device", "bytes", ""), *rows])]
         if self.largest_arrays:
             blocks.append(_table("the largest temporaries, as XLA has them", self.largest_arrays))
-        blocks.append(_table("the three largest shares, and what to change", self.largest))
+        blocks.append(_table("the three largest shares", self.largest))
         if self.remarks:
             blocks.append("\n".join(self.remarks))
         return "\n\n".join(blocks)
@@ -145,8 +154,8 @@ class Memory:
             yield Share("frozen weights", self.frozen, "as stored")
         if self.companion:
             yield Share("companion", self.companion, "the objective's second model, frozen")
-        yield Share("optimizer state", self.optimizer_state)
-        yield Share("batch", self.batch)
+        yield Share("optimizer state", self.optimizer_state, "as stored")
+        yield Share("batch", self.batch, "as stored")
         yield Share("gradients", self.gradients, "a temporary")
         for kept in self.saved:
             shape = " × ".join(map(str, kept.shape))
@@ -155,8 +164,11 @@ class Memory:
 
     def _lines(self) -> Iterator[Share]:
         yield from self.shares()
+        if self.loading > self.step:
+            note = "before the first step, with the weights that were read so far"
+            yield Share("reading weights", self.loading, note)
         if self.counted is None:
-            yield Share("needed at least", self.needed)
+            yield Share("needed at least", self.step)
             return
         yield Share("all arguments", self.counted.arguments, "state and batch")
         yield Share("all temporaries", self.counted.temporaries, "not all of them at a time")
@@ -187,13 +199,14 @@ def memory(
       result: what came of compiling it.
       program: that of `result`; `None` if there was no room.
     """
-    saved = saved_activations(experiment)
-    parameters, frozen = _bytes_per_device(state.model), _bytes_per_device(state.frozen)
-    companion = _bytes_per_device(state.companion)
-    optimizer_state = _bytes_per_device(state.optimizer)
-    batch_bytes = _bytes_per_device(batch)
+    saved, for_reading = saved_activations(experiment), reading(experiment)
+    parameters, frozen = bytes_per_device(state.model), bytes_per_device(state.frozen)
+    companion = bytes_per_device(state.companion)
+    optimizer_state = bytes_per_device(state.optimizer)
+    batch_bytes = bytes_per_device(batch)
+    there = parameters + frozen + companion + optimizer_state
     if isinstance(result, OutOfMemory):
-        arguments = parameters + frozen + companion + optimizer_state + batch_bytes
+        arguments = there + batch_bytes
         counted, arrays = None, result.largest
         needed = result.needed + (arguments if result.temporaries_only else 0)
         temporaries = needed - arguments
@@ -212,20 +225,21 @@ def memory(
         batch=batch_bytes,
         saved=tuple(saved),
         counted=counted,
-        needed=needed,
+        # A run that goes on has its optimizer's state before it reads what is frozen.
+        loading=there + for_reading if for_reading else 0,
+        step=needed,
         largest=(),
         largest_arrays=arrays,
         remarks=tuple(_remarks(accelerator, needed)),
     )
-    rest = Share("other temporaries", temporaries - parameters - saved.bytes_per_device)
-    largest = tuple(
-        dataclasses.replace(share, note=advice(share, experiment, arrays))
-        for share in sorted([*found.shares(), rest], key=lambda one: -one.bytes)[:3]
-    )
-    return dataclasses.replace(found, largest=largest)
+    others = temporaries - parameters - saved.bytes_per_device
+    rest = Share("other temporaries", others, "what the step computes with")
+    largest = sorted([*found.shares(), rest], key=lambda one: -one.bytes)[:3]
+    return dataclasses.replace(found, largest=tuple(largest))
 
 
-def _bytes_per_device(tree: Any) -> int:
+def bytes_per_device(tree: Any) -> int:
+    """Of arrays, or of shapes with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -278,6 +292,9 @@ _MAKES_NOTHING = {
     "while",
     "conditional",
     "call",
+    "call-start",
+    "call-update",
+    "call-done",
     "optimization-barrier",
 }
 
@@ -290,7 +307,7 @@ def largest_arrays(program: Program, count: int = 3) -> tuple[LargeArray, ...]:
     """
     found: dict[str, LargeArray] = {}
     for instruction, place in program.instructions():
-        fused = place.caller is not None and place.caller[0].opcode == "fusion"
+        fused = any(caller.opcode == "fusion" for caller in place.callers)
         if fused or instruction.opcode in _MAKES_NOTHING:
             continue
         operation = "/".join(instruction.op_name.split("/")[-2:])
@@ -329,41 +346,3 @@ def out_of_memory(message: str) -> OutOfMemory | None:
 
 def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _UNITS[unit])
-
-
-def advice(share: Share, experiment: Experiment, arrays: Sequence[LargeArray]) -> str:
-    """A setting of `experiment`, as the command line takes it, that makes `share` smaller.
-
-    Args:
-      share: by its name: "parameters", "saved mlp_gate", "other temporaries".
-      arrays: the largest of the step.
-    """
-    mesh, compute = experiment.mesh.shape, experiment.compute
-    if share.name == "frozen weights" and experiment.frozen_dtype != "int8":
-        return "keep them in 8 bits: --fdl.frozen_dtype=int8"
-    if share.name in ("parameters", "frozen weights", "companion", "optimizer state", "gradients"):
-        if mesh["data"] > 1:
-            fsdp = mesh["data"] * mesh["fsdp"]
-            return f"shard over more: --fdl.mesh.data=1 --fdl.mesh.fsdp={fsdp}"
-        return f"over all {math.prod(mesh.values())} devices already: use more, or a smaller model"
-    name = share.name.removeprefix("saved ")
-    if name in ACTIVATIONS:
-        others = tuple(saved for saved in compute.saved if saved != name)
-        return f'compute it again: --fdl.compute.saved="{others}"'
-    if name == "other temporaries":
-        logits = experiment.abstract_model().vocab // mesh["tensor"]
-        for array in arrays:
-            if array.shape[1:] == (logits,) and array.bytes > share.bytes / 4:
-                return f"fewer logits at a time: --fdl.compute.loss_chunk={array.shape[0] // 2}"
-    if more := [each for each in microbatch_counts(experiment) if each > experiment.microbatches]:
-        return f"fewer sequences at a time: --fdl.microbatches={more[0]}"
-    if mesh["tensor"] > 1 and not compute.sequence_parallel:
-        return "split the sequence between layers: --fdl.compute.sequence_parallel=True"
-    return f"split each sequence's work: --fdl.mesh.tensor={2 * mesh['tensor']}"
-
-
-def microbatch_counts(experiment: Experiment) -> list[int]:
-    """The numbers of microbatches that each device's rows can be split into, ascending."""
-    mesh = experiment.mesh.shape
-    rows = experiment.data.batch_size // (mesh["data"] * mesh["fsdp"])
-    return [count for count in range(1, rows + 1) if rows % count == 0]

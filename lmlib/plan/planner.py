@@ -98,7 +98,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """What JSON can hold; bytes, FLOPs and seconds."""
         fields = dataclasses.asdict(self)
-        fields["memory"]["fits"] = self.memory.fits
+        fields["memory"] |= {"needed": self.memory.needed, "fits": self.memory.fits}
         return json.loads(json.dumps(fields, default=str))  # dtypes by their names
 
     def _heading(self) -> str:
@@ -137,7 +137,7 @@ def plan(
         step = traced_step(experiment)
         result = _compiled(step, experiment)
     seconds = time.perf_counter() - began
-    tell(f"compiled in {seconds:.0f} s")
+    tell(f"compiled in {seconds:.0f} s; reading the program")
     mesh, data, model = experiment.mesh, experiment.data, step.state.whole_model
     flops = FlopsPerToken(
         analytic=experiment.flops_per_token(causal=False),

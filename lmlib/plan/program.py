@@ -29,6 +29,9 @@ _CALLS = re.compile(
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 HOST_MEMORY = 5  # XLA's number of it
 
+# Opcodes whose `to_apply` is a part of the program. What a TPU's SparseCores do beside the rest
+# begins with a `call-start`.
+_CALLING = {"call", "call-start"}
 # Opcodes that hand a value on as it is.
 _TRANSPARENT = {"copy", "bitcast", "convert", "copy-done", "reshape"}
 
@@ -146,6 +149,14 @@ class Place:
     caller: "tuple[Instruction, Place] | None" = None
 
     @property
+    def callers(self) -> Iterator[Instruction]:
+        """The instructions around it, innermost first."""
+        place = self
+        while place.caller is not None:
+            caller, place = place.caller
+            yield caller
+
+    @property
     def times(self) -> int:
         """How often a run executes it; loops of unknown length count once."""
         return math.prod(loop.trips or 1 for loop in self.loops)
@@ -169,7 +180,7 @@ class Program:
         for one in place.computation.instructions:
             yield one, place
             for role, names in one.called.items():
-                if role == "condition" or (role == "to_apply" and one.opcode != "call"):
+                if role == "condition" or (role == "to_apply" and one.opcode not in _CALLING):
                     continue
                 loops = place.loops
                 if role == "body":

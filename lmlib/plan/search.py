@@ -13,8 +13,8 @@ from typing import Any
 from lmlib.activations import saved_activations
 from lmlib.experiment import Experiment
 from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.plan.changes import keeping, microbatch_counts, microbatches_flag, saved_flag
 from lmlib.plan.flops import count_flops
-from lmlib.plan.memory import microbatch_counts
 from lmlib.plan.planner import Report, compilable, plan, traced_step
 from lmlib.plan.targets import Target
 from lmlib.quantities import bytes_text
@@ -67,7 +67,7 @@ class Trial:
     @property
     def flags(self) -> tuple[str, str]:
         """As `python -m runner` takes them."""
-        return f"--fdl.microbatches={self.microbatches}", f'--fdl.compute.saved="{self.saved}"'
+        return microbatches_flag(self.microbatches), saved_flag(self.saved)
 
     @property
     def step_seconds(self) -> float | None:
@@ -111,7 +111,7 @@ class Search:
     @property
     def verdict(self) -> str:
         if self.best is None:
-            return "nothing fits: use more devices, a smaller batch, or split more (mesh.tensor)"
+            return "nothing fits, whatever is kept and however few sequences are computed at a time"
         lines = [
             "the largest microbatch that fits, and with it the least that is computed again:",
             f"  {' '.join(self.best.flags)}",
@@ -237,7 +237,7 @@ class _Searcher:
         # State and gradients stay as they are; the rest grows with the sequences at a time.
         weights = memory.parameters + memory.frozen + memory.companion + memory.gradients
         staying = weights + memory.optimizer_state + memory.batch
-        working = memory.needed - staying - self._kept(nearest, known)
+        working = memory.step - staying - self._kept(nearest, known)
         guess = staying + working * nearest / count + self._kept(count, policy)
         return guess / memory.capacity
 
@@ -271,12 +271,6 @@ def policies(experiment: Experiment) -> tuple[Policy, ...]:
             saved = tuple(name for name in saved if name != lowest)
             found.append(saved)
     return tuple(Policy(saved, sum(sizes[name] for name in saved)) for saved in found)
-
-
-def keeping(experiment: Experiment, saved: tuple[str, ...]) -> Experiment:
-    """`experiment` with `saved` as what is kept."""
-    compute = dataclasses.replace(experiment.compute, saved=saved)
-    return dataclasses.replace(experiment, compute=compute)
 
 
 def _sizes(experiment: Experiment) -> dict[str, int]:

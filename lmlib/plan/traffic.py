@@ -21,6 +21,8 @@ _FREE = {
     "iota",
     "while",
     "call",
+    "call-start",
+    "call-update",
     "conditional",
     "after-all",
     "partition-id",
@@ -29,7 +31,7 @@ _FREE = {
     "add-dependency",
     "slice-start",
 }
-_FREE_CALLS = ("Bitcast", "Buffer")
+_FREE_CALLS = ("Bitcast", "Buffer", "PrepareAsyncCall")
 _COLLECTIVE = ("all-", "reduce-scatter", "collective-", "ragged-", "async-", "send", "recv")
 _MATMULS = {"dot", "convolution", "ragged-dot"}
 _MULTIPLYING_CALLS = ("cublas", "cudnn", "matmul", "tpu_custom_call", "triton")
@@ -69,7 +71,7 @@ def traffic(program: Program) -> tuple[Traffic, ...]:
 def scheduled(program: Program) -> Iterator[tuple[Instruction, Place]]:
     """Every instruction that a run executes, those inside of fusions left out."""
     for one, place in program.instructions():
-        if place.caller is None or place.caller[0].opcode not in ("fusion", "async-start"):
+        if not any(caller.opcode in ("fusion", "async-start") for caller in place.callers):
             yield one, place
 
 

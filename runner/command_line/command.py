@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from lmlib.data.token_arrays import DamagedDataError
+import data_tools
+from lmlib.data.damage import DamagedDataError
 from runner.command_line.errors import (
     ConfigError,
     StoppedEarly,
@@ -26,7 +27,7 @@ DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mis
 
 # Their messages say all that a user needs: what, where, and what to do.
 _TOLD = (ConfigError, TrainingStopped, WorkdirTaken, OSError, DamagedDataError)
-_HELP = {"--help", "-help", "-h", "--helpshort"}
+_HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
 
 
 def run(
@@ -76,11 +77,15 @@ def tell(error: BaseException, debug: bool) -> None:
 
 
 def commands() -> dict[str, Path]:
-    """Each command, as the user types it, and its file: the files directly in `runner`."""
-    files = sorted(Path(__file__).parents[1].glob("[!_]*.py"))
-    return {"python -m runner": Path(__file__).parents[1] / "__main__.py"} | {
-        f"python -m runner.{file.stem}": file for file in files
-    }
+    """Each command, as the user types it, and its file: the files directly in `runner`, and the
+    programs of `data_tools`."""
+    ours = Path(__file__).parents[1]
+    theirs = sorted(Path(data_tools.__file__).parent.glob("*/__main__.py"))
+    return (
+        {"python -m runner": ours / "__main__.py"}
+        | {f"python -m runner.{file.stem}": file for file in sorted(ours.glob("[!_]*.py"))}
+        | {f"python -m data_tools.{file.parent.name}": file for file in theirs}
+    )
 
 
 def listed(title: str, entries: Mapping[str, str]) -> str:
@@ -121,5 +126,5 @@ def _parsed(more_help: Callable[[], str], arguments: Sequence[str]) -> list[str]
         mistake = ConfigError(f"{error}{hint}")
         tell(mistake, debug=False)
         sys.exit(exit_code(mistake))
-    app.usage(shorthelp=True, writeto_stdout=True)
+    app.usage(shorthelp="--helpfull" not in arguments, writeto_stdout=True)
     sys.exit(FINISHED)

@@ -5,6 +5,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 
+_OF_TRACEBACKS = "JAX has removed its internal frames"  # a note of JAX's
 _FROM_FIDDLE = re.compile(r"\s*Fiddle context: .*? at <root>\.?(.*?) with .*", re.DOTALL)
 
 
@@ -42,7 +43,8 @@ def in_words(error: BaseException) -> str:
     Of what Fiddle adds, with all arguments, only the part of the config where the error came up.
     """
     numbered = isinstance(error, OSError) and error.filename is None and error.strerror
-    text = " ".join([numbered or str(error), *getattr(error, "__notes__", ())])
+    notes = (note for note in getattr(error, "__notes__", ()) if _OF_TRACEBACKS not in note)
+    text = " ".join([numbered or str(error), *notes])
     return _FROM_FIDDLE.sub(lambda found: f" (in {found[1]})" if found[1] else "", text)
 
 

@@ -19,6 +19,7 @@ import os
 import sys
 import traceback
 import types
+import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -28,11 +29,16 @@ import fiddle as fdl
 from fiddle.experimental import serialization
 
 from lmlib.whole_file import make_folder, write_whole
-from runner.command_line.errors import ConfigError, did_you_mean
+from runner.command_line.errors import ConfigError, did_you_mean, in_words
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
 from runner.config.saved_data import data_text
 from runner.config.text import flattened, parameters, text_of, with_defaults
+
+# Whose errors are written for users.
+_OURS = tuple(
+    f"{Path(__file__).parents[2] / name}{os.sep}" for name in ("lmlib", "data_tools", "experiments")
+)
 
 
 def load(
@@ -46,7 +52,8 @@ def load(
     `reference` is `experiments/NAME`, `experiments/NAME.py`, `experiments.NAME`, a `.py` file
     anywhere, the `config.json` of an earlier run, or the folder that holds one. A fiddler is a name
     or a call with literals (`scale(layers=4)`); an override is `path=literal`, the quotes optional.
-    Overrides of parameters that `config` itself has are what it is called with.
+    Overrides of parameters that `config` itself has are what it is called with; one that is to be a
+    config is named as the weights of a model are: a run, a folder of Hugging Face's or its name.
     `trusted` are modules that a `config.json` may name besides ours: "my_models" with all in it.
 
     A file outside `experiments` is imported under its own name, and its folder comes last on the
@@ -64,7 +71,7 @@ def load(
         cfg = read_config(saved, trusted)
     else:
         module = _experiment(reference)
-        cfg, overrides = _config_of(module, overrides)
+        cfg, overrides = _config_of(module, overrides, trusted)
         for fiddler in fiddlers:
             _apply_fiddler(fiddler, cfg, module)
     for override in overrides:
@@ -163,8 +170,34 @@ def _imported_file(file: Path) -> types.ModuleType:
     return module
 
 
+def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config:
+    """The config of a model that is there, whose weights its `init_from` names.
+
+    Args:
+      reference: a run, `RUN@STEP`, a folder of Hugging Face's or its name on the Hub.
+      trusted: as of `load`.
+
+    Raises:
+      ConfigError: if there is no such model, or it is adapters alone.
+    """
+    from runner.training.references import HuggingFace, base_of, located  # which imports JAX
+
+    found = located(reference)
+    if isinstance(found, HuggingFace):
+        if base_of(found) is not found:
+            raise ConfigError(
+                f"{reference} holds adapters alone; make a run of it: "
+                f"python -m runner.convert --from={reference} --to=RUN"
+            )
+        return load("experiments/from_hf", overrides=[f"folder={found.name!r}"])
+    run = found.folder.parent.absolute()
+    cfg = load(str(run / "config.json"), trusted=trusted)
+    cfg.init_from = str(run) if found.step is None else f"{run}@{found.step}"
+    return cfg
+
+
 def _config_of(
-    module: types.ModuleType, overrides: Sequence[str]
+    module: types.ModuleType, overrides: Sequence[str], trusted: Collection[str]
 ) -> tuple[fdl.Config, Sequence[str]]:
     """What `config` returns, and the overrides that were not for its own parameters."""
     if not callable(getattr(module, "config", None)):
@@ -175,7 +208,13 @@ def _config_of(
         apply_override(override, call)
     given = fdl.ordered_arguments(call, include_defaults=True)
     if missing := [name for name in parameters(call) if name not in given]:
-        raise ConfigError(f"{module.__name__} needs a {missing[0]}: give --fdl.{missing[0]}=…")
+        raise ConfigError(
+            f"{module.__name__} has no default for {missing[0]}: give --fdl.{missing[0]}=…"
+        )
+    kinds = typing.get_type_hints(module.config)
+    for name, value in given.items():
+        if isinstance(value, str) and _is_config(kinds.get(name)):
+            given[name] = config_of_model(value, trusted)
     with _user_code(f"config() of {module.__name__}"):
         cfg = module.config(**given)
     if not isinstance(cfg, fdl.Config):
@@ -183,6 +222,13 @@ def _config_of(
             f"config() of {module.__name__} must return a fdl.Config, and returned {text_of(cfg)}"
         )
     return cfg, [each for each in overrides if each not in own]
+
+
+def _is_config(kind: Any) -> bool:
+    """Whether an annotation is of a config, or of one that may be `None`."""
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(kind) if union else (kind,)
+    return any((typing.get_origin(each) or each) is fdl.Config for each in kinds)
 
 
 def _apply_fiddler(text: str, cfg: fdl.Config, module: types.ModuleType) -> None:
@@ -231,5 +277,7 @@ def _user_code(what: str) -> Iterator[None]:
         passed_through = ("<frozen", str(Path(fdl.__file__).parent))
         frames = traceback.extract_tb(error.__traceback__)
         cause = [frame for frame in frames if not frame.filename.startswith(passed_through)][-1]
+        if isinstance(error, (ValueError, OSError)) and cause.filename.startswith(_OURS):
+            raise ConfigError(in_words(error)) from error
         where = "" if isinstance(error, SyntaxError) else f" ({cause.filename}:{cause.lineno})"
         raise ConfigError(f"{what} failed: {type(error).__name__}: {error}{where}") from error

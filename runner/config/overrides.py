@@ -103,6 +103,8 @@ def _accepted_types(target: Any, key: Any, present: Any) -> set[type] | None:
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = typing.get_args(annotation) if union else (annotation,)
     kinds = {typing.get_origin(member) or member for member in members}
+    if fdl.Config in kinds:  # which a model that is there has; see `configs.config_of_model`
+        kinds = (kinds - {fdl.Config}) | {str}
     if (present is None or present is fdl.NO_VALUE) and not kinds <= set(_LITERAL_TYPES):
         return None
     return (kinds | {type(present), type(default)}) & set(_LITERAL_TYPES)

@@ -1,8 +1,7 @@
-"""The command that launches a run's config again: in another folder, with one change."""
+"""Commands to go on with after a run: its config with one change, and its model's own words."""
 
 import os
 import shlex
-import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -10,30 +9,47 @@ from pathlib import Path
 import fiddle as fdl
 
 from lmlib.experiment import Experiment
+from lmlib.python_command import python_command
 from runner.config.saved_config import modules_to_trust
 from runner.config.text import parameters
 
 
-def relaunch_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
-    """A command to paste, from the same folder, after a run of `cfg` in `workdir`.
+def next_commands(cfg: fdl.Config[Experiment], workdir: Path) -> list[str]:
+    """What to try after a run of `cfg` in `workdir`: commands to paste, from the same folder."""
+    commands = [relaunch_command(cfg, workdir)]
+    if cfg.prompts:
+        commands.insert(0, generate_command(cfg, workdir))
+    return commands
 
-    Modules that a saved config may not name unasked are trusted by name, and found where this
-    process found them.
-    """
+
+def relaunch_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
+    """Launches the run's config in another folder, with one change."""
+    config = f"--fdl_config={workdir / 'config.json'}"
     trusted = modules_to_trust(cfg)
-    words = [
-        "python" if shutil.which("python") == sys.executable else sys.executable,
-        *("-m", "runner", f"--fdl_config={workdir / 'config.json'}"),
-        *(f"--trust_module={module}" for module in trusted),
-        f"--workdir={workdir}_next",
-        _change(cfg),
-    ]
-    folders = dict.fromkeys(folder for module in trusted for folder in _import_folders(module))
-    if folders:
-        others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        kept = dict.fromkeys([*folders, *(other for other in others if other)])
-        words[:0] = ["env", f"PYTHONPATH={os.pathsep.join(kept)}"]
-    return shlex.join(words)
+    flags = (config, *_trusting(trusted), f"--workdir={workdir}_next", _change(cfg))
+    return _where_found(trusted, python_command("runner", *flags))
+
+
+def generate_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
+    """Continues the first of the run's prompts."""
+    trusted = modules_to_trust(cfg)
+    flags = (f"--from={workdir}", *_trusting(trusted), f"--prompt={cfg.prompts[0]}")
+    return _where_found(trusted, python_command("runner.generate", *flags))
+
+
+def _trusting(modules: list[str]) -> list[str]:
+    """Modules that a saved config may not name unasked are trusted by name."""
+    return [f"--trust_module={module}" for module in modules]
+
+
+def _where_found(modules: list[str], command: str) -> str:
+    """`command`, which then finds `modules` where this process found them."""
+    folders = dict.fromkeys(folder for module in modules for folder in _import_folders(module))
+    if not folders:
+        return command
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    kept = dict.fromkeys([*folders, *(other for other in others if other)])
+    return f"env {shlex.quote(f'PYTHONPATH={os.pathsep.join(kept)}')} {command}"
 
 
 def _change(cfg: fdl.Config[Experiment]) -> str:

@@ -40,7 +40,8 @@ class DataSet(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTokens:
-    """A split of flat tokens. Sizes of texts are those of the documents decoded."""
+    """A split of flat tokens. Sizes of texts are those of the documents decoded; of conversations
+    the answers alone count, as in training."""
 
     name: str
     source: FlatTokens
@@ -51,7 +52,7 @@ class StoredTokens:
 
     def documents(self, loaded: Loaded) -> Iterator[Document]:
         source = self.source
-        _check_text(self.name, source.content)
+        _check_no_pairs(self.name, source.content)
         if tokenizers_differ(source.tokenizer, loaded.tokenizer):
             raise ConfigError(
                 f"{self.name} was made by {source.tokenizer}, and {loaded.name} was trained on ids "
@@ -63,8 +64,10 @@ class StoredTokens:
                 f"{loaded.name} ends at {loaded.model.vocab - 1}; give the text itself"
             )
         codec = source.text_codec() or loaded.codec
-        for ids in source.each_document():
-            if codec is None:
+        for ids, is_target in source.each_document():
+            if source.content != "text":
+                yield Document(ids, is_target=is_target)
+            elif codec is None:
                 yield Document(ids)
             else:
                 text = codec.decode(ids.tolist())
@@ -109,9 +112,13 @@ def data_set(path: str, split: str, text_column: str) -> DataSet:
     """
     folder = data_path(path)
     if _is_flat_tokens(folder):
+        length, packed = 1, True
         with contextlib.suppress(FileNotFoundError):  # which is told better below
-            _check_text(path, read_split(folder / split).content)
-        return StoredTokens(f"{path} {split}", FlatTokens(path, split, 1, 1))
+            metadata = read_split(folder / split)
+            _check_no_pairs(path, metadata.content)
+            if metadata.content != "text":  # which must not be longer than a row
+                length, packed = max(1, metadata.tokens), False
+        return _stored(f"{path} {split}", FlatTokens(path, split, 1, length, packed=packed))
     if not folder.exists():
         raise ConfigError(f"--data={path}: there is no such file or folder")
     return TextFiles(path, Files([str(folder)], field=TextField(text_column)))
@@ -126,18 +133,22 @@ def validation_of(loaded: Loaded) -> list[DataSet]:
     validation = None if loaded.cfg is None else loaded.cfg.validation
     named = validation if isinstance(validation, dict) else {"validation": validation}
     return [
-        StoredTokens(name, fdl.build(node))
+        _stored(name, fdl.build(node))
         for name, value in named.items()
         for node in nodes(value)
         if fdl.get_callable(node) is FlatTokens
     ]
 
 
-def _check_text(name: str, content: Content) -> None:
-    if content != "text":
+def _stored(name: str, source: FlatTokens) -> StoredTokens:
+    return StoredTokens(name if source.content == "text" else f"{name}, answers", source)
+
+
+def _check_no_pairs(name: str, content: Content) -> None:
+    if content == "pairs":
         raise ConfigError(
-            f"{name} holds {content}, of which a model learns the answers alone, and what is "
-            "measured here is all of a text; a run that validates on it reports its loss"
+            f"{name} holds pairs, and a model is to like one answer of each and not the other: "
+            "their loss says nothing; give conversations, or text"
         )
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lmlib.data.chat import DEFAULT, ChatTemplate
 from lmlib.data.metadata import tokenizers_differ
 from lmlib.data.text import BYTE_TOKENIZER
 from runner.command_line.errors import ConfigError, user_errors
@@ -32,17 +33,30 @@ def hugging_face_tokenizer(loaded: Loaded) -> Any:
         if folder is not None and not tokenizers_differ(
             tokenizer_of(HuggingFace(folder, str(folder))), loaded.tokenizer
         ):
-            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+            return _with_template(tokenizer, loaded.chat_template)
         tokenizer = _of_data(loaded)
     begin = [] if loaded.codec is None else loaded.codec.encode("")
     ends = [*loaded.end_ids[:1]] if loaded.document_end is None else [loaded.document_end]
     named = {"bos_token": begin, "eos_token": ends}
-    return PreTrainedTokenizerFast(
+    template = loaded.chat_template
+    of_template = {} if template is None else template.special_tokens
+    tokens: dict[str, Any] = {name: of_template[name] for name in named if name in of_template}
+    tokens |= {name: tokenizer.id_to_token(id) for name, ids in named.items() for id in ids}
+    made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         add_bos_token=bool(begin),
         clean_up_tokenization_spaces=False,
-        **{name: tokenizer.id_to_token(id) for name, ids in named.items() for id in ids},
+        **tokens,
     )
+    return _with_template(made, template)
+
+
+def _with_template(tokenizer: Any, template: ChatTemplate | None) -> Any:
+    if template is not None:
+        several = len(template.sources) > 1
+        tokenizer.chat_template = dict(template.sources) if several else template.sources[DEFAULT]
+    return tokenizer
 
 
 def _of_data(loaded: Loaded) -> "Tokenizer":

@@ -1,53 +1,64 @@
-"""A model to look at: restored onto this machine's devices, with its texts' codec."""
+"""A model that is there already, with its texts' codec: what it makes of a text.
+
+Shapes: S sequence (queries), T sequence (keys), L layers, E embed, V vocab.
+"""
 
 import dataclasses
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fiddle as fdl
-import jax
+import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float
 
 from lmlib.compute import Compute
+from lmlib.data.chat import ChatTemplate
 from lmlib.data.metadata import TokenizerIdentity
-from lmlib.data.text import (
-    BYTE_TOKENIZER,
-    TextCodec,
-    beginning_of,
-    codec_of_bytes,
-    codec_of_file,
-)
-from lmlib.hf.families import described
-from lmlib.hf.load import load_weights
-from lmlib.hf.peft import adapters_in
-from lmlib.hf.tensor_files import read_json
-from lmlib.models.protocol import check_protocol
-from lmlib.parallel.axes import LayoutError
-from lmlib.parallel.check import check_model
-from lmlib.parallel.mesh import make_mesh
-from runner.command_line.errors import user_errors
-from runner.inference.saved_run import SavedRun, longest_in, open_run
-from runner.processes.agreement import agreed
-from runner.training.references import HuggingFace, base_of, located, tokenizer_of
-from runner.watch.transfer import told
+from lmlib.data.text import TextCodec
+from lmlib.data.text_stream import TextStream
+from lmlib.generate import Generator, Sampling
+from lmlib.inspect import Inspector
+from runner.command_line.errors import ConfigError
+from runner.inference.answer import Manner
+from runner.inference.prompts import AS_NUMBERS
 
-_TOKENIZER_FILE = "tokenizer.json"
+USUAL = Sampling(temperature=0.8, top_p=0.95)
 
 
-@dataclasses.dataclass(frozen=True)
+class TokenLoss(NamedTuple):
+    """How a token was predicted from those before it.
+
+    text: what the token adds to the text; a character of several tokens comes with its last one.
+    nats: -log p of the token.
+    """
+
+    id: int
+    text: str
+    nats: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Loaded:
     """A model and what is known of its texts.
 
+    Its methods take a text, or token ids, and set the mesh themselves. They raise ConfigError where
+    no tokenizer is known for a text, and ValueError for what the model cannot take.
+
     Attributes:
-      model: its float32 weights, as they are stored on `mesh`.
+      model: its float32 weights. On one device they were made without a mesh, unless `load` was
+        given one; on several they lie as they are stored on `mesh`.
       compute: how to compute it: in the run's dtype, without what else suits its training.
       codec: between texts and its ids; `None` if no tokenizer is known.
       tokenizer_file: the tokenizer.json that `codec` was made of; `None` if there is none.
       end_ids: tokens that end a text; empty if none are known.
       document_end: the token that ended each document it was trained on; `None` if none is known.
       tokenizer: what made the ids that it was trained on; `None` if unknown.
-      tokenizer_folder: with the tokenizer's files of Hugging Face's, such as a chat template.
+      tokenizer_folder: with the tokenizer's files of Hugging Face's.
+      chat_template: what made the texts of the conversations that it was trained on, or else that
+        of `tokenizer_folder`; `None` if there is none.
       longest: tokens in the longest sequence that it was trained on; `None` if unknown.
       name: whose weights they are: `WORKDIR@STEP`, or the folder's name.
       step: of the run's checkpoint; `None` of a folder of Hugging Face's.
@@ -63,165 +74,66 @@ class Loaded:
     document_end: int | None
     tokenizer: TokenizerIdentity | None
     tokenizer_folder: Path | None
+    chat_template: ChatTemplate | None
     longest: int | None
     name: str
     step: int | None
     cfg: fdl.Config | None
 
+    def ids(self, text: str | Sequence[int]) -> list[int]:
+        """The tokens of a text, as a document begins; ids as they are."""
+        if not isinstance(text, str):
+            return [int(id) for id in text]
+        if self.codec is None:
+            raise ConfigError(
+                f"{self.name} knows no tokenizer: give token ids, or load(…, tokenizer=FOLDER)"
+            )
+        return self.codec.encode(text)
 
-def load(
-    reference: str,
-    *,
-    mesh: Mesh | None = None,
-    dtype: str | None = None,
-    tokenizer: str | None = None,
-    trusted: Collection[str] = (),
-    show: Callable[[str], None] = lambda line: None,
-) -> Loaded:
-    """The model of a run, `WORKDIR[@STEP]`, of a folder of Hugging Face's or of PEFT's, or of a
-    name on the Hub.
+    def logits(self, text: str | Sequence[int]) -> Float[np.ndarray, "s vocab"]:
+        """Of the token after each one."""
+        return self._inspector.logits(self.ids(text))
 
-    Every process must call it. The run's data need not be there, nor its mesh fit these devices.
+    def token_losses(self, text: str | Sequence[int]) -> list[TokenLoss]:
+        """Of each token but the first, which nothing predicts."""
+        ids = self.ids(text)
+        stream = TextStream(AS_NUMBERS if self.codec is None else self.codec)
+        texts = [stream.push([id]) for id in ids]
+        texts[-1:] = [texts[-1] + stream.finish()] if texts else []
+        nats = self._inspector.token_losses(ids)
+        return [*map(TokenLoss, ids[1:], texts[1:], nats.tolist())]
 
-    Args:
-      mesh: `None`: every device, over which the weights are split if they divide, else copied.
-      dtype: to compute in; `None`: the run's, of a folder float32.
-      tokenizer: a tokenizer.json or its folder, in place of the one that is known.
-      trusted: modules that the run's config.json may refer to.
-      show: gets a line now and then while a folder is read.
+    def activations(self, text: str | Sequence[int]) -> Float[np.ndarray, "depth s embed"]:
+        """The residual stream before the first layer, then after each."""
+        return self._inspector.activations(self.ids(text))
 
-    Raises:
-      ConfigError: if there is no such model, or it is damaged.
-    """
-    with agreed(), user_errors():
-        found = located(reference)
-        if isinstance(found, HuggingFace):
-            return _of_folder(found, mesh, dtype, tokenizer, show)
-        run = open_run(found, trusted)
-        return _of_run(run, mesh, dtype, tokenizer)
+    def attention(self, text: str | Sequence[int]) -> Float[np.ndarray, "layers heads s t"]:
+        """How much each token (s) takes from each (t), in each head of each layer."""
+        return self._inspector.attention(self.ids(text))
 
+    def generate(
+        self,
+        text: str | Sequence[int],
+        max_tokens: int = 100,
+        sampling: Sampling = USUAL,
+        seed: int = 0,
+    ) -> str:
+        """What the model continues the text with; `lmlib.generate.Generator` has more ways."""
+        ids = self.ids(text)
+        manner = Manner(self.codec or AS_NUMBERS, self.end_ids, (), max_tokens, sampling, 1, seed)
+        needed = len(ids) + max_tokens
+        room = 1 << (needed - 1).bit_length()  # few lengths are compiled
+        generator = self._generator(max(needed, min(room, self.longest or room)))
+        *_, (answer,) = manner.rounds(generator, [ids], [0])
+        return answer.text
 
-def _of_run(run: SavedRun, mesh: Mesh | None, dtype: str | None, tokenizer: str | None) -> Loaded:
-    check_protocol(jax.eval_shape(fdl.build(run.cfg.model), key=jax.random.key(0)))
-    mesh = mesh or _mesh_for(run.abstract_model)
-    return Loaded(
-        model=run.model(mesh),
-        mesh=mesh,
-        compute=Compute(dtype=dtype or fdl.build(run.cfg.compute).dtype),
-        codec=_codec_of_run(run) if tokenizer is None else _codec_of(_file_of(tokenizer), ()),
-        tokenizer_file=_file_of_run(run) if tokenizer is None else _file_of(tokenizer),
-        end_ids=_end_ids_of_run(run),
-        document_end=_document_end(run) if tokenizer is None else None,
-        tokenizer=run.tokenizer if tokenizer is None else _identity_of(tokenizer),
-        tokenizer_folder=run.tokenizer_folder if tokenizer is None else _file_of(tokenizer).parent,
-        longest=run.longest,
-        name=f"{run.workdir}@{run.step}",
-        step=run.step,
-        cfg=run.cfg,
-    )
+    @functools.cached_property
+    def _inspector(self) -> Inspector:
+        return Inspector(self.model, self.compute, self.mesh, self.longest)
 
-
-def _of_folder(
-    found: HuggingFace,
-    mesh: Mesh | None,
-    dtype: str | None,
-    tokenizer: str | None,
-    show: Callable[[str], None],
-) -> Loaded:
-    base = base_of(found)
-    there = described(base.folder)
-    shapes = jax.eval_shape(there.build, jax.random.key(0))
-    adapters = None
-    if base is not found:
-        adapters = adapters_in(found.folder, shapes, there.family.names)
-    mesh = mesh or _mesh_for(lambda mesh: shapes if adapters is None else adapters.beside(shapes))
-    tell = told(f"reading {base.name}:", show)
-    model = load_weights(base.folder, shapes, there.family.names, mesh, tell)
-    end_ids = end_ids_of(base.folder)
-    texts = base if _file_in(found.folder) is None else found
-    file = _file_in(texts.folder) if tokenizer is None else _file_of(tokenizer)
-    return Loaded(
-        model=model if adapters is None else adapters.onto(model),
-        mesh=mesh,
-        compute=Compute(dtype=dtype or "float32"),
-        codec=None if file is None else _codec_of(file, end_ids),
-        tokenizer_file=file,
-        end_ids=end_ids,
-        document_end=None,
-        tokenizer=tokenizer_of(texts) if tokenizer is None else _identity_of(tokenizer),
-        tokenizer_folder=texts.folder if tokenizer is None else _file_of(tokenizer).parent,
-        longest=longest_in(read_json(base.folder / "config.json")),
-        name=found.name,
-        step=None,
-        cfg=None,
-    )
-
-
-def end_ids_of(folder: Path) -> tuple[int, ...]:
-    """The ids that end a text, as generation_config.json says, or else config.json."""
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            said = read_json(folder / name).get("eos_token_id")
-            ids = said if isinstance(said, list) else [said]
-            if known := tuple(id for id in ids if type(id) is int):
-                return known
-    return ()
-
-
-def _codec_of_run(run: SavedRun) -> TextCodec | None:
-    """That of its data; if that is gone, or was never seen, of the folder that it began with."""
-    if run.data is not None and run.data.tokenizer == run.tokenizer:
-        codec = run.data.text_codec()
-        if codec is not None:
-            return codec
-    folder = run.tokenizer_folder
-    if folder is not None and (file := _file_in(folder)) is not None:
-        return _codec_of(file, end_ids_of(folder))
-    return codec_of_bytes(None) if run.tokenizer == BYTE_TOKENIZER else None
-
-
-def _file_of_run(run: SavedRun) -> Path | None:
-    """Likewise."""
-    data, folder = run.data, run.tokenizer_folder
-    if data is not None and data.tokenizer == run.tokenizer and data.tokenizer_path is not None:
-        return data.tokenizer_path
-    return None if folder is None else _file_in(folder)
-
-
-def _end_ids_of_run(run: SavedRun) -> tuple[int, ...]:
-    if (end := _document_end(run)) is not None:
-        return (end,)
-    return () if run.origin is None else end_ids_of(run.origin)
-
-
-def _document_end(run: SavedRun) -> int | None:
-    metadata = None if run.data is None else run.data.metadata
-    return None if metadata is None else metadata.eos_id
-
-
-def _codec_of(file: Path, end_ids: Collection[int]) -> TextCodec:
-    return codec_of_file(file, beginning_of(file, end_ids))
-
-
-def _file_in(folder: Path) -> Path | None:
-    file = folder / _TOKENIZER_FILE
-    return file if file.is_file() else None
-
-
-def _file_of(tokenizer: str) -> Path:
-    path = Path(tokenizer)
-    return path / _TOKENIZER_FILE if path.is_dir() else path
-
-
-def _identity_of(tokenizer: str) -> TokenizerIdentity | None:
-    return tokenizer_of(HuggingFace(_file_of(tokenizer).parent, tokenizer))
-
-
-def _mesh_for(abstract_model: Callable[[Mesh], Any]) -> Mesh:
-    """Every device: each with a share of the weights, or, where they do not divide, with all."""
-    split = make_mesh(fsdp=-1)
-    try:
-        check_model(abstract_model(split), split)
-    except LayoutError:
-        return make_mesh(data=-1)
-    return split
+    @functools.cached_property
+    def _generator(self) -> Callable[[int], Generator]:
+        """For texts of a length; the last one is kept."""
+        return functools.lru_cache(maxsize=1)(
+            lambda length: Generator(self.model, self.mesh, self.compute, rows=1, length=length)
+        )

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,21 @@ from lmlib import train
 from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
+from lmlib.data.chat import ChatTemplate
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
+from lmlib.hf.families import described
 from lmlib.hf.hub import TOKENIZER_FILES, local_folder_of
+from lmlib.hf.peft import adapters_in, holds_adapters
 from lmlib.hf.tensor_files import FolderError, read_json
+from lmlib.models.adapted import without_adapters
+from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Recipe
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.text import nodes
 from runner.training.references import HuggingFace, Saved, base_of, tokenizer_of
-from runner.training.weights import WEIGHTS_ALONE, weights_of
+from runner.training.weights import WEIGHTS_ALONE, recipe_of, weights_of
 
 ORIGIN = "hugging_face"  # in an imported workdir: what its folder held besides weights
 
@@ -36,12 +41,14 @@ class SavedRun:
       checkpoints: the folder that it lies in.
       cfg: the run's config.
       notes: what the run saved beside the arrays.
+      trusted: modules that the config.json of a run may refer to.
     """
 
     checkpoints: Path
     step: int
     cfg: fdl.Config
     notes: dict[str, Any]
+    trusted: Collection[str] = ()
 
     @property
     def workdir(self) -> Path:
@@ -63,13 +70,14 @@ class SavedRun:
         Raises:
           ConfigError: if a byte of it is not as it was saved, or the frozen weights are gone.
         """
-        return weights_of(f"{self.checkpoints}@{self.step}", self.recipe, mesh, None)[0]
+        reference = f"{self.checkpoints}@{self.step}"
+        return weights_of(reference, self.recipe, mesh, None, trusted=self.trusted)[0]
 
     @functools.cached_property
     def origin(self) -> Path | None:
         """The folder of Hugging Face's that the run began with, or what an imported workdir kept of
         it; `None` if it did not begin so, or that is gone."""
-        for workdir, _ in self._beginnings():
+        for workdir, _, _ in self._beginnings():
             if (workdir / ORIGIN).is_dir():
                 return workdir / ORIGIN
         if self.began_with is None:
@@ -82,21 +90,40 @@ class SavedRun:
     def began_with(self) -> str | None:
         """The folder of Hugging Face's, or the name, of a whole model that the run began with, or
         the run that it began with, and so on; `None` if it did not begin so."""
-        *_, (_, before) = self._beginnings()
+        *_, (_, before, _) = self._beginnings()
         if before is None or before.rpartition("@")[2].isdecimal():
             return None
         with contextlib.suppress(ValueError, OSError):
             return base_of(HuggingFace(Path(before), before)).name
         return before
 
-    def _beginnings(self) -> Iterator[tuple[Path, str | None]]:
-        """The workdir of this run, and what it began with; the same of the run that this was, and
-        so on."""
-        workdir, notes = self.workdir, self.notes
+    @functools.cached_property
+    def trained(self) -> list[frozenset[str]]:
+        """The paths, in the model without adapters, of the weights that this run trained; of those
+        that the run changed which it began with; and so on, back to `began_with`."""
+        base, adapted = without_adapters(self.recipe.shapes), set(named_weights(self.recipe.shapes))
+        every, same_adapters = frozenset(named_weights(base)), True
+        found: list[frozenset[str]] = []
+        for _, before, there in self._beginnings():
+            merged = {path.removesuffix(".down") for path in there - every}
+            same_adapters &= not found or (bool(merged) and there <= adapted)
+            found.append(every & (there if same_adapters else there | merged))
+            folder = Path(before or "")
+            if before is not None and holds_adapters(folder):
+                names = described(base_of(HuggingFace(folder, before)).folder).family.names
+                held = adapters_in(folder, base, names)
+                whole = frozenset(p.path for each in held.whole for p in each.tensor.pieces)
+                found.append(whole if same_adapters else whole | held.sizes.keys())
+        return found
+
+    def _beginnings(self) -> Iterator[tuple[Path, str | None, frozenset[str]]]:
+        """The workdir of this run, what it began with, and the paths of what it trained; the same
+        of the run that this was, and so on."""
+        workdir, notes, saved = self.workdir, self.notes, self.checkpoints / str(self.step)
         for _ in range(20):
             noted = notes.get("initialised_from")
             before = noted if isinstance(noted, str) else None
-            yield workdir, before
+            yield workdir, before, _trained(saved, notes)
             folder, _, step = (before or "").rpartition("@")
             if not step.isdecimal():
                 return
@@ -107,23 +134,53 @@ class SavedRun:
     def data(self) -> FlatTokens | None:
         """What the run was trained on, or a part of it, if it is flat tokens that are still there
         or can be made again."""
+        return next(self._flat_tokens(), None)
+
+    def chat_template(self) -> ChatTemplate | None:
+        """What made the texts of the conversations that the run was trained on; `None` if they are
+        gone, or there were none.
+
+        Raises:
+          ValueError, OSError: if it is damaged.
+        """
+        templates = (data.chat_template() for data in self._flat_tokens())
+        return next((each for each in templates if each is not None), None)
+
+    def _flat_tokens(self) -> Iterator[FlatTokens]:
+        """Of its data those that are there, or can be made again."""
         for node in nodes(self.cfg.data):
             if fdl.get_callable(node) is FlatTokens:
                 with contextlib.suppress(ValueError, OSError):
-                    return fdl.build(node)
-        return None
+                    yield fdl.build(node)
 
     @property
     def tokenizer(self) -> TokenizerIdentity | None:
         """What made the ids that the model knows."""
         if self.data is not None and self.step > WEIGHTS_ALONE:
             return self.data.tokenizer
+        return self._noted_tokenizer or (None if self.origin is None else _identity(self.origin))
+
+    def check_tokenizer(self) -> None:
+        """Raises ConfigError if the run's data is not of the ids any more that it trained on."""
+        if self.data is None or self.step == WEIGHTS_ALONE:
+            return
+        before, now = self._noted_tokenizer, self.data.tokenizer
+        if tokenizers_differ(before, now):
+            raise ConfigError(
+                f"{self.workdir} was trained on ids of the tokenizer {before}, and its data is of "
+                f"{now}: it was made again, perhaps by another version of Python; give "
+                "--tokenizer, or the data that the run had"
+            )
+
+    @property
+    def _noted_tokenizer(self) -> TokenizerIdentity | None:
+        """As the checkpoint's notes tell it."""
         noted = self.notes.get("batches")
         known = noted.get("tokenizer") if isinstance(noted, dict) else None
         if isinstance(known, dict):
             with contextlib.suppress(TypeError):
                 return TokenizerIdentity(**known)
-        return None if self.origin is None else _identity(self.origin)
+        return None
 
     @property
     def tokenizer_folder(self) -> Path | None:
@@ -150,11 +207,13 @@ class SavedRun:
         return max((length for length in lengths if isinstance(length, int)), default=None)
 
 
-def recipe_of(cfg: fdl.Config) -> Recipe:
-    """How a run of `cfg` makes and keeps its weights."""
-    dtype = cfg.frozen_dtype or fdl.build(cfg.compute).dtype
-    groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
-    return Recipe(fdl.build(cfg.model), cfg.seed, groups, dtype)
+def _trained(saved: Path, notes: Mapping[str, Any]) -> frozenset[str]:
+    """The paths of the weights in a checkpoint, but for those of a whole model that was brought in,
+    which nothing has trained yet."""
+    if not saved.is_dir() or (saved.name == str(WEIGHTS_ALONE) and notes.get("frozen") is None):
+        return frozenset()
+    names = read_manifest(saved).arrays
+    return frozenset(name.removeprefix("model.") for name in names if name.startswith("model."))
 
 
 def longest_in(config: dict[str, Any]) -> int | None:
@@ -181,7 +240,8 @@ def open_run(found: Saved, trusted: Collection[str] = ()) -> SavedRun:
         raise ConfigError(f"{found.folder} has no checkpoint at step {step}; it has {steps}")
     folder = found.folder / str(step)
     cfg = configs.load(str(found.folder.parent / "config.json"), trusted=trusted)
-    return SavedRun(found.folder, step, cfg, read_notes(folder, read_manifest(folder)))
+    notes = read_notes(folder, read_manifest(folder))
+    return SavedRun(found.folder, step, cfg, notes, trusted)
 
 
 def _identity(folder: Path) -> TokenizerIdentity | None:

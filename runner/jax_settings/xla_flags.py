@@ -1,8 +1,11 @@
 """Settings of XLA that a run makes; what the user has set stays.
 
-XLA reads them from the environment when JAX finds its devices: those of CPUs and GPUs from
-XLA_FLAGS, those of TPUs from LIBTPU_INIT_ARGS. A flag that the user gives there, with whatever
-value, is left as it is.
+XLA reads them from XLA_FLAGS when JAX finds its devices. A flag that the user gives there, with
+whatever value, is left as it is.
+
+TPUs have their own, in LIBTPU_INIT_ARGS, and a run sets none. On v5e those that fuse gathers with
+computation are libtpu's defaults. On every other generation libtpu 0.0.50 refuses them, since
+results may be wrong or never come; 0.0.42 took them there all the same.
 """
 
 import os
@@ -19,28 +22,20 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 # all in programs that JAX 0.10 and 0.11 load from their cache, where the order is not kept.
 IN_ORDER_ON_CPU = "--xla_cpu_multi_thread_eigen=false"
 
-# Collectives are sent while the devices compute. XLA's own defaults overlap them within a turn of a
-# loop; these also begin the gathers of the next layer, and end the sums of the last one, in the
-# turn before or after.
+# Collectives are sent while GPUs compute. XLA's own defaults overlap them within a turn of a loop;
+# these also begin the gathers of the next layer, and end the sums of the last one, in the turn
+# before or after.
 OVERLAP_ON_GPU = (
     "--xla_gpu_enable_latency_hiding_scheduler=true",
     "--xla_gpu_enable_pipelined_all_gather=true",
     "--xla_gpu_enable_pipelined_reduce_scatter=true",
     "--xla_gpu_enable_pipelined_all_reduce=true",
 )
-OVERLAP_ON_TPU = (
-    "--xla_enable_async_all_gather=true",
-    "--xla_tpu_enable_async_collective_fusion=true",
-    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
-    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
-    "--xla_tpu_overlap_compute_collective_tc=true",
-)
 
 
 def overlap_communication(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Asks XLA to send while it computes; call it before JAX finds its devices."""
-    _add("XLA_FLAGS", OVERLAP_ON_GPU, environment)
-    _add("LIBTPU_INIT_ARGS", OVERLAP_ON_TPU, environment)
+    """Asks XLA to send while GPUs compute; call it before JAX finds its devices."""
+    _add(OVERLAP_ON_GPU, environment)
 
 
 def keep_cpus_in_order(
@@ -51,7 +46,7 @@ def keep_cpus_in_order(
     A run of one device stays as it is, and has every core.
     """
     if several_processes or _simulates_devices(environment):
-        _add("XLA_FLAGS", (IN_ORDER_ON_CPU,), environment)
+        _add((IN_ORDER_ON_CPU,), environment)
 
 
 def may_wait_for_ever(environment: Mapping[str, str] = os.environ) -> bool:
@@ -65,7 +60,7 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
 
     On CPUs and TPUs it changes nothing: they give the same bits anyway.
     """
-    _add("XLA_FLAGS", (DETERMINISTIC,), environment)
+    _add((DETERMINISTIC,), environment)
 
 
 def _simulates_devices(environment: Mapping[str, str]) -> bool:
@@ -75,8 +70,8 @@ def _simulates_devices(environment: Mapping[str, str]) -> bool:
     return any(count.isdecimal() and int(count) > 1 for count in counts)
 
 
-def _add(variable: str, flags: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    given = environment.get(variable, "").split()
+def _add(flags: Sequence[str], environment: MutableMapping[str, str]) -> None:
+    given = environment.get("XLA_FLAGS", "").split()
     names = {flag.partition("=")[0] for flag in given}
     added = [flag for flag in flags if flag.partition("=")[0] not in names]
-    environment[variable] = " ".join([*given, *added])
+    environment["XLA_FLAGS"] = " ".join([*given, *added])

@@ -9,6 +9,7 @@ import jax
 
 from lmlib import train
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
+from lmlib.checkpoint.folders import steps_in
 from lmlib.data.resumable import Resumable
 from lmlib.data.stored_json import read_text
 from lmlib.experiment import Experiment
@@ -84,7 +85,7 @@ def begin(
             _check_data(experiment, found, "data" in options.allowed_changes, progress)
             _say(found, experiment, progress)
             saved, state = found.notes, found.state
-            companion = companion_of(experiment, progress.message)
+            companion = companion_of(experiment, progress.message, options.trusted)
             if "model" not in options.allowed_changes:
                 check_companion(companion, saved["companion"])
             state = state.with_companion(companion)
@@ -95,6 +96,7 @@ def begin(
                     experiment.mesh,
                     [options.init_from],
                     progress.message,
+                    options.trusted,
                 )
                 state = state.with_frozen(frozen)
             return Beginning(
@@ -105,7 +107,7 @@ def begin(
                 saved["initialised_from"],
                 found.damaged,
             )
-        companion = companion_of(experiment, progress.message)
+        companion = companion_of(experiment, progress.message, options.trusted)
         if init_from is None:
             state = jax.block_until_ready(experiment.init(companion))
             return Beginning(state, 0, 0, None, None)
@@ -116,6 +118,7 @@ def begin(
             experiment.data,
             options.allowed_changes,
             progress.message,
+            options.trusted,
         )
     progress.message(f"beginning with the weights of {initialised_from}")
     return Beginning(experiment.begin(model, companion), 0, 0, None, initialised_from)
@@ -143,9 +146,10 @@ def check_config(
     if not changes:
         return
     progress.message(f"the config has changed since this run was last trained:\n{changes}")
-    of_the_model = [
-        path for path in changed_paths(before, flattened(cfg)) if path.partition(".")[0] == "model"
-    ]
+    changed = changed_paths(before, flattened(cfg))
+    if "init_from" in changed and steps_in(workdir / "checkpoints"):
+        progress.message("the new init_from is ignored: this run has checkpoints")
+    of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
     if of_the_model and "model" not in allowed_changes:
         raise ConfigError(
             f"{', '.join(of_the_model)} changed since the run in {workdir} was trained, so its "

@@ -29,6 +29,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored_json import read_json
 from lmlib.experiment import Experiment
 from lmlib.metrics import from_json, to_json
+from lmlib.python_command import python_command
 from lmlib.whole_file import make_folder, sync, sync_folders, write_whole
 from runner.command_line.errors import in_words
 from runner.processes.agreement import from_first
@@ -76,7 +77,8 @@ class Captures:
                 return (
                     f"WARNING: step {step:,} could not be captured in {folder}: {in_words(error)}"
                 )
-        return f"step {step:,} was skipped; python -m runner.replay {folder} makes it again"
+        again = python_command("runner.replay", folder)
+        return f"step {step:,} was skipped; to make it again: {again}"
 
     def _has_room(self, step: int) -> bool:
         folder = self._workdir / FOLDER

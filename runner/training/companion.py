@@ -1,6 +1,6 @@
 """The second model that an objective needs: read at every start of a run, and always the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -12,9 +12,11 @@ from runner.command_line.errors import ConfigError
 from runner.training.weights import weights_of
 
 
-def companion_of(experiment: Experiment, show: Callable[[str], None]) -> Any:
+def companion_of(
+    experiment: Experiment, show: Callable[[str], None], trusted: Collection[str] = ()
+) -> Any:
     """The frozen model that the objective of `experiment` needs, as it is kept; `None`: it needs
-    none. `show` gets a line about where it comes from.
+    none. `show` gets a line about where it comes from; `trusted`: as of `weights_of`.
 
     Raises:
       ConfigError: if its weights are not to be had, or it does not know the ids of the data.
@@ -24,9 +26,9 @@ def companion_of(experiment: Experiment, show: Callable[[str], None]) -> Any:
         return None
     if wanted.weights_from is None:
         show("WARNING: the objective compares with a model of new weights, which knows nothing")
-        return train.new_model(recipe.make, experiment.mesh)
+        return train.new_model(recipe.make, experiment.mesh, recipe.made)
     mesh, data = experiment.mesh, experiment.data
-    model, origin = weights_of(wanted.weights_from, recipe, mesh, data, (), show)
+    model, origin = weights_of(wanted.weights_from, recipe, mesh, data, (), show, trusted)
     show(f"the objective compares with the weights of {origin}")
     return model
 

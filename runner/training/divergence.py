@@ -37,8 +37,9 @@ def stop_if_diverged(
         "it"
     )
     raise TrainingStopped(
-        f"{in_a_row} updates in a row were skipped, up to step {line['step']:,} (loss "
-        f"{line['loss']:.4g}, gradient norm {line['grad_norm']:.4g}): {found}. {newest} "
+        f"{in_a_row} updates in a row were skipped, up to step {line['step']:,} "
+        f"({experiment.objective.loss_name} {line['loss']:.4g}, gradient norm "
+        f"{line['grad_norm']:.4g}): {found}. {newest} "
         "with a lower learning rate or another seed of the data, or raise stop_after_skipped.\n"
         f"{table(statistics)}"
     )

@@ -62,11 +62,12 @@ from runner.training.starts import Start
 from runner.training.validation import Validation
 from runner.training.weights import WEIGHTS_ALONE, frozen_note
 from runner.watch.goodput import GoodputLog
+from runner.watch.limits import Limits
 from runner.watch.phases import Phase, Phases
 from runner.watch.profiling import Profiler, where_the_time_went
 from runner.watch.program_dump import dump_program
 from runner.watch.progress import Progress
-from runner.watch.watchdog import Limits, Watchdog
+from runner.watch.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,6 +321,8 @@ class _Run:
     def _compile(self, state: train.State) -> jax.stages.Compiled:
         options = self.options
         began = time.perf_counter()
+        if options.compiled is None:
+            self.progress.message("compiling the step")
         done = "compiled the step"
         if options.compiled is not None:
             batch = self.experiment.abstract_batch()

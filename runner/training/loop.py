@@ -135,7 +135,7 @@ class Loop:
             metrics = self.validation.metrics(state.whole_model)
         # First, since a line that has them says that the evaluation is done.
         self.saver.rank(step, metrics)
-        self.recorder.add(step, metrics)
+        self.recorder.add(step, metrics, self.validation.seen(whole=False))
 
     def _read(self, made: _Dispatched) -> Line:
         if made.line is None:

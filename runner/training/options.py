@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from runner.watch.watchdog import Limits
+from runner.watch.limits import Limits
 
 
 def never(step: int) -> bool:
@@ -26,6 +26,7 @@ class Options:
       save_compiled: a file to write the compiled step to.
       compiled: a file to take it from instead of compiling; loading it can run any code.
       limits: this process ends if something takes longer; `None`: it never does.
+      trusted: modules that the config.json of a run with other adapters may refer to.
       stop: called with the number of each step; if true the run saves a checkpoint and ends. It
         must answer alike on all processes.
       experiment_file: the file of code that the config came from; its edits are told of.
@@ -41,6 +42,7 @@ class Options:
     save_compiled: Path | None = None
     compiled: Path | None = None
     limits: Limits | None = None
+    trusted: Collection[str] = ()
     stop: Callable[[int], bool] = never
     experiment_file: Path | None = None
     started: float | None = None

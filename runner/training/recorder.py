@@ -35,7 +35,7 @@ class Recorder:
         self._positions = data.batch_size * data.sequence_length
         self._flops_per_token = experiment.flops_per_token(causal=False)
         self._devices = list(experiment.mesh.devices.flat)
-        self._shown = experiment.objective.shown
+        self._objective = experiment.objective
         self._log = log
         self._progress = progress
         self._goodput = goodput
@@ -84,16 +84,18 @@ class Recorder:
             seconds=line["step_seconds"],
             tokens_per_second=line["tokens_per_second"],
             mfu=line["mfu"],
-            others={name: line[name] for name in self._shown},
+            others={name: line[name] for name in self._objective.shown},
+            loss_name=self._objective.loss_name,
         )
 
-    def add(self, step: int, metrics: dict[str, float]) -> None:
-        """Adds what an evaluation found to the newest line, that of `step`."""
+    def add(self, step: int, metrics: dict[str, float], seen: str) -> None:
+        """Adds what an evaluation of `seen` found to the newest line, that of `step`."""
         self._log.add(step, metrics)
         self._progress.validated(
             step,
             metrics["validation_loss"],
             metrics.get("validation_bits_per_byte"),
+            seen,
             {
                 name.partition("/")[2]: value
                 for name, value in metrics.items()

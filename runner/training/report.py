@@ -27,9 +27,10 @@ _SUMMED = {"loss", "valid_tokens", "step_seconds", "tokens"}
 class Summary:
     """The numbers of a finished run; `None` where there is nothing to measure.
 
-    `training_loss` is the mean over the last 50 steps, each token counting once;
-    `validation_loss` is over the whole of a finite validation set; of several named ones it is
-    their mean, and `validation_sets` has each. Losses are in nats per token.
+    `training_loss` is the mean over the last 50 steps, each token counting once, of what the
+    objective calls `loss_name` and gives in `loss_unit`. `validation_loss`, in nats per token, is
+    over `validated_on`: the whole of a finite validation set; of several named ones it is their
+    mean, and `validation_sets` has each.
     `gzip_bits_per_byte` is what `gzip -9` needs for the validation texts, each alone. `goodput`
     tells where the wall time went.
     """
@@ -44,6 +45,9 @@ class Summary:
     validation_bits_per_byte: float | None
     gzip_bits_per_byte: float | None
     samples: tuple[str, ...]
+    loss_name: str = "loss"
+    loss_unit: str = "nats per token"
+    validated_on: str | None = None
     goodput: Goodput | None = None
     validation_sets: Mapping[str, Mapping[str, float | None]] = dataclasses.field(
         default_factory=dict
@@ -53,12 +57,12 @@ class Summary:
         """Writes result.json, whole or not at all."""
         write_whole(workdir / FILE_NAME, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
-    def text(self, workdir: Path, relaunch: str) -> str:
-        """The table that a run ends with; `relaunch` is a command to try next."""
+    def text(self, workdir: Path, next_commands: Sequence[str]) -> str:
+        """The table that a run ends with, and commands to try next."""
         optional = {
             "MFU": self.mfu and f"{self.mfu:.1%}",
             "validation loss": self.validation_loss
-            and f"{self.validation_loss:.4f} nats per token",
+            and f"{self.validation_loss:.4f} nats per token, over {self.validated_on}",
             "validation bits per byte": self.validation_bits_per_byte
             and f"{self.validation_bits_per_byte:.3f}",
             "gzip -9 on the same texts": self.gzip_bits_per_byte
@@ -68,19 +72,17 @@ class Summary:
             ("parameters", count_text(self.parameters)),
             ("tokens seen", count_text(self.tokens)),
             ("tokens per second", count_text(self.tokens_per_second)),
-            ("training loss", f"{self.training_loss:.4f} nats per token, last {LOSS_STEPS} steps"),
+            (
+                f"training {self.loss_name}",
+                f"{self.training_loss:.4f} {self.loss_unit}, last {LOSS_STEPS} steps",
+            ),
             *((name, value) for name, value in optional.items() if value),
             *(
                 (f"validation loss, {name}", _loss_text(each["loss"], each["bits_per_byte"]))
                 for name, each in self.validation_sets.items()
             ),
             ("the run's files", str(workdir)),
-            ("try next", relaunch),
-            (
-                "",
-                "python -m runner --fdl_config=experiments/llama_84m --fiddler=tiny "
-                "--workdir=/tmp/llama_84m",
-            ),
+            *(("" if i else "try next", command) for i, command in enumerate(next_commands)),
         ]
         samples = [f"sampled: {text!r}" for text in self.samples]
         times = [] if self.goodput is None else [self.goodput.text(), ""]
@@ -102,7 +104,7 @@ def finished_summary(workdir: Path, steps: int) -> Summary | None:
         return None
     try:
         summary = from_json(read_json(file))
-        summary.text(workdir, "")  # which every field has to do with
+        summary.text(workdir, ())  # which every field has to do with
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{file} is damaged ({error!r:.200})") from error
     return summary if summary.steps == steps else None
@@ -151,6 +153,8 @@ def summarise(
         validation_bits_per_byte=None,
         gzip_bits_per_byte=None,
         samples=(),
+        loss_name=experiment.objective.loss_name,
+        loss_unit=experiment.objective.loss_unit,
     )
     if validation is None:
         return summary
@@ -159,6 +163,7 @@ def summarise(
         summary,
         validation_loss=total.loss,
         validation_bits_per_byte=total.bits_per_byte,
+        validated_on=validation.seen(whole=True),
         gzip_bits_per_byte=validation.gzip_bits_per_byte,
         validation_sets={name: dataclasses.asdict(each) for name, each in by_name.items()},
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lmlib.compute import Compute
+from lmlib.data.chat import answer_ends
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.text import HasText, TextCodec
 from lmlib.experiment import Experiment
@@ -103,8 +104,7 @@ def asked(data: Any, codec: TextCodec, prompts: Sequence[str]) -> tuple[list[lis
         template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
         for prompt in prompts
     ]
-    end = codec.encode_marked(template.special_tokens.get("eos_token", ""))
-    return [codec.encode_marked(chat.text) for chat in chats], end if len(end) == 1 else []
+    return [codec.encode_marked(chat.text) for chat in chats], sorted(answer_ends(template, codec))
 
 
 def _page(texts: Sequence[str]) -> str:

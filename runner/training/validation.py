@@ -52,6 +52,21 @@ class Validation:
         by_name = {name: self._validated(name, each) for name, each in found.items()}
         return self._total(found), by_name if self._named else {}
 
+    def seen(self, whole: bool) -> str:
+        """What `whole`, or else `metrics`, evaluates on, in words."""
+        ends = [source.batches for source in self._sets.values()]
+        parts = [end if whole and end else self._batches or end for end in ends]
+        everything = "the whole split" if len(ends) == 1 else "the whole of each set"
+        if parts == ends:
+            return everything
+        if len(ends) == 1:
+            of = "" if ends[0] is None else f" of {ends[0]:,}"
+            return f"the first {parts[0]:,}{of} batches"
+        first = f"the first {self._batches:,} batches"
+        if whole and any(ends):
+            return f"{everything}, of one that never ends {first}"
+        return f"{first} of each set"
+
     def _total(self, found: Mapping[str, Evaluation]) -> Validated:
         """The mean over the sets by `validation_weights`: without them each target counts once,
         and in bits per byte each byte."""

@@ -1,14 +1,18 @@
 """The weights that a reference means, made into the model of a run."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
+import fiddle as fdl
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lmlib import train
+from lmlib.adapters import merged, without_adapters
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import Source
 from lmlib.data.metadata import tokenizers_differ
@@ -16,13 +20,15 @@ from lmlib.fingerprint import fingerprint
 from lmlib.hf.families import described
 from lmlib.hf.load import load_weights
 from lmlib.hf.peft import Adapters, adapters_in
-from lmlib.models.adapted import Adapted, map_adapted, without_adapters
+from lmlib.models.adapted import Adapted, has_adapters, map_adapted
 from lmlib.models.differences import differences
+from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import creator
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Recipe, parted
 from lmlib.trainable import Group
 from runner.command_line.errors import ConfigError, in_words, user_errors
+from runner.config import configs
 from runner.processes.agreement import agreed
 from runner.training import data_probe
 from runner.training.references import HuggingFace, Saved, base_of, located, tokenizer_of
@@ -39,9 +45,11 @@ def weights_of(
     data: Source | None,
     allowed_changes: Collection[str] = (),
     show: Callable[[str], None] = lambda line: None,
+    trusted: Collection[str] = (),
 ) -> tuple[Any, str]:
     """The model of `recipe` with the weights that `reference` means, laid out on `mesh`, and whose
-    they are: `run@step` or the folder. Adapters that are not there are new.
+    they are: `run@step` or the folder. Adapters that are not there are new; those that are there
+    and not in `recipe` are merged.
 
     Args:
       reference: as of `located`.
@@ -49,6 +57,7 @@ def weights_of(
       allowed_changes: "data": its tokenizer may be another than the data's. "model": settings of
         the model in a folder of Hugging Face's may be others, where its weights fit.
       show: gets a line now and then while a folder is read.
+      trusted: modules that a run's config.json may refer to; it is read to merge adapters.
 
     Raises:
       ConfigError: if there is none, it is damaged, or it holds another model or was trained on
@@ -58,7 +67,7 @@ def weights_of(
         found = located(reference)
     try:
         if isinstance(found, Saved):
-            return _of_run(found, recipe, mesh, data, allowed_changes, show)
+            return _of_run(found, recipe, mesh, data, allowed_changes, show, trusted)
         return of_folder(found, recipe, mesh, data, allowed_changes, show), found.name
     except (ValueError, OSError) as error:
         raise ConfigError(f"the weights of {reference}: {in_words(error)}") from error
@@ -71,17 +80,19 @@ def _of_run(
     data: Source | None,
     allowed_changes: Collection[str],
     show: Callable[[str], None],
+    trusted: Collection[str],
 ) -> tuple[Any, str]:
     with Checkpoints(found.folder, read_only=True) as checkpoints:
         step = checkpoints.newest() if found.step is None else found.step
         if step is None:
             raise ConfigError(f"{found.folder} holds no checkpoint")
         there = checkpoints.names(step, "model")
-        everything, adapted = _paths(recipe.given), _paths(recipe.shapes)
+        own = _recipe_of_checkpoint(found.folder, there, recipe, trusted)
+        if own is not recipe:
+            _check_same_model(own.bare, recipe.bare, allowed_changes)
         # A model that trained in part left the rest where it came from.
-        in_part = not everything <= there <= adapted
-        shapes = recipe.shapes if in_part else without_adapters(recipe.shapes)
-        target = train.abstract_model(lambda: shapes, mesh)
+        in_part = there < _paths(own.shapes)
+        target = train.abstract_model(lambda: own.shapes, mesh)
         if in_part:
             target = parted(target, there).trained
         model, notes = checkpoints.restore_part(step, "model", target)
@@ -94,13 +105,58 @@ def _of_run(
     name = f"{found.folder}@{step}"
     if in_part and step == WEIGHTS_ALONE:  # a run in the same folder may delete it: its base stays
         name = notes.get("initialised_from") or name
-    if not in_part:
-        return recipe.completed(model, mesh), name
-    rest = frozen_weights(
-        notes, dataclasses.replace(recipe, groups={"there": Group(tuple(there))}), mesh, (), show
-    )
-    model, wanted = eqx.combine(model, rest), recipe.made
-    return jax.tree.map(lambda x, kept: x.astype(kept.dtype), model, wanted), name
+    if in_part:
+        own = dataclasses.replace(own, groups={"there": Group(tuple(there))})
+        model = eqx.combine(model, frozen_weights(notes, own, mesh, (), show, trusted))
+    if has_adapters(own.shapes) and _paths(own.shapes) == _paths(recipe.shapes):
+        if "model" not in allowed_changes:
+            _check_adapters(found.folder.parent, recipe, trusted)
+        return jax.tree.map(lambda x, kept: x.astype(kept.dtype), model, recipe.made), name
+    if has_adapters(model):
+        model = jax.jit(merged)(model)
+    return recipe.completed(_kept(model, recipe), mesh), name
+
+
+def _recipe_of_checkpoint(
+    folder: Path, there: Set[str], recipe: Recipe, trusted: Collection[str]
+) -> Recipe:
+    """Of the run that saved the weights `there`: `recipe`, that without adapters, or if both lack
+    some of them, the run's own."""
+
+    def plain(*, key: Any) -> Any:
+        return without_adapters(recipe.model(key=key))
+
+    if there <= _paths(recipe.bare):
+        own = dataclasses.replace(recipe, model=plain, groups=None)
+    elif there <= _paths(recipe.shapes) or not (folder.parent / "config.json").is_file():
+        return recipe
+    else:
+        own = recipe_of(configs.load(str(folder.parent / "config.json"), trusted=trusted))
+    dtype = "bfloat16" if own.frozen_dtype == "int8" else own.frozen_dtype
+    return dataclasses.replace(own, frozen_dtype=dtype)
+
+
+def recipe_of(cfg: fdl.Config) -> Recipe:
+    """How a run of `cfg` makes and keeps its weights."""
+    dtype = cfg.frozen_dtype or fdl.build(cfg.compute).dtype
+    groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
+    return Recipe(fdl.build(cfg.model), cfg.seed, groups, dtype)
+
+
+def _kept(model: Any, recipe: Recipe) -> Any:
+    """The weights of `model` as `recipe` keeps them, one made after the other; it takes their
+    buffers."""
+    arrays: dict[str, jax.Array] = {}
+    map_weights(lambda weight, array: arrays.update({weight.path: array}), model)
+
+    def keep(weight: Weight, _: Any) -> Any:
+        array = arrays.pop(weight.path)
+        made = jax.block_until_ready(recipe.kept(weight, array.astype(jnp.float32)))
+        if jax.tree.leaves(made)[0].dtype != array.dtype:
+            array.delete()
+        return made
+
+    return map_weights(keep, recipe.bare)
 
 
 def frozen_weights(
@@ -109,12 +165,14 @@ def frozen_weights(
     mesh: Mesh,
     references: Sequence[str | None] = (),
     show: Callable[[str], None] = lambda line: None,
+    trusted: Collection[str] = (),
 ) -> Any:
     """The weights of `recipe` that do not train, which no checkpoint holds: from where the run with
     the checkpoint of `notes` had them, with `None` in place of others.
 
     Args:
       references: where to look first.
+      trusted: as of `weights_of`.
 
     Raises:
       ConfigError: if they are not to be had, or are not those that the run had.
@@ -128,7 +186,7 @@ def frozen_weights(
             frozen = creator(lambda: parted(recipe.make(), recipe.trained).frozen, mesh)()
     else:
         show("reading the frozen weights, which checkpoints do not hold")
-        model = _first_of([*references, origin], recipe, mesh, show)
+        model = _first_of([*references, origin], recipe, mesh, show, trusted)
         frozen = parted(model, recipe.trained).frozen
     if before["dtype"] == recipe.frozen_dtype and before["digest"] != fingerprint(frozen):
         raise ConfigError(
@@ -157,13 +215,17 @@ def is_frozen_note(value: Any) -> bool:
 
 
 def _first_of(
-    references: Sequence[str | None], recipe: Recipe, mesh: Mesh, show: Callable[[str], None]
+    references: Sequence[str | None],
+    recipe: Recipe,
+    mesh: Mesh,
+    show: Callable[[str], None],
+    trusted: Collection[str],
 ) -> Any:
     """The model of the first reference that has one."""
     errors = []
     for reference in dict.fromkeys(each for each in references if each is not None):
         try:
-            return weights_of(reference, recipe, mesh, None, ("data", "model"), show)[0]
+            return weights_of(reference, recipe, mesh, None, ("data", "model"), show, trusted)[0]
         except ConfigError as error:
             errors.append(error)
     raise errors[-1]
@@ -191,15 +253,27 @@ def of_folder(
 
 def _adapters_of(found: HuggingFace, base: HuggingFace, recipe: Recipe) -> Adapters:
     """Raises ConfigError if they are not those that `recipe` makes."""
-    adapters = adapters_in(found.folder, recipe.given, described(base.folder).family.names)
-    one, other = _sizes(adapters.beside(recipe.given)), _sizes(recipe.shapes)
+    adapters = adapters_in(found.folder, recipe.bare, described(base.folder).family.names)
+    _check_same_adapters(adapters.beside(recipe.bare), recipe.shapes)
+    return adapters
+
+
+def _check_adapters(workdir: Path, recipe: Recipe, trusted: Collection[str]) -> None:
+    """Raises ConfigError if those of the run in `workdir` are not those that `recipe` makes: their
+    weights do not tell alpha."""
+    if (workdir / "config.json").is_file():
+        cfg = configs.load(str(workdir / "config.json"), trusted=trusted)
+        _check_same_adapters(recipe_of(cfg).shapes, recipe.shapes)
+
+
+def _check_same_adapters(theirs: Any, ours: Any) -> None:
+    one, other = _sizes(theirs), _sizes(ours)
     if one != other:
         path = next(path for path in one | other if one.get(path) != other.get(path))
         raise ConfigError(
             f"its adapters are not this experiment's ({path}: {one.get(path, 'none')}, here "
             f"{other.get(path, 'none')})"
         )
-    return adapters
 
 
 def _sizes(model: Any) -> dict[str, str]:
@@ -224,29 +298,35 @@ def _of_whole_folder(
 ) -> Any:
     with agreed(), user_errors():
         there = described(found.folder)
-        ours = recipe.given
-        theirs = jax.eval_shape(there.build, jax.random.key(0))
-        different = list(differences(theirs, ours))
-        of_weights = [each for each in different if each.of_weights]
-        if different and (of_weights or "model" not in allowed_changes):
-            shown = [
-                f"{each.where or 'the model'}: {each.one}, here {each.other}"
-                for each in different[:_SHOWN]
-            ]
-            more = len(different) - len(shown)
-            raise ConfigError(
-                f"its model is not this experiment's ({'; '.join(shown)}"
-                f"{f'; and {more} more' if more else ''}): experiments/from_hf takes the "
-                "architecture from the folder"
-                + ("" if of_weights else ", --allow_change=model its weights alone")
-            )
+        ours = recipe.bare
+        _check_same_model(there.shapes, ours, allowed_changes)
         was = tokenizer_of(found)
         problem = None
         if data is not None and tokenizers_differ(was, data.tokenizer):
             problem = f"the data was made by {data.tokenizer}"
         _check_tokenizer(problem, "data" in allowed_changes)
     tell = told(f"reading {found.name}:", show)
-    return recipe.completed(load_weights(found.folder, ours, there.family.names, mesh, tell), mesh)
+    weights = load_weights(found.folder, ours, there.family.names, mesh, tell, recipe.kept)
+    return recipe.completed(weights, mesh)
+
+
+def _check_same_model(theirs: Any, ours: Any, allowed_changes: Collection[str]) -> None:
+    """Raises ConfigError if the weights of one do not fit the other, or settings differ that may
+    not."""
+    different = list(differences(theirs, ours))
+    of_weights = [each for each in different if each.of_weights]
+    if not different or (not of_weights and "model" in allowed_changes):
+        return
+    shown = [
+        f"{each.where or 'the model'}: {each.one}, here {each.other}" for each in different[:_SHOWN]
+    ]
+    more = len(different) - len(shown)
+    raise ConfigError(
+        f"its model is not this experiment's ({'; '.join(shown)}"
+        f"{f'; and {more} more' if more else ''}): experiments/from_hf takes the architecture from "
+        "a folder, experiments/lora from a run too"
+        + ("" if of_weights else ", --allow_change=model its weights alone")
+    )
 
 
 def _check_tokenizer(problem: str | None, may_differ: bool) -> None:

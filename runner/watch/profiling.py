@@ -12,20 +12,6 @@ from lmlib.plan.flops import count_flops
 from lmlib.profile.step_profile import step_profile
 from lmlib.profile.trace import TraceError, newest_trace, read_trace
 from lmlib.whole_file import write_whole
-from runner.command_line.errors import ConfigError
-
-
-def steps_range(text: str) -> range:
-    """The steps of "10:12": 10, 11 and 12.
-
-    Raises:
-      ConfigError: if `text` is not two positive numbers in order.
-    """
-    first, _, last = text.partition(":")
-    digits = first.isdecimal() and last.isdecimal()
-    if not digits or not 1 <= int(first) <= int(last):
-        raise ConfigError(f"--profile={text}: write the first and the last step to trace, 10:12")
-    return range(int(first), int(last) + 1)
 
 
 class Profiler:

@@ -1,6 +1,5 @@
 """What a run shows while it goes on: one live line on a terminal, plain lines in a log file."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -9,13 +8,13 @@ from typing import TextIO
 
 from lmlib.quantities import count_text
 from runner.command_line.errors import WorkdirTaken
+from runner.watch.live_line import CLEAR_LINE, fitting
 from runner.watch.run_log import RunLog
 
 BAR_WIDTH = 20
 REDRAW_SECONDS = 0.1  # of the live line
 PLAIN_LINES_AT_FIRST = 3
 PLAIN_LINE_SECONDS = 10.0  # between plain lines from then on
-_CLEAR_LINE = "\r\x1b[K"  # the end of what was there may be longer than what replaces it
 
 
 class Progress:
@@ -67,9 +66,10 @@ class Progress:
         tokens_per_second: float,
         mfu: float | None = None,
         others: Mapping[str, float] | None = None,
+        loss_name: str = "loss",
     ) -> None:
         """Records that `step` is done; writes unless a line was written just before. `others` are
-        shown after the loss, by name.
+        shown after the loss, which is called `loss_name`, by name.
 
         Time left is that of the steps since the first update, so compilation is not in it; at the
         first it is guessed from that step's own `seconds`.
@@ -82,7 +82,7 @@ class Progress:
             seconds = (now - first_time) / (step - first_step)
         parts = [
             f"step {step:,}/{self._steps:,}",
-            f"loss {loss:.4f}",
+            f"{loss_name} {loss:.4f}",
             *(f"{name.replace('_', ' ')} {value:.4f}" for name, value in (others or {}).items()),
             f"{count_text(tokens_per_second)} tokens/s",
             *([] if mfu is None else [f"MFU {mfu:.1%}"]),
@@ -100,21 +100,23 @@ class Progress:
         self._line = f"[{'=' * done}{' ' * (BAR_WIDTH - done)}] {line}"
         if always or now - self._redrawn_at >= REDRAW_SECONDS:
             self._redrawn_at = now
-            self._write(f"{_CLEAR_LINE}{self._fitting()}")
+            self._write(f"{CLEAR_LINE}{self._fitting()}")
 
     def validated(
         self,
         step: int,
         loss: float,
         bits_per_byte: float | None,
+        seen: str,
         losses: Mapping[str, float] | None = None,
     ) -> None:
-        """Shows what validation found after `step`, on a line of its own; `losses` are those of
-        its sets, by name."""
+        """Shows what validation found after `step`, on a line of its own: `loss` in nats per token
+        over `seen`; `losses` are those of its sets, by name."""
         bits = "" if bits_per_byte is None else f"  {bits_per_byte:.3f} bits per byte"
         each = ", ".join(f"{name} {value:.4f}" for name, value in (losses or {}).items())
         sets = f" ({each})" if each else ""
-        self.message(f"step {step:,}/{self._steps:,}  validation loss {loss:.4f}{sets}{bits}")
+        found = f"validation loss {loss:.4f} nats per token{sets}{bits}  over {seen}"
+        self.message(f"step {step:,}/{self._steps:,}  {found}")
 
     def message(self, text: str) -> None:
         """Writes `text` on lines of its own, above the live line."""
@@ -123,14 +125,14 @@ class Progress:
         else:
             self._before_log.append((time.time(), text))
         if self._live:
-            self._write(f"{_CLEAR_LINE}{text}\n{self._fitting()}")
+            self._write(f"{CLEAR_LINE}{text}\n{self._fitting()}")
         else:
             self._write(f"{text}\n")
 
     def close(self) -> None:
         """Leaves the last state of the live line on the screen, and the cursor below it."""
         if self._live and self._line:
-            self._write(f"{_CLEAR_LINE}{self._fitting()}\n")
+            self._write(f"{CLEAR_LINE}{self._fitting()}\n")
         self._line = ""
 
     def __enter__(self) -> "Progress":
@@ -143,13 +145,8 @@ class Progress:
             self._log.write(f"ended by {kind.__name__}: {error}")
 
     def _fitting(self) -> str:
-        """The live line, cut to the terminal: a line that wraps cannot be redrawn."""
         assert self._stream is not None
-        try:
-            width = os.get_terminal_size(self._stream.fileno()).columns
-        except OSError:  # the terminal has gone
-            width = 0
-        return self._line[: width - 1] if width else self._line  # 0: the terminal does not say
+        return fitting(self._line, self._stream)
 
     def _write(self, text: str) -> None:
         if self._stream is not None:

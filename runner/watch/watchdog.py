@@ -5,7 +5,6 @@ its limit, when the process crashes or is aborted, and whenever `kill -USR1` ask
 """
 
 import contextlib
-import dataclasses
 import faulthandler
 import os
 import signal
@@ -18,6 +17,7 @@ from pathlib import Path
 import jax
 
 from runner.processes.endings import FAILED
+from runner.watch.limits import Limits
 from runner.watch.phases import Phase, Phases
 
 LONGEST_WAIT = 1.0  # seconds between two looks
@@ -30,27 +30,6 @@ _DOING = {
     Phase.EVALUATION: "in an evaluation",
     Phase.CHECKPOINT: "saving its checkpoint",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """How many seconds may pass in one go; a process that takes longer ends."""
-
-    compile: float = 7_200.0
-    step: float = 1_800.0
-    data: float = 600.0  # the wait for one batch
-    evaluation: float = 7_200.0
-    checkpoint: float = 3_600.0  # the wait for a save
-
-    def of(self, phase: Phase) -> float:
-        return {
-            Phase.COMPILE: self.compile,
-            Phase.DATA: self.data,
-            Phase.STEP: self.step,
-            Phase.REPEATED: self.step,
-            Phase.EVALUATION: self.evaluation,
-            Phase.CHECKPOINT: self.checkpoint,
-        }.get(phase, float("inf"))
 
 
 def stacks_file(workdir: Path, process: int) -> Path:

@@ -6,8 +6,16 @@ from datetime import datetime
 import pytest
 from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
 from sentinels import sentinels
+from tokenizers import Tokenizer, models
 
-from lmlib.data.chat import ChatTemplate, check_messages, read_chat_template
+from lmlib.data.chat import (
+    ChatTemplate,
+    answer_ends,
+    check_messages,
+    put_chat_template,
+    read_chat_template,
+)
+from lmlib.data.text import codec_of_json
 
 QUESTION = CHATS["a question"]
 ASKED = "What is 1 < 2 & 'é' in 日本?"
@@ -18,6 +26,8 @@ EXPECTED = {
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "gemma": f"<s><start_of_turn>user\n{ASKED}<end_of_turn>\n<start_of_turn>model\n",
     "mistral": f"<s>[INST]   {ASKED}\n[/INST]1 asked",
+    "qwen3": f"<|im_start|>user\n  {ASKED}\n<|im_end|>\n<|im_start|>assistant\n",
+    "phi3": f"<|user|>\n  {ASKED}\n<|end|>\n<|assistant|>\n",
 }
 
 
@@ -66,6 +76,32 @@ def test_the_template_of_a_folder_is_found(tmp_path):
     ]
     (tmp_path / "chat_template.jinja").write_text("alone")
     assert read_chat_template(tmp_path).render(QUESTION).text == "alone"
+
+
+def test_a_folder_takes_another_template(tmp_path):
+    put_chat_template(tmp_path, template("one"))
+    assert read_chat_template(tmp_path).special_tokens == TOKENS
+    write(tmp_path, "one", eos_token="<end>")
+    (tmp_path / "chat_template.jinja").write_text("alone")
+    for sources in ({"default": "one"}, {"default": "one", "tool_use": "other"}):
+        put_chat_template(tmp_path, ChatTemplate(sources, TOKENS))
+        found = read_chat_template(tmp_path)
+        assert found.sources == sources
+        assert found.special_tokens == {"bos_token": "<s>", "eos_token": "<end>"}
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["add_bos_token"] is True
+
+
+def test_an_answer_ends_with_what_is_written_after_it():
+    letters = Tokenizer(models.BPE(vocab={"a": 0, "<": 1}, merges=[]))
+    letters.add_special_tokens(["<s>", "</s>", "<|im_end|>", "<end_of_turn>"])
+    codec = codec_of_json(letters.to_str(), "it", None)
+    ends = {"chatml": {3, 4}, "gemma": {3, 5}, "mistral": {3}, "llama3": {3}}
+    for name, ids in ends.items():
+        assert answer_ends(template(TEMPLATES[name]), codec) == ids
+    assert (
+        answer_ends(ChatTemplate({"default": "{{ messages[0].nothing.more }}"}, {}), codec) == set()
+    )
 
 
 @pytest.mark.parametrize(

@@ -236,11 +236,13 @@ def test_each_document_comes_as_it_was_written(tmp_path, shards):
     write_texts(tmp_path, shards)
     source = FlatTokens(str(tmp_path), "train", 1, 8)
     expected = [[BOS, *TEXTS[n].encode(), EOS] for s in range(shards) for n in range(s, 5, shards)]
-    assert [ids.tolist() for ids in source.each_document()] == expected
+    found = list(source.each_document())
+    assert [ids.tolist() for ids, _ in found] == expected
+    assert all(is_target[1:].all() and not is_target[0] for _, is_target in found)
 
 
 def test_each_document_of_more_than_are_read_at_once(tmp_path):
     documents = [[n % 7 + 1] * (n % 4) for n in range(600)]  # some of them empty
     write_ids(tmp_path, documents)
     found = FlatTokens(str(tmp_path), "train", 1, 8).each_document()
-    assert [ids.tolist() for ids in found] == documents
+    assert [ids.tolist() for ids, _ in found] == documents

@@ -98,6 +98,56 @@ def test_what_the_assistant_says_is_a_target(tmp_path: Path, source: str) -> Non
     assert kept is not None and kept.render(TURNS).text == whole
 
 
+THOUGHTFUL = [
+    *TURNS[:2],
+    answer("<think>\nWho?\n</think>\n\nHello!"),
+    {"role": "user", "content": "And you?"},
+    answer("Fine."),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        (
+            "qwen3",
+            (
+                "<think>\nWho?\n</think>\n\nHello!<|im_end|>",
+                "<think>\n\n</think>\n\nFine.<|im_end|>",
+            ),
+        ),
+        (
+            "phi3",
+            ("<think>\nWho?\n</think>\n\nHello!<|end|>\n</s>", "Fine.<|end|>\n</s>"),
+        ),
+    ],
+)
+def test_where_a_template_writes_history_anew_each_answer_is_a_document(
+    tmp_path: Path, name: str, targets: tuple[str, ...]
+) -> None:
+    """Each after what the model is shown when it answers, as the template itself writes it."""
+    source = TEMPLATES[name]
+    made = prepare(tmp_path, {"messages": THOUGHTFUL}, source=source, max_length=1_000)
+    assert made.documents == 2
+    found = dict((target, text) for text, (target,) in documents(tmp_path))
+    assert found.keys() == set(targets)
+    for target, before in zip(targets, (THOUGHTFUL[:2], THOUGHTFUL[:4]), strict=True):
+        shown = template(source).render(before, add_generation_prompt=True).text
+        assert (shown + target).startswith(found[target])
+        assert found[target].startswith(shown)
+
+
+def test_of_pairs_such_a_template_gives_the_last_answers(tmp_path: Path) -> None:
+    settings = {"source": TEMPLATES["qwen3"], "pairs": True}
+    both = {"chosen": THOUGHTFUL, "rejected": [*THOUGHTFUL[:4], answer("Bad.")]}
+    assert prepare(tmp_path / "one", both, **settings).documents == 2
+    ends = [targets[-1].split()[-1] for _, targets in documents(tmp_path / "one")]
+    assert ends == ["Fine.<|im_end|>", "Bad.<|im_end|>"]
+    both["rejected"] = [*TURNS[:2], answer("Go away."), *THOUGHTFUL[3:]]
+    with pytest.raises(ValueError, match="differ in more than the last"):
+        prepare(tmp_path / "other", both, **settings)
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -239,7 +289,7 @@ def test_pairs_are_dropped_together(tmp_path: Path) -> None:
         (
             {"messages": TURNS},
             {"source": "{% if messages | length > 4 %}!{% endif %}" + UNMARKED},
-            "does not write the chat before message 3 as the whole chat begins.*--template",
+            "does not write message 5 after the prompt for it.*--template",
         ),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, {"pairs": True}, "has no response"),
     ],

@@ -20,8 +20,12 @@ LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llam
 ON_CPUS = {"quickstart": "6 minutes", "distil": "2 minutes"}  # on 2 cores
 ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora", "qwen3_0_6b_dpo")
 NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "smollm2_sft")
-FROM_HF = "from_hf"  # takes its model from a folder: tests/experiments/test_from_hf.py
+# These take their model from a folder or a run, by this parameter.
+OF_A_MODEL = {"from_hf": "folder", "lora": "base", "dpo": "base"}
+FOLDER = "tests/hf/golden/llama_3_1"
+NEED_MORE = (*OF_A_MODEL, "own_text")  # that takes its sizes from a data set: test_own_text.py
 GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[2]
 
 # (layers, embed, heads, mlp, steps, peak_lr) of the five sizes whose speed is published.
 SHAPES = {
@@ -41,8 +45,8 @@ def _cache(tmp_path_factory, monkeypatch):
 
 def test_every_experiment_is_listed_with_a_command_and_a_cost():
     listed = configs.experiments()
-    assert sorted(listed) == [f"experiments/{name}" for name in sorted([*NAMES, FROM_HF])]
-    for name in (*NAMES, FROM_HF):
+    assert sorted(listed) == [f"experiments/{name}" for name in sorted([*NAMES, *NEED_MORE])]
+    for name in (*NAMES, *NEED_MORE):
         text = Path(configs.__file__).parents[2].joinpath("experiments", f"{name}.py").read_text()
         assert f"python -m runner --fdl_config=experiments/{name} --workdir=" in text
 
@@ -63,6 +67,14 @@ def test_a_changed_default_shows(name):
     """After a wanted change: python tests/experiments/update.py, and look at the difference."""
     expected = (GOLDEN / f"{name}.txt").read_text()
     assert flattened(configs.load(f"experiments/{name}")) == expected
+
+
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_a_changed_default_shows_beside_a_given_model(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cfg = configs.load(f"experiments/{name}", overrides=[f"{OF_A_MODEL[name]}={FOLDER}"])
+    expected = (GOLDEN / f"{name}.txt").read_text()
+    assert flattened(cfg).replace(f"{ROOT}/", "") == expected
 
 
 @pytest.mark.parametrize("name", SHAPES)

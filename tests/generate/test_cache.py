@@ -1,5 +1,7 @@
 """What is computed from a cache is what the whole forward pass gives, at every position."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,21 +10,25 @@ from hugging_face_families import FAMILIES, GOLDEN
 from sentinels import sentinels
 
 from lmlib import Compute, hf, llama, make_mesh, whole_rows
+from lmlib.models.families.phi import phi3
 from lmlib.models.head import logits
 from lmlib.models.protocol import Context
+from lmlib.models.rope_scaling import LongRope
 from lmlib.models.stack import unstacked
 from lmlib.parallel.layout import creator, reshard
 
 FLOAT32 = Compute(dtype="float32")
 ROWS, LENGTH = 4, 40  # windows in these families are 9, so a ring wraps four times
 LENGTHS = np.array([[40], [31], [9], [1]])
+LENGTHS_B = np.array([40, 31, 9, 1], np.int32)
 MESH, ROWS_ALONE = {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}
 
 
 @jax.jit
 def part(model, tokens_BS, positions_BS, cache):
     """Logits of some tokens, and the new cache."""
-    context = Context(positions_BS, jnp.zeros_like(tokens_BS), FLOAT32)
+    lengths_B = jnp.zeros_like(positions_BS[:, 0]) + LENGTHS_B
+    context = Context(positions_BS, jnp.zeros_like(tokens_BS), FLOAT32, lengths_B=lengths_B)
     trunk = model.trunk(tokens_BS, context, cache)
     h_BSE = reshard(model.features(trunk.x_BSE, context), "batch seq embed")
     return logits(model, h_BSE, FLOAT32), trunk.cache
@@ -30,7 +36,9 @@ def part(model, tokens_BS, positions_BS, cache):
 
 @jax.jit
 def whole(model, tokens_BS):
-    return model(tokens_BS, whole_rows(tokens_BS, FLOAT32))
+    lengths_B = jnp.zeros_like(tokens_BS[:, 0]) + LENGTHS_B
+    context = dataclasses.replace(whole_rows(tokens_BS, FLOAT32), lengths_B=lengths_B)
+    return model(tokens_BS, context)
 
 
 def in_parts(model, tokens_BS, sizes):
@@ -63,12 +71,29 @@ def test_cached_logits_are_those_of_the_whole_pass_at_every_position(name, mesh,
     with jax.set_mesh(make_mesh(**mesh)):
         expected_BSV = np.asarray(whole(model, tokens_BS))
         ready = jax.jit(unstacked)(model) if apart else model
-        # A part may be shorter or longer than a window, or go over its border; then one by one.
-        for sizes in ([3, 20, *[1] * 17], [12, 12, *[1] * 16], [1] * 40):
+        # A part may be shorter or longer than a window, from an empty cache or a full one, or go
+        # over its border; then one by one.
+        for sizes in ([3, 20, *[1] * 17], [20, 20], [1] * 40):
             found_BSV = in_parts(ready, tokens_BS, sizes)
             there_BS = np.arange(LENGTH) < LENGTHS
             error = np.abs(found_BSV - expected_BSV)[there_BS].max()
             assert error <= 2e-5 * np.abs(expected_BSV).max()
+
+
+@pytest.mark.slow  # by default tests/generate/test_generator.py goes beyond the original length
+@pytest.mark.parametrize("mesh", [{}, MESH], ids=str)
+def test_long_and_short_rows_of_a_long_rope_are_cached_as_their_lengths_say(mesh):
+    scaling = LongRope((1.0, 1.5), (4.0, 9.0), original=16, amplitude=1.2)
+    sizes = dict(vocab=64, embed=16, layers=2, heads=4, mlp=24, kv_heads=2)
+    with jax.set_mesh(make_mesh(**mesh)):
+        model = creator(
+            lambda: phi3(**sizes, rope_scaling=scaling, key=jax.random.key(0)), make_mesh(**mesh)
+        )()
+        tokens_BS = np.random.default_rng(2).integers(0, 64, (ROWS, LENGTH), np.int32)
+        expected_BSV = np.asarray(whole(model, tokens_BS))
+        found_BSV = in_parts(model, tokens_BS, [12, 12, *[1] * 16])
+    error = np.abs(found_BSV - expected_BSV)[np.arange(LENGTH) < LENGTHS].max()
+    assert error <= 2e-5 * np.abs(expected_BSV).max()
 
 
 @pytest.mark.slow

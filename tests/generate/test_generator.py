@@ -1,5 +1,6 @@
 """Continuations: the tokens of the whole forward pass, whatever else is in the batch."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -7,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sentinels import sentinels
 from user_model import Learned
 
 from lmlib import Compute, make_mesh, whole_rows
 from lmlib.generate import GREEDY, Generator, Sampling, generate
-from lmlib.models.families.gemma import gemma2
+from lmlib.models.families.gemma import gemma2, gemma3
+from lmlib.models.families.phi import phi3
 from lmlib.models.head import logits
+from lmlib.models.rope_scaling import LongRope
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import creator
 
@@ -42,20 +46,21 @@ def generator():
     return Generator(model(), compute=FLOAT32, rows=8, length=64, chunk=16)
 
 
+@jax.jit
+def log_probabilities(model, tokens_BS, lengths_B):
+    context = dataclasses.replace(whole_rows(tokens_BS, FLOAT32), lengths_B=lengths_B)
+    h_BSE = model.features(model.trunk(tokens_BS, context).x_BSE, context)
+    return jax.nn.log_softmax(logits(model, h_BSE, FLOAT32))
+
+
 def by_the_whole_pass(model, prompt, count):
     """Greedy tokens and their log-probabilities."""
-
-    @jax.jit
-    def log_probabilities(tokens_BS):
-        context = whole_rows(tokens_BS, FLOAT32)
-        h_BSE = model.features(model.trunk(tokens_BS, context).x_BSE, context)
-        return jax.nn.log_softmax(logits(model, h_BSE, FLOAT32))
-
     tokens_S = np.zeros(64, np.int32)
     tokens_S[: len(prompt)] = prompt
     logprobs = []
     for n in range(len(prompt), len(prompt) + count):
-        log_p_V = log_probabilities(jnp.asarray(tokens_S[None]))[0, n - 1]
+        tokens_BS, lengths_B = jnp.asarray(tokens_S[None]), jnp.array([n], jnp.int32)
+        log_p_V = log_probabilities(model, tokens_BS, lengths_B)[0, n - 1]
         tokens_S[n] = jnp.argmax(log_p_V)
         logprobs.append(float(jnp.max(log_p_V)))
     return tokens_S[len(prompt) : len(prompt) + count].tolist(), logprobs
@@ -65,6 +70,28 @@ def test_greedy_takes_the_likeliest_token_of_the_whole_pass_each_time():
     for prompt, (made,) in zip(PROMPTS, generator()(PROMPTS, 20, GREEDY), strict=True):
         tokens, logprobs = by_the_whole_pass(model(), prompt, 20)
         assert made.tokens == tokens and not made.stopped
+        np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
+
+
+def test_layers_that_turn_by_other_tables_each_have_their_own():
+    two = gemma3(V, 16, 2, 4, 24, kv_heads=2, head_dim=8, window=6, period=2, key=jax.random.key(1))
+    for prompt, (made,) in zip(PROMPTS, generate(two, PROMPTS, 6, GREEDY), strict=True):
+        tokens, logprobs = by_the_whole_pass(two, prompt, 6)
+        assert made.tokens == tokens
+        np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", sentinels([None, 6], lambda window: window == 6))
+def test_a_text_that_grows_beyond_the_original_length_is_computed_again(window):
+    """Each row by itself, when it does; one prompt is longer at once."""
+    scaling = LongRope((1.0, 1.5), (4.0, 9.0), original=16, amplitude=1.2)
+    long_rope = phi3(
+        V, 16, 2, 4, 24, kv_heads=2, rope_scaling=scaling, window=window, key=jax.random.key(0)
+    )
+    again = Generator(long_rope, compute=FLOAT32, rows=4, length=64, chunk=16)
+    for prompt, (made,) in zip(PROMPTS, again(PROMPTS, 20, GREEDY), strict=True):
+        tokens, logprobs = by_the_whole_pass(long_rope, prompt, 20)
+        assert made.tokens == tokens
         np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
 
 
@@ -81,6 +108,17 @@ def test_a_sample_is_the_same_whatever_else_is_in_its_batch():
     assert all(
         one[0].tokens != other[0].tokens for one, other in zip(together, other_seed, strict=False)
     )
+
+
+def test_long_prompts_give_the_same_in_groups_as_alone():
+    """A CPU takes two of these at a time, since more would not stay in its cache."""
+    lengths = (600, 5, 520)
+    prompts = [[n * n % V for n in range(length, 2 * length)] for length in lengths]
+    together = Generator(model(), compute=FLOAT32, rows=4, length=640)(prompts, 6, GREEDY)
+    for prompt, (made,) in zip(prompts, together, strict=True):
+        ((alone,),) = Generator(model(), compute=FLOAT32, rows=1, length=640)([prompt], 6, GREEDY)
+        assert made.tokens == alone.tokens
+        np.testing.assert_allclose(made.logprobs, alone.logprobs, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from data_tools.prepare_chats.conversations import Conversation
 from data_tools.prepare_chats.documents import Templated
+from data_tools.prepare_chats.template import load_template, template_names
 from lmlib.data.chat import ChatTemplate, read_chat_template
 from lmlib.data.text import codec_of_file
 
@@ -76,6 +77,38 @@ def test_targets_are_the_tokens_of_the_mask_of_transformers(folder, name, tools)
     assert found.ids.tolist() == list(expected["input_ids"])
     assert found.is_target.astype(int).tolist() == list(expected["assistant_masks"])
     assert found.is_target.any()
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_our_templates_give_the_ids_and_the_mask_of_transformers(folder, name):
+    theirs, _ = stored(folder, "")
+    template = load_template(str(folder), name)
+    theirs.chat_template = template.sources["default"]
+    chat = CHATS["turns"][name == "gemma2" :]  # without what the system says
+    documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
+    (found,) = documents.encoded(documents.texts([Conversation(chat)]))
+    expected = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    assert template.render(chat).text == theirs.apply_chat_template(chat, tokenize=False)
+    assert found.ids.tolist() == list(expected["input_ids"])
+    assert found.is_target.astype(int).tolist() == list(expected["assistant_masks"])
+    prompt = {"tokenize": False, "add_generation_prompt": True}
+    asked = template.render(chat[:-1], add_generation_prompt=True)
+    assert asked.text == theirs.apply_chat_template(chat[:-1], **prompt)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3"])
+def test_answers_of_a_template_that_writes_history_anew_have_its_ids(folder, name):
+    theirs, template = stored(folder, TEMPLATES[name])
+    chat = CHATS["turns"]
+    documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
+    found = documents.encoded(documents.texts([Conversation(chat)]))
+    for document, until in zip(found, (3, 5), strict=True):
+        asked = {"return_dict": True, "add_generation_prompt": True}
+        prompt = list(theirs.apply_chat_template(chat[: until - 1], **asked)["input_ids"])
+        whole = list(theirs.apply_chat_template(chat[:until], return_dict=True)["input_ids"])
+        assert document.ids.tolist() == whole[: len(document.ids)]
+        assert len(whole) - len(document.ids) <= 1  # a newline
+        assert document.ids[~document.is_target].tolist() == prompt
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])

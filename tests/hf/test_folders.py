@@ -6,66 +6,50 @@ import shutil
 import struct
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hugging_face_families import FAMILIES as FOLDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentinels import sentinels
+from small_folder import (
+    HEAD,
+    assert_same_weights,
+    change,
+    copy_small_folder,
+    golden_model,
+    rewritten,
+    with_head,
+)
 
 from lmlib import Compute, hf
-from lmlib.hf.families import FAMILIES, described, family_of
+from lmlib.hf import phi
+from lmlib.hf.families import FAMILIES, described, described_by, family_of
 from lmlib.hf.names import Share
 from lmlib.hf.tensor_files import (
     DTYPES,
     FolderError,
     begin_files,
     laid_out,
-    read_header,
     stored_tensors,
     write,
 )
+from lmlib.models.architecture import Layer, architecture
 from lmlib.models.attention import Attention
+from lmlib.models.differences import differences
 from lmlib.models.families.llama import llama
+from lmlib.models.families.phi import phi3
+from lmlib.models.rope import Rotary
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of a small Llama's folder."""
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(GOLDEN / "llama" / name, tmp_path)
-    return tmp_path
-
-
-def change(folder, **keys):
-    """Sets keys of config.json; `...` removes one."""
-    file = folder / "config.json"
-    content = json.loads(file.read_text()) | keys
-    file.write_text(json.dumps({key: each for key, each in content.items() if each is not ...}))
-
-
-def rewritten(folder, change):
-    """The tensors after `change` of a dict of arrays."""
-    file = folder / "model.safetensors"
-    held = {n: each.read(0, each.size).reshape(each.shape) for n, each in read_header(file).items()}
-    held = change(held)
-    placed = laid_out(folder, {n: (each.dtype, each.shape) for n, each in held.items()}, 1 << 40)
-    begin_files(placed)
-    for name, each in held.items():
-        write(placed[name], 0, each.reshape(-1))
-
-
-@functools.cache
-def golden_model():
-    return hf.load(GOLDEN / "llama")
-
-
-def assert_same_weights(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
+    return copy_small_folder(tmp_path)
 
 
 def test_keys_that_are_left_out_or_null_mean_what_transformers_means(folder):
@@ -112,11 +96,41 @@ def test_old_names_of_keys_mean_the_same(tmp_path, name):
     assert described(tmp_path).arguments == expected.arguments
 
 
+@pytest.mark.parametrize(
+    "name", sentinels([*FOLDERS], lambda name: name in ("phi3_long_rope", "qwen2_yarn", "gemma3"))
+)
+def test_an_export_says_its_rope_for_old_and_new_readers_alike(name):
+    """Either spelling alone says all of it."""
+    model = described(GOLDEN / name).shapes
+    _, content = family_of(model, FOLDERS[name][0])
+    old = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+    for without in (("rope_parameters",), old):
+        rest = {key: each for key, each in content.items() if key not in without}
+        assert rest != content or name == "gpt2"
+        found = described_by(rest, "config.json").shapes
+        assert not list(differences(found, model)), without
+
+
+def test_a_turned_share_of_any_head_is_written_so_that_it_is_read_back():
+    """Of 44 and 100 coordinates, 30 and 58 were another share."""
+    (family,) = phi.FAMILIES
+    one = architecture(described(GOLDEN / "phi4_mini").shapes)
+    for head_dim in range(2, 257):
+        for turned in range(2, head_dim + 1, 2):
+            layers = (Layer(None, Rotary(turned)),)
+            written = family.settings(one._replace(head_dim=head_dim, layers=layers))
+            assert int(head_dim * written["partial_rotary_factor"]) == turned
+    make = functools.partial(phi3, 8, 44, 1, 1, 8, turned=0.7)
+    model = jax.eval_shape(lambda key: make(key=key), jax.random.key(0))
+    assert model.stack[0][0].attention.rotary.head_dim == 30
+    assert family_of(model, "phi3")[1]["hidden_size"] == 44
+
+
 def test_dynamic_scaling_is_none_up_to_the_length_of_training(folder):
     """Where transformers scales, frequencies depend on the sequence's length."""
     dynamic = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     change(folder, rope_parameters=dynamic, max_position_embeddings=8)
-    model = jax.eval_shape(described(folder).build, jax.random.key(0))
+    model = described(folder).shapes
     told = "sequences of 9 tokens, but with Dynamic scaling rotary positions are known up to 8"
     model.check(8, Compute())
     with pytest.raises(ValueError, match=told):
@@ -126,7 +140,7 @@ def test_dynamic_scaling_is_none_up_to_the_length_of_training(folder):
     _, written = family_of(model)
     assert written["rope_parameters"] == dynamic and written["max_position_embeddings"] == 8
     change(folder, max_position_embeddings=...)
-    with pytest.raises(FolderError, match="'dynamic' lacks max_position_embeddings"):
+    with pytest.raises(FolderError, match="'dynamic' has no max_position_embeddings"):
         described(folder)
 
 
@@ -140,19 +154,12 @@ def test_the_length_that_dynamic_scaling_depends_on_stays(tmp_path):
     assert before == after != 7
 
 
-def test_a_tied_head_may_be_in_the_file_or_not(folder):
-    change(folder, tie_word_embeddings=True)
-    with_head = hf.load(folder)
-    rewritten(folder, lambda held: {n: each for n, each in held.items() if n != "lm_head.weight"})
-    assert with_head.unembedding is None
-    assert_same_weights(hf.load(folder), with_head)
-
-
 def test_a_trunk_alone_and_old_buffers_are_read(folder):
     change(folder, tie_word_embeddings=True)
+    with_head(folder, lambda table: table)
 
     def as_old_files(held):
-        held = {n.removeprefix("model."): each for n, each in held.items() if n != "lm_head.weight"}
+        held = {n.removeprefix("model."): each for n, each in held.items() if n != HEAD}
         return held | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
 
     expected = hf.load(folder)
@@ -173,11 +180,11 @@ def test_a_trunk_alone_and_old_buffers_are_read(folder):
         ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight is unknown"),
         ({"vocab_size": 63}, "has shape (62, 16) instead of (63, 16)"),
         ({"rope_interleaved": True}, "rope_interleaved = True is not supported, only False"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' lacks factor"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "of type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "of type 'linear' has no factor"),
         (
             {"rope_parameters": {"rope_type": "default", "trick": 1}},
-            "{'trick': 1} is not supported",
+            "rope_parameters of type 'default': trick = 1: unknown here",
         ),
     ],
 )
@@ -300,6 +307,40 @@ def test_a_model_of_no_family_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"none of llama, mistral, .* is this model"):
         hf.save(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_every_value_is_kept_unless_a_dtype_is_given(folder):
+    told = hf.save(hf.load(folder), folder / "out")
+    before, after = (stored_tensors(each) for each in (folder, folder / "out"))
+    for name, each in before.items():
+        one, other = (held.read(0, held.size) for held in (each, after[name]))
+        assert other.dtype == np.float32
+        np.testing.assert_array_equal(one, other)
+    assert (told.largest, str(told)) == (0.0, "float32, which keeps every value")
+
+
+def test_what_a_narrower_dtype_rounds_is_told(folder):
+    told = hf.save(hf.load(folder), folder / "out", dtype="bfloat16")
+    changes = {}
+    for name, each in stored_tensors(folder).items():
+        value = each.read(0, each.size).astype(np.float64)
+        rounded = value.astype(jnp.bfloat16).astype(np.float64)
+        changes[name] = np.max(np.abs(rounded - value) / np.abs(value))
+    assert told.largest == pytest.approx(max(changes.values()), rel=1e-6)
+    assert told.tensor == max(changes, key=changes.__getitem__)
+    assert 0.001 < told.largest <= 2**-8
+    assert str(told) == f"bfloat16, which rounds by up to {told.largest:.2%} (in {told.tensor})"
+
+
+def test_a_value_beyond_float16_is_refused_by_its_tensors_name(folder):
+    model = hf.load(folder)
+    up = model.stack[0][0].mlp.up.at[1, 3, 2].set(-1e5)
+    model = eqx.tree_at(lambda model: model.stack[0][0].mlp.up, model, up)
+    told = r"model\.layers\.1\.mlp\.up_proj\.weight holds -100000, which would become infinite in"
+    with pytest.raises(ValueError, match=told):
+        hf.save(model, folder / "out", dtype="float16")
+    assert not (folder / "out").exists()
+    hf.save(model, folder / "out", dtype="bfloat16")
 
 
 def test_nothing_is_written_over(folder):

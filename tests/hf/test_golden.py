@@ -64,7 +64,9 @@ def loss_and_gradients(name):
 SOME = ("llama_3_1", "gemma3", "gpt2")
 
 
-@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name in SOME))
+@pytest.mark.parametrize(
+    "name", sentinels(FAMILIES, lambda name: name in (*SOME, "gemma2", "qwen2_yarn"))
+)
 def test_logits_of_a_long_prompt(name):
     model = loaded(name)
     ids = jnp.asarray(tokens(model.vocab)[0], jnp.int32)

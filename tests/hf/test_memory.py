@@ -53,15 +53,18 @@ weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 _, saving = peak_of(lambda: hf.save(model, target))
 del model
 
-def base_in_bfloat16(folder):
+def base_in(dtype, folder):
     build = functools.partial(lora, described(Path(folder)).build)
-    recipe = Recipe(build, 0, adapters(), "bfloat16")
+    recipe = Recipe(build, 0, adapters(), dtype)
     return jax.block_until_ready(weights_of(str(folder), recipe, mesh, None)[0])
 
-base_in_bfloat16(golden)
-adapted, reading = peak_of(lambda: base_in_bfloat16(source))
-kept = sum(leaf.nbytes for leaf in jax.tree.leaves(adapted))
-print(json.dumps([weights, loading - weights, saving, kept, reading - kept]))
+def reading(dtype):
+    base_in(dtype, golden)
+    adapted, peak = peak_of(lambda: base_in(dtype, source))
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(adapted))
+    return kept, peak - kept
+
+print(json.dumps([weights, loading - weights, saving, *reading("bfloat16"), *reading("int8")]))
 """
 
 
@@ -95,9 +98,13 @@ def test_memory_beside_the_weights_does_not_grow_with_them(tmp_path):
     )
     shutil.rmtree(tmp_path)
     assert ended.returncode == 0, ended.stderr
-    weights, loading, saving, kept, reading = json.loads(ended.stdout.splitlines()[-1])
+    weights, loading, saving, kept, reading, kept_8, reading_8 = json.loads(
+        ended.stdout.splitlines()[-1]
+    )
     assert weights > 1.5 * GB
     assert loading < largest + GB / 2
     assert saving < largest + GB / 2
     assert 0.5 * weights < kept < 0.55 * weights  # bfloat16, and adapters in float32
     assert reading < largest + GB / 2
+    assert 0.25 * weights < kept_8 < 0.35 * weights  # the vocabulary's tables are in bfloat16
+    assert reading_8 < largest + GB / 2

@@ -2,13 +2,16 @@
 computes what lmlib does. Needs lmlib[parity]; tests/hf/test_golden.py does not."""
 
 import json
+import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from hugging_face_families import FAMILIES, GOLDEN, assert_close, tensors
+from hugging_face_families import FAMILIES, GOLDEN, assert_close, tensors, tokens
+from odd_configs import READ
 
-from lmlib import hf
+from lmlib import Compute, Inspector, hf, whole_rows
 from lmlib.hf.families import described_by
 from lmlib.hf.tensor_files import FolderError
 from lmlib.models.differences import differences
@@ -17,6 +20,7 @@ golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parit
 pytestmark = pytest.mark.slow
 
 # Weights are the very same; all else is as exact as sums whose order differs between processors.
+FLOAT32 = Compute(dtype="float32")
 BOUNDS = {"model": 0.0, "gradients": 1e-4, "after": 1e-5}
 
 
@@ -49,6 +53,19 @@ def test_transformers_computes_the_same_of_what_is_written_here(name, tmp_path):
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_its_layers_show_what_those_of_transformers_do(name):
+    model = hf.load(GOLDEN / name)
+    ids = tokens(model.vocab)[0][0, :70].tolist()
+    inspector, theirs = Inspector(model), golden.layers_of(GOLDEN / name, ids)
+    activations = inspector.activations(ids)
+    scale = np.abs(activations).max()
+    np.testing.assert_allclose(activations[:-1], theirs["activations"][:-1], atol=1e-5 * scale)
+    normed = model.features(jnp.asarray(activations[-1:]), whole_rows(jnp.array([ids]), FLOAT32))
+    np.testing.assert_allclose(normed[0], theirs["activations"][-1], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(inspector.attention(ids), theirs["attention"], atol=1e-5)
+
+
 def made(described):
     return jax.eval_shape(described.build, jax.random.key(0))
 
@@ -61,8 +78,28 @@ def test_a_key_that_is_left_out_means_what_transformers_means(name):
         try:
             found = described_by(rest, "config.json")
         except FolderError as error:
-            assert str(error).endswith((f" has no {key}", f" lacks {key}"))
+            assert str(error).endswith(f" has no {key}")
         else:
             meant = golden.transformers.AutoConfig.for_model(**rest).to_dict().get(key)
             told = described_by(rest | {key: meant}, "config.json")
             assert found == told or not list(differences(made(found), made(told))), key
+
+
+def logits_of_changed(name, keys, folder):
+    """Of the golden model with other keys in its config.json."""
+    folder.mkdir()
+    shutil.copy(GOLDEN / name / "model.safetensors", folder)
+    content = json.loads((GOLDEN / name / "config.json").read_text()) | keys
+    told = {key: each for key, each in content.items() if each is not ...}
+    (folder / "config.json").write_text(json.dumps(told))
+    return golden.logits_of_prompt(golden.loaded(folder, "float32"), told["vocab_size"]).numpy()
+
+
+@pytest.mark.parametrize("case", READ)
+def test_transformers_reads_odd_keys_so(case, tmp_path):
+    name, odd, plain = READ[case]
+    found, expected = (
+        logits_of_changed(name, keys, tmp_path / kind)
+        for kind, keys in {"odd": odd, "plain": plain}.items()
+    )
+    np.testing.assert_array_equal(found, expected)

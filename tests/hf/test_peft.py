@@ -3,6 +3,7 @@ PEFT does; what is written here is checked against merged weights and, with lmli
 itself."""
 
 import dataclasses
+import fnmatch
 import functools
 import json
 import shutil
@@ -28,6 +29,7 @@ from lmlib.hf.families import described
 from lmlib.hf.peft import adapters_in, read_config
 from lmlib.hf.tensor_files import FolderError
 from lmlib.models.adapted import map_adapted
+from lmlib.parallel.axes import map_weights
 
 FLOAT32 = Compute(dtype="float32")
 PROMPT = 300
@@ -71,6 +73,17 @@ def adapted(name, **settings):
     )
 
 
+def with_others(model, paths):
+    """The weights of these names are others, what they hold besides adapters."""
+
+    def changed(weight, array):
+        if not any(fnmatch.fnmatch(weight.path, path) for path in paths):
+            return array
+        return array + 0.3 * jax.random.normal(jax.random.key(len(weight.path)), array.shape)
+
+    return map_weights(changed, model)
+
+
 def assert_same(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -88,7 +101,8 @@ def test_logits_of_a_folder_that_peft_wrote(name):
 def test_what_is_written_is_what_peft_wrote(name, tmp_path):
     base, folder = base_of(ADAPTERS[name][0]), GOLDEN_ADAPTERS / name
     model = hf.load_adapters(folder, base)
-    hf.save_adapters(model, tmp_path / "out", base=f"golden/{name}")
+    whose, _, trained = ADAPTERS[name]
+    hf.save_adapters(model, tmp_path / "out", base=f"golden/{whose}", trained=trained)
     found, expected = (
         tensors(each / "adapter_model.safetensors") for each in (tmp_path / "out", folder)
     )
@@ -102,7 +116,8 @@ def test_what_is_written_is_what_peft_wrote(name, tmp_path):
         json.loads((each / "adapter_config.json").read_text())
         for each in (tmp_path / "out", folder)
     )
-    assert set(told.pop("target_modules")) == set(before["target_modules"])
+    for names in ("target_modules", "modules_to_save"):
+        assert set(told.pop(names) or ()) == set(before[names] or ())
     assert {key: before[key] for key in told} == told
 
 
@@ -111,7 +126,7 @@ def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
     """A reference in NumPy, of PEFT's definition: W + alpha / √r · B · A."""
     model = adapted(name, rank=3, alpha=5.0, rank_stabilized=True)
     kind = FAMILIES[name][0]
-    hf.save_adapters(model, tmp_path / "adapters", model_type=kind)
+    hf.save_adapters(model, tmp_path / "adapters", model_type=kind, trained=())
     hf.save(jax.jit(merged)(model), tmp_path / "merged", model_type=kind, dtype="float32")
     config = read_config(tmp_path / "adapters")
     found, before = (
@@ -138,10 +153,10 @@ def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_written_is_read_again(name, tmp_path):
     """In some layers alone, and not in all matrices of them."""
-    paths = ("stack.0.0.*.query",) if name in ("phi3", "phi4_mini", "gpt2") else ("stack.0.0.*",)
-    model = adapted(name, rank=2, alpha=5.0, paths=paths, dropout=0.25)
     kind = FAMILIES[name][0]
-    hf.save_adapters(model, tmp_path / "out", model_type=kind)
+    paths = ("stack.0.0.*.query",) if kind in ("phi3", "gpt2") else ("stack.0.0.*",)
+    model = adapted(name, rank=2, alpha=5.0, paths=paths, dropout=0.25)
+    hf.save_adapters(model, tmp_path / "out", model_type=kind, trained=())
     again = hf.load_adapters(tmp_path / "out", base_of(name), model_type=kind)
     if paths == ("stack.0.0.*",):
         assert_same(again, model)
@@ -157,7 +172,7 @@ def test_adapters_lie_as_the_weights_beside_which_they_are(tmp_path):
     down = split.stack[0][0].attention.query.down
     assert len({str(shard.index) for shard in down.addressable_shards}) == 4
     assert_same(split, hf.load_adapters(folder, base_of("llama")))
-    hf.save_adapters(split, tmp_path / "out")
+    hf.save_adapters(split, tmp_path / "out", trained=())
 
 
 @functools.cache
@@ -171,21 +186,33 @@ def folder(tmp_path):
     return shutil.copytree(GOLDEN_ADAPTERS / "llama", tmp_path / "adapters")
 
 
+def test_values_that_are_not_finite_are_refused(folder):
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + np.float32("nan").tobytes())
+    base, names = shapes()
+    found = adapters_in(folder, base, names)
+    with pytest.raises(FolderError, match=r"1 of \d+ values of base_model.* are not finite"):
+        found.values(found.beside(base))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
         ("peft_type", "IA3", "only 'LORA'"),
         ("task_type", "SEQ_CLS", "only 'CAUSAL_LM'"),
         ("use_dora", True, "use_dora = True is not supported"),
-        ("bias", "all", "bias = 'all' is not supported"),
-        ("modules_to_save", ["lm_head"], "modules_to_save = "),
+        ("bias", "some", "bias = 'some' is not supported"),
+        ("modules_to_save", "lm_head", "has to be a list of names"),
+        ("modules_to_save", ["lm_head"], "lm_head.weight is missing"),
+        ("modules_to_save", ["norm"], "input_layernorm.weight is missing"),
         ("init_lora_weights", "pissa", "init_lora_weights = 'pissa'"),
         ("layers_to_transform", [1], "layers_to_transform = "),
-        ("ensure_weight_tying", True, "ensure_weight_tying = True"),
         ("target_parameters", ["experts.up"], "target_parameters = "),
         ("a_new_key", 1, "a_new_key = 1: unknown here"),
         ("lora_alpha", 0, "an alpha of 0.0"),
+        ("alpha_pattern", {"q_proj": 0}, "an alpha of 0.0"),
         ("r", 0, "a rank of 0"),
+        ("rank_pattern", {"q_proj": 0}, "a rank of 0"),
         ("r", 3, r"has shape \(2, 16\) instead of \(3, 16\)"),
         ("rank_pattern", {"q_proj": 4}, r"has shape \(2, 16\) instead of \(4, 16\)"),
         ("rank_pattern", {"layers.[01].*": 4}, "has the pattern"),
@@ -234,9 +261,23 @@ def test_what_peft_has_not_is_refused(tmp_path):
     tied, _ = shapes("llama_tied_one_head")
     make = functools.partial(with_adapters, paths=(), axes=("vocab",), key=jax.random.key(0))
     with pytest.raises(ValueError, match="for the adapters of embedding"):
-        hf.save_adapters(jax.eval_shape(make, tied), tmp_path)
+        hf.save_adapters(jax.eval_shape(make, tied), tmp_path, trained=())
+    model = jax.eval_shape(functools.partial(with_adapters, key=jax.random.key(0)), shapes()[0])
+    with pytest.raises(
+        ValueError, match=r"no place for the trained model\.layers\.0\.self_attn\.q"
+    ):
+        hf.save_adapters(model, tmp_path, trained=("*attention.query",))
+    with pytest.raises(TypeError, match="'trained'"):  # or what trained besides would be left out
+        hf.save_adapters(model, tmp_path)
     with pytest.raises(ValueError, match="the model has no adapters"):
-        hf.save_adapters(shapes()[0], tmp_path)
+        hf.save_adapters(shapes()[0], tmp_path, trained=())
+
+
+def test_what_float16_cannot_hold_is_refused_by_name(tmp_path):
+    model = jax.tree.map(lambda w: 1e6 * w, adapted("llama", rank=3))
+    with pytest.raises(ValueError, match=r"lora_A\.weight holds .* become infinite in float16"):
+        hf.save_adapters(model, tmp_path / "new", dtype="float16", trained=())
+    assert not (tmp_path / "new").exists()
 
 
 def ids_of(name):
@@ -259,7 +300,7 @@ def peft():
 @pytest.mark.parametrize(("name", "stabilized"), ALTERNATING)
 def test_peft_computes_the_same_of_what_is_written_here(peft, name, stabilized, tmp_path):
     model = adapted(name, rank=3, alpha=5.0, rank_stabilized=stabilized)
-    hf.save_adapters(model, tmp_path / "out", model_type=FAMILIES[name][0])
+    hf.save_adapters(model, tmp_path / "out", model_type=FAMILIES[name][0], trained=())
     expected = theirs(peft.read(name, tmp_path / "out"), ids_of(name))
     assert_same_logits(model, ids_of(name), expected)
     assert_same_logits(merged(model), ids_of(name), expected)
@@ -280,10 +321,59 @@ def test_of_what_peft_writes_lmlib_computes_the_same(peft, name, stabilized, tmp
     assert_same_logits(merged(found), ids_of(name), expected)
 
 
+# What trains besides adapters: the adapted matrices, the rest, and PEFT's names of the rest.
+BESIDES = {
+    "llama": (("*query",), ("unembedding", "*norm.scale"), ["lm_head", "norm"]),
+    "llama_tied_one_head": (("*query",), ("embedding",), ["embed_tokens", "lm_head"]),
+    "qwen2": (
+        ("*query",),
+        ("embedding", "*_bias", "*attention_norm.scale"),
+        ["embed_tokens", "input_layernorm", "k_proj", "v_proj"],
+    ),
+    "gemma2": (("*mlp.up",), ("*norm.scale",), ["norm"]),
+    "gemma3": (("*mlp.up",), ("*norm.scale",), ["norm"]),
+    "phi3": (("*output",), ("*query", "*mlp_norm.scale"), ["qkv_proj", "post_attention_layernorm"]),
+    "gpt2": (
+        ("*query", "*key", "*value"),
+        ("*_bias", "norm.bias", "positions.table"),
+        ["transformer.wpe", "ln_f", "attn.c_proj", "mlp"],
+    ),
+    "starcoder2": (("*query",), ("*norm.bias", "*_bias"), ["norm", "self_attn.k_proj"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDES)
+def test_peft_computes_the_same_of_what_trained_besides_adapters(peft, name, tmp_path):
+    adapts, besides, _ = BESIDES[name]
+    model = with_others(adapted(name, rank=3, alpha=5.0, paths=adapts), besides)
+    kind = FAMILIES[name][0]
+    hf.save_adapters(model, tmp_path / "out", model_type=kind, trained=besides)
+    expected = theirs(peft.read(name, tmp_path / "out"), ids_of(name))
+    assert_same_logits(model, ids_of(name), expected)
+    with pytest.raises(AssertionError):  # they matter
+        assert_same_logits(adapted(name, rank=3, alpha=5.0, paths=adapts), ids_of(name), expected)
+    again = hf.load_adapters(tmp_path / "out", base_of(name), model_type=kind)
+    assert_same_logits(again, ids_of(name), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDES)
+def test_of_what_peft_trained_besides_adapters_lmlib_computes_the_same(peft, name, tmp_path):
+    model = peft.adapted(
+        name, r=3, lora_alpha=5, modules_to_save=BESIDES[name][2],
+        target_modules=["o_proj" if name == "phi3" else "c_attn" if name == "gpt2" else "q_proj"],
+        bias="lora_only", ensure_weight_tying=name == "llama_tied_one_head",
+    )  # fmt: skip
+    model.save_pretrained(tmp_path)
+    found = hf.load_adapters(tmp_path, base_of(name), model_type=FAMILIES[name][0])
+    assert_same_logits(found, ids_of(name), theirs(model, ids_of(name)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_the_golden_folder_is_what_peft_computes(peft, name, tmp_path):
-    peft.write(tmp_path, *ADAPTERS[name])
+    peft.write(tmp_path, *ADAPTERS[name][:2])
     for file in ("adapter_model", "expected"):
         found, expected = (
             tensors(folder / f"{file}.safetensors") for folder in (tmp_path, GOLDEN_ADAPTERS / name)

@@ -9,7 +9,10 @@ import golden_by_peft
 import golden_by_transformers
 from hugging_face_families import ADAPTERS, FAMILIES, GOLDEN, GOLDEN_ADAPTERS
 
-for name in sys.argv[1:] or FAMILIES:
+chosen = sys.argv[1:] or [*FAMILIES, *ADAPTERS]
+if unknown := set(chosen) - FAMILIES.keys() - ADAPTERS.keys():
+    sys.exit(f"no golden folder is called {', '.join(sorted(unknown))}")
+for name in FAMILIES.keys() & chosen:
     golden_by_transformers.write(GOLDEN / name, *FAMILIES[name])
-for name in ADAPTERS.keys() & (sys.argv[1:] or ADAPTERS):
-    golden_by_peft.write(GOLDEN_ADAPTERS / name, *ADAPTERS[name])
+for name in ADAPTERS.keys() & chosen:
+    golden_by_peft.write(GOLDEN_ADAPTERS / name, *ADAPTERS[name][:2])

@@ -159,6 +159,15 @@ def test_senseless_settings_are_refused(settings):
 
 
 @pytest.mark.slow
+def test_adapters_drop_nothing():
+    base = llama(vocab=V, embed=E, layers=1, heads=2, mlp=16, key=jax.random.key(0))
+    model = with_adapters(base, rank=2, dropout=0.5, key=jax.random.key(1))
+    model = map_adapted(lambda _, one: dataclasses.replace(one, up=one.up + 0.1), model)
+    sums = functools.partial(OBJECTIVE.sums, model, base, batch(), FLOAT32)
+    drawn, undrawn = sums(jax.random.key(2)), sums(None)
+    np.testing.assert_array_equal(drawn.minimised, undrawn.minimised)
+
+
 def test_the_reference_may_be_the_model_without_its_adapters():
     make = functools.partial(llama, vocab=V, embed=16, layers=1, heads=2, mlp=16)
     base = make(key=jax.random.key(0))

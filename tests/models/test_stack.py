@@ -24,23 +24,27 @@ from lmlib.models.norms import RMSNorm
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.models.stack import Segment, depth, make_stack, run_stack, stack_parts
 from lmlib.models.weights import fan_in, first_values, fold, weight
-from lmlib.parallel.layout import creator, partition
+from lmlib.parallel.layout import partition, shardings
+from lmlib.train import abstract_model
 
 MESHES = ({}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
 source = Synthetic(vocab_size=32, batch_size=8, sequence_length=16)
 
 
+@functools.cache
+def model_of(layers: int):
+    return llama(vocab=32, embed=16, layers=layers, heads=2, mlp=16, key=jax.random.key(0))
+
+
 def gradients(layers: int, mesh: dict[str, int], **compute: Any):
     mesh, compute = make_mesh(**mesh), Compute(dtype="float32", **compute)
-    make = functools.partial(
-        llama, vocab=32, embed=16, layers=layers, heads=2, mlp=16, key=jax.random.key(0)
-    )
 
     def mean(model, batch):
         return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
 
+    made = model_of(layers)
+    model = jax.device_put(made, shardings(abstract_model(lambda: made, mesh)))
     with jax.set_mesh(mesh):
-        model = creator(make, mesh)()
         batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
         return jax.device_get(jax.jit(jax.grad(mean))(model, batch))
 
@@ -170,7 +174,7 @@ def test_patterns_run_in_the_order_of_their_layers(stack, unroll):
     context = dataclasses.replace(
         context,
         compute=dataclasses.replace(context.compute, unroll=unroll),
-        observe=lambda x_BSE: jnp.sum(x_BSE),
+        observe=lambda layer: (jnp.sum(layer.before), jnp.sum(layer.after)),
     )
     found = jax.jit(lambda stack: run_stack(stack, x_BSE, context))(stack)
     sums, cost = [jnp.sum(x_BSE)], 0.0
@@ -180,7 +184,9 @@ def test_patterns_run_in_the_order_of_their_layers(stack, unroll):
         cost += losses["squares"]
     assert depth(stack) == 8 == len(sums) - 1
     np.testing.assert_allclose(found.x_BSE, x_BSE, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found.observed, np.array(sums), rtol=1e-4, atol=1e-4)
+    before, after = found.observed
+    np.testing.assert_allclose(before, np.array(sums[:-1]), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(after, np.array(sums[1:]), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(found.losses["squares"], cost, rtol=1e-5)
 
 

@@ -1,5 +1,6 @@
 import jax
 import pytest
+from absent_hardware import absent, needs_gpu_compiler, needs_tpu_compiler
 
 from lmlib.parallel.mesh import MeshError, make_mesh
 
@@ -25,6 +26,37 @@ def test_minus_one_takes_every_device_left(sizes, shape):
     mesh = make_mesh(**sizes)
     assert tuple(mesh.shape.values()) == shape
     assert len(set(mesh.devices.flat)) == mesh.size
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("sizes", "shape", "slices"),
+    [
+        ({"fsdp": -1}, (2, 4, 1), [[0], [1]]),
+        ({"data": -1, "tensor": 2}, (4, 1, 2), [[0], [0], [1], [1]]),
+        ({"data": 1, "fsdp": -1}, (1, 8, 1), [[0, 1]]),
+    ],
+)
+def test_data_spans_slices_and_then_fsdp(sizes, shape, slices):
+    _, devices = absent("2xv5e:2x2")
+    mesh = make_mesh(**sizes, devices=devices)
+    assert tuple(mesh.shape.values()) == shape
+    held = [sorted({device.slice_index for device in row.flat}) for row in mesh.devices]
+    assert held == slices
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("sizes", [{"data": 1, "tensor": -1}, {"data": 3, "fsdp": 2}])
+def test_slices_without_an_equal_part_are_told(sizes):
+    _, devices = absent("2xv5e:2x2")
+    with pytest.raises(MeshError, match=r"does not divide among 2 slices.*data be a multiple of 2"):
+        make_mesh(**sizes, devices=devices)
+
+
+@needs_gpu_compiler
+def test_hosts_of_gpus_do_not_change_the_mesh():
+    _, devices = absent("h100:2x4")
+    assert tuple(make_mesh(fsdp=-1, devices=devices).shape.values()) == (1, 8, 1)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -14,7 +15,7 @@ from lmlib.models.attention import Attention
 from lmlib.models.norms import RMSNorm
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
-from lmlib.parallel.layout import creator, partition
+from lmlib.parallel.layout import creator, gather, partition, shardings
 
 pytestmark = pytest.mark.several_devices
 
@@ -36,6 +37,11 @@ def maker(kv_heads, attention=with_all_parts):
 
 
 @functools.cache
+def weights(kv_heads):
+    return maker(kv_heads)()
+
+
+@functools.cache
 def loss_and_gradients(kv_heads, sequence_parallel=False, **mesh):
     mesh, make = make_mesh(**mesh), maker(kv_heads)
     compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
@@ -44,7 +50,8 @@ def loss_and_gradients(kv_heads, sequence_parallel=False, **mesh):
         return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
 
     with jax.set_mesh(mesh):
-        model = creator(make, mesh)()
+        layout = shardings(train.abstract_model(make, mesh))
+        model = jax.device_put(weights(kv_heads), layout)
         batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
         loss, gradients = jax.jit(jax.value_and_grad(mean))(model, batch)
     for weight, gradient in zip(jax.tree.leaves(model), jax.tree.leaves(gradients), strict=True):
@@ -69,6 +76,18 @@ def test_loss_and_gradients_are_those_of_one_device(kv_heads, mesh, sequence_par
     for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         # A key's bias moves all scores of a query alike, so its gradient is rounding.
         assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs) + 1e-7
+
+
+def test_the_gradient_of_a_head_is_the_sum_of_those_of_its_copies():
+    mesh = make_mesh(fsdp=2, tensor=4)
+    make = functools.partial(Attention, 32, 8, 2, 4, bias=True, key=jax.random.key(0))
+    towards_KD = np.arange(16, dtype=np.float32).reshape(4, 4)  # of four copies
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(
+            jax.grad(lambda one: jnp.sum(gather(one, jnp.float32).key_bias * towards_KD))
+        )(creator(make, mesh)())
+    expected_KD = towards_KD.reshape(2, 2, 4).sum(1)
+    np.testing.assert_array_equal(jax.device_get(gradient.key_bias), expected_KD)
 
 
 def test_they_are_stored_once_along_tensor():

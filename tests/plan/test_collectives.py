@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_hardware import absent, needs_tpu_compiler
 from jax.sharding import PartitionSpec as P
 
 from lmlib.parallel.mesh import make_mesh
@@ -226,6 +227,75 @@ def test_a_collective_in_several_fusions_is_one():
     assert (gathered.kind, gathered.bytes, gathered.overlaps) == ("all-gather", 64 * 32 * 2, True)
     assert (scattered.kind, scattered.bytes_sent) == ("reduce-scatter", 64 * 32 * F32 * 7 // 8)
     assert not scattered.overlaps
+
+
+# How 7x does it: a SparseCore carries a collective out beside everything else, from the update,
+# which brings what is sent, to the end. Its channels are numbered anew in each computation.
+ON_SPARSE_CORES = """\
+%first (p0: bf16[8,32]) -> bf16[64,32] {
+  %p0 = bf16[8,32]{1,0} parameter(0)
+  ROOT %gather.1 = bf16[64,32]{1,0} all-gather(%p0), GROUPS, dimensions={0}
+}, execution_thread="sparsecore"
+
+%second (p1: bf16[64,32]) -> bf16[8,32] {
+  %p1 = bf16[64,32]{1,0} parameter(0)
+  ROOT %scatter.1 = bf16[8,32]{1,0} reduce-scatter(%p1), GROUPS, dimensions={0}, to_apply=%add
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[8,32], y: bf16[64,32]) -> bf16[8,32] {
+  %x = bf16[8,32]{1,0} parameter(0)
+  %y = bf16[64,32]{1,0} parameter(1)
+  %s = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%first
+  %z = bf16[64,32]{1,0} fusion(%y), kind=kLoop, calls=%fused
+  %u = ((bf16[8,32]{1,0}), bf16[64,32]{1,0}) call-update(%s, %x)
+  %d = bf16[64,32]{1,0} call-done(%u)
+  %s2 = ((bf16[64,32]{1,0}), bf16[8,32]{1,0}) call-start(%d), to_apply=%second
+  %w = bf16[64,32]{1,0} fusion(%z), kind=kLoop, calls=%fused
+  ROOT %d2 = bf16[8,32]{1,0} call-done(%s2)
+}
+"""
+
+
+def test_what_sparse_cores_send_is_found():
+    text = HEAD.replace("SCHEDULED", "true") + ADD + ON_SPARSE_CORES.replace("GROUPS", GROUPS)
+    gathered, scattered = collectives(read_program(text), make_mesh(fsdp=8))
+    assert (gathered.kind, gathered.bytes, gathered.overlaps) == ("all-gather", 64 * 32 * 2, False)
+    assert (scattered.kind, scattered.bytes) == ("reduce-scatter", 64 * 32 * 2)
+    assert scattered.overlaps
+
+
+# The program of each of several slices: its groups number that slice's devices alone, and the
+# host's runtime sums what it sends to the others.
+BETWEEN_SLICES = """\
+ENTRY %main (x: bf16[8,32], y: bf16[64,32]) -> bf16[64,32] {
+  %x = bf16[8,32]{1,0} parameter(0)
+  %y = bf16[64,32]{1,0} parameter(1)
+  %gather = bf16[16,32]{1,0} all-gather(%x), channel_id=1, replica_groups={{0,2},{1,3}}, \
+dimensions={0}, use_global_device_ids=true
+  %token = token[] after-all()
+  %send = (bf16[8,32]{1,0}, u32[], token[]) send(%x, %token), channel_id=2, ATTRIBUTES
+  %recv = (bf16[8,32]{1,0}, u32[], token[]) recv(%token), channel_id=3, ATTRIBUTES
+  %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %z = bf16[64,32]{1,0} fusion(%y), kind=kLoop, calls=%fused
+  %received = (bf16[8,32]{1,0}, token[]) recv-done(%recv), channel_id=3, is_host_transfer=true
+  ROOT %r = bf16[64,32]{1,0} fusion(%z), kind=kLoop, calls=%fused
+}
+"""
+MEETING = (
+    'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="sum_0",'
+    '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}'
+)
+
+
+@needs_tpu_compiler
+def test_what_slices_send_each_other_is_found():
+    mesh = make_mesh(fsdp=2, tensor=-1, devices=absent("2xv5e:2x2")[1])
+    text = HEAD.replace("SCHEDULED", "true") + ADD + BETWEEN_SLICES.replace("ATTRIBUTES", MEETING)
+    within, between = collectives(read_program(text), mesh)
+    assert (within.kind, within.mesh_axes, within.group_size) == ("all-gather", ("fsdp",), 2)
+    assert (between.kind, between.mesh_axes, between.group_size) == ("all-reduce", ("data",), 2)
+    assert between.bytes_sent == 8 * 32 * 2
+    assert between.overlaps
 
 
 CONCATENATED = """\

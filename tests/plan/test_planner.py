@@ -17,6 +17,7 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.loading import reading
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import Target, parse, prepare
 
@@ -53,6 +54,30 @@ def experiment(target: Target, compute: Compute = Compute(), **sizes: int) -> Ex
 def planned(request):
     target = parse(request.param)
     return target, plan(experiment(target), target)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("topology", "mesh"),
+    [
+        ("v4:2x2x1", (1, 4, 1)),
+        ("2xv5e:2x2", (2, 4, 1)),  # each slice holds all weights
+        ("v5p:2x2x1", (1, 4, 1)),
+        ("v6e:2x2", (1, 4, 1)),
+        ("7x:2x2x1", (1, 8, 1)),
+    ],
+)
+def test_a_step_compiles_for_every_generation_of_tpus(topology, mesh):
+    target = parse(topology)
+    report = plan(experiment(target, layers=1), target)
+    assert tuple(report.mesh.values()) == mesh
+    assert report.memory.fits
+    gathered = [one for one in report.collectives if one.kind == "all-gather"]
+    assert {one.mesh_axes for one in gathered} == {("fsdp",)}
+    assert (("data",) in {one.mesh_axes for one in report.collectives}) == (target.slices > 1)
+    # Each of the layer's seven matrices, forward; XLA combines some.
+    bf16 = sum(one.bytes for one in gathered if one.phase == "forward")
+    assert bf16 >= 2 * (4 * EMBED**2 + 3 * EMBED * MLP)
 
 
 def test_state_is_sharded_over_all_devices(planned):
@@ -152,6 +177,25 @@ def test_whether_it_fits_is_told_by_the_capacity(planned):
     assert enough.fits is True and enough.verdict.endswith(", 0 B to spare")
 
 
+def test_reading_weights_is_told_where_it_takes_more_than_the_step(planned):
+    _, report = planned
+    assert report.memory.loading == 0 and "reading weights" not in str(report.memory)
+    more = dataclasses.replace(
+        report.memory, loading=report.memory.step + 1_000_000_000, capacity=1
+    )
+    assert more.needed == more.loading and more.fits is False
+    assert " to read the weights of 1 B, " in more.verdict
+    assert re.search(rf"\nreading weights +{more.loading:,}  before the first step", str(more))
+
+
+def test_reading_weights_takes_the_largest_tensor_whole():
+    of = experiment(parse("cpu:8"))
+    assert reading(of) == 0
+    table = VOCAB * EMBED  # in bfloat16, and a device's share of it, which is float32 where it lies
+    read = dataclasses.replace(of, init_from="a/folder")
+    assert reading(read) == 2 * table + (2 + 4) * table // 8
+
+
 @pytest.mark.slow
 def test_cpu_256():
     """In a process of its own: this one simulates eight devices."""
@@ -168,6 +212,7 @@ from lmlib.data.synthetic import Synthetic
 import dataclasses
 experiment = test_planner.experiment(target, embed=256, layers=1)
 experiment = dataclasses.replace(experiment, data=Synthetic(512, 256, 16))
+from lmlib.plan.loading import reading
 from lmlib.plan.planner import plan
 report = plan(experiment, target)
 print(report.parameters, report.memory.parameters, report.mesh["fsdp"])

@@ -14,8 +14,9 @@ from lmlib.hardware import CPU
 from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.changes import keeping
 from lmlib.plan.planner import plan
-from lmlib.plan.search import keeping, policies, search
+from lmlib.plan.search import policies, search
 from lmlib.plan.targets import Target
 from runner.config import configs
 from runner.config.overrides import apply_override

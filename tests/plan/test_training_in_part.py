@@ -25,6 +25,7 @@ def test_405b_trains_on_eight_devices_of_192_gb():
     report = plan(built(cfg, target.devices()), target)
     base = 405_853_388_800  # Llama 3.1 405B's
     assert report.memory.frozen == 2 * base // 8
+    assert report.memory.parameters == 4 * (report.parameters - base) // 8  # adapters
     assert report.memory.needed < 150e9
     assert report.memory.counted.temporaries < report.memory.frozen / 3
     assert made_once(report) == pytest.approx(report.flops.analytic, rel=0.03)
@@ -42,6 +43,7 @@ def test_of_eight_simulated_devices_each_holds_an_eighth_of_the_base():
     assert report.memory.frozen == 2 * base // 8
     assert report.memory.gradients == report.memory.parameters
     low_rank = cfg.model.rank * sum(one + other for one, other in shapes)
+    assert report.memory.parameters == 4 * low_rank // 8
     attention = 12 * heads * 64  # keys
     expected = 4 * (matrices + vocab * embed) + 6 * low_rank + attention
     assert report.flops.analytic == expected

@@ -1,10 +1,7 @@
 """Folders of PEFT's: runs begin with them, are made of them and written as such."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import fiddle as fdl
@@ -12,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forked_processes import run_forked
 
-from lmlib import hf
+from lmlib import Compute, hf, whole_rows
 from lmlib.adapters import lora, merged
 from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
@@ -22,7 +20,7 @@ from lmlib.trainable import adapters
 from runner import Options, convert, fit
 from runner.command_line.errors import ConfigError
 from runner.config import configs
-from runner.inference.loaded import load
+from runner.inference.loading import load
 from runner.training.references import HuggingFace, Saved, located
 from runner.training.weights import weights_of
 
@@ -139,6 +137,65 @@ def test_what_comes_in_goes_out(folder, tmp_path):
         np.testing.assert_allclose(one[name], values, atol=1e-6)
 
 
+def test_what_comes_in_whole_beside_adapters_trains_and_goes_out(tmp_path):
+    folder, base = HF / "golden_adapters" / "qwen2_saved", str(HF / "golden" / "qwen2")
+    convert.bring_in(HuggingFace(folder, str(folder), base), tmp_path / "run")
+    cfg = configs.load(str(tmp_path / "run"))
+    assert {"embedding", "norm.scale", "stack.*.attention.query_bias"} < set(cfg.trainable.besides)
+    convert.bring_adapters_out(located(str(tmp_path / "run")), tmp_path / "out")
+    found, expected = (
+        tensors(each / "adapter_model.safetensors") for each in (tmp_path / "out", folder)
+    )
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values)
+
+
+def logits(model):
+    ids, model = jnp.arange(300)[None] % 62, jax.tree.map(np.asarray, model)
+    compute = Compute(dtype="float32")
+    return np.asarray(jax.jit(lambda model: model(ids, whole_rows(ids, compute)))(model))
+
+
+@pytest.mark.slow
+def test_what_trained_besides_adapters_goes_out_with_them(folder, tmp_path):
+    """Also what an earlier run trained, and not this one."""
+    cfg = experiment(paths=("stack.*.mlp.*",))
+    cfg.trainable.besides = ("*norm.scale", "unembedding")
+    cfg.steps, cfg.optimizer.peak_lr = 3, 0.1
+    fit(cfg, tmp_path / "first")
+    cfg.trainable.besides = ("embedding",)
+    fit(cfg, tmp_path / "second", Options(init_from=str(tmp_path / "first")))
+    for name in ("first", "second"):
+        out = tmp_path / f"{name}_peft"
+        convert.bring_adapters_out(located(str(tmp_path / name)), out)
+        ours = logits(load(str(tmp_path / name), mesh=make_mesh(devices=jax.devices()[:1])).model)
+        theirs = logits(hf.load_adapters(out, hf.load(BASE)))
+        assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(ours).max()
+        told = json.loads((out / "adapter_config.json").read_text())
+        besides = {"lm_head", "norm"} | ({"embed_tokens"} if name == "second" else set())
+        assert set(told["modules_to_save"]) == besides
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["everything", "other adapters"])
+def test_matrices_that_trained_before_adapters_are_not_those_of_their_base(tmp_path, before):
+    cfg = experiment(paths=("stack.*.mlp.*", "stack.*.query"))
+    cfg.steps = 1
+    if before == "everything":
+        cfg.model, cfg.trainable, cfg.frozen_dtype = cfg.model.of, None, None
+    fit(cfg, tmp_path / "first")
+    cfg = experiment()
+    cfg.steps = 1
+    fit(cfg, tmp_path / "second", Options(init_from=str(tmp_path / "first")))
+    second = located(str(tmp_path / "second"))
+    with pytest.raises(ValueError, match="give as base a folder that has it so"):
+        convert.bring_adapters_out(second, tmp_path / "out")
+    convert.bring_out(located(str(tmp_path / "first")), tmp_path / "base", dtype="float32")
+    told = convert.bring_adapters_out(second, tmp_path / "out", base=str(tmp_path / "base"))
+    assert told.endswith(f" for {tmp_path / 'base'}")
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_where_adapters_were_brought_in(folder, tmp_path):
     convert.bring_in(located(str(folder)), tmp_path / "run")
@@ -200,11 +257,7 @@ def test_the_command(folder, tmp_path, arguments, status, told):
     if "--from={made}" in arguments:
         convert.bring_in(located(str(folder)), tmp_path / "made")
     places = {"peft": folder, "here": tmp_path, "made": tmp_path / "made"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "runner.convert", *(each.format(**places) for each in arguments)],
-        env=os.environ | {"PYTHONPATH": str(HF.parents[1])},
-        capture_output=True,
-        text=True,
-    )
+    arguments = [each.format(**places) for each in arguments]
+    ended = run_forked("-m", "runner.convert", *arguments)
     assert ended.returncode == status, ended.stderr
     assert told in ended.stdout + ended.stderr

@@ -5,7 +5,8 @@ import shutil
 import socket
 
 import pytest
-from several_processes import ROOT, SeveralProcesses
+from forked_processes import ROOT
+from several_processes import SeveralProcesses
 
 from runner.processes.agreement import differing
 from runner.processes.endings import MISTAKE

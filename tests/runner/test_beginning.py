@@ -121,6 +121,18 @@ def test_another_model_of_the_same_shape_is_refused_unless_allowed(tmp_path, cap
     assert "+ model.rope_theta = 500000.0" in capsys.readouterr().err
 
 
+def test_a_new_init_from_is_too_late_once_there_are_checkpoints(tmp_path, capsys):
+    configs.save(small(), tmp_path)
+    changed = small("init_from=elsewhere")
+    check(changed, tmp_path)
+    assert "is ignored" not in capsys.readouterr().err
+    (tmp_path / "checkpoints/3").mkdir(parents=True)
+    check(changed, tmp_path)
+    assert "the new init_from is ignored: this run has checkpoints" in capsys.readouterr().err
+    check(small(), tmp_path)
+    assert "is ignored" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -4,8 +4,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import fiddle as fdl
 import numpy as np
 import pytest
 from folder_contents import files_of
+from forked_processes import run_forked
 from sentinels import sentinels
 
 from lmlib.data.synthetic import Synthetic
@@ -56,13 +55,7 @@ def captured(tmp_path_factory):
 
 
 def made_again(folder):
-    return subprocess.run(
-        [sys.executable, "-m", "runner.replay", str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=240,
-    )
+    return run_forked("-m", "runner.replay", folder)
 
 
 @pytest.mark.several_devices

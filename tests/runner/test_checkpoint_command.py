@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from absl import flags
-from forked_commands import Commands
+from forked_processes import run_forked
 
 from lmlib.checkpoint import Checkpoints
 from runner import checkpoint
@@ -14,16 +14,14 @@ from runner.processes.lock import WorkdirLock
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory):
+def command():
     """Takes the arguments, and gives exit status, stdout and stderr."""
-    commands = Commands(tmp_path_factory.mktemp("outputs"))
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        ended = commands.run("runner.checkpoint", [str(argument) for argument in arguments])
+        ended = run_forked("-m", "runner.checkpoint", *map(str, arguments))
         return ended.returncode, ended.stdout, ended.stderr
 
-    yield run
-    commands.close()
+    return run
 
 
 @pytest.fixture

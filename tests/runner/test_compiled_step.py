@@ -1,31 +1,20 @@
 """A run that starts with the compiled step of another one, through the real command line."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_processes import Ended, run_forked
 
-import runner
 from runner.processes.endings import MISTAKE
 
-ROOT = Path(runner.__file__).parents[1]
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "steps=3")
 
 
-def run(workdir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def run(workdir: Path, *flags: str) -> Ended:
     settings = (f"--fdl.{override}" for override in SMALL)
     experiment = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", *settings)
-    return subprocess.run(
-        [sys.executable, "-m", "runner", *experiment, f"--workdir={workdir}", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return run_forked("-m", "runner", *experiment, f"--workdir={workdir}", *flags)
 
 
 @pytest.fixture(scope="module")

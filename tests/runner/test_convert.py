@@ -3,10 +3,7 @@
 import functools
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import fiddle as fdl
@@ -14,17 +11,25 @@ import jax
 import numpy as np
 import pytest
 from byte_texts import write_ids
+from forked_processes import run_forked
 from sentinels import sentinels
+from small_tokenizer import write_tokenizer_folder
 
+from data_tools.prepare_chats import ConversationField, load_template, prepare_chats
+from data_tools.rows import Files
+from data_tools.tokenizer import load_tokenizer
 from lmlib import hf
 from lmlib.checkpoint import Checkpoints
+from lmlib.data.chat import read_chat_template
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import TokenizerIdentity
 from lmlib.hf.tensor_files import FolderError, stored_tensors
 from lmlib.models.mlp import GatedMLP, relu_squared
+from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.inference.loading import load
 from runner.training.references import Saved, located
 
 ROOT = Path(__file__).parents[2]
@@ -72,13 +77,15 @@ def test_what_comes_in_is_a_checkpoint_and_goes_out_as_it_was(brought_in, tmp_pa
 
     told = convert.bring_out(located(str(workdir)), tmp_path / "out", None, "float32", 20_000)
     assert "step 0 of" in told and "the tokenizer of" in told
+    assert "in float32, which keeps every value, with" in told
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert_same_tensors(tmp_path / "out", folder)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == TOKENIZER
     before, after = (
         json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "out")
     )
-    assert {key: before[key] for key in after} == after
+    older = {"rope_theta": before["rope_parameters"]["rope_theta"], "rope_scaling": None}
+    assert {key: (older | before)[key] for key in after} == after  # readers of before 5 need these
 
 
 def test_a_config_of_a_workdir_stands_for_the_model_without_the_folder(brought_in):
@@ -166,6 +173,36 @@ def test_the_tokenizer_is_that_of_the_ids(brought_in, tmp_path, origin, data, ex
     assert config["max_position_embeddings"] == longest
 
 
+@pytest.mark.parametrize("name", ["chatml", None])
+def test_the_chat_template_of_its_data_goes_with_a_run(tmp_path, name):
+    folder = tmp_path / "folder"
+    shutil.copytree(GOLDEN / "llama", folder)
+    write_tokenizer_folder(folder, begins=True)
+    template = load_template(str(folder), name)
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "The river?", "response": "It runs."}')
+    rows = Files([str(tmp_path / "chats.jsonl")], field=ConversationField())
+    prepare_chats(rows, load_tokenizer(str(folder)), template, tmp_path / "data", "train")
+    data = {"path": str(tmp_path / "data"), "batch_size": 1, "sequence_length": 64}
+    source = fdl.Config(FlatTokens, split="train", **data)
+    run = saved_run(tmp_path / "run", folder, source, str(folder))
+    loaded = load(str(run), mesh=make_mesh())
+    assert loaded.tokenizer_folder == folder
+    assert loaded.chat_template.sources == template.sources
+    assert (template.sources == read_chat_template(folder).sources) == (name is None)
+    convert.bring_out(Saved(run / "checkpoints", None), tmp_path / "out")
+    exported = read_chat_template(tmp_path / "out")
+    assert exported.sources == template.sources
+    assert exported.special_tokens == template.special_tokens
+    convert.bring_out(Saved(run / "checkpoints", None), tmp_path / "told", folder)
+    files = [each / "tokenizer_config.json" for each in (folder, tmp_path / "told")]
+    assert files[0].read_text() == files[1].read_text()
+    shutil.rmtree(tmp_path / "data")
+    (folder / "chat_template.jinja").write_text("{% if")
+    lines = []
+    assert load(str(run), mesh=make_mesh(), show=lines.append).chat_template is None
+    assert "there is no chat template" in lines[-1] and "is wrong in line 1" in lines[-1]
+
+
 @pytest.mark.slow
 def test_what_no_family_has_is_refused_before_it_is_read(brought_in, tmp_path):
     _, workdir = brought_in
@@ -195,12 +232,9 @@ def test_what_no_family_has_is_refused_before_it_is_read(brought_in, tmp_path):
 def test_the_command(tmp_path, arguments, status, told):
     (tmp_path / "mine").write_text("")
     places = {"golden": GOLDEN, "here": tmp_path}
-    ended = subprocess.run(
-        [sys.executable, "-m", "runner.convert", *(each.format(**places) for each in arguments)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
+    arguments = [each.format(**places) for each in arguments]
+    offline = {"HF_HUB_OFFLINE": "1"}
+    ended = run_forked("-m", "runner.convert", *arguments, environment=offline)
     assert ended.returncode == status, ended.stderr
     assert told in ended.stdout + ended.stderr
     assert status == 0 or len(ended.stderr.splitlines()) == 1

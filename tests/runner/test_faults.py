@@ -39,7 +39,7 @@ MOMENTS = (
 def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
     prepare(tmp_path)
     undisturbed = Job(tmp_path, "undisturbed", (STEPS, "keep_checkpoints=1000"))
-    attempt = undisturbed.start()
+    attempt = undisturbed.start(forked=True)
     assert attempt.exit_codes() == [0], attempt.output()
     undisturbed.keep_programs()
     # What a resumed run could get wrong is there to be got wrong.
@@ -50,7 +50,7 @@ def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
     for moment in MOMENTS:
         tries = (kill(job, undisturbed, moment, random) for _ in range(TRIES))
         assert any(tries), f"never killed while {moment.name}"
-    attempt = job.start()
+    attempt = job.start(forked=True)
     assert attempt.exit_codes() == [0], attempt.output()
     assert difference_at_end(job, undisturbed) == ""
 
@@ -58,7 +58,7 @@ def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
 def kill(job: Job, undisturbed: Job, moment: Moment, random: Random) -> bool:
     """Starts the run and kills it; whether it was killed at that moment, and not just after."""
     newest = job.newest_checkpoint()
-    attempt = job.start()
+    attempt = job.start(forked=moment is not STARTING)  # there the imports are what is killed
     came = moment.wait(attempt, random)
     attempt.kill()
     assert came, f"ended before it was {moment.name}: {attempt.output()}"

@@ -1,18 +1,16 @@
 """Whole runs: what they write, how they resume, and how they refuse."""
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from folder_contents import files_of
+from forked_processes import fresh_process, run_forked
 from states import assert_same_bits
 
 from lmlib.metrics import read_metrics
@@ -32,19 +30,6 @@ def tiny(*overrides):
 
 def without_times(lines):
     return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
-
-
-def command(*arguments, **settings):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "runner", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=300,
-        **settings,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -154,53 +139,41 @@ def test_resumed_on_another_mesh_the_curve_is_the_same(tmp_path):
     assert [line["loss"] for line in found.metrics] != [line["loss"] for line in expected.metrics]
 
 
-def start(workdir):
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "runner",
-            "--fdl_config=experiments/llama_84m",
-            "--fiddler=tiny",
-            f"--workdir={workdir}",
-            "--fdl.mesh.fsdp=4",
-            "--fdl.mesh.tensor=2",
+def start(workdir, output):
+    with output.open("w") as file:
+        return fresh_process(
+            *("-m", "runner", "--fdl_config=experiments/llama_84m", "--fiddler=tiny"),
+            *(f"--workdir={workdir}", "--fdl.mesh.fsdp=4", "--fdl.mesh.tensor=2"),
             "--fdl.checkpoint_every=4",
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+            stdout=file,
+            stderr=file,
+        )
 
 
 @pytest.mark.slow
 def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, tmp_path):
     expected, _ = undisturbed
-    run = start(tmp_path)
+    workdir, output = tmp_path / "run", tmp_path / "output"
+    run = start(workdir, output)
     deadline = time.monotonic() + 240
-    while len(read_metrics(tmp_path)) < 9:
-        assert run.poll() is None, run.stdout.read()
+    while len(read_metrics(workdir)) < 9:
+        assert run.poll() is None, output.read_text()
         assert time.monotonic() < deadline
     run.send_signal(signal.SIGKILL)
     run.wait()
-    resumed_from = max(
-        int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()
-    )
+    resumed_from = max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
     assert resumed_from >= 4
-    made = read_metrics(tmp_path)[-1]["step"]
-    finished = start(tmp_path)
-    output = finished.communicate(timeout=240)[0]
-    assert finished.returncode == 0, output
+    made = read_metrics(workdir)[-1]["step"]
+    finished = start(workdir, output)
+    assert finished.wait(240) == 0, output.read_text()
     if resumed_from < 20:
-        assert re.search(r"resuming after step \d+ of 20", output)
-    starts = read_starts(tmp_path)
-    assert len(starts) == 2 and "in 2 starts" in output
+        assert re.search(r"resuming after step \d+ of 20", output.read_text())
+    starts = read_starts(workdir)
+    assert len(starts) == 2 and "in 2 starts" in output.read_text()
     assert (starts[1].seconds["repeated steps"] > 0) == (made > resumed_from)
     # Compared with what a process of the same kind draws: same mesh, same bits.
-    assert without_times(read_metrics(tmp_path)) == without_times(expected.metrics)
-    state = fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "checkpoint_every=4"), tmp_path).state
+    assert without_times(read_metrics(workdir)) == without_times(expected.metrics)
+    state = fit(tiny("mesh.fsdp=4", "mesh.tensor=2", "checkpoint_every=4"), workdir).state
     assert_same_bits(state, expected.state)
 
 
@@ -263,10 +236,12 @@ def test_without_its_checkpoints_a_run_begins_anew(tmp_path):
 
 
 def test_the_command_line_shows_help_and_one_line_errors(tmp_path):
-    shown = command("--help")
+    shown = run_forked("-m", "runner", "--help")
     assert "experiments/llama_8b" in shown.stdout
     assert "--fdl.optimizer.peak_lr=1e-3" in shown.stdout
-    wrong = command("--fdl_config=experiments/lama_1b", f"--workdir={tmp_path}/run")
+    wrong = run_forked(
+        "-m", "runner", "--fdl_config=experiments/lama_1b", f"--workdir={tmp_path}/run"
+    )
     assert wrong.returncode == 2
     assert "experiments/llama_1b" in wrong.stderr
     assert "Traceback" not in wrong.stderr
@@ -275,7 +250,9 @@ def test_the_command_line_shows_help_and_one_line_errors(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line_tells_how_to_make_data_that_is_missing(tmp_path):
-    missing = command("--fdl_config=experiments/llama_1b", f"--workdir={tmp_path}/run")
+    missing = run_forked(
+        "-m", "runner", "--fdl_config=experiments/llama_1b", f"--workdir={tmp_path}/run"
+    )
     assert missing.returncode == 2
     assert "data_tools.pretokenize" in missing.stderr
     assert "Traceback" not in missing.stderr
@@ -284,8 +261,8 @@ def test_the_command_line_tells_how_to_make_data_that_is_missing(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line_profiles_and_dumps(tmp_path):
-    done = command(
-        "--fdl_config=experiments/llama_84m",
+    done = run_forked(
+        *("-m", "runner", "--fdl_config=experiments/llama_84m"),
         "--fiddler=tiny",
         f"--workdir={tmp_path}",
         "--fdl.steps=4",

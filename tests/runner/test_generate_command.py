@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_commands import Commands
+from forked_processes import run_forked
 from run_on_bytes import write_run_on_bytes
 
 import runner
@@ -23,20 +23,13 @@ def workdir(tmp_path_factory):
     return write_run_on_bytes(tmp_path_factory.mktemp("generate"))[0]
 
 
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("outputs"))
-    yield commands
-    commands.close()
-
-
 @pytest.mark.slow
-def test_a_file_of_prompts_is_answered(workdir, commands, tmp_path):
+def test_a_file_of_prompts_is_answered(workdir, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
     files = (f"--from={workdir}@3", f"--prompts={prompts}", f"--out={out}")
     arguments = (*files, "--max_tokens=4", "--samples=2", "--rows=8")
-    ended = commands.run("runner.generate", arguments)
+    ended = run_forked("-m", "runner.generate", *arguments)
     assert ended.returncode == 0, ended.stderr
     said = [json.loads(line) for line in out.read_text().splitlines()]
     assert [each["given"] for each in said[::2]] == PROMPTS
@@ -45,16 +38,32 @@ def test_a_file_of_prompts_is_answered(workdir, commands, tmp_path):
 
 
 @pytest.mark.slow
-def test_prompts_are_continued(workdir, commands):
+def test_prompts_are_continued(workdir):
     arguments = (f"--from={workdir}", "--prompt=hé", "--prompt=b", "--max_tokens=5", "--samples=2")
-    ended = commands.run("runner.generate", arguments)
+    ended = run_forked("-m", "runner.generate", *arguments)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("--- 1 of 2\nhé")
     assert [ended.stdout.count(each) for each in ("--- 2 of 2\nhé", "--- 2 of 2\nb")] == [1, 1]
     assert ended.stderr.count("; the first after ") == 2
-    assert commands.run("runner.generate", arguments).stdout == ended.stdout
-    ids = commands.run("runner.generate", (arguments[0], "--tokens=256,104", "--max_tokens=5"))
+    assert run_forked("-m", "runner.generate", *arguments).stdout == ended.stdout
+    ids = run_forked("-m", "runner.generate", arguments[0], "--tokens=256,104", "--max_tokens=5")
     assert ids.stdout.startswith("h")
+
+
+@pytest.mark.slow
+def test_what_is_piped_is_continued(workdir):
+    command = [sys.executable, "-m", "runner.generate", f"--from={workdir}", "--max_tokens=5"]
+
+    def answer(*flags: str, piped: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, *flags], cwd=ROOT, env=environment, input=piped, capture_output=True,
+            text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert answer(piped="hé\nb\n") == answer("--prompt=hé\nb", piped="unread")
 
 
 @pytest.mark.slow

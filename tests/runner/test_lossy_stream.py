@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from small_runs import EXPERIMENT, ROOT, SMALL
+from forked_processes import ROOT
+from small_runs import EXPERIMENT, SMALL
 
 from lmlib.metrics import read_metrics
 from runner.command_line.lossy_stream import LossyStream
@@ -151,7 +152,8 @@ HANGING = """
 import os, sys, threading
 from pathlib import Path
 from runner.watch.phases import Phase, Phases
-from runner.watch.watchdog import Limits, Watchdog, stacks_file
+from runner.watch.limits import Limits
+from runner.watch.watchdog import Watchdog, stacks_file
 
 os.set_blocking(2, False)
 try:

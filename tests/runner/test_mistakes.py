@@ -8,7 +8,7 @@ import fiddle as fdl
 import pytest
 from byte_texts import write_texts
 from folder_contents import files_of
-from forked_commands import Commands
+from forked_processes import run_forked
 from sentinels import sentinels
 
 from runner import fit
@@ -80,13 +80,6 @@ def _flip(step: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-
-
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("outputs"))
-    yield commands
-    commands.close()
 
 
 def setting(override: str) -> tuple[str, ...]:
@@ -300,7 +293,7 @@ def test_there_are_many_of_them():
     ids=[f"{module} {' '.join(arguments[-2:])}" for module, arguments, _ in ALL],
 )
 def test_a_mistake_is_told_in_one_line_and_changes_nothing(
-    commands, scratch, tmp_path, module, arguments, message
+    scratch, tmp_path, module, arguments, message
 ):
     names = {"scratch": str(scratch), "old": str(scratch / "old"), "run": str(tmp_path / "new")}
 
@@ -310,7 +303,7 @@ def test_a_mistake_is_told_in_one_line_and_changes_nothing(
         return text
 
     before = files_of(scratch)
-    ended = commands.run(module, [filled(argument) for argument in arguments])
+    ended = run_forked("-m", module, *map(filled, arguments))
     shown = f"{ended.stdout}\n---\n{ended.stderr}"
     assert ended.returncode == 2, shown
     last = ended.stderr.rstrip().splitlines()[-1]
@@ -323,9 +316,9 @@ def test_a_mistake_is_told_in_one_line_and_changes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_debug_shows_where_a_mistake_was_found(commands, scratch):
+def test_debug_shows_where_a_mistake_was_found(scratch):
     arguments = (*TINY, f"--workdir={scratch / 'new'}", "--fdl.steps=0")
-    ended = commands.run("runner", (*arguments, "--debug"))
+    ended = run_forked("-m", "runner", *arguments, "--debug")
     assert ended.returncode == 2
     assert "Traceback" in ended.stderr and "lmlib/experiment.py" in ended.stderr
     assert "steps must be at least 1, got 0" in ended.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
-from forked_commands import Commands
+from forked_processes import run_forked
 
 import runner
 from runner.processes.endings import FINISHED, MISTAKE
@@ -78,15 +78,8 @@ def test_a_report_is_shown_written_and_kept(tmp_path, topology, devices):
     assert "was made before" in again.stderr and "compiling" not in again.stderr
 
 
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("commands"))
-    yield commands
-    commands.close()
-
-
-def test_without_a_topology_it_tells_what_the_run_costs(commands):
-    done = commands.run("runner.plan", SMALL)
+def test_without_a_topology_it_tells_what_the_run_costs():
+    done = run_forked("-m", "runner.plan", *SMALL)
     assert done.returncode == FINISHED, done.stderr
     weights = 512 * 64 + 2 * (64 * 64 * 3 + 3 * 64 * 128)  # that multiply
     totals = [38_000 * 512 * (6 * weights + attention * 2 * 4 * 16 * 64) for attention in (12, 6)]
@@ -95,8 +88,8 @@ def test_without_a_topology_it_tells_what_the_run_costs(commands):
     assert done.stdout.endswith(f"with its causal half they are {causal}.\n")
 
 
-def test_an_override_may_stand_apart_from_its_value_and_be_written_as_a_float(commands):
-    done = commands.run("runner.plan", (*SMALL, "--fdl.steps", "1e3", "--fdl.microbatches", "2"))
+def test_an_override_may_stand_apart_from_its_value_and_be_written_as_a_float():
+    done = run_forked("-m", "runner.plan", *SMALL, "--fdl.steps", "1e3", "--fdl.microbatches", "2")
     assert done.returncode == FINISHED, done.stderr
     assert done.stdout.startswith("1,000 steps of 512 tokens; ")
 
@@ -114,8 +107,8 @@ def test_an_override_may_stand_apart_from_its_value_and_be_written_as_a_float(co
         ((*SMALL, "--topology=cpu:8", "extra"), "unknown argument 'extra'"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(commands, flags, told):
-    done = commands.run("runner.plan", flags)
+def test_a_mistake_is_told_in_one_line(flags, told):
+    done = run_forked("-m", "runner.plan", *flags)
     assert done.returncode == MISTAKE, done.stderr
     assert told in done.stderr.splitlines()[-1]
     assert done.stderr.splitlines()[-1].startswith("error: ")

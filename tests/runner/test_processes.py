@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from several_processes import SECONDS, STEPS, SeveralProcesses
@@ -12,7 +13,7 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.metrics import read_metrics
 from runner.command_line.errors import ConfigError
 from runner.processes.endings import FAILED, MISTAKE, PEER_ENDED, STOPPED, ending
-from runner.processes.joining import Processes
+from runner.processes.launch import Processes
 
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")
 EXACT = ("step", "valid_tokens", "tokens")
@@ -92,12 +93,14 @@ def test_every_process_keeps_a_log(runs, folder):
 def killed(folder):
     """A run of two processes whose second is killed, its exit codes and its workdir.
 
-    Before that it is started a second time.
+    Before that it is started a second time. They are started as users start them.
     """
     workdir = folder / "workdir_killed"
-    run = SeveralProcesses(2, workdir, folder / "outputs_killed", devices=4)
+    run = SeveralProcesses(2, workdir, folder / "outputs_killed", devices=4, fresh=True)
     try:
         run.wait_for_lines(workdir, 7)
+        supervisors = [Path(f"/proc/{each.pid}/maps").read_text() for each in run.running.values()]
+        assert not any("jaxlib" in loaded for loaded in supervisors)
         second = SeveralProcesses(2, workdir, folder / "outputs_second")
         assert second.exit_codes() == [MISTAKE, MISTAKE], second.everything()
         for process in range(2):

@@ -12,7 +12,8 @@ import pytest
 from lmlib import Experiment, adamw, llama, make_mesh
 from lmlib.data.synthetic import Synthetic
 from runner.command_line.errors import ConfigError
-from runner.watch.profiling import Profiler, steps_range, where_the_time_went
+from runner.command_line.steps_range import steps_range
+from runner.watch.profiling import Profiler, where_the_time_went
 
 
 @pytest.mark.parametrize(

@@ -205,12 +205,13 @@ def test_config_is_called_with_the_overrides_of_its_own_parameters(tmp_path):
     cfg = load(str(file), ["doubled"], ["scale=3", "size=7", "name=wide"])
     assert fdl.build(cfg) == (7, "wide")
     assert fdl.build(load(str(file), ["doubled"], ["scale=3"])) == (48, "plain")
-    assert "needs a scale: give --fdl.scale=…" in error(str(file))
+    assert "scaled has no default for scale: give --fdl.scale=…" in error(str(file))
     assert "--fdl.scale=big: big is no Python literal" in error(str(file), overrides=["scale=big"])
 
 
 def test_every_shipped_experiment_is_saved_and_loaded_again(tmp_path):
-    for name in configs.experiments().keys() - {"experiments/from_hf"}:  # which needs a folder
+    need_more = {f"experiments/{name}" for name in ("from_hf", "lora", "dpo", "own_text")}
+    for name in configs.experiments().keys() - need_more:
         cfg = load(name)
         save(cfg, tmp_path)
         assert load(str(tmp_path)) == cfg

@@ -42,7 +42,7 @@ def hanging_run(tmp_path, *flags):
 
 
 def test_sigterm_saves_and_exits_with_the_code_to_requeue_on(tmp_path):
-    run = SmallRun(tmp_path / "run", *NEVER_ENDS)
+    run = SmallRun(tmp_path / "run", *NEVER_ENDS, fresh=True)
     run.wait_for("step 3/")
     run.process.send_signal(signal.SIGTERM)
     assert run.exit_code() == STOPPED, run.output()

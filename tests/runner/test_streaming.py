@@ -12,6 +12,7 @@ from typing import Any
 
 import fiddle as fdl
 import pytest
+from forked_processes import Ended, run_forked
 from states import assert_same_bits
 
 from data_tools.hf_stream import HFStream
@@ -299,24 +300,16 @@ def test_a_run_killed_between_checkpoints_goes_on_where_it_was(texts: str, tmp_p
     experiment = tmp_path / "streamed.py"
     experiment.write_text(EXPERIMENT.format(texts=texts, mark=tmp_path / "killed_once"))
 
-    def run(workdir: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "runner", f"--fdl_config={experiment}"]
-        return subprocess.run(
-            [*command, f"--workdir={workdir}"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def run(workdir: Path) -> Ended:
+        return run_forked("-m", "runner", f"--fdl_config={experiment}", f"--workdir={workdir}")
 
     killed = run(tmp_path / "killed")
-    assert killed.returncode == -signal.SIGKILL, killed.stdout
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     found = []
     for name in ("killed", "undisturbed"):
         done = run(tmp_path / name)
-        assert done.returncode == 0, done.stdout
-        assert ("resuming after step" in done.stdout) == (name == "killed")
+        assert done.returncode == 0, done.stderr
+        assert ("resuming after step" in done.stderr) == (name == "killed")
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         found.append(without_times(list(map(json.loads, lines))))
     assert found[0] == found[1]

@@ -9,7 +9,7 @@ import jax
 import pytest
 from bigram import Bigram
 from byte_texts import write_texts
-from forked_commands import Commands
+from forked_processes import run_forked
 from run_on_bytes import write_run_on_bytes
 from states import assert_same_bits
 
@@ -149,11 +149,9 @@ def test_the_command_writes_what_a_student_reads(tmp_path):
     cfg = student(tmp_path / "data", str(tmp_path / "taught"))
     cfg.model = configs.load(str(run)).model
     configs.save(cfg, tmp_path / "student")
-    commands = Commands(tmp_path)
     flags = [f"--from={run}", f"--fdl_config={tmp_path / 'student'}"]
-    ended = commands.run("runner.teach", [*flags, "--k=4"])
+    ended = run_forked("-m", "runner.teach", *flags, "--k=4")
     assert ended.returncode == 0, ended.stderr
     assert "lists 4 ids for each token" in ended.stdout
-    assert commands.run("runner.teach", flags).returncode != 0  # it is finished
-    commands.close()
+    assert run_forked("-m", "runner.teach", *flags).returncode != 0  # it is finished
     fit(cfg, tmp_path / "learned")

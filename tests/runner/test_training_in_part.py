@@ -18,7 +18,7 @@ from lmlib.trainable import Group, adapters
 from runner import Options, convert, fit
 from runner.command_line.errors import ConfigError, StoppedEarly
 from runner.config import configs
-from runner.inference.loaded import load
+from runner.inference.loading import load
 from runner.training.references import HuggingFace, Saved
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"

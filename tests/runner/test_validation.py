@@ -21,6 +21,8 @@ from runner.training.validation import Validation
 
 SMALL = ("model.embed=16", "model.layers=1", "model.mlp=16", "mesh.fsdp=1")
 
+WITH_AN_ENDLESS_ONE = "the whole of each set, of one that never ends the first 2 batches"
+
 
 class Text(Synthetic):
     """Ids that stand for so many bytes each."""
@@ -51,6 +53,26 @@ def evaluated(experiment):
     evaluate = Evaluator(experiment.mesh, experiment.compute)
     sets = experiment.validation_sets.items()
     return model, {name: evaluate(model, source, 2) for name, source in sets}
+
+
+@pytest.mark.parametrize(
+    ("in_a_split", "some", "whole"),
+    [
+        ([7], "the first 2 of 7 batches", "the whole split"),
+        ([2], "the whole split", "the whole split"),
+        ([None], "the first 2 batches", "the first 2 batches"),
+        ([7, 5], "the first 2 batches of each set", "the whole of each set"),
+        ([7, None], "the first 2 batches of each set", WITH_AN_ENDLESS_ONE),
+    ],
+)
+def test_a_part_of_a_split_is_told_from_the_whole(experiment, in_a_split, some, whole):
+    sets = {}
+    for number, batches in enumerate(in_a_split):
+        sets[str(number)] = Text(None)
+        sets[str(number)].batches = batches
+    validation = sets if len(sets) > 1 else sets["0"]
+    found = Validation(dataclasses.replace(experiment, validation=validation, suite=None))
+    assert (found.seen(whole=False), found.seen(whole=True)) == (some, whole)
 
 
 @pytest.mark.parametrize("weights", [None, {"web": 3.0, "code.py": 1.0}])

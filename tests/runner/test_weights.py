@@ -1,5 +1,6 @@
 """Weights of Hugging Face's folders that runs begin with, and what is refused beforehand."""
 
+import functools
 import hashlib
 import json
 import shutil
@@ -13,9 +14,17 @@ from byte_texts import write_ids
 from sentinels import sentinels
 
 from lmlib import hf
+from lmlib.adapters import lora, without_adapters
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import TokenizerIdentity
+from lmlib.hf.families import described
+from lmlib.models.int8 import in_int8
+from lmlib.parallel.axes import map_weights
+from lmlib.parallel.mesh import make_mesh
+from lmlib.recipe import Recipe
+from lmlib.train import abstract_model
+from lmlib.trainable import adapters
 from runner import Options, convert, fit
 from runner.command_line.errors import ConfigError
 from runner.config import configs
@@ -51,6 +60,20 @@ def test_the_weights_of_a_folder_lie_as_the_experiment_wants_them(mesh):
     assert origin == str(LLAMA)
     assert_same_weights(model, hf.load(LLAMA))
     assert model.embedding.sharding == experiment.abstract_state().model.embedding.sharding
+
+
+@pytest.mark.several_devices
+def test_a_base_read_into_8_bits_is_the_whole_base_rounded_at_once():
+    build = functools.partial(lora, described(LLAMA).build)
+    recipe = Recipe(build, 0, adapters(), "int8")
+    mesh = make_mesh(fsdp=4, tensor=2)
+    found, _ = weights_of(str(LLAMA), recipe, mesh, None)
+    whole = jax.tree.map(lambda x: x.astype("bfloat16"), hf.load(LLAMA))
+    assert_same_weights(without_adapters(found), map_weights(in_int8, whole))
+    wanted = abstract_model(lambda: recipe.made, mesh)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
 
 
 @pytest.fixture

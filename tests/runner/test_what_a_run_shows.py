@@ -52,7 +52,8 @@ def test_validation_is_shown_where_it_comes(starts):
     metrics, logs = starts
     for line, log in ((metrics[3], logs[0]), (metrics[5], logs[1])):
         loss, bits = line["validation_loss"], line["validation_bits_per_byte"]
-        assert f"validation loss {loss:.4f}  {bits:.3f} bits per byte" in log
+        found = f"validation loss {loss:.4f} nats per token  {bits:.3f} bits per byte"
+        assert f"{found}  over the first " in log
 
 
 def test_new_weights_are_not_called_restored(starts):

@@ -108,6 +108,31 @@ TEMPLATES = {
 {% endif %}
 {{ state.users }} asked
 """,
+    # What earlier answers had thought is left out; the last one has thought, if only nothing.
+    "qwen3": """\
+{%- set last = namespace(question=0) %}
+{%- for message in messages if message.role == 'user' %}
+    {%- set last.question = messages.index(message) %}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- set thought, _, said = message.content.rpartition('</think>') %}
+    {%- if message.role == 'assistant' and loop.index0 > last.question %}
+        {{- '<think>\\n' + thought.replace('<think>', '').strip() + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- (said.lstrip() if message.role == 'assistant' else said) + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+""",
+    # A chat that waits for no answer has an end of its own.
+    "phi3": """\
+{% for message in messages %}
+{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}
+{%- endfor %}
+{{- '<|assistant|>\\n' if add_generation_prompt else eos_token }}
+""",
 }
 
 CHATS = {

@@ -13,11 +13,17 @@ PEFT_VERSION = peft.__version__
 
 
 def adapted(name: str, **settings: Any) -> Any:
-    """The golden model `name` with random adapters, neither of whose matrices is zero."""
+    """The golden model `name` with random adapters, neither of whose matrices is zero. What trains
+    besides is changed at random too."""
     torch.manual_seed(0)
     model = loaded(GOLDEN / name, "float32")
     config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
-    return peft.get_peft_model(model, config).eval()
+    model = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if weight.requires_grad and "lora_" not in path:
+                weight += 0.3 * torch.randn_like(weight)
+    return model
 
 
 def read(name: str, folder: Path) -> Any:

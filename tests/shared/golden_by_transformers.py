@@ -32,6 +32,19 @@ def logits_of_prompt(model: Any, vocab: int) -> torch.Tensor:
         return model(torch.tensor(tokens(vocab)[0])).logits[0, KEPT].contiguous()
 
 
+def layers_of(folder: Path, ids: list[int]) -> dict[str, Any]:
+    """The residual stream before each layer and after the last norm [L + 1, S, E], and the
+    attention weights [L, H, S, T], as NumPy arrays."""
+    with torch.no_grad():
+        output = loaded(folder, "float32")(
+            torch.tensor([ids]), output_hidden_states=True, output_attentions=True
+        )
+    return {
+        "activations": torch.cat(output.hidden_states).numpy(),
+        "attention": torch.cat(output.attentions).numpy(),
+    }
+
+
 def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     """A golden folder: a random model of `kind` with these keys of config.json, its logits,
     gradients, and weights after a step."""

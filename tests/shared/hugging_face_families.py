@@ -37,6 +37,15 @@ _YARN = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}
+# Three pairs are turned. The long prompt is beyond the original length, the batch is not, and what
+# is continued greedily crosses it.
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.25, 1.5],
+    "long_factor": [1.5, 4.0, 9.0],
+    "original_max_position_embeddings": 100,
+}
 _GEMMA = {"head_dim": 8, "sliding_window": 9}
 _GPT2 = {
     "vocab_size": 62,
@@ -65,6 +74,10 @@ FAMILIES = {
     "mistral": ("mistral", SIZES | {"sliding_window": 9}),
     "qwen2": ("qwen2", SIZES),
     "qwen2_yarn": ("qwen2", SIZES | {"rope_parameters": _YARN, "tie_word_embeddings": True}),
+    "qwen2_sliding": (
+        "qwen2",
+        SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", SIZES | {"head_dim": 8}),
     "gemma2": ("gemma2", SIZES | _GEMMA | {"query_pre_attn_scalar": 12}),
     "gemma3": (
@@ -77,10 +90,22 @@ FAMILIES = {
         "phi3",
         SIZES | {"partial_rotary_factor": 0.5, "tie_word_embeddings": True},
     ),
+    "phi3_long_rope": (
+        "phi3",
+        SIZES
+        | {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 100,
+            "rope_parameters": _LONG_ROPE,
+        },
+    ),
     "gpt2": ("gpt2", _GPT2),
     "starcoder2": ("starcoder2", SIZES | {"sliding_window": 9, "attention_dropout": 0.1}),
 }
-# By name of the golden folder of adapters: whose they are, and what PEFT is told.
+# By name of the golden folder of adapters: whose they are, what PEFT is told, and which weights of
+# ours the folder holds whole.
 ADAPTERS = {
     "llama": (
         "llama",
@@ -90,7 +115,25 @@ ADAPTERS = {
             "use_rslora": True,
             "target_modules": ["q_proj", "o_proj", "down_proj", "embed_tokens", "lm_head"],
         },
-    )
+        (),
+    ),
+    "qwen2_saved": (
+        "qwen2",
+        {
+            "r": 2,
+            "lora_alpha": 4,
+            "target_modules": ["q_proj", "up_proj"],
+            "modules_to_save": ["embed_tokens", "model.norm", "input_layernorm", "k_proj"],
+            "bias": "lora_only",
+        },
+        (
+            "embedding",
+            "norm.scale",
+            "*attention_norm.scale",
+            "*attention.key",
+            "*attention.query_bias",
+        ),
+    ),
 }
 PROMPT, KEPT = 500, slice(0, None, 25)  # positions whose logits are kept
 ROWS, LENGTH = 2, 40  # of the batch that a step is made on

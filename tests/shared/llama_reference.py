@@ -3,19 +3,30 @@
 Shapes: B batch, S sequence, E embed, F mlp, D head_dim, V vocab, L layers.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
 
 
 def reference_logits(
-    model, tokens_BS, positions_BS, segment_ids_BS, theta, epsilon, factors: Mapping = {}
+    model,
+    tokens_BS,
+    positions_BS,
+    segment_ids_BS,
+    theta,
+    epsilon,
+    factors: Mapping = {},
+    seen: defaultdict[str, list] | None = None,
 ):
     """In the precision of the weights.
 
     `factors` multiply the embedded tokens ("embedding", BSE) and the outputs of every layer's
-    "attention" and "mlp" (LBSE), as dropout does.
+    "attention" and "mlp" (LBSE), as dropout does. Of every row, `seen` is given the residual stream
+    before each layer and after the last ("activations", SE), and each layer's attention weights
+    ("attention", HST).
     """
+    seen = defaultdict(list) if seen is None else seen
     tokens_BS, positions_BS = np.asarray(tokens_BS), np.asarray(positions_BS)
     segment_ids_BS = np.asarray(segment_ids_BS)
     ((block,),) = model.stack  # one segment, whose pattern is one block
@@ -36,19 +47,22 @@ def reference_logits(
 
     def attention(x_SE, layer, positions_S, segments_S):
         weights, out_SE = block.attention, np.zeros_like(x_SE)
+        mix_HST = np.zeros((H, len(x_SE), len(x_SE)))
         for head in range(H):
             group = head // (H // K)
             q_SD = x_SE @ weights.query[layer, :, head]
             k_SD = x_SE @ weights.key[layer, :, group]
             v_SD = x_SE @ weights.value[layer, :, group]
             for s in range(len(x_SE)):
-                seen = [t for t in range(s + 1) if segments_S[t] == segments_S[s]]
+                within = [t for t in range(s + 1) if segments_S[t] == segments_S[s]]
                 q_D = turned(q_SD[s], positions_S[s])
-                scores = np.array([q_D @ turned(k_SD[t], positions_S[t]) for t in seen]) / D**0.5
+                scores = np.array([q_D @ turned(k_SD[t], positions_S[t]) for t in within]) / D**0.5
                 mix = np.exp(scores - scores.max())
                 mix /= mix.sum()
-                mixed_D = sum(p * v_SD[t] for p, t in zip(mix, seen, strict=True))
+                mixed_D = sum(p * v_SD[t] for p, t in zip(mix, within, strict=True))
+                mix_HST[head, s, within] = mix
                 out_SE[s] += mixed_D @ weights.output[layer, head]
+        seen["attention"].append(mix_HST)
         return out_SE
 
     def mlp(x_SE, layer):
@@ -65,11 +79,13 @@ def reference_logits(
     ):
         x_SE = model.embedding[tokens_S] * factor("embedding", b)
         for layer in range(L):
+            seen["activations"].append(x_SE)
             h_SE = norm(x_SE, block.attention_norm.scale[layer])
             h_SE = attention(h_SE, layer, positions_S, segments_S)
             x_SE = x_SE + h_SE * factor("attention", layer, b)
             h_SE = norm(x_SE, block.mlp_norm.scale[layer])
             x_SE = x_SE + mlp(h_SE, layer) * factor("mlp", layer, b)
+        seen["activations"].append(x_SE)
         table_EV = model.embedding.T if model.unembedding is None else model.unembedding
         logits.append(norm(x_SE, model.norm.scale) @ table_EV)
     return np.stack(logits)

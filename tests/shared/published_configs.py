@@ -147,6 +147,101 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+# Of no experiment: whole files with keys that no class of transformers reads, or that are of other
+# heads. By name: how many parameters it has, and what config.json says.
+ODDLY_KEYED = {
+    "vicuna_7b_16k": (
+        6_738_415_616,
+        {
+            "model_type": "llama", "_name_or_path": "vicuna-7b-v1.5-16k",
+            "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+            "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+            "intermediate_size": 11008, "max_position_embeddings": 4096,
+            "max_sequence_length": 16384, "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 32, "pad_token_id": 0, "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 4.0, "type": "linear"},
+            "tie_word_embeddings": False, "torch_dtype": "float16",
+            "transformers_version": "4.31.0", "use_cache": True, "vocab_size": 32000,
+        },
+    ),
+    "phi4_mini": (  # but for its factors
+        3_836_021_760,
+        {
+            "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
+            "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1,
+            "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02,
+            "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+            "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 24,
+            "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "original_max_position_embeddings": 4096, "pad_token_id": 199999,
+            "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
+            },
+            "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+            "vocab_size": 200064,
+        },
+    ),
+    "distilgpt2": (
+        81_912_576,
+        {
+            "model_type": "gpt2", "_num_labels": 1, "activation_function": "gelu_new",
+            "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+            "embd_pdrop": 0.1, "eos_token_id": 50256, "id2label": {"0": "LABEL_0"},
+            "initializer_range": 0.02, "label2id": {"LABEL_0": 0}, "layer_norm_epsilon": 1e-05,
+            "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 6, "n_positions": 1024,
+            "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True, "summary_type": "cls_index",
+            "summary_use_proj": True, "vocab_size": 50257,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        },
+    ),
+    "gpt2_large": (
+        774_030_080,
+        {
+            "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1,
+            "architectures": ["GPT2LMHeadModel"], "bos_token_id": 50256, "embd_pdrop": 0.1,
+            "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+            "n_ctx": 1024, "n_embd": 1280, "n_head": 20, "n_layer": 36, "n_positions": 1024,
+            "n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1,
+            "summary_activation": None, "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True, "summary_type": "cls_index",
+            "summary_use_proj": True, "vocab_size": 50257,
+        },
+    ),
+    "gpt2_xl": (
+        1_557_611_200,
+        {
+            "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1,
+            "architectures": ["GPT2LMHeadModel"], "bos_token_id": 50256, "embd_pdrop": 0.1,
+            "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+            "n_ctx": 1024, "n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024,
+            "output_past": True, "resid_pdrop": 0.1, "summary_activation": None,
+            "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+            "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
+        },
+    ),
+    "starcoder2_7b": (
+        7_173_923_840,
+        {
+            "model_type": "starcoder2", "activation_function": "gelu",
+            "architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1,
+            "attention_softmax_in_fp32": True, "bos_token_id": 0, "embedding_dropout": 0.1,
+            "eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 4608,
+            "initializer_range": 0.018042, "intermediate_size": 18432,
+            "layer_norm_epsilon": 1e-05, "max_position_embeddings": 16384,
+            "mlp_type": "default", "norm_epsilon": 1e-05, "norm_type": "layer_norm",
+            "num_attention_heads": 36, "num_hidden_layers": 32, "num_key_value_heads": 4,
+            "residual_dropout": 0.1, "rope_theta": 1000000,
+            "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True,
+            "sliding_window": 4096, "torch_dtype": "bfloat16",
+            "transformers_version": "4.37.0.dev0", "use_bias": True, "use_cache": True,
+            "vocab_size": 49152,
+        },
+    ),
+}  # fmt: skip
+
+
 def config(name: str) -> dict:
     """The whole content of the config.json."""
     return _COMMON | PUBLISHED[name][1]

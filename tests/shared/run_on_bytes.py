@@ -31,9 +31,10 @@ def write_run_on_bytes(folder: Path, steps: Sequence[int] = (3,)) -> tuple[Path,
     make = functools.partial(fdl.build(cfg.model), key=jax.random.key(0))
     with jax.set_mesh(mesh):
         model = creator(make, mesh)()
-    notes = {"batches": {"tokenizer": {"name": "bytes", "sha256": None}}}
+    batches = {"tokenizer": {"name": "bytes", "sha256": None}, "bytes_per_target": 1.0}
     with Checkpoints(folder / "run" / "checkpoints", keep=len(steps)) as checkpoints:
         for step in steps:
+            notes = {"batches": {**batches, "steps_made": step}, "initialised_from": None}
             checkpoints.save(step, {"model": model}, notes)
             checkpoints.wait()
     return folder / "run", model

@@ -1,18 +1,14 @@
 """A run of several real processes on one machine, through the real command line."""
 
-import os
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from forked_processes import ROOT, ForkedProcess, fresh_process
 
-import runner
 from lmlib.metrics import read_metrics
 
-ROOT = Path(runner.__file__).parents[1]
 STEPS = 30
 HEARTBEAT_SECONDS = 10
 SECONDS = 400  # that the processes may take
@@ -33,7 +29,17 @@ class SeveralProcesses:
     """The processes of a run, begun; what each writes to its terminal goes to a file."""
 
     def __init__(
-        self, count, workdir, outputs, *, devices=8, only=(), flags=(), own=None, roots=None
+        self,
+        count,
+        workdir,
+        outputs,
+        *,
+        devices=8,
+        only=(),
+        flags=(),
+        own=None,
+        roots=None,
+        fresh=False,
     ):
         """Starts them.
 
@@ -43,11 +49,13 @@ class SeveralProcesses:
           flags: more of them, of all processes.
           own: the flags of single processes, by their numbers.
           roots: where single processes take their code from, by their numbers.
+          fresh: whether `fresh_process` starts the processes, and not only the children that they
+            supervise.
         """
         with socket.socket() as free:
             free.bind(("localhost", 0))
             self.address = f"localhost:{free.getsockname()[1]}"
-        environment = os.environ | {
+        environment = {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count} "
             "--xla_backend_optimization_level=0",
@@ -70,12 +78,13 @@ class SeveralProcesses:
                 *(own or {}).get(process, ()),
             ]
             with self.files[process].open("w") as file:
-                self.running[process] = subprocess.Popen(
-                    [sys.executable, "-m", "runner", *arguments],
-                    cwd=root,
-                    env=environment | {"PYTHONPATH": str(root)},
+                start = fresh_process if fresh or root != ROOT else ForkedProcess
+                self.running[process] = start(
+                    *("-m", "runner", *arguments),
                     stdout=file,
-                    stderr=subprocess.STDOUT,
+                    stderr=file,
+                    cwd=root,
+                    environment=environment | {"PYTHONPATH": str(root)},
                 )
 
     def output(self, process):

@@ -1,15 +1,12 @@
 """Small runs through the real command line, begun, watched and ended."""
 
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import runner
+from forked_processes import ForkedProcess, fresh_process
 
-ROOT = Path(runner.__file__).parents[1]
 SECONDS = 240.0  # that anything may take
 UNOPTIMIZED = "--xla_backend_optimization_level=0"  # compiles in half the time
 SMALL = ("model.embed=16", "model.layers=1", "model.mlp=16", "validation=None")
@@ -25,19 +22,20 @@ class SmallRun:
         *overrides: str,
         flags: tuple[str, ...] = (),
         experiment: tuple[str, ...] = EXPERIMENT,
+        fresh: bool = False,
     ):
+        """Starts it; `fresh`: as `fresh_process` does."""
         self.workdir = workdir
         workdir.parent.mkdir(parents=True, exist_ok=True)
         self._file = workdir.with_suffix(".output")
         settings = (f"--fdl.{override}" for override in (*SMALL, *overrides))
         arguments = (*experiment, *settings, f"--workdir={workdir}", *flags)
         with self._file.open("w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "runner", *arguments],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": UNOPTIMIZED},
+            self.process = (fresh_process if fresh else ForkedProcess)(
+                *("-m", "runner", *arguments),
                 stdout=file,
-                stderr=subprocess.STDOUT,
+                stderr=file,
+                environment={"XLA_FLAGS": UNOPTIMIZED},
             )
 
     def output(self) -> str:

@@ -1,14 +1,12 @@
 """Two processes of JAX's on one machine, which run a program together."""
 
+import contextlib
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
+from tempfile import TemporaryFile
 
-import lmlib
+from forked_processes import ROOT, ForkedProcess
 
-ROOT = Path(lmlib.__file__).parents[1]
 SECONDS = 400  # that they may take
 
 
@@ -18,25 +16,27 @@ def run_two(code: str, *arguments: object) -> list[str]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {
+    environment = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         # The second flag keeps the collectives of a process's devices in one order.
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
         "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0",
     }
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, (*arguments, port, index))],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    lines = []
-    for child in children:
-        output, errors = child.communicate(timeout=SECONDS)
-        assert child.returncode == 0, errors
-        lines.append(output.splitlines()[-1])
+    children, lines = [], []
+    with contextlib.ExitStack() as ends:
+        for index in range(2):
+            output, errors = (ends.enter_context(TemporaryFile("w+")) for _ in range(2))
+            child = ForkedProcess(
+                *("-c", code, *map(str, (*arguments, port, index))),
+                stdout=output,
+                stderr=errors,
+                environment=environment,
+            )
+            ends.callback(child.kill)
+            children.append((child, output, errors))
+        for child, output, errors in children:
+            child.wait(SECONDS)
+            output.seek(0), errors.seek(0)
+            assert child.returncode == 0, errors.read()
+            lines.append(output.read().splitlines()[-1])
     return lines

@@ -17,13 +17,12 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),
     "revision": ("main",),
-    "bias": ("none",),
+    "bias": ("none", "lora_only", "all"),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "loftq_config": ({},),
-    "modules_to_save": ([],),
     "target_parameters": ([],),
     **dict.fromkeys(
-        ("use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"),
+        ("use_dora", "use_qalora", "lora_bias"),
         (False,),
     ),
     **dict.fromkeys(
@@ -39,7 +38,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 # What means nothing by itself. PEFT sets fan_in_fan_out to what a module is.
 _WITHOUT_EFFECT = (
     "auto_mapping", "peft_version", "inference_mode", "fan_in_fan_out", "layers_pattern",
-    "megatron_core", "qalora_group_size", "runtime_config",
+    "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying",
 )  # fmt: skip
 
 
@@ -54,6 +53,9 @@ class PeftConfig:
       targets: the adapted modules; `None`: those that have tensors.
       excluded: of these, those that are not adapted; `None`: those that have no tensors.
       ranks, alphas: of modules that have others.
+      saved: modules whose weights are there whole (`lmlib.hf.peft.whole`).
+      biases: whether those of adapted modules are; tensors decide when a folder is read.
+      tied: whether a saved table embeds and unembeds.
     """
 
     rank: int
@@ -65,6 +67,9 @@ class PeftConfig:
     excluded: tuple[str, ...] | None = ()
     ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alphas: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    saved: tuple[str, ...] = ()
+    biases: bool = False
+    tied: bool = False
 
     def rank_of(self, module: str) -> int:
         return next((self.ranks[name] for name in self.ranks if means(name, module)), self.rank)
@@ -85,7 +90,9 @@ class PeftConfig:
             "target_modules": list(self.targets or ()),
             "rank_pattern": dict(self.ranks),
             "alpha_pattern": {name: _number(alpha) for name, alpha in self.alphas.items()},
-            "bias": "none",
+            "modules_to_save": list(self.saved) or None,
+            "bias": "lora_only" if self.biases else "none",
+            **({"ensure_weight_tying": True} if self.tied else {}),
             "fan_in_fan_out": transposed,
             "inference_mode": True,
         }
@@ -115,17 +122,18 @@ def read_config(folder: Path) -> PeftConfig:
     settings.ignore(*_WITHOUT_EFFECT)
     excludes = bool(content.get("exclude_modules"))
     found = PeftConfig(
-        rank=settings.take("r", 8),
-        alpha=settings.take("lora_alpha", 8.0, float),
+        rank=settings.take("r", 8, zero=True),
+        alpha=settings.take("lora_alpha", 8.0, float, zero=True),
         rank_stabilized=settings.take("use_rslora", False, bool),
-        dropout=settings.take("lora_dropout", 0.0, float),
+        dropout=settings.take("lora_dropout", 0.0, float, zero=True),
         base=settings.take("base_model_name_or_path", None, str) or None,
         targets=_modules(content, "target_modules", where),
         excluded=_modules(content, "exclude_modules", where) if excludes else (),
         ranks=_by_module(settings, "rank_pattern", int),
         alphas=_by_module(settings, "alpha_pattern", float),
+        saved=_saved(content, where),
     )
-    settings.ignore("target_modules", "exclude_modules")
+    settings.ignore("target_modules", "exclude_modules", "modules_to_save")
     settings.done()
     for alpha in (found.alpha, *found.alphas.values()):
         if not 0 < alpha < math.inf:
@@ -146,6 +154,12 @@ def _modules(content: Mapping[str, Any], key: str, where: str) -> tuple[str, ...
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise FolderError(f"{where}: {key} = {value!r:.80} is no list of names")
     return tuple(value)
+
+
+def _saved(content: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    if isinstance(content.get("modules_to_save"), str):
+        raise FolderError(f"{where}: modules_to_save is a text, and has to be a list of names")
+    return _modules(content, "modules_to_save", where) or ()
 
 
 def _by_module(settings: Settings, key: str, kind: type) -> dict[str, Any]:

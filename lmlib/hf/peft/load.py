@@ -13,9 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from lmlib.hf.families import family_of
+from lmlib.hf.finite import check_finite
 from lmlib.hf.names import Names, Placed, Share, check_complete
 from lmlib.hf.peft.config import PeftConfig, means, read_config
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of
+from lmlib.hf.peft.whole import Whole, held
 from lmlib.hf.tensor_files import FolderError, Stored, read_header
 from lmlib.models.adapted import adapted, has_adapters
 from lmlib.models.decoder import Decoder
@@ -30,6 +32,7 @@ class Adapters:
 
     Attributes:
       sizes: rank and alpha beside each weight, by its path.
+      whole: what it holds of the base besides.
     """
 
     folder: Path
@@ -37,6 +40,7 @@ class Adapters:
     modules: tuple[Module, ...]
     tensors: Mapping[str, Stored]
     sizes: Mapping[str, tuple[int, float]]
+    whole: tuple[Whole, ...]
 
     def beside(self, base: M) -> M:
         """Shapes of `base` with adapters."""
@@ -72,12 +76,27 @@ class Adapters:
 
     def values(self, model: Any) -> dict[str, np.ndarray]:
         """float32 values of what the folder holds, by the paths in `model`, which has such
-        adapters and whose arrays may be shapes. PEFT keeps besides the bases of adapters that are
-        of the vocabulary."""
+        adapters and whose arrays may be shapes.
+
+        Raises:
+          FolderError: if there are two tables for the uses of one that is tied, or `model` has
+            other than floats where the folder has a weight of the base.
+        """
+        tables = [self._read(each.name) for each in self.whole if each.holds(("embedding",))]
+        if any(not np.array_equal(tables[0], other) for other in tables[1:]):
+            raise FolderError(
+                f"{self.folder} holds two tables, one that embeds and one that unembeds; in the "
+                "base they are one"
+            )
         shapes, found = dict[str, tuple[int, ...]](), dict[str, np.ndarray]()
         map_weights(lambda w, array: shapes.update({w.path: array.shape}), model)
 
         def put(path: str, repetition: int | None, share: Share, tensor: np.ndarray) -> None:
+            if path not in shapes:
+                raise FolderError(
+                    f"{self.folder} holds {path} itself, which rests in 8 bits here: keep what is "
+                    'frozen in floats, with frozen_dtype = "bfloat16", or let it train'
+                )
             if path not in found:
                 found[path] = np.zeros(shapes[path], np.float32)
             found[path][... if repetition is None else repetition] = share.cut(jnp.asarray(tensor))
@@ -85,17 +104,26 @@ class Adapters:
         for module in self.modules:
             a, b = (self._read(name) for name in module.tensors)
             for place in module.places:
-                path, repetition, share = place.piece
+                path, repetition, _ = place.piece
                 rank = self.sizes[path][0]
                 put(f"{path}.down", repetition, place.down(rank), a)
                 put(f"{path}.up", repetition, place.up(rank), b)
-                if module.base in self.tensors:
-                    put(f"{path}.base", repetition, share, self._read(module.base))
+        for name, tensor in self.whole:
+            for path, repetition, share in tensor.pieces:
+                path = f"{path}.base" if path in self.sizes else path
+                put(path, repetition, share, self._read(name))
         return found
+
+    def besides(self, base: Any) -> tuple[str, ...]:
+        """Patterns of the paths of the weights of `base`, without adapters, that it holds whole."""
+        paths = {piece.path for each in self.whole for piece in each.tensor.pieces}
+        return _patterns(paths - self.sizes.keys(), named_weights(base))
 
     def _read(self, name: str) -> np.ndarray:
         tensor = self.tensors[name]
-        return tensor.read(0, tensor.size).reshape(tensor.shape).astype(np.float32)
+        values = tensor.read(0, tensor.size).reshape(tensor.shape).astype(np.float32)
+        check_finite(name, tensor, values)
+        return values
 
     def onto(self, base: M) -> M:
         """`base` with the adapters, which lie as they are stored on its mesh."""
@@ -115,7 +143,10 @@ class Adapters:
 
     def into(self, model: M) -> M:
         """`model`, which has such adapters, with the values of these; each lies, and has the dtype,
-        as its place in `model` says."""
+        as its place in `model` says.
+
+        Raises as `values` does.
+        """
         values = self.values(model)
 
         def fill(weight: Weight, place: Any) -> jax.Array:
@@ -165,23 +196,25 @@ def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
     wanted = []
     for module in modules:
         rank, inputs, outputs = config.rank_of(module.name), module.inputs, module.outputs
-        shapes = dict(zip(module.tensors, ((rank, inputs), (outputs, rank)), strict=True))
-        if module.base in tensors:
-            shapes[module.base] = (
-                (inputs, outputs) if module.places[0].inputs == 0 else (outputs, inputs)
-            )
-        wanted += [Placed(name, shape, 0, ()) for name, shape in shapes.items()]
+        shapes = zip(module.tensors, ((rank, inputs), (outputs, rank)), strict=True)
+        wanted += [Placed(name, shape, 0, ()) for name, shape in shapes]
     try:
+        whole = held(base, names, {module.name for module in modules}, config, tensors)
+        wanted += [each.tensor._replace(name=each.name) for each in whole]
         check_complete(wanted, {name: each.shape for name, each in tensors.items()}, ())
         if not modules:
             raise ValueError(f"it adapts nothing: {TENSORS} is empty")
         sizes = _sizes(modules, config, base)
+        pieces = (piece for each in whole for piece in each.tensor.pieces)
+        _check_stacks((piece.path for piece in pieces), "a saved", base)
     except ValueError as error:
         raise FolderError(f"{folder}: {error}") from None
-    return Adapters(folder, config, tuple(modules), tensors, sizes)
+    return Adapters(folder, config, tuple(modules), tensors, sizes, tuple(whole))
 
 
 def _is_adapted(module: Module, config: PeftConfig, has_tensors: bool) -> bool:
+    if any(f".{name}." in f".{module.name}." for name in config.saved):
+        return False
     if config.targets is None:
         return has_tensors
     if not any(means(name, module.name) for name in config.targets):
@@ -195,28 +228,39 @@ def _sizes(
     modules: Iterable[Module], config: PeftConfig, base: Any
 ) -> dict[str, tuple[int, float]]:
     """Rank and alpha beside each weight; ValueError if they are not the same in all its layers."""
-    found, count = dict[str, tuple[int, float]](), Counter[str]()
+    found = dict[str, tuple[int, float]]()
     for module in modules:
         size = config.rank_of(module.name), config.alpha_of(module.name)
         for place in module.places:
             path = place.piece.path
-            count[path] += 1
             if found.setdefault(path, size) != size:
                 raise ValueError(
                     f"rank and alpha are {size} in {module.name}, {found[path]} in a layer of the "
                     "same stack, where all must be alike"
                 )
 
+    _check_stacks(
+        (place.piece.path for module in modules for place in module.places),
+        "an adapter beside",
+        base,
+    )
+    return found
+
+
+def _check_stacks(paths: Iterable[str], what: str, base: Any) -> None:
+    """Raises ValueError if one of `paths`, each as often as there is one in a layer, is not in all
+    layers of its stack."""
+    count = Counter(paths)
+
     def check(weight: Weight, array: Any) -> None:
         layers = array.shape[0] if None in weight.axes else 1
         if 0 < count[weight.path] < layers:
             raise ValueError(
-                f"{count[weight.path]} of {layers} layers have an adapter beside {weight.path}: "
-                "all layers of a stack must be alike"
+                f"{count[weight.path]} of {layers} layers have {what} {weight.path}: all layers of "
+                "a stack must be alike"
             )
 
     map_weights(check, base)
-    return found
 
 
 def _tensors(folder: Path) -> dict[str, Stored]:

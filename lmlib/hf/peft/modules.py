@@ -13,7 +13,7 @@ from lmlib.parallel.axes import Weight
 from lmlib.parallel.selection import named_weights
 
 TENSORS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _RANK = "rank"
 
 
@@ -56,15 +56,10 @@ class Module(NamedTuple):
     @property
     def tensors(self) -> tuple[str, str]:
         """The names of lora_A and lora_B."""
-        name = _PREFIX + self.name
+        name = PREFIX + self.name
         if self.looks_up:
             return f"{name}.lora_embedding_A", f"{name}.lora_embedding_B"
         return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
-
-    @property
-    def base(self) -> str:
-        """The name of the matrix itself, which PEFT keeps too if it is of the vocabulary."""
-        return f"{_PREFIX}{self.name}.base_layer.weight"
 
     @property
     def inputs(self) -> int:

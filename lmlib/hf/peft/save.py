@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,13 +14,17 @@ from jax.experimental import multihost_utils
 
 from lmlib.adapters import without_adapters
 from lmlib.hf.families import family_of
+from lmlib.hf.names import Placed
 from lmlib.hf.peft.config import FILE, PeftConfig
 from lmlib.hf.peft.modules import TENSORS, Module, Place, modules_of
+from lmlib.hf.peft.whole import Kept, kept
+from lmlib.hf.rounding import in_dtype
 from lmlib.hf.save import NAMES_OF_DTYPES, meet, require_new
-from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, synced, write
+from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
 from lmlib.models.adapted import Adapted, map_adapted
 from lmlib.models.int8 import Int8
 from lmlib.parallel.axes import M
+from lmlib.parallel.selection import named_weights, selected
 from lmlib.whole_file import write_whole
 
 V = TypeVar("V")
@@ -31,11 +35,15 @@ def save_adapters(
     folder: str | Path,
     *,
     base: str | None = None,
+    trained: Sequence[str],
     model_type: str | None = None,
     dtype: str = "float32",
 ) -> None:
     """Writes the adapters of `model` as PEFT does: adapter_config.json, adapter_model.safetensors.
     With several processes each calls it, and all see the folder.
+
+    PEFT takes all else from the base. What trained besides the adapters has to be in `trained`, or
+    what PEFT loads is another model; a model does not know it, so there is no default.
 
     A module of the folder that holds several weights (Phi-3's qkv_proj) gets the ranks of all their
     adapters together, each in its own rows and columns.
@@ -43,6 +51,9 @@ def save_adapters(
     Args:
       folder: new, or empty.
       base: where PEFT's users find the model without adapters: a folder, or a name on the Hub.
+      trained: weights that are not the base's, by patterns of their paths in the model without
+        adapters: ("*norm.scale", "embedding"); () if the adapters alone trained. They are written
+        whole (`lmlib.hf.peft.whole`).
       model_type: of the base, as of `lmlib.hf.save`.
       dtype: of the file: "bfloat16", "float16" or "float32".
 
@@ -53,18 +64,22 @@ def save_adapters(
     folder = Path(folder)
     if dtype not in NAMES_OF_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
-    kind = DTYPES[NAMES_OF_DTYPES[dtype]]
     require_new(folder)
     shapes = shapes_of_base(model)
     family, _ = family_of(shapes, model_type)
     modules, adapters = modules_of(shapes, family.names), _adapters(model)
-    config, tensors = _told(modules, adapters, base), dict[str, np.ndarray]()
+    changed = selected(named_weights(shapes), trained, ())
+    whole = kept(shapes, family.names, _adapted(modules, adapters), changed)
+    config, tensors = _told(modules, adapters, base, whole), dict[str, np.ndarray]()
     values = {path: (_whole(one.down), _whole(one.up)) for path, one in adapters.items()}
     for module in modules.values():
         places = [place for place in module.places if place.piece.path in adapters]
         if places:
             both = _joined(module, places, values)
-            tensors |= zip(module.tensors, (each.astype(kind) for each in both), strict=True)
+            tensors |= zip(module.tensors, both, strict=True)
+    given = _values(model, {p.path for each in whole.tensors for p in each.tensor.pieces})
+    tensors |= {name: _laid(tensor, given) for name, tensor in whole.tensors}
+    tensors = {name: in_dtype(name, each, dtype) for name, each in tensors.items()}
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         shaped = {name: (each.dtype, each.shape) for name, each in tensors.items()}
@@ -99,8 +114,38 @@ def shapes_of_base(model: M) -> M:
     )
 
 
+def _adapted(modules: Mapping[str, Module], adapters: Collection[str]) -> set[str]:
+    """The modules with a weight in `adapters`."""
+    return {
+        name for name, module in modules.items()
+        if any(place.piece.path in adapters for place in module.places)
+    }  # fmt: skip
+
+
+def _values(model: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
+    """float32 values of the weights at `paths` of the model without adapters."""
+    base, found = without_adapters(model), dict[str, np.ndarray]()
+
+    def note(keys: Any, array: Any) -> None:
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        if path in paths:
+            found[path] = _whole(array.in_use(jnp.float32) if isinstance(array, Int8) else array)
+
+    jax.tree_util.tree_map_with_path(note, base, is_leaf=lambda one: isinstance(one, Int8))
+    return found
+
+
+def _laid(tensor: Placed, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The tensor of the folder that holds `values`."""
+    pieces = []
+    for path, repetition, share in tensor.pieces:
+        own = values[path] if repetition is None else values[path][repetition]
+        pieces.append(np.asarray(share.joined(jnp.asarray(own))))
+    return np.concatenate(pieces, tensor.along)
+
+
 def _told(
-    modules: Mapping[str, Module], adapters: Mapping[str, Adapted], base: str | None
+    modules: Mapping[str, Module], adapters: Mapping[str, Adapted], base: str | None, whole: Kept
 ) -> PeftConfig:
     """The config of a model's adapters."""
     held = {place.piece.path for module in modules.values() for place in module.places}
@@ -134,6 +179,9 @@ def _told(
         targets=tuple(named),
         ranks={name: own for name, (own, _) in named.items() if own != rank},
         alphas={name: own for name, (_, own) in named.items() if own != alpha},
+        saved=whole.modules,
+        biases=whole.biases,
+        tied=whole.tied,
     )
 
 

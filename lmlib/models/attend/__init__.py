@@ -72,6 +72,30 @@ def attend(
     return checkpoint_name(mixed_BSHD, "attention")
 
 
+def attention_weights(
+    q_BSHD: Float[Array, "b s heads head_dim"],
+    k_BTKD: Float[Array, "b s kv_heads head_dim"],
+    segment_ids_BS: Int32[Array, "b s"],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "b heads s t"]:
+    """What `attend` multiplies the values by: of each query (s) how much it takes from each key
+    (t); each row adds up to 1. float32 at least. The arguments are those of `attend`."""
+    options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
+    return on_each_device(
+        functools.partial(plain.weights, options=options),
+        inputs=(
+            partition("batch seq heads head_dim"),
+            partition("batch seq kv_heads head_dim"),
+            partition("batch seq"),
+        ),
+        outputs=partition(("batch", "heads", None, None)),
+        tracked=False,
+    )(q_BSHD, k_BTKD, segment_ids_BS)
+
+
 def check_attention(
     implementation: str,
     sequence_length: int,

@@ -21,6 +21,20 @@ def attend(
 ) -> Float[Array, "b s h d"]:
     """See `lmlib.models.attend.attend`; on the part of one device."""
     B, S, H, D = q_BSHD.shape
+    weights_BHST = weights(q_BSHD, k_BTKD, segment_ids_BS, options).astype(v_BTKD.dtype)
+    weights_BKGST = weights_BHST.reshape(B, k_BTKD.shape[2], -1, S, S)
+    mixed_BSKGD = jnp.einsum("bkgst,btkd->bskgd", weights_BKGST, v_BTKD)
+    return checkpoint_name(mixed_BSKGD.reshape(B, S, H, D), "attention_kernel")
+
+
+def weights(
+    q_BSHD: Float[Array, "b s h d"],
+    k_BTKD: Float[Array, "b s k d"],
+    segment_ids_BS: Int32[Array, "b s"],
+    options: Options,
+) -> Float[Array, "b h s t"]:
+    """See `lmlib.models.attend.attention_weights`; on the part of one device."""
+    B, S, H, D = q_BSHD.shape
     q_BSKGD = q_BSHD.reshape(B, S, k_BTKD.shape[2], -1, D)
     wide = jnp.promote_types(q_BSHD.dtype, jnp.float32)
     scores_BKGST = jnp.einsum("bskgd,btkd->bkgst", q_BSKGD, k_BTKD, preferred_element_type=wide)
@@ -29,6 +43,4 @@ def attend(
     same_BST = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
     allowed_B11ST = (near_ST & same_BST)[:, None, None]
     scores_BKGST = jnp.where(allowed_B11ST, options.scores(scores_BKGST), -jnp.inf)
-    weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(v_BTKD.dtype)
-    mixed_BSKGD = jnp.einsum("bkgst,btkd->bskgd", weights_BKGST, v_BTKD)
-    return checkpoint_name(mixed_BSKGD.reshape(B, S, H, D), "attention_kernel")
+    return jax.nn.softmax(scores_BKGST, axis=-1).reshape(B, H, S, S)

@@ -1,7 +1,9 @@
 """Llama: a pre-norm decoder with rotary grouped-query attention and SwiGLU (Touvron et al. 2023,
 arXiv:2302.13971; Llama 3: Dubey et al. 2024, arXiv:2407.21783)."""
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtyping import PRNGKeyArray
@@ -14,7 +16,7 @@ from lmlib.models.mlp import GatedMLP
 from lmlib.models.norms import RMSNorm
 from lmlib.models.rope import Rotary
 from lmlib.models.rope_scaling import Scaling
-from lmlib.models.stack import segments
+from lmlib.models.stack import Segment
 from lmlib.models.weights import compiled, fold, residual_scale
 
 
@@ -30,7 +32,7 @@ def llama(
     rope_scaling: Scaling | None = None,
     norm_epsilon: float = 1e-5,
     tied: bool = False,
-    window: int | None = None,
+    window: int | Sequence[int | None] | None = None,
     turned: float = 1.0,
     attention: Callable[..., Any] = Attention,
     feed_forward: Callable[..., Any] = GatedMLP,
@@ -46,7 +48,8 @@ def llama(
       rope_scaling: for longer sequences; Llama 3.1 to 3.3 have a `rope_scaling.Llama3`.
       norm_epsilon: added to the mean square in every norm.
       tied: one table embeds and unembeds.
-      window: positions that each one attends to, itself and those before it; `None` for all.
+      window: positions that each one attends to, itself and those before it; `None` for all. Or
+        one for each layer.
       turned: share of each head's coordinates that rotary positions turn.
       attention, feed_forward: make the parts of a block, to change one of them:
         `functools.partial(GatedMLP, activation=gelu)`.
@@ -54,19 +57,23 @@ def llama(
 
     Raises:
       ValueError: if a size is not positive, `heads` does not divide `embed` where it has to,
-        `kv_heads` does not divide `heads`, or `head_dim` is odd.
+        `kv_heads` does not divide `heads`, `head_dim` is odd, or there are not as many windows as
+        layers.
     """
     kv_heads, head_dim = head_sizes(
         embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
     )
     rotary = Rotary(int(head_dim * turned), rope_theta, rope_scaling)
+    windows = [window] * layers if window is None or isinstance(window, int) else [*window]
+    if len(windows) != layers:
+        raise ValueError(f"window has {len(windows)} values for {layers} layers")
     scale = residual_scale(layers)
     deviation, last_scale = table_values(embed, tied)
 
     def norm(key: PRNGKeyArray, first: float = 1.0) -> RMSNorm:
         return RMSNorm(epsilon=norm_epsilon, first=first, embed=embed, key=key)
 
-    def block(key: PRNGKeyArray) -> Block:
+    def block(window: int | None, key: PRNGKeyArray) -> Block:
         return Block(
             attention_norm=norm(fold(key, "attention_norm")),
             attention=attention(
@@ -79,7 +86,10 @@ def llama(
 
     def model(key: PRNGKeyArray) -> Decoder:
         last = norm(fold(key, "norm"), last_scale)
-        stack = segments([block] * layers)
+        stack = [
+            Segment([functools.partial(block, each)], len([*alike]))
+            for each, alike in itertools.groupby(windows)
+        ]
         return Decoder(vocab, embed, stack, last, tied, embedding_deviation=deviation, key=key)
 
     return compiled(model)(key)

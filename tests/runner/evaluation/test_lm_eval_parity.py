@@ -13,7 +13,7 @@ from lmlib import hf
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from runner.evaluation.tasks import Tasks, evaluate_tasks
-from runner.inference.loaded import load
+from runner.inference.loading import load
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lmlib[eval]")
 pytest.importorskip("torch", reason="needs lmlib[parity]")

@@ -9,17 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from byte_texts import TEXTS, write_ids
-from forked_commands import Commands
+from forked_processes import run_forked
 from run_on_bytes import write_run_on_bytes
 
 from lmlib.data import ShardWriter
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import TokenizerIdentity
+from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.parallel.mesh import make_mesh
 from runner.command_line.errors import ConfigError
 from runner.evaluation.data_sets import data_set, validation_of
 from runner.evaluation.measuring import Measuring, Settings
 from runner.evaluation.shown import json_text, tables
-from runner.inference.loaded import load
+from runner.inference.loading import load
 
 pytestmark = pytest.mark.several_devices
 
@@ -82,11 +84,27 @@ def test_numbers_that_are_not_finite_are_strict_json(folder, loaded):
     assert result["bits_per_byte"] is None
 
 
-def test_conversations_are_no_text(tmp_path):
-    writer = ShardWriter(tmp_path, "train", content="conversations", vocab_size=300)
-    writer.extend(np.arange(9), np.array([9]), 0, loss_mask=np.arange(9) > 4)
+def write_conversations(folder, content):
+    writer = ShardWriter(folder, "train", content=content, vocab_size=256)
+    mask = np.isin(np.arange(26), (4, 5, 9, 10, 15, 16, 17, 25))
+    writer.extend(np.arange(26) + 65, np.array([8, 18]), 0, loss_mask=mask)
     writer.finish()
-    with pytest.raises(ConfigError, match="holds conversations, of which a model learns"):
+
+
+def test_of_conversations_the_answers_count(tmp_path, loaded):
+    write_conversations(tmp_path, "conversations")
+    (found,) = measured(loaded, data_set(str(tmp_path), "train", "text"))
+    assert (found.evaluation.targets, found.evaluation.documents) == (8, 2)
+    assert found.data.endswith("train, answers") and found.evaluation.bits_per_byte is None
+    source = FlatTokens(str(tmp_path), "train", 2, 24, seed=None)
+    in_training = Evaluator(loaded.mesh, loaded.compute)(loaded.model, source, source.batches or 1)
+    assert in_training.tokens == 8
+    assert found.evaluation.loss.value == pytest.approx(in_training.loss, rel=1e-5)
+
+
+def test_pairs_are_not_measured(tmp_path):
+    write_conversations(tmp_path, "pairs")
+    with pytest.raises(ConfigError, match="holds pairs, and a model is to like one answer"):
         data_set(str(tmp_path), "train", "text")
 
 
@@ -136,10 +154,8 @@ def test_mistakes_are_told_before_anything_is_computed(folder, loaded, tmp_path,
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("outputs"))
-    yield lambda *arguments: commands.run("runner.evaluate", [str(each) for each in arguments])
-    commands.close()
+def command():
+    return lambda *arguments: run_forked("-m", "runner.evaluate", *map(str, arguments))
 
 
 @pytest.mark.slow

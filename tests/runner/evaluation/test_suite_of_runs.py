@@ -6,7 +6,7 @@ import sys
 
 import fiddle as fdl
 import pytest
-from forked_commands import Commands
+from forked_processes import run_forked
 from run_on_bytes import write_run_on_bytes
 
 from lmlib.evaluate.suite.suite import Suite
@@ -15,7 +15,7 @@ from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.evaluation.suite import measure_suite, suite_json, suite_table
 from runner.evaluation.tasks import Tasks, evaluate_tasks
-from runner.inference.loaded import load
+from runner.inference.loading import load
 from runner.training.validation import Validation
 
 
@@ -57,11 +57,9 @@ def test_tasks_need_the_extra(folder, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_measures_one_thing_at_a_time(folder, tmp_path):
-    commands = Commands(tmp_path)
     of_run = f"--from={folder / 'run'}"
-    done = commands.run("runner.evaluate", [of_run, "--suite", f"--json={tmp_path / 'found'}"])
-    both = commands.run("runner.evaluate", [of_run, "--suite", "--tasks=arc_easy"])
-    commands.close()
+    done = run_forked("-m", "runner.evaluate", of_run, "--suite", f"--json={tmp_path / 'found'}")
+    both = run_forked("-m", "runner.evaluate", of_run, "--suite", "--tasks=arc_easy")
     assert done.returncode == 0 and "copying_accuracy/8" in done.stdout, done.stderr
     (found,) = json.loads((tmp_path / "found").read_text())
     loaded = load(str(folder / "run"), mesh=make_mesh())

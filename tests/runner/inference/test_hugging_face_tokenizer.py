@@ -8,11 +8,14 @@ from run_on_bytes import write_run_on_bytes
 from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
 
 from lmlib import hf
+from lmlib.data.chat import ChatTemplate
 from lmlib.data.text import codec_of_file
 from lmlib.parallel.mesh import make_mesh
 from runner.command_line.errors import ConfigError
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
-from runner.inference.loaded import Loaded, load
+from runner.inference.loaded import Loaded
+from runner.inference.loading import load
+from runner.training.references import HuggingFace, tokenizer_of
 
 transformers = pytest.importorskip("transformers", reason="needs lmlib[eval]")
 GOLDEN = Path(__file__).parents[2] / "hf" / "golden"
@@ -50,6 +53,23 @@ def test_a_tokenizer_of_data_begins_texts_as_the_data(on_bytes, tmp_path, begins
         assert tokenizer.encode(text) == loaded.codec.encode(text)
     assert tokenizer.eos_token == END and tokenizer.bos_token == (END if begins else None)
     assert BEGIN not in tokenizer.decode(tokenizer.encode("a"))
+
+
+def test_chats_are_written_by_the_template_of_the_model(on_bytes, tmp_path):
+    write_tokenizer_folder(tmp_path, begins=True)
+    template = ChatTemplate(
+        {"default": "{{ bos_token }}{{ messages[0].content }}"}, {"bos_token": BEGIN}
+    )
+    file, chat = tmp_path / "tokenizer.json", [{"role": "user", "content": "a"}]
+    of_data = dataclasses.replace(
+        on_bytes, codec=codec_of_file(file, None), tokenizer_file=file, chat_template=template
+    )
+    of_folder = dataclasses.replace(
+        of_data, tokenizer_folder=tmp_path, tokenizer=tokenizer_of(HuggingFace(tmp_path, "it"))
+    )
+    for loaded in (of_data, of_folder):
+        tokenizer = hugging_face_tokenizer(loaded)
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == f"{BEGIN}a"
 
 
 def test_what_is_exported_with_a_tokenizer_alone_has_its_special_tokens(tmp_path):

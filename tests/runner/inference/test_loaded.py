@@ -1,23 +1,33 @@
 """Models of runs and of Hugging Face's folders, loaded with their texts' codec."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from byte_texts import BOS, EOS
+from byte_texts import BOS, EOS, write_ids
 from run_on_bytes import write_run_on_bytes
+from small_tokenizer import write_tokenizer_folder
 
-from lmlib import hf
+from lmlib import Compute, hf
+from lmlib.data.metadata import TokenizerIdentity
+from lmlib.generate import GREEDY, Generator
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.command_line.errors import ConfigError
-from runner.inference.loaded import load
+from runner.config import configs
+from runner.inference.loading import load
 from runner.training.references import located
 
-LLAMA = Path(__file__).parents[2] / "hf" / "golden" / "llama"
+ROOT = Path(__file__).parents[3]
+LLAMA = ROOT / "tests" / "hf" / "golden" / "llama"
+FLOAT32 = Compute(dtype="float32")
 TOKENIZER = {
     "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
     "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "decoder": None,
@@ -81,6 +91,61 @@ def test_a_run_whose_mesh_is_not_there(run):
     assert found.document_end == EOS
 
 
+def test_what_a_run_makes_of_a_text_on_several_devices(run):
+    found = load(str(run[0]))
+    text = "hé!"
+    ids = found.ids(text)
+    whole = np.asarray(found.model(jnp.array([ids] * found.mesh.size)))
+    np.testing.assert_allclose(found.logits(text), whole[0], rtol=0.1, atol=0.1)  # in bfloat16
+    np.testing.assert_array_equal(found.logits(text), found.logits(ids))
+    log_p = jax.nn.log_softmax(found.logits(text))
+    losses = found.token_losses(text)
+    assert "".join(token.text for token in losses) == text  # after BOS
+    assert [token.id for token in losses] == ids[1:]
+    nats = [-log_p[i, id] for i, id in enumerate(ids[1:])]
+    np.testing.assert_allclose([token.nats for token in losses], nats, rtol=1e-5)
+    assert found.activations(text).shape == (2, len(ids), 16)
+    assert found.attention(text).shape == (1, 4, len(ids), len(ids))
+    assert found.generate(text, max_tokens=4) == found.generate(ids, max_tokens=4)
+    one, other = (
+        Generator(found.model, mesh, FLOAT32, rows=8, length=64)([ids], 4, GREEDY)
+        for mesh in (None, found.mesh)
+    )
+    assert one == other
+
+
+ON_ONE_DEVICE = """
+import sys
+import jax
+import jax.numpy as jnp
+from lmlib.generate import Generator
+from runner import load
+
+run = load(sys.argv[1])
+ids = run.ids("hi")
+tokens_BS = jnp.array([ids])
+assert jnp.allclose(run.model(tokens_BS)[0], run.logits("hi"), rtol=0.1, atol=0.1)
+slope = jax.grad(lambda model: jnp.sum(model(tokens_BS)[0, -1]))(run.model)
+assert jnp.any(slope.embedding != 0)
+Generator(run.model, rows=1, length=8)([ids], 2)
+"""
+
+
+def test_on_one_device_nothing_needs_a_mesh(run):
+    """Not even code of the user's own, such as a gradient."""
+    env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    command = [sys.executable, "-c", ON_ONE_DEVICE, str(run[0])]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_text_needs_a_tokenizer():
+    found = load(str(LLAMA))
+    with pytest.raises(ConfigError, match="knows no tokenizer: give token ids"):
+        found.logits("hi")
+    assert found.logits([1, 2]).shape == (2, 62)
+
+
 def test_a_run_whose_data_is_gone(run):
     workdir, _ = run
     data = workdir.parent / "data"
@@ -92,6 +157,20 @@ def test_a_run_whose_data_is_gone(run):
     assert found.codec.encode("hi") == [*b"hi"]
     assert found.tokenizer.name == "bytes"
     assert found.end_ids == ()
+
+
+def test_a_run_whose_data_was_made_again_by_another_tokenizer(run, tmp_path):
+    workdir = shutil.copytree(run[0], tmp_path / "run")
+    cfg = configs.load(str(workdir))
+    cfg.data.path = cfg.validation.path = str(tmp_path / "data")
+    configs.save(cfg, workdir)
+    other = TokenizerIdentity("other", None)
+    write_ids(tmp_path / "data", [[1, 2, 3]], vocab_size=258, tokenizer=other)
+    for read in (load, lambda name: convert.bring_out(located(name), tmp_path / "out")):
+        with pytest.raises(ConfigError, match="the tokenizer 'bytes', and its data is of 'other'"):
+            read(str(workdir))
+    write_tokenizer_folder(tmp_path, begins=True)
+    assert load(str(workdir), tokenizer=str(tmp_path), mesh=make_mesh()).codec is not None
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,17 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import IO
 
 from folder_contents import files_of
+from forked_processes import ROOT, ForkedProcess, fresh_process
 
-import runner
 from fault_injection import experiment
 from lmlib.metrics import read_metrics
 
-ROOT = Path(runner.__file__).parents[1]
 DEVICES = 8
 POLL_SECONDS = 0.002
 LIMIT_SECONDS = 300.0  # for whatever is waited for
@@ -34,6 +33,8 @@ COMPILED = "compiled the step in"
 FULL = os.strerror(errno.EFBIG)  # for what `limit_file_sizes` makes impossible
 
 UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
+
+Process = subprocess.Popen[bytes] | ForkedProcess
 
 
 class HangError(Exception):
@@ -49,7 +50,7 @@ class Attempt:
     def __init__(
         self,
         job: "Job",
-        processes: list[subprocess.Popen[bytes]],
+        processes: list[Process],
         files: list[Path],
         readers: list[subprocess.Popen[bytes]],
     ):
@@ -171,6 +172,7 @@ class Job:
         beside_another: bool = False,
         roots: Mapping[int, Path] | None = None,
         readers: bool = False,
+        forked: bool = False,
     ) -> Attempt:
         """Starts the run, or goes on with it.
 
@@ -178,6 +180,7 @@ class Job:
           beside_another: another attempt may still run.
           roots: where single processes take their code from, by their numbers.
           readers: what the processes write goes through pipes, as with `| cat`.
+          forked: the processes are spared their imports; see `forked_processes`.
         """
         if not beside_another:
             self._restore_programs()
@@ -187,22 +190,25 @@ class Job:
             for process in range(self.processes)
         ]
         address = _free_address() if self.processes > 1 else None
-        started, reading = [], []
+        started: list[Process] = []
+        reading = []
         for process, path in enumerate(files):
             with path.open("wb") as file:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "runner", *self._arguments(address, process)],
-                        cwd=self.scratch,
-                        env=self._environment((roots or {}).get(process, ROOT)),
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE if readers else file,
-                        stderr=subprocess.STDOUT,
+                output: IO[bytes] = file
+                if readers:
+                    reading.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file))
+                    assert reading[-1].stdin
+                    output = reading[-1].stdin
+                with output:
+                    started.append(
+                        (ForkedProcess if forked else fresh_process)(
+                            *("-m", "runner", *self._arguments(address, process)),
+                            stdout=output,
+                            stderr=output,
+                            cwd=self.scratch,
+                            environment=self._environment((roots or {}).get(process, ROOT)),
+                        )
                     )
-                )
-                if written := started[-1].stdout:
-                    reading.append(subprocess.Popen(["cat"], stdin=written, stdout=file))
-                    written.close()
         return Attempt(self, started, files, reading)
 
     def keep_programs(self) -> None:
@@ -267,7 +273,7 @@ class Job:
         ]
 
     def _environment(self, root: Path) -> dict[str, str]:
-        return os.environ | {
+        return {
             "PYTHONPATH": str(root),
             "PYTHONUNBUFFERED": "1",
             "JAX_PLATFORMS": "cpu",

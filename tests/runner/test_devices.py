@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from sentinels import sentinels
 
 import runner
-from runner.jax_settings.accelerators import has_accelerator, has_tpu
+from lmlib.accelerators import has_accelerator, has_tpu
 
 ROOT = Path(runner.__file__).parents[1]
 EXPERIMENT = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
@@ -48,6 +49,31 @@ def test_plugins_without_hardware_are_not_started(tmp_path):
         assert written.startswith("no accelerator is to be seen on this machine")
         assert "started for cpu" in written
         assert "Traceback" not in written and "TPU_" not in written
+
+
+NOTEBOOK = """
+import jax
+from lmlib import llama
+print(jax.numpy.zeros(2))
+"""
+
+
+@pytest.mark.parametrize("platforms", sentinels([None, "cpu", ""], lambda each: each is None))
+def test_a_notebook_starts_no_plugins_without_hardware(tmp_path, platforms):
+    """Quietly, unless the user has said which to start."""
+    (tmp_path / "jax_plugins" / "xla_cuda0").mkdir(parents=True)
+    (tmp_path / "jax_plugins" / "xla_cuda0" / "__init__.py").write_text(PLUGIN)
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment |= {"PYTHONPATH": f"{ROOT}:{tmp_path}", "XLA_FLAGS": ""}
+    environment |= {} if platforms is None else {"JAX_PLATFORMS": platforms}
+    ended = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK], env=environment, capture_output=True, text=True
+    )
+    assert ended.stdout == "[0. 0.]\n", ended.stderr
+    if platforms is None and not has_accelerator():
+        assert ended.stderr == "started for cpu\n"  # JAX asks each plugin to register itself
+    else:
+        assert f"started for {platforms}\n" in ended.stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,75 @@
+"""Faults of the runner and the experiments."""
+
+from faults_of_code.mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "a run goes on with the weights of another model",
+        "runner/training/beginning.py",
+        'if of_the_model and "model" not in allowed_changes:',
+        'if of_the_model and "model" in allowed_changes:',
+        "tests/runner/test_beginning.py tests/runner/test_starts.py",
+    ),
+    Mutation(
+        "changed data is not noticed if it begins alike",
+        "runner/training/data_probe.py",
+        'found["last"] = _digest(source, steps_made - 1)',
+        'found["last"] = _digest(source, 0)',
+        "tests/runner/test_data_probe.py",
+    ),
+    Mutation(
+        "tokens are those of a step, not of the run",
+        "runner/training/recorder.py",
+        "self.tokens += valid",
+        "self.tokens = valid",
+        "tests/runner/test_fit.py",
+    ),
+    Mutation(
+        "the checkpoint from before skipped updates is not held",
+        "runner/training/saving.py",
+        "hold = self.before_skipped if skipping else None",
+        "hold = None",
+        "tests/runner/test_saving.py",
+    ),
+    Mutation(
+        "a step is evaluated before it is saved",
+        "runner/training/loop.py",
+        "                if saves:\n"
+        "                    self.saver.save(line, state, self.batches.state)\n"
+        "                if evaluates:\n"
+        "                    self._evaluate(step, state)\n",
+        "                if evaluates:\n"
+        "                    self._evaluate(step, state)\n"
+        "                if saves:\n"
+        "                    self.saver.save(line, state, self.batches.state)\n",
+        "tests/runner/test_validation.py tests/runner/test_saving.py",
+    ),
+    Mutation(
+        "an override of 1.5 for a whole number is cut to 1",
+        "runner/config/overrides.py",
+        "if kind is float and int in accepted and value.is_integer():",
+        "if kind is float and int in accepted:",
+        "tests/runner/test_configs.py",
+    ),
+    Mutation(
+        "a stranger's config may name anything",
+        "runner/config/saved_config.py",
+        "        named_value(module, symbol, self._trusted)\n        return True",
+        "        return True",
+        "tests/strangers/test_configs.py tests/runner/test_saved_configs.py",
+    ),
+    Mutation(
+        "a stopped run says that it finished",
+        "runner/processes/endings.py",
+        "STOPPED = 75",
+        "STOPPED = 0",
+        "tests/runner/test_stopping.py",
+    ),
+    Mutation(
+        "an experiment's default changes unseen",
+        "experiments/llama_1b.py",
+        "cfg.optimizer.peak_lr = 3e-4",
+        "cfg.optimizer.peak_lr = 3e-3",
+        "tests/experiments/test_experiments.py",
+    ),
+)

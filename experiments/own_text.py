@@ -1,0 +1,125 @@
+"""A Llama on text of your own: you say where its tokens are, the rest follows from them.
+
+    python -m data_tools.train_tokenizer --dataset=TEXTS --vocab_size=4096 --style=llama3 --out=TOK
+    python -m data_tools.pretokenize --dataset=TEXTS --tokenizer=TOK --out=DATA \
+        --validation_fraction=0.05
+    python -m runner --fdl_config=experiments/own_text --workdir=/tmp/own_text --fdl.tokens=DATA
+
+docs/own-text.md goes through it. --fdl.layers=8 makes a larger model; --fdl.steps=300 ends early,
+and the learning rate then falls by step 300.
+
+Depth sets the other sizes: 64 of width and one head for each layer. The run sees 20 tokens for each
+parameter, which is where more parameters and more tokens gain alike (Hoffmann et al. 2022,
+arXiv:2203.15556), but the data four times at most: up to there, tokens that are seen again are
+worth nearly as much as new ones (Muennighoff et al. 2023, arXiv:2305.16264). It makes about 4,000
+steps, fewer where that would leave less than 1,024 tokens for each, and more where it would take
+over 262,144. Wider models get lower learning rates. The prompts are how held-out texts begin.
+"""
+
+import fiddle as fdl
+
+from lmlib import optim
+from lmlib.compute import Compute
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.experiment import Experiment
+from lmlib.guard import Guard
+from lmlib.losses import NextToken
+from lmlib.models.families.llama import llama
+from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.parallel.mesh import make_mesh
+
+_STEPS = 4_000
+_ROWS, _LONGEST = 8, 1_024  # sequences of a step at least, tokens of a sequence at most
+_SMALLEST_BATCH, _LARGEST_BATCH = 1_024, 262_144  # tokens
+_VALIDATED = 65_536  # tokens of an evaluation while training goes on
+_PROMPTS, _PROMPT_TOKENS, _PROMPT_LETTERS = 3, 24, 32
+
+
+def config(
+    tokens: str, layers: int = 4, tokens_per_parameter: float = 20.0, epochs: float = 4.0
+) -> fdl.Config[Experiment]:
+    """Args:
+    tokens: a data set of text with the splits train and validation.
+    layers: depth, and so the size: 4 make 3M parameters besides the vocabulary, 8 make 25M.
+    tokens_per_parameter: of the whole run, if the data is enough.
+    epochs: how often each token of the data is seen at most.
+    """
+    for name, value in {"layers": layers, "epochs": epochs}.items():
+        if value <= 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+    if tokens_per_parameter <= 0:
+        raise ValueError(f"tokens_per_parameter must be positive, got {tokens_per_parameter}")
+    train, held_out = _split(tokens, "train"), _split(tokens, "validation")
+    assert train.metadata is not None  # or it could not be opened
+    vocab, embed = train.metadata.vocab_size, 64 * layers
+    mlp = 64 * -(-8 * embed // (3 * 64))
+    parameters = vocab * embed + layers * (4 * embed**2 + 3 * embed * mlp)
+    total = min(tokens_per_parameter * parameters, epochs * train.tokens)
+    if train.tokens <= _SMALLEST_BATCH:
+        raise ValueError(
+            f"the split train of {tokens} holds {train.tokens:,} tokens, and a step takes "
+            f"{_SMALLEST_BATCH:,} at least: pretokenize more text, or with a smaller vocabulary"
+        )
+    step = min(max(int(total / _STEPS), _SMALLEST_BATCH), _LARGEST_BATCH, train.tokens)
+    step = 1 << step.bit_length() - 1  # the power of two below
+    sequence_length = min(step // _ROWS, _LONGEST)
+    batch_size = step // sequence_length
+    steps = max(1, round(total / step))
+    prompts = _beginnings(held_out)
+    data = {"path": tokens, "batch_size": batch_size, "sequence_length": sequence_length}
+    return fdl.Config(
+        Experiment,
+        model=fdl.Partial(
+            llama, vocab=vocab, embed=embed, layers=layers, heads=layers, mlp=mlp, tied=True
+        ),
+        compute=fdl.Config(Compute, saved=ACTIVATIONS),
+        objective=fdl.Config(NextToken),
+        data=fdl.Config(FlatTokens, split="train", **data),
+        validation=fdl.Config(FlatTokens, split="validation", seed=None, epochs=1, **data),
+        validation_batches=max(1, min(_VALIDATED, held_out.tokens) // step),
+        optimizer=fdl.Partial(
+            optim.adamw,
+            peak_lr=min(3e-3, 0.768 / embed),
+            schedule=fdl.Partial(optim.warmup_cosine, warmup=0.05, end=0.05),
+        ),
+        guard=fdl.Config(Guard),
+        mesh=fdl.Config(make_mesh, fsdp=-1),
+        steps=steps,
+        evaluate_every=min(500, -(-steps // 10)),
+        checkpoint_every=min(500, -(-steps // 10)),
+        prompts=prompts,
+        sample_every=-(-steps // 5) if prompts else None,
+    )
+
+
+def tiny(cfg: fdl.Config[Experiment]) -> None:
+    """The same data, a small model, 20 steps."""
+    cfg.model.embed, cfg.model.layers, cfg.model.heads, cfg.model.mlp = 64, 2, 4, 128
+    cfg.data.sequence_length = cfg.validation.sequence_length = 64
+    cfg.validation_batches = 1
+    cfg.steps, cfg.sample_every = 20, None
+    cfg.evaluate_every = cfg.checkpoint_every = 10
+
+
+def _split(tokens: str, split: str) -> FlatTokens:
+    """One document to a row, which seqax's format refuses."""
+    found = FlatTokens(tokens, split, _PROMPTS, _PROMPT_TOKENS, seed=None, packed=False)
+    if found.content != "text":
+        raise ValueError(
+            f"{tokens} holds {found.content}, and this experiment trains on text: finetune on them "
+            "as docs/finetuning.md says"
+        )
+    return found
+
+
+def _beginnings(held_out: FlatTokens) -> tuple[str, ...]:
+    """The first words of the first documents; none if no tokenizer is known."""
+    codec = held_out.text_codec()
+    if codec is None:
+        return ()
+    batch = held_out.batch(0, slice(min(_PROMPTS, held_out.documents)))
+    texts = [
+        " ".join(codec.decode(tokens[segments > 0]).strip("\ufffd").split())
+        for tokens, segments in zip(batch.tokens, batch.segment_ids, strict=True)
+    ]
+    return tuple(text[:_PROMPT_LETTERS].rstrip() for text in texts if text)

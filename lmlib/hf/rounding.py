@@ -1,0 +1,103 @@
+"""What becomes of weights in the dtype of a file.
+
+Shapes: L repetitions of a stacked weight.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from lmlib.hf.names import Placed
+from lmlib.parallel.axes import Weight, map_weights
+
+
+class Rounding(NamedTuple):
+    """How a file's values differ from the weights.
+
+    dtype: of the file.
+    largest: |rounded - value| / |value|, the largest of all values; 0: every value is kept.
+    tensor: the one that holds that value; `None` if every value is kept.
+    """
+
+    dtype: str
+    largest: float
+    tensor: str | None
+
+    def __str__(self) -> str:
+        if self.tensor is None:
+            return f"{self.dtype}, which keeps every value"
+        return f"{self.dtype}, which rounds by up to {self.largest:.2%} (in {self.tensor})"
+
+
+def rounding(model: Any, wanted: Sequence[Placed], dtype: str) -> Rounding:
+    """What becomes of the weights of `model` in the tensors `wanted` of `dtype`.
+
+    Raises:
+      ValueError: if a value is beyond what `dtype` has, naming its tensor.
+    """
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+
+    def measure(weight: Weight, array: jax.Array) -> None:
+        if jnp.promote_types(array.dtype, dtype) != jnp.dtype(dtype):
+            stacked = weight.axes[0] is None
+            found[weight.path] = jax.device_get(_measured(array, dtype, stacked))
+
+    map_weights(measure, model)
+    worst = Rounding(dtype, 0.0, None)
+    for tensor in wanted:
+        for piece in tensor.pieces:
+            if piece.path not in found:
+                continue
+            lost, change = (float(of_L[piece.repetition or 0]) for of_L in found[piece.path])
+            if lost:
+                raise _beyond(tensor.name, lost, dtype)
+            if change > worst.largest:
+                worst = Rounding(dtype, change, tensor.name)
+    return worst
+
+
+def in_dtype(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
+    """`values` of the tensor `name` in `dtype`.
+
+    Raises:
+      ValueError: as `rounding`.
+    """
+    with np.errstate(over="ignore"):
+        rounded = values.astype(jnp.dtype(dtype))
+    lost = values[np.isfinite(values) & ~np.isfinite(rounded)]
+    if lost.size:
+        raise _beyond(name, float(lost[np.argmax(np.abs(lost))]), dtype)
+    return rounded
+
+
+def _beyond(name: str, value: float, dtype: str) -> ValueError:
+    return ValueError(
+        f"{name} holds {value:g}, which would become infinite in {dtype}, whose values end at "
+        f"{float(jnp.finfo(dtype).max):g}: give bfloat16 or float32"
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _measured(
+    array: Array, dtype: str, stacked: bool
+) -> tuple[Float[Array, "L"], Float[Array, "L"]]:
+    """Of each repetition: the value furthest from 0 of those that `dtype` makes infinite, or 0; and
+    the largest relative change of the others."""
+
+    def of_one(array: Array) -> tuple[Array, Array]:
+        wide = array.astype(jnp.float32)
+        rounded = array.astype(dtype).astype(jnp.float32)
+        is_lost = jnp.isfinite(wide) & ~jnp.isfinite(rounded)
+        lost = jnp.where(is_lost, wide, 0)
+        most, least = jnp.max(lost), jnp.min(lost)
+        is_changed = jnp.isfinite(rounded) & (rounded != wide)
+        change = jnp.abs(rounded - wide) / jnp.where(is_changed, jnp.abs(wide), 1)
+        furthest = jnp.where(-least > most, least, most)
+        return furthest, jnp.max(jnp.where(is_changed, change, 0))
+
+    return jax.lax.map(of_one, array if stacked else array[None])

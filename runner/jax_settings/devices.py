@@ -1,0 +1,66 @@
+"""Which devices a command has JAX start, and what it says if it cannot."""
+
+import logging
+import os
+import sys
+from logging.handlers import BufferingHandler
+
+import jax
+
+from lmlib.accelerators import has_accelerator, plugins, use_cpu_if_alone
+from runner.command_line.errors import ConfigError
+
+
+def choose_devices() -> None:
+    """As `use_cpu_if_alone`, which it tells of on stderr; call it before JAX starts.
+
+    Raises:
+      ConfigError: if JAX would start two plugins for NVIDIA GPUs, which it cannot.
+    """
+    if os.environ.get("JAX_PLATFORMS", "cuda" if has_accelerator() else "cpu") != "cpu":
+        check_one_cuda_plugin()
+    if left_out := use_cpu_if_alone():
+        print(
+            "no accelerator is to be seen on this machine: JAX uses the CPU, and not its plugins "
+            f"{', '.join(left_out)} (JAX_PLATFORMS=cuda or tpu has it look all the same)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def check_one_cuda_plugin() -> None:
+    """Raises ConfigError if plugins for two versions of CUDA are installed: JAX can load one."""
+    cuda = [name for name in plugins() if name.startswith("xla_cuda")]
+    if len(cuda) > 1:
+        raise ConfigError(
+            f"the JAX plugins {' and '.join(cuda)} are installed, and JAX can load one of them: "
+            "keep the one for your driver's CUDA; for CUDA 13, pip uninstall jax-cuda12-plugin "
+            "jax-cuda12-pjrt, which lmlib[plan-gpu] and lmlib[test] bring, and plan without them"
+        )
+
+
+def check_devices() -> None:
+    """Starts JAX's devices; raises ConfigError if it cannot, as with JAX_PLATFORMS=cuda here.
+
+    What JAX logs meanwhile, such as the tracebacks of plugins, is shown only if some device starts:
+    else the error says why none does.
+    """
+    logger, held_back = logging.getLogger("jax"), BufferingHandler(sys.maxsize)
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(held_back)
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raised = [record.exc_info[1] for record in held_back.buffer if record.exc_info]
+        held_back.buffer.clear()
+        reasons = [str(each).partition("\n")[0] for each in (error, *raised)]
+        reason = next(filter(None, reasons), "it finds none of them")
+        platforms = os.environ.get("JAX_PLATFORMS")
+        asked = f" of JAX_PLATFORMS={platforms}" if platforms else ""
+        advice = "; unset JAX_PLATFORMS, or set it to cpu" if platforms else ""
+        raise ConfigError(f"JAX cannot start the devices{asked}: {reason}{advice}") from error
+    finally:
+        logger.removeHandler(held_back)
+        logger.propagate = propagates
+        for record in held_back.buffer:
+            logging.getLogger().handle(record)

@@ -1,0 +1,77 @@
+"""What a command is doing while it has nothing else to show: compiling, for a minute say."""
+
+import os
+import sys
+import threading
+import time
+from typing import Self, TextIO
+
+from runner.watch.live_line import CLEAR_LINE, fitting
+
+REDRAW_SECONDS = 1.0  # of the line on a terminal
+LINE_SECONDS = 10.0  # between lines elsewhere
+
+
+class Telling:
+    """Writes each line that it is called with, and until the next one how long that has taken.
+
+        with Telling() as tell:
+            tell("compiling the step")
+            …
+
+    On a terminal the line is redrawn in place; elsewhere another one follows now and then. Lines
+    begin with the seconds since the beginning. By default they go to stderr as it was then, also
+    while what compilers write there is kept elsewhere.
+    """
+
+    def __init__(self, stream: TextIO | None = None, seconds: float | None = None):
+        """`seconds`: between two times that a line says how long it has taken."""
+        self._own = stream is None
+        self._stream = stream or os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
+        self._live = self._stream.isatty()
+        self._seconds = seconds or (REDRAW_SECONDS if self._live else LINE_SECONDS)
+        self._began = time.monotonic()
+        self._line, self._since = "", self._began
+        self._writing = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._go_on, daemon=True)
+
+    def __call__(self, line: str) -> None:
+        with self._writing:
+            self._leave()
+            self._line, self._since = line, time.monotonic()
+            self._show(line)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._leave()
+        if self._own:
+            self._stream.close()
+
+    def _go_on(self) -> None:
+        while not self._over.wait(self._seconds):
+            with self._writing:
+                if self._line:
+                    taken = time.monotonic() - self._since
+                    self._show(f"{self._line}: {taken:.0f} s so far")
+
+    def _show(self, line: str) -> None:
+        timed = f"[{time.monotonic() - self._began:5.1f} s] {line}"
+        if self._live:
+            self._write(f"{CLEAR_LINE}{fitting(timed, self._stream)}")
+        else:
+            self._write(f"{timed}\n")
+
+    def _leave(self) -> None:
+        """Ends the line on a terminal, so that it stays there."""
+        if self._live and self._line:
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

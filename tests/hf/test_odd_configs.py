@@ -1,0 +1,67 @@
+"""What a stranger's config.json says is read as transformers reads it, or refused in a sentence.
+
+That transformers reads `READ` so is shown in tests/hf/test_parity.py.
+"""
+
+import json
+import re
+
+import jax
+import pytest
+from hugging_face_families import GOLDEN
+from odd_configs import NO_SIZES, READ, REFUSED, SIZES
+from published_configs import ODDLY_KEYED
+
+from lmlib.hf.families import described_by
+from lmlib.hf.tensor_files import FolderError
+
+
+def changed(name, keys):
+    content = json.loads((GOLDEN / name / "config.json").read_text()) | keys
+    return {key: each for key, each in content.items() if each is not ...}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_odd_keys_mean_what_they_mean_to_transformers(case):
+    name, odd, plain = READ[case]
+    found, expected = (described_by(changed(name, keys), "config.json") for keys in (odd, plain))
+    assert found.arguments == expected.arguments
+
+
+@pytest.mark.parametrize(("name", "keys", "told"), REFUSED, ids=lambda each: str(each)[:60])
+def test_the_rest_is_refused_in_a_sentence(name, keys, told):
+    with pytest.raises(FolderError, match=rf"^config\.json\b.*{re.escape(told)}") as error:
+        described_by(changed(name, keys), "config.json").shapes  # noqa: B018
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", NO_SIZES, ids=str)
+def test_what_is_no_size_is_refused(value):
+    for name, sizes in SIZES.items():
+        for key in sizes:
+            with pytest.raises(FolderError, match=rf"^config\.json: {key} = .* (is|makes) no"):
+                described_by(changed(name, {key: value}), "config.json")
+
+
+@pytest.mark.parametrize("name", ODDLY_KEYED)
+def test_published_files_with_keys_that_mean_nothing_are_read(name):
+    count, content = ODDLY_KEYED[name]
+    shapes = described_by(content, "config.json").shapes
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "told"),
+    [
+        ("gpt2", {"pruned_heads": {"1": [0]}}, ": pruned_heads = {'1': [0]} is not supported"),
+        ("gpt2", {"add_cross_attention": True}, ": add_cross_attention = True"),
+        ("llama", {"quantization_config": {"bits": 4}}, ": quantization_config = {'bits': 4}"),
+        ("starcoder2", {"layer_norm_epsilon": 1e-6}, ": layer_norm_epsilon = 1e-06"),
+        ("starcoder2", {"activation_function": "relu"}, ": activation_function = 'relu'"),
+        ("phi3", {"full_attn_mod": 2}, ": full_attn_mod = 2 is not supported, only 1"),
+        ("llama", {"max_window_layers": 2}, ": max_window_layers = 2: unknown here"),
+    ],
+)
+def test_keys_that_mean_nothing_do_so_with_some_values_alone(name, keys, told):
+    with pytest.raises(FolderError, match=rf"^config\.json{re.escape(told)}"):
+        described_by(changed(name, keys), "config.json")

@@ -1,0 +1,20 @@
+"""What a process loads before it knows that it trains."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("datasets", "equinox", "jax", "jaxlib", "lmlib.experiment", "orbax", "tensorstore")
+SCRIPT = f"""
+import sys
+import runner.__main__
+assert runner.__main__.supervise
+loaded = sorted(set({HEAVY!r}) & set(sys.modules))
+assert not loaded, loaded
+"""
+
+
+def test_supervising_and_refusing_mistakes_do_without_jax() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,86 @@
+"""lmlib imported with its annotations checked at every call.
+
+By beartype, and where arrays have shapes through jaxtyping, whose calls cost several times more.
+"""
+
+import ast
+import dataclasses
+import importlib.abc
+import importlib.machinery
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType
+from typing import Any
+
+from beartype import beartype
+from jaxtyping import AbstractArray, jaxtyped
+
+
+def check_annotations(package: str) -> None:
+    """Checks those of all modules of `package` that are imported from now on."""
+    sys.meta_path.insert(0, _Finder(package))
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which raises if an argument or what it returns is not as annotated."""
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # a name that only a type checker knows: jaxtyping passes over it
+        return jaxtyped(function, typechecker=beartype)
+    if any(map(_has_shape, hints.values())):
+        return jaxtyped(function, typechecker=beartype)
+    return beartype(function)
+
+
+def checked_class(each: type) -> type:
+    """`each`, whose `__init__` is checked if dataclasses made it."""
+    return jaxtyped(each, typechecker=beartype) if dataclasses.is_dataclass(each) else each
+
+
+def _has_shape(hint: Any) -> bool:
+    if inspect.isclass(hint) and issubclass(hint, AbstractArray):
+        return True
+    return any(map(_has_shape, typing.get_args(hint)))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, package: str):
+        self._package = package
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] != self._package:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        """Never that of `__pycache__`, which has no decorators."""
+        path = self.get_filename(fullname)
+        tree = _Decorate().visit(ast.parse(self.get_data(path), path))
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+
+
+class _Decorate(ast.NodeTransformer):
+    """Each function innermost, as it was written; each class outermost, when it is a dataclass."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.decorator_list.append(_imported("checked", node))
+        return self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.decorator_list.insert(0, _imported("checked_class", node))
+        return self.generic_visit(node)
+
+
+def _imported(name: str, node: ast.AST) -> ast.expr:
+    """What stands for `name` of this file wherever `node` does."""
+    return ast.copy_location(ast.parse(f"__import__({__name__!r}).{name}", mode="eval").body, node)

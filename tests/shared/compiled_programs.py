@@ -1,0 +1,66 @@
+"""Programs that the tests compiled, kept in the user's cache folder for their next run.
+
+JAX tells them apart by its version, by XLA's flags and by what they compute; here by the names of
+their operations too, which tests read, and not by the lines of the code that they come from.
+"""
+
+import os
+from pathlib import Path
+
+import zstandard
+
+LARGEST = 2 * 2**30  # bytes of all of them: what all tests compile on several versions of JAX
+_CHECKED = "checked"  # a file as old as the last look at what was written
+
+SETTINGS = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "true",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+}
+
+
+def folder_of_programs() -> Path:
+    """The folder, made if need be, with whole programs in it.
+
+    Raises:
+      OSError: if it cannot be written.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "lmlib" / "compiled_by_tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    tidy(folder, LARGEST)
+    return folder
+
+
+def tidy(folder: Path, largest: int) -> None:
+    """Deletes what a process that was killed wrote in part, and beyond `largest` bytes the oldest.
+
+    JAX writes a program in place, and would tell of a part of one at each start.
+    """
+    checked = folder / _CHECKED
+    last = checked.stat().st_mtime if checked.exists() else 0.0
+    checked.touch()
+    programs = {entry: entry.stat() for entry in folder.glob("*-cache")}
+    for entry, status in list(programs.items()):
+        if status.st_mtime >= last and not _is_whole(entry):
+            entry.unlink(missing_ok=True)
+            del programs[entry]
+    size = sum(status.st_size for status in programs.values())
+    for entry, status in sorted(programs.items(), key=lambda each: _last_use(each[1])):
+        if size <= largest:
+            break
+        entry.unlink(missing_ok=True)
+        size -= status.st_size
+
+
+def _is_whole(entry: Path) -> bool:
+    try:
+        zstandard.decompress(entry.read_bytes())
+    except zstandard.ZstdError:
+        return False
+    return True
+
+
+def _last_use(status: os.stat_result) -> float:
+    return max(status.st_atime, status.st_mtime)

@@ -1,0 +1,67 @@
+"""What the commands of README and docs/ find in the folder where tests run them."""
+
+import json
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+from small_tokenizer import TEXTS, write_tokenizer_folder
+
+from data_tools.convert import to_seqax
+from data_tools.pretokenize import pretokenize
+from data_tools.rows import Texts
+from data_tools.tokenizer import load_tokenizer
+from data_tools.train_tokenizer import train_byte_level_bpe
+from lmlib import hf
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.text import write_tokenizer
+from lmlib.models.families.llama import llama
+from runner import fit
+from runner.config import configs
+
+CHAT = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "The apple."}]
+_SIZES = dict(embed=16, layers=1, heads=2, mlp=16)
+
+
+def make_world(folder: Path) -> None:
+    """Texts, chats, tokenizers, data sets, a folder of Hugging Face's, a run."""
+    (folder / "texts").mkdir(parents=True)
+    for number in range(300):
+        text = TEXTS[number % len(TEXTS)]
+        (folder / f"texts/{number:03}.txt").write_text(f"{number} {text} " * 3)
+    (folder / "texts.txt").write_text(
+        "\n\n".join(f"{i} {text}" for i in range(40) for text in TEXTS)
+    )
+    rows = [json.dumps({"text": text}) for text in TEXTS * 5]
+    (folder / "books.jsonl").write_text("\n".join(rows))
+    (folder / "chats.jsonl").write_text(
+        "\n".join(json.dumps({"messages": [*CHAT, {"role": "user", "content": f"{i}?"}, CHAT[1]]})
+                  for i in range(80))
+    )  # fmt: skip
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    vocab = write_tokenizer_folder(folder / "templated", begins=True)
+    byte_level = train_byte_level_bpe(TEXTS, 300)
+    write_tokenizer(folder / "tokenizer.json", byte_level.tokenizer_json)
+    _write_model(folder, vocab)
+    tokenizer = load_tokenizer(str(folder / "qwen"))
+    texts = [f"{i} {text}" for i in range(60) for text in TEXTS]
+    for split in ("train", "validation"):
+        pretokenize(Texts(texts), tokenizer, folder / "data", split, workers=0)
+    to_seqax(folder / "data", folder / "seqax")
+    _write_run(folder, vocab)
+
+
+def _write_model(folder: Path, vocab: int) -> None:
+    model = llama(vocab=vocab, **_SIZES, key=jax.random.key(0))
+    hf.save(model, folder / "qwen", tokenizer=folder / "templated")
+
+
+def _write_run(folder: Path, vocab: int) -> None:
+    """Two checkpoints of one step each."""
+    sizes = [f"model.{name}={size}" for name, size in (_SIZES | {"vocab": vocab}).items()]
+    cfg = configs.load("experiments/llama_84m", ["tiny"], [*sizes, "model.head_dim=8"])
+    data = {"path": str(folder / "data"), "batch_size": 8, "sequence_length": 64}
+    cfg.data = fdl.Config(FlatTokens, split="train", **data)
+    cfg.validation = fdl.Config(FlatTokens, split="validation", seed=None, epochs=1, **data)
+    cfg.steps, cfg.checkpoint_every = 2, 1
+    fit(cfg, folder / "run")

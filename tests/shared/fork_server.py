@@ -1,0 +1,134 @@
+"""A Python that has imported what commands need, and forks for each: `forked_processes` asks it.
+
+What it forks goes on as a fresh `python ARGUMENTS` would, to that one's end, with its own folder,
+environment, streams and exit status.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import sys
+import threading
+import time
+from types import ModuleType
+from typing import Any
+
+# None that defines flags of its own, since the command defines them.
+IMPORTED = (
+    "jax",  # first: it sets how much its library logs
+    "fiddle.absl_flags",
+    "jaxlib.mlir.dialects.mhlo",
+    "data_tools.command_line",
+    "data_tools.convert",
+    "data_tools.inspect",
+    "data_tools.prepare_chats",
+    "data_tools.pretokenize",
+    "data_tools.train_tokenizer",
+    "experiments.llama_84m",
+    "experiments.quickstart",
+    "lmlib.data.synthetic",
+    "lmlib.hf",
+    "lmlib.plan.search",
+    "runner.config.relaunch",
+    "runner.inference.loading",
+    "runner.jax_settings.devices",
+    "runner.processes.joining",
+    "runner.training.fit",
+)
+
+
+def import_all() -> dict[str, str]:
+    """Imports what commands need; returns the variables that this has put into the environment."""
+    before = set(os.environ.items())
+    for name in IMPORTED:
+        importlib.import_module(name)
+    return dict(set(os.environ.items()) - before)
+
+
+def serve(connection: socket.socket, set_by_imports: dict[str, str]) -> list[str]:
+    """Returns in each process that was asked for, with its arguments; else when nobody asks more.
+
+    A request is a line of JSON, and the descriptors of stdin, stdout, stderr and of a pipe, which
+    gets the number of the process, and its exit status once it has one.
+    """
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 4)
+        while request and not request.endswith(b"\n"):
+            request += connection.recv(1 << 16)
+        _forget_the_ended()
+        if not request:
+            sys.exit()
+        if os.fork():
+            for descriptor in descriptors:
+                os.close(descriptor)
+            continue
+        connection.close()
+        *streams, pipe = descriptors
+        process = os.fork()
+        if process:
+            _wait_for(process, pipe, streams)
+        os.close(pipe)
+        request = json.loads(request)
+        request["environment"] = set_by_imports | request["environment"]
+        return _begin(request, streams)
+
+
+def _forget_the_ended() -> None:
+    """Their processor time is charged to this process, and so to the tests."""
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+
+
+def _wait_for(process: int, pipe: int, streams: list[int]) -> None:
+    for stream in (*streams, 0, 1, 2):
+        os.close(stream)
+    os.write(pipe, b"%d\n" % process)
+    # Its number is free for others only once its end has been told.
+    ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert ended
+    exited = ended.si_code == os.CLD_EXITED
+    os.write(pipe, b"%d\n" % (ended.si_status if exited else -ended.si_status))
+    os.waitpid(process, 0)
+    os._exit(0)
+
+
+def _begin(request: dict[str, Any], streams: list[int]) -> list[str]:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in added if folder and folder not in sys.path]
+    sys.modules["runner"].IMPORTED_AT = time.time()
+    return request["arguments"]
+
+
+def run(arguments: list[str]) -> None:
+    """`python ARGUMENTS`: -m MODULE, -c CODE or FILE, and what it is given."""
+    sys.orig_argv = [sys.executable, *arguments]
+    what, *rest = arguments
+    if what == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.realpath(what))
+        runpy.run_path(what, run_name="__main__")
+
+
+if __name__ == "__main__":
+    set_by_imports = import_all()
+    assert threading.active_count() == 1, "a thread is not there after a fork"
+    gc.collect()
+    gc.freeze()  # the pages of what has been imported stay shared
+    run(serve(socket.socket(fileno=int(sys.argv[1])), set_by_imports))

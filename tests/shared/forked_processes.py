@@ -1,0 +1,179 @@
+"""`python -m MODULE`, `python -c CODE` and `python FILE`, without the seconds that importing takes.
+
+A server, started when a first process is asked for, has imported what they need and forks. What it
+forks is a process like any other, with its own number, streams, folder, environment and status, and
+ends as one does. `fresh_process` starts one that imports everything itself, as users start them:
+for what is asked about that very start, or about memory.
+"""
+
+import atexit
+import dataclasses
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import runner
+
+ROOT = Path(runner.__file__).parents[1]
+SECONDS = 600  # that `run_forked` may take
+_SERVER = Path(__file__).with_name("fork_server.py")
+# What begins so is read when Python starts or a package is imported: it has a server of its own.
+_READ_AT_IMPORT = ("JAX_", "PYTHON")
+
+
+class ForkedProcess:
+    """A process that runs; of `subprocess.Popen` it has what is here."""
+
+    def __init__(
+        self,
+        *arguments: str | os.PathLike[str],
+        stdout: IO[bytes] | IO[str] | int,
+        stderr: IO[bytes] | IO[str] | int,
+        cwd: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+    ):
+        """Begins `python ARGUMENTS`, with nothing in stdin.
+
+        Args:
+          cwd: its folder.
+          environment: what it has beside, or in place of, this process's.
+        """
+        self.args = [os.fspath(each) for each in arguments]
+        self.returncode: int | None = None
+        variables = _environment(environment)
+        request = {"arguments": self.args, "folder": str(cwd), "environment": variables}
+        self._pipe, theirs = os.pipe()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        streams = [
+            each if isinstance(each, int) else each.fileno() for each in (nothing, stdout, stderr)
+        ]
+        server = _server(frozenset(filter(_is_read_at_import, variables.items())))
+        sent = json.dumps(request).encode() + b"\n"
+        begun = socket.send_fds(server, [sent], [*streams, theirs])
+        server.sendall(sent[begun:])
+        os.close(theirs)
+        os.close(nothing)
+        self.pid = self._told()
+
+    def poll(self) -> int | None:
+        """Its exit status if it has ended; of a signal, the negative number."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As `poll`, once it has ended; subprocess.TimeoutExpired after `timeout` seconds."""
+        if self.returncode is None:
+            told = select.poll()
+            told.register(self._pipe, select.POLLIN)
+            if not told.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = self._told()
+            os.close(self._pipe)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _told(self) -> int:
+        """A number that the server's side of the pipe writes in one go."""
+        line = os.read(self._pipe, 100)
+        assert line.endswith(b"\n"), "the server, or what waits for the process, has ended"
+        return int(line)
+
+
+def fresh_process(
+    *arguments: str | os.PathLike[str],
+    stdout: IO[bytes] | IO[str] | int,
+    stderr: IO[bytes] | IO[str] | int,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """As `ForkedProcess`, and not forked."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=_environment(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_forked(
+    *arguments: str | os.PathLike[str],
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs `python ARGUMENTS` to its end, as `ForkedProcess` begins it.
+
+    subprocess.TimeoutExpired after `SECONDS`.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = ForkedProcess(
+            *arguments, stdout=out, stderr=err, cwd=cwd, environment=environment
+        )
+        try:
+            returncode = process.wait(SECONDS)
+        finally:
+            process.kill()
+        out.seek(0), err.seek(0)
+        return Ended(returncode, out.read(), err.read())
+
+
+def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **(changes or {})}
+
+
+def _is_read_at_import(variable: tuple[str, str]) -> bool:
+    name, _ = variable
+    return name.startswith(_READ_AT_IMPORT) and name != "PYTHONPATH"
+
+
+@functools.cache
+def _server(variables: frozenset[tuple[str, str]]) -> socket.socket:
+    """The connection to the server of processes with these variables."""
+    ours, theirs = socket.socketpair()
+    others = {each for each in os.environ.items() if not _is_read_at_import(each)}
+    server = subprocess.Popen(
+        [sys.executable, str(_SERVER), str(theirs.fileno())],
+        # No threads of NumPy's: a fork would be without them.
+        env={
+            **dict(others),
+            **dict(variables),
+            "PYTHONPATH": str(ROOT),
+            "OPENBLAS_NUM_THREADS": "1",
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        server.wait()
+
+    atexit.register(end)
+    return ours

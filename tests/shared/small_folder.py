@@ -1,0 +1,53 @@
+"""A copy of a small Llama's folder, and changes of it."""
+
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+from hugging_face_families import GOLDEN
+
+from lmlib import hf
+from lmlib.hf.tensor_files import begin_files, laid_out, read_header, write
+
+HEAD = "lm_head.weight"
+
+
+def copy_small_folder(to):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / "llama" / name, to)
+    return to
+
+
+def change(folder, **keys):
+    """Sets keys of config.json; `...` removes one."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) | keys
+    file.write_text(json.dumps({key: each for key, each in content.items() if each is not ...}))
+
+
+def rewritten(folder, change):
+    """The tensors after `change` of a dict of arrays."""
+    file = folder / "model.safetensors"
+    held = {n: each.read(0, each.size).reshape(each.shape) for n, each in read_header(file).items()}
+    held = change(held)
+    placed = laid_out(folder, {n: (each.dtype, each.shape) for n, each in held.items()}, 1 << 40)
+    begin_files(placed)
+    for name, each in held.items():
+        write(placed[name], 0, each.reshape(-1))
+
+
+@functools.cache
+def golden_model():
+    return hf.load(GOLDEN / "llama")
+
+
+def with_head(folder, make):
+    """The head as `make` makes it of the table."""
+    rewritten(folder, lambda held: held | {HEAD: make(held["model.embed_tokens.weight"])})
+
+
+def assert_same_weights(found, expected):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
