@@ -24,7 +24,8 @@ class PartStatistics(NamedTuple):
     """Of one part of a model: "embedding", "layer 3", "norm". What is not finite shows as NaN or
     infinity.
 
-    output: root mean square of the residual stream after it; `None` where that was not observed.
+    output: root mean square of the residual stream after it; `None` where that was not observed,
+      as in a model without layers.
     weights, gradients: Euclidean norms.
     """
 
@@ -47,18 +48,19 @@ def layer_statistics(model: Model, batch: Batch, mesh: Mesh, compute: Compute) -
     with jax.set_mesh(mesh):
         measure = jax.jit(functools.partial(_measured, compute=compute))
         loss, outputs, weights, gradients = jax.device_get(measure(model, batch))
-    before_layers, after_layers = outputs
+    first, after_layers = (None, None) if outputs is None else (float(outputs[0][0]), outputs[1])
     before: list[PartStatistics] = []
     layers: dict[int, PartStatistics] = {}
     after: list[PartStatistics] = []
     for part, weight, gradient in zip(model.parts(), weights, gradients, strict=True):
         if part.layers is None:
-            output = None if before or layers else float(before_layers[0])
+            output = None if before or layers else first
             found = PartStatistics(part.name, output, float(weight), float(gradient))
             (after if layers else before).append(found)
         else:
             for i, w, g in zip(part.layers, weight, gradient, strict=True):
-                layers[i] = PartStatistics(f"layer {i}", float(after_layers[i]), float(w), float(g))
+                output = None if after_layers is None else float(after_layers[i])
+                layers[i] = PartStatistics(f"layer {i}", output, float(w), float(g))
     parts = (*before, *(layers[i] for i in sorted(layers)), *after)
     return LayerStatistics(parts, float(loss))
 

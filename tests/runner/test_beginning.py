@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from folder_contents import files_of
 from sentinels import sentinels
+from small_experiment import small
 
 from lmlib.checkpoint import Checkpoints
 from runner import Options, fit
@@ -17,18 +18,12 @@ from runner.config import configs
 from runner.training.beginning import check_config
 from runner.watch.progress import Progress
 
-SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "mesh.fsdp=1")
-
-
-def small(*overrides):
-    return configs.load("experiments/llama_84m", ["tiny"], (*SMALL, "steps=3", *overrides))
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Three steps, and their workdir."""
     workdir = tmp_path_factory.mktemp("trained")
-    return fit(small(), workdir), workdir
+    return fit(small("steps=3"), workdir), workdir
 
 
 def weights(state):
@@ -71,10 +66,10 @@ def test_once_it_has_checkpoints_a_run_goes_on_from_them(trained, tmp_path, caps
             ((), "{other}@2", "no whole checkpoint at step 2; it has [3]"),
             ((), "{other}/nowhere", "{other}/nowhere is no folder; write RUN or RUN@STEP"),
             ((), "{other}/tensorboard", "holds no checkpoint"),
-            (("model.embed=32",), "{other}", "model.embedding as float32[512, 16]"),
-            (("model.layers=2",), "{other}", "float32[1, 16], but float32[2, 16] is wanted"),
+            (("model.embed=32",), "{other}", "model.table_VE as float32[512, 16]"),
+            (("model.vocab=600",), "{other}", "float32[512, 16], but float32[600, 16] is wanted"),
         ],
-        lambda case: case[0] != ("model.layers=2",),
+        lambda case: case[0] != ("model.vocab=600",),
     ),
 )
 def test_weights_that_cannot_be_taken_are_refused(trained, tmp_path, overrides, reference, message):
@@ -113,8 +108,8 @@ def check(cfg, workdir: Path, *allowed: str) -> None:
 
 
 def test_another_model_of_the_same_shape_is_refused_unless_allowed(tmp_path, capsys):
-    configs.save(small(), tmp_path)
-    changed = small("model.rope_theta=5e5")
+    configs.save(configs.load("experiments/llama_84m"), tmp_path)
+    changed = configs.load("experiments/llama_84m", [], ["model.rope_theta=5e5"])
     with pytest.raises(ConfigError, match=r"model.rope_theta changed since the run in"):
         check(changed, tmp_path)
     check(changed, tmp_path, "model")

@@ -7,18 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_experiment import small
 
 import runner
 from lmlib.checkpoint.checkpoints import Restored
 from runner import fit
 from runner.command_line.errors import ConfigError
-from runner.config import configs
 from runner.training.beginning import check_notes
 from runner.training.captures import read_capture
 from runner.training.report import finished_summary
 
 ROOT = Path(runner.__file__).parents[1]
-SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "mesh.fsdp=1")
 STRANGE = (None, [], "text", -1, 1e300, math.nan, {"a": {"b": []}}, True)
 
 PROBE = {"tokenizer": None, "bytes_per_target": 4.5, "steps_made": 3, "first": "1f", "last": "2e"}
@@ -38,10 +37,6 @@ CAPTURE = {
     "initialised_from": None,
     "sequences": None,
 }
-
-
-def small(*overrides):
-    return configs.load("experiments/llama_84m", ["tiny"], (*SMALL, *overrides))
 
 
 @pytest.mark.slow

@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 from forked_processes import Ended, run_forked
+from small_runs import EXPERIMENT
 
 from runner.processes.endings import MISTAKE
 
-SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "steps=3")
-
 
 def run(workdir: Path, *flags: str) -> Ended:
-    settings = (f"--fdl.{override}" for override in SMALL)
-    experiment = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", *settings)
-    return run_forked("-m", "runner", *experiment, f"--workdir={workdir}", *flags)
+    settings = ("--fdl.steps=3", "--fdl.mesh.fsdp=-1")
+    return run_forked("-m", "runner", *EXPERIMENT, *settings, f"--workdir={workdir}", *flags)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +48,9 @@ def test_another_process_takes_it_and_trains_to_the_same_bits(saved):
     ("flags", "told"),
     [
         (
-            ("--fdl.optimizer.peak_lr=1e-4", "--fdl.model.heads=2"),
+            ("--fdl.optimizer.peak_lr=1e-4", "--fdl.model.embed=32"),
             "was compiled for another run: the arguments differ; the config differs in "
-            "model.heads, optimizer.peak_lr",
+            "model.embed, optimizer.peak_lr",
         ),
         (("--fdl.mesh.fsdp=4",), "the config differs in mesh.fsdp; devices 8 of kind cpu, here 4"),
     ],

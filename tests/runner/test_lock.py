@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 from folder_contents import files_of
+from small_experiment import small
 
 import runner
 from runner import Options, fit
 from runner.command_line.errors import ConfigError, WorkdirTaken
-from runner.config import configs
 from runner.processes import lock
 from runner.processes.lock import WorkdirLock, wait_for_lock
 
 ROOT = Path(runner.__file__).parents[1]
-SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "mesh.fsdp=1")
 HOLDER = """
 import sys
 from pathlib import Path
@@ -27,10 +26,6 @@ with WorkdirLock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
-
-
-def small(*overrides):
-    return configs.load("experiments/llama_84m", ["tiny"], (*SMALL, "steps=3", *overrides))
 
 
 def files_but_for_the_lock(workdir: Path) -> dict[str, bytes]:
@@ -68,7 +63,7 @@ def test_a_second_start_is_refused_and_changes_nothing(tmp_path):
             seconds.append((another, files_but_for_the_lock(workdir) == before))
         return False
 
-    result = fit(small(), workdir, Options(stop=start_another))
+    result = fit(small("steps=3"), workdir, Options(stop=start_another))
     ((another, nothing_changed),) = seconds
     assert another.returncode == 2, another.stderr
     assert f"error: {workdir} is in use by the run of " in another.stderr
@@ -182,7 +177,7 @@ def test_a_run_that_was_taken_for_dead_writes_nothing_more(elsewhere, tmp_path, 
         return False
 
     with pytest.raises(WorkdirTaken, match=r"^ada \(pid 7 on far.* has taken over .*taken, since"):
-        fit(small(), workdir, Options(stop=take))
+        fit(small("steps=3"), workdir, Options(stop=take))
     after = files_of(workdir)
     events = [name for name in after if name.startswith("tensorboard/")]  # a file of its own
     assert {**after, **dict.fromkeys(events)} == {**before, **dict.fromkeys(events)}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_experiment import small
 
 from lmlib.checkpoint import Checkpoints, folders
 from lmlib.checkpoint.manifest import read_manifest
@@ -21,9 +22,6 @@ from lmlib.metrics import read_metrics
 from lmlib.optim import Optimizer, adamw
 from runner import fit
 from runner.command_line.errors import TrainingStopped
-from runner.config import configs
-
-SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "mesh.fsdp=1")
 
 
 class Disturbing(Synthetic):
@@ -61,11 +59,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def disturbed(workdir: Path, do: dict[int, str], *overrides: str):
-    cfg = configs.load(
-        "experiments/llama_84m",
-        ["tiny"],
-        (*SMALL, "checkpoint_every=5", "keep_checkpoints=1", *overrides),
-    )
+    cfg = small("checkpoint_every=5", "keep_checkpoints=1", *overrides)
     sizes = {"vocab_size": 512, "batch_size": 8, "sequence_length": 64}
     cfg.data = fdl.Config(Disturbing, str(workdir / "checkpoints"), do, **sizes)
     return cfg
@@ -129,7 +123,7 @@ def breaks_down(steps: int, of_the_state: bool) -> Optimizer:
 
 
 def breaking_down(of_the_state: bool, *overrides: str):
-    cfg = configs.load("experiments/llama_84m", ["tiny"], (*SMALL, *overrides))
+    cfg = small(*overrides)
     cfg.optimizer = fdl.Partial(breaks_down, of_the_state=of_the_state)
     return cfg
 
@@ -188,7 +182,7 @@ class FailingOnce(Synthetic):
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [1, 2])
 def test_an_evaluation_that_fails_costs_no_step_and_is_made_by_the_next_start(tmp_path, fails):
-    cfg = configs.load("experiments/llama_84m", ["tiny"], ("steps=4", *SMALL))
+    cfg = small("steps=4")
     cfg.evaluate_every = cfg.checkpoint_every = 2
     cfg.validation_batches = 1
     sizes = {"vocab_size": 512, "batch_size": 8, "sequence_length": 64}

@@ -5,17 +5,12 @@ import subprocess
 
 import jax
 import pytest
+from small_experiment import small
 
 from runner import Options, fit
 from runner.config import configs
 from runner.config.code import commit_of
 from runner.training.starts import Start
-
-SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "validation=None", "mesh.fsdp=1")
-
-
-def small(*overrides):
-    return configs.load("experiments/llama_84m", ["tiny"], (*SMALL, "prompts=()", *overrides))
 
 
 def assert_holds(folder, cfg):

@@ -10,11 +10,12 @@ from lmlib.metrics import read_metrics
 from runner.processes.endings import SIGNALLED, STOPPED
 
 NEVER_ENDS = ("steps=1_000_000", "evaluate_every=1_000_000", "checkpoint_every=1_000_000")
+LLAMA = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
 # A source that gives four batches and then nothing more.
 HANGING = """
 import threading
 import fiddle as fdl
-from experiments import llama_84m
+import small_experiment
 from lmlib.data.synthetic import Synthetic
 
 class Hanging(Synthetic):
@@ -27,8 +28,7 @@ class Hanging(Synthetic):
         threading.Event().wait()
 
 def config():
-    cfg = llama_84m.config()
-    llama_84m.tiny(cfg)
+    cfg = small_experiment.config()
     cfg.data = fdl.Config(Hanging, vocab_size=512, batch_size=8, sequence_length=64)
     return cfg
 """
@@ -67,7 +67,8 @@ def test_a_run_that_was_stopped_goes_on(tmp_path):
 
 
 def test_a_second_interrupt_ends_at_once_even_while_compiling(tmp_path):
-    run = SmallRun(tmp_path / "run", "model.layers=24", "compute.unroll=24", *NEVER_ENDS)
+    large = ("model.embed=16", "model.layers=24", "compute.unroll=24")
+    run = SmallRun(tmp_path / "run", *large, *NEVER_ENDS, experiment=LLAMA)
     run.wait_for("kept for the backward pass")  # the step is compiled next
     run.process.send_signal(signal.SIGINT)
     run.wait_for("SIGINT: ending after this step, with a checkpoint")

@@ -1,18 +1,19 @@
 """Runs on a streamed data set: resumed, and with more than one process."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
 import pytest
-from forked_processes import Ended, run_forked
+from forked_processes import Ended, ForkedProcess, fresh_process, run_forked
+from small_experiment import small
 from states import assert_same_bits
 
 from data_tools.hf_stream import HFStream
@@ -38,8 +39,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def streamed(texts: str, **settings: Any) -> fdl.Config[Experiment]:
-    """A Llama of one layer on two devices, six steps, a checkpoint after every second."""
-    cfg = configs.load("experiments/llama_84m", ["tiny"])
+    """A small run on two devices, six steps, a checkpoint after every second."""
+    cfg = small()
     cfg.data = fdl.Config(
         HFStream, texts, tokenizer="bytes", batch_size=16, sequence_length=64, shuffle_documents=25
     )
@@ -47,7 +48,7 @@ def streamed(texts: str, **settings: Any) -> fdl.Config[Experiment]:
         HFStream, texts, tokenizer="bytes", batch_size=8, sequence_length=64, repeat=False
     )
     cfg.steps, cfg.checkpoint_every, cfg.evaluate_every = 6, 2, 3
-    cfg.model.layers, cfg.mesh.fsdp = 1, 2
+    cfg.mesh.fsdp = 2
     for setting, value in settings.items():
         setattr(cfg, setting, value)
     return cfg
@@ -126,12 +127,8 @@ def test_a_batch_must_be_prefetched(texts: str, tmp_path: Path) -> None:
 
 
 PROCESS = """
-import json, os, sys
+import json, sys
 port, process, folder, out = sys.argv[1:]
-os.environ["JAX_PLATFORMS"], os.environ["HF_HUB_OFFLINE"] = "cpu", "1"
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
-)
 import jax
 jax.distributed.initialize(f"localhost:{port}", 2, int(process))
 import numpy as np
@@ -167,30 +164,29 @@ json.dump({"rows": found, "states": states}, open(f"{out}/{process}.json", "w"))
 """
 
 
-def run_two(program: str, *arguments: str) -> list[tuple[int, str]]:
+def run_two(program: str, *arguments: str, start: Any = ForkedProcess) -> list[tuple[int, str]]:
     """Runs two processes of the program; returns the status and output of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(port), str(process), *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
+    flags = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+    with contextlib.ExitStack() as ends:
+        outputs = [ends.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
+        processes = [
+            start(
+                *("-c", program, str(port), str(process), *arguments),
+                stdout=output,
+                stderr=output,
+                environment={"XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0"},
+            )
+            for process, output in enumerate(outputs)
+        ]
         for process in processes:
-            process.kill()
-    return [
-        (process.returncode, output) for process, output in zip(processes, outputs, strict=True)
-    ]
+            ends.callback(process.kill)
+        statuses = [process.wait(240) for process in processes]
+        for output in outputs:
+            output.seek(0)
+        return [(status, out.read()) for status, out in zip(statuses, outputs, strict=True)]
 
 
 @pytest.mark.slow
@@ -225,7 +221,7 @@ EXPERIMENT = """
 import os, pathlib, signal
 import fiddle as fdl
 from data_tools.hf_stream import HFStream
-from experiments import llama_84m
+import small_experiment
 from lmlib.experiment import Experiment
 
 class KilledOnce(HFStream):
@@ -238,24 +234,21 @@ class KilledOnce(HFStream):
 
 def config() -> fdl.Config[Experiment]:
     "A stream."
-    cfg = llama_84m.config()
-    llama_84m.tiny(cfg)
+    cfg = small_experiment.config()
     cfg.data = fdl.Config(KilledOnce, "{texts}", "bytes", 16, 64, shuffle_documents=25)
-    cfg.validation, cfg.model.layers = None, 1
     cfg.steps, cfg.checkpoint_every = 10, 2
     return cfg
 """
 
 FAILING = """
-import os, sys
+import sys
 port, process, workdir = sys.argv[1:]
-os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"] = "cpu", ""
 import jax
 jax.distributed.initialize(f"localhost:{port}", 2, int(process))
 import fiddle as fdl
 from data_tools.hf_stream import HFStream
 from runner import fit
-from runner.config import configs
+from small_experiment import small
 
 class Texts:
     def __init__(self, stream, streams):
@@ -273,11 +266,11 @@ class Texts:
     def load_state_dict(self, state):
         self.given = state["given"]
 
-cfg = configs.load("experiments/llama_84m", ["tiny"])
+cfg = small()
 cfg.data = fdl.Config(
     HFStream, "a list", "bytes", 16, 64, records=Texts, retries=1, backoff_seconds=0.0
 )
-cfg.validation, cfg.model.layers, cfg.mesh.fsdp, cfg.steps = None, 1, 2, 1_000
+cfg.mesh.fsdp, cfg.steps = 4, 1_000
 fit(cfg, workdir)
 """
 
@@ -285,7 +278,7 @@ fit(cfg, workdir)
 @pytest.mark.slow
 def test_where_the_stream_of_one_process_fails_for_good_the_others_end(tmp_path: Path) -> None:
     """A step takes 8 documents of each stream, which are tokenized by 64: the second 64 fail."""
-    (other, _), (status, output) = run_two(FAILING, str(tmp_path))
+    (other, _), (status, output) = run_two(FAILING, str(tmp_path), start=fresh_process)
     assert (other, status) == (1, 1)
     cause = (
         "'a list', stream 1 of 2 failed 2 times in a row, at last with ConnectionError: no route"

@@ -7,6 +7,7 @@ import math
 import fiddle as fdl
 import numpy as np
 import pytest
+from small_experiment import small
 
 from data_tools.inspect.saved_run import SavedRun
 from lmlib.checkpoint.manifest import read_manifest
@@ -14,12 +15,9 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.experiment import Experiment
 from runner import fit
-from runner.config import configs
 from runner.config.saved_data import data_text
 from runner.training.report import finished_summary
 from runner.training.validation import Validation
-
-SMALL = ("model.embed=16", "model.layers=1", "model.mlp=16", "mesh.fsdp=1")
 
 WITH_AN_ENDLESS_ONE = "the whole of each set, of one that never ends the first 2 batches"
 
@@ -33,7 +31,7 @@ class Text(Synthetic):
 
 
 def config():
-    cfg = configs.load("experiments/llama_84m", ["tiny"], SMALL)
+    cfg = small()
     cfg.validation = {
         "web": fdl.Config(Text, 4.0, seed=1),
         "code.py": fdl.Config(Text, 2.5, seed=2),

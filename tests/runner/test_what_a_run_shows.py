@@ -5,15 +5,14 @@ import hashlib
 import fiddle as fdl
 import pytest
 from byte_texts import write_texts
+from small_experiment import small
 
 from lmlib.data.batch import Batch
 from lmlib.data.flat_tokens import FlatTokens
 from runner import fit
-from runner.config import configs
 from runner.training import saving
 
 pytestmark = pytest.mark.slow
-SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "prefetch_batches=1")
 
 
 class Slow(FlatTokens):
@@ -32,8 +31,8 @@ def starts(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for steps, held_up in ((4, 1e6), (6, 0.0)):
             patch.setattr(saving, "HELD_UP_SECONDS", held_up)
-            overrides = (*SMALL, f"steps={steps}", "checkpoint_every=3", "evaluate_every=2")
-            cfg = configs.load("experiments/llama_84m", ["tiny"], overrides)
+            often = ("checkpoint_every=3", "evaluate_every=2", "prefetch_batches=1")
+            cfg = small(f"steps={steps}", *often)
             cfg.data = fdl.Config(Slow, str(folder / "data"), "train", 4, 16)
             cfg.validation = fdl.Config(FlatTokens, str(folder / "data"), "train", 4, 16)
             result = fit(cfg, folder / "run")

@@ -24,6 +24,7 @@ from typing import IO
 import runner
 
 ROOT = Path(runner.__file__).parents[1]
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests/shared")])
 SECONDS = 600  # that `run_forked` may take
 _SERVER = Path(__file__).with_name("fork_server.py")
 # What begins so is read when Python starts or a package is imported: it has a server of its own.
@@ -143,7 +144,7 @@ def run_forked(
 
 
 def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **(changes or {})}
+    return {**os.environ, "PYTHONPATH": PATHS, **(changes or {})}
 
 
 def _is_read_at_import(variable: tuple[str, str]) -> bool:
@@ -162,7 +163,7 @@ def _server(variables: frozenset[tuple[str, str]]) -> socket.socket:
         env={
             **dict(others),
             **dict(variables),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PATHS,
             "OPENBLAS_NUM_THREADS": "1",
         },
         stdin=subprocess.DEVNULL,

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import small_experiment
 from forked_processes import ForkedProcess, fresh_process
 
 SECONDS = 240.0  # that anything may take
 UNOPTIMIZED = "--xla_backend_optimization_level=0"  # compiles in half the time
-SMALL = ("model.embed=16", "model.layers=1", "model.mlp=16", "validation=None")
-EXPERIMENT = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
+EXPERIMENT = (f"--fdl_config={small_experiment.__file__}",)
 
 
 class SmallRun:
@@ -28,7 +28,7 @@ class SmallRun:
         self.workdir = workdir
         workdir.parent.mkdir(parents=True, exist_ok=True)
         self._file = workdir.with_suffix(".output")
-        settings = (f"--fdl.{override}" for override in (*SMALL, *overrides))
+        settings = (f"--fdl.{override}" for override in overrides)
         arguments = (*experiment, *settings, f"--workdir={workdir}", *flags)
         with self._file.open("w") as file:
             self.process = (fresh_process if fresh else ForkedProcess)(
