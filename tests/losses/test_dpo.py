@@ -20,14 +20,27 @@ from lmlib.losses import DPO
 from lmlib.models.adapted import map_adapted
 from lmlib.models.families.llama import llama
 from lmlib.optim import Optimizer
-from lmlib.parallel.layout import creator, partition
+from lmlib.parallel.layout import partition, shardings
 from lmlib.parallel.mesh import make_mesh
 
 B, S, E, V = 8, 24, 8, 32
 FLOAT32 = Compute(dtype="float32")
 OBJECTIVE = DPO(beta=0.3, label_smoothing=0.1)
 MANY = {"data": 2, "fsdp": 2, "tensor": 2}
-policy, reference = (functools.partial(Bigram, V, E, key=jax.random.key(seed)) for seed in (0, 1))
+policy, reference = (
+    functools.cache(functools.partial(Bigram, V, E, key=jax.random.key(seed))) for seed in (0, 1)
+)
+
+
+@functools.cache
+def base():
+    return llama(vocab=V, embed=16, layers=1, heads=2, mlp=16, key=jax.random.key(0))
+
+
+def adapted(**settings):
+    """The base with adapters that change what it computes."""
+    model = with_adapters(base(), rank=2, key=jax.random.key(1), **settings)
+    return map_adapted(lambda _, one: dataclasses.replace(one, up=one.up + 0.1), model)
 
 
 @functools.cache
@@ -119,8 +132,11 @@ def test_a_step_follows_the_definition(mesh, microbatches, chunk):
     rows = NamedSharding(mesh, partition("batch seq"))
     placed = jax.tree.map(lambda field: jax.device_put(field, rows), batch())
     with jax.set_mesh(mesh):
-        companion = creator(reference, mesh)()
-        state = train.init(policy, descent, mesh).with_companion(companion)
+        model, companion = (
+            jax.device_put(make(), shardings(train.abstract_model(make, mesh)), may_alias=False)
+            for make in (policy, reference)
+        )
+        state = train.begin(model, descent, mesh).with_companion(companion)
         before = jax.device_get(jax.tree.leaves(state.model))
         step = functools.partial(
             train.step,
@@ -160,26 +176,22 @@ def test_senseless_settings_are_refused(settings):
 
 @pytest.mark.slow
 def test_adapters_drop_nothing():
-    base = llama(vocab=V, embed=E, layers=1, heads=2, mlp=16, key=jax.random.key(0))
-    model = with_adapters(base, rank=2, dropout=0.5, key=jax.random.key(1))
-    model = map_adapted(lambda _, one: dataclasses.replace(one, up=one.up + 0.1), model)
-    sums = functools.partial(OBJECTIVE.sums, model, base, batch(), FLOAT32)
-    drawn, undrawn = sums(jax.random.key(2)), sums(None)
-    np.testing.assert_array_equal(drawn.minimised, undrawn.minimised)
+    @jax.jit
+    def minimised(model, key):
+        return OBJECTIVE.sums(model, base(), batch(), FLOAT32, key).minimised
+
+    model = adapted(dropout=0.5)
+    np.testing.assert_array_equal(minimised(model, jax.random.key(2)), minimised(model, None))
 
 
 def test_the_reference_may_be_the_model_without_its_adapters():
-    make = functools.partial(llama, vocab=V, embed=16, layers=1, heads=2, mlp=16)
-    base = make(key=jax.random.key(0))
-    model = with_adapters(base, rank=2, key=jax.random.key(1))
-    moved = map_adapted(lambda _, one: dataclasses.replace(one, up=one.up + 0.1), model)
-
     def loss(model, companion):
         sums = OBJECTIVE.sums(model, companion, batch(), FLOAT32)
         return sums.minimised, sums.reported
 
     found = [
-        jax.jit(jax.value_and_grad(loss, has_aux=True))(moved, other) for other in (None, base)
+        jax.jit(jax.value_and_grad(loss, has_aux=True))(adapted(), other)
+        for other in (None, base())
     ]
     assert found[0][0][1]["reward_margin"] != 0
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):

@@ -140,12 +140,8 @@ def test_what_is_saved_changes_no_gradient(inputs):
         return jax.jit(jax.grad(lambda m: jnp.sum(jnp.sin(logits(m, inputs, compute)))))(model)
 
     reference = jax.tree.leaves(gradients(saved=()))
-    variants = [
+    variants = [  # unrolled too in tests/models/test_stack.py
         {"saved": ACTIVATIONS},
-        {"saved": ("query", "mlp_up")},
-        {"unroll": L},
-        {"unroll": L, "saved": ACTIVATIONS},
-        {"unroll": 2},
         {"offloaded": ("attention", "mlp_gate")},
         {"saved": ("query",), "offloaded": ("mlp_up",)},
     ]

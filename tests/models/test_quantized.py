@@ -23,7 +23,7 @@ from lmlib.models.product import product
 from lmlib.models.protocol import whole_rows
 from lmlib.models.quantized import FORMATS, rounded
 from lmlib.models.weights import fan_in, weight
-from lmlib.parallel.layout import gather, partition
+from lmlib.parallel.layout import gather, partition, shardings
 from lmlib.parallel.mesh import make_mesh
 
 # Everything that a block multiplies, and a result whose axes are in another order.
@@ -241,14 +241,20 @@ def test_scan_and_rematerialization_change_nothing(precision):
     np.testing.assert_allclose(jax.jit(jax.grad(scanned))(w_LEF), expected, rtol=1e-4, atol=1e-5)
 
 
+@functools.cache
+def small():
+    """Arrays of NumPy: steps take copies."""
+    make = functools.partial(llama, vocab=64, embed=32, layers=2, heads=4, mlp=64)
+    return jax.device_get(make(key=jax.random.key(0)))
+
+
 def losses(quantized, mesh, **settings):
     """Of three steps of a small model."""
-    make = functools.partial(
-        llama, vocab=64, embed=32, layers=2, heads=4, mlp=64, key=jax.random.key(0)
-    )
     compute = Compute(dtype="float32", quantized=quantized, **settings)
     optimizer, source = optim.adamw(10, 1e-2), Synthetic(64, 4, 32)
-    state = train.init(make, optimizer, mesh)
+    made = small()
+    layout = shardings(train.abstract_model(lambda: made, mesh))
+    state = train.begin(jax.device_put(made, layout, may_alias=False), optimizer, mesh)
     blank = train.abstract_batch(4, 32, mesh)
     step = train.trace_step(state, blank, optimizer, mesh, compute).lower().compile()
     found = []

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 from sentinels import sentinels
@@ -74,7 +72,24 @@ def test_weights_are_not_copied_for_the_backward_pass():
 expected_gradients = functools.cache(lambda layers: gradients(layers, {}))
 
 
-def check_gradients(layers, unroll, saved, mesh, sequence_parallel):
+# Unrollings that divide the depth, leave repetitions over, are the depth, or exceed it.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "unroll", "saved", "mesh", "sequence_parallel"),
+    [
+        (1, 6, {"query", "mlp_up"}, MESHES[1], False),
+        (4, 2, {"attention"}, MESHES[2], True),
+        (4, 4, {"mlp_gate", "mlp_hidden", "value"}, MESHES[0], False),
+        (5, 1, set(ACTIVATIONS), MESHES[1], True),
+        (5, 2, {"attention_input", "mlp_input"}, MESHES[0], False),
+        (5, 2, {"attention_input", "mlp_input"}, MESHES[1], True),
+        (5, 3, set(ACTIVATIONS), MESHES[2], False),
+        (5, 6, set(), MESHES[2], True),
+    ],
+)
+def test_every_unrolling_of_every_depth_gives_the_same_gradients(
+    layers, unroll, saved, mesh, sequence_parallel
+):
     found = gradients(
         layers, mesh, unroll=unroll, saved=tuple(saved), sequence_parallel=sequence_parallel
     )
@@ -82,29 +97,6 @@ def check_gradients(layers, unroll, saved, mesh, sequence_parallel):
         jax.tree.leaves(found), jax.tree.leaves(expected_gradients(layers)), strict=True
     ):
         assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
-
-
-@pytest.mark.slow
-def test_repetitions_that_unrolling_leaves_over_follow_the_loop():
-    check_gradients(5, 2, {"attention_input", "mlp_input"}, MESHES[0], False)
-
-
-@pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(
-    layers=st.integers(1, 5),
-    unroll=st.integers(1, 6),
-    saved=st.sets(st.sampled_from(ACTIVATIONS)),
-    mesh=st.sampled_from(MESHES),
-    sequence_parallel=st.booleans(),
-)
-@example(3, 2, {"attention_input", "mlp_input"}, MESHES[0], False)
-@example(5, 2, set(ACTIVATIONS), MESHES[2], False)
-@example(5, 2, {"attention_input", "mlp_input"}, MESHES[1], True)
-def test_every_unrolling_of_every_depth_gives_the_same_gradients(
-    layers, unroll, saved, mesh, sequence_parallel
-):
-    check_gradients(layers, unroll, saved, mesh, sequence_parallel)
 
 
 class TokenShift(eqx.Module):

@@ -23,9 +23,10 @@ from lmlib.models.families.llama import llama
 from lmlib.models.head import logits
 from lmlib.models.mlp import GatedMLP, relu_squared
 from lmlib.models.norms import RMSNorm
-from lmlib.parallel.layout import creator, partition
+from lmlib.parallel.layout import partition, shardings
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse
+from lmlib.train import abstract_model
 
 source = Synthetic(vocab_size=64, batch_size=16, sequence_length=32)
 make = functools.partial(Learned, vocab=64, embed=32, layers=3, heads=4, positions=32)
@@ -94,6 +95,11 @@ def test_its_logits_are_those_of_the_definition():
 
 
 @functools.cache
+def initial():
+    return jax.jit(make)(key=jax.random.key(1))
+
+
+@functools.cache
 def gradients(mesh_name, sequence_parallel=False):
     mesh = make_mesh(**MESHES.get(mesh_name, {}))
     compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
@@ -101,9 +107,8 @@ def gradients(mesh_name, sequence_parallel=False):
     def mean(model, batch):
         return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
 
-    make_model = functools.partial(make, key=jax.random.key(1))
     with jax.set_mesh(mesh):
-        model = creator(make_model, mesh)()
+        model = jax.device_put(initial(), shardings(abstract_model(initial, mesh)))
         batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
         return jax.device_get(jax.jit(jax.grad(mean))(model, batch))
 
