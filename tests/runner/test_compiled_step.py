@@ -11,8 +11,7 @@ from runner.processes.endings import MISTAKE
 
 
 def run(workdir: Path, *flags: str) -> Ended:
-    settings = ("--fdl.steps=3", "--fdl.mesh.fsdp=-1")
-    return run_forked("-m", "runner", *EXPERIMENT, *settings, f"--workdir={workdir}", *flags)
+    return run_forked("-m", "runner", *EXPERIMENT, "--fdl.steps=3", f"--workdir={workdir}", *flags)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from lmlib.metrics import read_metrics
 from runner.processes.endings import SIGNALLED, STOPPED
 
 NEVER_ENDS = ("steps=1_000_000", "evaluate_every=1_000_000", "checkpoint_every=1_000_000")
-LLAMA = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
+LLAMA = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", "--fdl.validation=None")
 # A source that gives four batches and then nothing more.
 HANGING = """
 import threading
@@ -28,7 +28,7 @@ class Hanging(Synthetic):
         threading.Event().wait()
 
 def config():
-    cfg = small_experiment.config()
+    cfg = small_experiment.small()
     cfg.data = fdl.Config(Hanging, vocab_size=512, batch_size=8, sequence_length=64)
     return cfg
 """

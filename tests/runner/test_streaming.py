@@ -234,7 +234,7 @@ class KilledOnce(HFStream):
 
 def config() -> fdl.Config[Experiment]:
     "A stream."
-    cfg = small_experiment.config()
+    cfg = small_experiment.small("mesh.fsdp=-1")
     cfg.data = fdl.Config(KilledOnce, "{texts}", "bytes", 16, 64, shuffle_documents=25)
     cfg.steps, cfg.checkpoint_every = 10, 2
     return cfg

@@ -24,11 +24,18 @@ from typing import IO
 import runner
 
 ROOT = Path(runner.__file__).parents[1]
-PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests/shared")])
 SECONDS = 600  # that `run_forked` may take
 _SERVER = Path(__file__).with_name("fork_server.py")
 # What begins so is read when Python starts or a package is imported: it has a server of its own.
 _READ_AT_IMPORT = ("JAX_", "PYTHON")
+
+
+def paths_of(root: Path) -> str:
+    """What PYTHONPATH holds where lmlib lies in `root`."""
+    return os.pathsep.join([str(root), str(ROOT / "tests/shared")])
+
+
+PATHS = paths_of(ROOT)
 
 
 class ForkedProcess:

@@ -11,10 +11,9 @@ def config() -> fdl.Config:
     cfg = llama_84m.config()
     llama_84m.tiny(cfg)
     cfg.model = fdl.Partial(Bigram, vocab=512, embed=16)
-    cfg.validation, cfg.mesh.fsdp = None, 1
     return cfg
 
 
 def small(*overrides: str) -> fdl.Config:
-    """The experiment with settings like `steps=3`."""
-    return configs.load(__file__, [], overrides)
+    """The experiment on one device, not evaluated, with settings like `steps=3`."""
+    return configs.load(__file__, [], ("validation=None", "mesh.fsdp=1", *overrides))
