@@ -4,13 +4,12 @@ import ast
 import dataclasses
 import importlib.util
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_processes import run_forked
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -34,12 +33,7 @@ def reference(peers):
 
 
 def run(*arguments, script="train_step.py"):
-    return subprocess.run(
-        [sys.executable, BENCHMARKS / script, *arguments],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+    return run_forked(BENCHMARKS / script, *arguments, environment={"JAX_PLATFORMS": "cpu"})
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from documented_blocks import PAGES, ROOT, Block, blocks, words
 from documented_world import make_world
 from forked_processes import Ended, run_forked
 from sentinels import sentinels
+from small_runs import UNOPTIMIZED
 
 # Names on a page, and what has it here, unless a command of the page makes it.
 STANDS_FOR = {
@@ -216,7 +217,7 @@ def run_command(command: str, folder: Path) -> Ended:
     environment, split = words(command)
     environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **environment}
     if split[:2] == ["python", "-m"]:
-        environment = {"XLA_FLAGS": "", **environment}
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {UNOPTIMIZED}"
         return run_forked(*split[1:], cwd=folder, environment=environment)
     done = subprocess.run(
         ["bash", "-ec", command], cwd=folder, env=os.environ | environment,
@@ -245,7 +246,7 @@ def test_a_page_runs(page, world, tmp_path):
     run = [as_here(page, text) for text in python if not begins_with(text, left_out)]
     script = folder / "blocks_of_the_page.py"
     script.write_text("\n\n".join([IN_HAND.get(page, ""), *run]))
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "XLA_FLAGS": ""}
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "XLA_FLAGS": UNOPTIMIZED}
     if run and (ended := run_forked(script, cwd=folder, environment=paths)).returncode:
         wrong.append(f"the Python of {page}\n{ended.stderr[-1500:]}")
     assert not wrong, "\n\n".join(wrong)

@@ -5,16 +5,11 @@ import json
 import os
 import pty
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from forked_processes import run_forked
+from forked_processes import SECONDS, ForkedProcess, run_forked
 from run_on_bytes import write_run_on_bytes
 
-import runner
-
-ROOT = Path(runner.__file__).parents[1]
 PROMPTS = [{"prompt": "é", "id": 7}, {"tokens": [256, 97]}, {"prompt": "one two"}]
 
 
@@ -52,16 +47,11 @@ def test_prompts_are_continued(workdir):
 
 @pytest.mark.slow
 def test_what_is_piped_is_continued(workdir):
-    command = [sys.executable, "-m", "runner.generate", f"--from={workdir}", "--max_tokens=5"]
-
     def answer(*flags: str, piped: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [*command, *flags], cwd=ROOT, env=environment, input=piped, capture_output=True,
-            text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        command = ("-m", "runner.generate", f"--from={workdir}", "--max_tokens=5", *flags)
+        ended = run_forked(*command, piped=piped)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
 
     assert answer(piped="hé\nb\n") == answer("--prompt=hé\nb", piped="unread")
 
@@ -73,44 +63,37 @@ def test_a_command_that_is_killed_goes_on(workdir, tmp_path):
 
     def command(out):
         flags = (f"--from={workdir}", f"--prompts={prompts}", f"--out={out}", "--rows=8")
-        return subprocess.Popen(
-            [sys.executable, "-m", "runner.generate", *flags, "--max_tokens=16"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return ("-m", "runner.generate", *flags, "--max_tokens=16")
 
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    process = command(out)
+    whole, out, told = tmp_path / "whole.jsonl", tmp_path / "out.jsonl", tmp_path / "told"
+    with told.open("w") as file:
+        process = ForkedProcess(*command(out), stdout=file, stderr=file)
     while not out.exists() or out.stat().st_size == 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            assert process.wait(0.01) is None, process.stderr.read()
+            assert process.wait(0.01) is None, told.read_text()
     process.kill()
-    process.communicate()
+    process.wait()
     assert out.read_bytes().count(b"\n") < 64
-    again = command(out)
-    assert "lines are answered already" in again.communicate()[1]
-    assert command(whole).wait() == 0
+    assert "lines are answered already" in run_forked(*command(out)).stderr
+    assert run_forked(*command(whole)).returncode == 0
     assert out.read_bytes() == whole.read_bytes()
 
 
 @pytest.mark.slow
-def test_texts_are_typed_on_a_terminal(workdir):
+def test_texts_are_typed_on_a_terminal(workdir, tmp_path):
     ours, its = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "runner.generate", f"--from={workdir}", "--max_tokens=5"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=its,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    with (tmp_path / "shown").open("w") as shown:
+        process = ForkedProcess(
+            *("-m", "runner.generate", f"--from={workdir}", "--max_tokens=5"),
+            stdin=its,
+            stdout=shown,
+            stderr=shown,
+        )
     os.close(its)
     os.write(ours, "hé\nb\n\x04".encode())
-    shown, _ = process.communicate()
+    returncode = process.wait(SECONDS)
     os.close(ours)
-    text = shown.decode()
-    assert process.returncode == 0, text
+    text = (tmp_path / "shown").read_text()
+    assert returncode == 0, text
     assert f"{workdir}@3: each text is continued; Ctrl-C ends an answer, Ctrl-D all" in text
     assert text.count("; the first after ") == 2

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from forked_processes import ROOT
-from small_runs import EXPERIMENT
+from small_runs import EXPERIMENT, UNOPTIMIZED
 
 from lmlib.metrics import read_metrics
 from runner.command_line.lossy_stream import LossyStream
@@ -140,7 +140,7 @@ def test_a_run_goes_on_though_nobody_reads_its_output(tmp_path, closing):
     ended = subprocess.run(
         ["bash", "-c", script, "bash", *command, *settings],
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": ""},
+        env={**os.environ, "XLA_FLAGS": UNOPTIMIZED},
         timeout=240,
     )
     assert ended.returncode == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import user_model
+from small_runs import UNOPTIMIZED
 
 from runner.config import configs
 from runner.config.relaunch import relaunch_command
@@ -97,7 +98,7 @@ def test_without_a_learning_rate_it_is_the_seed_that_changes(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_works_when_it_is_pasted(experiment, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": UNOPTIMIZED}
     first = [sys.executable, "-m", "runner", f"--fdl_config={experiment}", "--fdl.steps", "2"]
 
     def run(command: str) -> str:

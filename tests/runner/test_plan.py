@@ -1,19 +1,14 @@
 """`python -m runner.plan`, through the command line."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
 from forked_processes import run_forked
+from small_runs import UNOPTIMIZED
 
-import runner
 from runner.processes.endings import FINISHED, MISTAKE
 
-ROOT = Path(runner.__file__).parents[1]
 # Of the shipped data, which is not here, the plan needs the sizes alone.
 SMALL = (
     "--fdl_config=experiments/llama_8b",
@@ -34,18 +29,8 @@ SMALL = (
 )
 
 
-def plan(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """As on a user's machine: nothing says how many devices to simulate, or which to use."""
-    hidden = ("XLA_FLAGS", "JAX_PLATFORMS")
-    kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return subprocess.run(
-        [sys.executable, "-m", "runner.plan", *arguments],
-        cwd=ROOT,
-        env={**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+# As on a user's machine: nothing says how many devices to simulate, or which to use.
+UNTOLD = {"XLA_FLAGS": UNOPTIMIZED, "JAX_PLATFORMS": None}
 
 
 @pytest.mark.slow
@@ -59,7 +44,8 @@ def plan(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_report_is_shown_written_and_kept(tmp_path, topology, devices):
     flags = (*SMALL, f"--topology={topology}", f"--json={tmp_path / 'report.json'}")
-    done = plan(tmp_path / "cache", *flags)
+    environment = UNTOLD | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = run_forked("-m", "runner.plan", *flags, environment=environment)
     assert done.returncode == FINISHED, done.stderr
     assert f"on {topology}, mesh data 1 × fsdp {devices} × tensor 1" in done.stdout
     assert f"compiling the step for {topology}" in done.stderr
@@ -72,7 +58,7 @@ def test_a_report_is_shown_written_and_kept(tmp_path, topology, devices):
     assert {one["kind"] for one in report["collectives"]} >= {"all-gather"}
     assert report["flops"]["analytic"] > 0
 
-    again = plan(tmp_path / "cache", *flags)
+    again = run_forked("-m", "runner.plan", *flags, environment=environment)
     assert again.returncode == FINISHED
     assert again.stdout == done.stdout
     assert "was made before" in again.stderr and "compiling" not in again.stderr

@@ -46,14 +46,16 @@ class ForkedProcess:
         *arguments: str | os.PathLike[str],
         stdout: IO[bytes] | IO[str] | int,
         stderr: IO[bytes] | IO[str] | int,
+        stdin: IO[bytes] | IO[str] | int | None = None,
         cwd: Path = ROOT,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
     ):
-        """Begins `python ARGUMENTS`, with nothing in stdin.
+        """Begins `python ARGUMENTS`.
 
         Args:
+          stdin: None: it has nothing to read.
           cwd: its folder.
-          environment: what it has beside, or in place of, this process's.
+          environment: what it has beside, or in place of, this process's; None: it has not.
         """
         self.args = [os.fspath(each) for each in arguments]
         self.returncode: int | None = None
@@ -62,7 +64,8 @@ class ForkedProcess:
         self._pipe, theirs = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         streams = [
-            each if isinstance(each, int) else each.fileno() for each in (nothing, stdout, stderr)
+            each if isinstance(each, int) else each.fileno()
+            for each in (nothing if stdin is None else stdin, stdout, stderr)
         ]
         server = _server(frozenset(filter(_is_read_at_import, variables.items())))
         sent = json.dumps(request).encode() + b"\n"
@@ -109,7 +112,7 @@ def fresh_process(
     stdout: IO[bytes] | IO[str] | int,
     stderr: IO[bytes] | IO[str] | int,
     cwd: Path = ROOT,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
 ) -> subprocess.Popen[bytes]:
     """As `ForkedProcess`, and not forked."""
     return subprocess.Popen(
@@ -131,16 +134,23 @@ class Ended:
 
 def run_forked(
     *arguments: str | os.PathLike[str],
+    piped: str = "",
     cwd: Path = ROOT,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
 ) -> Ended:
-    """Runs `python ARGUMENTS` to its end, as `ForkedProcess` begins it.
+    """Runs `python ARGUMENTS` to its end, as `ForkedProcess` begins it, with `piped` to read.
 
     subprocess.TimeoutExpired after `SECONDS`.
     """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with (
+        tempfile.TemporaryFile("w+") as given,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        given.write(piped)
+        given.seek(0)
         process = ForkedProcess(
-            *arguments, stdout=out, stderr=err, cwd=cwd, environment=environment
+            *arguments, stdin=given, stdout=out, stderr=err, cwd=cwd, environment=environment
         )
         try:
             returncode = process.wait(SECONDS)
@@ -150,8 +160,9 @@ def run_forked(
         return Ended(returncode, out.read(), err.read())
 
 
-def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": PATHS, **(changes or {})}
+def _environment(changes: Mapping[str, str | None] | None) -> dict[str, str]:
+    variables = {**os.environ, "PYTHONPATH": PATHS, **(changes or {})}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def _is_read_at_import(variable: tuple[str, str]) -> bool:
