@@ -56,10 +56,15 @@ def lowered(loss=batch_loss, mesh=None, **settings):
         return jax.jit(jax.value_and_grad(scalar)).lower(model, abstract_batch(B, S, mesh))
 
 
+@functools.cache
+def compiled_text(program):
+    return program.compile().as_text()
+
+
 def compiled_collectives(program, kind):
     """(computation, result shape) of each collective of `kind`, whole tuples taken apart."""
     found, computation = [], ""
-    for line in program.compile().as_text().splitlines():
+    for line in compiled_text(program).splitlines():
         if line.startswith(("%", "ENTRY")):
             computation = "entry" if line.startswith("ENTRY") else line.split()[0]
         match = re.search(rf" = (.*?) {kind}(?:-start)?\(", line)
@@ -167,7 +172,7 @@ def test_dropout_sends_nothing_and_draws_where_the_activations_lie(sequence_para
         for each in (program, plain)
     )
     assert sent == expected
-    text = program.compile().as_text()
+    text = compiled_text(program)
     assert f"pred[{B // DATA},{S // TENSOR if sequence_parallel else S},{E}]" in text
     assert f"[{B},{S},{E}]" not in text
 

@@ -3,33 +3,26 @@
 import functools
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from forked_processes import run_forked
+from laid_out import laid_out
 from sentinels import sentinels
 
-import lmlib
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.mean_loss import Evaluation, Evaluator
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
-from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
 
 V = 32
 make = functools.partial(llama, vocab=V, embed=32, layers=2, heads=4, mlp=48, key=jax.random.key(0))
 FLOAT32 = Compute(dtype="float32")
+weights = functools.cache(make)
 source = Synthetic(vocab_size=V, batch_size=8, sequence_length=16)
-
-
-def on(mesh):
-    with jax.set_mesh(mesh):
-        return creator(make, mesh)()
 
 
 @pytest.mark.parametrize(
@@ -37,8 +30,8 @@ def on(mesh):
 )
 def test_the_loss_is_the_mean_over_all_valid_tokens(mesh):
     mesh = make_mesh(**mesh)
-    evaluation = Evaluator(mesh, FLOAT32)(on(mesh), source, 3)
-    model, total, count = jax.jit(make)(), 0.0, 0
+    evaluation = Evaluator(mesh, FLOAT32)(laid_out(weights(), mesh), source, 3)
+    model, total, count = weights(), 0.0, 0
     logits = jax.jit(lambda model, *batch: model(batch[0], Context(*batch[1:], FLOAT32)))
     for step in range(3):
         batch = source.batch(step)
@@ -76,13 +69,7 @@ for _ in range(5):
 def test_simulated_devices_evaluate_more_batches_than_xla_lets_wait():
     """In a process of its own, which XLA would abort."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
-    done = subprocess.run(
-        [sys.executable, "-c", MANY_BATCHES],
-        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(Path(lmlib.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_forked("-c", MANY_BATCHES, environment={"XLA_FLAGS": flags})
     assert done.returncode == 0, done.stderr
     assert len(set(done.stdout.splitlines())) == 1
 
@@ -99,4 +86,4 @@ def test_nothing_to_evaluate_is_an_error():
 
     mesh = make_mesh()
     with pytest.raises(ValueError, match="every position is masked"):
-        Evaluator(mesh, FLOAT32)(on(mesh), Padding(V, 8, 16), 1)
+        Evaluator(mesh, FLOAT32)(laid_out(weights(), mesh), Padding(V, 8, 16), 1)

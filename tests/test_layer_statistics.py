@@ -1,11 +1,14 @@
 """Layer statistics against the model run layer by layer; the part that is named when one breaks."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from laid_out import laid_out
 
 from lmlib.compute import Compute
 from lmlib.data.batch import place
@@ -16,7 +19,7 @@ from lmlib.models.decoder import Decoder
 from lmlib.models.embedding import embedded
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
-from lmlib.parallel.layout import creator, partition
+from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
 
 LAYERS = 2
@@ -25,7 +28,8 @@ FLOAT32 = Compute(dtype="float32")
 BATCH = Synthetic(64, 4, 16).batch(0)
 
 
-def make(tied: bool = False) -> Decoder:
+@functools.cache
+def weights(tied: bool) -> Decoder:
     return llama(**SIZES, tied=tied, key=jax.random.key(0))
 
 
@@ -35,15 +39,16 @@ def norm(tree) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    ("tied", "sizes"), [(True, {}), (False, {"data": 2, "fsdp": 2, "tensor": 2})]
+)
 def test_each_layer_is_measured(tied, sizes):
     mesh = make_mesh(**sizes)
-    model = creator(lambda: make(tied), mesh)()
+    model = laid_out(weights(tied), mesh)
     batch = place(Synthetic(64, 4, 16), 0, NamedSharding(mesh, partition("batch seq")))
     found = layer_statistics(model, batch, mesh, FLOAT32)
 
-    plain = jax.jit(make, static_argnums=0)(tied)
+    plain = weights(tied)
     tokens = int(BATCH.loss_mask.sum())
     loss, gradients = jax.jit(
         jax.value_and_grad(lambda m: batch_loss(m, BATCH, FLOAT32)[0].minimised / tokens)
@@ -52,11 +57,12 @@ def test_each_layer_is_measured(tied, sizes):
     parts = {part.name: part for part in found.parts}
     tokens_BS = jnp.asarray(BATCH.tokens)
     context = Context(jnp.asarray(BATCH.positions), jnp.asarray(BATCH.segment_ids), FLOAT32)
+    trunk = jax.jit(lambda m: m.trunk(tokens_BS, context).x_BSE)
     for layer in range(LAYERS):
         measured = parts[f"layer {layer}"]
         stack = jax.tree.map(lambda leaf, upto=layer + 1: leaf[:upto], plain.stack)
         upto = eqx.tree_at(lambda m: m.stack, plain, stack)
-        output = jax.jit(lambda m: m.trunk(tokens_BS, context).x_BSE)(upto)
+        output = trunk(upto)
         expected = np.sqrt(np.mean(np.square(output)))
         assert measured.output == pytest.approx(float(expected), rel=1e-4)
         for size, tree in ((measured.weights, plain), (measured.gradients, gradients)):
@@ -77,7 +83,7 @@ def test_each_layer_is_measured(tied, sizes):
 def broken(where, value: float) -> str | None:
     """The offender when one element of the weight that `where` chooses is `value`."""
     mesh = make_mesh()
-    model = jax.jit(make)()
+    model = weights(False)
     weight = where(model)
     model = eqx.tree_at(where, model, weight.at[(1,) * weight.ndim].set(value))
     batch = jax.tree.map(jnp.asarray, BATCH)

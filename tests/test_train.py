@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
+from laid_out import first_state
 from sentinels import sentinels
 
 from lmlib import optim, train
@@ -20,7 +21,7 @@ from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
 from lmlib.optim import Optimizer
-from lmlib.parallel.layout import partition, shardings
+from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
 
 B, S, V = 8, 12, 40
@@ -49,15 +50,14 @@ def compiled_step(microbatches, z_loss=0.0, **mesh):
 
 @functools.cache
 def initial_model():
-    return jax.device_get(train.init(make, descent, make_mesh()).model)
+    return jax.device_get(make())
 
 
 def gradient_and_metrics(mask_BS, microbatches, z_loss=0.0, **mesh):
     compiled, mesh = compiled_step(microbatches, z_loss, **mesh)
-    model = jax.device_put(initial_model(), shardings(train.abstract_model(make, mesh)))
     rows = NamedSharding(mesh, partition("batch seq"))
     batch = jax.tree.map(lambda x: jax.device_put(x, rows), batch_with(mask_BS))
-    state, metrics = compiled(train.begin(model, descent, mesh), batch)
+    state, metrics = compiled(first_state(initial_model(), descent, mesh), batch)
     before, after = jax.tree.leaves(initial_model()), jax.tree.leaves(state.model)
     gradient = [one - np.asarray(other) for one, other in zip(before, after, strict=True)]
     return gradient, jax.device_get(metrics)
@@ -73,7 +73,7 @@ def logits(model, batch):
 @functools.cache
 def token_gradients():
     """For each position of the batch its loss and its gradient, each computed alone, float64."""
-    model, batch = make(), source.batch(0)
+    model, batch = initial_model(), source.batch(0)
 
     def losses_of(model):
         log_p_BSV = jax.nn.log_softmax(logits(model, batch))
@@ -145,7 +145,7 @@ def test_microbatches_spread_over_all_devices():
 def test_metrics_are_what_they_say():
     mask_BS = np.ones((B, S), bool)
     gradient, metrics = gradient_and_metrics(mask_BS, 4)
-    weights = jax.tree.leaves(jax.device_get(make()))
+    weights = jax.tree.leaves(initial_model())
 
     def norm(leaves):
         return np.sqrt(sum((np.asarray(leaf, np.float64) ** 2).sum() for leaf in leaves))
@@ -171,7 +171,7 @@ def test_metrics_are_what_they_say():
 def test_grad_norm_is_taken_before_clipping():
     mesh = make_mesh()
     optimizer = optim.adamw(10, 1e-3, clip_norm=1e-3)
-    state = train.init(make, optimizer, mesh)
+    state = first_state(initial_model(), optimizer, mesh)
     blank = train.abstract_batch(B, S, mesh)
     compiled = train.trace_step(state, blank, optimizer, mesh, FLOAT32).lower().compile()
     rows = NamedSharding(mesh, partition("batch seq"))
@@ -192,6 +192,6 @@ def test_z_loss_pulls_the_normaliser_down_and_is_not_reported_as_loss():
         log_z_BS = jax.nn.logsumexp(logits(model, batch), axis=-1)
         return jnp.sum(jnp.square(log_z_BS) * batch.loss_mask) / batch.loss_mask.sum()
 
-    expected = jax.grad(mean_square)(make())
+    expected = jax.jit(jax.grad(mean_square))(initial_model())
     for one, other, pull in zip(with_z, plain, jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one - other, 0.1 * pull, rtol=1e-3, atol=1e-5)
