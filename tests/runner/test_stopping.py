@@ -7,8 +7,9 @@ from small_runs import SmallRun
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics import read_metrics
-from runner.processes.endings import SIGNALLED, STOPPED
+from runner.processes.endings import SIGNALLED
 
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: what schedulers are told to start again on
 NEVER_ENDS = ("steps=1_000_000", "evaluate_every=1_000_000", "checkpoint_every=1_000_000")
 LLAMA = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", "--fdl.validation=None")
 # A source that gives four batches and then nothing more.
@@ -45,7 +46,7 @@ def test_sigterm_saves_and_exits_with_the_code_to_requeue_on(tmp_path):
     run = SmallRun(tmp_path / "run", *NEVER_ENDS, fresh=True)
     run.wait_for("step 3/")
     run.process.send_signal(signal.SIGTERM)
-    assert run.exit_code() == STOPPED, run.output()
+    assert run.exit_code() == REQUEUE, run.output()
     (last,) = read_metrics(tmp_path / "run")[-1:]
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.newest_sound() == last["step"]
@@ -57,7 +58,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path):
     run = SmallRun(tmp_path / "run", *NEVER_ENDS)
     run.wait_for("step 3/")
     run.process.send_signal(signal.SIGTERM)
-    assert run.exit_code() == STOPPED, run.output()
+    assert run.exit_code() == REQUEUE, run.output()
     (last,) = read_metrics(tmp_path / "run")[-1:]
     steps = last["step"] + 2
     again = SmallRun(tmp_path / "run", f"steps={steps}")
