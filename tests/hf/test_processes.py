@@ -48,9 +48,9 @@ print(json.dumps([(str(name), first, end) for name, first, end in read]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "phi3"])
-def test_two_processes_read_each_byte_once_and_write_what_one_writes(tmp_path, name):
-    hf.save(hf.load(GOLDEN / name), tmp_path / "one", dtype="float32", file_bytes=9_000)
+def test_two_processes_read_each_byte_once_and_write_what_one_writes(tmp_path):
+    """Of a family whose tensors hold one or several of our weights."""
+    hf.save(hf.load(GOLDEN / "phi3"), tmp_path / "one", dtype="float32", file_bytes=9_000)
     told = run_two(PROCESS, tmp_path / "one", tmp_path / "two")
     reads = [json.loads(line) for line in told]
     assert all(reads)  # both take part

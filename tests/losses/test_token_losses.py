@@ -14,8 +14,9 @@ from lmlib.evaluate.scoring import Scorer
 from lmlib.losses.token_losses import token_losses
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
-from lmlib.parallel.layout import creator
+from lmlib.parallel.layout import shardings
 from lmlib.parallel.mesh import make_mesh
+from lmlib.train import abstract_model
 
 V = 32
 FLOAT32 = Compute(dtype="float32")
@@ -24,11 +25,16 @@ make = functools.partial(llama, vocab=V, embed=16, layers=1, heads=4, mlp=16, ke
 
 
 @functools.cache
+def initial():
+    return jax.jit(make)()
+
+
+@functools.cache
 def expected():
     """Nats and likeliest of every valid target, from whole logits."""
     batch = jax.tree.map(jnp.asarray, BATCH)
     context = Context(batch.positions, batch.segment_ids, FLOAT32)
-    logits_BSV = jax.jit(lambda model: model(batch.tokens, context))(jax.jit(make)())
+    logits_BSV = jax.jit(lambda model: model(batch.tokens, context))(initial())
     logits_BSV = np.asarray(logits_BSV, np.float64)
     log_z_BS = np.log(np.exp(logits_BSV).sum(-1))
     target_BS = np.take_along_axis(logits_BSV, BATCH.targets[..., None], -1)[..., 0]
@@ -53,12 +59,11 @@ def test_each_token_has_its_own_loss(mesh, settings):
     compute = Compute(dtype="float32", **settings)
     if mesh is None:
         nats_BS, likeliest_BS = jax.jit(functools.partial(token_losses, compute=compute))(
-            jax.jit(make)(), BATCH
+            initial(), BATCH
         )
     else:
         mesh = make_mesh(**mesh)
-        with jax.set_mesh(mesh):
-            model = creator(make, mesh)()
+        model = jax.device_put(initial(), shardings(abstract_model(make, mesh)))
         nats_BS, likeliest_BS = Scorer(mesh, compute)(model, BATCH)
     right_BS, chosen_BS = expected()
     np.testing.assert_allclose(nats_BS, right_BS, rtol=1e-5, atol=1e-5)
