@@ -3,10 +3,9 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
+from forked_processes import SECONDS, ForkedProcess, run_forked
 
 from runner.processes.endings import PEER_ENDED, ending
 from runner.processes.jax_messages import detects_nothing
@@ -26,30 +25,35 @@ SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 NOTHING = "import jax\njax.distributed.initialize(cluster_detection_method='deactivate')"
 
 
-def missed(missing, how):
+def missed(missing, how, folder):
     """What the other of two processes writes when `missing` ends or stays away; its exit code."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    both = [
-        subprocess.Popen([sys.executable, "-c", PROCESS, address, str(n)], text=True, **pipes)
-        for n in range(2)
-    ]
+    both, asked, told = [], [], []
+    for n in range(2):
+        (stdin, question), (answer, stdout) = os.pipe(), os.pipe()
+        asked.append(question), told.append(answer)
+        with (folder / str(n)).open("w") as file:
+            process = ForkedProcess(
+                *("-c", PROCESS, address, str(n)), stdin=stdin, stdout=stdout, stderr=file
+            )
+        both.append(process)
+        os.close(stdin), os.close(stdout)
+    other = 1 - missing
     try:
-        assert [each.stdout.readline() for each in both] == ["joined\n"] * 2
-        other = both[1 - missing]
+        assert [os.read(each, 100) for each in told] == [b"joined\n"] * 2
         if how in SIGNALS:
             both[missing].send_signal(SIGNALS[how])
-            written = other.stderr.read()
-            other.wait()
         else:  # comes not to the end
-            _, written = other.communicate("\n")
-        return written, other.returncode
+            os.write(asked[other], b"\n")
+        returncode = both[other].wait(SECONDS)
+        return (folder / str(other)).read_text(), returncode
     finally:
-        for each in both:
-            each.kill()
-            each.communicate()
+        for process in both:
+            process.kill()
+        for end in (*asked, *told):
+            os.close(end)
 
 
 @pytest.mark.slow
@@ -65,8 +69,8 @@ def missed(missing, how):
         (1, "waits", "process 0 ends because process 1 did not come to a barrier in time"),
     ],
 )
-def test_who_was_missed_is_found_in_what_jax_writes(missing, how, message):
-    written, returncode = missed(missing, how)
+def test_who_was_missed_is_found_in_what_jax_writes(missing, how, message, tmp_path):
+    written, returncode = missed(missing, how, tmp_path)
     assert returncode == -signal.SIGABRT, written
     told = ending(returncode, written, 1 - missing, True, heartbeat_seconds=4, startup_seconds=60)
     assert told.exit_code == PEER_ENDED
@@ -74,8 +78,6 @@ def test_who_was_missed_is_found_in_what_jax_writes(missing, how, message):
 
 
 def test_jax_says_that_it_detects_no_processes():
-    ended = subprocess.run(
-        [sys.executable, "-c", NOTHING], capture_output=True, text=True, env=os.environ
-    )
+    ended = run_forked("-c", NOTHING)
     assert ended.returncode == 1
     assert detects_nothing(RuntimeError(ended.stderr)), ended.stderr

@@ -75,6 +75,12 @@ def scratch(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def files(scratch):
+    """What lies there before any mistake, and is to stay."""
+    return files_of(scratch)
+
+
 def _flip(step: Path) -> None:
     file = max(step.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     content = bytearray(file.read_bytes())
@@ -293,7 +299,7 @@ def test_there_are_many_of_them():
     ids=[f"{module} {' '.join(arguments[-2:])}" for module, arguments, _ in ALL],
 )
 def test_a_mistake_is_told_in_one_line_and_changes_nothing(
-    scratch, tmp_path, module, arguments, message
+    scratch, files, tmp_path, module, arguments, message
 ):
     names = {"scratch": str(scratch), "old": str(scratch / "old"), "run": str(tmp_path / "new")}
 
@@ -302,7 +308,6 @@ def test_a_mistake_is_told_in_one_line_and_changes_nothing(
             text = text.replace(f"{{{name}}}", value)
         return text
 
-    before = files_of(scratch)
     ended = run_forked("-m", module, *map(filled, arguments))
     shown = f"{ended.stdout}\n---\n{ended.stderr}"
     assert ended.returncode == 2, shown
@@ -312,7 +317,7 @@ def test_a_mistake_is_told_in_one_line_and_changes_nothing(
     assert last.startswith(start), shown
     assert sum(line.startswith(start) for line in ended.stderr.splitlines()) == 1, shown
     assert "Traceback" not in shown
-    assert files_of(scratch) == before
+    assert files_of(scratch) == files
     assert list(tmp_path.iterdir()) == []
 
 

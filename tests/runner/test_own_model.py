@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import user_model
+from forked_processes import run_forked
 from small_runs import UNOPTIMIZED
 
 from runner.config import configs
@@ -98,19 +99,17 @@ def test_without_a_learning_rate_it_is_the_seed_that_changes(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_works_when_it_is_pasted(experiment, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": UNOPTIMIZED}
-    first = [sys.executable, "-m", "runner", f"--fdl_config={experiment}", "--fdl.steps", "2"]
-
-    def run(command: str) -> str:
-        done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    shown = run(shlex.join([*first, f"--workdir={tmp_path / 'a run'}"]))
-    command = shown.partition("try next")[2].splitlines()[0].strip()
-    assert "training loss" in run(command)
+    first = (f"--fdl_config={experiment}", "--fdl.steps", "2", f"--workdir={tmp_path / 'a run'}")
+    environment = {"XLA_FLAGS": UNOPTIMIZED}
+    shown = run_forked("-m", "runner", *first, cwd=tmp_path, environment=environment)
+    assert shown.returncode == 0, shown.stderr
+    command = shown.stdout.partition("try next")[2].splitlines()[0].strip()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    pasted = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert pasted.returncode == 0, pasted.stderr
+    assert "training loss" in pasted.stdout
     assert (tmp_path / "a run_next" / "result.json").is_file()
 
 

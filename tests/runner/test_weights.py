@@ -20,6 +20,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import TokenizerIdentity
 from lmlib.hf.families import described
 from lmlib.models.int8 import in_int8
+from lmlib.optim import warmup_constant
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.recipe import Recipe
@@ -38,7 +39,10 @@ LLAMA = GOLDEN / "llama"
 
 def config(folder, *overrides):
     small = ("compute.dtype=float32", "validation=None", "mesh.fsdp=1")
-    return configs.load("experiments/from_hf", ["tiny"], [f"folder={folder}", *small, *overrides])
+    cfg = configs.load("experiments/from_hf", ["tiny"], [f"folder={folder}", *small, *overrides])
+    # However many steps a run has, it is the same program.
+    cfg.optimizer.schedule = fdl.Partial(warmup_constant, warmup=0.0)
+    return cfg
 
 
 def taken(reference, experiment, allowed_changes=()):
