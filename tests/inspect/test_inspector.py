@@ -12,7 +12,8 @@ from bigram import Bigram
 from llama_reference import reference_logits
 
 from lmlib import Inspector, llama, make_mesh
-from lmlib.parallel.layout import creator
+from lmlib.parallel.layout import shardings
+from lmlib.train import abstract_model
 
 IDS = [int(id) for id in np.random.default_rng(0).integers(0, 64, 24)]
 MESHES = {"no mesh": None, "eight devices": {"data": 2, "fsdp": 2, "tensor": 2}}
@@ -21,16 +22,19 @@ make = functools.partial(
 )
 
 
+@functools.cache
+def initial():
+    return jax.jit(make)()
+
+
 @pytest.fixture(
     scope="module", params=[pytest.param(n, marks=pytest.mark.several_devices) for n in MESHES]
 )
 def model(request):
-    sizes = MESHES[request.param]
+    sizes, made = MESHES[request.param], initial()
     if sizes is None:
-        return jax.jit(make)()
-    mesh = make_mesh(**sizes)
-    with jax.set_mesh(mesh):
-        return creator(make, mesh)()
+        return made
+    return jax.device_put(made, shardings(abstract_model(make, make_mesh(**sizes))))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ def inspector(model):
 
 @pytest.fixture(scope="module")
 def expected():
-    weights = jax.tree.map(lambda w: np.asarray(w, np.float64), jax.jit(make)())
+    weights = jax.tree.map(lambda w: np.asarray(w, np.float64), initial())
     seen, row = defaultdict(list), np.zeros((1, len(IDS)), int)
     positions = np.arange(len(IDS))[None]
     (logits,) = reference_logits(weights, [IDS], positions, row, 10_000.0, 1e-5, seen=seen)
