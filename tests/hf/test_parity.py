@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hugging_face_families import FAMILIES, GOLDEN, assert_close, tensors, tokens
+from hugging_face_families import FAMILIES, GOLDEN, KINDS, assert_close, tensors, tokens
 from odd_configs import READ
 
 from lmlib import Compute, Inspector, hf, whole_rows
@@ -53,7 +53,7 @@ def test_transformers_computes_the_same_of_what_is_written_here(name, tmp_path):
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_its_layers_show_what_those_of_transformers_do(name):
     model = hf.load(GOLDEN / name)
     ids = tokens(model.vocab)[0][0, :70].tolist()

@@ -18,6 +18,7 @@ from hugging_face_families import (
     GOLDEN,
     GOLDEN_ADAPTERS,
     KEPT,
+    KINDS,
     tensors,
     tokens,
 )
@@ -36,7 +37,7 @@ PROMPT = 300
 # Every other family with rsLoRA; Llama both ways.
 ALTERNATING = [
     ("llama", True),
-    *((name, bool(i % 2)) for i, name in enumerate(FAMILIES)),
+    *((name, bool(i % 2)) for i, name in enumerate(KINDS)),
 ]
 
 
@@ -121,7 +122,7 @@ def test_what_is_written_is_what_peft_wrote(name, tmp_path):
     assert {key: before[key] for key in told} == told
 
 
-@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name == "phi3"))
+@pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name == "phi3"))
 def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
     """A reference in NumPy, of PEFT's definition: W + alpha / √r · B · A."""
     model = adapted(name, rank=3, alpha=5.0, rank_stabilized=True)
@@ -150,7 +151,7 @@ def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_is_written_is_read_again(name, tmp_path):
     """In some layers alone, and not in all matrices of them."""
     kind = FAMILIES[name][0]

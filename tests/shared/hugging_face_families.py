@@ -104,6 +104,13 @@ FAMILIES = {
     "gpt2": ("gpt2", _GPT2),
     "starcoder2": ("starcoder2", SIZES | {"sliding_window": 9, "attention_dropout": 0.1}),
 }
+# Without those that differ from another in constants of their rope alone, which neither gradients
+# nor names nor adapters know of.
+KINDS = tuple(
+    name
+    for name in FAMILIES
+    if name not in ("llama_3_1", "llama_linear", "qwen2_yarn", "phi3_long_rope")
+)
 # By name of the golden folder of adapters: whose they are, what PEFT is told, and which weights of
 # ours the folder holds whole.
 ADAPTERS = {
