@@ -57,6 +57,7 @@ SHORTER = (
     (r"(--fdl_config=tmp/.*)", r"\1 --fdl.steps=1 --fdl.data.batch_size=8 --fdl.validation=None "
      "--fdl.data.sequence_length=16"),
     (r"--vocab_size=\d+", "--vocab_size=300"),
+    (r"(-m data_tools\.pretokenize)(?!.*--(?:workers|ray))", r"\1 --workers=0"),
     (r"fsdp=8", "fsdp=1"),
     (r"sequence_length=1024", "sequence_length=64"),
 )  # fmt: skip
