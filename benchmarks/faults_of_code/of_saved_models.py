@@ -95,7 +95,7 @@ MUTATIONS = (
         "lmlib/plan/memory.py",
         "return in_use + self.program",
         "return in_use",
-        "tests/plan/test_planner.py",
+        "tests/plan/test_out_of_memory.py",
     ),
     Mutation(
         "float32 products are taken for as fast as bfloat16's",

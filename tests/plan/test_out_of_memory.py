@@ -1,6 +1,8 @@
-"""What XLA's TPU compiler says when there is no room, word for word."""
+"""What a step needs, and what XLA's TPU compiler says, word for word, when there is no room."""
 
-from lmlib.plan.memory import out_of_memory
+import dataclasses
+
+from lmlib.plan.memory import Counted, out_of_memory
 
 BEFORE_SCHEDULING = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
@@ -56,3 +58,11 @@ def test_all_together_does_not_fit():
 def test_other_errors_are_not_about_memory():
     assert out_of_memory("UNIMPLEMENTED: Stable sorting of more than 2^31-1 elements") is None
     assert out_of_memory("RESOURCE_EXHAUSTED: too many open files") is None
+
+
+def test_a_step_needs_its_program_beside_what_is_in_use():
+    counted = Counted(
+        arguments=100, outputs=10, temporaries=1_000, program=7, peak=None, on_host=50
+    )
+    assert counted.needed == 100 + 10 + 1_000 + 7
+    assert dataclasses.replace(counted, peak=600).needed == 600 + 7
