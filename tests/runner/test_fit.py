@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from folder_contents import files_of
 from forked_processes import ForkedProcess, run_forked
+from small_experiment import small
 from states import assert_same_bits
 
 from lmlib.metrics import read_metrics
-from lmlib.models.stack import depth
 from runner import Options, fit
 from runner.command_line.errors import ConfigError, TrainingStopped
 from runner.config import configs
@@ -185,14 +185,14 @@ def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, 
 def test_a_sweep_is_a_for_loop(tmp_path):
     losses = {}
     for peak_lr in (1e-4, 1e-2):
-        for layers in (1, 2):
-            cfg = tiny("steps=6", "mesh.fsdp=1", "validation=None")
-            cfg.optimizer.peak_lr, cfg.model.layers = peak_lr, layers
-            result = fit(cfg, tmp_path / f"{peak_lr}-{layers}")
-            losses[peak_lr, layers] = result.metrics[-1]["loss"]
-            assert depth(result.state.model.stack) == layers
-    assert losses[1e-2, 1] < losses[1e-4, 1]
-    assert losses[1e-2, 2] < losses[1e-4, 2]
+        for embed in (16, 32):
+            cfg = small("steps=6")
+            cfg.optimizer.peak_lr, cfg.model.embed = peak_lr, embed
+            result = fit(cfg, tmp_path / f"{peak_lr}-{embed}")
+            losses[peak_lr, embed] = result.metrics[-1]["loss"]
+            assert result.state.model.head_EV.shape == (embed, 512)
+    assert losses[1e-2, 16] < losses[1e-4, 16]
+    assert losses[1e-2, 32] < losses[1e-4, 32]
 
 
 @pytest.mark.slow

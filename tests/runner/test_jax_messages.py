@@ -1,5 +1,6 @@
 """What JAX says of processes that are missed, as it says it now, and what is made of it."""
 
+import io
 import os
 import signal
 import socket
@@ -42,7 +43,7 @@ def missed(missing, how, folder):
         os.close(stdin), os.close(stdout)
     other = 1 - missing
     try:
-        assert [os.read(each, 100) for each in told] == [b"joined\n"] * 2
+        assert [io.FileIO(each, closefd=False).readline() for each in told] == [b"joined\n"] * 2
         if how in SIGNALS:
             both[missing].send_signal(SIGNALS[how])
         else:  # comes not to the end
