@@ -91,7 +91,7 @@ def test_memory_beside_the_weights_does_not_grow_with_them(tmp_path):
         | {
             "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
-            "--xla_cpu_multi_thread_eigen=false",
+            "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=1",
         },
         capture_output=True,
         text=True,
