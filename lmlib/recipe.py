@@ -13,7 +13,7 @@ from jaxtyping import Array
 from lmlib.models.adapted import has_adapters, with_bases, without_adapters
 from lmlib.models.int8 import in_int8
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.layout import stored
+from lmlib.parallel.layout import quick_to_compile, stored
 from lmlib.trainable import Groups, grouped
 
 
@@ -87,9 +87,12 @@ class Recipe:
 
         placed = map_weights(lambda weight, array: stored(weight, array.shape, mesh), self.made)
         layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), placed)
+        options = quick_to_compile(self.made, mesh.devices.flat[0].platform)
         with jax.set_mesh(mesh):
             made = jax.sharding.auto_axes(complete, out_sharding=placed)
-            return jax.jit(made, out_shardings=layout, donate_argnums=0)(weights)
+            return jax.jit(made, out_shardings=layout, donate_argnums=0, compiler_options=options)(
+                weights
+            )
 
 
 class Parts(NamedTuple):
