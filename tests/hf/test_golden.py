@@ -66,7 +66,7 @@ SOME = ("llama_3_1", "gemma3", "gpt2")
 
 
 @pytest.mark.parametrize(
-    "name", sentinels(FAMILIES, lambda name: name in (*SOME, "gemma2", "qwen2_yarn"))
+    "name", sentinels(FAMILIES, lambda name: name in (*SOME, "gemma2", "phi3", "qwen2_yarn"))
 )
 def test_logits_of_a_long_prompt(name):
     model = loaded(name)
