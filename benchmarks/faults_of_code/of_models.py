@@ -50,7 +50,7 @@ MUTATIONS = (
         "lmlib/models/rope_scaling.py",
         "first, last = math.floor(first), math.ceil(last)",
         "first, last = math.ceil(first), math.floor(last)",
-        "tests/hf/test_golden.py",
+        "tests/models/test_rope.py",
     ),
     Mutation(
         "Gemma's norm without its 1 + scale",

@@ -1,4 +1,4 @@
-"""Rotary tables of documents whose frequencies depend on their length."""
+"""Rotary tables whose frequencies depend on the pair, or on the length of the document."""
 
 import functools
 
@@ -11,7 +11,7 @@ from lmlib import Compute, make_mesh, whole_rows
 from lmlib.models.families.phi import phi3
 from lmlib.models.protocol import Context
 from lmlib.models.rope import Rotary, document_lengths
-from lmlib.models.rope_scaling import LongRope, long_rope_amplitude
+from lmlib.models.rope_scaling import LongRope, Yarn, long_rope_amplitude
 
 SHORT, LONG = (1.0, 1.5, 2.0), (1.25, 4.0, 9.0)
 SCALING = LongRope(SHORT, LONG, original=5, factor=4.0, amplitude=1.2)
@@ -28,6 +28,16 @@ def reference(positions, factors):
 def assert_turns(turns, row, positions, factors):
     for found, expected in zip(turns, reference(positions, factors), strict=True):
         np.testing.assert_allclose(found[row, :, 0], expected, atol=1e-6)
+
+
+def test_yarns_ramp_goes_from_one_whole_pair_to_another():
+    """Of 64 pairs with base 10,000 over 4,096 positions, pair 20.94 turns 32 times and pair 45.03
+    once: up to 20 they stay, from 46 on they are divided."""
+    rotary = Rotary(128, 10_000.0, Yarn(16.0, 10_000.0, 4_096))
+    cos, sin = (table[0, 0, 0] for table in rotary.turns(jnp.ones((1, 1), jnp.int32), "float32"))
+    divided_D = np.clip((np.arange(64) - 20) / (46 - 20), 0, 1)
+    expected_D = 10_000.0 ** (-np.arange(64) / 64) * (1 - divided_D + divided_D / 16)
+    np.testing.assert_allclose(np.arctan2(sin, cos), expected_D, rtol=1e-5)
 
 
 def test_a_document_is_turned_as_long_or_as_short_from_its_first_token_on():
