@@ -187,7 +187,7 @@ class Experiment:
         )
 
     def init(self, companion: Any = None) -> State:
-        """The state before the first step, with new weights; `companion`: as of `begin`."""
+        """The state before the first step, with new weights; `companion`: as in `begin`."""
         recipe = self.recipe
         return self.begin(train.new_model(recipe.make, self.mesh, recipe.made), companion)
 

@@ -86,7 +86,7 @@ def init(
 
 
 def new_model(make_model: Callable[[], M], mesh: Mesh, made: M | None = None) -> M:
-    """The model with new weights, laid out on `mesh` from the start; `made`: as of `creator`."""
+    """The model with new weights, laid out on `mesh` from the start; `made`: as in `creator`."""
     with jax.set_mesh(mesh):
         return creator(make_model, mesh, made)()
 

@@ -19,7 +19,7 @@ class Group:
     """Weights that train alike.
 
     Args:
-      paths, axes: which, as of `lmlib.parallel.selection.selected`.
+      paths, axes: which, as in `lmlib.parallel.selection.selected`.
       learning_rate: factor of the optimizer's.
       decays: whether weight decay shrinks them; `None`: as each declares.
 

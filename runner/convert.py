@@ -170,7 +170,7 @@ def bring_out(
     """Makes a folder of Hugging Face's of a checkpoint; what it holds, in words.
 
     Args:
-      tokenizer, dtype, file_bytes: as of `hf.save`; of no tokenizer that of the run is taken.
+      tokenizer, dtype, file_bytes: as in `hf.save`; of no tokenizer that of the run is taken.
       trusted: modules that the run's config may refer to.
 
     Raises:

@@ -34,7 +34,7 @@ class Sequences:
     Attributes:
       data: a digest of the split's arrays.
       sequences: how many there are.
-      split, sequence_length, packed, reset_positions, attend_across_documents: as of `FlatTokens`.
+      split, sequence_length, packed, reset_positions, attend_across_documents: as in `FlatTokens`.
     """
 
     data: str

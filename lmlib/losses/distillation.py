@@ -47,7 +47,7 @@ class Distillation(Objective):
       teacher_from: whose weights it has, as `Experiment.init_from`; `None`: new ones, for trials.
       temperature: T.
       weight: of the divergence.
-      dropout: of the student, as of `NextToken`.
+      dropout: of the student, as in `NextToken`.
 
     Raises:
       ValueError: if `temperature` is not positive, or not 1 without a teacher; `teacher_from` is

@@ -39,7 +39,7 @@ class Linear(eqx.Module):
         precision: str | None = None,
         out_sharding: PartitionSpec | None = None,
     ) -> Float[Array, "..."]:
-        """`precision` and `out_sharding` as of `lmlib.models.product.product`."""
+        """`precision` and `out_sharding` as in `lmlib.models.product.product`."""
         summed = len(self.inputs.split())
         letters = "abcdefghijklmnopqrstuvwxyz"
         x_axes = letters[: x.ndim]

@@ -90,7 +90,7 @@ class MLP(eqx.Module):
       embed, mlp: sizes.
       activation: between the two products.
       bias: whether there are biases.
-      residual_scale: of the first values of `down`, as of `GatedMLP`.
+      residual_scale: of the first values of `down`, as in `GatedMLP`.
     """
 
     activation: Activation = eqx.field(static=True)
@@ -120,7 +120,7 @@ class MLP(eqx.Module):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> tuple[Float[Array, "b s embed"], dict[str, Array]]:
-        """Layouts: as of `GatedMLP`."""
+        """Layouts: as in `GatedMLP`."""
         precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
         up_BSF = product("bse,ef->bsf", x_BSE, self.up, precision)
         up_BSF = up_BSF if self.up_bias is None else up_BSF + self.up_bias

@@ -62,7 +62,7 @@ class LayerNorm(eqx.Module):
     """(x - mean(x)) / std(x) · scale + bias (Ba et al. 2016, arXiv:1607.06450, eq. 4).
 
     Args:
-      axes, epsilon, key, sizes: as of `RMSNorm`; epsilon is added to the variance.
+      axes, epsilon, key, sizes: as in `RMSNorm`; epsilon is added to the variance.
       bias: whether there is one.
     """
 

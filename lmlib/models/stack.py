@@ -119,7 +119,7 @@ def run_stack(
 
 
 def stack_cache(stack: Stack, rows: int, length: int, dtype: DTypeLike) -> Any:
-    """An empty cache for `run_stack`, as of `lmlib.models.protocol.Cached`; `None` if a layer's
+    """An empty cache for `run_stack`, as in `lmlib.models.protocol.Cached`; `None` if a layer's
     mixer keeps none."""
 
     def of_layers(block: Block) -> Any:

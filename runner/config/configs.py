@@ -175,7 +175,7 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
 
     Args:
       reference: a run, `RUN@STEP`, a folder of Hugging Face's or its name on the Hub.
-      trusted: as of `load`.
+      trusted: as in `load`.
 
     Raises:
       ConfigError: if there is no such model, or it is adapters alone.

@@ -13,7 +13,7 @@ from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded
 from runner.processes.agreement import agreed
 
-_LENGTH = 2048  # tokens that a model is given, where nothing says how many it takes; as of `hf`
+_LENGTH = 2048  # tokens that a model is given, where nothing says how many it takes; as in `hf`
 
 
 @dataclass(frozen=True)

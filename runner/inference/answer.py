@@ -74,7 +74,7 @@ class Manner:
       codec: makes text of ids.
       end_ids: tokens that end an answer.
       stop: strings that end an answer.
-      max_tokens, sampling, samples, seed: as of `Generator.stream`.
+      max_tokens, sampling, samples, seed: as in `Generator.stream`.
 
     Raises:
       ValueError: if a stop string is empty.

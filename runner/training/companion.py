@@ -16,7 +16,7 @@ def companion_of(
     experiment: Experiment, show: Callable[[str], None], trusted: Collection[str] = ()
 ) -> Any:
     """The frozen model that the objective of `experiment` needs, as it is kept; `None`: it needs
-    none. `show` gets a line about where it comes from; `trusted`: as of `weights_of`.
+    none. `show` gets a line about where it comes from; `trusted`: as in `weights_of`.
 
     Raises:
       ConfigError: if its weights are not to be had, or it does not know the ids of the data.

@@ -20,7 +20,7 @@ class Options:
       dump_hlo: whether to write the optimised program into workdir/hlo.
       reports: whether this process shows its progress on stderr; `None`: if it is process 0.
       checkpoint_fallback: whether to go on from an older checkpoint if the newest is damaged.
-      init_from: as of `Experiment`, instead of the experiment's own. Ignored once this run has
+      init_from: as in `Experiment`, instead of the experiment's own. Ignored once this run has
         checkpoints of its own.
       allowed_changes: "data", "model": what may have changed since the run stopped.
       save_compiled: a file to write the compiled step to.

@@ -52,7 +52,7 @@ def weights_of(
     and not in `recipe` are merged.
 
     Args:
-      reference: as of `located`.
+      reference: as in `located`.
       data: whose ids the model must know; `None`: any.
       allowed_changes: "data": its tokenizer may be another than the data's. "model": settings of
         the model in a folder of Hugging Face's may be others, where its weights fit.
@@ -172,7 +172,7 @@ def frozen_weights(
 
     Args:
       references: where to look first.
-      trusted: as of `weights_of`.
+      trusted: as in `weights_of`.
 
     Raises:
       ConfigError: if they are not to be had, or are not those that the run had.

@@ -13,7 +13,7 @@ LINE_SECONDS = 10.0  # between lines elsewhere
 
 
 class Telling:
-    """Writes each line that it is called with, and until the next one how long that has taken.
+    """Writes each line it is given and, until the next one, how long that takes.
 
         with Telling() as tell:
             tell("compiling the step")

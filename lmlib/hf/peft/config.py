@@ -48,7 +48,7 @@ class PeftConfig:
     or by what these end with, "up".
 
     Args:
-      rank, alpha, rank_stabilized, dropout: as of `lmlib.adapters.with_adapters`.
+      rank, alpha, rank_stabilized, dropout: as in `lmlib.adapters.with_adapters`.
       base: the folder of the model that is adapted, or its name on the Hub; `None`: not said.
       targets: the adapted modules; `None`: those that have tensors.
       excluded: of these, those that are not adapted; `None`: those that have no tensors.

@@ -169,7 +169,7 @@ def load_adapters(folder: str | Path, model: Decoder, *, model_type: str | None 
 
     Args:
       model: what they were made for, without adapters.
-      model_type: of its folder, as of `lmlib.hf.save`.
+      model_type: of its folder, as in `lmlib.hf.save`.
 
     Raises:
       FolderError: if the folder cannot be used, or is for another model.

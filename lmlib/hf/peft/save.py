@@ -54,7 +54,7 @@ def save_adapters(
       trained: weights that are not the base's, by patterns of their paths in the model without
         adapters: ("*norm.scale", "embedding"); () if the adapters alone trained. They are written
         whole (`lmlib.hf.peft.whole`).
-      model_type: of the base, as of `lmlib.hf.save`.
+      model_type: of the base, as in `lmlib.hf.save`.
       dtype: of the file: "bfloat16", "float16" or "float32".
 
     Raises:

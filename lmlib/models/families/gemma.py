@@ -86,7 +86,7 @@ def gemma3(
     """Gemma 3, text (§2.1): Gemma 2 without caps, with norms of each head's queries and keys, and
     with other rotary positions in local layers than in global ones.
 
-    Args: as of `gemma2`, and
+    Args: as in `gemma2`, and
       rope_theta, rope_scaling: of global layers; the larger models have a `Linear` scaling.
       local_rope_theta: of local layers.
     """

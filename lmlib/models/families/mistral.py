@@ -21,7 +21,7 @@ def mistral(
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """Mistral (§2): Llama whose layers all attend to a window. Arguments as of `llama`; later
+    """Mistral (§2): Llama whose layers all attend to a window. Arguments as in `llama`; later
     versions have no window."""
     return llama(
         vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, None, norm_epsilon,

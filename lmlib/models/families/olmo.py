@@ -31,7 +31,7 @@ def olmo2(
     key: PRNGKeyArray,
 ) -> Decoder:
     """OLMo 2 (§3.1): Llama with norms after attention and mlp instead of before them, and with
-    norms of queries and keys over all heads together. Arguments as of `llama`.
+    norms of queries and keys over all heads together. Arguments as in `llama`.
 
     What layers write is normed, so its first values need no scale for depth.
     """

@@ -24,7 +24,7 @@ def phi3(
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """Phi-3 and Phi-4 (§2): Llama in all its math. Arguments as of `llama`.
+    """Phi-3 and Phi-4 (§2): Llama in all its math. Arguments as in `llama`.
 
     Args:
       rope_scaling: a `LongRope` in long contexts (Phi-3.5, Phi-4 mini).

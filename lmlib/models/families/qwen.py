@@ -29,7 +29,7 @@ def qwen2(
     key: PRNGKeyArray,
 ) -> Decoder:
     """Qwen 2 and 2.5 (arXiv:2407.10671, §2.2.1; arXiv:2412.15115): Llama with biases of queries,
-    keys and values. Arguments as of `llama`; `rope_scaling` is a `Yarn` in long contexts.
+    keys and values. Arguments as in `llama`; `rope_scaling` is a `Yarn` in long contexts.
 
     Args:
       full_layers: so many layers, the first ones, attend to all positions even if there is a
@@ -60,7 +60,7 @@ def qwen3(
     key: PRNGKeyArray,
 ) -> Decoder:
     """Qwen 3, dense (arXiv:2505.09388, §2): Llama with norms of each head's queries and keys.
-    Arguments as of `qwen2`."""
+    Arguments as in `qwen2`."""
     norm = functools.partial(RMSNorm, "head_dim", norm_epsilon)
     return llama(
         vocab, embed, layers, heads, mlp, kv_heads, head_dim, rope_theta, rope_scaling,

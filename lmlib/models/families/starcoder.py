@@ -28,7 +28,7 @@ def starcoder2(
     key: PRNGKeyArray,
 ) -> Decoder:
     """StarCoder 2. Where it departs from Llama: LayerNorm, biases everywhere, a window, and gelu
-    between two products. Arguments as of `llama`; `mlp` is 4 · embed by default."""
+    between two products. Arguments as in `llama`; `mlp` is 4 · embed by default."""
     mlp = 4 * embed if mlp is None else mlp
     kv_heads, head_dim = head_sizes(
         embed, heads, kv_heads, None, vocab=vocab, layers=layers, mlp=mlp
