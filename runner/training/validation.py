@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from lmlib.data.batch import Source
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.evaluate.mean_loss import Evaluation, Evaluator
 from lmlib.evaluate.scoring import Scorer
@@ -33,7 +34,7 @@ class Validation:
     def metrics(self, model: Any) -> dict[str, float]:
         """`Experiment.evaluation_metrics`; losses are over the first `validation_batches` of each
         set, the same ones each time."""
-        found = self._evaluated(model, {name: self._batches for name in self._sets})
+        found = self._evaluated(model, whole=False)
         lines = {"": self._total(found)}
         if self._named:
             lines |= {f"/{name}": self._validated(name, each) for name, each in found.items()}
@@ -47,15 +48,14 @@ class Validation:
     def whole(self, model: Any) -> tuple[Validated, dict[str, Validated]]:
         """The total over all batches, and by the names of the sets, if they have some. Of a set
         that never ends it is over `validation_batches`."""
-        ends = {name: source.batches or self._batches for name, source in self._sets.items()}
-        found = self._evaluated(model, ends)
+        found = self._evaluated(model, whole=True)
         by_name = {name: self._validated(name, each) for name, each in found.items()}
         return self._total(found), by_name if self._named else {}
 
     def seen(self, whole: bool) -> str:
         """What `whole`, or else `metrics`, evaluates on, in words."""
         ends = [source.batches for source in self._sets.values()]
-        parts = [end if whole and end else self._batches or end for end in ends]
+        parts = [self._count(source, whole) for source in self._sets.values()]
         everything = "the whole split" if len(ends) == 1 else "the whole of each set"
         if parts == ends:
             return everything
@@ -89,13 +89,19 @@ class Validation:
         (source,) = self._sets.values()
         return source.gzip_bits_per_byte if isinstance(source, FlatTokens) else None
 
-    def _evaluated(self, model: Any, batches: Mapping[str, int | None]) -> dict[str, Evaluation]:
-        found = {}
-        for name, source in self._sets.items():
-            count = batches[name] or source.batches
-            assert count is not None  # Experiment.check saw to it
-            found[name] = self._evaluator(model, source, count)
-        return found
+    def _evaluated(self, model: Any, whole: bool) -> dict[str, Evaluation]:
+        return {
+            name: self._evaluator(model, source, self._count(source, whole))
+            for name, source in self._sets.items()
+        }
+
+    def _count(self, source: Source, whole: bool) -> int:
+        """The batches of `source` that are evaluated, none past its end."""
+        some, end = self._batches, source.batches
+        if end is None:
+            assert some is not None  # Experiment.check saw to it
+            return some
+        return end if whole or some is None else min(some, end)
 
     def _validated(self, name: str, evaluation: Evaluation) -> Validated:
         in_bytes = self._sets[name].bytes_per_target

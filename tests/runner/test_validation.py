@@ -58,8 +58,10 @@ def evaluated(experiment):
     [
         ([7], "the first 2 of 7 batches", "the whole split"),
         ([2], "the whole split", "the whole split"),
+        ([1], "the whole split", "the whole split"),
         ([None], "the first 2 batches", "the first 2 batches"),
         ([7, 5], "the first 2 batches of each set", "the whole of each set"),
+        ([1, 2], "the whole of each set", "the whole of each set"),
         ([7, None], "the first 2 batches of each set", WITH_AN_ENDLESS_ONE),
     ],
 )
