@@ -5,7 +5,6 @@ import subprocess
 import time
 
 import pytest
-import small_experiment
 from forked_processes import ROOT, ForkedProcess, fresh_process, paths_of
 
 from lmlib.metrics import read_metrics
@@ -15,8 +14,9 @@ HEARTBEAT_SECONDS = 10
 SECONDS = 400  # that the processes may take
 SMALL = (
     "model.embed=32",
+    "model.layers=1",
     "compute.dtype=float32",
-    "data.sequence_length=4096",  # steps that a kill can come between
+    "data.sequence_length=512",  # steps that a kill can come between
     "validation.sequence_length=16",
     "mesh.tensor=2",
     f"steps={STEPS}",
@@ -66,7 +66,8 @@ class SeveralProcesses:
         for process in only or range(count):
             root = (roots or {}).get(process, ROOT)
             arguments = [
-                f"--fdl_config={small_experiment.__file__}",
+                "--fdl_config=experiments/llama_84m",
+                "--fiddler=tiny",
                 f"--workdir={workdir}",
                 *(f"--fdl.{override}" for override in SMALL),
                 f"--coordinator={self.address}",
