@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.models.head import capped
-from lmlib.parallel.layout import STORED, partition
+from lmlib.parallel.layout import STORED, along, partition
 from lmlib.parallel.local import all_gather, axis_index, platform, pmax, psum
 
 # Logits of a chunk in float32: what a CPU core's cache can about hold, and what a device's memory
@@ -53,8 +53,8 @@ def inputs(split: bool) -> tuple[PartitionSpec, ...]:
 def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
     """The features over the whole sequence, and the table over the whole of embed in their dtype
     (all-gathers over `tensor`, if `split`, and over `fsdp`)."""
-    h_BSE = all_gather(h_BSE, "tensor", axis=1) if split else h_BSE
-    return h_BSE, all_gather(table_EV.astype(h_BSE.dtype), "fsdp", axis=0)
+    h_BSE = all_gather(h_BSE, along("seq_parallel"), axis=1) if split else h_BSE
+    return h_BSE, all_gather(table_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
 
 
 def chunk_logits(
@@ -62,11 +62,11 @@ def chunk_logits(
 ) -> ChunkLogits:
     """The logits of a chunk as `logits_alone` makes them; softmax is in float32 at least."""
     logits_NV = logits_alone(table_EV, h_NE, cap, logits_dtype)
-    highest_N = pmax(jnp.max(logits_NV, axis=-1), "tensor")
+    highest_N = pmax(jnp.max(logits_NV, axis=-1), along("vocab"))
     exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
-    normaliser_N = psum(jnp.sum(exponentials_NV, axis=-1), "tensor")
+    normaliser_N = psum(jnp.sum(exponentials_NV, axis=-1), along("vocab"))
     is_target_NV = targets_N[:, None] == vocabulary_ids(logits_NV)
-    target_N = psum(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), "tensor")
+    target_N = psum(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), along("vocab"))
     # Large logits cancel before anything is rounded, which log_z - target would be.
     cross_entropy_N = (highest_N - target_N) + jnp.log(normaliser_N)
     return ChunkLogits(
@@ -92,7 +92,7 @@ def logits_alone(
 def vocabulary_ids(logits_NV: Array) -> Int32[Array, "n v"]:
     """The token id of each logit in this device's share."""
     N, V = logits_NV.shape
-    return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index("tensor")
+    return jax.lax.broadcasted_iota(jnp.int32, (N, V), 1) + V * axis_index(along("vocab"))
 
 
 def chunks(limit: int | None, vocab: int, *tokens: Array) -> tuple[Array, ...]:

@@ -232,6 +232,16 @@ def reaches_into_others(file: Path) -> bool:
     return "_src" in attributes or any("_src" in name.split(".") for name in imports_of(file))
 
 
+def strings(file: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+
+
+def test_only_lmlib_parallel_writes_axes_of_the_mesh_down():
+    writers = {module_name(file) for file in SOURCES if strings(file) & {"fsdp", "tensor"}}
+    assert {part_of(module) for module in writers} == {"lmlib.parallel", "benchmarks"}
+
+
 def test_nothing_private_of_other_packages_is_used():
     assert not names([file for file in SOURCES + TESTS if reaches_into_others(file)])
 

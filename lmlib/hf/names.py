@@ -161,7 +161,7 @@ def _placed(
     for own, within in tensor.holds.items():
         path, repetition = paths[own]
         weight, shape = weights[path]
-        axes = tuple(axis for axis in weight.axes if axis is not None)
+        axes = weight.own_axes
         if sorted(" ".join(within).split()) != sorted(axes):
             raise ValueError(f"{name} names the axes {within} for {path}, whose axes are {axes}")
         sizes = tuple(shape[len(shape) - len(axes) :])

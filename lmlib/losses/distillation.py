@@ -21,7 +21,7 @@ from lmlib.losses.listed_divergence import ListedDivergence
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import Companion, LossSums, Objective, check_fraction
 from lmlib.models.protocol import Model
-from lmlib.parallel.layout import reshard
+from lmlib.parallel.layout import along, reshard
 from lmlib.parallel.local import pmax, psum
 
 
@@ -171,7 +171,7 @@ class Divergence:
         log_p_NV = _log_softmax(taught_NV / self.temperature)
         log_q_NV = _log_softmax(logits.logits_NV / self.temperature)
         p_NV = jnp.exp(log_p_NV)
-        divergence_N = psum(jnp.sum(p_NV * (log_p_NV - log_q_NV), axis=-1), "tensor")
+        divergence_N = psum(jnp.sum(p_NV * (log_p_NV - log_q_NV), axis=-1), along("vocab"))
         _, reported, dlogits_NV = CrossEntropy()(logits, (), ())
         minimised_N = self._mixed(reported["loss"], self.temperature**2 * divergence_N)
         # d KL / d logit = (q - p) / T.
@@ -188,6 +188,6 @@ class Divergence:
 
 def _log_softmax(logits_NV: Array) -> Array:
     """Over the whole vocabulary, of which this device has a share."""
-    shifted_NV = logits_NV - pmax(jnp.max(logits_NV, axis=-1), "tensor")[:, None]
-    normaliser_N = psum(jnp.sum(jnp.exp(shifted_NV), axis=-1), "tensor")
+    shifted_NV = logits_NV - pmax(jnp.max(logits_NV, axis=-1), along("vocab"))[:, None]
+    normaliser_N = psum(jnp.sum(jnp.exp(shifted_NV), axis=-1), along("vocab"))
     return shifted_NV - jnp.log(normaliser_N)[:, None]

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from lmlib.logit_chunks import ChunkLogits, chunk_logits, chunks, gathered, inputs, visited
 from lmlib.losses.features import is_split
 from lmlib.losses.objective import LossSums
-from lmlib.parallel.layout import COMPUTE, partition
-from lmlib.parallel.local import on_each_device, psum, psum_scatter
+from lmlib.parallel.layout import STORED, along, partition
+from lmlib.parallel.local import on_each_device, psum, psum_scatter, psum_to_storage
 
 _EVERYWHERE = PartitionSpec()
 
@@ -170,11 +170,14 @@ def _local_gradients(
     dtable_EV, (sums, dh_CNE) = visited(visit, nothing_EV, parts)
     B, S, E = h_BSE.shape
     dh_BSE = dh_CNE.reshape(-1, E)[: B * S].reshape(B, S, E)
-    dh_BSE = psum_scatter(dh_BSE, "tensor", axis=1) if call.split else psum(dh_BSE, "tensor")
+    if call.split:
+        dh_BSE = psum_scatter(dh_BSE, along("seq_parallel"), axis=1)
+    else:
+        dh_BSE = psum(dh_BSE, along("vocab"))
     if dtable_EV is None:
         return _over_batch(sums), (dh_BSE,)
-    dtable_EV = psum_scatter(dtable_EV.astype(h_BSE.dtype), "fsdp", axis=0)
-    return _over_batch(sums), (dh_BSE, psum(dtable_EV, "data").astype(table_EV.dtype))
+    dtable_EV = psum_to_storage(dtable_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
+    return _over_batch(sums), (dh_BSE, dtable_EV.astype(table_EV.dtype))
 
 
 def _parts(call: _Call, h_BSE: Array, table_EV: Array, others: tuple[Array, ...]) -> Any:
@@ -204,4 +207,4 @@ def _chunk_sums(
 
 def _over_batch(sums_C: LossSums) -> LossSums:
     """The sums over all chunks, on all devices (a psum)."""
-    return jax.tree.map(lambda each_C: psum(jnp.sum(each_C, 0), COMPUTE["batch"]), sums_C)
+    return jax.tree.map(lambda each_C: psum(jnp.sum(each_C, 0), along("batch")), sums_C)

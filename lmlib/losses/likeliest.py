@@ -14,7 +14,7 @@ from lmlib.data.batch import Batch
 from lmlib.logit_chunks import chunk_logits, chunks, gathered, inputs, visited
 from lmlib.losses.features import features, is_split
 from lmlib.models.protocol import Model
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import along, partition
 from lmlib.parallel.local import all_gather, axis_index, on_each_device
 
 
@@ -55,9 +55,11 @@ def _local_likeliest(
         h_NE, targets_N = chunk
         found = chunk_logits(table_EV, h_NE, targets_N, cap, compute.logits_dtype)
         logits_NK, ids_NK = jax.lax.top_k(found.logits_NV, min(k, V))
-        ids_NK += V * axis_index("tensor")
+        ids_NK += V * axis_index(along("vocab"))
         # In the order of the devices, so that of equals the lowest id stays first.
-        logits_NK, ids_NK = (all_gather(each, "tensor", axis=1) for each in (logits_NK, ids_NK))
+        logits_NK, ids_NK = (
+            all_gather(each, along("vocab"), axis=1) for each in (logits_NK, ids_NK)
+        )
         logits_NK, places_NK = jax.lax.top_k(logits_NK, k)
         shifted_NK = logits_NK - found.highest_N[:, None]
         log_p_NK = shifted_NK - jnp.log(found.normaliser_N)[:, None]

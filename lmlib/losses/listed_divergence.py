@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 from lmlib.logit_chunks import ChunkLogits
 from lmlib.losses.fused import TokenLosses
 from lmlib.losses.next_token import CrossEntropy
+from lmlib.parallel.layout import along
 from lmlib.parallel.local import axis_index, pmax, psum
 
 
@@ -49,7 +50,7 @@ class ListedDivergence:
         log_z_N = logits.highest_N + jnp.log(logits.normaliser_N)
         log_q_NV = logits.logits_NV - log_z_N[:, None]
         of_listed_NV = jnp.where(is_listed_NV, p_NV * (log_p_NV - log_q_NV), 0)
-        divergence_N = psum(jnp.sum(of_listed_NV, axis=-1), "tensor")
+        divergence_N = psum(jnp.sum(of_listed_NV, axis=-1), along("vocab"))
         slope_NV = jnp.exp(log_q_NV) - p_NV  # d KL / d logit
         if self._others(ids_NK):
             others = _others(logits.logits_NV, is_listed_NV)
@@ -87,7 +88,7 @@ def _spread(
     ids_NK: Int32[Array, "n k"], values_NK: Float[Array, "n k"], vocab: int
 ) -> Float[Array, "n v"]:
     """The values at their ids in this device's share of the vocabulary, and -∞ at others."""
-    places_NK = ids_NK - vocab * axis_index("tensor")
+    places_NK = ids_NK - vocab * axis_index(along("vocab"))
     is_here_NK = (places_NK >= 0) & (places_NK < vocab)
     places_NK = jnp.where(is_here_NK, places_NK, vocab)  # which is outside, and dropped
     N = ids_NK.shape[0]
@@ -98,7 +99,7 @@ def _spread(
 def _others(logits_NV: Float[Array, "n v"], is_listed_NV: Array) -> _Others:
     others_NV = jnp.where(is_listed_NV, -jnp.inf, logits_NV)
     # Their own largest, since next to the listed ones all of them may vanish.
-    highest_N = pmax(jnp.max(others_NV, axis=-1), "tensor")
+    highest_N = pmax(jnp.max(others_NV, axis=-1), along("vocab"))
     exponentials_NV = jnp.exp(others_NV - highest_N[:, None])
-    sum_N = psum(jnp.sum(exponentials_NV, axis=-1), "tensor")
+    sum_N = psum(jnp.sum(exponentials_NV, axis=-1), along("vocab"))
     return _Others(highest_N + jnp.log(sum_N), exponentials_NV / sum_N[:, None])

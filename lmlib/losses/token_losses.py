@@ -13,7 +13,7 @@ from lmlib.data.batch import Batch
 from lmlib.logit_chunks import chunk_logits, chunks, gathered, inputs, visited, vocabulary_ids
 from lmlib.losses.features import features, is_split
 from lmlib.models.protocol import Model
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import along, partition
 from lmlib.parallel.local import on_each_device, pmax
 
 
@@ -58,7 +58,9 @@ def _local_losses(
         ids_NV = vocabulary_ids(found.logits_NV)
         is_highest_NV = found.logits_NV == found.highest_N[:, None]
         none = jnp.iinfo(jnp.int32).max
-        likeliest_N = -pmax(-jnp.min(jnp.where(is_highest_NV, ids_NV, none), axis=-1), "tensor")
+        likeliest_N = -pmax(
+            -jnp.min(jnp.where(is_highest_NV, ids_NV, none), axis=-1), along("vocab")
+        )
         nats_N = jnp.where(loss_mask_N, found.cross_entropy_N, 0)
         return None, (nats_N, loss_mask_N & (likeliest_N == targets_N))
 

@@ -95,10 +95,9 @@ class Adapted(eqx.Module):
     def low_rank(self, down: bool) -> Declaration:
         """Of `down` or `up`. The first values are those of PEFT: `down` has variance 1 / (3 ·
         fan_in), `up` is zero, so that an adapted model starts as its base."""
-        tables = {**COMPUTE, **self.declaration.rules}
-        split = not any(tables[axis] == "tensor" for axis in self.summed)
-        rank = {DOWN_RANK: "tensor" if split else None, UP_RANK: None}
-        rules = {**self.declaration.rules, **rank}
+        rules = {**COMPUTE, **self.declaration.rules}
+        taken = any(rules[axis] == rules[DOWN_RANK] for axis in self.summed)
+        rules = {**self.declaration.rules, **({DOWN_RANK: None} if taken else {})}
         first = Random(3**-0.5, self.summed) if down else zeros
         return Declaration(first, multiplied=True, decays=True, rules=rules)
 
@@ -117,8 +116,7 @@ def adapted(
     Raises:
       LayoutError: if products do not sum over its first axes.
     """
-    stacked = weight.axes.count(None)
-    axes = tuple(axis for axis in weight.axes if axis is not None)
+    stacked, axes = weight.stacked, weight.own_axes
     summed = summed_axes(weight.declaration, axes)
     kept = axes[len(summed) :]
     if axes[: len(summed)] != summed or not kept:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from lmlib.parallel.layout import STORED, partition
+from lmlib.parallel.layout import STORED, along, partition
 from lmlib.parallel.local import (
     all_gather,
     all_to_all,
@@ -36,15 +36,15 @@ def embedded(
     wide = jnp.promote_types(dtype, jnp.float32)
 
     def look_up(table_VE: Array, tokens_BS: Array) -> Array:
-        tokens_BS = all_gather(tokens_BS, "fsdp", axis=0)
+        tokens_BS = all_gather(tokens_BS, along("embed", STORED), axis=0)
         V = table_VE.shape[0]
-        rows_BS = tokens_BS - V * axis_index("tensor")
+        rows_BS = tokens_BS - V * axis_index(along("vocab"))
         rows_BS = jnp.where(rows_BS < 0, V, rows_BS)  # negative ones would count from the end
         x_BSE = table_VE.astype(wide).at[rows_BS].get(mode="fill", fill_value=0).astype(dtype)
-        x_BSE = all_to_all(x_BSE, "fsdp", split=0, joined=2)
+        x_BSE = all_to_all(x_BSE, along("embed", STORED), split=0, joined=2)
         if "seq_parallel" in residual.split():
-            return psum_scatter(x_BSE, "tensor", axis=1)
-        return psum(x_BSE, "tensor")
+            return psum_scatter(x_BSE, along("seq_parallel"), axis=1)
+        return psum(x_BSE, along("vocab"))
 
     return on_each_device(
         look_up,

@@ -57,7 +57,7 @@ def in_int8(weight: Weight, array: Array) -> Any:
     summed = declared.first.summed
     places = tuple(i for i, axis in enumerate(weight.axes) if axis in summed)
     values, scale = _rounded(array, summed=places, dtype=jax.numpy.int8)
-    names = [axis for axis in weight.axes if axis is not None]
+    names = weight.own_axes
     sizes = dict(zip(names, array.shape[-len(names) :], strict=True))
     return Int8(
         values,

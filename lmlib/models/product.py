@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from lmlib.models.adapted import Adapted
 from lmlib.models.quantized import FORMATS, rounded_product
+from lmlib.parallel.mesh_axes import PARTS, names_of
 
 
 def product(
@@ -38,9 +39,23 @@ def product(
     which `lmlib.losses` and `lmlib.models.head` make.
     """
     if isinstance(w, Adapted):
-        y = _product(equation, x, jax.lax.stop_gradient(w.base), precision, out_sharding)
+        base = jax.lax.stop_gradient(w.base)
+        y = _product(equation, _shared(equation, x, base), base, precision, out_sharding)
         return y + _low_rank_product(equation, x, w, out_sharding)
-    return _product(equation, x, w, precision, out_sharding)
+    return _product(equation, _shared(equation, x, w), w, precision, out_sharding)
+
+
+def _shared(equation: str, x: Array, w: Array) -> Array:
+    """`x` as it is, if it is the same on just the devices along which `w` splits axes that x lacks.
+    If `share` has made it so along others, it is the same along those of `w`: each device's part of
+    x's gradient is then added up along these (a psum)."""
+    if jax.sharding.get_abstract_mesh().empty or not jax.typeof(x).sharding.spec.reduced:
+        return x
+    layout, places = jax.typeof(x).sharding.spec, jax.typeof(w).sharding.spec.partitions
+    x_axes, w_axes = equation.split("->")[0].split(",")
+    lacking = [place for axis, place in zip(w_axes, places, strict=True) if axis not in x_axes]
+    over = {name for place in lacking for name in names_of(place)}
+    return x if over == layout.reduced else jax.sharding.reshard(x, layout.update(reduced=over))
 
 
 def _low_rank_product(
@@ -64,13 +79,14 @@ def _low_rank_product(
     elif jax.typeof(w.down).sharding.spec.partitions[-1] is not None:
         h = _product(down, x, w.down, None, None)
         places = jax.typeof(h).sharding.spec.partitions
-        h = jax.sharding.reshard(h, PartitionSpec(*places[:-1], None, reduced={"tensor"}))
+        h = jax.sharding.reshard(h, PartitionSpec(*places[:-1], None, reduced={*PARTS}))
     else:
         places = (jax.typeof(x).sharding.spec if out_sharding is None else out_sharding).partitions
         h = _product(down, x, w.down, None, PartitionSpec(*places[: len(lead)], None))
-        if "tensor" in places[: len(lead)]:  # sequence-parallel: `up`'s gradient is a sum over it
+        over = {name for place in places[: len(lead)] for name in names_of(place)} & {*PARTS}
+        if over:  # sequence-parallel: `up`'s gradient is a sum over it
             layout = jax.typeof(w_up).sharding.spec
-            w_up = jax.sharding.reshard(w_up, layout.update(reduced={*layout.reduced, "tensor"}))
+            w_up = jax.sharding.reshard(w_up, layout.update(reduced={*layout.reduced, *over}))
     return w.scale * _product(up, h, w_up, None, out_sharding)
 
 

@@ -202,7 +202,7 @@ def product_flops(module: Any) -> float:
     def count(weight: Weight, array: Any) -> None:
         nonlocal total
         if weight.declaration.multiplied:
-            total += math.prod(array.shape[weight.axes.count(None) :])
+            total += math.prod(array.shape[weight.stacked :])
 
     map_weights(count, module)
     return 6.0 * total

@@ -8,10 +8,13 @@ from typing import Any, TypeVar
 
 import jax
 
+from lmlib.parallel.mesh_axes import MeshAxes
+
 Axes = tuple[str | None, ...]
-MeshAxes = str | tuple[str, ...] | None
 Rules = Mapping[str, MeshAxes]
 M = TypeVar("M")
+
+LAYER = "layer"  # leading axes of an array that its field does not name: those of stacked layers
 
 # Of a field that `lmlib.models.weights.weight` declares: a function of its module.
 METADATA = "lmlib"
@@ -45,14 +48,23 @@ class Weight:
 
     Args:
       path: dotted: "stack.0.0.attention.query".
-      axes: one for each axis of the array; leading axes that the field does not name, which are
-        those of stacked layers, are `None`.
+      axes: one for each axis of the array; leading axes that the field does not name are `LAYER`.
       declaration: of the field.
     """
 
     path: str
-    axes: Axes
+    axes: tuple[str, ...]
     declaration: Declaration
+
+    @property
+    def stacked(self) -> int:
+        """How many leading axes are those of stacked layers."""
+        return self.axes.count(LAYER)
+
+    @property
+    def own_axes(self) -> tuple[str, ...]:
+        """Those of one layer's array."""
+        return self.axes[self.stacked :]
 
 
 def axis_names(owner: Any, field: str) -> tuple[str, ...]:
@@ -130,7 +142,7 @@ def map_weights(function: Callable[[Weight, Any], Any], module: M) -> M:
         stacked = len(leaf.shape) - len(names)
         if stacked < 0:
             raise LayoutError(f"{path} has shape {leaf.shape} but names the axes {' '.join(names)}")
-        axes = (None,) * stacked + names
+        axes = (LAYER,) * stacked + names
         return function(Weight(path, axes, declaration(owner, keys[-1].name)), leaf)
 
     return jax.tree_util.tree_map_with_path(visit, module)

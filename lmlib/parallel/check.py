@@ -5,8 +5,9 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from lmlib.parallel.axes import LayoutError, MeshAxes, Weight, map_weights
-from lmlib.parallel.layout import COMPUTE, REPEATED, STORED, partition, pieces, repeats
+from lmlib.parallel.axes import LayoutError, Weight, map_weights
+from lmlib.parallel.layout import COMPUTE, REPEATED, in_use, pieces, repeats, stored
+from lmlib.parallel.mesh_axes import MeshAxes, names_of
 
 
 def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
@@ -22,13 +23,11 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
     misfits: dict[str, dict[str, None]] = {}  # to paths, each once and in order
 
     def check(weight: Weight, array: Any) -> None:
-        for axis, size in zip(weight.axes, array.shape, strict=True):
-            for table in (COMPUTE, STORED):
-                rules = {**table, **weight.declaration.rules}
-                mesh_axes = partition((axis,), rules)[0]
-                if size % pieces(mesh_axes, mesh) and repeats(axis, size, rules, mesh) == 1:
-                    misfit = _misfit(str(axis), size, mesh_axes, mesh)
-                    misfits.setdefault(misfit, {})[weight.path] = None
+        rules = {**COMPUTE, **weight.declaration.rules}
+        for layout in (in_use(weight), stored(weight, array.shape, mesh)):
+            for axis, size, place in zip(weight.axes, array.shape, layout, strict=True):
+                if size % pieces(place, mesh) and repeats(axis, size, rules, mesh) == 1:
+                    misfits.setdefault(_misfit(axis, size, place, mesh), {})[weight.path] = None
 
     map_weights(check, model)
     if misfits:
@@ -64,7 +63,7 @@ def check_batch(
 
 
 def _misfit(axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> str:
-    names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+    names = names_of(mesh_axes)
     split = pieces(mesh_axes, mesh)
     along = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
     divides = f" or a divisor of {split}" if axis in REPEATED else ""

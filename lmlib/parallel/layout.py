@@ -9,7 +9,7 @@ placed and the same model runs on one device.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from lmlib.parallel.axes import Axes, LayoutError, M, MeshAxes, Rules, Weight, map_weights
+from lmlib.parallel.axes import LAYER, Axes, LayoutError, M, Rules, Weight, map_weights
 from lmlib.parallel.local import on_each_device
+from lmlib.parallel.mesh_axes import COPIES, PARTS, STORAGE, TOKENS, MeshAxes, names_of
 
 COMPUTE: Rules = {
     "batch": ("data", "fsdp"),
@@ -35,20 +36,21 @@ COMPUTE: Rules = {
     "slot": None,
     "vocab": "tensor",
     "whole_vocab": None,
+    "down_rank": "tensor",  # of an adapter, where no other axis of its matrix lies there
+    "up_rank": None,
+    LAYER: None,
 }
-_FSDP = "fsdp"  # what weights rest split over
-STORED: Rules = {**COMPUTE, "embed": _FSDP}
+STORED: Rules = {**COMPUTE, "embed": "fsdp"}
 # A weight with fewer of these than the mesh has places for is stored whole along them, and computed
 # with each of them repeated: several devices then hold the same key and value heads.
 REPEATED = frozenset({"kv_heads"})
-_BATCH = frozenset(COMPUTE["batch"] or ())  # each device along these sees other tokens
 
 
 def partition(axes: str | Axes, rules: Rules = COMPUTE) -> PartitionSpec:
     """The partition of an array whose axes are named ("batch seq"); `None` names stay whole.
 
     Raises:
-      LayoutError: if a name has no rule.
+      LayoutError: if a name has no rule, or two of them lie along one axis of the mesh.
     """
     names = tuple(axes.split()) if isinstance(axes, str) else axes
     for name in names:
@@ -57,16 +59,44 @@ def partition(axes: str | Axes, rules: Rules = COMPUTE) -> PartitionSpec:
                 f"axis {name!r} has no rule (known: {', '.join(rules)}); give the weight that has "
                 f"it one: `weight(…, rules={{{name!r}: None}})` keeps it whole"
             )
-    return PartitionSpec(*(None if name is None else rules[name] for name in names))
+    places = [None if name is None else rules[name] for name in names]
+    _refuse_twice(names, places)
+    return PartitionSpec(*places)
+
+
+def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
+    taken: dict[str, str | None] = {}
+    for name, place in zip(names, places, strict=True):
+        for mesh_axis in names_of(place):
+            if mesh_axis in taken:
+                raise LayoutError(
+                    f"axes {taken[mesh_axis]!r} and {name!r} of one array both lie along "
+                    f"{mesh_axis!r} of the mesh; give one of them another rule where the weight is "
+                    f"declared: `weight(…, rules={{{name!r}: None}})` keeps it whole"
+                )
+            taken[mesh_axis] = name
+
+
+def in_use(weight: Weight) -> PartitionSpec:
+    """The partition in which a weight is used, but for elements that are repeated.
+
+    Raises:
+      LayoutError: as `partition`, naming the weight.
+    """
+    try:
+        return partition(weight.axes, {**COMPUTE, **weight.declaration.rules})
+    except LayoutError as error:
+        raise LayoutError(f"{weight.path}: {error}") from None
+
+
+def along(axis: str, rules: Rules = COMPUTE) -> MeshAxes:
+    """The axes of the mesh that split a named axis: for the collectives of `parallel.local`."""
+    return rules[axis]
 
 
 def pieces(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
     """Into how many pieces `mesh` splits an axis that lies along `mesh_axes`."""
-    return math.prod(mesh.shape[name] for name in _names(mesh_axes))
-
-
-def _names(mesh_axes: MeshAxes) -> tuple[str, ...]:
-    return (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+    return math.prod(mesh.shape[name] for name in names_of(mesh_axes))
 
 
 def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
@@ -79,16 +109,22 @@ def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh
 
 
 def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """How a weight lies between its uses: on `mesh` as `STORED` says. A matrix that has no `embed`,
-    as one of an adapter's two, is split over `fsdp` along another axis."""
-    rules = {**STORED, **weight.declaration.rules}
-    places = [
-        None if repeats(axis, size, rules, mesh) > 1 else place
-        for axis, size, place in zip(weight.axes, shape, partition(weight.axes, rules), strict=True)
-    ]
-    if weight.declaration.multiplied and not any(_FSDP in _names(place) for place in places):
+    """How a weight lies between its uses: on `mesh` as `STORED` says, but for what another axis of
+    it takes in use, as experts may. A matrix that has no `embed`, as one of an adapter's two, is
+    split over `fsdp` along another axis."""
+    computed, rules = in_use(weight), {**STORED, **weight.declaration.rules}
+    taken = _mesh_axes(computed)
+    places = []
+    for axis, size, used in zip(weight.axes, shape, computed, strict=True):
+        place = used if taken.intersection(names_of(rules[axis])) else rules[axis]
+        places.append(None if repeats(axis, size, rules, mesh) > 1 else place)
+    if weight.declaration.multiplied and not set(STORAGE) & _mesh_axes(places):
         _spread(places, weight, shape, mesh)
     return PartitionSpec(*places)
+
+
+def _mesh_axes(places: Iterable[MeshAxes]) -> set[str]:
+    return {name for place in places for name in names_of(place)}
 
 
 def _spread(
@@ -99,13 +135,13 @@ def _spread(
     held = {
         i: shape[i] // pieces(places[i], mesh)
         for i, axis in enumerate(weight.axes)
-        if axis is not None and axis not in REPEATED
+        if axis != LAYER and axis not in REPEATED
     }
-    divided = [i for i, size in held.items() if size % mesh.shape[_FSDP] == 0]
+    divided = [i for i, size in held.items() if size % pieces(STORAGE, mesh) == 0]
     if divided:
         longest = max(divided, key=lambda i: held[i])
-        before = _names(places[longest])
-        places[longest] = (*before, _FSDP) if before else _FSDP
+        both = (*names_of(places[longest]), *STORAGE)
+        places[longest] = both if len(both) > 1 else both[0]
 
 
 def gathered(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -138,7 +174,8 @@ def reshard(x: jax.Array, axes: str | Axes) -> jax.Array:
 
 
 def share(x: jax.Array, axes: str | Axes) -> jax.Array:
-    """`x` in the compute layout of `axes`, the same on all devices along `tensor`.
+    """`x` in the compute layout of `axes`, the same on all devices that multiply it by other parts
+    of a weight: those along `tensor`.
 
     Forward it is an all-gather over `tensor` if `x` was split along it, else nothing. Backward, the
     gradients that these devices give are added up before they travel, in one psum (the f of
@@ -146,7 +183,7 @@ def share(x: jax.Array, axes: str | Axes) -> jax.Array:
     reduce-scatter.
     """
     target = spec(axes)
-    return x if target is None else jax.sharding.reshard(x, target.update(reduced={"tensor"}))
+    return x if target is None else jax.sharding.reshard(x, target.update(reduced={*PARTS}))
 
 
 def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
@@ -158,7 +195,8 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
     This is FSDP's all-gather. The cast comes first, so that bf16 travels. Backward the gradient of
     a weight that is multiplied, of which each device has the part that its own tokens give, is
     summed and split over `fsdp` (a reduce-scatter), and what is left of it is summed over `data` (a
-    psum), all in `dtype`. The gradients of others, which are small, JAX sums at once.
+    psum), all in `dtype`. Nothing is summed over an axis that splits the weight in use, as experts
+    may lie along one. The gradients of others, which are small, JAX sums at once.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -189,7 +227,7 @@ class _Moves(NamedTuple):
     computed: PartitionSpec
     copies: PartitionSpec  # as `stored`, but split along the axes that are repeated
     repeats: tuple[int, ...]  # of each element, for each axis
-    multiplied: bool
+    summed: frozenset[str]  # axes of the mesh over which devices' own gradients are added up
 
 
 def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _Moves:
@@ -197,7 +235,8 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
     times = tuple(
         repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)
     )
-    at_rest, computed = stored(weight, shape, mesh), partition(weight.axes, rules)
+    at_rest, computed = stored(weight, shape, mesh), in_use(weight)
+    multiplied = weight.declaration.multiplied
 
     def chosen(repeated: PartitionSpec | None, others: PartitionSpec) -> PartitionSpec:
         places = [None] * len(times) if repeated is None else repeated
@@ -212,7 +251,7 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
         computed=computed,
         copies=chosen(computed, at_rest),
         repeats=times,
-        multiplied=weight.declaration.multiplied,
+        summed=frozenset(TOKENS) - _mesh_axes(computed) if multiplied else frozenset(),
     )
 
 
@@ -229,9 +268,7 @@ def _gathered(moves: _Moves, array: jax.Array) -> jax.Array:
         array = jax.sharding.reshard(array, moves.whole)
         for axis, times in enumerate(moves.repeats):
             array = jnp.repeat(array, times, axis) if times > 1 else array
-    if not moves.multiplied:
-        return jax.sharding.reshard(array, moves.computed)
-    return jax.sharding.reshard(array, moves.computed.update(reduced=_BATCH))
+    return jax.sharding.reshard(array, moves.computed.update(reduced=moves.summed))
 
 
 def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
@@ -239,8 +276,9 @@ def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    if moves.multiplied:
-        gradient = jax.sharding.reshard(gradient, moves.copies.update(unreduced={"data"}))
+    over_copies = moves.summed.intersection(COPIES)
+    if over_copies:
+        gradient = jax.sharding.reshard(gradient, moves.copies.update(unreduced=over_copies))
     gradient = jax.sharding.reshard(gradient, moves.copies)
     if moves.copies != moves.stored:
         gradient = jax.sharding.reshard(gradient, moves.stored)

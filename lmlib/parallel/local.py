@@ -1,8 +1,9 @@
 """Functions of what one device holds, for kernels and for collectives that are written by hand.
 
 `on_each_device` runs a function on every device's own part of its arguments. Within it the
-functions below communicate along one axis of the mesh. Without a mesh there is one device, the
-parts are the whole, and nothing is sent.
+functions below communicate along axes of the mesh: those that split a named axis, as
+`lmlib.parallel.layout.along` says. Without a mesh there is one device, the parts are the whole, and
+nothing is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from lmlib.parallel.axes import MeshAxes
+from lmlib.parallel.mesh_axes import COPIES, MeshAxes, names_of
 
 
 def on_each_device(
@@ -34,41 +35,48 @@ def on_each_device(
     return lambda *arguments: mapped(*map(jax.sharding.reshard, arguments, inputs))
 
 
-def all_gather(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
-    """The parts of all devices along `mesh_axis`, one after the other along `axis`."""
-    if _alone(mesh_axis):
+def all_gather(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
+    """The parts of all devices along `mesh_axes`, one after the other along `axis`."""
+    if _alone(mesh_axes):
         return x
-    return jax.lax.all_gather(x, mesh_axis, axis=axis, tiled=True)
+    return jax.lax.all_gather(x, mesh_axes, axis=axis, tiled=True)
 
 
 def psum(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
     """The sum over the devices along `mesh_axes`, on each of them."""
-    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.psum(x, mesh_axes)
+    return x if _nowhere(mesh_axes) else jax.lax.psum(x, mesh_axes)
 
 
-def psum_scatter(x: jax.Array, mesh_axis: str, axis: int) -> jax.Array:
-    """The sum over the devices along `mesh_axis`; each keeps its part of it along `axis`."""
-    if _alone(mesh_axis):
+def psum_scatter(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
+    """The sum over the devices along `mesh_axes`; each keeps its part of it along `axis`."""
+    if _alone(mesh_axes):
         return x
-    return jax.lax.psum_scatter(x, mesh_axis, scatter_dimension=axis, tiled=True)
+    return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=axis, tiled=True)
 
 
-def all_to_all(x: jax.Array, mesh_axis: str, split: int, joined: int) -> jax.Array:
-    """Along `mesh_axis` each device gets a piece of everyone's `x`, cut along the axis `split`, and
+def psum_to_storage(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
+    """The sum over all devices that see other tokens: of a gradient. Each keeps its part along
+    `axis` of what rests split over `mesh_axes` (a reduce-scatter, then a psum of the parts over
+    the devices that hold copies)."""
+    return psum(psum_scatter(x, mesh_axes, axis), COPIES)
+
+
+def all_to_all(x: jax.Array, mesh_axes: MeshAxes, split: int, joined: int) -> jax.Array:
+    """Along `mesh_axes` each device gets a piece of everyone's `x`, cut along the axis `split`, and
     puts the pieces one after the other along the axis `joined` (all-to-all)."""
-    if _alone(mesh_axis):
+    if _alone(mesh_axes):
         return x
-    return jax.lax.all_to_all(x, mesh_axis, split, joined, tiled=True)
+    return jax.lax.all_to_all(x, mesh_axes, split, joined, tiled=True)
 
 
 def pmax(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
     """The maximum over the devices along `mesh_axes`, on each of them."""
-    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.pmax(x, mesh_axes)
+    return x if _nowhere(mesh_axes) else jax.lax.pmax(x, mesh_axes)
 
 
-def axis_index(mesh_axis: str) -> jax.Array | int:
-    """Which of the devices along `mesh_axis` this one is, from 0."""
-    return 0 if jax.sharding.get_abstract_mesh().empty else jax.lax.axis_index(mesh_axis)
+def axis_index(mesh_axes: MeshAxes) -> jax.Array | int:
+    """Which of the devices along `mesh_axes` this one is, from 0."""
+    return 0 if _nowhere(mesh_axes) else jax.lax.axis_index(mesh_axes)
 
 
 def platform() -> str:
@@ -80,6 +88,10 @@ def platform() -> str:
     return device.platform
 
 
-def _alone(mesh_axis: str) -> bool:
+def _nowhere(mesh_axes: MeshAxes) -> bool:
+    return jax.sharding.get_abstract_mesh().empty or not names_of(mesh_axes)
+
+
+def _alone(mesh_axes: MeshAxes) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or mesh.shape[mesh_axis] == 1
+    return mesh.empty or all(mesh.shape[name] == 1 for name in names_of(mesh_axes))

@@ -1,9 +1,9 @@
-"""The device mesh. Its three axes are always there; an axis that is not used has size 1."""
+"""The device mesh. The axes of `MESH_AXES` are always there; one that is not used has size 1."""
 
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-AXES = ("data", "fsdp", "tensor")
+from lmlib.parallel.mesh_axes import NAMES
 
 
 class MeshError(ValueError):
@@ -23,6 +23,7 @@ def make_mesh(
     fsdp: int = 1,
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
+    others: Mapping[str, int] | None = None,
 ) -> Mesh:
     """A mesh of `data` × `fsdp` × `tensor` devices with `AxisType.Explicit` axes.
 
@@ -35,15 +36,25 @@ def make_mesh(
     each slice holds all weights, and only gradients cross that network. A `data` that does not span
     all slices leaves the rest to `fsdp`.
 
+    Args:
+      others: sizes of further axes by their names, for weights whose `rules` name them; all devices
+        along one see the same tokens.
+
     Raises:
       MeshError: if a size is neither positive nor -1, more than one is -1, the devices do not
-        divide, there are too few, or `tensor` would span slices.
+        divide, there are too few, `tensor` or another axis would span slices, or one of `others`
+        has the name of an argument.
     """
     available = jax.devices() if devices is None else list(devices)
     if data is None:
         data = len(slices_of(available)) if available[0].platform == "tpu" else 1
-    sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
-    asked = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    sizes = dict(zip(NAMES, (data, fsdp, tensor), strict=True))
+    if twice := sizes.keys() & (others or {}).keys():
+        raise MeshError(
+            f"others gives {', '.join(sorted(twice))}, which are arguments of their own"
+        )
+    sizes |= others or {}
+    asked = _asked(sizes)
     if any(size < 1 and size != -1 for size in sizes.values()):
         raise MeshError(f"mesh {asked}: each size must be at least 1, or -1 for every device left")
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -70,14 +81,15 @@ def make_mesh(
             f"mesh {asked} uses {needed} of {len(available)} devices; with several processes every "
             "device must take part: set one size to -1"
         )
-    return Mesh(_placed(tuple(sizes.values()), available[:needed]), AXES, (AxisType.Explicit,) * 3)
+    explicit = (AxisType.Explicit,) * len(sizes)
+    return Mesh(_placed(sizes, available[:needed]), tuple(sizes), explicit)
 
 
 def mesh_of(tree: Any) -> Mesh | None:
     """The mesh of `make_mesh` that the arrays of `tree` lie on; `None` if they lie on none."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
     meshes = (each.mesh for each in shardings if isinstance(each, NamedSharding))
-    ours = (mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.axis_names == AXES)
+    ours = (mesh for mesh in meshes if isinstance(mesh, Mesh) and {*NAMES} <= {*mesh.axis_names})
     return next(ours, None)
 
 
@@ -100,23 +112,29 @@ def slices_of(devices: Iterable[jax.Device]) -> Counter[int]:
     return Counter(getattr(device, "slice_index", 0) for device in devices)
 
 
-def _placed(shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+def _placed(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
     """Devices in an order that keeps neighbours in the mesh near each other in the network."""
     slices = slices_of(devices)
-    data, fsdp, tensor = shape
+    data, fsdp, *others = sizes.values()
     over_data = math.gcd(data, len(slices))
     over_fsdp = len(slices) // over_data
     is_even = len(set(slices.values())) == 1
     # A mesh axis may take a part of an axis of a TPU's torus.
     if len(slices) > 1 and is_even and fsdp % over_fsdp == 0:
-        within = (data // over_data, fsdp // over_fsdp, tensor)
+        within = (data // over_data, fsdp // over_fsdp, *others)
+        over = (over_data, over_fsdp, *(1 for _ in others))
         return mesh_utils.create_hybrid_device_mesh(
-            within, (over_data, over_fsdp, 1), devices, allow_split_physical_axes=True
+            within, over, devices, allow_split_physical_axes=True
         )
     if len(slices) > 1 and devices[0].platform == "tpu":
         raise MeshError(
-            f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not divide among {len(slices)} "
+            f"mesh {_asked(sizes)} does not divide among {len(slices)} "
             f"slices ({' and '.join(map(str, slices.values()))} TPUs): use every TPU, and let data "
             f"be a multiple of {len(slices)}"
         )
+    shape = tuple(sizes.values())
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def _asked(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())

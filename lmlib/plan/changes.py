@@ -7,7 +7,8 @@ from jax.sharding import Mesh
 
 from lmlib.experiment import Experiment
 from lmlib.models.rematerialization import ACTIVATIONS
-from lmlib.parallel.mesh import make_mesh, slices_of
+from lmlib.parallel.layout import along, pieces
+from lmlib.parallel.other_meshes import with_fewer_copies, with_smaller_parts
 from lmlib.plan.memory import LargeArray, Memory
 
 
@@ -54,8 +55,7 @@ def keeping(experiment: Experiment, saved: tuple[str, ...]) -> Experiment:
 
 def microbatch_counts(experiment: Experiment) -> list[int]:
     """The numbers of microbatches that each device's rows can be split into, ascending."""
-    mesh = experiment.mesh.shape
-    rows = experiment.data.batch_size // (mesh["data"] * mesh["fsdp"])
+    rows = experiment.data.batch_size // pieces(along("batch"), experiment.mesh)
     return [count for count in range(1, rows + 1) if rows % count == 0]
 
 
@@ -98,18 +98,16 @@ def _less_kept(experiment: Experiment, memory: Memory) -> Change | None:
 
 def _split_wider(experiment: Experiment) -> Change | None:
     """Weights and moments split over what held copies of them, but not over slices."""
-    sizes = experiment.mesh.shape
-    slices = len(slices_of(experiment.mesh.devices.flat))
-    copies = slices if sizes["data"] % slices == 0 else 1
-    if sizes["data"] == copies:
+    mesh = with_fewer_copies(experiment.mesh)
+    if mesh is None:
         return None
-    mesh = _mesh(experiment, data=copies, fsdp=sizes["data"] * sizes["fsdp"] // copies)
     return Change(_mesh_flags(experiment, mesh), dataclasses.replace(experiment, mesh=mesh))
 
 
 def _split_sequences(experiment: Experiment) -> Change | None:
     """Sequence parallelism where there is tensor parallelism without it."""
-    if experiment.mesh.shape["tensor"] == 1 or experiment.compute.sequence_parallel:
+    parts = pieces(along("seq_parallel"), experiment.mesh)
+    if parts == 1 or experiment.compute.sequence_parallel:
         return None
     compute = dataclasses.replace(experiment.compute, sequence_parallel=True)
     flag = "--fdl.compute.sequence_parallel=True"
@@ -119,11 +117,9 @@ def _split_sequences(experiment: Experiment) -> Change | None:
 def _split_layers(experiment: Experiment) -> Change | None:
     """Twice as much tensor parallelism, sequence-parallel, with as many sequences of a device at a
     time as before: fewer devices share the batch, so it takes twice the microbatches."""
-    sizes = experiment.mesh.shape
-    halved = next((axis for axis in ("fsdp", "data") if sizes[axis] % 2 == 0), None)
-    if halved is None:
+    mesh = with_smaller_parts(experiment.mesh)
+    if mesh is None:
         return None
-    mesh = _mesh(experiment, **{halved: sizes[halved] // 2, "tensor": 2 * sizes["tensor"]})
     count = 2 * experiment.microbatches
     changed = dataclasses.replace(
         experiment,
@@ -144,7 +140,7 @@ def _in_8_bits(experiment: Experiment) -> Change | None:
 
 def _fewer_logits(experiment: Experiment, arrays: Sequence[LargeArray]) -> Change | None:
     """Half as many at a time, where they are among the largest arrays."""
-    vocab = experiment.abstract_model().vocab // experiment.mesh.shape["tensor"]
+    vocab = experiment.abstract_model().vocab // pieces(along("vocab"), experiment.mesh)
     logits = [array for array in arrays if array.shape[1:] == (vocab,) and array.shape[0] > 1]
     if not logits:
         return None
@@ -152,11 +148,6 @@ def _fewer_logits(experiment: Experiment, arrays: Sequence[LargeArray]) -> Chang
     compute = dataclasses.replace(experiment.compute, loss_chunk=chunk)
     changed = dataclasses.replace(experiment, compute=compute)
     return Change((f"--fdl.compute.loss_chunk={chunk}",), changed, spared=logits[0].bytes // 2)
-
-
-def _mesh(experiment: Experiment, **sizes: int) -> Mesh:
-    devices = list(experiment.mesh.devices.flat)
-    return make_mesh(**{**experiment.mesh.shape, **sizes}, devices=devices)
 
 
 def _mesh_flags(experiment: Experiment, mesh: Mesh) -> tuple[str, ...]:

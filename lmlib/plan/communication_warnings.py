@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import shard_shapes
+from lmlib.parallel.mesh_axes import STORAGE
 from lmlib.plan.collectives import Collective
 from lmlib.plan.program import ArrayType
 
@@ -100,7 +101,7 @@ def _weights(model: Any, mesh: Mesh) -> list[_Weight]:
 
     def add(weight: Weight, array: jax.ShapeDtypeStruct) -> None:
         stored, computed = shard_shapes(weight, array.shape, mesh)
-        found.append(_Weight(weight.path, weight.axes.count(None), computed, stored))
+        found.append(_Weight(weight.path, weight.stacked, computed, stored))
 
     map_weights(add, jax.eval_shape(lambda: model))
     return found
@@ -134,7 +135,7 @@ def _whole_sums(
     split = [weight for weight in weights if weight.gathered > 1]
     groups: dict[tuple[bool, str, str, str], list[Collective]] = {}
     for one in collectives:
-        if one.kind == "all-reduce" and "fsdp" in one.mesh_axes:
+        if one.kind == "all-reduce" and {*STORAGE}.intersection(one.mesh_axes):
             paths = _matches(_large(one), split, lambda weight: [weight.layer, weight.computed])
             if paths:
                 alike = (one.assembles, paths, _axes(one), one.where)

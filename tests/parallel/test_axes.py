@@ -37,10 +37,10 @@ def test_every_array_is_visited_with_its_path_and_axes():
     }
 
 
-def test_stacked_axes_lead_without_a_name():
+def test_stacked_axes_lead_and_are_named_layer():
     axes = map_weights(lambda weight, _: "/".join(map(str, weight.axes)), outer((4,)))
-    assert axes.first.up == "None/embed/mlp"
-    assert axes.first.bias == "None/mlp"
+    assert axes.first.up == "layer/embed/mlp"
+    assert axes.first.bias == "layer/mlp"
 
 
 def test_an_optional_weight_may_be_absent():
