@@ -50,11 +50,9 @@ def _folder_of_programs(config: pytest.Config) -> str:
 def _simulate_devices() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # The second flag keeps the collectives of simulated devices in one order; see xla_flags.py.
-    # Most of the tests' time goes into compiling, of which the third saves half.
     os.environ["XLA_FLAGS"] = (
         f"--xla_force_host_platform_device_count={DEVICES} "
-        "--xla_cpu_multi_thread_eigen=false "
-        "--xla_backend_optimization_level=0"
+        f"--xla_cpu_multi_thread_eigen=false {compiled_programs.UNOPTIMIZED}"
     )
     if version("jax").startswith("0.10."):  # later ones have no older emitters to choose
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"

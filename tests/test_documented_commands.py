@@ -12,11 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from compiled_programs import UNOPTIMIZED
 from documented_blocks import PAGES, ROOT, Block, blocks, words
 from documented_world import make_world
 from forked_processes import Ended, run_forked
 from sentinels import sentinels
-from small_runs import UNOPTIMIZED
 
 # Names on a page, and what has it here, unless a command of the page makes it.
 STANDS_FOR = {

@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from compiled_programs import UNOPTIMIZED
 from forked_processes import ROOT
-from small_runs import EXPERIMENT, UNOPTIMIZED
+from small_runs import EXPERIMENT
 
 from lmlib.metrics import read_metrics
 from runner.command_line.lossy_stream import LossyStream

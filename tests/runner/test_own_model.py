@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import user_model
+from compiled_programs import UNOPTIMIZED
 from forked_processes import run_forked
-from small_runs import UNOPTIMIZED
 
 from runner.config import configs
 from runner.config.relaunch import relaunch_command

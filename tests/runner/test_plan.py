@@ -4,8 +4,8 @@ import json
 
 import pytest
 from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
+from compiled_programs import UNOPTIMIZED
 from forked_processes import run_forked
-from small_runs import UNOPTIMIZED
 
 from runner.processes.endings import FINISHED, MISTAKE
 

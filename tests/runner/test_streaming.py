@@ -12,6 +12,7 @@ from typing import Any
 
 import fiddle as fdl
 import pytest
+from compiled_programs import UNOPTIMIZED
 from forked_processes import Ended, ForkedProcess, fresh_process, run_forked
 from small_experiment import small
 from states import assert_same_bits
@@ -177,7 +178,7 @@ def run_two(program: str, *arguments: str, start: Any = ForkedProcess) -> list[t
                 *("-c", program, str(port), str(process), *arguments),
                 stdout=output,
                 stderr=output,
-                environment={"XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0"},
+                environment={"XLA_FLAGS": f"{flags} {UNOPTIMIZED}"},
             )
             for process, output in enumerate(outputs)
         ]

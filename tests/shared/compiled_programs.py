@@ -10,6 +10,9 @@ from pathlib import Path
 import zstandard
 
 LARGEST = 2 * 2**30  # bytes of all of them: what all tests compile on several versions of JAX
+# XLA's flags for programs that run once or twice: they compile in half the time, each in one piece,
+# since another test keeps the other core busy.
+UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 _CHECKED = "checked"  # a file as old as the last look at what was written
 
 SETTINGS = {

@@ -5,6 +5,7 @@ import subprocess
 import time
 
 import pytest
+from compiled_programs import UNOPTIMIZED
 from forked_processes import ROOT, ForkedProcess, fresh_process, paths_of
 
 from lmlib.metrics import read_metrics
@@ -57,8 +58,7 @@ class SeveralProcesses:
             self.address = f"localhost:{free.getsockname()[1]}"
         environment = {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count} "
-            "--xla_backend_optimization_level=0",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count} {UNOPTIMIZED}",
         }
         outputs.mkdir(parents=True)
         self.files = [outputs / str(process) for process in range(count)]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import small_experiment
+from compiled_programs import UNOPTIMIZED
 from forked_processes import ForkedProcess, fresh_process
 
 SECONDS = 240.0  # that anything may take
-UNOPTIMIZED = "--xla_backend_optimization_level=0"  # compiles in half the time
 EXPERIMENT = (f"--fdl_config={small_experiment.__file__}", "--fdl.validation=None")
 
 

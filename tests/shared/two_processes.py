@@ -5,6 +5,7 @@ import os
 import socket
 from tempfile import TemporaryFile
 
+from compiled_programs import UNOPTIMIZED
 from forked_processes import ROOT, ForkedProcess
 
 SECONDS = 400  # that they may take
@@ -20,7 +21,7 @@ def run_two(code: str, *arguments: object) -> list[str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         # The second flag keeps the collectives of a process's devices in one order.
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
-        "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0",
+        f"--xla_cpu_multi_thread_eigen=false {UNOPTIMIZED}",
     }
     children, lines = [], []
     with contextlib.ExitStack() as ends:
