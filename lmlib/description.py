@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from lmlib.optim import Decays, as_declared
-from lmlib.parallel.axes import Axes, Weight, map_weights
+from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import stored
 from lmlib.table import columns
 
@@ -18,12 +18,12 @@ EVERYTHING = "yes"  # the group of all weights, where nothing is frozen
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One weight. `axes` and `shape` align; stacked layers lead and have no name. `group` is that
+    """One weight. `axes` and `shape` align; stacked layers lead, as `layer`. `group` is that
     in which it trains; `None`: it is frozen. `first_values` is "zeros", "ones" or a standard
     deviation."""
 
     path: str
-    axes: Axes
+    axes: tuple[str, ...]
     shape: tuple[int, ...]
     layout: tuple[str, ...]
     bytes_per_device: int
@@ -36,10 +36,7 @@ class Parameter:
         return math.prod(self.shape)
 
     def cells(self) -> tuple[str, ...]:
-        named = (
-            f"{axis} {size:,}" if axis else f"{size:,}"
-            for axis, size in zip(self.axes, self.shape, strict=True)
-        )
+        named = (f"{axis} {size:,}" for axis, size in zip(self.axes, self.shape, strict=True))
         return (
             self.path,
             " × ".join(named),
@@ -107,7 +104,7 @@ def describe(
     def visit(weight: Weight, array: jax.Array | jax.ShapeDtypeStruct) -> None:
         layout = stored(weight, array.shape, mesh)
         local = NamedSharding(mesh, layout).shard_shape(array.shape)
-        sizes = {axis: size for axis, size in zip(weight.axes, array.shape, strict=True) if axis}
+        sizes = dict(zip(weight.axes, array.shape, strict=True))
         parameters.append(
             Parameter(
                 path=weight.path,

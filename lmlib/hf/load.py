@@ -147,8 +147,8 @@ def _places(model: Decoder, mesh: Mesh) -> dict[str, _Place]:
     found: dict[str, _Place] = {}
 
     def visit(weight: Weight, array: Any) -> None:
-        stacked = weight.axes[:1] == (None,)
-        own = dataclasses.replace(weight, axes=weight.axes[stacked:])
+        stacked = weight.stacked > 0
+        own = dataclasses.replace(weight, axes=weight.own_axes)
         layout = NamedSharding(mesh, stored(own, array.shape[stacked:], mesh))
         found[weight.path] = _Place(own, array.dtype, layout, array.shape[0] if stacked else 1)
 

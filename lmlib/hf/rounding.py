@@ -44,7 +44,7 @@ def rounding(model: Any, wanted: Sequence[Placed], dtype: str) -> Rounding:
 
     def measure(weight: Weight, array: jax.Array) -> None:
         if jnp.promote_types(array.dtype, dtype) != jnp.dtype(dtype):
-            stacked = weight.axes[0] is None
+            stacked = weight.stacked > 0
             found[weight.path] = jax.device_get(_measured(array, dtype, stacked))
 
     map_weights(measure, model)

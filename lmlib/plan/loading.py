@@ -24,7 +24,7 @@ def reading(experiment: Experiment) -> int:
     found = [0]
 
     def count(weight: Weight, array: Any) -> None:
-        stacked = weight.axes[:1] == (None,)
+        stacked = weight.stacked > 0
         shape = array.shape[stacked:]
         layout = NamedSharding(mesh, stored(weight, array.shape, mesh))
         part = math.prod(layout.shard_shape(array.shape)[stacked:])

@@ -68,7 +68,7 @@ def test_declarations_hold_each_weight_once_and_describe_the_model(made):
     expected = Counter()
 
     def count(weight, array):
-        stacked = weight.axes[0] is None
+        stacked = weight.stacked > 0
         for repetition in range(array.shape[0]) if stacked else [None]:
             expected[weight.path, repetition] += 1
 

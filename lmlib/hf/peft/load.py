@@ -253,7 +253,7 @@ def _check_stacks(paths: Iterable[str], what: str, base: Any) -> None:
     count = Counter(paths)
 
     def check(weight: Weight, array: Any) -> None:
-        layers = array.shape[0] if None in weight.axes else 1
+        layers = array.shape[0] if weight.stacked else 1
         if 0 < count[weight.path] < layers:
             raise ValueError(
                 f"{count[weight.path]} of {layers} layers have {what} {weight.path}: all layers of "
