@@ -19,10 +19,9 @@ from lmlib.generate import weights
 from lmlib.generate.sampling import Rules, Sampling, numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, Made, State, first_token, next_tokens, prefill
 from lmlib.generate.stream import Generated, Stream
-from lmlib.generate.whole_sequences import TokensSoFar
-from lmlib.models.protocol import Cached, Model, Switching
+from lmlib.models.protocol import Model, Switching
 from lmlib.parallel.axes import Axes
-from lmlib.parallel.layout import COMPUTE, partition, pieces, reshard
+from lmlib.parallel.layout import COMPUTE, partition, pieces
 from lmlib.parallel.local import platform
 from lmlib.parallel.mesh import mesh_of
 
@@ -225,8 +224,7 @@ class Generator:
         texts = [*prompts, *[(0,)] * (-len(prompts) % rows)]
         groups = []
         for first in range(0, len(texts), rows):
-            cache = _nothing_yet(self._weights.model, rows, self.length, self._compute)
-            groups.append(self._with(cache, texts[first : first + rows]))
+            groups.append(self._with(None, texts[first : first + rows]))
         lengths_P = np.array([*map(len, texts)], np.int32)
         if len(groups) == 1:
             return lengths_P, *groups[0]
@@ -235,14 +233,14 @@ class Generator:
 
     def _with(self, cache: Any, texts: Sequence[Prompt]) -> tuple[Any, jax.Array]:
         """`cache` with a text in each row, from its first token on, and the features of their last
-        tokens. Where a text is empty the row stays."""
+        tokens. Where a text is empty the row stays. `None`: a new cache."""
         rows = len(texts)
         lengths_B = np.array([*map(len, texts)], np.int32)
         tokens_BS = np.zeros((rows, self.length), np.int32)
         for row, text in enumerate(texts):
             tokens_BS[row, : len(text)] = text
         lengths = self._placed(lengths_B, "batch")
-        h_BE = _no_features(self._weights.model, rows, self._compute)
+        h_BE: Any = None
         start, longest = 0, int(lengths_B.max())
         while start < longest:
             size = min(self._chunk, max(_SHORTEST_CHUNK, 1 << (longest - start - 1).bit_length()))
@@ -256,6 +254,7 @@ class Generator:
                 self._placed(chunk_BC, "batch seq"),
                 self._placed(np.array(start, np.int32), ()),
                 lengths,
+                self.length,
                 self._compute,
             )
             start += size
@@ -319,24 +318,6 @@ def usual_dtype() -> str:
     """In which this machine generates fast: bfloat16, but float32 on CPUs, which would convert
     every weight for every token."""
     return "float32" if platform() == "cpu" else "bfloat16"
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _nothing_yet(model: Model, rows: int, length: int, compute: Compute) -> Any:
-    """An empty cache."""
-    cache = None
-    if isinstance(model, Cached):
-        cache = model.empty_cache(rows, length, compute.dtype)
-    if cache is None:
-        cache = TokensSoFar(reshard(jnp.zeros((1, rows, length), jnp.int32), (None, "batch", None)))
-    return cache
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _no_features(model: Model, rows: int, compute: Compute) -> jax.Array:
-    """Not known yet."""
-    embed = model.unembedding_EV.shape[0]
-    return reshard(jnp.zeros((rows, embed), compute.dtype), "batch embed")
 
 
 @jax.jit

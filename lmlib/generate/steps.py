@@ -15,7 +15,7 @@ from lmlib.generate.sampling import Numbers, Rules, choose
 from lmlib.generate.weights import Weights
 from lmlib.generate.whole_sequences import TokensSoFar, recomputed
 from lmlib.models.head import logits_of
-from lmlib.models.protocol import Context, Model
+from lmlib.models.protocol import Cached, Context, Model
 from lmlib.parallel.layout import partition, reshard
 from lmlib.parallel.local import on_each_device
 
@@ -58,19 +58,31 @@ class Made(NamedTuple):
 
 
 @functools.partial(
-    jax.jit, static_argnames="compute", donate_argnames=("cache", "h_BE"), inline=False
+    jax.jit,
+    static_argnames=("length", "compute"),
+    donate_argnames=("cache", "h_BE"),
+    inline=False,
 )
 def prefill(
     weights: Weights,
     cache: Any,
-    h_BE: Float[Array, "b embed"],
+    h_BE: Float[Array, "b embed"] | None,
     tokens_BC: Int32[Array, "b c"],
     start: Int32[Array, ""],
     lengths_B: Int32[Array, "b"],
+    length: int,
     compute: Compute,
 ) -> tuple[Any, Float[Array, "b embed"]]:
     """The cache with a chunk of each prompt in it, from position `start` on, and the features of
-    each prompt's last token as far as they are known."""
+    each prompt's last token as far as they are known.
+
+    Args:
+      cache, h_BE: what the chunks before this one gave; `None`: there were none. An empty cache is
+        made here, where nobody writes zeros that the chunk overwrites.
+      length: tokens of the longest row, for which the cache has room.
+    """
+    if cache is None:
+        cache = _empty_cache(weights.model, tokens_BC.shape[0], length, compute)
     positions_BC = jnp.zeros_like(tokens_BC) + start + jnp.arange(tokens_BC.shape[1])
     positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, -1)
     context = Context(positions_BC, jnp.zeros_like(tokens_BC), compute, lengths_B=lengths_B)
@@ -78,10 +90,11 @@ def prefill(
     is_last_BC = positions_BC == lengths_B[:, None] - 1
     x_B1E = jnp.sum(jnp.where(is_last_BC[..., None], x_BCE, 0), axis=1, keepdims=True)
     new_BE = weights.model.features(x_B1E, context)[:, 0]
-    return cache, jnp.where(jnp.any(is_last_BC, axis=1)[:, None], new_BE, h_BE)
+    before_BE = jnp.zeros_like(new_BE) if h_BE is None else h_BE
+    return cache, jnp.where(jnp.any(is_last_BC, axis=1)[:, None], new_BE, before_BE)
 
 
-@functools.partial(jax.jit, static_argnames=("compute", "rules"))
+@functools.partial(jax.jit, static_argnames=("compute", "rules"), donate_argnames="cache")
 def first_token(
     weights: Weights,
     cache: Any,
@@ -142,6 +155,16 @@ def next_tokens(
 
     _, state, made = jax.lax.while_loop(goes_on, add, (jnp.int32(0), state, made))
     return state, _everywhere(made)
+
+
+def _empty_cache(model: Model, rows: int, length: int, compute: Compute) -> Any:
+    """What `_advance` takes for the first tokens."""
+    cache = None
+    if isinstance(model, Cached):
+        cache = model.empty_cache(rows, length, compute.dtype)
+    if cache is None:
+        cache = TokensSoFar(reshard(jnp.zeros((1, rows, length), jnp.int32), (None, "batch", None)))
+    return cache
 
 
 def _advance(model: Model, tokens_BS: Array, context: Context, cache: Any) -> tuple[Array, Any]:

@@ -10,6 +10,10 @@ from hugging_face_families import GOLDEN
 from sentinels import sentinels
 
 from lmlib import Compute, hf, llama, make_mesh, whole_rows
+from lmlib.generate import GREEDY
+from lmlib.generate.sampling import numbers_of, rules_of
+from lmlib.generate.steps import NOTHING, Chooser, first_token, next_tokens, prefill
+from lmlib.generate.weights import ready
 from lmlib.models.families.phi import phi3
 from lmlib.models.head import logits
 from lmlib.models.protocol import Context
@@ -116,3 +120,26 @@ def test_heads_that_tensor_repeats_are_cached_repeated(kv_heads):
         found_BSV = in_parts(model, tokens_BS, [24, *[1] * 16])
     error = np.abs(found_BSV - expected_BSV)[np.arange(LENGTH) < LENGTHS].max()
     assert error <= 2e-5 * np.abs(expected_BSV).max()
+
+
+def test_there_is_one_cache_which_stays_where_it_is():
+    sizes = dict(vocab=64, embed=16, layers=2, heads=2, mlp=32)
+    model = ready(llama(**sizes, key=jax.random.key(0)), "float32", None, whole=True, int8=False)
+    tokens_BC = jnp.ones((ROWS, 16), jnp.int32)
+    lengths_B = jnp.array([16, 9, 3, 1], jnp.int32)
+    chooser = Chooser(
+        jnp.zeros((ROWS, 2), jnp.uint32), numbers_of(GREEDY), jnp.full(8, NOTHING, jnp.int32)
+    )
+    runs = jnp.zeros(ROWS, bool)
+
+    def places(cache):
+        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(cache)]
+
+    start = jnp.int32(0)
+    cache, h_BE = prefill(model, None, None, tokens_BC, start, lengths_B, LENGTH, FLOAT32)
+    first = places(cache)
+    rules = rules_of(GREEDY)
+    state, _ = first_token(model, cache, h_BE, lengths_B, runs, None, chooser, FLOAT32, rules)
+    assert places(state.cache) == first
+    state, _ = next_tokens(model, state, jnp.int32(4), chooser, FLOAT32, rules, 4)
+    assert places(state.cache) == first
