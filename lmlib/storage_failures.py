@@ -2,11 +2,9 @@
 
 import errno
 import os
-import shutil
 from pathlib import Path
 
 _CAUSES = {
-    errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is exceeded: delete something, or ask for more",
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "this user may not write there",
@@ -26,14 +24,21 @@ def storage_failure(doing: str, folder: Path, code: int) -> OSError:
       folder: in which it failed.
       code: the operating system's number of the error.
     """
-    cause = _CAUSES.get(code, os.strerror(code))
-    if code == errno.ENOSPC:
-        cause += _free(folder)
+    cause = _full(folder) if code == errno.ENOSPC else _CAUSES.get(code, os.strerror(code))
     return OSError(code, f"cannot {doing}: {cause} ({os.strerror(code)})")
 
 
-def _free(folder: Path) -> str:
+def _full(folder: Path) -> str:
+    """What there is no more of: bytes, or inodes, of which each file and each folder takes one."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
     try:
-        return f", {shutil.disk_usage(folder).free:,} bytes are free: make room there"
+        system = os.statvfs(there)
     except OSError:
-        return ": make room there"
+        return "the disk is full: make room there"
+    free = system.f_bavail * system.f_frsize
+    if system.f_files and not system.f_favail:  # where inodes are not counted both are 0
+        return (
+            f"its file system takes no more files, all {system.f_files:,} inodes are in use and "
+            f"{free:,} bytes are free: delete files there"
+        )
+    return f"the disk is full, {free:,} bytes are free: make room there"

@@ -55,6 +55,26 @@ def test_bytes_replace_what_was_there(tmp_path):
     assert file.read_bytes() == b"\0new"
 
 
+@pytest.mark.parametrize(
+    ("inodes", "left", "told"),
+    [
+        (50, 0, r"takes no more files, all 50 inodes are in use and 40,960 bytes are free: delete"),
+        (50, 7, "the disk is full, 40,960 bytes are free: make room there"),
+        (0, 0, "the disk is full, 40,960 bytes are free"),  # as btrfs, which has no such limit
+    ],
+)
+def test_a_file_system_without_inodes_is_not_called_full(tmp_path, monkeypatch, inodes, left, told):
+    system = os.statvfs_result((4_096, 4_096, 100, 10, 10, inodes, left, left, 0, 255))
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "statvfs", lambda path: system)
+    with pytest.raises(OSError, match=rf"cannot write {tmp_path}/file: .*{told}"):
+        write_whole(tmp_path / "file", b"new")
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_after_a_failure_the_old_file_is_there_and_nothing_else(tmp_path, monkeypatch, call):
     file = tmp_path / "file"

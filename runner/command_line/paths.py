@@ -9,13 +9,18 @@ ROOM = 512  # bytes for the longest path that a run makes in its folder
 
 
 def check_can_be_made(path: Path, room: int = ROOM) -> None:
-    """Raises ConfigError if `path` lies below a file, or is too long for the file system.
+    """Raises ConfigError if `path` lies below a file, is or lies below a link to nothing, or is too
+    long for the file system.
 
     Args:
       room: bytes that paths below `path` need.
     """
     whole = path.absolute()
     there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
+    if there.is_symlink() and not there.exists():
+        raise ConfigError(
+            f"{path} cannot be made: {there} is a link to {there.readlink()}, and nothing is there"
+        )
     if there != whole and not there.is_dir():
         raise ConfigError(f"{path} cannot be made: {there} is no folder")
     folder = there if there.is_dir() else there.parent

@@ -52,8 +52,12 @@ class Processes:
             raise ConfigError("give --coordinator, --num_processes and --process_id all together")
         if self.distributed == "off":
             raise ConfigError(f"--distributed=off with --coordinator={self.coordinator}: omit one")
-        if not re.fullmatch(r".+:\d+", self.coordinator):
-            raise ConfigError(f"--coordinator={self.coordinator}: write host:port of process 0")
+        host, _, port = self.coordinator.rpartition(":")
+        if not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 1 << 16):
+            raise ConfigError(
+                f"--coordinator={self.coordinator}: write host:port of process 0, the port from 1 "
+                "to 65535"
+            )
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(
                 f"--process_id={self.process_id}: with --num_processes={self.num_processes} they "

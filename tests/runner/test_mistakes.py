@@ -66,6 +66,7 @@ def scratch(tmp_path_factory):
     (folder / "no_manifest" / "checkpoints" / "2" / "manifest.json").unlink()
     (folder / "empty").mkdir()
     (folder / "file").write_text("a file")
+    (folder / "dangling").symlink_to("nowhere")
     (folder / "no_config.json").write_text("[1, 2]")
     (folder / "broken.json").write_text('{"root": ')
     stranger = (folder / "old" / "config.json").read_text()
@@ -112,6 +113,10 @@ RUNNER = [
         "--coordinator=here: write host:port of process 0",
     ),
     (
+        (*TINY, NEW, "--coordinator=localhost:981234", "--num_processes=2", "--process_id=1"),
+        "--coordinator=localhost:981234: write host:port of process 0, the port from 1 to 65535",
+    ),
+    (
         (*TINY, NEW, "--coordinator=here:1", "--num_processes=2", "--process_id=2"),
         "--process_id=2: with --num_processes=2 they are 0 to 1",
     ),
@@ -155,6 +160,11 @@ RUNNER = [
     # Workdirs and checkpoints.
     ((*TINY, "--workdir={scratch}/file"), "{scratch}/file is a file; name a folder"),
     ((*TINY, "--workdir={scratch}/file/below/run"), "{scratch}/file is no folder"),
+    (
+        (*TINY, "--workdir={scratch}/dangling"),
+        "dangling is a link to nowhere, and nothing is there",
+    ),
+    ((*TINY, "--workdir={scratch}/dangling/run"), "dangling is a link to nowhere, and nothing is"),
     ((*TINY, f"--workdir={{run}}{'x' * 300}"), "bytes, and the file system takes 255"),
     ((*TINY, f"--workdir={{run}}{'/folder' * 600}"), "bytes, and the file system takes 4,096"),
     ((f"--fdl_config={'x' * 300}", NEW), "there is no experiment and no file 'xxx"),
