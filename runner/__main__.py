@@ -212,10 +212,11 @@ def _train(workdir: Path, options: Options) -> None:
 
     from runner.config.relaunch import next_commands
     from runner.jax_settings.devices import check_devices
-    from runner.processes.agreement import agreed
+    from runner.processes.agreement import agreed, require_equal_devices
     from runner.training.fit import fit
 
     check_devices()
+    require_equal_devices()
     with agreed():
         cfg = chosen_config()
     result = fit(cfg, workdir, options)

@@ -32,6 +32,15 @@ OVERLAP_ON_GPU = (
     "--xla_gpu_enable_pipelined_all_reduce=true",
 )
 
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# What may differ from process to process: where it writes and caches what it compiles, in how many
+# threads it does, and its number of devices, of which `require_equal_devices` says more.
+_OF_ONE_PROCESS = re.compile(
+    r"--xla_(\w*dump_\w+|gpu_(load_autotune_results_from|per_fusion_autotune_cache_dir"
+    r"|kernel_cache_file|cuda_data_dir|force_compilation_parallelism)"
+    r"|force_host_platform_device_count)"
+)
+
 
 def overlap_communication(environment: MutableMapping[str, str] = os.environ) -> None:
     """Asks XLA to send while GPUs compute; call it before JAX finds its devices."""
@@ -61,6 +70,22 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
     On CPUs and TPUs it changes nothing: they give the same bits anyway.
     """
     _add((DETERMINISTIC,), environment)
+
+
+def flags_of_the_run(
+    environment: Mapping[str, str] = os.environ,
+) -> dict[str, dict[str, str]]:
+    """The flags of XLA that must be the same for all processes of a run, and their values, by the
+    environment variable that has them."""
+    found: dict[str, dict[str, str]] = {}
+    for variable in _VARIABLES:
+        given = (flag.partition("=") for flag in environment.get(variable, "").split())
+        found[variable] = {
+            name: value or "true"
+            for name, _, value in given
+            if name.startswith("--xla_") and not _OF_ONE_PROCESS.fullmatch(name)
+        }
+    return found
 
 
 def _simulates_devices(environment: Mapping[str, str]) -> bool:

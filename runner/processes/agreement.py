@@ -20,9 +20,29 @@ from jax.experimental import multihost_utils
 from lmlib.data.resumable import gather_states
 from runner.command_line.errors import AGREED, ConfigError, user_errors
 
-_SHOWN = 6  # parts that differ
+_SHOWN = 6  # parts that differ, or processes
 _LONGEST_VALUE = 40  # characters; a digest has more
 _APPEARS_SECONDS = 10.0
+
+
+def require_equal_devices() -> None:
+    """Raises ConfigError on all processes if one has another number of devices than the others.
+
+    Before anything is gathered: JAX gathers in an array of processes and their devices.
+    """
+    counts = [0] * jax.process_count()
+    for device in jax.devices():
+        counts[device.process_index] += 1
+    if len(set(counts)) > 1:
+        processes = {n: [p for p, count in enumerate(counts) if count == n] for n in counts}
+        told = [
+            f"{n} on process {', '.join(map(str, which[:_SHOWN]))}{', …' * (len(which) > _SHOWN)}"
+            for n, which in processes.items()
+        ]
+        raise ConfigError(
+            f"the processes have different numbers of devices ({'; '.join(told)}): give each as "
+            "many as the others"
+        )
 
 
 @contextlib.contextmanager

@@ -26,11 +26,12 @@ from runner.command_line.errors import ConfigError, user_errors
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import flattened
 from runner.jax_settings.compilation_cache import keep_compiled_programs
-from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, may_wait_for_ever
+from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, flags_of_the_run, may_wait_for_ever
 from runner.processes.agreement import (
     agreed,
     ends_other_processes,
     from_first,
+    require_equal_devices,
     require_same,
     require_same_workdir,
 )
@@ -107,6 +108,7 @@ def fit(
       WorkdirTaken: if a run of another host has taken this one for dead.
       StoppedEarly: if `options.stop` said so.
     """
+    require_equal_devices()
     keep_compiled_programs()
     options = options or Options()
     phases = Phases(time.time() if options.started is None else options.started)
@@ -115,7 +117,8 @@ def fit(
         workdir = local_folder(workdir)
         check_can_be_made(workdir)
         start = Start(cfg, workdir, options.experiment_file)
-    require_same({"the code": start.code, "the software": start.versions})
+    software = {"the code": start.code, "the software": start.versions}
+    require_same(software | flags_of_the_run())
     with agreed(), user_errors():
         experiment = fdl.build(cfg)
         experiment.check()

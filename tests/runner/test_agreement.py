@@ -14,6 +14,8 @@ from runner.processes.endings import MISTAKE
 START = (
     "start all processes with the same code, packages, experiment, fiddlers, overrides and flags"
 )
+# What `SeveralProcesses` gives each of two.
+FOUR_DEVICES = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,26 @@ def test_other_code_is_refused(tmp_path):
         file.write("# edited\n")
     run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", roots={1: copy})
     assert_refused(run, tmp_path / "run", r"the code of process 1 .* \(lmlib/train.py\)")
+
+
+@pytest.mark.slow
+def test_other_flags_of_xla_are_refused(tmp_path):
+    flags = f"{FOUR_DEVICES} --xla_cpu_enable_fast_math=true"
+    run = SeveralProcesses(
+        2, tmp_path / "run", tmp_path / "outputs", environments={1: {"XLA_FLAGS": flags}}
+    )
+    message = r"XLA_FLAGS of process 1 is another than that of process 0 \(--xla_cpu_enable_fast_"
+    assert_refused(run, tmp_path / "run", f"{message}math: true, there absent")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
+
+
+@pytest.mark.slow
+def test_another_number_of_devices_is_refused(tmp_path):
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", environments={0: devices})
+    message = r"the processes have different numbers of devices \(2 on process 0; 4 on process 1\)"
+    assert_refused(run, tmp_path / "run", message)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
 
 
 @pytest.mark.slow

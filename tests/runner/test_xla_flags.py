@@ -10,6 +10,7 @@ from runner.jax_settings.xla_flags import (
     DETERMINISTIC,
     IN_ORDER_ON_CPU,
     OVERLAP_ON_GPU,
+    flags_of_the_run,
     keep_cpus_in_order,
     make_deterministic,
     may_wait_for_ever,
@@ -87,3 +88,21 @@ def test_xla_knows_them(flags, are_known):
         text=True,
     )
     assert (ended.returncode == 0) == are_known, ended.stderr
+
+
+def test_flags_that_must_be_the_same_for_all_processes():
+    """Not where one of them writes what it compiles, or how many devices it simulates."""
+    own = [
+        "--xla_dump_to=/tmp/of_process_3",
+        "--xla_gpu_dump_autotune_results_to=/tmp/of_process_3",
+        "--xla_gpu_load_autotune_results_from=/tmp/of_process_3",
+        "--xla_gpu_force_compilation_parallelism=4",
+        "--xla_force_host_platform_device_count=2",
+    ]
+    flags = ["--xla_b=1", "--xla_cpu_enable_fast_math", *own, "--xla_a=x", "--xla_b=2"]
+    environment = {"XLA_FLAGS": " ".join(flags), "LIBTPU_INIT_ARGS": "--port=1 --xla_tpu_a=1"}
+    assert flags_of_the_run(environment) == {
+        "XLA_FLAGS": {"--xla_a": "x", "--xla_b": "2", "--xla_cpu_enable_fast_math": "true"},
+        "LIBTPU_INIT_ARGS": {"--xla_tpu_a": "1"},
+    }
+    assert not any(flags_of_the_run({}).values())

@@ -40,6 +40,7 @@ class SeveralProcesses:
         flags=(),
         own=None,
         roots=None,
+        environments=None,
         fresh=False,
     ):
         """Starts them.
@@ -50,6 +51,7 @@ class SeveralProcesses:
           flags: more of them, of all processes.
           own: the flags of single processes, by their numbers.
           roots: where single processes take their code from, by their numbers.
+          environments: the variables of single processes, in place of the others' or beside them.
           fresh: whether `fresh_process` starts the processes, and not only the children that they
             supervise.
         """
@@ -84,7 +86,9 @@ class SeveralProcesses:
                     stdout=file,
                     stderr=file,
                     cwd=root,
-                    environment=environment | {"PYTHONPATH": paths_of(root)},
+                    environment=environment
+                    | {"PYTHONPATH": paths_of(root)}
+                    | (environments or {}).get(process, {}),
                 )
 
     def output(self, process):
