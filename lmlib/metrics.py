@@ -8,6 +8,7 @@ copy leaves it out.
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -71,22 +72,28 @@ class MetricsLog:
         Args:
           workdir: made if absent.
           resume_step: the step of the checkpoint that the run goes on from: later lines, and a line
-            that a kill cut short, are dropped. `None` for a run from the beginning: all are.
+            that a kill cut short, are dropped. `None` for a run from the beginning: a file with
+            lines is then renamed to metrics.jsonl.1, or the next number that is free.
           enabled: False on all processes but one; then nothing is read or written.
 
         Attributes:
           missing: which steps up to `resume_step` have no line, in words; `None` if all have.
+          set_aside: what the file of a run before is called now; `None` if there was none.
         """
         self._enabled = enabled
         self.missing: str | None = None
+        self.set_aside: Path | None = None
         if not enabled:
             return
         last = -1 if resume_step is None else resume_step
         folder = Path(workdir)
         make_folder(folder)
         path = folder / FILE_NAME
-        entries = [entry for entry in _entries(path) if entry["step"] <= last]
+        found = list(_entries(path))
+        entries = [entry for entry in found if entry["step"] <= last]
         self.missing = _missing(path, {entry["step"] for entry in entries}, last)
+        if found and resume_step is None:
+            self.set_aside = _set_aside(path)
         write_whole(path, "".join(f"{to_json(entry)}\n" for entry in entries))
         self._file = path.open("r+b", buffering=0)
         self._file.seek(0, os.SEEK_END)
@@ -216,6 +223,17 @@ def missing_lines(workdir: str | os.PathLike[str], last: int) -> str | None:
     """Which steps from 1 to `last` have no line in metrics.jsonl, in words; `None` if all have."""
     path = Path(workdir, FILE_NAME)
     return _missing(path, {entry["step"] for entry in _entries(path)}, last)
+
+
+def _set_aside(path: Path) -> Path:
+    """Renames the file, and returns its new path."""
+    aside = next(
+        each
+        for number in itertools.count(1)
+        if not (each := path.with_name(f"{path.name}.{number}")).exists()
+    )
+    path.rename(aside)
+    return aside
 
 
 def _missing(path: Path, steps: set[int], last: int) -> str | None:

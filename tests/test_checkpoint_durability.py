@@ -37,7 +37,8 @@ def calls() -> Iterator[list[Call]]:
             elif more.get("dir_fd") is not None:
                 place = os.path.join(os.readlink(f"/proc/self/fd/{more['dir_fd']}"), path)
             else:
-                place = os.fspath(path)
+                folder, file = os.path.split(os.path.abspath(path))
+                place = os.path.join(os.path.realpath(folder), file)  # perhaps through /proc
             made.append((name, place))
             return real(path, *others, **more)
 

@@ -1,8 +1,9 @@
 """Saves that are killed or that the storage fails, in processes of their own."""
 
+import contextlib
 import errno
 import os
-import re
+import shutil
 import signal
 
 import jax
@@ -13,7 +14,7 @@ from forked_processes import run_forked
 from sentinels import sentinels
 
 from lmlib.checkpoint import Checkpoints
-from lmlib.checkpoint.failures import storage_error
+from lmlib.checkpoint.failures import named_errors
 
 SIZE = 1 << 16
 
@@ -193,6 +194,46 @@ def test_a_directory_deleted_in_mid_run_is_named(tmp_path):
         assert checkpoints.steps() == [1, 2]
 
 
+def test_a_save_makes_no_directory_again_that_was_moved_in_its_course(tmp_path):
+    directory = tmp_path / "checkpoints"
+    state = {f"weight_{n}": jnp.ones(SIZE) for n in range(64)}
+    with contextlib.suppress(OSError), Checkpoints(directory) as checkpoints:
+        checkpoints.save(1, state, {})
+        directory.rename(tmp_path / "elsewhere")
+    assert os.listdir(tmp_path) == ["elsewhere"]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_directory_that_has_become_another_runs_is_left_as_it_is(tmp_path, ended):
+    """It does so in the middle of a save, whose folder the other run has removed, or not."""
+    others, own = (tmp_path / f"{step}.orbax-checkpoint-tmp" for step in (7, 2))
+    state, lost = {"weight": jnp.ones(4)}, []
+
+    def check() -> None:
+        if lost:
+            raise RuntimeError("another's")
+
+    def lose() -> None:
+        lost.append(True)
+        others.mkdir()
+        if ended:
+            shutil.rmtree(own)
+
+    anothers = pytest.raises(RuntimeError, match="another's")
+    with anothers, Checkpoints(tmp_path, keep=1, check=check) as checkpoints:
+        checkpoints.save(1, state, {})
+        checkpoints.save(2, state, {}, beforehand=lose)
+        for act in (checkpoints.wait, lambda: checkpoints.rank(1, 0.5)):
+            with pytest.raises(RuntimeError, match="another's"):
+                act()
+        with pytest.raises(RuntimeError, match="another's"):
+            checkpoints.save(3, state, {})
+    with pytest.raises(RuntimeError, match="another's"):
+        Checkpoints(tmp_path, check=check)
+    left = {"1", others.name} | (set() if ended else {own.name})
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
 def test_a_path_that_is_no_directory_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=f"cannot open the checkpoints in {tmp_path}/file/below: "):
@@ -220,11 +261,11 @@ def test_the_cause_is_found_in_what_the_storage_raises(tmp_path, code, words):
     chained = RuntimeError("save failed")
     chained.__cause__ = OSError(code, os.strerror(code))
     for error in (OSError(code, os.strerror(code)), text, chained):
-        named = storage_error("save step 2", tmp_path, error)
-        assert named is not None
-        assert named.errno == code
-        assert re.search(words, str(named))
+        with pytest.raises(OSError, match=words) as named, named_errors("save step 2", tmp_path):
+            raise error
+        assert named.value.errno == code
 
 
 def test_other_errors_are_not_blamed_on_the_storage(tmp_path):
-    assert storage_error("save step 2", tmp_path, ValueError("shapes differ")) is None
+    with pytest.raises(ValueError, match=r"^shapes differ$"), named_errors("save step 2", tmp_path):
+        raise ValueError("shapes differ")

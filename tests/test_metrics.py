@@ -90,13 +90,29 @@ def test_no_log_has_no_metrics(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-def test_a_fresh_start_drops_the_lines_of_the_run_before(tmp_path):
-    for loss in (3.0, 2.0):
+def test_a_fresh_start_keeps_the_lines_of_the_runs_before_apart(tmp_path):
+    first, kept = tmp_path / "metrics.jsonl.1", []
+    for loss in (4.0, 3.0, 2.0):
         with MetricsLog(tmp_path, resume_step=None) as log:
+            kept.append(log.set_aside)
             log.write(0, {"loss": loss})
             log.write(1, {"loss": loss})
+    assert kept == [None, first, tmp_path / "metrics.jsonl.2"]
+    assert [json.loads(line)["loss"] for line in first.read_text().splitlines()] == [4.0, 4.0]
     assert strict_lines(tmp_path) == [{"step": 0, "loss": 2.0}, {"step": 1, "loss": 2.0}]
     assert scalars(tmp_path) == [(0, "loss", 2.0), (1, "loss", 2.0)]
+
+
+def test_a_log_that_another_start_has_opened_again_writes_into_no_file_of_its(tmp_path):
+    for resume_step in (None, 1):
+        first = MetricsLog(tmp_path, resume_step=None)
+        first.write(1, {"loss": 4.0})
+        with MetricsLog(tmp_path, resume_step) as second:
+            first.write(2, {"loss": 4.0})
+            second.write(2, {"loss": 3.0})
+            first.close()
+        assert strict_lines(tmp_path)[-1] == {"step": 2, "loss": 3.0}
+        assert len(strict_lines(tmp_path)) == 1 + (resume_step or 0)
 
 
 def test_resuming_purges_tensorboard_from_the_next_step(tmp_path):

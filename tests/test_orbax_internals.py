@@ -31,9 +31,13 @@ def save(directory) -> None:
 
 def test_the_folder_of_a_step_that_is_being_saved(tmp_path):
     made = []
-    sys.addaudithook(
-        lambda event, arguments: made.append(str(arguments[0])) if event == "os.mkdir" else None
-    )
+
+    def note(event, arguments):
+        if event == "os.mkdir":
+            parent, name = os.path.split(arguments[0])
+            made.append(f"{os.path.realpath(parent)}/{name}")
+
+    sys.addaudithook(note)
     save(tmp_path)
     assert f"{tmp_path}/1{orbax_internals.UNFINISHED}" in made
     assert [entry.name for entry in tmp_path.iterdir()] == ["1"]

@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from lmlib.checkpoint import arrays as saved
 from lmlib.checkpoint import folders, orbax_internals, writing
 from lmlib.checkpoint import notes as saved_notes
-from lmlib.checkpoint.failures import storage_error
+from lmlib.checkpoint.failures import named_errors
 from lmlib.checkpoint.manager import open_manager
 from lmlib.checkpoint.manifest import (
     DamagedCheckpointError,
@@ -76,6 +76,7 @@ class Checkpoints:
         keep_steps: Collection[int] = (),
         read_only: bool = False,
         save_seconds: int = 1_200,
+        check: Callable[[], None] = lambda: None,
     ):
         """Opens `directory`, made if absent; removes what a save that was killed has left there.
 
@@ -86,6 +87,9 @@ class Checkpoints:
           keep_steps: these stay too.
           read_only: changes nothing; for reading while a run may be saving.
           save_seconds: limit of a save, and of the processes' wait for each other in it.
+          check: called before anything is written, named or removed there, perhaps in another
+            thread. What it raises, as where the directory is another run's now, prevents that; the
+            same method raises it, or the next `wait`.
 
         Raises:
           ValueError: if a number is out of range, or the directory is a URL.
@@ -99,10 +103,12 @@ class Checkpoints:
         self._digest: Callable[[Path], None] = lambda folder: None
         self._finish: Callable[[], None] = lambda: None
         self._save_seconds = save_seconds
+        self._check = check
         orbax_internals.silence()
         if read_only:
             return
-        with self._named_errors("open the checkpoints"):
+        with named_errors("open the checkpoints", self._directory):
+            self._check()
             if jax.process_index() == 0:
                 make_folder(self._directory)
                 self._remove_unfinished()
@@ -169,6 +175,7 @@ class Checkpoints:
             digests = writing.received_digests(folder)
             manifest = write_manifest(folder, step, described, digests)
             saved.check_layout(folder, manifest, bare)  # what could not be restored is not saved
+            self._check()
 
         self._digest, self._finish, self._saving = digest, finish, step
         self._retention.held = hold
@@ -185,7 +192,7 @@ class Checkpoints:
         Raises OSError as `save` does. A step whose save failed is left alone.
         """
         self.wait()
-        with self._named_errors(f"rank step {step}"):
+        with named_errors(f"rank step {step}", self._directory):
             self._retention.rank(self._directory, step, metric)
 
     def steps(self) -> list[int]:
@@ -307,6 +314,7 @@ class Checkpoints:
         if self._manager is not None:
             with self._recovery(f"save step {self._saving}"):
                 self._manager.wait_until_finished()
+            self._check()
 
     def close(self) -> None:
         """Waits, then ends Orbax's threads; no other method works afterwards."""
@@ -373,28 +381,19 @@ class Checkpoints:
             shutil.rmtree(folder)
 
     @contextlib.contextmanager
-    def _named_errors(self, doing: str) -> Iterator[None]:
-        """Errors of the storage, raised as OSErrors that say what could not be done and why."""
-        try:
-            yield
-        except Exception as error:
-            if (named := storage_error(doing, self._directory, error)) is not None:
-                raise named from error
-            raise
-
-    @contextlib.contextmanager
     def _recovery(self, doing: str) -> Iterator[None]:
         """After an error, the directory and Orbax are again as they were before the save.
 
         Not where there are other processes: they wait for this one in the middle of their save.
         """
-        with self._named_errors(doing):
-            try:
+        try:
+            with named_errors(doing, self._directory):
                 yield
-            except Exception:
-                if jax.process_count() == 1:
-                    with contextlib.suppress(OSError):
-                        self._remove_unfinished()
-                    with contextlib.suppress(Exception):  # it may raise the same error again
-                        self._reopen()
-                raise
+        except Exception:
+            self._check()
+            if jax.process_count() == 1:
+                with contextlib.suppress(OSError):
+                    self._remove_unfinished()
+                with contextlib.suppress(Exception):  # it may raise the same error again
+                    self._reopen()
+            raise

@@ -1,18 +1,32 @@
 """Errors of the storage that Orbax and TensorStore raise, as messages that name the directory."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from lmlib.checkpoint.orbax_internals import tensorstore_error_number
 from lmlib.storage_failures import storage_failure
 
 
-def storage_error(doing: str, directory: Path, error: BaseException) -> OSError | None:
-    """An error that names directory and cause, or `None` if the storage is not to blame.
+@contextlib.contextmanager
+def named_errors(doing: str, directory: Path) -> Iterator[None]:
+    """A block whose errors of the storage are raised as OSErrors that name directory and cause.
+
+    Orbax and TensorStore raise OSErrors, or others with the text of one inside.
 
     Args:
       doing: what failed, as in `cannot {doing}`.
-      error: as Orbax or TensorStore raised it: an OSError, or one with its text inside.
     """
+    try:
+        yield
+    except Exception as error:
+        if (named := _named(doing, directory, error)) is not None:
+            raise named from error
+        raise
+
+
+def _named(doing: str, directory: Path, error: Exception) -> OSError | None:
+    """`None` if the storage is not to blame."""
     code = _error_number(error)
     if code is None:
         return None

@@ -9,7 +9,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy
 from lmlib.checkpoint import arrays as saved
 from lmlib.checkpoint import notes as saved_notes
 from lmlib.checkpoint.manifest import MANIFEST
-from lmlib.checkpoint.orbax_internals import STEP_FILES, ManagerInAnyFolder
+from lmlib.checkpoint.orbax_internals import STEP_FILES, ManagerOfOneFolder
 from lmlib.checkpoint.processes import orbax_barrier
 from lmlib.checkpoint.writing import ArraysHandler
 from lmlib.whole_file import sync
@@ -53,7 +53,7 @@ def open_manager(
     )
 
 
-class _Manager(ManagerInAnyFolder):
+class _Manager(ManagerOfOneFolder):
     def reached_preemption(self, step: int) -> bool:
         """Never: Orbax would ask JAX after each save. A run that stops on signals asks JAX itself,
         after each step, and JAX must not be asked about earlier steps in between."""

@@ -23,9 +23,7 @@ STEP_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # written after the
 LAYOUTS = "array_metadatas"
 STATE_FILES = ("_METADATA", "_sharding", "commit_success.txt", f"{LAYOUTS}/")
 
-# Orbax finds files by patterns and takes gs:/ for a bucket, TensorStore takes a backslash for a
-# slash, and both want UTF-8.
-_MISREAD = re.compile(r"[*?\[\\\ud800-\udfff]|gs:(/|$)")
+_OPEN = Path("/proc/self/fd")  # Linux has what is open there, by its number
 _NO_OCDBT = "merge of OCDBT"
 _WAITED = "Waiting for previous save"
 _CLOSED = "Event loop is closed"
@@ -33,16 +31,22 @@ _OF_A_CHUNK = "async_serialize_from_host"
 _ERROR_NUMBER = re.compile(r"os_error_code='(\d+)'")
 
 
-class ManagerInAnyFolder(ocp.CheckpointManager):
-    """Orbax's manager, in a directory whose path may hold any character."""
+class ManagerOfOneFolder(ocp.CheckpointManager):
+    """Orbax's manager of a directory that is there when it is made.
+
+    It holds the directory open, and has no other path to it. So that path may hold any character:
+    Orbax finds files by patterns and takes gs:/ for a bucket, TensorStore takes a backslash for a
+    slash, and both want UTF-8. And a save goes nowhere else: TensorStore makes the folders above a
+    file, also those that were deleted or moved since.
+    """
 
     def __init__(self, directory: Path, **settings: Any):
-        """Takes what Orbax's takes; `directory` exists."""
+        """Takes what Orbax's takes."""
         self._opened = contextlib.ExitStack()
-        if _MISREAD.search(str(directory)):
+        if _OPEN.is_dir() and directory.is_dir():
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             self._opened.callback(os.close, descriptor)
-            directory = Path(f"/proc/self/fd/{descriptor}")
+            directory = _OPEN / str(descriptor)
         super().__init__(directory, **settings)
 
     def close(self) -> None:

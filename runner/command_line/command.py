@@ -18,7 +18,7 @@ from runner.command_line.errors import (
     ConfigError,
     StoppedEarly,
     TrainingStopped,
-    WorkdirTaken,
+    WorkdirLost,
     in_words,
 )
 from runner.processes.endings import FAILED, FINISHED, MISTAKE, STOPPED
@@ -26,7 +26,7 @@ from runner.processes.endings import FAILED, FINISHED, MISTAKE, STOPPED
 DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
 
 # Their messages say all that a user needs: what, where, and what to do.
-_TOLD = (ConfigError, TrainingStopped, WorkdirTaken, OSError, DamagedDataError)
+_TOLD = (ConfigError, TrainingStopped, WorkdirLost, OSError, DamagedDataError)
 _HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
 
 

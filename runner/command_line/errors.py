@@ -2,8 +2,12 @@
 
 import contextlib
 import difflib
+import errno
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from lmlib.storage_failures import storage_failure
 
 _OF_TRACEBACKS = "JAX has removed its internal frames"  # a note of JAX's
 _FROM_FIDDLE = re.compile(r"\s*Fiddle context: .*? at <root>\.?(.*?) with .*", re.DOTALL)
@@ -21,8 +25,8 @@ class StoppedEarly(RuntimeError):
     """A signal asked the run to stop, and its checkpoint is whole; all processes find the same."""
 
 
-class WorkdirTaken(RuntimeError):
-    """Another run has taken this one for dead, and its workdir; process 0 alone finds it."""
+class WorkdirLost(RuntimeError):
+    """The workdir is no longer this run's: deleted, or another's; process 0 alone finds it."""
 
 
 # What all processes of a run find alike.
@@ -42,8 +46,11 @@ def in_words(error: BaseException) -> str:
 
     Of what Fiddle adds, with all arguments, only the part of the config where the error came up.
     """
+    notes = [note for note in getattr(error, "__notes__", ()) if _OF_TRACEBACKS not in note]
+    if isinstance(error, OSError) and (error.errno, type(error.filename)) == (errno.ENOSPC, str):
+        file = Path(error.filename)
+        error = storage_failure(f"write {file}", file.parent, errno.ENOSPC)
     numbered = isinstance(error, OSError) and error.filename is None and error.strerror
-    notes = (note for note in getattr(error, "__notes__", ()) if _OF_TRACEBACKS not in note)
     text = " ".join([numbered or str(error), *notes])
     return _FROM_FIDDLE.sub(lambda found: f" (in {found[1]})" if found[1] else "", text)
 

@@ -3,11 +3,15 @@
 The kernel locks the file (`flock`), and unlocks it however its owner ends. Where that lock does not
 reach, on another host say, the file's content does: the owner renews it every ten seconds, and what
 has not changed for a minute, on the clock of the process that looks, is a dead run's.
+
+A file can be deleted, by whoever takes it for a leftover. So the owner looks before it writes
+anything: the file must be the one that it made, and hold what it wrote.
 """
 
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import getpass
 import json
@@ -20,7 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runner.command_line.errors import ConfigError, WorkdirTaken
+from lmlib.storage_failures import storage_failure
+from runner.command_line.errors import ConfigError, WorkdirLost, in_words
 
 FILE_NAME = "lock"
 RENEW_SECONDS = 10.0
@@ -57,7 +62,7 @@ class WorkdirLock:
     """Holds the lock of a workdir while the block runs.
 
     with WorkdirLock(workdir) as lock:
-        lock.check()  # before a write
+        lock.check()  # before each write
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class WorkdirLock:
         self._enabled = enabled
         self._mutex = threading.Lock()
         self._closed = threading.Event()
-        self._other: Owner | None = None  # who has taken the lock from this run
+        self._lost: str | None = None  # how this run lost the lock
         self._made: list[Path] = []
         if not enabled:
             return
@@ -92,32 +97,35 @@ class WorkdirLock:
                 workdir.mkdir(parents=True, exist_ok=True)
                 taken = _take(self._file)
         except OSError as error:
+            told = f"cannot write {self._file}: {error.strerror}"
+            if error.errno == errno.ENOSPC:  # which has two causes
+                told = in_words(storage_failure(f"write {self._file}", workdir, errno.ENOSPC))
             self._remove_made()
-            raise ConfigError(f"cannot write {self._file}: {error.strerror}") from error
+            raise ConfigError(told) from error
         except ConfigError:
             self._remove_made()
             raise
         self._descriptor, self._owner = taken
-        self._looked_at = _seconds_awake_or_not()
+        self._made_file = os.fstat(self._descriptor)
+        self._renewed_at = _seconds_awake_or_not()
         threading.Thread(target=self._keep, name="lock", daemon=True).start()
 
     def check(self) -> None:
-        """Raises WorkdirTaken if another run holds the lock now; costs nothing as a rule."""
-        if not self._enabled:
+        """Raises WorkdirLost, saying how, if the lock is this run's no more.
+
+        It reads a small file; any thread may call it.
+        """
+        if not self._enabled or self._closed.is_set():
             return
-        if _seconds_awake_or_not() - self._looked_at > 2 * RENEW_SECONDS:
-            self._look()  # this process, or its host, has been asleep
-        if self._other is not None:
-            raise WorkdirTaken(
-                f"{self._other} has taken over {self._file.parent}, since nothing was heard of "
-                f"this process for {ABANDONED_SECONDS:g} s; it ends, and writes nothing more"
-            )
+        self._look()
+        if self._lost is not None:
+            raise WorkdirLost(self._lost)
 
     def __enter__(self) -> "WorkdirLock":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Gives the lock back; if another has it, raises WorkdirTaken whatever else went wrong."""
+        """Gives the lock back; if it is lost, raises WorkdirLost whatever else went wrong."""
         if not self._enabled:
             return
         try:
@@ -125,27 +133,57 @@ class WorkdirLock:
         finally:
             with self._mutex:
                 self._closed.set()
-                with contextlib.suppress(OSError):
-                    if _is_at(self._descriptor, self._file):
+                if self._lost is None:
+                    with contextlib.suppress(OSError):
                         self._file.unlink()
                 os.close(self._descriptor)
-            self._remove_made()
+            if self._lost is None:  # else the folders may be another's
+                self._remove_made()
 
     def _keep(self) -> None:
-        while not self._closed.wait(RENEW_SECONDS) and self._other is None:
+        while not self._closed.wait(RENEW_SECONDS):
             self._look()
             with self._mutex, contextlib.suppress(OSError):
-                if self._other is None and not self._closed.is_set():
-                    _write(self._descriptor, self._owner)
+                if self._lost is not None or self._closed.is_set():
+                    return
+                _write(self._descriptor, self._owner)
+                self._renewed_at = _seconds_awake_or_not()
 
     def _look(self) -> None:
         """Sees whose lock it is; where that cannot be read now, the next look may show it."""
-        with contextlib.suppress(OSError):
-            found = _owner(self._file.read_bytes())
-            if found is None or found.start == self._owner.start:
-                self._looked_at = _seconds_awake_or_not()
-            else:
-                self._other = found
+        other, same_file = None, False
+        try:
+            with self._file.open("rb") as file:
+                owner = _owner(file.read())
+                same_file = os.path.samestat(os.fstat(file.fileno()), self._made_file)
+            other = None if owner is None or owner.start == self._owner.start else owner
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:
+            return
+        if self._lost is None and (other is not None or not same_file):
+            self._lost = self._how_lost(other)
+
+    def _how_lost(self, other: Owner | None) -> str:
+        """In words, and what follows; `other` holds the lock now."""
+        workdir = self._file.parent
+        silent = _seconds_awake_or_not() - self._renewed_at
+        ends = "this process ends, and writes nothing more"
+        if other is not None and silent >= ABANDONED_SECONDS:
+            silence = f"nothing was heard of this process for {silent:.0f} s"
+            return f"{other} has taken over {workdir}, since {silence}: {ends}"
+        if not workdir.is_dir():
+            return (
+                f"{workdir} was deleted or moved while this run went on there: {ends}. If it was "
+                "moved, the same command goes on with its new path as --workdir"
+            )
+        deleted = f"{self._file} was deleted while this run went on, and"
+        if other is not None:
+            return f"{deleted} {other} has begun there: {ends}"
+        return (
+            f"{deleted} another one may begin there at any time: {ends}. The same command goes on "
+            "from the newest checkpoint"
+        )
 
     def _remove_made(self) -> None:
         """Removes the folders that were made for the lock, unless something lies in them now."""

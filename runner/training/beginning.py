@@ -1,7 +1,7 @@
 """What a run begins with: its newest checkpoint, weights that are there, or new ones."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import fiddle as fdl
@@ -13,7 +13,7 @@ from lmlib.checkpoint.folders import steps_in
 from lmlib.data.resumable import Resumable
 from lmlib.data.stored_json import read_text
 from lmlib.experiment import Experiment
-from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.errors import ConfigError, TrainingStopped, user_errors
 from runner.config.text import changed_paths, difference, flattened
 from runner.training import data_probe
 from runner.training.companion import check_companion, companion_of, is_companion_note
@@ -122,6 +122,17 @@ def begin(
         )
     progress.message(f"beginning with the weights of {initialised_from}")
     return Beginning(experiment.begin(model, companion), 0, 0, None, initialised_from)
+
+
+def check_newest(beginning: Beginning, steps: Sequence[int], directory: Path) -> None:
+    """Raises TrainingStopped if one of `steps`, the checkpoints of now, came after `beginning`."""
+    damaged = {error.folder.name for error in beginning.damaged}
+    newer = [step for step in steps if step > beginning.step and str(step) not in damaged]
+    if newer:
+        raise TrainingStopped(
+            f"another run has saved step {newer[-1]:,} in {directory} while this one began after "
+            f"step {beginning.step:,}: see that it has ended; the same command goes on from there"
+        )
 
 
 def check_config(

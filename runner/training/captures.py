@@ -33,6 +33,7 @@ from lmlib.python_command import python_command
 from lmlib.whole_file import make_folder, sync, sync_folders, write_whole
 from runner.command_line.errors import in_words
 from runner.processes.agreement import from_first
+from runner.processes.lock import WorkdirLock
 from runner.training.recorder import Line
 from runner.training.saving import Saver
 
@@ -48,12 +49,15 @@ class Captures:
         experiment: Experiment,
         workdir: Path,
         saver: Saver,
+        lock: WorkdirLock,
         initialised_from: str | None,
     ):
-        """`initialised_from` says whose weights the run began with, if they were not new."""
+        """`lock` is looked at before something is written; `initialised_from` says whose weights
+        the run began with, if they were not new."""
         self._experiment = experiment
         self._workdir = workdir
         self._saver = saver
+        self._lock = lock
         self._initialised_from = initialised_from
 
     def take(self, line: Line, batch: Batch) -> str | None:
@@ -70,6 +74,7 @@ class Captures:
         fields = {name: getattr(batch, name) for name in _FIELDS}
         rows = {name: _whole(field) for name, field in fields.items() if field is not None}
         folder = self._workdir / FOLDER / str(step)
+        self._lock.check()
         if jax.process_index() == 0:
             try:
                 self._write(folder, line, rows)

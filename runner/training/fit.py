@@ -36,7 +36,7 @@ from runner.processes.agreement import (
     require_same_workdir,
 )
 from runner.processes.lock import WorkdirLock
-from runner.training.beginning import Beginning, begin, check_config
+from runner.training.beginning import Beginning, begin, check_config, check_newest
 from runner.training.captures import Captures
 from runner.training.companion import companion_note
 from runner.training.compiled_step import (
@@ -105,7 +105,8 @@ def fit(
       ConfigError: if the parts of the experiment do not fit each other, or the checkpoint does not
         fit them, or if another run goes on in `workdir`; before anything compiles.
       TrainingStopped: if updates or saves fail one after the other.
-      WorkdirTaken: if a run of another host has taken this one for dead.
+      WorkdirLost: if the workdir or its lock was deleted meanwhile, or another host's run has taken
+        this one for dead.
       StoppedEarly: if `options.stop` said so.
     """
     require_equal_devices()
@@ -127,7 +128,8 @@ def fit(
     shown = primary if options.reports is None else options.reports
     with agreed():
         lock = WorkdirLock(workdir, enabled=primary)
-    with lock, Progress(experiment.steps, stream=sys.stderr if shown else None) as progress:
+    # The lock ends first: what goes wrong once it is lost is no news of this run's.
+    with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress, lock:
         require_same_workdir(workdir)
         with agreed():
             check_config(cfg, workdir, options.allowed_changes, progress)
@@ -141,6 +143,7 @@ def fit(
         phases.enter(Phase.STARTUP)
         # Before this line, and whatever the user's mistake, nothing is written that stays.
         with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
+            check_newest(beginning, from_first(checkpoints.steps()), workdir / "checkpoints")
             checkpoints.set_aside(beginning.damaged)
             state, summary = beginning.state, None
             if beginning.step >= experiment.steps:
@@ -151,7 +154,7 @@ def fit(
             if summary is None:
                 if primary:
                     progress.keep(workdir)
-                with GoodputLog(workdir, phases, enabled=primary) as goodput:
+                with GoodputLog(workdir, phases, lock.check, enabled=primary) as goodput:
                     if goodput.problem is not None:
                         progress.message(f"WARNING: {goodput.problem}")
                     if beginning.step < experiment.steps or run.unevaluated(beginning.step):
@@ -181,7 +184,8 @@ class _Run:
 
     @property
     def samples(self) -> Samples:
-        return Samples(self.experiment, self.workdir, self.progress.message, self.primary)
+        tell = self.progress.message
+        return Samples(self.experiment, self.workdir, self.lock, tell, self.primary)
 
     def announce(self) -> None:
         experiment = self.experiment
@@ -207,6 +211,7 @@ class _Run:
                 # Imported weights, of which the frozen ones are read again at every start.
                 keep_steps=() if self.experiment.recipe.trained is None else (WEIGHTS_ALONE,),
                 save_seconds=max(1, round(limits.checkpoint)),
+                check=self.lock.check,
             )
 
     def make_steps(
@@ -215,6 +220,7 @@ class _Run:
         """The state after the last step."""
         experiment, progress, workdir = self.experiment, self.progress, self.workdir
         repeated = max([goodput.furthest, *(line["step"] for line in read_metrics(workdir)[-1:])])
+        self.lock.check()  # the log begins with a file of its own
         with (
             MetricsLog(workdir, beginning.step or None, enabled=self.primary) as log,
             # Prefetching begins here, so that it goes on while the step compiles.
@@ -222,8 +228,11 @@ class _Run:
         ):
             if log.missing is not None:
                 progress.message(f"WARNING: {log.missing}")
+            if log.set_aside is not None:
+                progress.message(f"the metrics of the run before are kept in {log.set_aside}")
             with self.phases.during(Phase.COMPILE):
                 compiled = self._compile(beginning.state)
+            self.lock.check()
             if self.options.dump_hlo and self.primary:
                 progress.message(dump_program(compiled, workdir))
             profiler = self._profiler(compiled)
@@ -250,7 +259,7 @@ class _Run:
                 samples=self.samples,
                 recorder=recorder,
                 saver=saver,
-                captures=Captures(experiment, workdir, saver, origin),
+                captures=Captures(experiment, workdir, saver, self.lock, origin),
                 profiler=profiler,
                 phases=self.phases,
                 lock=self.lock,
@@ -296,6 +305,7 @@ class _Run:
             summary.save(self.workdir)
         if samples := self.samples.write(self.experiment.steps, state.whole_model):
             summary = dataclasses.replace(summary, samples=samples, goodput=goodput.total())
+            self.lock.check()
             if self.primary:
                 summary.save(self.workdir)
         return summary

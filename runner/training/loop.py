@@ -73,7 +73,7 @@ class Loop:
         Raises:
           StoppedEarly: if `stop` says so; the checkpoint of that step is whole.
           TrainingStopped: if updates or saves fail one after the other.
-          WorkdirTaken: if another run has taken this one for dead.
+          WorkdirLost: if the workdir is no longer this run's.
         """
         experiment = self.experiment
         unread: _Dispatched | None = None
@@ -133,6 +133,7 @@ class Loop:
         self.saver.settle()
         with self.phases.during(Phase.EVALUATION):
             metrics = self.validation.metrics(state.whole_model)
+        self.lock.check()
         # First, since a line that has them says that the evaluation is done.
         self.saver.rank(step, metrics)
         self.recorder.add(step, metrics, self.validation.seen(whole=False))

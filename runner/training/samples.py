@@ -13,8 +13,9 @@ from lmlib.experiment import Experiment
 from lmlib.generate import Generator, Sampling
 from lmlib.metrics import MetricsLog
 from lmlib.whole_file import make_folder, write_whole
-from runner.command_line.errors import ConfigError, in_words, user_errors
+from runner.command_line.errors import ConfigError, WorkdirLost, in_words, user_errors
 from runner.processes.agreement import agreed
+from runner.processes.lock import WorkdirLock
 
 FOLDER = "samples"
 TOKENS = 48
@@ -28,12 +29,14 @@ class Samples:
     why and goes on.
 
     Args:
+      lock: looked at before something is written.
       tell: shows a line above the progress.
       primary: whether this process writes files; all of them make the samples.
     """
 
     experiment: Experiment
     workdir: Path
+    lock: WorkdirLock
     tell: Callable[[str], None]
     primary: bool
 
@@ -47,12 +50,15 @@ class Samples:
         must call it."""
         try:
             texts = continued(self.experiment, model)
+            self.lock.check()
             if texts and self.primary:
                 make_folder(self.workdir / FOLDER)
                 write_whole(self.workdir / FOLDER / f"{step:08d}.txt", _page(texts))
                 if log is not None:
                     log.write_text(step, FOLDER, _page(texts))
             return texts
+        except WorkdirLost:
+            raise
         except Exception as error:
             reason = in_words(error).partition("\n")[0]
             self.tell(f"WARNING: the prompts are not continued: {type(error).__name__}: {reason}")

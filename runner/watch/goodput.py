@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from lmlib.data.stored_json import read_json
 from lmlib.quantities import duration_text
 from lmlib.table import columns
 from lmlib.whole_file import write_whole
-from runner.command_line.errors import WorkdirTaken
 from runner.watch.phases import Phase, Phases
 
 FILE_NAME = "goodput.json"
@@ -68,14 +67,24 @@ class Goodput:
 class GoodputLog:
     """Keeps `workdir/goodput.json`; writes it if `enabled`, which it is on one process."""
 
-    def __init__(self, workdir: Path, phases: Phases, enabled: bool = True):
+    def __init__(
+        self,
+        workdir: Path,
+        phases: Phases,
+        check: Callable[[], None] = lambda: None,
+        enabled: bool = True,
+    ):
         """Reads what earlier starts left; what cannot be read is not counted.
+
+        Args:
+          check: called before each write, which it prevents if it raises.
 
         Attributes:
           problem: what could not be read, in words; `None` if all could.
         """
         self._file = workdir / FILE_NAME
         self._phases = phases
+        self._check = check
         self._enabled = enabled
         self._earlier, self.problem = _read(self._file)
         self._began = time.time() - sum(phases.seconds().values())
@@ -102,6 +111,7 @@ class GoodputLog:
         self._written_at = time.monotonic()
         if not self._enabled:
             return
+        self._check()
         starts = [dataclasses.asdict(start) for start in (*self._earlier, self._start())]
         with contextlib.suppress(OSError):
             write_whole(self._file, json.dumps({"starts": starts}, indent=1) + "\n")
@@ -109,9 +119,8 @@ class GoodputLog:
     def __enter__(self) -> "GoodputLog":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is not WorkdirTaken:
-            self.write()
+    def __exit__(self, *exception: object) -> None:
+        self.write()
 
     def _start(self) -> Start:
         seconds = {str(phase): value for phase, value in self._phases.seconds().items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lmlib.quantities import count_text
-from runner.command_line.errors import WorkdirTaken
+from runner.command_line.errors import WorkdirLost
 from runner.watch.live_line import CLEAR_LINE, fitting
 from runner.watch.run_log import RunLog
 
@@ -140,7 +140,7 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
-        taken = kind is not None and issubclass(kind, WorkdirTaken)
+        taken = kind is not None and issubclass(kind, WorkdirLost)
         if kind is not None and self._log is not None and not taken:  # else it is another's
             self._log.write(f"ended by {kind.__name__}: {error}")
 

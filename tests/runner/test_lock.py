@@ -1,7 +1,10 @@
 """One run at a time in a workdir: by the kernel's lock, and beyond its reach by the content."""
 
+import errno
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,7 +16,7 @@ from small_experiment import small
 
 import runner
 from runner import Options, fit
-from runner.command_line.errors import ConfigError, WorkdirTaken
+from runner.command_line.errors import ConfigError, WorkdirLost
 from runner.processes import lock
 from runner.processes.lock import WorkdirLock, wait_for_lock
 
@@ -154,20 +157,101 @@ def test_what_a_power_cut_left_of_a_lock_holds_nobody_up(tmp_path, content):
 
 
 def test_a_lock_that_another_run_has_taken_over_is_noticed(elsewhere, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.0)  # as if this process had slept each time
-    taken = pytest.raises(WorkdirTaken, match=r"^ada \(pid 7 on far.* has taken over .*mine, since")
+    monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.0)  # as if this process had slept for long
+    taken = pytest.raises(WorkdirLost, match=r"^ada \(pid 7 on far.* has taken over .*mine, since")
     with taken, WorkdirLock(tmp_path / "mine") as mine:
         mine.check()
         (elsewhere / "lock").rename(tmp_path / "mine" / "lock")
-        with pytest.raises(WorkdirTaken):
+        with pytest.raises(WorkdirLost):
             mine.check()
         raise OSError("whatever else goes wrong then")
     assert os.listdir(tmp_path / "mine") == ["lock"]
 
 
+@pytest.mark.parametrize("kernel_locks", [True, False])
+def test_a_lock_that_was_deleted_is_noticed_beside_the_run_that_it_let_in(
+    tmp_path, monkeypatch, kernel_locks
+):
+    def without_locks(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not kernel_locks:
+        monkeypatch.setattr(fcntl, "flock", without_locks)
+    first = WorkdirLock(tmp_path)
+    first.check()
+    (tmp_path / "lock").unlink()
+    with WorkdirLock(tmp_path) as second:
+        told = rf"lock was deleted .* and .*\(pid {os.getpid()} on .* has begun there: this process"
+        for look in (first.check, first.__exit__):
+            with pytest.raises(WorkdirLost, match=told):
+                look()
+        second.check()
+
+
+def replace_by_a_copy(workdir: Path) -> None:
+    (workdir / "copy").write_bytes((workdir / "lock").read_bytes())
+    (workdir / "copy").rename(workdir / "lock")
+
+
+def write_into_it(workdir: Path) -> None:
+    """As a run does where there are no locks, when somebody has emptied the file."""
+    owner = json.loads((workdir / "lock").read_text()) | {"user": "ada", "start": "another"}
+    (workdir / "lock").write_text(json.dumps(owner))
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda workdir: (workdir / "lock").unlink(), "lock was deleted .* and another one may"),
+        (replace_by_a_copy, "lock was deleted .* and another one may begin there"),
+        (write_into_it, "lock was deleted .* and ada .* has begun there"),
+        (shutil.rmtree, "run was deleted or moved while this run went on there"),
+        (lambda workdir: workdir.rename(workdir.with_name("moved")), "run was deleted or moved"),
+    ],
+)
+def test_what_becomes_of_a_lock_or_its_folder_is_noticed(tmp_path, act, told):
+    with pytest.raises(WorkdirLost, match=told), WorkdirLock(tmp_path / "run") as held:
+        act(tmp_path / "run")
+        with pytest.raises(WorkdirLost, match=told):
+            held.check()
+
+
+def test_an_emptied_lock_is_still_its_owners(tmp_path):
+    with WorkdirLock(tmp_path) as held:
+        (tmp_path / "lock").write_text("")
+        held.check()
+        with pytest.raises(ConfigError, match="in use by a run that has just begun"):
+            WorkdirLock(tmp_path)
+
+
+def without_events(files: dict[str, bytes]) -> dict[str, bytes]:
+    """All but TensorBoard's: each start has a file of its own there."""
+    return {name: files[name] for name in files if not name.startswith("tensorboard/")}
+
+
+def test_a_run_whose_lock_is_deleted_disturbs_the_next_in_nothing(tmp_path):
+    """The second begins while the first goes on, and ends before that makes its next step."""
+    workdir, seconds = tmp_path / "run", []
+
+    def start_another(step: int) -> bool:
+        if step == 2:
+            (workdir / "lock").unlink()
+            seconds.append(fit(small("steps=3"), workdir))
+            seconds.append(files_of(workdir))
+        return False
+
+    with pytest.raises(WorkdirLost, match="lock was deleted while this run went on, and another"):
+        fit(small("steps=4"), workdir, Options(stop=start_another))
+    second, left = seconds
+    assert [line["step"] for line in second.metrics] == [1, 2, 3]
+    assert without_events(files_of(workdir)) == without_events(left)
+    (lines,) = (left[name] for name in left if name.startswith("metrics.jsonl."))
+    assert [json.loads(line)["step"] for line in lines.splitlines()] == [1]
+
+
 @pytest.mark.slow
 def test_a_run_that_was_taken_for_dead_writes_nothing_more(elsewhere, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.0)
+    monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.0)
     workdir, before = tmp_path / "taken", {}
 
     def take(step: int) -> bool:
@@ -176,8 +260,6 @@ def test_a_run_that_was_taken_for_dead_writes_nothing_more(elsewhere, tmp_path, 
             before.update(files_of(workdir))
         return False
 
-    with pytest.raises(WorkdirTaken, match=r"^ada \(pid 7 on far.* has taken over .*taken, since"):
+    with pytest.raises(WorkdirLost, match=r"^ada \(pid 7 on far.* has taken over .*taken, since"):
         fit(small("steps=3"), workdir, Options(stop=take))
-    after = files_of(workdir)
-    events = [name for name in after if name.startswith("tensorboard/")]  # a file of its own
-    assert {**after, **dict.fromkeys(events)} == {**before, **dict.fromkeys(events)}
+    assert without_events(files_of(workdir)) == without_events(before)

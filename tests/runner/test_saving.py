@@ -1,6 +1,7 @@
 """Saves that fail while a run goes on, really, on a disk that takes nothing; what is never saved,
 what stays, and that a state is saved before it is evaluated."""
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from folder_contents import files_of
 from sentinels import sentinels
 from small_experiment import small
 
@@ -22,7 +24,9 @@ from lmlib.guard import not_finite
 from lmlib.metrics import read_metrics
 from lmlib.optim import Optimizer, adamw
 from runner import fit
-from runner.command_line.errors import TrainingStopped
+from runner.command_line.command import exit_code
+from runner.command_line.errors import TrainingStopped, WorkdirLost
+from runner.processes.endings import FAILED
 
 
 class Disturbing(Synthetic):
@@ -100,9 +104,56 @@ def test_a_run_whose_last_save_failed_is_not_finished(tmp_path):
 @pytest.mark.slow
 def test_a_workdir_that_is_deleted_is_told(tmp_path):
     workdir = tmp_path / "run"
-    cfg = disturbed(workdir, {13: "delete"}, "tolerated_failed_saves=0")
-    with pytest.raises(TrainingStopped, match=r"^cannot save step 15 in .*was deleted or moved"):
+    cfg = disturbed(workdir, {13: "delete"})
+    with pytest.raises(WorkdirLost, match=f"^{workdir} was deleted or moved while") as told:
         fit(cfg, workdir)
+    assert exit_code(told.value) == FAILED
+    assert not workdir.exists()
+
+
+def test_a_save_in_whose_course_the_lock_is_lost_gives_no_checkpoint(tmp_path, monkeypatch):
+    """The lock goes when the lines of the step are on the disk, right before its checkpoint is."""
+    fsync, lost = os.fsync, []
+
+    def lose(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path / "metrics.jsonl"):
+            (tmp_path / "lock").unlink(missing_ok=True)
+            lost.append(descriptor)
+
+    monkeypatch.setattr(os, "fsync", lose)
+    with pytest.raises(WorkdirLost, match="lock was deleted"):
+        fit(small("steps=4", "checkpoint_every=2"), tmp_path)
+    assert lost
+    assert saved_steps(tmp_path / "checkpoints") == []
+    assert not (tmp_path / "result.json").exists()
+
+
+class BringsBack(Synthetic):
+    """Renames a folder when a batch is first asked for: as the data is checked at a start."""
+
+    def __init__(self, renamed: str, to: str, **settings: int):
+        super().__init__(**settings)
+        self._renamed, self._to = Path(renamed), to
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        if self._renamed.exists():
+            self._renamed.rename(self._to)
+        return super().batch(step, rows)
+
+
+def test_a_checkpoint_that_another_run_saves_while_one_begins_is_told(tmp_path):
+    cfg = small("steps=4", "checkpoint_every=2")
+    fit(cfg, tmp_path)
+    step, away = tmp_path / "checkpoints" / "4", tmp_path / "elsewhere"
+    step.rename(away)
+    sizes = {"vocab_size": 512, "batch_size": 8, "sequence_length": 64}
+    cfg.data = fdl.Config(BringsBack, str(away), str(step), **sizes)
+    before = files_of(step.parent / "2")
+    with pytest.raises(TrainingStopped, match=r"another run has saved step 4 .* after step 2"):
+        fit(cfg, tmp_path)
+    assert saved_steps(tmp_path / "checkpoints") == [2, 4]
+    assert files_of(step.parent / "2") == before
 
 
 def breaks_down(steps: int, of_the_state: bool) -> Optimizer:

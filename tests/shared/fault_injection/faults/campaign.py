@@ -6,6 +6,7 @@ from random import Random
 
 from fault_injection import damage
 from fault_injection.faults.data import data_changed
+from fault_injection.faults.deletions import lock_deleted, workdir_deleted, workdir_moved
 from fault_injection.faults.disks import (
     LESS_THAN_A_WEIGHT,
     disk_full_for_a_while,
@@ -53,6 +54,9 @@ OF_ONE_PROCESS = (
     damaged("the manifest deleted", 2, damage.delete_the_manifest),
     damaged("a stray file", 2, damage.add_a_stray_file),
     started_twice("a second start", 4),
+    lock_deleted(4),
+    workdir_deleted(1),
+    workdir_moved(2),
     left_behind("half a line in metrics.jsonl", 2, damage.cut_the_last_line),
     left_behind("tensorboard/ deleted", 2, damage.delete_tensorboard),
     left_behind("half of a new config.json", 2, damage.leave_half_a_config),
