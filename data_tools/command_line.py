@@ -11,6 +11,8 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
+from lmlib.terminal_text import guard_terminals
+
 _HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
 MISTAKE, INTERRUPTED = 2, 130  # exit status
 
@@ -27,8 +29,11 @@ def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = Fa
     in one line on stderr that begins with `name`; the status is then 2, or 130 after Ctrl-C.
     --help shows the docstring of `__main__`, its flags and those that it has adopted.
     One that is `resumable` says after Ctrl-C or SIGTERM that it goes on when it is given again; the
-    status is then 128 and the signal's number. A RuntimeError of it is told as well.
+    status is then 128 and the signal's number. A RuntimeError of it is told as well. Terminals show
+    control characters, wherever a text is from.
     """
+    guard_terminals()
+    logging.get_absl_handler().python_handler.setStream(sys.stderr)
 
     def main(arguments: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)  # JAX tells of each backend it does not find
@@ -84,7 +89,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _told(name: str, error: Exception) -> int:
-    print(f"{name}:", " ".join(str(error).split()), file=sys.stderr)
+    print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
     return MISTAKE
 
 

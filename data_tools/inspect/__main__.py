@@ -40,6 +40,7 @@ from data_tools.inspect.saved_run import FILE_NAME
 from lmlib.data import FlatTokens, Source, TokenizerIdentity
 from lmlib.data.data_path import data_path
 from lmlib.data.seqax import is_seqax_split
+from lmlib.terminal_text import TerminalText
 
 _SPLIT = flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
 _SAMPLES = flags.DEFINE_integer("samples", 3, "How many stretches of text to show.", lower_bound=0)
@@ -191,8 +192,9 @@ def _show_batch(source: Source, decode: Decode | None, step: int) -> None:
     masked = is_masked(source)
     if masked and decode:
         print("text behind a dotted bar (┊) is no target in the loss")
+    write = sys.stdout.write_as_it_is if isinstance(sys.stdout, TerminalText) else sys.stdout.write
     for row in batch_rows(batch, masked=masked):
-        print(f"\n{row_text(row, decode, origins[row.number], colours)}")
+        write(f"\n{row_text(row, decode, origins[row.number], colours)}\n")
 
 
 def _of_run(run: SavedRun, step: int) -> tuple[Source, Decode | None]:

@@ -3,11 +3,11 @@
 import itertools
 import math
 import textwrap
-import unicodedata
 from collections.abc import Iterable, Sequence
 
 from data_tools.inspect.batch_rows import Piece, Row
 from data_tools.inspect.description import Decode, DocumentLengths, Sample, SplitDescription
+from lmlib.terminal_text import shown
 
 _WIDTH = 100
 _BAR = 40  # characters of the longest bar
@@ -98,7 +98,7 @@ def row_text(
     and with `colours` is grey.
     """
     lines = [
-        f"row {row.number}{f' ({origin})' if origin else ''}: {row.tokens:,} tokens, "
+        f"row {row.number}{f' ({_printable(origin)})' if origin else ''}: {row.tokens:,} tokens, "
         f"{row.targets_in_loss:,} targets in the loss"
     ]
     for number, piece in enumerate(row.pieces):
@@ -217,8 +217,5 @@ def _quoted(text: str, bar: str = "│") -> str:
 
 
 def _printable(line: str) -> str:
-    """With escapes for control characters but tabs, which could move a terminal's cursor."""
-    return "".join(
-        ascii(each)[1:-1] if unicodedata.category(each) == "Cc" and each != "\t" else each
-        for each in line
-    )
+    """As terminals show it, in files too, and on one line."""
+    return shown(line).replace("\n", r"\n")

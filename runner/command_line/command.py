@@ -14,12 +14,14 @@ from absl import app, flags, logging
 
 import data_tools
 from lmlib.data.damage import DamagedDataError
+from lmlib.terminal_text import guard_terminals
 from runner.command_line.errors import (
     ConfigError,
     StoppedEarly,
     TrainingStopped,
     WorkdirLost,
     in_words,
+    is_out_of_memory,
 )
 from runner.processes.endings import FAILED, FINISHED, MISTAKE, STOPPED
 
@@ -36,8 +38,11 @@ def run(
     """Runs `command` with the arguments that are no flags; exits with the status it returns.
 
     Errors, also wrong flags, are shown on stderr; the status is then their `exit_code`. `--help`
-    shows the docstring of `__main__`, and what `more_help` makes of the other flags.
+    shows the docstring of `__main__`, and what `more_help` makes of the other flags. Terminals show
+    control characters, wherever a text is from.
     """
+    guard_terminals()
+    logging.get_absl_handler().python_handler.setStream(sys.stderr)
 
     def main(arguments: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)  # JAX tells of each backend that it does not find
@@ -61,18 +66,19 @@ def exit_code(error: BaseException) -> int:
 def tell(error: BaseException, debug: bool) -> None:
     """Writes `error` to stderr: its message if that says all, else, or if `debug`, a traceback."""
     sys.stdout.flush()
-    if debug or not isinstance(error, (*_TOLD, StoppedEarly)):
+    out_of_memory = is_out_of_memory(error)
+    if debug or not (out_of_memory or isinstance(error, (*_TOLD, StoppedEarly))):
         traceback.print_exception(error)
     elif isinstance(error, StoppedEarly):
         print(error, file=sys.stderr)
     else:
         text = in_words(error)
-        # Others may end with a table.
-        print(
-            "error:",
-            " ".join(text.split()) if isinstance(error, ConfigError) else text,
-            file=sys.stderr,
-        )
+        if isinstance(error, ConfigError):
+            text = " ".join(text.split())  # others may end with a table
+        elif out_of_memory:
+            first_line, _, _ = text.partition("\n")  # JAX may list a whole program after it
+            text = f"out of memory: {first_line} (--debug shows where)"
+        print(f"error: {text}", file=sys.stderr)
     sys.stderr.flush()
 
 
@@ -117,6 +123,9 @@ def _parsed(more_help: Callable[[], str], arguments: Sequence[str]) -> list[str]
     others = [argument for argument in written_out if argument not in _HELP]
     try:
         given = flags.FLAGS(others)
+        for name, value in flags.FLAGS.flag_values_dict().items():
+            if value != value:  # which no bound refuses
+                raise ConfigError(f"flag --{name}={value}: {name} must be a number")
         if len(others) == len(written_out):
             return given
         main = sys.modules["__main__"]

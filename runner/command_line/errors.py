@@ -55,6 +55,22 @@ def in_words(error: BaseException) -> str:
     return _FROM_FIDDLE.sub(lambda found: f" (in {found[1]})" if found[1] else "", text)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, NumPy or JAX found too little memory."""
+    # JAX's class is a RuntimeError, and to import it is to import JAX.
+    from_jax = isinstance(error, RuntimeError) and re.search("out of memory", str(error), re.I)
+    return bool(from_jax) or isinstance(error, MemoryError)
+
+
+@contextlib.contextmanager
+def chosen_sizes(smaller: str) -> Iterator[None]:
+    """A block in which a lack of memory is the user's mistake; `smaller` says what would help."""
+    try:
+        yield
+    except MemoryError as error:
+        raise ConfigError(f"{error}: {smaller}") from error
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """A block whose errors are the user's, of settings or files: raises them as `ConfigError`."""

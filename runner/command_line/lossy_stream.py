@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from lmlib.terminal_text import text_stream
+
 PATIENCE_SECONDS = 5.0  # that a reader who takes nothing may hold the writer up
 _AT_ONCE = 4096  # bytes: a pipe that is ready takes so many without blocking (PIPE_BUF on Linux)
 
@@ -114,5 +116,5 @@ def lossy_standard_streams() -> None:
 
 def _lossy(stream: TextIO | None, number: int) -> TextIO:
     encoding = "utf-8" if stream is None else stream.encoding
-    raw: Any = LossyStream(lambda: number)  # unbuffered, as Python's own streams are with -u
-    return io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True)
+    raw = LossyStream(lambda: number)  # unbuffered, as Python's own streams are with -u
+    return text_stream(raw, encoding, redraws=number == 2)

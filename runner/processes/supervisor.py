@@ -5,6 +5,7 @@ supervisors can: they keep what each process writes to its terminal in workdir/l
 which process was missed.
 """
 
+import codecs
 import dataclasses
 import json
 import os
@@ -17,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from runner.command_line.lossy_stream import LossyStream
 from runner.processes.endings import SIGNALLED, Ending, ending
@@ -134,7 +135,8 @@ class _Output(threading.Thread):
         self.process: int | None = None
         self.joined = False
         self._workdir = workdir
-        self._shown_on = {stdout: sys.stdout.buffer, stderr: sys.stderr.buffer}
+        self._told = _Screen(sys.stderr)
+        self._screens = {stdout: _Screen(sys.stdout), stderr: self._told}
         self._connection = connection
         self._end = bytearray()
         self._facts = b""
@@ -145,18 +147,18 @@ class _Output(threading.Thread):
         with selectors.DefaultSelector() as ready:
             # First the connection: it says where the rest belongs.
             ready.register(self._connection, selectors.EVENT_READ)
-            for stream in self._shown_on:
+            for stream in self._screens:
                 ready.register(stream, selectors.EVENT_READ)
             while ready.get_map():
                 streams = [key.fileobj for key, _ in ready.select()]
                 if self._connection in streams and not self._hear():
                     ready.unregister(self._connection)
-                for stream, shown_on in self._shown_on.items():
+                for stream, screen in self._screens.items():
                     if stream in streams:
                         written = os.read(stream.fileno(), 1 << 16)
                         if not written:
                             ready.unregister(stream)
-                        self._keep(written, shown_on)
+                        self._keep(written, screen)
 
     def text(self) -> str:
         """The last of what the child wrote."""
@@ -165,18 +167,18 @@ class _Output(threading.Thread):
     def close(self, told: Ending) -> None:
         """Writes how it ended into the log and, if that is news, to the terminal."""
         if self._log is None:  # it ended before it knew its number: there is no log to look into
-            _show(bytes(self._end), sys.stderr.buffer)
+            self._told.show(bytes(self._end))
         if told.message:
             line = f"{told.message}\n".encode()
             self._write(line)
             if told.is_news:
-                _show(line, sys.stderr.buffer)
+                self._told.show(line)
         if self._log is not None:
             self._log.flush()
             if lost := self._log.dropped:
                 where = log_file(self._workdir, self.process or 0)
                 loss = f"the last {lost:,} bytes of {where} are lost: {self._log.reason}\n"
-                _show(loss.encode(), sys.stderr.buffer)
+                self._told.show(loss.encode())
 
     def _hear(self) -> bool:
         """Takes in what the child tells; whether there may be more."""
@@ -203,14 +205,14 @@ class _Output(threading.Thread):
         self._write(header.encode())
         earlier = bytes(self._end)
         self._end.clear()
-        self._keep(earlier, sys.stderr.buffer)
+        self._keep(earlier, self._told)
 
-    def _keep(self, written: bytes, shown_on: IO[bytes]) -> None:
+    def _keep(self, written: bytes, screen: "_Screen") -> None:
         self._end += written
         del self._end[:-KEPT_BYTES]
         self._write(written)
         if self.process == 0:
-            _show(written, shown_on)
+            screen.show(written)
 
     def _write(self, written: bytes) -> None:
         if self._log is not None:
@@ -222,6 +224,13 @@ def _opened(log: Path) -> int:
     return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
-def _show(written: bytes, shown_on: IO[bytes]) -> None:
-    shown_on.write(written)
-    shown_on.flush()
+class _Screen:
+    """Where UTF-8 text is shown that comes in pieces, which may end within a character."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def show(self, written: bytes) -> None:
+        self._stream.write(self._decoder.decode(written))
+        self._stream.flush()

@@ -3,6 +3,8 @@
 import os
 from typing import TextIO
 
+from lmlib.terminal_text import shown
+
 CLEAR_LINE = "\r\x1b[K"  # the end of what was there may be longer than what replaces it
 
 
@@ -12,4 +14,4 @@ def fitting(line: str, stream: TextIO) -> str:
         width = os.get_terminal_size(stream.fileno()).columns
     except OSError:  # the terminal has gone
         width = 0
-    return line[: width - 1] if width else line  # 0: the terminal does not say
+    return shown(line)[: width - 1] if width else line  # 0: the terminal does not say

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Self, TextIO
 
+from lmlib.terminal_text import text_stream
 from runner.watch.live_line import CLEAR_LINE, fitting
 
 REDRAW_SECONDS = 1.0  # of the line on a terminal
@@ -27,7 +28,9 @@ class Telling:
     def __init__(self, stream: TextIO | None = None, seconds: float | None = None):
         """`seconds`: between two times that a line says how long it has taken."""
         self._own = stream is None
-        self._stream = stream or os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
+        self._stream = stream or text_stream(
+            os.fdopen(os.dup(sys.stderr.fileno()), "wb"), "utf-8", redraws=True
+        )
         self._live = self._stream.isatty()
         self._seconds = seconds or (REDRAW_SECONDS if self._live else LINE_SECONDS)
         self._began = time.monotonic()

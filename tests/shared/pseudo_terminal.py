@@ -1,0 +1,51 @@
+"""Commands on a terminal of their own, and what they send to it."""
+
+import os
+import pty
+import termios
+import unicodedata
+from collections.abc import Sequence
+
+from forked_processes import SECONDS, ForkedProcess
+
+# Writes the clipboard; begins a sequence in C1; turns a line around; deletes.
+HOSTILE = "a\x1b]52;c;aGk=\x07b\x9b2Jc\u202ed\u2066e\x7ff\rg\x00"
+SHOWN = r"a\x1b]52;c;aGk=\x07b\x9b2Jc\u202ed\u2066e\x7ff\rg\x00"
+_TURNING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+
+
+def commands_in(text: str) -> set[str]:
+    """The characters of a text that a terminal takes for commands, but tab and newline."""
+    return {
+        each
+        for each in text
+        if (unicodedata.category(each) == "Cc" and each not in "\t\n")
+        or unicodedata.bidirectional(each) in _TURNING
+    }
+
+
+def run_on_terminal(*arguments: str, typed: Sequence[str] = ()) -> tuple[int, str]:
+    """Runs `python ARGUMENTS` with a terminal for all its streams; its status, and what it sent.
+
+    Each of `typed` is typed when it asks with "> ".
+    """
+    ours, its = pty.openpty()
+    settings = termios.tcgetattr(its)
+    settings[1] &= ~termios.OPOST  # what is sent is what is read here
+    settings[3] &= ~termios.ECHO
+    termios.tcsetattr(its, termios.TCSANOW, settings)
+    termios.tcsetwinsize(its, (24, 120))
+    process = ForkedProcess(
+        *arguments, stdin=its, stdout=its, stderr=its, environment={"TERM": "dumb"}
+    )
+    os.close(its)
+    sent, answers = bytearray(), iter(typed)
+    try:
+        while piece := os.read(ours, 1 << 16):
+            sent += piece
+            if sent.endswith(b"> "):
+                os.write(ours, next(answers).encode())
+    except OSError:  # Linux's way to say that no process has the terminal any more
+        pass
+    os.close(ours)
+    return process.wait(SECONDS), sent.decode()
