@@ -15,6 +15,7 @@ from lmlib.data.batch import Batch, Source, teacher_k
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.experiment_checks import check_experiment
+from lmlib.free_memory import check_fits
 from lmlib.guard import Guard
 from lmlib.losses import NextToken, Objective
 from lmlib.optim import Optimizer
@@ -42,7 +43,7 @@ class Experiment:
       microbatches: parts of a batch whose gradients are added before one update.
       guard: which updates are skipped.
       stop_after_skipped: a run stops when so many updates in a row were skipped.
-      seed: of the initial weights.
+      seed: of the initial weights, in [0, 2^32).
       init_from: whose weights the run begins with: another run's, `RUN` or `RUN@STEP`, or those in
         a folder of Hugging Face's, which may be a name on the Hub; `None`: new ones. Only a run
         that has no checkpoint yet reads them.
@@ -244,3 +245,10 @@ class Experiment:
           ValueError: naming the setting, its value, and what would work.
         """
         check_experiment(self)
+
+    def check_memory(self) -> None:
+        """Raises MemoryError if the state and a batch alone take more memory than the devices have
+        free; a step needs more, as `python -m runner.plan` says."""
+        state, batch = self.abstract_state(), self.abstract_batch()
+        arrays = (state.model, state.optimizer, state.frozen, state.companion, batch)
+        check_fits("what is trained and a batch", arrays, [*self.mesh.devices.flat])

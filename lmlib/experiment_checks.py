@@ -66,6 +66,10 @@ def check_experiment(experiment: Any) -> None:
         value = getattr(experiment, name)
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+    if experiment.steps >= 2**31:
+        raise ValueError(f"steps must be below 2^31, got {experiment.steps:,}")
+    if not 0 <= experiment.seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2^32), got {experiment.seed}")
     if experiment.sample_every is not None and not experiment.prompts:
         raise ValueError(
             f"sample_every is {experiment.sample_every}, but there are no prompts to continue: set "

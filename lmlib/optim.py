@@ -111,12 +111,12 @@ def adamw(
     for name, decay in (("b1", b1), ("b2", b2)):
         if not 0 <= decay < 1:
             raise ValueError(f"{name} must be at least 0 and less than 1, got {decay}")
-    if epsilon <= 0 or weight_decay < 0:
+    if not (0 < epsilon < math.inf and 0 <= weight_decay < math.inf):
         raise ValueError(
             f"epsilon must be positive and weight_decay not negative, got {epsilon} and "
             f"{weight_decay}"
         )
-    if clip_norm is not None and clip_norm <= 0:
+    if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be positive, or None, got {clip_norm}")
     if first_moment_dtype not in ("float32", "bfloat16"):
         raise ValueError(

@@ -25,6 +25,7 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 import runner
 from runner.command_line.command import DEBUG, commands, first_lines, listed, run
 from runner.command_line.config_flags import (
+    MOST,
     TRUST_MODULE,
     check_chosen,
     chosen_config,
@@ -90,10 +91,10 @@ _DISTRIBUTED = flags.DEFINE_enum(
 )
 
 _STARTUP_SECONDS = flags.DEFINE_integer(
-    "startup_seconds", 300, "how long the processes wait for each other to start", lower_bound=1
+    "startup_seconds", 300, "how long the processes wait for each other to start", 1, MOST
 )
 _HEARTBEAT_SECONDS = flags.DEFINE_integer(
-    "heartbeat_seconds", 30, "a process silent for so long is taken for dead", lower_bound=1
+    "heartbeat_seconds", 30, "a process silent for so long is taken for dead", 1, MOST
 )
 _GRACE_SECONDS = flags.DEFINE_integer(
     "grace_seconds", 600, "from SIGTERM or SIGINT to the end, saved or not", lower_bound=1

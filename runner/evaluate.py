@@ -41,7 +41,7 @@ from lmlib.checkpoint.folders import steps_in
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.whole_file import write_whole
 from runner.command_line.command import run
-from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
 from runner.command_line.paths import check_can_be_made
 from runner.evaluation.data_sets import DataSet, data_set, validation_of
@@ -62,16 +62,20 @@ _DATA = flags.DEFINE_multi_string("data", [], "flat tokens or text; repeatable")
 _TASKS = flags.DEFINE_list("tasks", [], "of lm-eval")
 _INCLUDE_PATH = flags.DEFINE_string("include_path", None, "a folder with more tasks")
 _NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "examples before each", lower_bound=0)
-_LIMIT = flags.DEFINE_float("limit", None, "questions of each task", lower_bound=0)
+_LIMIT = flags.DEFINE_float("limit", None, "questions of each task", 0, MOST)
 _CHAT = flags.DEFINE_bool("chat", False, "whether tasks use the chat template")
 _SUITE = flags.DEFINE_bool("suite", False, "the suite of our own")
 _SPLIT = flags.DEFINE_string("split", "validation", "of flat tokens")
 _TEXT_COLUMN = flags.DEFINE_string("text_column", "text", "of JSON lines and Parquet")
 _ALL_CHECKPOINTS = flags.DEFINE_bool("all_checkpoints", False, "every checkpoint of each run")
 _JSON = flags.DEFINE_string("json", None, "a file for all numbers")
-_SEQUENCE_LENGTH = flags.DEFINE_integer("sequence_length", None, "tokens of a row", lower_bound=1)
+_SEQUENCE_LENGTH = flags.DEFINE_integer(
+    "sequence_length", None, "tokens of a row", lower_bound=1, upper_bound=MOST
+)
 _OVERLAP = flags.DEFINE_integer("overlap", 0, "tokens of context of a window", lower_bound=0)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "rows of a batch", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", None, "rows of a batch", lower_bound=1, upper_bound=MOST
+)
 _PACKED = flags.DEFINE_bool("packed", True, "several documents in a row")
 _DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "to compute in")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer.json or its folder")

@@ -29,11 +29,12 @@ from collections.abc import Sequence
 from absl import flags
 
 from lmlib.data.chat import answer_ends
+from lmlib.data.stored_json import LARGEST
 from lmlib.generate import Generator, Sampling, usual_dtype
 from lmlib.local_folder import local_folder
 from runner.command_line.command import run
-from runner.command_line.config_flags import TRUST_MODULE
-from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.config_flags import MOST, TRUST_MODULE
+from runner.command_line.errors import ConfigError, chosen_sizes, user_errors
 from runner.inference.answer import Manner
 from runner.inference.answer_file import AnswerFile
 from runner.inference.loaded import Loaded
@@ -55,17 +56,27 @@ _CHAT = flags.DEFINE_bool("chat", None, "use the chat template")
 _TOKENS = flags.DEFINE_multi_string("tokens", [], "ids in place of a prompt: 1,2,3; repeatable")
 _PROMPTS = flags.DEFINE_string("prompts", None, "a file of prompts, a JSON object in each line")
 _OUT = flags.DEFINE_string("out", None, "the file for the answers to --prompts")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 200, "of an answer", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", 200, "of an answer", lower_bound=1, upper_bound=MOST
+)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0: always the likeliest token")
 _TOP_K = flags.DEFINE_integer("top_k", None, "only so many of the likeliest tokens")
 _TOP_P = flags.DEFINE_float("top_p", 0.95, "only the likeliest tokens that are so likely together")
 _MIN_P = flags.DEFINE_float("min_p", 0.0, "only tokens so likely, as a share of the likeliest")
 _PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "above 1: repeats less")
-_SAMPLES = flags.DEFINE_integer("samples", 1, "answers to each prompt", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "what randomness follows from", lower_bound=0)
+_SAMPLES = flags.DEFINE_integer(
+    "samples", 1, "answers to each prompt", lower_bound=1, upper_bound=MOST
+)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "what randomness follows from", lower_bound=0, upper_bound=2**32 - 1
+)
 _STOP = flags.DEFINE_multi_string("stop", [], "a string that ends an answer; repeatable")
-_ROWS = flags.DEFINE_integer("rows", 16, "of --prompts: answers made together", lower_bound=1)
-_LENGTH = flags.DEFINE_integer("length", None, "tokens of prompt and answer", lower_bound=2)
+_ROWS = flags.DEFINE_integer(
+    "rows", 16, "of --prompts: answers made together", lower_bound=1, upper_bound=MOST
+)
+_LENGTH = flags.DEFINE_integer(
+    "length", None, "tokens of prompt and answer", lower_bound=2, upper_bound=MOST
+)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "to compute in")
 _INT8 = flags.DEFINE_bool("int8", False, "keep matrices in 8 bits")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
@@ -138,12 +149,16 @@ def _piped() -> list[str]:
     that ask.
 
     Raises:
-      ConfigError: if it is empty, or no text.
+      ConfigError: if it is empty, too long, or no text.
     """
     if _TOKENS.value or _PROMPTS.value or (sys.stdin is not None and sys.stdin.isatty()):
         return []
     with user_errors():
-        text = "" if sys.stdin is None else sys.stdin.read()
+        text = "" if sys.stdin is None else sys.stdin.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ConfigError(
+            f"what is piped has more than {LARGEST:,} characters: give a shorter text"
+        )
     if not text:
         raise ConfigError("give --prompt, or --prompts and --out; on a terminal prompts are typed")
     return [text.removesuffix("\n")]
@@ -165,7 +180,7 @@ def _generator(loaded: Loaded, rows: int, needed: int) -> Generator:
         length = min(-(-needed // _LENGTHS) * _LENGTHS, longest)
     if loaded.longest is not None and length > loaded.longest:
         _tell(f"the model was trained on {loaded.longest:,} tokens at most, and may get {length:,}")
-    with user_errors():
+    with user_errors(), chosen_sizes("give a smaller --max_tokens, --length, --samples or --rows"):
         return Generator(loaded.model, loaded.mesh, loaded.compute, rows, length, int8=_INT8.value)
 
 
@@ -236,7 +251,8 @@ def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
             f"line {line.number} has {longest:,} tokens, which with --max_tokens="
             f"{manner.max_tokens} are more than --length={_LENGTH.value}"
         )
-    generator = _generator(loaded, _ROWS.value, longest + manner.max_tokens)
+    rows = min(_ROWS.value, len(lines) * manner.samples)
+    generator = _generator(loaded, rows, longest + manner.max_tokens)
     file.answer(lines, generator, manner, together=_ROWS.value // manner.samples)
     _tell(f"{out} has the answers to all {len(lines):,} lines of {prompts}")
 

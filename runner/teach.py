@@ -23,12 +23,13 @@ from lmlib.data.stored_teacher import USUAL_K
 from lmlib.quantities import bytes_text
 from runner.command_line.command import run
 from runner.command_line.config_flags import (
+    MOST,
     TRUST_MODULE,
     check_chosen,
     chosen_config,
     fiddlers_listed,
 )
-from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.errors import ConfigError, chosen_sizes, user_errors
 from runner.inference.loading import load
 from runner.inference.teaching import sequences_of, teach
 from runner.jax_settings.compilation_cache import keep_compiled_programs
@@ -39,7 +40,9 @@ from runner.processes.endings import FINISHED, STOPPED
 _FROM = flags.DEFINE_string("from", None, "a run, or a folder of Hugging Face's or its name")
 _OUT = flags.DEFINE_string("out", None, "the folder; unless said, data.teacher")
 _K = flags.DEFINE_integer("k", USUAL_K, "ids that are listed of each token", lower_bound=1)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", None, "sequences at a time", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", None, "sequences at a time", lower_bound=1, upper_bound=MOST
+)
 _DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "to compute in")
 
 
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("give --out, or set data.teacher: the folder to write")
     loaded = load(_FROM.value, dtype=_DTYPE.value, trusted=TRUST_MODULE.value, show=_show)
     try:
-        with user_errors():
+        with user_errors(), chosen_sizes("give a smaller --batch_size"):
             metadata = teach(loaded, data, out, _K.value, _show)
     except KeyboardInterrupt:
         _show("stopped; the same command goes on")

@@ -23,7 +23,12 @@ MAY_IMPORT = {
     "runner": {"lmlib", "data_tools"},  # experiments by name only, never by an import statement
     "experiments": {"lmlib", "data_tools"},
     "benchmarks": {"lmlib", "experiments", "runner", "data_tools"},
-    "data_tools": {"lmlib.data", "lmlib.local_folder", "lmlib.python_command"},
+    "data_tools": {
+        "lmlib.data",
+        "lmlib.local_folder",
+        "lmlib.python_command",
+        "lmlib.terminal_text",
+    },
     "lmlib": {"lmlib"},  # lmlib/__init__.py itself
     "lmlib.local_folder": set(),
     "lmlib.storage_failures": set(),
@@ -31,11 +36,13 @@ MAY_IMPORT = {
     "lmlib.data": {"lmlib.whole_file"},
     "lmlib.checkpoint": {"lmlib.local_folder", "lmlib.storage_failures", "lmlib.whole_file"},
     "lmlib.accelerators": set(),
+    "lmlib.free_memory": {"lmlib.quantities"},
     "lmlib.hardware": set(),
     "lmlib.python_command": set(),
     "lmlib.quantities": set(),
     "lmlib.table": set(),
     "lmlib.tensorboard": set(),
+    "lmlib.terminal_text": set(),
     "lmlib.metrics": {
         "lmlib.hardware",
         "lmlib.storage_failures",
@@ -83,6 +90,7 @@ MAY_IMPORT = {
     },
     "lmlib.experiment": {
         "lmlib.experiment_checks",
+        "lmlib.free_memory",
         "lmlib.adapters",
         "lmlib.recipe",
         "lmlib.trainable",
@@ -97,6 +105,7 @@ MAY_IMPORT = {
         "lmlib.data",
     },
     "lmlib.evaluate": {
+        "lmlib.free_memory",
         "lmlib.logit_chunks",
         "lmlib.losses",
         "lmlib.models",
@@ -104,7 +113,12 @@ MAY_IMPORT = {
         "lmlib.compute",
         "lmlib.data",
     },
-    "lmlib.generate": {"lmlib.models", "lmlib.parallel", "lmlib.compute"},
+    "lmlib.generate": {
+        "lmlib.free_memory",
+        "lmlib.models",
+        "lmlib.parallel",
+        "lmlib.compute",
+    },
     "lmlib.inspect": {
         "lmlib.losses",
         "lmlib.models",
@@ -124,6 +138,7 @@ MAY_IMPORT = {
     "lmlib.plan": {
         "lmlib.activations",
         "lmlib.experiment",
+        "lmlib.free_memory",
         "lmlib.train",
         "lmlib.models",
         "lmlib.parallel",

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float16, Int32
 
 from lmlib.data.metadata import TokenizerIdentity
 
+TOKEN_BYTES = 17  # of a token in a `Batch` without a teacher: four integers and a bool
 _WHOLE = (slice(None), slice(None))  # JAX may write None for it
 
 

@@ -92,6 +92,8 @@ class FlatTokens:
         ):
             if value < 1:
                 raise ValueError(f"FlatTokens needs {name} of at least 1, not {value}")
+            if value >= 2**31:
+                raise ValueError(f"FlatTokens needs {name} below 2^31, not {value:,}")
         if seed is not None and not 0 <= seed < 2**64:
             raise ValueError(f"FlatTokens needs a seed in [0, 2**64) or None, not {seed}")
         self.batch_size = batch_size

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmlib.data.batch import Batch
+from lmlib.data.batch import TOKEN_BYTES, Batch
+from lmlib.free_memory import check_fits_host
 
 
 class Window(NamedTuple):
@@ -63,11 +64,18 @@ class Packing:
       rows: of a batch.
       sequence_length: inputs of a row; no window has more.
       packed: whether a row holds as many windows as fit, each a segment, or one.
+
+    Raises:
+      MemoryError: if a batch takes more memory than is free.
     """
 
     rows: int
     sequence_length: int
     packed: bool = True
+
+    def __post_init__(self) -> None:
+        what = f"a batch of {self.rows:,} × {self.sequence_length:,} tokens"
+        check_fits_host(what, self.rows * self.sequence_length * TOKEN_BYTES)
 
     def batches(self, windows: Iterable[Window]) -> Iterator[tuple[Batch, list[Placed]]]:
         """NumPy batches, all of one shape, and where the windows are in each.

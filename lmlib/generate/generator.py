@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, UInt32
 
 from lmlib.compute import Compute
-from lmlib.generate import weights
+from lmlib.generate import caches, weights
 from lmlib.generate.sampling import Rules, Sampling, numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, Made, State, first_token, next_tokens, prefill
 from lmlib.generate.stream import Generated, Stream
@@ -52,7 +52,8 @@ class Generator:
         speed.
 
     Raises:
-      ValueError: if a size is not positive, or the model cannot compute sequences so long.
+      ValueError: if a size is not in [1, 2^31), or the model cannot compute sequences so long.
+      MemoryError: if the cache and logits take more memory than is free, in a run of one process.
     """
 
     def __init__(
@@ -69,16 +70,19 @@ class Generator:
         for name, size in (("rows", rows), ("length", length), ("chunk", chunk)):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+            if size >= 2**31:
+                raise ValueError(f"{name} must be below 2^31, got {size}")
         mesh = mesh or mesh_of(model)
         self._mesh, self.length, self._chunk = mesh, length, chunk
+        self.rows = self._divisible(rows)
         with self._on_mesh():
             compute = compute or Compute(dtype=usual_dtype())
             self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
             model.check(length, self._compute)
             self._weights = weights.ready(model, self._compute.dtype, mesh, whole, int8)
+            caches.check_memory(self._weights.model, mesh, self.rows, length, self._compute)
         self._switches = model.switches if isinstance(model, Switching) else ()
         self._vocab = model.vocab
-        self.rows = self._divisible(rows)
 
     def __call__(
         self,
@@ -144,7 +148,7 @@ class Generator:
             prompt_B = np.minimum(np.arange(self.rows) // samples, len(prompts) - 1)
             if not np.array_equal(prompt_B, np.arange(len(lengths_P))):
                 row_B = self._placed(prompt_B, (None,))
-                cache, h_1BE = _rows_of((cache, h_PE[None]), row_B)
+                cache, h_1BE = caches.rows_of((cache, h_PE[None]), row_B)
                 h_PE = h_1BE[0]
             seen_BV = None
             if rules.penalised:
@@ -228,8 +232,8 @@ class Generator:
         lengths_P = np.array([*map(len, texts)], np.int32)
         if len(groups) == 1:
             return lengths_P, *groups[0]
-        caches, features = zip(*groups, strict=True)
-        return lengths_P, *_joined(caches, features)
+        parts, features = zip(*groups, strict=True)
+        return lengths_P, *caches.joined(parts, features)
 
     def _with(self, cache: Any, texts: Sequence[Prompt]) -> tuple[Any, jax.Array]:
         """`cache` with a text in each row, from its first token on, and the features of their last
@@ -318,24 +322,6 @@ def usual_dtype() -> str:
     """In which this machine generates fast: bfloat16, but float32 on CPUs, which would convert
     every weight for every token."""
     return "float32" if platform() == "cpu" else "bfloat16"
-
-
-@jax.jit
-def _rows_of(tree: Any, row_B: jax.Array) -> Any:
-    """Rows of the second axis of each array."""
-
-    def chosen(x: jax.Array) -> jax.Array:
-        lies = None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding.spec
-        return x.at[:, row_B].get(out_sharding=lies)
-
-    return jax.tree.map(chosen, tree)
-
-
-@jax.jit
-def _joined(caches: Sequence[Any], features: Sequence[jax.Array]) -> tuple[Any, jax.Array]:
-    """The rows of several as those of one: a cache has them in the second axis of each array."""
-    cache = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *caches)
-    return cache, jnp.concatenate(features)
 
 
 @functools.partial(jax.jit, static_argnums=2)

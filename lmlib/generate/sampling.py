@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+_LEAST, _MOST = 1e-6, 1e6  # factors of logits, which stay finite in float32
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -38,16 +40,21 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, or None, got {self.top_k}")
+        if self.temperature != 0 and not _LEAST <= self.temperature <= _MOST:
+            raise ValueError(
+                f"temperature must be 0, or from {_LEAST:g} to {_MOST:g}, got {self.temperature}"
+            )
+        if self.top_k is not None and not 1 <= self.top_k < 2**31:
+            raise ValueError(f"top_k must be in [1, 2^31), or None, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        if not _LEAST <= self.repetition_penalty <= _MOST:
+            raise ValueError(
+                f"repetition_penalty must be from {_LEAST:g} to {_MOST:g}, got "
+                f"{self.repetition_penalty}"
+            )
 
 
 GREEDY = Sampling(temperature=0.0)

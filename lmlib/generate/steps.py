@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from lmlib.compute import Compute
+from lmlib.generate import caches
 from lmlib.generate.sampling import Numbers, Rules, choose
 from lmlib.generate.weights import Weights
 from lmlib.generate.whole_sequences import TokensSoFar, recomputed
 from lmlib.models.head import logits_of
-from lmlib.models.protocol import Cached, Context, Model
+from lmlib.models.protocol import Context, Model
 from lmlib.parallel.layout import partition, reshard
 from lmlib.parallel.local import on_each_device
 
@@ -82,7 +83,7 @@ def prefill(
       length: tokens of the longest row, for which the cache has room.
     """
     if cache is None:
-        cache = _empty_cache(weights.model, tokens_BC.shape[0], length, compute)
+        cache = caches.empty(weights.model, tokens_BC.shape[0], length, compute)
     positions_BC = jnp.zeros_like(tokens_BC) + start + jnp.arange(tokens_BC.shape[1])
     positions_BC = jnp.where(positions_BC < lengths_B[:, None], positions_BC, -1)
     context = Context(positions_BC, jnp.zeros_like(tokens_BC), compute, lengths_B=lengths_B)
@@ -155,16 +156,6 @@ def next_tokens(
 
     _, state, made = jax.lax.while_loop(goes_on, add, (jnp.int32(0), state, made))
     return state, _everywhere(made)
-
-
-def _empty_cache(model: Model, rows: int, length: int, compute: Compute) -> Any:
-    """What `_advance` takes for the first tokens."""
-    cache = None
-    if isinstance(model, Cached):
-        cache = model.empty_cache(rows, length, compute.dtype)
-    if cache is None:
-        cache = TokensSoFar(reshard(jnp.zeros((1, rows, length), jnp.int32), (None, "batch", None)))
-    return cache
 
 
 def _advance(model: Model, tokens_BS: Array, context: Context, cache: Any) -> tuple[Array, Any]:

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, V vocab, N tokens of a chunk.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -32,15 +33,15 @@ class NextToken(Objective):
         stream, are dropped in training.
 
     Raises:
-      ValueError: if `z_loss` is negative, or `dropout` is not in [0, 1).
+      ValueError: if `z_loss` is negative or infinite, or `dropout` is not in [0, 1).
     """
 
     z_loss: float = 0.0
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.z_loss >= 0:
-            raise ValueError(f"z_loss must not be negative, got {self.z_loss}")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss must not be negative or infinite, got {self.z_loss}")
         check_fraction("dropout", self.dropout)
 
     def sums(

@@ -86,6 +86,8 @@ class Attention(eqx.Module):
             raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, or None, got {window}")
+        if window is not None and window >= 2**31:
+            raise ValueError(f"window must be below 2^31, got {window:,}")
         self.residual_scale = residual_scale
         sizes = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 

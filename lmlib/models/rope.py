@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, H heads, D head_dim; in tables D is half of it.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -44,7 +45,7 @@ class Rotary:
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if self.theta <= 0:
+        if not 0 < self.theta < math.inf:
             raise ValueError(f"rope_theta must be positive, got {self.theta}")
         if isinstance(self.scaling, LongRope) and len(self.scaling.short) != self.head_dim // 2:
             raise ValueError(

@@ -10,8 +10,8 @@ from typing import Any
 
 from lmlib.activations import saved_activations
 from lmlib.experiment import Experiment
+from lmlib.free_memory import bytes_per_device
 from lmlib.plan.changes import Change, changes
-from lmlib.plan.memory import bytes_per_device
 from lmlib.plan.planner import Report, compilable, plan
 from lmlib.plan.targets import Target
 from lmlib.quantities import bytes_text

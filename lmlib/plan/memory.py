@@ -1,16 +1,15 @@
 """What a step holds in the memory of each device."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 
 from lmlib.activations import SavedActivation, saved_activations
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
+from lmlib.free_memory import bytes_per_device
 from lmlib.hardware import Accelerator
 from lmlib.plan.loading import reading
 from lmlib.plan.program import HOST_MEMORY, Program
@@ -236,14 +235,6 @@ def memory(
     rest = Share("other temporaries", others, "what the step computes with")
     largest = sorted([*found.shares(), rest], key=lambda one: -one.bytes)[:3]
     return dataclasses.replace(found, largest=tuple(largest))
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Of arrays, or of shapes with shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def _counted(compiled: jax.stages.Compiled, accelerator: Accelerator) -> Counted:

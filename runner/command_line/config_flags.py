@@ -12,6 +12,7 @@ from runner.command_line.command import listed
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 
+MOST = 2**31 - 1  # of any size that a flag takes: positions and rows are counted in int32
 TRUST_MODULE = flags.DEFINE_multi_string(
     "trust_module", [], "a module of yours that a config.json may refer to; repeatable"
 )

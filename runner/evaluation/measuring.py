@@ -11,11 +11,12 @@ from lmlib.evaluate.documents import DocumentsEvaluation, evaluate_documents
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.windows import Packing
 from lmlib.quantities import count_text, duration_text
-from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.errors import ConfigError, chosen_sizes, user_errors
 from runner.evaluation.data_sets import DataSet
 from runner.inference.loaded import Loaded
 
 LONGEST = 2048  # tokens of a row, where nothing says how long the model's sequences were
+SMALLER = "give a smaller --sequence_length or --batch_size"  # where memory is short
 _BATCH_TOKENS = 16_384
 _TOLD_SECONDS = 10.0
 
@@ -75,8 +76,8 @@ class Measuring:
         scorer = self._scorers.setdefault(
             (loaded.mesh, loaded.compute), Scorer(loaded.mesh, loaded.compute)
         )
-        packing = Packing(self._rows(length, scorer.divisor), length, self._settings.packed)
-        with user_errors():
+        with user_errors(), chosen_sizes(SMALLER):
+            packing = Packing(self._rows(length, scorer.divisor), length, self._settings.packed)
             loaded.model.check(length, loaded.compute)
         for data in data_sets:
             began = time.perf_counter()

@@ -7,8 +7,8 @@ from typing import Any
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.suite.suite import Suite, SuiteEvaluator
 from lmlib.table import columns
-from runner.command_line.errors import user_errors
-from runner.evaluation.measuring import default_length
+from runner.command_line.errors import chosen_sizes, user_errors
+from runner.evaluation.measuring import SMALLER, default_length
 from runner.inference.loaded import Loaded
 
 Measured = tuple[str, dict[str, float]]  # a model's name, and what came out
@@ -24,7 +24,7 @@ def measure_suite(loaded: Loaded, suite: Suite, sequence_length: int | None = No
       ConfigError: if the model cannot compute sequences so long.
     """
     length = sequence_length or suite.length(default_length(loaded))
-    with user_errors():
+    with user_errors(), chosen_sizes(SMALLER):
         loaded.model.check(length, loaded.compute)
         scorer = Scorer(loaded.mesh, loaded.compute)
         evaluator = SuiteEvaluator(suite, scorer, loaded.model.vocab, loaded.codec, length)

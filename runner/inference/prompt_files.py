@@ -1,10 +1,12 @@
 """Files of prompts: each line a JSON object."""
 
 import hashlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmlib.data.stored_json import parse_json
+from lmlib.data.stored_json import LARGEST, parse_json
 from runner.command_line.errors import ConfigError
 from runner.inference.prompts import Reader
 
@@ -20,7 +22,14 @@ class Line(NamedTuple):
 
 
 def digest_of(file: Path) -> str:
-    """The SHA-256 of its content; raises OSError if it cannot be read."""
+    """The SHA-256 of its content.
+
+    Raises:
+      OSError: if it cannot be read.
+      ConfigError: if it is no ordinary file: it is read twice, and may have no end.
+    """
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file} is no ordinary file: write the prompts into one")
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -33,18 +42,38 @@ def read_lines(file: Path, reader: Reader) -> list[Line]:
       ConfigError: which names the broken lines by their numbers, or if there are none at all.
     """
     lines, broken = [], []
-    with open(file, "rb") as stream:
-        for number, text in enumerate(stream, 1):
-            if not text.strip():
-                continue
-            try:
-                given = parse_json(text.decode("utf-8"))
-                lines.append(Line(number, given, reader.of_line(given)))
-            except ValueError as error:
-                broken.append(f"line {number}: {error}")
+    for number, text in enumerate(_texts(file), 1):
+        if not text.strip() and len(text) <= LARGEST:
+            continue
+        try:
+            given = _parsed(text)
+            lines.append(Line(number, given, reader.of_line(given)))
+        except ValueError as error:
+            broken.append(f"line {number}: {error}")
     if broken:
         more = f"; and {len(broken) - _SHOWN:,} more" if len(broken) > _SHOWN else ""
         raise ConfigError(f"{file}: {'; '.join(broken[:_SHOWN])}{more}")
     if not lines:
         raise ConfigError(f"{file} has no lines")
     return lines
+
+
+def _texts(file: Path) -> Iterator[bytes]:
+    """Each line; of one that is too long the beginning, after which the file is not read on."""
+    with open(file, "rb") as stream:
+        while text := stream.readline(LARGEST + 1):
+            yield text
+            if len(text) > LARGEST:
+                return
+
+
+def _parsed(text: bytes) -> Any:
+    """What a line says; raises ValueError if it is too long, or no JSON, which has no NaN."""
+    if len(text) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST:,} bytes")
+    given = parse_json(text.decode("utf-8"))
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("it has a number that JSON does not: NaN, or one beyond 1e308") from error
+    return given

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from lmlib.data.batch import place
+from lmlib.data.batch import TOKEN_BYTES, place
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import tokenizers_differ
 from lmlib.data.stored_teacher import TeacherMetadata
 from lmlib.data.teacher_writer import TeacherWriter
 from lmlib.fingerprint import fingerprint
+from lmlib.free_memory import check_fits_host
 from lmlib.losses.likeliest import likeliest_tokens
 from lmlib.parallel.layout import partition
 from lmlib.quantities import count_text, duration_text
@@ -58,6 +59,7 @@ def teach(
 
     Raises:
       ValueError: if the model does not know the ids of the data, or has fewer than `k`.
+      MemoryError: if a batch takes more memory than is free.
       OSError: if the folder is finished, of another teacher or other data, or cannot be written.
     """
     model = loaded.model
@@ -72,6 +74,8 @@ def teach(
             f"{data.max_token_id:,}"
         )
     model.check(data.sequence_length, loaded.compute)
+    what = f"a batch of {data.batch_size:,} × {data.sequence_length:,} tokens"
+    check_fits_host(what, data.batch_size * data.sequence_length * TOKEN_BYTES)
     metadata = TeacherMetadata(
         teacher=loaded.name,
         fingerprint=fingerprint(model),

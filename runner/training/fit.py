@@ -22,7 +22,7 @@ from lmlib.local_folder import local_folder
 from lmlib.metrics import MetricsLog, missing_lines, read_metrics
 from lmlib.parallel.layout import partition
 from lmlib.quantities import bytes_text, duration_text
-from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.errors import ConfigError, chosen_sizes, user_errors
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import flattened
 from runner.jax_settings.compilation_cache import keep_compiled_programs
@@ -70,6 +70,8 @@ from runner.watch.program_dump import dump_program
 from runner.watch.progress import Progress
 from runner.watch.watchdog import Watchdog
 
+_SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -102,8 +104,9 @@ def fit(
       options: settings that change nothing about what it trains; `None`: `Options()`.
 
     Raises:
-      ConfigError: if the parts of the experiment do not fit each other, or the checkpoint does not
-        fit them, or if another run goes on in `workdir`; before anything compiles.
+      ConfigError: if the parts of the experiment do not fit each other or into memory, or the
+        checkpoint does not fit them, or if another run goes on in `workdir`; before anything
+        compiles.
       TrainingStopped: if updates or saves fail one after the other.
       WorkdirLost: if the workdir or its lock was deleted meanwhile, or another host's run has taken
         this one for dead.
@@ -120,9 +123,10 @@ def fit(
         start = Start(cfg, workdir, options.experiment_file)
     software = {"the code": start.code, "the software": start.versions}
     require_same(software | flags_of_the_run())
-    with agreed(), user_errors():
+    with agreed(), user_errors(), chosen_sizes(_SMALLER):
         experiment = fdl.build(cfg)
         experiment.check()
+        experiment.check_memory()
     config = dict(line.partition(" = ")[::2] for line in flattened(cfg).splitlines())
     require_same({"the config": config, "the command": options.of_the_command()})
     shown = primary if options.reports is None else options.reports

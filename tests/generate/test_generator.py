@@ -240,3 +240,13 @@ def test_what_cannot_be_continued_is_refused(prompts, settings, message):
 def test_sizes_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
         Generator(model(), rows=0)
+    with pytest.raises(ValueError, match=r"length must be below 2\^31, got 2147483648"):
+        Generator(model(), length=2**31)
+
+
+def test_a_cache_that_memory_has_no_room_for_is_refused():
+    """8 bytes for each of a row's keys and values, twice since a CPU puts caches together."""
+    with pytest.raises(MemoryError, match=r"a cache of 4 × 1,000,000,000 tokens would take .* TB"):
+        Generator(model(), None, FLOAT32, rows=4, length=10**9)
+    with pytest.raises(MemoryError, match=r"a cache of 1,000,000,000 × 64 tokens would take .* TB"):
+        Generator(model(), None, FLOAT32, rows=10**9, length=64)

@@ -102,15 +102,28 @@ def test_greedy_takes_the_likeliest_after_the_penalty():
     assert int(token_1[0]) == 2
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e6])
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_the_extremes_are_computed(temperature, penalty):
+    sampling = Sampling(temperature, top_k=2**31 - 1, repetition_penalty=penalty)
+    z_1V = np.linspace(-1e4, 1e4, V, dtype=np.float32)[None]
+    given = jnp.asarray(z_1V), jnp.asarray(np.arange(V)[None] < 9)
+    assert np.isfinite(allowed(*given, numbers_of(sampling), rules_of(sampling))).all()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         {"temperature": -1.0},
         {"temperature": float("nan")},
+        {"temperature": 1e-320},
+        {"temperature": 1e300},
         {"top_k": 0},
+        {"top_k": 2**31},
         {"top_p": 0.0},
         {"min_p": 1.5},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e300},
     ],
 )
 def test_values_out_of_range_are_refused(wrong):

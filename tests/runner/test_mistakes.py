@@ -125,6 +125,8 @@ RUNNER = [
     ((*TINY, NEW, "--grace_seconds=0"), "grace_seconds=0"),
     ((*TINY, NEW, "--step_seconds=-1"), "step_seconds=-1"),
     ((*TINY, NEW, "--data_seconds=0"), "data_seconds=0"),
+    ((*TINY, NEW, "--step_seconds=nan"), "step_seconds must be a number"),
+    ((*TINY, NEW, f"--startup_seconds={10**30}"), "not an integer in the range [1, 2147483647]"),
     ((*TINY, NEW, "--checkpoint_fallback=perhaps"), "checkpoint_fallback=perhaps"),
     # Configs.
     (("--fdl_config=experiments/lama_84m", NEW), "Did you mean experiments/llama_84m"),
@@ -157,6 +159,7 @@ RUNNER = [
         (*FLAT[2:], NEW, "--fdl.data.sequence_length=1_000_000_000"),
         "data makes sequences of 1,000,000,000 tokens and has 102 tokens in all",
     ),
+    ((*FLAT[2:], NEW, f"--fdl.data.batch_size={10**30}"), "FlatTokens needs batch_size below 2^31"),
     # Workdirs and checkpoints.
     ((*TINY, "--workdir={scratch}/file"), "{scratch}/file is a file; name a folder"),
     ((*TINY, "--workdir={scratch}/file/below/run"), "{scratch}/file is no folder"),
@@ -224,6 +227,16 @@ PARTS = [
     ("keep_checkpoints_every=0", "keep_checkpoints_every must be at least 1, got 0"),
     ("compute.saved=mlp_gate", """Write "('mlp_gate',)", with both quotes."""),
     ("captures=-1", "captures must be at least 0, got -1"),
+    ("seed=-1", "seed must be in [0, 2^32), got -1"),
+    (f"seed={2**70}", f"seed must be in [0, 2^32), got {2**70}"),
+    (f"steps={10**30}", "steps must be below 2^31"),
+    (f"model.vocab={10**30}", "vocab must be at most 2,147,483,647, got 1,000"),
+    (f"model.layers={10**9}", "layers must be at most 10,000, got 1,000,000,000"),
+    (f"model.embed={10**9}", "would take"),
+    (f"model.window={10**30}", "window must be below 2^31"),
+    (f"data.batch_size={10**12}", "a batch would take"),
+    ("optimizer.weight_decay=1e400", "weight_decay not negative, got 1e-08 and inf"),
+    ("objective.z_loss=1e400", "z_loss must not be negative or infinite, got inf"),
 ]
 OTHERS = [
     ("runner.checkpoint", (), "give a command and a workdir"),
@@ -249,7 +262,39 @@ OTHERS = [
     ("runner.generate", ("--from={old}", "--tokens=1", "--temperature=nan"), "temperature must be"),
     ("runner.generate", ("--from={old}", "--tokens=1", "--stop="), "at least one character"),
     ("runner.generate", ("--from={old}", "--tokens=1", "--max_tokens=0"), "max_tokens=0"),
+    ("runner.generate", ("--from={old}", "--tokens=1", "--max_tokens=1000000000"), "would take"),
+    ("runner.generate", ("--from={old}", "--tokens=1", "--samples=1000000000"), "would take"),
+    ("runner.generate", ("--from={old}", "--tokens=1", f"--length={10**12}"), "[2, 2147483647]"),
+    ("runner.generate", ("--from={old}", "--tokens=1", f"--seed={2**70}"), "[0, 4294967295]"),
+    ("runner.generate", ("--from={old}", "--tokens=1", "--top_k=-1"), "top_k must be in"),
+    ("runner.generate", ("--from={old}", "--tokens=1", "--temperature=inf"), "temperature must be"),
     ("runner.generate", ("--from={old}", "--tokens=1", "--dtype=int8"), "dtype=int8"),
+    (
+        "runner.generate",
+        ("--from={old}", "--prompts=/dev/zero", "--out={run}"),
+        "/dev/zero is no ordinary file: write the prompts into one",
+    ),
+    (
+        "runner.evaluate",
+        ("--from={old}", "--data={scratch}/data", f"--sequence_length={10**12}"),
+        "[1, 2147483647]",
+    ),
+    (
+        "runner.evaluate",
+        ("--from={old}", "--data={scratch}/data", "--sequence_length=2000000000"),
+        "would take",
+    ),
+    (
+        "runner.evaluate",
+        ("--from={old}", "--data={scratch}/data", "--batch_size=2000000000"),
+        "give a smaller --sequence_length or --batch_size",
+    ),
+    ("runner.evaluate", ("--from={old}", "--tasks=arc_easy", "--limit=inf"), "limit=inf"),
+    (
+        "runner.teach",
+        ("--from={old}", *FLAT[2:], "--out={run}", "--batch_size=2000000000"),
+        "give a smaller --batch_size",
+    ),
     ("runner.generate", ("--from={old}@7", "--tokens=1"), "no checkpoint at step 7"),
     ("runner.generate", ("--from={scratch}/nowhere", "--tokens=1"), "nowhere is no folder"),
     (

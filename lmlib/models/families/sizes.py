@@ -1,5 +1,7 @@
 """Sizes of attention, as families take and check them."""
 
+_MOST = {"layers": 10_000}  # each of which is made by itself; of the others, so that int32 has them
+
 
 def head_sizes(
     embed: int, heads: int, kv_heads: int | None, head_dim: int | None, **others: int
@@ -10,12 +12,15 @@ def head_sizes(
       others: sizes that are only checked, by name.
 
     Raises:
-      ValueError: if a size is not positive, or `heads` does not divide `embed` where it has to.
+      ValueError: if a size is not positive or beyond all use, or `heads` does not divide `embed`
+        where it has to.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     for name, size in {"embed": embed, "heads": heads, "kv_heads": kv_heads, **others}.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
+        if size > (most := _MOST.get(name, 2**31 - 1)):
+            raise ValueError(f"{name} must be at most {most:,}, got {size:,}")
     if head_dim is None and embed % heads:
         raise ValueError(f"embed = {embed} must be a multiple of heads = {heads}, or give head_dim")
     return kv_heads, embed // heads if head_dim is None else head_dim

@@ -3,7 +3,9 @@
 import fcntl
 import io
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
@@ -11,12 +13,13 @@ from chat_templates import TEMPLATES, TOKENS
 
 import lmlib
 from lmlib.data.chat import ChatTemplate
+from lmlib.data.stored_json import LARGEST
 from lmlib.data.text import codec_of_bytes
 from lmlib.generate import Generator, New, Sampling
 from runner.command_line.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.answer_file import SETTINGS, AnswerFile
-from runner.inference.prompt_files import read_lines
+from runner.inference.prompt_files import digest_of, read_lines
 from runner.inference.prompts import Reader
 from runner.inference.terminal import Terminal
 
@@ -189,6 +192,9 @@ def test_a_file_that_is_something_else_is_left_as_it_is(generator, tmp_path):
         ('{"tokens": [258]}', "has no token 258: ids end at 257"),
         ('{"messages": [{"content": "?"}]}', 'no object with a "role"'),
         ('{"messages": [{"role": "user"}]}', "cannot take these messages"),
+        ('{"prompt": "a", "n": NaN}', "a number that JSON does not"),
+        ('{"prompt": "a", "n": [-Infinity]}', "a number that JSON does not"),
+        ('{"prompt": "a", "n": 1e999}', "a number that JSON does not"),
     ],
 )
 def test_broken_lines_are_named(tmp_path, line, reason):
@@ -208,6 +214,23 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
     file.write_bytes(b"\n \n")
     with pytest.raises(ConfigError, match="has no lines"):
         read_lines(file, READER)
+
+
+@pytest.mark.parametrize("byte", [b"a", b" "])
+def test_a_line_without_an_end_is_not_read_to_it(tmp_path, byte):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\n' + byte * (LARGEST + 1))
+    with file.open("r+b") as opened:
+        opened.truncate(1 << 40)  # a hole: zeros that take no room
+    with pytest.raises(ConfigError, match=r"line 2: it has more than 16,777,216 bytes$"):
+        read_lines(file, READER)
+
+
+def test_prompts_are_read_from_ordinary_files(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for file in (Path("/dev/zero"), tmp_path / "fifo", tmp_path):
+        with pytest.raises(ConfigError, match=f"^{file} is no ordinary file: write the prompts"):
+            digest_of(file)
 
 
 def test_without_a_tokenizer_ids_are_read_and_shown(generator, tmp_path):

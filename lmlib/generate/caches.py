@@ -1,0 +1,63 @@
+"""The caches of rows: empty, put together, and whether memory has room for them.
+
+Shapes: B batch (rows), V vocab.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from lmlib.compute import Compute
+from lmlib.free_memory import check_fits
+from lmlib.generate.whole_sequences import TokensSoFar
+from lmlib.models.protocol import Cached, Model
+from lmlib.parallel.layout import reshard
+from lmlib.parallel.local import platform
+
+
+def empty(model: Model, rows: int, length: int, compute: Compute) -> Any:
+    """For rows of `length` tokens."""
+    cache = None
+    if isinstance(model, Cached):
+        cache = model.empty_cache(rows, length, compute.dtype)
+    if cache is None:
+        cache = TokensSoFar(reshard(jnp.zeros((1, rows, length), jnp.int32), (None, "batch", None)))
+    return cache
+
+
+def check_memory(model: Model, mesh: Mesh | None, rows: int, length: int, compute: Compute) -> None:
+    """Raises MemoryError if such a cache and its logits take more memory than is free. Of several
+    processes none asks: they might find different numbers, and then wait for each other."""
+    if jax.process_count() > 1:
+        return
+
+    def made(model: Model) -> tuple[Any, jax.Array]:
+        logits_BV = jnp.zeros((rows, model.vocab), jnp.float32)
+        return empty(model, rows, length, compute), reshard(logits_BV, "batch whole_vocab")
+
+    cache, logits_BV = jax.eval_shape(made, model)
+    # On CPUs prompts are computed in groups, whose caches are then put together.
+    copies = 2 if platform() == "cpu" and rows > 1 else 1
+    devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+    check_fits(f"a cache of {rows:,} × {length:,} tokens", [[cache] * copies, logits_BV], devices)
+
+
+@jax.jit
+def rows_of(tree: Any, row_B: jax.Array) -> Any:
+    """Rows of the second axis of each array."""
+
+    def chosen(x: jax.Array) -> jax.Array:
+        lies = None if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding.spec
+        return x.at[:, row_B].get(out_sharding=lies)
+
+    return jax.tree.map(chosen, tree)
+
+
+@jax.jit
+def joined(caches: Sequence[Any], features: Sequence[jax.Array]) -> tuple[Any, jax.Array]:
+    """The rows of several as those of one: a cache has them in the second axis of each array."""
+    cache = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *caches)
+    return cache, jnp.concatenate(features)
