@@ -281,18 +281,23 @@ OTHERS = [
     ),
     (
         "runner.evaluate",
-        ("--from={old}", "--data={scratch}/data", "--sequence_length=2000000000"),
+        ("--from={old}", "--data={scratch}/data", "--split=train", "--sequence_length=2000000000"),
         "would take",
     ),
     (
         "runner.evaluate",
-        ("--from={old}", "--data={scratch}/data", "--batch_size=2000000000"),
+        ("--from={old}", "--data={scratch}/data", "--split=train", "--batch_size=2000000000"),
         "give a smaller --sequence_length or --batch_size",
     ),
     ("runner.evaluate", ("--from={old}", "--tasks=arc_easy", "--limit=inf"), "limit=inf"),
     (
         "runner.teach",
-        ("--from={old}", *FLAT[2:], "--out={run}", "--batch_size=2000000000"),
+        (
+            "--from={old}",
+            "--fdl_config={scratch}/flat.py",
+            "--out={run}",
+            "--batch_size=2000000000",
+        ),
         "give a smaller --batch_size",
     ),
     ("runner.generate", ("--from={old}@7", "--tokens=1"), "no checkpoint at step 7"),
