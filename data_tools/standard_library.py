@@ -12,6 +12,7 @@ from data_tools.made_whole import made_whole, remove_unfinished
 from data_tools.pretokenize import pretokenize
 from data_tools.rows import Texts
 from data_tools.train_tokenizer import train_byte_level_bpe
+from lmlib.cache_folder import cache_folder
 from lmlib.data.data_path import data_path
 from lmlib.data.metadata import VERSION
 
@@ -32,8 +33,8 @@ def standard_library(
     their paths, up to `max_bytes` of them. Every tenth is held out. A byte-level BPE of
     `vocab_size` is trained on the others. Validation records its length under gzip -9.
 
-    The folder lies in `cache`, by default $XDG_CACHE_HOME/lmlib or ~/.cache/lmlib, or where that
-    cannot be written a folder of the user's among the temporary ones. It is named after the Python
+    The folder lies in `cache`, by default `cache_folder()`, or where there is none, or it cannot be
+    written, in a folder of the user's among the temporary ones. It is named after the Python
     version, the settings and a digest of the files; another process may make it at the same time.
     Raises ValueError if `max_bytes` leaves fewer than two files.
     """
@@ -42,13 +43,24 @@ def standard_library(
     def report(phase: str) -> None:
         print(f"standard library: {phase} ({time.monotonic() - begun:.1f} s)", file=sys.stderr)
 
+    def made_in_a_temporary_folder(reason: str) -> str:
+        own = _temporary_folder()
+        report(
+            f"{reason}, so the data goes to {own}, which may not last; XDG_CACHE_HOME names another "
+            "place"
+        )
+        return standard_library(vocab_size, max_bytes, str(own))
+
+    place = cache_folder() if cache is None else data_path(cache)
+    if place is None:
+        return made_in_a_temporary_folder("this user has no home folder")
     texts = _read_sources(Path(sysconfig.get_paths()["stdlib"]), max_bytes)
     if len(texts) < 2:
         raise ValueError(
             f"max_bytes={max_bytes} leaves {len(texts)} file(s) of the standard library: at "
             "least 2 are needed, one of them to hold out"
         )
-    folder = _cache_folder(cache) / _folder_name(texts, vocab_size, max_bytes)
+    folder = data_path(place) / _folder_name(texts, vocab_size, max_bytes)
     if folder.is_dir():
         remove_unfinished(folder)
         return str(folder)
@@ -59,12 +71,8 @@ def standard_library(
     except OSError as error:
         if cache is not None:
             raise
-        own = _temporary_folder()
-        report(
-            f"{folder.parent} cannot be written ({error.strerror}), so the data goes to {own}, "
-            "which may not last; XDG_CACHE_HOME names another place"
-        )
-        return standard_library(vocab_size, max_bytes, str(own))
+        reason = f"{folder.parent} cannot be written ({error.strerror})"
+        return made_in_a_temporary_folder(reason)
     with made_whole(folder) as making:
         documents = list(texts.values())
         validation = documents[::HELD_OUT_EVERY]
@@ -129,12 +137,6 @@ def _folder_name(texts: dict[str, str], vocab_size: int, max_bytes: int | None) 
 
 def _python_version() -> str:
     return ".".join(map(str, sys.version_info[:3]))
-
-
-def _cache_folder(cache: str | None) -> Path:
-    if cache is not None:
-        return data_path(cache)
-    return data_path(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "lmlib"))
 
 
 def _temporary_folder() -> Path:

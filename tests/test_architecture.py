@@ -24,12 +24,14 @@ MAY_IMPORT = {
     "experiments": {"lmlib", "data_tools"},
     "benchmarks": {"lmlib", "experiments", "runner", "data_tools"},
     "data_tools": {
+        "lmlib.cache_folder",
         "lmlib.data",
         "lmlib.local_folder",
         "lmlib.python_command",
         "lmlib.terminal_text",
     },
     "lmlib": {"lmlib"},  # lmlib/__init__.py itself
+    "lmlib.cache_folder": set(),
     "lmlib.local_folder": set(),
     "lmlib.storage_failures": set(),
     "lmlib.whole_file": {"lmlib.storage_failures"},

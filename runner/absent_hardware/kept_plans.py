@@ -9,17 +9,13 @@ from typing import Any
 
 import fiddle as fdl
 
+from lmlib.cache_folder import NO_HOME, cache_folder
 from lmlib.whole_file import write_whole
 from runner.config.code import code_digest
 from runner.config.text import flattened
 
 # They change what is compiled, and no config tells of them.
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-
-
-def folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "lmlib", "plans")
 
 
 def key(cfg: fdl.Config, **more: object) -> str:
@@ -38,7 +34,7 @@ def key(cfg: fdl.Config, **more: object) -> str:
 def read(key: str) -> dict[str, Any] | None:
     """What `write` kept; `None` if nothing, or nothing that can be read."""
     try:
-        found = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
+        found = json.loads(_file(key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and {"text", "json"} <= found.keys() else None
@@ -47,7 +43,15 @@ def read(key: str) -> dict[str, Any] | None:
 def write(key: str, content: dict[str, Any]) -> None:
     """Keeps `content`. Where the folder cannot be written to, the plan is made anew next time."""
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        write_whole(folder() / f"{key}.json", json.dumps(content))
+        file = _file(key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(content))
     except OSError as error:
         print(f"this plan is not kept for the next time: {error}", file=sys.stderr)
+
+
+def _file(key: str) -> Path:
+    """Raises FileNotFoundError if this user has no cache folder."""
+    if (cache := cache_folder()) is None:
+        raise FileNotFoundError(NO_HOME)
+    return cache / "plans" / f"{key}.json"

@@ -12,18 +12,22 @@ from typing import Any
 
 import jax
 
+from lmlib.cache_folder import NO_HOME, cache_folder
+
 
 def keep_compiled_programs() -> Path | None:
     """Call it before anything compiles; returns the folder, `None` if nothing is kept.
 
-    Where the folder cannot be written, nothing is, and stderr says so.
+    Where there is no folder, or it cannot be written, nothing is, and stderr says so.
     """
     settings: Any = jax.config  # its attributes are made as it is imported
     if not settings.jax_enable_compilation_cache:
         return None
     if settings.jax_compilation_cache_dir is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "lmlib" / "compiled"))
+        cache = cache_folder()
+        if cache is None:
+            return _nothing_kept(NO_HOME)
+        jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     folder = settings.jax_compilation_cache_dir
@@ -33,11 +37,13 @@ def keep_compiled_programs() -> Path | None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        jax.config.update("jax_enable_compilation_cache", False)
-        print(
-            f"compiled programs are not kept: {folder} cannot be written ({error.strerror}); "
-            "JAX_COMPILATION_CACHE_DIR names another folder",
-            file=sys.stderr,
-        )
-        return None
+        return _nothing_kept(f"{folder} cannot be written ({error.strerror})")
     return Path(folder)
+
+
+def _nothing_kept(reason: str) -> None:
+    jax.config.update("jax_enable_compilation_cache", False)
+    print(
+        f"compiled programs are not kept: {reason}; JAX_COMPILATION_CACHE_DIR names another folder",
+        file=sys.stderr,
+    )
