@@ -55,9 +55,8 @@ class Phases:
 
     @property
     def current(self) -> tuple[Phase, float]:
-        """The phase, and the seconds since it was entered. For other threads too."""
-        phase, since = self._current
-        return phase, time.monotonic() - since
+        """The phase, and when it was entered, by `time.monotonic`. For other threads too."""
+        return self._current
 
     def seconds(self) -> dict[Phase, float]:
         """Of each phase up to now."""

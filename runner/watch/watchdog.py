@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 
 from runner.processes.endings import FAILED
+from runner.watch.awake import Awake
 from runner.watch.limits import Limits
 from runner.watch.phases import Phase, Phases
 
@@ -75,9 +76,10 @@ class Watchdog:
     def _watch(self) -> None:
         assert self._limits is not None
         longest = min(LONGEST_WAIT, *(self._limits.of(phase) / 2 for phase in Phase))
+        awake = Awake(longest, time.monotonic())
         while not self._closed.wait(longest):
-            phase, seconds = self._phases.current
-            if seconds > self._limits.of(phase):
+            phase, entered = self._phases.current
+            if awake.seconds_since(entered, time.monotonic()) > self._limits.of(phase):
                 self._end(phase, self._limits.of(phase))
 
     def _end(self, phase: Phase, limit: float) -> None:

@@ -1,6 +1,7 @@
 """Signals: stop with a checkpoint, at once, or when the grace period is over."""
 
 import signal
+import time
 
 import pytest
 from small_runs import SmallRun
@@ -8,6 +9,7 @@ from small_runs import SmallRun
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics import read_metrics
 from runner.processes.endings import SIGNALLED
+from runner.watch.awake import Awake
 
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: what schedulers are told to start again on
 NEVER_ENDS = ("steps=1_000_000", "evaluate_every=1_000_000", "checkpoint_every=1_000_000")
@@ -103,3 +105,27 @@ def test_stacks_are_shown_on_request_and_beyond_a_limit(tmp_path):
     asked_for, at_the_limit = stacks.read_text().split("for its data source for 5 s, its limit")
     for shown in (asked_for, at_the_limit):
         assert "in hang_here" in shown and "runner/training/loop.py" in shown
+
+
+def test_the_time_for_which_a_process_was_held_does_not_count():
+    awake = Awake(1.0, now=100.0)
+    assert awake.seconds_since(99.0, now=101.0) == 2.0
+    assert awake.seconds_since(99.0, now=3_602.0) == 3.0  # it was to ask at 102
+    assert awake.seconds_since(99.0, now=3_603.0) == 4.0
+    # Entered at the end of a time for which it was held, and then at once.
+    assert awake.seconds_since(7_000.0, now=7_000.0) == 0.0
+    assert awake.seconds_since(7_000.0, now=7_001.0) == 1.0
+
+
+@pytest.mark.slow
+def test_a_run_that_was_held_beyond_a_limit_goes_on(tmp_path):
+    run = SmallRun(tmp_path / "run", *NEVER_ENDS, flags=("--step_seconds=5", "--data_seconds=5"))
+    run.wait_for("step 3/")
+    run.process.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + 8
+    run.wait_until(lambda: time.monotonic() > end, "8 seconds")
+    made = len(read_metrics(tmp_path / "run"))
+    run.process.send_signal(signal.SIGCONT)
+    run.wait_until(lambda: len(read_metrics(tmp_path / "run")) > made + 20, "twenty steps")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.exit_code() == REQUEUE, run.output()
