@@ -1,26 +1,31 @@
 """Two hundred random faults on real runs: signals, damage, full disks … How many are survived?
 
-    python benchmarks/faults.py [--faults=200] [--seed=0] [--scratch=DIR]
+    python benchmarks/faults.py [--faults=200] [--seed=0] [--at_once=2] [--scratch=DIR]
 
-A small run, with everything in it that a resumed one could get wrong, is made once undisturbed, and
-again and again under faults: it is started, something is done to it at a random moment, it is
-started again, about ten times until its end. A fault is survived if the next start goes on from the
-newest sound checkpoint, every exit code and message is the right one, there is no traceback, and
-metrics and checkpoints are then and at the end, bit for bit, those of the undisturbed run.
+Small runs of every kind (pretraining, adapters on a frozen base in 8 bits, DPO, distillation …) are
+made once undisturbed, and again and again under faults: each is started, something is done to it at
+a random moment, it is started again, about ten times until its end. A fault is survived if the next
+start goes on from the newest sound checkpoint, every exit code and message is the right one, there
+is no traceback, and metrics and checkpoints are then and at the end, bit for bit, those of the
+undisturbed run of its kind.
 
 Takes about eight seconds a fault on two cores; Linux only. The seed draws faults and moments, but
-what a run is doing in the very millisecond is chance. tests/shared/fault_injection has the faults;
-power cuts have a benchmark of their own, power_cuts.py.
+what a run is doing in the very millisecond is chance. tests/shared/fault_injection has the faults
+and the kinds of runs; power cuts have a benchmark of their own, power_cuts.py.
 """
 
 import dataclasses
+import functools
 import itertools
+import os
 import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from random import Random
 
@@ -28,164 +33,137 @@ from absl import app, flags
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 
-from fault_injection.comparison import difference, difference_at_end
-from fault_injection.faults.campaign import OF_ONE_PROCESS, OF_TWO_PROCESSES, draw
-from fault_injection.faults.fault import Fault, Struck
-from fault_injection.job import Attempt, HangError, Job, prepare
+from fault_injection.faults.campaign import OF_ONE_PROCESS, OF_TWO_PROCESSES
+from fault_injection.job import Job
+from fault_injection.kinds import KINDS, Kind
+from fault_injection.striking import Record, strike
 
 from lmlib.table import columns
 
 _FAULTS = flags.DEFINE_integer("faults", 200, "How many.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the faults and their moments.")
+_AT_ONCE = flags.DEFINE_integer("at_once", os.cpu_count(), "Runs at a time.", lower_bound=1)
 _SCRATCH = flags.DEFINE_string(
     "scratch", None, "New folder for the runs, kept; default: a temporary one."
 )
 
 OF_TWO = 16  # one fault in so many is one of two processes
-FAULTS_PER_RUN = 12  # at most
+FAULTS = {1: OF_ONE_PROCESS, 2: OF_TWO_PROCESSES}  # by the number of processes
+FAULTS_PER_RUN = {1: 12, 2: 4}  # at most
 UNDISTURBED_SECONDS = 1_800.0  # for a run that compiles everything
 
 
-@dataclasses.dataclass
-class Record:
-    """A fault that came: when, what the processes ended with, what should not have been."""
-
-    name: str
-    step: int
-    codes: list[int]
-    problems: list[str]
-
-
-def faults_of_a_run(
-    job: Job, undisturbed: Job, faults: tuple[Fault, ...], count: int, random: Random
-) -> Iterator[Record]:
-    """At most `count` faults, until the run's end; problems may still come to an earlier record."""
-    previous: Record | None = None
-    for fault in itertools.islice(draw(faults, job, random), count):
-        try:
-            struck = fault.strike(job, random)
-        except HangError as hang:
-            yield Record(fault.name, job.last_step(), [], [f"hangs: {hang}"])
-            return
-        codes = struck.attempt.exit_codes()
-        record = Record(fault.name, job.last_step(), codes, list(struck.problems))
-        own_start = fault.precedes_start or previous is None
-        (record if own_start else previous).problems += problems_of_start(struck)
-        record.problems += problems_of_end(struck.attempt)
-        wrong = difference(job, undisturbed)
-        if wrong:
-            record.problems.append(wrong)
-        if struck.happened or record.problems:
-            previous = record
-            yield record
-        if wrong:
-            return  # what lies there is left as it is
-        if set(codes) == {0}:
-            break
-    if previous is not None:
-        previous.problems += problems_at_end(job, undisturbed)
-
-
-def problems_of_start(struck: Struck) -> list[str]:
-    """Of the start that shows what came of the fault before."""
-    attempt = struck.attempt
-    if attempt.trains and attempt.resumed_step != struck.expected:
-        return [f"the next start went on from {attempt.resumed_step}, and not {struck.expected}"]
-    if not struck.happened and set(attempt.exit_codes()) != {0}:
-        return [f"the next start ended with {attempt.exit_codes()}: {last_line(attempt)}"]
-    return []
-
-
-def problems_of_end(attempt: Attempt) -> list[str]:
-    """Of what the run has printed by then."""
-    return [
-        f"it shows a traceback, see {file}"
-        for file in attempt.files
-        if "Traceback (most recent call last)" in file.read_text(errors="replace")
-    ]
-
-
-def problems_at_end(job: Job, undisturbed: Job) -> list[str]:
-    """Of the run, once it is left alone."""
-    attempt = job.start()
-    try:
-        codes = attempt.exit_codes()
-    except HangError as hang:
-        return [f"hangs: {hang}"]
-    if set(codes) != {0}:
-        return [f"the last start ended with {codes}: {last_line(attempt)}"]
-    wrong = difference_at_end(job, undisturbed)
-    return [wrong] if wrong else []
-
-
-def last_line(attempt: Attempt) -> str:
-    """Of its output, and where the rest is."""
-    return f"{attempt.output().rstrip().rpartition(chr(10))[2]!r}, see {attempt.files[0]}"
-
-
-def make_undisturbed(scratch: Path, processes: int) -> Job:
+def make_undisturbed(scratch: Path, processes: int, kind: Kind) -> Job:
     """A run that keeps all its checkpoints, to compare with."""
-    keeps_all = ("keep_checkpoints=1000", "captures=0")
-    job = Job(scratch, f"undisturbed_{processes}", keeps_all, processes)
     began = time.monotonic()
+    folder = scratch / f"{kind.fiddler}_{processes}"
+    kind.prepare(folder)
+    keeps_all = ("keep_checkpoints=1000", "captures=0")
+    job = Job(folder, "undisturbed", keeps_all, processes, kind)
     attempt = job.start()
     if set(attempt.exit_codes(UNDISTURBED_SECONDS)) != {0}:
-        raise SystemExit(f"the undisturbed run failed:\n{attempt.output()}")
+        raise SystemExit(f"the undisturbed run of {kind.name} failed:\n{attempt.output()}")
     job.keep_programs()
-    print(f"undisturbed run of {processes}: {time.monotonic() - began:.0f} s", flush=True)
+    seconds = time.monotonic() - began
+    print(f"undisturbed run of {kind.name}, of {processes}: {seconds:.0f} s", flush=True)
     return job
 
 
-def campaign(scratch: Path, count: int, seed: int) -> list[Record]:
-    """`count` faults, over as many runs as it takes."""
-    prepare(scratch)
-    records: list[Record] = []
-    of_two = count // OF_TWO
-    for processes, faults, share in (
-        (1, OF_ONE_PROCESS, count - of_two),
-        (2, OF_TWO_PROCESSES, of_two),
-    ):
-        if not share:
-            continue
-        undisturbed = make_undisturbed(scratch, processes)
-        wanted = len(records) + share
-        for run in itertools.count():
-            random = Random(f"{seed} {processes} {run}")
-            job = Job(scratch, f"run_{processes}_{run}", processes=processes)
-            limit = min(FAULTS_PER_RUN, wanted - len(records))
-            of_this_run = []
-            for record in faults_of_a_run(job, undisturbed, faults, limit, random):
-                of_this_run.append(record)
-                show(record, len(records) + len(of_this_run), count)
-            records += of_this_run
-            for record in of_this_run:
-                for problem in record.problems:
-                    print(f"NOT SURVIVED in {job.workdir}: {record.name}: {problem}", flush=True)
-            if len(records) == wanted:
-                break
-    return records
+@dataclasses.dataclass
+class Campaign:
+    """`count` faults, over as many runs as it takes, of each kind in turn."""
 
+    scratch: Path
+    count: int
+    seed: int
+    threads: ThreadPoolExecutor
+    at_once: int
 
-def show(record: Record, number: int, count: int) -> None:
-    codes = ", ".join(map(str, record.codes))
-    print(
-        f"{number:3}/{count}  {record.name:<42} step {record.step:2}  exit {codes:<6}"
-        f"{'  PROBLEM' if record.problems else ''}",
-        flush=True,
-    )
+    def __post_init__(self) -> None:
+        self._shown = itertools.count(1)
+
+    def records(self) -> list[Record]:
+        of_two = self.count // OF_TWO
+        return self._share(1, self.count - of_two) + self._share(2, of_two)
+
+    def _share(self, processes: int, share: int) -> list[Record]:
+        """`share` faults, all on runs of so many processes."""
+        most = min(FAULTS_PER_RUN[processes], -(-share // len(KINDS)))
+        kinds = KINDS[: -(-share // max(most, 1))]
+        make = functools.partial(make_undisturbed, self.scratch, processes)
+        undisturbed = list(self.threads.map(make, kinds))
+        records: list[Record] = []
+        running: dict[Future[list[Record]], int] = {}
+        numbers = itertools.count()
+        while len(records) < share:
+            while len(running) < self.at_once and (
+                limit := min(most, share - len(records) - sum(running.values()))
+            ):
+                number = next(numbers)
+                like = undisturbed[number % len(undisturbed)]
+                running[self.threads.submit(self._run, like, number, limit)] = limit
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[ended]
+                records += ended.result()
+        return records
+
+    def _run(self, undisturbed: Job, number: int, limit: int) -> list[Record]:
+        """At most `limit` faults, on a run of its own."""
+        processes, kind = undisturbed.processes, undisturbed.kind
+        random = Random(f"{self.seed} {processes} {number}")
+        job = undisturbed.another(self.scratch / f"run_{processes}_{number}")
+        records: list[Record] = []
+        try:
+            for record in strike(job, undisturbed, FAULTS[processes], limit, random):
+                records.append(record)
+                self._show(record)
+        except Exception as error:  # of the campaign itself: the other runs go on
+            traceback.print_exc()
+            failed = Record(kind.name, "the campaign itself", 0, [], [f"it failed: {error!r}"])
+            records = [*records[: limit - 1], failed]
+        for record in records:
+            for problem in record.problems:
+                print(f"NOT SURVIVED in {job.workdir}: {record.name}: {problem}", flush=True)
+        return records
+
+    def _show(self, record: Record) -> None:
+        codes = ", ".join(map(str, record.codes))
+        print(
+            f"{next(self._shown):3}/{self.count}  {record.kind:<15} {record.name:<42} "
+            f"step {record.step:2}  exit {codes:<6}{'  PROBLEM' if record.problems else ''}",
+            flush=True,
+        )
 
 
 def table(records: list[Record]) -> str:
-    times = Counter(record.name for record in records)
-    survived = Counter(record.name for record in records if not record.problems)
-    rows = [(name, str(times[name]), str(survived[name])) for name in sorted(times)]
-    return columns([("fault", "times", "survived"), *rows])
+    """A line for each fault: how often it came to each kind of run, and how often it was survived;
+    then the same of all faults."""
+    kinds = [kind.name for kind in KINDS if any(kind.name == each.kind for each in records)]
+
+    def line(name: str, of_them: list[Record]) -> tuple[str, ...]:
+        times = Counter(record.kind for record in of_them)
+        survived = sum(not record.problems for record in of_them)
+        return (
+            name,
+            *(str(times[kind] or "") for kind in kinds),
+            f"{survived} of {len(of_them)}",
+        )
+
+    def lines() -> Iterator[tuple[str, ...]]:
+        yield "fault", *kinds, "survived"
+        for name in sorted({record.name for record in records}):
+            yield line(name, [record for record in records if record.name == name])
+        yield line("all", records)
+
+    return columns(list(lines()))
 
 
 def main(_: list[str]) -> None:
     began = time.monotonic()
     scratch = Path(_SCRATCH.value or tempfile.mkdtemp(prefix="faults_")).absolute()
-    records = campaign(scratch, _FAULTS.value, _SEED.value)
+    at_once = _AT_ONCE.value
+    with ThreadPoolExecutor(at_once) as threads:
+        records = Campaign(scratch, _FAULTS.value, _SEED.value, threads, at_once).records()
     survived = sum(not record.problems for record in records)
     print(f"\n{table(records)}\n")
     print(

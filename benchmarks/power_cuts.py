@@ -31,7 +31,8 @@ from absl import app, flags
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 
 from fault_injection.comparison import difference_at_end, difference_of_metrics
-from fault_injection.job import Attempt, Job, prepare, step_of
+from fault_injection.job import Attempt, Job, step_of
+from fault_injection.kinds import EVERYTHING
 
 _CUTS = flags.DEFINE_integer("cuts", 30, "How many.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
@@ -180,7 +181,7 @@ def make_undisturbed(scratch: Path) -> Job:
 
 def campaign(scratch: Path, count: int, seed: int) -> list[Cut]:
     """`count` cuts, over as many runs as it takes."""
-    prepare(scratch)
+    EVERYTHING.prepare(scratch)
     undisturbed = make_undisturbed(scratch)
     cuts: list[Cut] = []
     while len(cuts) < count:

@@ -46,8 +46,8 @@ def standard_library(
     def made_in_a_temporary_folder(reason: str) -> str:
         own = _temporary_folder()
         report(
-            f"{reason}, so the data goes to {own}, which may not last; XDG_CACHE_HOME names another "
-            "place"
+            f"{reason}, so the data goes to {own}, which may not last; XDG_CACHE_HOME names "
+            "another place"
         )
         return standard_library(vocab_size, max_bytes, str(own))
 

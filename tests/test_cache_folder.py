@@ -1,4 +1,4 @@
-"""A user who is but a number, without a home folder, as in containers: all works, and keeps less."""
+"""A user without a name and a home folder, as in containers: all works, and keeps less."""
 
 import pwd
 import subprocess

@@ -4,7 +4,8 @@ from random import Random
 
 import pytest
 from fault_injection.comparison import difference, difference_at_end
-from fault_injection.job import Job, prepare
+from fault_injection.job import Job
+from fault_injection.kinds import EVERYTHING
 from fault_injection.moments import (
     EVALUATING,
     LOADING,
@@ -37,9 +38,9 @@ MOMENTS = (
 
 @pytest.mark.slow
 def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
-    prepare(tmp_path)
+    EVERYTHING.prepare(tmp_path)
     undisturbed = Job(tmp_path, "undisturbed", (STEPS, "keep_checkpoints=1000"))
-    attempt = undisturbed.start(forked=True)
+    attempt = undisturbed.start()
     assert attempt.exit_codes() == [0], attempt.output()
     undisturbed.keep_programs()
     # What a resumed run could get wrong is there to be got wrong.
@@ -50,7 +51,7 @@ def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
     for moment in MOMENTS:
         tries = (kill(job, undisturbed, moment, random) for _ in range(TRIES))
         assert any(tries), f"never killed while {moment.name}"
-    attempt = job.start(forked=True)
+    attempt = job.start()
     assert attempt.exit_codes() == [0], attempt.output()
     assert difference_at_end(job, undisturbed) == ""
 
@@ -58,7 +59,7 @@ def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
 def kill(job: Job, undisturbed: Job, moment: Moment, random: Random) -> bool:
     """Starts the run and kills it; whether it was killed at that moment, and not just after."""
     newest = job.newest_checkpoint()
-    attempt = job.start(forked=moment is not STARTING)  # there the imports are what is killed
+    attempt = job.start(fresh=moment.fresh)
     came = moment.wait(attempt, random)
     attempt.kill()
     assert came, f"ended before it was {moment.name}: {attempt.output()}"

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -25,6 +26,7 @@ import runner
 
 ROOT = Path(runner.__file__).parents[1]
 SECONDS = 600  # that `run_forked` may take
+_ASKING = threading.Lock()  # a server is asked by one thread at a time
 _SERVER = Path(__file__).with_name("fork_server.py")
 # What begins so is read when Python starts or a package is imported: it has a server of its own.
 _READ_AT_IMPORT = ("JAX_", "PYTHON")
@@ -67,10 +69,11 @@ class ForkedProcess:
             each if isinstance(each, int) else each.fileno()
             for each in (nothing if stdin is None else stdin, stdout, stderr)
         ]
-        server = _server(frozenset(filter(_is_read_at_import, variables.items())))
         sent = json.dumps(request).encode() + b"\n"
-        begun = socket.send_fds(server, [sent], [*streams, theirs])
-        server.sendall(sent[begun:])
+        with _ASKING:
+            server = _server(frozenset(filter(_is_read_at_import, variables.items())))
+            begun = socket.send_fds(server, [sent], [*streams, theirs])
+            server.sendall(sent[begun:])
         os.close(theirs)
         os.close(nothing)
         self.pid = self._told()

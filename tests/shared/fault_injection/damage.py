@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from fault_injection.experiment import CHUNK
+from fault_injection.inputs import CHUNK
 from lmlib.checkpoint.manifest import MANIFEST, NOT_COVERED
 
 # Given a checkpoint, or a folder of tokens: harms it, and returns the file, or the folder of an

@@ -2,15 +2,15 @@
 
     python -m runner --fdl_config=tests/shared/fault_injection/experiment.py --workdir=/tmp/small
 
-It finds its tokens in the folder `tokens`, made by `write_tokens`, of the working directory.
+Fiddlers make other kinds of runs of it: `kinds.py` lists them. What it reads lies in the working
+directory; `inputs.py` writes it.
 """
 
-from pathlib import Path
+import copy
 
 import fiddle as fdl
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from lmlib import optim
@@ -18,18 +18,18 @@ from lmlib.adapters import lora
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
-from lmlib.data.shard_writer import ShardWriter
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.guard import Guard
-from lmlib.losses import Distillation
+from lmlib.losses import DPO, Distillation, NextToken
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.trainable import Group
 
 VOCAB, BATCH, SEQUENCE, STEPS = 4_096, 16, 16, 60
 EVALUATE_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS = 4, 5, 4
-TOKENS, SHARDS, CHUNK = "tokens", 2, 64  # the folder, the shards of a split, a chunk's tokens
+# What it reads: a data set, a run's weights, and what a teacher said of the split "long".
+TOKENS, BASE, TAUGHT = "tokens", "base", "taught"
 
 
 def config() -> fdl.Config[Experiment]:
@@ -82,6 +82,44 @@ def config() -> fdl.Config[Experiment]:
     )
 
 
+def pretraining(cfg: fdl.Config[Experiment]) -> None:
+    """All weights train; no adapters, no teacher."""
+    cfg.model = cfg.model.of
+    cfg.trainable = cfg.frozen_dtype = None
+    cfg.objective = fdl.Config(NextToken, dropout=0.1)
+
+
+def lora_on_int8(cfg: fdl.Config[Experiment]) -> None:
+    """Adapters on a frozen base in 8 bits, which each start reads again."""
+    cfg.frozen_dtype, cfg.init_from = "int8", BASE
+    cfg.objective = fdl.Config(NextToken, dropout=0.1)
+
+
+def dpo(cfg: fdl.Config[Experiment]) -> None:
+    """Pairs, and a reference that each start reads again."""
+    pretraining(cfg)
+    cfg.init_from = BASE
+    cfg.objective = fdl.Config(DPO, reference_from=BASE)
+    cfg.data = fdl.Config(
+        FlatTokens, path=TOKENS, split="pairs", batch_size=BATCH, sequence_length=SEQUENCE
+    )
+
+
+def distillation(cfg: fdl.Config[Experiment]) -> None:
+    """A teacher that each start reads again."""
+    pretraining(cfg)
+    teacher = copy.deepcopy(cfg.model)
+    cfg.objective = fdl.Config(Distillation, teacher=teacher, teacher_from=BASE, dropout=0.1)
+
+
+def stored_teacher(cfg: fdl.Config[Experiment]) -> None:
+    """What a teacher said, read with each batch."""
+    pretraining(cfg)
+    cfg.objective = fdl.Config(Distillation, dropout=0.1)
+    cfg.data = cfg.data.sources["long"]
+    cfg.data.teacher = TAUGHT
+
+
 def sometimes_infinite(steps: int, peak_lr: float) -> optim.Optimizer:
     """AdamW, but about one update in eight is infinite.
 
@@ -102,23 +140,3 @@ def sometimes_infinite(steps: int, peak_lr: float) -> optim.Optimizer:
 def is_infinite(grad_norm):
     """Whether `sometimes_infinite` makes an infinite update of a gradient with this norm."""
     return grad_norm * 1_000 % 8 < 1
-
-
-def write_tokens(folder: Path) -> None:
-    """Makes the data sets below `folder`: random documents, of another length in each."""
-    random = np.random.default_rng(0)
-    for split, documents, length in (("short", 100, 9), ("long", 10, 90), ("validation", 30, 40)):
-        for shard in range(SHARDS):
-            writer = ShardWriter(
-                folder / TOKENS,
-                split,
-                shard=shard,
-                shards=SHARDS,
-                vocab_size=VOCAB,
-                file_length=4 * CHUNK,
-                chunk_length=CHUNK,
-            )
-            for _ in range(documents):
-                tokens = random.integers(VOCAB, size=random.integers(1, 2 * length))
-                writer.append(tokens, text_bytes=1)
-            writer.finish()

@@ -19,6 +19,7 @@ from folder_contents import files_of
 from forked_processes import ROOT, ForkedProcess, fresh_process
 
 from fault_injection import experiment
+from fault_injection.kinds import EVERYTHING, Kind
 from lmlib.metrics import read_metrics
 
 DEVICES = 8
@@ -32,6 +33,7 @@ RESUMED = r"resuming after step ([\d,]+) of|this run finished all its ([\d,]+) s
 COMPILED = "compiled the step in"
 FULL = os.strerror(errno.EFBIG)  # for what `limit_file_sizes` makes impossible
 
+PROGRAMS = "programs"  # the folder of what was compiled, in `scratch`
 UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
 
 Process = subprocess.Popen[bytes] | ForkedProcess
@@ -148,15 +150,17 @@ class Job:
     """A run in `scratch/name`.
 
     Args:
-      scratch: where its data, and what its processes print, is too; `prepare` made it.
+      scratch: where what it reads is, and what its processes print; `Kind.prepare` made it.
       overrides: of the config, as `steps=30`.
       processes: how many share the devices.
+      kind: what it trains.
     """
 
     scratch: Path
     name: str
     overrides: tuple[str, ...] = ()
     processes: int = 1
+    kind: Kind = EVERYTHING
 
     @property
     def workdir(self) -> Path:
@@ -172,7 +176,7 @@ class Job:
         beside_another: bool = False,
         roots: Mapping[int, Path] | None = None,
         readers: bool = False,
-        forked: bool = False,
+        fresh: bool = False,
     ) -> Attempt:
         """Starts the run, or goes on with it.
 
@@ -180,7 +184,7 @@ class Job:
           beside_another: another attempt may still run.
           roots: where single processes take their code from, by their numbers.
           readers: what the processes write goes through pipes, as with `| cat`.
-          forked: the processes are spared their imports; see `forked_processes`.
+          fresh: the processes import all themselves, as `fresh_process` does.
         """
         if not beside_another:
             self._restore_programs()
@@ -193,6 +197,9 @@ class Job:
         started: list[Process] = []
         reading = []
         for process, path in enumerate(files):
+            root = (roots or {}).get(process, ROOT)
+            is_fresh = fresh or readers or root != ROOT  # a forked one's stdout is no pipe
+            begin = fresh_process if is_fresh else ForkedProcess
             with path.open("wb") as file:
                 output: IO[bytes] = file
                 if readers:
@@ -201,12 +208,12 @@ class Job:
                     output = reading[-1].stdin
                 with output:
                     started.append(
-                        (ForkedProcess if forked else fresh_process)(
+                        begin(
                             *("-m", "runner", *self._arguments(address, process)),
                             stdout=output,
                             stderr=output,
                             cwd=self.scratch,
-                            environment=self._environment((roots or {}).get(process, ROOT)),
+                            environment=self._environment(root),
                         )
                     )
         return Attempt(self, started, files, reading)
@@ -217,6 +224,12 @@ class Job:
         Call it once an attempt has ended undisturbed: JAX does not write programs atomically.
         """
         shutil.copytree(self._programs, self._kept_programs)
+
+    def another(self, scratch: Path) -> "Job":
+        """A run that begins as this one did, in the new folder `scratch`, with its programs."""
+        own = shutil.ignore_patterns(f"{self.name}*", PROGRAMS)
+        shutil.copytree(self.scratch, scratch, ignore=own)
+        return Job(scratch, "run", processes=self.processes, kind=self.kind)
 
     def whole_checkpoints(self) -> list[int]:
         """Their steps, by the names of their folders alone."""
@@ -247,7 +260,7 @@ class Job:
 
     @property
     def _programs(self) -> Path:
-        return self.scratch / f"programs_of_{self.processes}"  # JAX's keys depend on the path
+        return self.scratch / PROGRAMS
 
     @property
     def _kept_programs(self) -> Path:
@@ -255,7 +268,7 @@ class Job:
 
     def _restore_programs(self) -> None:
         if self._kept_programs.exists():
-            shutil.rmtree(self._programs)
+            shutil.rmtree(self._programs, ignore_errors=True)
             shutil.copytree(self._kept_programs, self._programs)
 
     def _arguments(self, address: str | None, process: int) -> list[str]:
@@ -267,6 +280,7 @@ class Job:
         ]
         return [
             f"--fdl_config={experiment.__file__}",
+            *([f"--fiddler={self.kind.fiddler}"] if self.kind.fiddler else []),
             f"--workdir={self.workdir}",
             *(f"--fdl.{override}" for override in self.overrides),
             *(several if address else []),
@@ -279,16 +293,10 @@ class Job:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // self.processes} "
             "--xla_backend_optimization_level=1",
-            "JAX_COMPILATION_CACHE_DIR": str(self._programs),
+            "JAX_COMPILATION_CACHE_DIR": PROGRAMS,  # relative: the keys depend on it
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-
-
-def prepare(scratch: Path) -> None:
-    """Makes `scratch` with the data of its jobs."""
-    scratch.mkdir(parents=True, exist_ok=True)
-    experiment.write_tokens(scratch)
 
 
 def step_of(unfinished: Path) -> int:

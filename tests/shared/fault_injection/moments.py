@@ -19,12 +19,14 @@ class Moment:
       aim: called with a fresh attempt; returns the condition that it has come to.
       caught: whether an attempt that was killed, was killed there; by what it left.
       spread: the seconds in which the moment lies, after the condition holds.
+      fresh: whether it may lie in the imports: `Job.start(fresh=True)`.
     """
 
     name: str
     aim: Callable[[Attempt, Random], Callable[[], bool]]
     caught: Callable[[Attempt], bool]
     spread: float = 0.0
+    fresh: bool = False
 
     def wait(self, attempt: Attempt, random: Random) -> bool:
         """Whether it came before the attempt ended."""
@@ -102,7 +104,7 @@ def _before_evaluation(attempt: Attempt) -> bool:
     return attempt.job.last_step() % EVALUATE_EVERY == EVALUATE_EVERY - 1
 
 
-STARTING = Moment("starting", _starting, lambda attempt: not attempt.says(READY))
+STARTING = Moment("starting", _starting, lambda attempt: not attempt.says(READY), fresh=True)
 RESTORING = Moment(
     "restoring",
     _restoring,
@@ -127,4 +129,4 @@ SAVING = Moment(
     _saving,
     lambda attempt: attempt.trains and attempt.job.unfinished_checkpoint() is not None,
 )
-ANY_TIME = Moment("at any time", _any_time, lambda attempt: True)
+ANY_TIME = Moment("at any time", _any_time, lambda attempt: True, fresh=True)

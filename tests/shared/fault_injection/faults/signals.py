@@ -16,7 +16,7 @@ def killed(weight: float, moment: Moment) -> Fault:
     """SIGKILL."""
 
     def strike(job: Job, random: Random) -> Struck:
-        expected, attempt = job.newest_checkpoint(), job.start()
+        expected, attempt = job.newest_checkpoint(), job.start(fresh=moment.fresh)
         happened = moment.wait(attempt, random)
         attempt.kill()
         return Struck(attempt, expected, happened)
@@ -30,7 +30,7 @@ def asked_to_stop(
     """A signal after which the run saves a checkpoint and ends with `REQUEUE`."""
 
     def strike(job: Job, random: Random) -> Struck:
-        expected, attempt = job.newest_checkpoint(), job.start()
+        expected, attempt = job.newest_checkpoint(), job.start(fresh=moment.fresh)
         if not moment.wait(attempt, random):
             return Struck(attempt, expected, happened=False)
         attempt.send(number)
