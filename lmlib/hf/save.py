@@ -26,7 +26,7 @@ from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced,
 from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
-from lmlib.whole_file import write_whole
+from lmlib.whole_file import UNFINISHED, write_whole
 
 NAMES_OF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -84,19 +84,21 @@ def save(
     }
     wanted = placed(model, family.names)
     rounded = rounding(model, wanted, dtype)
+    unfinished = unfinished_in(folder)
     files = laid_out(
-        folder,
+        unfinished,
         {each.name: (DTYPES[NAMES_OF_DTYPES[dtype]], each.shape) for each in wanted},
         file_bytes,
     )
     if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir(parents=True)
         begin_files(files)
     meet("lmlib: files begun")
     _write_all(model, wanted, files, progress)
     synced({each.file for each in files.values()})
     meet("lmlib: tensors written")
     if jax.process_index() == 0:
+        move_up(unfinished)
         for name, file in texts.items():
             shutil.copyfile(file, folder / name)
         if texts and "tokenizer_config.json" not in texts:
@@ -201,6 +203,19 @@ def require_new(folder: Path) -> None:
         holds = bool(multihost_utils.process_allgather(np.bool_(holds)).any())
     if holds:
         raise FileExistsError(f"{folder} is not empty: give a new folder")
+
+
+def unfinished_in(folder: Path) -> Path:
+    """Where the tensors of `folder` lie until all are written: their files have all their bytes,
+    zeros, from the beginning."""
+    return folder / UNFINISHED
+
+
+def move_up(folder: Path) -> None:
+    """Moves the files of a folder to the one above, and removes it."""
+    for file in folder.iterdir():
+        file.rename(folder.parent / file.name)
+    folder.rmdir()
 
 
 def meet(name: str) -> None:

@@ -19,7 +19,7 @@ from lmlib.hf.peft.config import FILE, PeftConfig
 from lmlib.hf.peft.modules import TENSORS, Module, Place, modules_of
 from lmlib.hf.peft.whole import Kept, kept
 from lmlib.hf.rounding import in_dtype
-from lmlib.hf.save import NAMES_OF_DTYPES, meet, require_new
+from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, require_new, unfinished_in
 from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
 from lmlib.models.adapted import Adapted, map_adapted
 from lmlib.models.int8 import Int8
@@ -81,13 +81,15 @@ def save_adapters(
     tensors |= {name: _laid(tensor, given) for name, tensor in whole.tensors}
     tensors = {name: in_dtype(name, each, dtype) for name, each in tensors.items()}
     if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = unfinished_in(folder)
+        unfinished.mkdir(parents=True)
         shaped = {name: (each.dtype, each.shape) for name, each in tensors.items()}
-        files = laid_out(folder, shaped, 1 << 62, TENSORS)
+        files = laid_out(unfinished, shaped, 1 << 62, TENSORS)
         begin_files(files)
         for name, target in files.items():
             write(target, 0, tensors[name])
-        synced([folder / TENSORS])
+        synced([unfinished / TENSORS])
+        move_up(unfinished)
         transposed = any(
             not module.looks_up and place.inputs == 0
             for module in modules.values() for place in module.places

@@ -1,0 +1,42 @@
+"""What is left of a folder whose writing ended in the middle: nothing that looks whole."""
+
+import functools
+import os
+
+import jax
+import pytest
+
+from lmlib import hf
+from lmlib.adapters import with_adapters
+from lmlib.models.families.llama import llama
+
+
+def model():
+    return llama(vocab=32, embed=8, layers=1, heads=2, mlp=16, key=jax.random.key(0))
+
+
+def adapted():
+    return with_adapters(model(), rank=2, key=jax.random.key(1))
+
+
+@pytest.mark.parametrize(
+    ("save", "make"),
+    [(hf.save, model), (functools.partial(hf.save_adapters, trained=()), adapted)],
+    ids=["model", "adapters"],
+)
+def test_tensors_have_no_names_before_all_of_them_are_on_the_disk(
+    tmp_path, monkeypatch, save, make
+):
+    def ended(descriptor):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "fsync", ended)
+        with pytest.raises(KeyboardInterrupt):
+            save(make(), tmp_path / "out")
+    assert not [*(tmp_path / "out").glob("*.safetensors"), *(tmp_path / "out").glob("*.json")]
+    with pytest.raises(FileExistsError, match="is not empty: give a new folder"):
+        save(make(), tmp_path / "out")
+    save(make(), tmp_path / "again")
+    assert len([*(tmp_path / "again").glob("*.safetensors")]) == 1
+    assert not [each for each in (tmp_path / "again").iterdir() if each.is_dir()]
