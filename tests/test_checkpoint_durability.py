@@ -4,7 +4,9 @@ benchmarks/power_cuts.py makes real cuts.
 """
 
 import errno
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,3 +140,12 @@ def test_a_save_fails_with_the_file_that_could_not_be_synced(tmp_path):
         with pytest.raises(OSError, match=rf"save step 1 in .*: cannot write {log}: .* is full, "):
             checkpoints.wait()
         assert checkpoints.steps() == []
+
+
+def test_a_clock_that_is_set_meanwhile_fails_no_save(tmp_path, monkeypatch):
+    now, looks = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: now() + 60 * next(looks))
+    with Checkpoints(tmp_path, save_seconds=100) as checkpoints:
+        checkpoints.save(1, {"weight": jnp.ones((4, 4))}, {})
+        checkpoints.wait()
+        assert checkpoints.newest_sound() == 1

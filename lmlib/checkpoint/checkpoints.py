@@ -86,7 +86,7 @@ class Checkpoints:
           keep_best: so many that `rank` gave the smallest metric stay too.
           keep_steps: these stay too.
           read_only: changes nothing; for reading while a run may be saving.
-          save_seconds: limit of a save, and of the processes' wait for each other in it.
+          save_seconds: limit of the processes' wait for each other in a save.
           check: called before anything is written, named or removed there, perhaps in another
             thread. What it raises, as where the directory is another run's now, prevents that; the
             same method raises it, or the next `wait`.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy
 
@@ -13,6 +14,8 @@ from lmlib.checkpoint.orbax_internals import STEP_FILES, ManagerOfOneFolder
 from lmlib.checkpoint.processes import orbax_barrier
 from lmlib.checkpoint.writing import ArraysHandler
 from lmlib.whole_file import sync
+
+_FOR_EVER = 3_000_000_000  # seconds
 
 
 def open_manager(
@@ -29,7 +32,7 @@ def open_manager(
       written: gets the folder of the arrays, on every process, once they are all written.
       finish: called on process 0 when the files of all are written and before the step gets its
         name.
-      save_seconds: limit of a save.
+      save_seconds: limit of the processes' wait for each other in a save.
     """
     return _Manager(
         directory,
@@ -39,7 +42,8 @@ def open_manager(
             preservation_policy=policy,
             temporary_path_class=_DurableFolder,
             async_options=ocp.AsyncOptions(
-                timeout_secs=save_seconds,
+                # By the clock on the wall, which may be set meanwhile.
+                timeout_secs=save_seconds if jax.process_count() > 1 else _FOR_EVER,
                 barrier_sync_fn=orbax_barrier(),
                 post_finalization_callback=finish,
                 # Otherwise, where a folder cannot be made, Orbax waits five minutes for it.
