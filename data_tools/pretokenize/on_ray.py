@@ -42,7 +42,8 @@ def pretokenize_on_ray(
         more shards than cores.
       settings: see `pretokenize_shard`.
 
-    Raises ValueError for a bad row or bad settings, RuntimeError if a shard fails for good.
+    Raises ValueError for a bad row or bad settings, RuntimeError if a shard fails for good or there
+    is no cluster.
     """
     import ray
 
@@ -50,7 +51,10 @@ def pretokenize_on_ray(
 
     begun_here = not ray.is_initialized()
     if begun_here:
-        ray.init(address=address, log_to_driver=False)
+        try:
+            ray.init(address=address, log_to_driver=False)
+        except Exception as error:  # Ray raises that class itself where a machine is too slow
+            raise RuntimeError(f"no Ray cluster at {address!r}: {error}") from error
     try:
         task = ray.remote(num_cpus=max(1, workers), max_retries=0)(_make_shard)
 

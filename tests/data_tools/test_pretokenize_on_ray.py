@@ -93,3 +93,17 @@ def test_what_fails_for_good_is_an_error(cluster: Path, tmp_path: Path, lines: P
         pretokenize_on_ray(
             Files([str(lines)]), ByteTokenizer(), tmp_path / "bad", "train", shards=2
         )
+
+
+def test_a_cluster_that_does_not_start_is_told(
+    tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**settings: object) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RuntimeError, match=r"no Ray cluster at 'local': .* timed out"):
+        pretokenize_on_ray(
+            Files([str(lines)]), ByteTokenizer(), tmp_path, "train", shards=2, address="local"
+        )
