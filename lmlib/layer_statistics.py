@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -16,6 +17,7 @@ from jaxtyping import Array
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses import batch_loss
+from lmlib.models.int8 import Int8
 from lmlib.models.protocol import Layer, Model, Part
 from lmlib.table import columns
 
@@ -26,7 +28,7 @@ class PartStatistics(NamedTuple):
 
     output: root mean square of the residual stream after it; `None` where that was not observed,
       as in a model without layers.
-    weights, gradients: Euclidean norms.
+    weights, gradients: Euclidean norms; a matrix that rests in 8 bits has no gradient.
     """
 
     name: str
@@ -66,12 +68,15 @@ def layer_statistics(model: Model, batch: Batch, mesh: Mesh, compute: Compute) -
 
 
 def _measured(model: Model, batch: Batch, compute: Compute) -> tuple[Array, Any, Any, Any]:
-    def loss(model: Model) -> tuple[Array, Any]:
+    in_floats, in_8_bits = eqx.partition(model, lambda leaf: not _rests(leaf), is_leaf=_rests)
+
+    def loss(in_floats: Model) -> tuple[Array, Any]:
+        model = eqx.combine(in_floats, in_8_bits, is_leaf=_rests)
         sums, outputs = batch_loss(model, batch, compute, observe=_root_mean_squares)
         tokens = jnp.maximum(jnp.sum(batch.loss_mask, dtype=jnp.int32), 1)
         return sums.minimised / tokens, outputs
 
-    (value, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(model)
+    (value, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(in_floats)
     return value, outputs, [*map(_norm, model.parts())], [*map(_norm, gradients.parts())]
 
 
@@ -87,11 +92,19 @@ def _root_mean_squares(layer: Layer) -> tuple[Array, Array]:
 def _norm(part: Part) -> Array:
     """The norm of a part's arrays; one for each layer where they are stacked."""
     stacked = 0 if part.layers is None else 1
+    arrays = [
+        leaf.in_use(jnp.float32) if isinstance(leaf, Int8) else leaf.astype(jnp.float32)
+        for leaf in jax.tree.leaves(part.weights, is_leaf=_rests)
+    ]
     squares = [
-        jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=tuple(range(stacked, leaf.ndim)))
-        for leaf in jax.tree.leaves(part.weights)
+        jnp.sum(jnp.square(array), axis=tuple(range(stacked, array.ndim))) for array in arrays
     ]
     return jnp.sqrt(functools.reduce(jnp.add, squares))
+
+
+def _rests(leaf: Any) -> bool:
+    """Whether it is a matrix in 8 bits."""
+    return isinstance(leaf, Int8)
 
 
 def first_offender(statistics: LayerStatistics) -> str | None:

@@ -18,7 +18,9 @@ from lmlib.losses import batch_loss
 from lmlib.models.decoder import Decoder
 from lmlib.models.embedding import embedded
 from lmlib.models.families.llama import llama
+from lmlib.models.int8 import Int8, in_int8
 from lmlib.models.protocol import Context
+from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
 
@@ -99,3 +101,21 @@ def test_the_first_broken_part_is_named():
         "the weights of layer 1",  # its norm overflows
         "the output of layer 1",
     )
+
+
+def test_a_model_whose_matrices_rest_in_8_bits_is_measured():
+    mesh = make_mesh()
+    resting = map_weights(in_int8, weights(False))
+    in_use = jax.tree.map(
+        lambda leaf: leaf.in_use("float32") if isinstance(leaf, Int8) else leaf,
+        resting,
+        is_leaf=lambda leaf: isinstance(leaf, Int8),
+    )
+    found = layer_statistics(resting, BATCH, mesh, FLOAT32)
+    expected = layer_statistics(in_use, BATCH, mesh, FLOAT32)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    for one, other in zip(found.parts, expected.parts, strict=True):
+        assert one.weights == pytest.approx(other.weights, rel=1e-5)
+        assert one.output == (other.output and pytest.approx(other.output, rel=1e-5))
+        share = one.gradients / other.gradients
+        assert 0 < share < 1 if one.name.startswith("layer") else share == pytest.approx(1, 1e-4)
