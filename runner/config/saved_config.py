@@ -74,6 +74,8 @@ def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
             raise ValueError(f"it holds a {type(cfg).__name__}")
         _check_size(cfg)
         settings = [(node, parameters(node)) for node in nodes(cfg)]
+    except MemoryError:  # which says nothing of the file
+        raise
     except UntrustedNameError as error:
         raise ConfigError(
             f"{file} refers to {error.name}, which a saved config may not run unasked: if you "

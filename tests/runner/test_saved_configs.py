@@ -163,6 +163,17 @@ def test_a_json_file_that_is_no_config_is_refused(tmp_path, content):
     assert "is no saved Fiddle config" in error(str(file))
 
 
+def test_a_file_is_not_blamed_where_memory_is_short(tmp_path, monkeypatch):
+    save(fdl.Config(dict, a=1), tmp_path)
+
+    def load_json(text, policy):
+        raise MemoryError
+
+    monkeypatch.setattr(serialization, "load_json", load_json)
+    with pytest.raises(MemoryError):
+        load(str(tmp_path / "config.json"))
+
+
 def test_a_json_file_that_is_not_there_is_refused(tmp_path):
     assert "config.json cannot be read: No such file" in error(str(tmp_path / "config.json"))
 
