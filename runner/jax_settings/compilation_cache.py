@@ -26,7 +26,8 @@ def keep_compiled_programs() -> Path | None:
     if settings.jax_compilation_cache_dir is None:
         cache = cache_folder()
         if cache is None:
-            return _nothing_kept(NO_HOME)
+            _keep_nothing(NO_HOME)
+            return None
         jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -37,11 +38,12 @@ def keep_compiled_programs() -> Path | None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        return _nothing_kept(f"{folder} cannot be written ({error.strerror})")
+        _keep_nothing(f"{folder} cannot be written ({error.strerror})")
+        return None
     return Path(folder)
 
 
-def _nothing_kept(reason: str) -> None:
+def _keep_nothing(reason: str) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     print(
         f"compiled programs are not kept: {reason}; JAX_COMPILATION_CACHE_DIR names another folder",
