@@ -54,6 +54,11 @@ class Owner:
     device: int
     locked: bool
 
+    def is_kept_out_by(self, other: "Owner") -> bool:
+        """Whether the kernel keeps this one from a lock that `other` holds, renewed or not."""
+        here = (self.kernel, self.device)
+        return self.locked and other.locked and here == (other.kernel, other.device)
+
     def __str__(self) -> str:
         return f"{self.user} (pid {self.pid} on {self.host}, since {self.since})"
 
@@ -169,7 +174,8 @@ class WorkdirLock:
         workdir = self._file.parent
         silent = _seconds_awake_or_not() - self._renewed_at
         ends = "this process ends, and writes nothing more"
-        if other is not None and silent >= ABANDONED_SECONDS:
+        waited = other is not None and not other.is_kept_out_by(self._owner)
+        if waited and silent >= ABANDONED_SECONDS:
             silence = f"nothing was heard of this process for {silent:.0f} s"
             return f"{other} has taken over {workdir}, since {silence}: {ends}"
         if not workdir.is_dir():
