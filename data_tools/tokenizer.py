@@ -12,8 +12,8 @@ import numpy as np
 from data_tools.encoders import Encoder, make_encoder
 from lmlib.data import TokenizerIdentity
 from lmlib.data.metadata import LARGEST_TOKENIZER
-from lmlib.data.stored_json import read_json, read_text
 from lmlib.data.text import BYTE_TOKENIZER, decoded_bytes, read_tokenizer, tokenizers_errors
+from lmlib.stored_json import read_json, read_text
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lmlib.hardware import peak_flops
 from lmlib.storage_failures import storage_failure
+from lmlib.stored_json import parse_json
 from lmlib.tensorboard import TensorBoard
 from lmlib.whole_file import make_folder, write_whole
 
@@ -213,7 +214,7 @@ def to_json(entry: Mapping[str, Any]) -> str:
 
 def from_json(line: str | bytes) -> dict[str, Any]:
     """What `to_json` was given; raises ValueError for what it did not write."""
-    entry = json.loads(line)
+    entry = parse_json(line)
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         raise ValueError("no line of metrics")
     return {name: float(value) if value in _NOT_FINITE else value for name, value in entry.items()}

@@ -29,8 +29,8 @@ from lmlib.data.metadata import (
     shard_number,
 )
 from lmlib.data.seqax import STARTS, TOKENS, SeqaxSplit, is_seqax_split
-from lmlib.data.stored_json import read_json
 from lmlib.data.token_arrays import StoredArray, reading_context
+from lmlib.stored_json import read_json
 
 
 @dataclass(frozen=True)

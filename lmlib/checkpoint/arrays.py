@@ -6,7 +6,6 @@ shape, so that sizes are known before anything is allocated.
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from jaxtyping import PyTree
 
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, SavedArray
 from lmlib.checkpoint.orbax_internals import LAYOUTS, STATE_FILES
+from lmlib.stored_json import parse_json
 
 STATE = "state"
 ZARRAY = ".zarray"  # the description of an array, beside its chunks
@@ -140,12 +140,12 @@ def _chunk_shape(
     if size > _LARGEST_ZARRAY:
         raise DamagedCheckpointError(folder, description, f"has {size:,} bytes, too many")
     try:
-        zarray = json.loads((folder / description).read_bytes())
+        zarray = parse_json((folder / description).read_bytes())
         chunks = [int(length) for length in zarray["chunks"]]
         stored = (tuple(zarray["shape"]), np.dtype(str(zarray["dtype"])))
         plain = (zarray["compressor"], zarray["filters"], zarray["order"]) == (None, None, "C")
         separator = zarray.get("dimension_separator", ".")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(folder, description, f"cannot be read: {error!r}") from error
     shape = leaf.shape
     if stored != (shape, leaf.dtype):

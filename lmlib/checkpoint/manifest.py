@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 from lmlib.checkpoint.orbax_internals import STEP_FILES
+from lmlib.stored_json import parse_json
 from lmlib.whole_file import sync, sync_folders, write_whole
 
 MANIFEST = "manifest.json"
@@ -151,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     try:
         manifest = _decode(content)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(folder, MANIFEST, f"cannot be read: {error!r}") from error
     if encode(manifest) != content:
         raise DamagedCheckpointError(folder, MANIFEST, "does not match its own digest")
@@ -293,7 +294,7 @@ def encode(manifest: Manifest) -> bytes:
 
 def _decode(content: bytes) -> Manifest:
     """Raises one of many errors if `content` is no manifest."""
-    parsed = json.loads(content)
+    parsed = parse_json(content)
     if parsed["format"] != FORMAT:
         raise ValueError(f"format {parsed['format']!r}, but this version reads {FORMAT}")
     metric = parsed["metric"]

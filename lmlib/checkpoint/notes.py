@@ -7,6 +7,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, digest_of
+from lmlib.stored_json import parse_json
 
 NOTES = "notes"
 _FILE = "notes.json"
@@ -40,10 +41,10 @@ def read_notes(folder: Path, manifest: Manifest) -> dict[str, Any]:
         content = (folder / name).read_bytes()
         if digest_of(content) != saved.digest:
             raise DamagedCheckpointError(folder, name, "has other bytes than were saved")
-        notes = json.loads(content)
+        notes = parse_json(content)
     except DamagedCheckpointError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedCheckpointError(folder, name, f"cannot be read: {error!r}") from error
     if not isinstance(notes, dict):
         raise DamagedCheckpointError(folder, name, "is no JSON object")

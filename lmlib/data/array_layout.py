@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmlib.data.stored_json import read_json
+from lmlib.stored_json import read_json
 
 _LARGEST_DESCRIPTION = 1 << 20  # bytes
 _LARGEST_CHUNK = 1 << 28  # bytes; what one read allocates at most

@@ -23,8 +23,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from lmlib.data.stored_json import read_json, read_text
 from lmlib.data.text import TextCodec
+from lmlib.stored_json import read_json, read_text
 from lmlib.whole_file import write_whole
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lmlib.data.metadata import JOURNAL_FILE
-from lmlib.data.stored_json import read_json
+from lmlib.stored_json import read_json
 from lmlib.whole_file import write_whole
 
 LOCK_FILE = "writer.lock"

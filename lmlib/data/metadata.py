@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lmlib.data.digests import digest
-from lmlib.data.stored_json import parse_json, read_text
+from lmlib.stored_json import parse_json, read_text
 from lmlib.whole_file import write_whole
 
 FORMAT = "lmlib flat tokens"

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from lmlib.data.damage import DamagedDataError
-from lmlib.data.stored_json import read_json
 from lmlib.data.stored_split import Span
 from lmlib.data.token_arrays import Reading, StoredArray, reading_context
+from lmlib.stored_json import read_json
 
 TOKENS, STARTS, ATTRIBUTES = "encoded_tokens", "seq_starts", ".zattrs"
 

@@ -14,8 +14,8 @@ import numpy as np
 from lmlib.data.damage import DamagedDataError
 from lmlib.data.data_path import data_path
 from lmlib.data.digests import digest
-from lmlib.data.stored_json import parse_json, read_text
 from lmlib.data.token_arrays import StoredArray, reading_context
+from lmlib.stored_json import parse_json, read_text
 from lmlib.whole_file import write_whole
 
 FORMAT = "lmlib stored teacher"

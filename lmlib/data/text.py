@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from lmlib.data.metadata import LARGEST_TOKENIZER, TokenizerIdentity
-from lmlib.data.stored_json import read_text
+from lmlib.stored_json import read_text
 from lmlib.whole_file import write_whole
 
 if TYPE_CHECKING:  # heavy

@@ -13,8 +13,8 @@ import fiddle as fdl
 from fiddle import daglish
 from fiddle.experimental import serialization
 
-from lmlib.data.stored_json import parse_json, read_text
 from lmlib.data.trusted_names import DATA_NAMES, UntrustedNameError, named_value
+from lmlib.stored_json import parse_json, read_text
 from runner.command_line.errors import ConfigError, did_you_mean
 from runner.config.text import nodes, parameters, text_of, with_defaults
 

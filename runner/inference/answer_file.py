@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lmlib.data.stored_json import read_json
 from lmlib.generate import Generator
 from lmlib.quantities import duration_text
+from lmlib.stored_json import read_json
 from lmlib.whole_file import sync, write_whole
 from runner.command_line.errors import ConfigError
 from runner.inference.answer import Answer, Manner

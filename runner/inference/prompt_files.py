@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmlib.data.stored_json import LARGEST, parse_json
+from lmlib.stored_json import LARGEST, parse_json
 from runner.command_line.errors import ConfigError
 from runner.inference.prompts import Reader
 

@@ -11,8 +11,8 @@ from lmlib import train
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from lmlib.checkpoint.folders import steps_in
 from lmlib.data.resumable import Resumable
-from lmlib.data.stored_json import read_text
 from lmlib.experiment import Experiment
+from lmlib.stored_json import read_text
 from runner.command_line.errors import ConfigError, TrainingStopped, user_errors
 from runner.config.text import changed_paths, difference, flattened
 from runner.training import data_probe

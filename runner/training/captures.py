@@ -26,10 +26,10 @@ from jax.experimental import multihost_utils
 from lmlib.checkpoint.folders import steps_in
 from lmlib.data.batch import Batch
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.stored_json import read_json
 from lmlib.experiment import Experiment
 from lmlib.metrics import from_json, to_json
 from lmlib.python_command import python_command
+from lmlib.stored_json import read_json
 from lmlib.whole_file import make_folder, sync, sync_folders, write_whole
 from runner.command_line.errors import in_words
 from runner.processes.agreement import from_first

@@ -24,6 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from lmlib.data.batch import Batch
+from lmlib.stored_json import parse_json
 from lmlib.train import State
 from lmlib.whole_file import write_whole
 from runner.command_line.errors import ConfigError
@@ -148,7 +149,7 @@ def _read_header(
     if file.readline(len(_FORMAT)) != _FORMAT:
         raise _refused(path, "is no compiled step, or of another version")
     try:
-        header = json.loads(file.readline(_LONGEST_HEADER))
+        header = parse_json(file.readline(_LONGEST_HEADER))
         saved = dict(header["identity"])
     except (ValueError, TypeError, KeyError) as error:
         raise _refused(path, "is damaged") from error

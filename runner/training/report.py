@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from lmlib.data.stored_json import read_json
 from lmlib.experiment import Experiment
 from lmlib.metrics import mfu
 from lmlib.quantities import count_text
+from lmlib.stored_json import read_json
 from lmlib.table import columns
 from lmlib.train import State
 from lmlib.whole_file import write_whole

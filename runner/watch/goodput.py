@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmlib.data.stored_json import read_json
 from lmlib.quantities import duration_text
+from lmlib.stored_json import read_json
 from lmlib.table import columns
 from lmlib.whole_file import write_whole
 from runner.watch.phases import Phase, Phases

@@ -8,7 +8,8 @@ ALL_OF_DATA = """
 import sys
 from lmlib.data import *
 slow = {"datasets", "tokenizers"} & set(sys.modules)
-ours = ("lmlib.data", "lmlib.whole_file", "lmlib.storage_failures")
+files = ("regular_file", "storage_failures", "stored_json", "whole_file")
+ours = ("lmlib.data", *(f"lmlib.{name}" for name in files))
 others = [name for name in sys.modules if name.startswith("lmlib.") and not name.startswith(ours)]
 assert FlatTokens and not slow and not others, (slow, others)
 """

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,16 @@ def link(name: str) -> Callable[[Path], None]:
     return change
 
 
+def twice(name: str, entry: str) -> Callable[[Path], None]:
+    """Puts `entry` before what the file says."""
+
+    def change(folder: Path) -> None:
+        content = (folder / name).read_text()
+        (folder / name).write_text(content.replace("{", f"{{{entry}, ", 1))
+
+    return change
+
+
 ELSEWHERE = [{"key": name, "key_type": 2} for name in ("..", "..", "outside")]
 ARRAYS = "state/array_metadatas/process_0"
 STEP_METADATA = "_CHECKPOINT_METADATA"  # of which no digest is kept
@@ -146,6 +157,8 @@ ATTACKS: dict[str, Callable[[Path], None]] = {
     "long notes": sparse("notes/notes.json", 900 << 20),
     "notes of lists": text("notes/notes.json", '{"a": [' + "[]," * 30_000_000 + "[]]}"),
     "no notes": text("notes/notes.json", "[]"),
+    "notes twice": twice("notes/notes.json", '"tokens": 2'),
+    "chunks twice": twice("state/weight/.zarray", '"chunks": [1, 1]'),
     "linked notes": link("notes/notes.json"),
     "linked arrays": link("state/weight"),
     "a linked state": link("state"),
@@ -188,6 +201,14 @@ def test_it_is_refused_or_of_no_effect(restored: dict[str, tuple[str, str]], nam
     assert restored["sound"] == ("opened", "")
     if restored[name] != ("opened", ""):
         assert_refused(restored[name], "DamagedCheckpointError")
+
+
+@pytest.mark.parametrize("name", ["notes twice", "chunks twice"])
+def test_what_two_readers_could_take_for_two_things_is_refused(
+    restored: dict[str, tuple[str, str]], name: str
+) -> None:
+    assert_refused(restored[name], "DamagedCheckpointError")
+    assert re.search(r"it has the name '\w+' twice", restored[name][1])
 
 
 @pytest.mark.parametrize("name", ["6", "6.damaged", "6.orbax-checkpoint-tmp"])
