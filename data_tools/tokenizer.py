@@ -13,6 +13,7 @@ from data_tools.encoders import Encoder, make_encoder
 from lmlib.data import TokenizerIdentity
 from lmlib.data.metadata import LARGEST_TOKENIZER
 from lmlib.data.text import BYTE_TOKENIZER, decoded_bytes, read_tokenizer, tokenizers_errors
+from lmlib.regular_file import check_within_folder
 from lmlib.stored_json import read_json, read_text
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
@@ -126,8 +127,8 @@ def load_tokenizer(
     tokenizer_config.json beside the file says, or else common names are tried. No code from
     elsewhere is ever run.
 
-    Of a folder, which may be a stranger's, only these two files are read, as JSON; they may be
-    links to elsewhere.
+    Of a folder, which may be a stranger's, only these two files are read, as JSON, and neither
+    where it is a link that leads out of the folder.
 
     Raises FileNotFoundError for a folder without tokenizer.json, ValueError for a name that is
     neither here nor on the Hub, a tokenizer without a token that was named, or a damaged one.
@@ -140,13 +141,8 @@ def load_tokenizer(
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         configured = _configured_tokens(file.with_name("tokenizer_config.json"))
-        return JsonTokenizer(
-            name,
-            _read(file),
-            bos_token,
-            eos_token,
-            configured,
-        )
+        text = _read(file, named=not path.is_dir())
+        return JsonTokenizer(name, text, bos_token, eos_token, configured)
     if path.is_dir():
         raise FileNotFoundError(f"the folder {path} holds no tokenizer.json")
 
@@ -163,11 +159,14 @@ def load_tokenizer(
     return JsonTokenizer(name, _read(file), bos_token, eos_token)
 
 
-def _read(file: Path) -> str:
+def _read(file: Path, named: bool = True) -> str:
+    """Its text. `named`: the file itself is what the user names, so it may be a link."""
     try:
+        if not named:
+            check_within_folder(file)
         return read_text(file, LARGEST_TOKENIZER)
     except ValueError as error:
-        raise ValueError(f"{file} is not a valid tokenizer.json: {error}") from error
+        raise ValueError(f"{file} cannot be used: {error}") from error
 
 
 def _special_id(
@@ -189,9 +188,10 @@ def _configured_tokens(file: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
+        check_within_folder(file)
         config = read_json(file)
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+        raise ValueError(f"{file} cannot be used: {error}") from error
     found = {}
     for role in ("bos_token", "eos_token"):
         entry = config.get(role) if isinstance(config, dict) else None

@@ -46,6 +46,7 @@ from lmlib.adapters import lora, merged, without_adapters
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.chat import put_chat_template
 from lmlib.hf.families import FAMILIES, described, family_of
+from lmlib.hf.folder import read_copied
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.hf.peft import adapters_in, holds_adapters
 from lmlib.local_folder import local_folder
@@ -133,9 +134,8 @@ def bring_in(found: HuggingFace, to: Path) -> str:
                 cfg.trainable.besides = besides
         configs.save(cfg, unfinished)
         make_folder(unfinished / ORIGIN)
-        for name in (*SETTINGS, *TOKENIZER_FILES):
-            if (base.folder / name).is_file():
-                shutil.copyfile(base.folder / name, unfinished / ORIGIN / name)
+        for name, content in read_copied(base.folder, (*SETTINGS, *TOKENIZER_FILES)).items():
+            (unfinished / ORIGIN / name).write_bytes(content)
         recipe = recipe_of(cfg)
         parts = parted(of_folder(found, recipe, _one_device(), None, (), _show), recipe.trained)
         identity = tokenizer_of(base)

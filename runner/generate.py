@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from lmlib.data.chat import answer_ends
-from lmlib.data.stored_json import LARGEST
+from lmlib.stored_json import LARGEST
 from lmlib.generate import Generator, Sampling, usual_dtype
 from lmlib.local_folder import local_folder
 from runner.command_line.command import run

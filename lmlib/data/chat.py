@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from lmlib.data.text import TextCodec
+from lmlib.regular_file import check_within_folder
 from lmlib.stored_json import read_json, read_text
 from lmlib.whole_file import write_whole
 
@@ -141,6 +142,7 @@ def read_chat_template(folder: Path, template: Path | None = None) -> ChatTempla
     config = {}
     try:
         if file.is_file():
+            check_within_folder(file)
             config = read_json(file)
         if not isinstance(config, dict):
             raise ValueError("it is no object")
@@ -152,6 +154,8 @@ def read_chat_template(folder: Path, template: Path | None = None) -> ChatTempla
         stored = config.get("chat_template")
         if template is not None or alone.is_file():
             file = alone
+            if template is None:
+                check_within_folder(file)
             stored = read_text(file, LARGEST_TEMPLATE)
         if stored is None:
             return None

@@ -10,8 +10,8 @@ from jaxtyping import PRNGKeyArray
 
 from lmlib.hf import gemma, gpt2, llama, olmo, phi, qwen, starcoder
 from lmlib.hf.family import Family
+from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.settings import Settings
-from lmlib.hf.tensor_files import FolderError, read_json
 from lmlib.models.architecture import architecture
 from lmlib.models.decoder import Decoder
 from lmlib.models.differences import differences
@@ -72,7 +72,7 @@ def described_by(content: dict[str, Any], where: str) -> Described:
     family = next((each for each in FAMILIES if each.model_type == kind), None)
     if family is None:
         known = ", ".join(each.model_type for each in FAMILIES)
-        raise FolderError(f"{where}: model_type {kind!r} is not supported; there are {known}")
+        raise FolderError(f"{where}: model_type {kind!r:.200} is not supported; there are {known}")
     settings = Settings(content, where)
     try:
         arguments = family.arguments(settings)

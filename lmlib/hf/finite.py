@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from lmlib.hf.tensor_files import FolderError, Stored
+from lmlib.hf.folder import FolderError
+from lmlib.hf.tensor_files import Stored
 
 _AT_ONCE = 1 << 22  # values
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmlib.hf.family import Family
+from lmlib.hf.folder import FolderError
 from lmlib.hf.llama import ATTENTION, MLP, OUTSIDE, shared_settings, sizes
 from lmlib.hf.names import Names, Tensor
 from lmlib.hf.rope_settings import read_rope, write_rope
 from lmlib.hf.settings import Settings
-from lmlib.hf.tensor_files import FolderError
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.rope_scaling import Linear, Llama3, Yarn
@@ -51,8 +51,8 @@ def _period(settings: Settings, layers: int, stated: str | None, default: int) -
     period = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else layers + 1
     if kinds != _kinds(layers, period):
         raise FolderError(
-            f"{settings.where}: layer_types = {kinds} is not supported, only {layers} layers of "
-            f"which each n-th is {_GLOBAL!r} and all others are {_LOCAL!r}"
+            f"{settings.where}: layer_types = {kinds!r:.200} is not supported, only "
+            f"{layers} layers of which each n-th is {_GLOBAL!r} and all others are {_LOCAL!r}"
         )
     return period
 

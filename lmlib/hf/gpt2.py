@@ -5,7 +5,7 @@ from typing import Any
 
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
-from lmlib.hf.settings import MOST_LAYERS, Settings
+from lmlib.hf.settings import LARGEST_EPSILON, MOST_LAYERS, Settings
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.gpt2 import gpt2
 
@@ -66,7 +66,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "heads": settings.take("n_head", 12),
         "mlp": settings.take("n_inner", 4 * embed),
         "positions": settings.take("n_positions", 1_024),
-        "norm_epsilon": settings.take("layer_norm_epsilon", 1e-5, float, zero=True),
+        "norm_epsilon": settings.take("layer_norm_epsilon", 1e-5, float, most=LARGEST_EPSILON),
         "tied": settings.take("tie_word_embeddings", True, bool),
     }
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lmlib.hf.tensor_files import FolderError
+from lmlib.hf.folder import FolderError
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",

@@ -6,7 +6,7 @@ from typing import Any
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
 from lmlib.hf.rope_settings import read_rope, write_rope
-from lmlib.hf.settings import MOST_LAYERS, Settings
+from lmlib.hf.settings import LARGEST_EPSILON, MOST_LAYERS, Settings
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.llama import llama
 from lmlib.models.families.mistral import mistral
@@ -52,7 +52,7 @@ def sizes(
         "heads": heads,
         "kv_heads": settings.nullable("num_key_value_heads", kv_heads) or heads,
         "mlp": settings.take("intermediate_size"),
-        "norm_epsilon": settings.take("rms_norm_eps", epsilon, float, zero=True),
+        "norm_epsilon": settings.take("rms_norm_eps", epsilon, float, most=LARGEST_EPSILON),
         "tied": settings.take("tie_word_embeddings", tied, bool),
     }
 

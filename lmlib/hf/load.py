@@ -20,9 +20,10 @@ from jax.typing import DTypeLike
 
 from lmlib.hf.families import described
 from lmlib.hf.finite import check_finite
+from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
-from lmlib.hf.names import Names, Share, check_complete, placed
-from lmlib.hf.tensor_files import FolderError, Stored, stored_tensors
+from lmlib.hf.names import Names, Share, check_complete, layer_count, placed
+from lmlib.hf.tensor_files import Stored, stored_tensors
 from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.check import check_model
@@ -71,6 +72,10 @@ def load_weights(
         layer. It must not change which layouts arrays have.
     """
     there = stored_tensors(folder)
+    if (layers := layer_count(model)) > len(there):  # before each layer's tensors are looked for
+        raise FolderError(
+            f"{folder}: config.json says {layers:,} layers, but there are {len(there):,} tensors"
+        )
     if not any(name.startswith(names.base) for name in there):
         there = {_with_base(name, names): tensor for name, tensor in there.items()}
     wanted = placed(model, names)

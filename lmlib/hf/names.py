@@ -118,8 +118,7 @@ def placed(model: Any, names: Names) -> list[Placed]:
     Raises:
       ValueError: if a weight is in no tensor, or a tensor's axes are not its weights'.
     """
-    weights: dict[str, tuple[Weight, tuple[int, ...]]] = {}
-    map_weights(lambda weight, array: weights.update({weight.path: (weight, array.shape)}), model)
+    weights = _weights(model)
     found = []
     for tensor in names.outside:
         if all(path in weights for path in tensor.holds):
@@ -135,6 +134,18 @@ def placed(model: Any, names: Names) -> list[Placed]:
     held = {piece.path for each in found for piece in each.pieces}
     if lost := sorted(set(weights) - held):
         raise ValueError(f"the family's names have no place for {', '.join(lost)}")
+    return found
+
+
+def layer_count(model: Any) -> int:
+    """How many layers have tensors of their own."""
+    return sum(1 for _ in _layers(_weights(model)))
+
+
+def _weights(model: Any) -> dict[str, tuple[Weight, tuple[int, ...]]]:
+    """With their shapes, by path."""
+    found: dict[str, tuple[Weight, tuple[int, ...]]] = {}
+    map_weights(lambda weight, array: found.update({weight.path: (weight, array.shape)}), model)
     return found
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmlib.hf.family import Family
+from lmlib.hf.folder import FolderError
 from lmlib.hf.llama import names, shared_settings, sizes
 from lmlib.hf.names import Tensor
 from lmlib.hf.rope_settings import read_rope
 from lmlib.hf.settings import Settings
-from lmlib.hf.tensor_files import FolderError
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.qwen import qwen2, qwen3
 
@@ -48,8 +48,8 @@ def _windows(settings: Settings, layers: int) -> dict[str, Any]:
         full = kinds.index(_SLIDING) if _SLIDING in kinds else layers
         if kinds != _kinds(layers, full):
             raise FolderError(
-                f"{settings.where}: layer_types = {kinds} is not supported, only {layers} layers "
-                f"of which the first ones are {_FULL!r} and the others {_SLIDING!r}"
+                f"{settings.where}: layer_types = {kinds!r:.200} is not supported, only "
+                f"{layers} layers of which the first ones are {_FULL!r} and the others {_SLIDING!r}"
             )
         if window is None and full < layers:  # transformers has no window for these layers either
             settings.take("use_sliding_window", kind=bool)

@@ -7,8 +7,8 @@ both, for readers that know one of them.
 
 from typing import Any, NamedTuple
 
+from lmlib.hf.folder import FolderError
 from lmlib.hf.settings import Settings
-from lmlib.hf.tensor_files import FolderError
 from lmlib.models.rope import Rotary
 from lmlib.models.rope_scaling import (
     Dynamic,
@@ -59,7 +59,7 @@ def read_rope(
     new, old = (settings.take(key, {}, dict) for key in ("rope_parameters", "rope_scaling"))
     content, name = (old, "rope_scaling") if old else (new, "rope_parameters")
     kind = content.get("rope_type", content.get("type", "default"))
-    own = Settings(content, f"{settings.where}: {name} of type {kind!r}", frozenset())
+    own = Settings(content, f"{settings.where}: {name} of type {kind!r:.200}", frozenset())
     own.ignore("rope_type", "type")
     known = ["default", *(name for name, made in _KINDS.items() if made in scalings)]
     if kind not in known:

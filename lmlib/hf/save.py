@@ -6,7 +6,7 @@ Each tensor is put together on the devices; each process writes its own contiguo
 import functools
 import json
 import math
-import shutil
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lmlib.hf.families import family_of
+from lmlib.hf.folder import parsed, read_copied
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
 from lmlib.hf.names import Placed, Share, placed
@@ -26,6 +27,7 @@ from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced,
 from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
+from lmlib.stored_json import parse_json
 from lmlib.whole_file import UNFINISHED, write_whole
 
 NAMES_OF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -64,6 +66,7 @@ def save(
       ValueError: if no family has such a model, `dtype` is another, or a weight is beyond it.
       FileExistsError: if the folder holds something.
       FileNotFoundError: if `tokenizer` holds none.
+      FolderError: if a file of `tokenizer` is damaged, or a link that leads out of its folder.
     """
     folder = Path(folder)
     dtype = dtype or jnp.result_type(*jax.tree.leaves(model)).name
@@ -99,10 +102,10 @@ def save(
     meet("lmlib: tensors written")
     if jax.process_index() == 0:
         move_up(unfinished)
-        for name, file in texts.items():
-            shutil.copyfile(file, folder / name)
+        for name, text in texts.items():
+            write_whole(folder / name, text)
         if texts and "tokenizer_config.json" not in texts:
-            fast = _tokenizer_config(folder / "tokenizer.json", content)
+            fast = _tokenizer_config(texts.get("tokenizer.json", b"{}"), content)
             write_whole(folder / "tokenizer_config.json", json.dumps(fast, indent=2) + "\n")
         ends = {key: content[key] for key in ("bos_token_id", "eos_token_id") if key in content}
         write_whole(folder / "generation_config.json", json.dumps(ends, indent=2) + "\n")
@@ -170,11 +173,14 @@ def _write_shares(flat: jax.Array, target: Stored) -> None:
             write(target, start, np.asarray(shard.data)[: min(end, target.size) - start])
 
 
-def _tokenizer_files(source: Path) -> dict[str, Path]:
-    """By their names in a folder."""
-    if source.is_file():
-        return {"tokenizer.json": source}
-    found = {name: source / name for name in TOKENIZER_FILES if (source / name).is_file()}
+def _tokenizer_files(source: Path) -> dict[str, bytes]:
+    """Their content, by their names in a folder."""
+    if source.is_file():  # it was named, wherever it leads
+        real = Path(os.path.realpath(source))
+        content = read_copied(real.parent, [real.name])[real.name]
+        parsed(source, content)
+        return {"tokenizer.json": content}
+    found = read_copied(source, TOKENIZER_FILES)
     if not found:
         raise FileNotFoundError(
             f"{source} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}"
@@ -182,16 +188,17 @@ def _tokenizer_files(source: Path) -> dict[str, Path]:
     return found
 
 
-def _tokenizer_config(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+def _tokenizer_config(tokenizer_json: bytes, content: Mapping[str, Any]) -> dict[str, Any]:
     """What `transformers` has to be told of a tokenizer.json: which tokens frame texts."""
     told = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    names = {each["id"]: each["content"] for each in described.get("added_tokens", ())}
+    added = parse_json(tokenizer_json).get("added_tokens")
+    tokens = [each for each in added if isinstance(each, dict)] if isinstance(added, list) else []
     for token in ("bos_token", "eos_token"):
         said = content.get(f"{token}_id")
         first = said[0] if isinstance(said, list) and said else said  # several may end a text
-        if isinstance(first, int) and first in names:
-            told[token] = names[first]
+        for each in tokens:
+            if type(first) is int and each.get("id") == first:
+                told[token] = str(each.get("content"))
     return told
 
 

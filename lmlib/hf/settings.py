@@ -4,12 +4,14 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lmlib.hf.tensor_files import FolderError
+from lmlib.hf.folder import FolderError
 from lmlib.hf.without_effect import AT_REST, WITHOUT_EFFECT
 
 _LARGEST: dict[type, int | float] = {int: 2**31 - 1, float: sys.float_info.max}
 _NOT_GIVEN = object()
 MOST_LAYERS = 10_000  # more would fill memory before anything is compared with the tensors
+LARGEST_EPSILON = 1.0  # what a norm adds; with more it would hardly be one
+_SHOWN = 5  # of the keys that are not known
 
 
 class Settings:
@@ -35,7 +37,7 @@ class Settings:
         default: Any = _NOT_GIVEN,
         kind: type = int,
         zero: bool = False,
-        most: int | None = None,
+        most: int | float | None = None,
     ) -> Any:
         """The value of `key`, or `default` where it is absent or null.
 
@@ -54,13 +56,13 @@ class Settings:
                 raise FolderError(f"{self.where} has no {key}")
             return default
         if type(value) not in ((int, float) if kind is float else (kind,)):
-            raise FolderError(f"{self.where}: {key} = {value!r} is no {kind.__name__}")
+            raise FolderError(f"{self.where}: {key} = {value!r:.200} is no {kind.__name__}")
         if kind not in _LARGEST:
             return value
         largest = _LARGEST[kind] if most is None else most
         if not 0 <= value <= largest or (value == 0 and not zero):
             raise FolderError(
-                f"{self.where}: {key} = {value!r} makes no sense: it must be "
+                f"{self.where}: {key} = {value!r:.200} makes no sense: it must be "
                 f"{'at least' if zero else 'above'} 0, and at most {largest}"
             )
         return kind(value)
@@ -80,7 +82,9 @@ class Settings:
         value = self._content.get(key)
         if value is not None and value not in accepted:
             choices = " or ".join(repr(each) for each in accepted) or "null"
-            raise FolderError(f"{self.where}: {key} = {value!r} is not supported, only {choices}")
+            raise FolderError(
+                f"{self.where}: {key} = {value!r:.200} is not supported, only {choices}"
+            )
         return value
 
     def ignore(self, *keys: str) -> None:
@@ -93,7 +97,10 @@ class Settings:
             if key in self._left:
                 self.only(key, value)
         if self._left:
-            told = ", ".join(f"{key} = {self._content[key]!r}" for key in sorted(self._left))
+            shown = sorted(self._left)[:_SHOWN]
+            told = ", ".join(f"{key:.200} = {self._content[key]!r:.200}" for key in shown)
+            if len(self._left) > _SHOWN:
+                told += f" and {len(self._left) - _SHOWN} more"
             raise FolderError(
                 f"{self.where}: {told}: unknown here, so the model could be another than the one "
                 "that was trained; remove what has no effect"

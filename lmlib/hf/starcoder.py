@@ -7,7 +7,7 @@ from lmlib.hf.family import Family
 from lmlib.hf.llama import ATTENTION, NORMS_BEFORE, OUTSIDE, shared_settings, sizes
 from lmlib.hf.names import Names, Tensor
 from lmlib.hf.rope_settings import read_rope
-from lmlib.hf.settings import Settings
+from lmlib.hf.settings import LARGEST_EPSILON, Settings
 from lmlib.models.architecture import Architecture
 from lmlib.models.families.starcoder import starcoder2
 
@@ -34,7 +34,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("norm_type", "layer_norm")
     settings.only("mlp_type", "default")
     # The 7B says some things twice, in the words of StarCoder 1; `transformers` reads none of them.
-    epsilon = settings.take("norm_epsilon", 1e-5, float, zero=True)
+    epsilon = settings.take("norm_epsilon", 1e-5, float, most=LARGEST_EPSILON)
     settings.only("layer_norm_epsilon", epsilon)
     settings.only("activation_function", "gelu", "gelu_pytorch_tanh")
     settings.only("scale_attn_weights", True)

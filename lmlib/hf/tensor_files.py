@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import reprlib
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from lmlib.hf.folder import FolderError, opened, parsed, read_json
+
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -24,12 +27,9 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_LARGEST_HEADER = 100_000_000  # bytes, as of the format's own reader
-_LARGEST_INDEX = 100_000_000
-
-
-class FolderError(ValueError):
-    """A folder of weights that cannot be used, and why."""
+_LARGEST_HEADER = 32 << 20  # bytes; those of the largest models have 20 MB
+_LARGEST_INDEX = 32 << 20
+_LONGEST_NAME, _MOST_AXES = 1_000, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,9 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for file in sorted(set(names.values())):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise FolderError(f"{folder / INDEX} names {file!r}, which is no file of this folder")
+            raise FolderError(
+                f"{folder / INDEX} names {file!r:.200}, which is no file of this folder"
+            )
         for name, tensor in read_header(folder / file).items():
             if names.get(name) != file:
                 raise FolderError(
@@ -120,22 +122,19 @@ def read_header(path: Path) -> dict[str, Stored]:
     Raises:
       FolderError: if the header is no header, or its tensors do not fill the file exactly.
     """
-    try:
-        length = path.stat().st_size
-        with open(path, "rb") as file:
-            head = file.read(8)
-            size = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-            if not 2 <= size <= min(_LARGEST_HEADER, length - 8):
-                raise FolderError(f"{path} is no safetensors file: its header cannot be {size}")
-            text = file.read(size)
-    except OSError as error:
-        raise FolderError(f"{path} cannot be read: {error.strerror}") from error
-    header = _parsed(path, text)
+    with opened(path) as file:
+        length = os.fstat(file.fileno()).st_size
+        head = file.read(8)
+        size = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+        if not 2 <= size <= min(_LARGEST_HEADER, length - 8):
+            raise FolderError(f"{path} is no safetensors file: its header cannot be {size:,} bytes")
+        text = file.read(size)
+    header = parsed(path, text)
     header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, entry) for name, entry in header.items()}
     tensors: dict[str, Stored] = {}
     end = 0
-    for name, entry in sorted(header.items(), key=lambda item: _begin(path, item)):
-        dtype, shape, (first, last) = _entry(path, name, entry)
+    for name, (first, last, dtype, shape) in sorted(entries.items(), key=lambda each: each[1][:2]):
         if first != end or last - first != math.prod(shape) * dtype.itemsize:
             raise FolderError(f"{path}: the bytes of {name} are not where they should be")
         tensors[name] = Stored(path, 8 + size + first, dtype, shape)
@@ -148,47 +147,23 @@ def read_header(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _begin(path: Path, item: tuple[str, Any]) -> int:
-    return _entry(path, *item)[2][0]
-
-
-def _entry(path: Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], tuple[int, int]]:
+def _entry(path: Path, name: str, entry: Any) -> tuple[int, int, np.dtype, tuple[int, ...]]:
+    """Its first byte, that behind its last, its dtype and its shape."""
     try:
-        shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
-        if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
-            raise ValueError
+        kind, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        sound = len(name) <= _LONGEST_NAME and len(shape) <= _MOST_AXES
+        sound = sound and all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, first, last))
     except (KeyError, TypeError, ValueError):
-        raise FolderError(f"{path}: the header's entry of {name} is damaged") from None
-    dtype = DTYPES.get(entry.get("dtype"))
-    if dtype is None:
+        sound = False
+    if not sound:
         raise FolderError(
-            f"{path}: {name} has dtype {entry.get('dtype')}; there are {', '.join(DTYPES)}"
+            f"{path}: the header's entry of {name:.80} is damaged: {reprlib.repr(entry)}"
         )
-    return dtype, shape, (first, last)
-
-
-def _parsed(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        raise FolderError(f"{path} is damaged: its JSON cannot be read") from None
-    if not isinstance(content, dict):
-        raise FolderError(f"{path} is damaged: its JSON is no object")
-    return content
-
-
-def read_json(path: Path, largest: int = 10_000_000) -> dict[str, Any]:
-    """The object in a JSON file of at most `largest` bytes.
-
-    Raises:
-      FolderError: if there is none.
-    """
-    try:
-        if path.stat().st_size > largest:
-            raise FolderError(f"{path} has more than {largest:,} bytes")
-        return _parsed(path, path.read_bytes())
-    except OSError as error:
-        raise FolderError(f"{path} cannot be read: {error.strerror}") from error
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise FolderError(
+            f"{path}: {name} has dtype {reprlib.repr(kind)}; there are {', '.join(DTYPES)}"
+        )
+    return first, last, DTYPES[kind], tuple(shape)
 
 
 def laid_out(

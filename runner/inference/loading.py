@@ -20,9 +20,9 @@ from lmlib.data.text import (
     codec_of_file,
 )
 from lmlib.hf.families import described
+from lmlib.hf.folder import read_json
 from lmlib.hf.load import load_weights
 from lmlib.hf.peft import adapters_in
-from lmlib.hf.tensor_files import read_json
 from lmlib.models.protocol import check_protocol
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
@@ -118,17 +118,19 @@ def _of_folder(
     if base is not found:
         adapters = adapters_in(found.folder, shapes, there.family.names)
     mesh = mesh or _mesh_for(lambda mesh: shapes if adapters is None else adapters.beside(shapes))
-    tell = told(f"reading {base.name}:", show)
-    model = load_weights(base.folder, shapes, there.family.names, mesh, tell)
+    # What is damaged in the small files is found before gigabytes are read.
     end_ids = end_ids_of(base.folder)
     texts = base if _file_in(found.folder) is None else found
     file = _file_in(texts.folder) if tokenizer is None else _file_of(tokenizer)
     folder = texts.folder if tokenizer is None else _file_of(tokenizer).parent
+    codec = None if file is None else _codec_of(file, end_ids)
+    tell = told(f"reading {base.name}:", show)
+    model = load_weights(base.folder, shapes, there.family.names, mesh, tell)
     return Loaded(
         model=model if adapters is None else adapters.onto(model),
         mesh=mesh,
         compute=Compute(dtype=dtype or "float32"),
-        codec=None if file is None else _codec_of(file, end_ids),
+        codec=codec,
         tokenizer_file=file,
         end_ids=end_ids,
         document_end=None,

@@ -18,9 +18,9 @@ from lmlib.data.chat import ChatTemplate
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.hf.families import described
+from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.hub import TOKENIZER_FILES, local_folder_of
 from lmlib.hf.peft import adapters_in, holds_adapters
-from lmlib.hf.tensor_files import FolderError, read_json
 from lmlib.models.adapted import without_adapters
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Recipe

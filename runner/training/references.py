@@ -5,9 +5,9 @@ import hashlib
 from pathlib import Path
 
 from lmlib.data.metadata import LARGEST_TOKENIZER, TokenizerIdentity
+from lmlib.hf.folder import read_json
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.peft.config import holds_adapters, read_config
-from lmlib.hf.tensor_files import read_json
 from lmlib.local_folder import local_folder
 from lmlib.stored_json import read_text
 from runner.command_line.errors import ConfigError, user_errors

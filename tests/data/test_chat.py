@@ -78,6 +78,21 @@ def test_the_template_of_a_folder_is_found(tmp_path):
     assert read_chat_template(tmp_path).render(QUESTION).text == "alone"
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_file_elsewhere_is_no_template_of_the_folder(tmp_path, name):
+    """It is copied into data sets."""
+    secret = tmp_path / "secret"
+    secret.write_text('"secret"')
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / name).symlink_to(secret)
+    with pytest.raises(ValueError, match=rf"{name}: it is a link to {secret}, which is not in its"):
+        read_chat_template(folder)
+    if name == "chat_template.jinja":  # which the user may name himself
+        (tmp_path / "named.jinja").symlink_to(secret)
+        assert read_chat_template(folder, tmp_path / "named.jinja").sources["default"]
+
+
 def test_a_folder_takes_another_template(tmp_path):
     put_chat_template(tmp_path, template("one"))
     assert read_chat_template(tmp_path).special_tokens == TOKENS

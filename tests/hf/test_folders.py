@@ -28,15 +28,9 @@ from small_folder import (
 from lmlib import Compute, hf
 from lmlib.hf import phi
 from lmlib.hf.families import FAMILIES, described, described_by, family_of
+from lmlib.hf.folder import FolderError
 from lmlib.hf.names import Share
-from lmlib.hf.tensor_files import (
-    DTYPES,
-    FolderError,
-    begin_files,
-    laid_out,
-    stored_tensors,
-    write,
-)
+from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, stored_tensors, write
 from lmlib.models.architecture import Layer, architecture
 from lmlib.models.attention import Attention
 from lmlib.models.differences import differences
@@ -233,7 +227,12 @@ def damaged(how, folder):
         ("pickle", "is a pickle, which can run any code and is never read"),
         ("empty", "is no safetensors file"),
         ("elsewhere", "which is no file of this folder"),
-        (("dtype", "I8"), "has dtype I8"),
+        (("dtype", "I8"), "has dtype 'I8'"),
+        (("dtype", []), "has dtype []; there are F64, F32, F16, BF16"),
+        (("dtype", None), "has dtype None"),
+        (("shape", [1] * 33), "entry of"),
+        (("shape", [8, True]), "entry of"),
+        (("shape", "8"), "entry of"),
         (("shape", [1 << 60, 1 << 60]), "are not where they should be"),
         (("shape", [-1]), "entry of"),
         (("data_offsets", [0, 1 << 50]), "are not where they should be"),

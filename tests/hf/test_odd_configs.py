@@ -13,7 +13,7 @@ from odd_configs import NO_SIZES, READ, REFUSED, SIZES
 from published_configs import ODDLY_KEYED
 
 from lmlib.hf.families import described_by
-from lmlib.hf.tensor_files import FolderError
+from lmlib.hf.folder import FolderError
 
 
 def changed(name, keys):

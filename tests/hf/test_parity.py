@@ -13,7 +13,7 @@ from odd_configs import READ
 
 from lmlib import Compute, Inspector, hf, whole_rows
 from lmlib.hf.families import described_by
-from lmlib.hf.tensor_files import FolderError
+from lmlib.hf.folder import FolderError
 from lmlib.models.differences import differences
 
 golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")

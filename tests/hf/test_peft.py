@@ -27,8 +27,8 @@ from sentinels import sentinels
 from lmlib import Compute, hf, make_mesh, whole_rows
 from lmlib.adapters import merged, with_adapters
 from lmlib.hf.families import described
+from lmlib.hf.folder import FolderError
 from lmlib.hf.peft import adapters_in, read_config
-from lmlib.hf.tensor_files import FolderError
 from lmlib.models.adapted import map_adapted
 from lmlib.parallel.axes import map_weights
 
@@ -217,6 +217,8 @@ def test_values_that_are_not_finite_are_refused(folder):
         ("r", 3, r"has shape \(2, 16\) instead of \(3, 16\)"),
         ("rank_pattern", {"q_proj": 4}, r"has shape \(2, 16\) instead of \(4, 16\)"),
         ("rank_pattern", {"layers.[01].*": 4}, "has the pattern"),
+        ("rank_pattern", {"q_proj": "4"}, "rank_pattern: q_proj = '4' is no int"),
+        ("alpha_pattern", {"q_proj": 10**400}, "alpha_pattern: q_proj = 10+ makes no sense"),
         ("alpha_pattern", {"layers.1.self_attn.q_proj": 4}, "must be alike"),
         ("target_modules", ["q_proj", "o_proj", "v_proj"], "v_proj.lora_A.weight is missing"),
         ("target_modules", ["q_proj"], "lora_A.weight is unknown"),

@@ -17,7 +17,8 @@ from small_folder import (
 )
 
 from lmlib import hf, make_mesh
-from lmlib.hf.tensor_files import FolderError, read_header
+from lmlib.hf.folder import FolderError
+from lmlib.hf.tensor_files import read_header
 
 
 @pytest.fixture

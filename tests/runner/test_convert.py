@@ -23,7 +23,8 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.data.chat import read_chat_template
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import TokenizerIdentity
-from lmlib.hf.tensor_files import FolderError, stored_tensors
+from lmlib.hf.folder import FolderError
+from lmlib.hf.tensor_files import stored_tensors
 from lmlib.models.mlp import GatedMLP, relu_squared
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
@@ -118,6 +119,46 @@ def test_what_is_there_stays(brought_in, tmp_path):
     with pytest.raises(ConfigError, match="is not empty: give a new folder"):
         convert.bring_out(located(str(workdir)), tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+def folder_of_a_stranger(tmp_path, name, content):
+    """A small model's folder with the file `name`; "elsewhere": a link to a secret."""
+    folder = shutil.copytree(GOLDEN / "llama", tmp_path / "stranger")
+    (tmp_path / "secret").write_text("secret")
+    if content == "elsewhere":
+        (folder / name).symlink_to(tmp_path / "secret")
+    else:
+        (folder / name).write_text(content)
+    return folder
+
+
+STRANGE = [
+    ("merges.txt", "elsewhere", "merges.txt cannot be used: it is a link to .*/secret, which is"),
+    ("tokenizer.model", "elsewhere", "tokenizer.model cannot be used: it is a link"),
+    ("tokenizer.json", "{", "tokenizer.json is damaged: its JSON cannot be read"),
+    ("tokenizer_config.json", "[1]", "tokenizer_config.json is damaged: its JSON is no object"),
+    ("vocab.json", '{"a": 0, "a": 1}', "vocab.json is damaged: .* it has the name 'a' twice"),
+]
+
+
+CUT = ("generation_config.json", '{"eos_token_id": ', "generation_config.json is damaged: its JSON")
+
+
+@pytest.mark.parametrize(("name", "content", "told"), [*STRANGE, CUT])
+def test_what_would_be_copied_is_sound_and_the_folders_own(tmp_path, name, content, told):
+    folder = folder_of_a_stranger(tmp_path, name, content)
+    with pytest.raises(FolderError, match=told):
+        convert.bring_in(located(str(folder)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "content", "told"), STRANGE)
+def test_what_goes_out_with_a_model_is_so_too(brought_in, tmp_path, name, content, told):
+    _, workdir = brought_in
+    folder = folder_of_a_stranger(tmp_path, name, content)
+    with pytest.raises(FolderError, match=told):
+        convert.bring_out(located(str(workdir)), tmp_path / "out", folder)
+    assert not (tmp_path / "out").exists()
 
 
 OTHER = TOKENIZER.replace('"b"', '"c"')

@@ -234,6 +234,13 @@ REFUSED = [
     ("llama", {"rms_norm_eps": -1e-6}, ": rms_norm_eps = -1e-06 makes no sense"),
     ("llama", {"rms_norm_eps": float("inf")}, ": rms_norm_eps = inf makes no sense"),
     ("llama", {"rms_norm_eps": 10**400}, "makes no sense"),
+    ("llama", {"rms_norm_eps": 0.0}, ": rms_norm_eps = 0.0 makes no sense: it must be above 0"),
+    ("llama", {"rms_norm_eps": 1e30}, ": rms_norm_eps = 1e+30 makes no sense: it must be above 0"),
+    ("llama", {"rms_norm_eps": float("nan")}, ": rms_norm_eps = nan makes no sense"),
+    ("llama", {"rms_norm_eps": True}, ": rms_norm_eps = True is no float"),
+    ("llama", {"rms_norm_eps": "1e-5"}, ": rms_norm_eps = '1e-5' is no float"),
+    ("gpt2", {"layer_norm_epsilon": 0}, ": layer_norm_epsilon = 0 makes no sense"),
+    ("starcoder2", {"norm_epsilon": 0}, ": norm_epsilon = 0 makes no sense"),
     ("llama", {"num_hidden_layers": 2**31 - 1}, ": num_hidden_layers = 2147483647 makes no sense"),
     (
         "phi3",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.settings import Settings
-from lmlib.hf.tensor_files import FolderError, read_json
 
 FILE = "adapter_config.json"
 
@@ -164,18 +164,16 @@ def _saved(content: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 def _by_module(settings: Settings, key: str, kind: type) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, value in settings.take(key, {}, dict).items():
+    content = settings.take(key, {}, dict)
+    patterns = Settings(content, f"{settings.where}: {key}", ())
+    for name in content:
         plain = name.removeprefix("^")
         if not plain.replace(".", "").replace("_", "").isalnum():
             raise FolderError(
-                f"{settings.where}: {key} has the pattern {name!r}, but only names of modules, or "
-                "their ends, are supported"
+                f"{settings.where}: {key} has the pattern {name!r:.200}, but only names of "
+                "modules, or their ends, are supported"
             )
-        if type(value) is not int and not (kind is float and type(value) is float):
-            raise FolderError(
-                f"{settings.where}: {key}[{name!r}] = {value!r} is no {kind.__name__}"
-            )
-        found[plain] = kind(value)
+        found[plain] = patterns.take(name, kind=kind, zero=True)
     return found
 
 

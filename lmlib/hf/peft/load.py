@@ -14,11 +14,12 @@ from jax.sharding import NamedSharding
 
 from lmlib.hf.families import family_of
 from lmlib.hf.finite import check_finite
+from lmlib.hf.folder import FolderError
 from lmlib.hf.names import Names, Placed, Share, check_complete
 from lmlib.hf.peft.config import PeftConfig, means, read_config
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of
 from lmlib.hf.peft.whole import Whole, held
-from lmlib.hf.tensor_files import FolderError, Stored, read_header
+from lmlib.hf.tensor_files import Stored, read_header
 from lmlib.models.adapted import adapted, has_adapters
 from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import M, Weight, map_weights

@@ -13,7 +13,7 @@ from chat_templates import TEMPLATES, TOKENS
 
 import lmlib
 from lmlib.data.chat import ChatTemplate
-from lmlib.data.stored_json import LARGEST
+from lmlib.stored_json import LARGEST
 from lmlib.data.text import codec_of_bytes
 from lmlib.generate import Generator, New, Sampling
 from runner.command_line.errors import ConfigError

@@ -1,0 +1,144 @@
+"""Folders of Hugging Face's from a stranger: no time, no memory and no other file on their word."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_folder import change, copy_small_folder
+from strangers import assert_refused, outcomes
+
+IMPORTS = """
+import signal
+from lmlib import hf
+"""
+# What waits for a pipe, or counts out what a file says, is ended.
+LOAD = """
+    signal.alarm(100)
+    hf.load(arguments)
+"""
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+KEY, VALUE = (f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kv")
+
+
+def header(change: Callable[[dict[str, Any]], str | None]) -> Callable[[Path], None]:
+    """Changes the header, or writes what `change` returns in its place."""
+
+    def write(folder: Path) -> None:
+        content = (folder / WEIGHTS).read_bytes()
+        (size,) = struct.unpack("<Q", content[:8])
+        entries = json.loads(content[8 : 8 + size])
+        text = (change(entries) or json.dumps(entries)).encode()
+        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+
+    return write
+
+
+def exchanged(entries: dict[str, Any]) -> str:
+    """Keys and values, once more under each other's names."""
+    again = json.dumps({KEY: entries[VALUE], VALUE: entries[KEY]})
+    return f"{json.dumps(entries)[:-1]}, {again[1:]}"
+
+
+def text(name: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(content) and None
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return make
+
+
+def link(name: str, target: str = "") -> Callable[[Path], None]:
+    """To `target`; unless given, to the file itself, which is moved out of the folder."""
+
+    def make(folder: Path) -> None:
+        outside = folder.with_name(f"{folder.name} outside")
+        (folder / name).rename(outside)
+        (folder / name).symlink_to(target or outside)
+
+    return make
+
+
+def twice(folder: Path) -> None:
+    content = (folder / CONFIG).read_text().rstrip().removesuffix("}")
+    (folder / CONFIG).write_text(f'{content}, "rms_norm_eps": 0.5}}')
+
+
+def sparse(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        with open(folder / name, "ab") as stream:
+            stream.truncate(50 << 30)
+
+    return make
+
+
+LISTS = "[" + "[]," * 20_000_000 + "[]]"
+NAMES = ", ".join(f'"tensor {number}": "{WEIGHTS}"' for number in range(100_000))
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "tensors exchanged": (header(exchanged), f"it has the name {KEY!r} twice"),
+    "a key twice": (twice, "it has the name 'rms_norm_eps' twice"),
+    "a name twice": (text(INDEX, '{"weight_map": {"a": "x", "a": "y"}}'), "'a' twice"),
+    "a header of lists": (header(lambda _: LISTS), "its header cannot be 60,000,004 bytes"),
+    "a config of lists": (text(CONFIG, LISTS[: 9 << 20]), "more than 2,000,000 objects and lists"),
+    "a long config": (sparse(CONFIG), "has more than 10,000,000 bytes"),
+    "a long index": (sparse(INDEX), "has more than 33,554,432 bytes"),
+    "an index of names": (text(INDEX, f'{{"weight_map": {{{NAMES}}}}}'), "has it in None"),
+    "a shape of nines": (header(lambda each: each[KEY].update(shape=[9] * 3_000_000)), KEY),
+    "a shape of ones": (header(lambda each: each[KEY].update(shape=[1] * 3_000_000)), KEY),
+    "a long number": (
+        header(lambda each: json.dumps(each).replace("[8, 16]", f"[{'9' * 16_000_000}]", 1)),
+        "its JSON cannot be read",
+    ),
+    "a long name": (header(lambda each: each.update({"x" * 20_000_000: each[KEY]})), "xxx is dam"),
+    "a billion layers": (lambda folder: change(folder, num_hidden_layers=10**9), "layers = 1000"),
+    "many layers": (
+        lambda folder: change(folder, num_hidden_layers=10_000),
+        "config.json says 10,000 layers, but there are 30 tensors",
+    ),
+    "a long value": (lambda folder: change(folder, rms_norm_eps=[1] * 10**6), "is no float"),
+    "long keys": (lambda folder: change(folder, **{"k" * 5_000_000: 1}), "unknown here"),
+    "many keys": (
+        lambda folder: change(folder, **{f"k{number}": 1 for number in range(100_000)}),
+        "and 99995 more: unknown here",
+    ),
+    "a pipe for config": (pipe(CONFIG), "it is no ordinary file"),
+    "a pipe for weights": (pipe(WEIGHTS), "it is no ordinary file"),
+    "a pipe for an index": (pipe(INDEX), "it is no ordinary file"),
+    "a config without end": (link(CONFIG, "/dev/zero"), "it is a link to /dev/zero, which is not"),
+    "weights without end": (link(WEIGHTS, "/dev/zero"), "it is a link to /dev/zero, which is not"),
+    "a config elsewhere": (link(CONFIG), "which is not in its folder: put a copy"),
+    "weights elsewhere": (link(WEIGHTS), "which is not in its folder: put a copy"),
+    "a link to itself": (link(CONFIG, CONFIG), "Too many levels of symbolic links"),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    folder = tmp_path_factory.mktemp("folders")
+    for name in ("sound", *REFUSED):
+        (folder / name).mkdir()
+        copy_small_folder(folder / name)
+        if name in REFUSED:
+            REFUSED[name][0](folder / name)
+    found = outcomes(
+        IMPORTS, LOAD, {name: str(folder / name) for name in ("sound", *REFUSED)}, folder
+    )
+    shutil.rmtree(folder)
+    return found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_in_a_line(loaded: dict[str, tuple[str, str]], name: str) -> None:
+    assert loaded["sound"] == ("opened", "")
+    assert_refused(loaded[name], "FolderError")
+    told = loaded[name][1]
+    assert REFUSED[name][1] in told and name in told
+    assert len(told) < 1_500
