@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 
 from lmlib.data.metadata import LARGEST_TOKENIZER, TokenizerIdentity
-from lmlib.stored_json import read_text
+from lmlib.data.tokenizer_limits import check_parts, check_tokens
+from lmlib.stored_json import parse_json, read_text
 from lmlib.whole_file import write_whole
 
 if TYPE_CHECKING:  # heavy
@@ -55,7 +56,8 @@ def codec_of_file(file: Path, bos_id: int | None) -> TextCodec:
 
     Raises ValueError or OSError if the file describes no tokenizer.
     """
-    return codec_of_json(read_text(file, LARGEST_TOKENIZER), str(file), bos_id)
+    with _said_of(file):
+        return codec_of_json(read_text(file, LARGEST_TOKENIZER), str(file), bos_id)
 
 
 def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCodec:
@@ -100,7 +102,8 @@ def beginning_of(file: Path, end_ids: Collection[int]) -> int | None:
 
     Raises ValueError or OSError if the file describes no tokenizer, or one that puts several.
     """
-    tokenizer = read_tokenizer(read_text(file, LARGEST_TOKENIZER))
+    with _said_of(file):
+        tokenizer = read_tokenizer(read_text(file, LARGEST_TOKENIZER))
     with tokenizers_errors(f"{file} cannot encode an empty text"):
         around = tokenizer.encode("", add_special_tokens=True).ids
     before = [id for id in around if id not in end_ids]
@@ -128,12 +131,15 @@ def decoded_bytes(ids: Iterable[int | np.integer]) -> str:
 def read_tokenizer(tokenizer_json: str) -> "Tokenizer":
     """The tokenizer that takes any text as plain and whole: no truncation, no padding.
 
-    Raises ValueError if the text describes no tokenizer.
+    Raises ValueError if the text describes no tokenizer, or one that could make far more of a text
+    than a tokenizer has to (`lmlib.data.tokenizer_limits`).
     """
     from tokenizers import Tokenizer
 
     with tokenizers_errors("the text is not a valid tokenizer.json"):
+        check_parts(parse_json(tokenizer_json))
         tokenizer = Tokenizer.from_str(tokenizer_json)
+        check_tokens(tokenizer)
     tokenizer.encode_special_tokens = True  # their names in a text are only text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -144,6 +150,15 @@ def write_tokenizer(file: Path, tokenizer_json: str) -> None:
     """Writes a tokenizer.json, whole or not at all; raises OSError if that fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, tokenizer_json)
+
+
+@contextmanager
+def _said_of(file: Path) -> Iterator[None]:
+    """Has a ValueError say that it is of `file`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 @contextmanager
