@@ -29,9 +29,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from lmlib.data.chat import answer_ends
-from lmlib.stored_json import LARGEST
 from lmlib.generate import Generator, Sampling, usual_dtype
 from lmlib.local_folder import local_folder
+from lmlib.stored_json import LARGEST
 from runner.command_line.command import run
 from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.errors import ConfigError, chosen_sizes, user_errors

@@ -13,9 +13,9 @@ from chat_templates import TEMPLATES, TOKENS
 
 import lmlib
 from lmlib.data.chat import ChatTemplate
-from lmlib.stored_json import LARGEST
 from lmlib.data.text import codec_of_bytes
 from lmlib.generate import Generator, New, Sampling
+from lmlib.stored_json import LARGEST
 from runner.command_line.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.answer_file import SETTINGS, AnswerFile
