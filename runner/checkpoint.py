@@ -17,7 +17,13 @@ from pathlib import Path
 import jax
 from absl import flags
 
-from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, folders
+from lmlib.checkpoint import (
+    Checkpoints,
+    DamagedCheckpointError,
+    RemovedCheckpointError,
+    folders,
+    removal,
+)
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
 from lmlib.local_folder import local_folder
@@ -46,11 +52,13 @@ def _list(checkpoints: Checkpoints, directory: Path) -> int:
     rows = [("step", "saved at", "size", "arrays", "metric")]
     damaged = []
     for step in checkpoints.steps():
+        folder = directory / str(step)
         try:
-            manifest = read_manifest(directory / str(step))
+            with removal.reading(folder):
+                manifest = read_manifest(folder)
+        except RemovedCheckpointError:
+            continue
         except DamagedCheckpointError as error:
-            if _is_gone(directory, step):
-                continue
             damaged.append(str(error))
             rows.append((f"{step:,}", "damaged", "", "", ""))
         else:
@@ -68,44 +76,44 @@ def _list(checkpoints: Checkpoints, directory: Path) -> int:
 
 
 def _verify(checkpoints: Checkpoints, directory: Path) -> int:
-    steps = [_STEP.value] if _STEP.value is not None else checkpoints.steps()
-    if not steps:
-        raise ConfigError(f"{directory} holds no checkpoint")
-    failed: dict[int, Exception] = {}
+    status, steps = FINISHED, _asked(checkpoints, directory)
+    removed = 0
     for step in steps:
         began = time.perf_counter()
         try:
-            manifest = checkpoints.verify(step)
-        except (ValueError, FileNotFoundError) as error:
-            failed[step] = error
+            with removal.reading(directory / str(step)):
+                manifest = checkpoints.verify(step)
+        except DamagedCheckpointError as error:
+            status, verdict = DAMAGED, f"DAMAGED: {error}"
+        except RemovedCheckpointError:
+            removed, verdict = removed + 1, "removed by its run meanwhile"
         else:
             took = duration_text(time.perf_counter() - began)
-            size = bytes_text(manifest.size)
-            print(f"step {step:,}: sound, {size} in {len(manifest.files):,} files read in {took}")
-    status = FINISHED
-    # Told at the end: by then what a run that goes on was just removing is gone.
-    for step, failure in failed.items():
-        if _STEP.value is None and _is_gone(directory, step):
-            continue
-        if not isinstance(failure, DamagedCheckpointError):
-            raise failure
-        print(f"step {step:,}: DAMAGED: {failure}")
-        status = DAMAGED
+            files = f"{len(manifest.files):,} files"
+            verdict = f"sound, {bytes_text(manifest.size)} in {files} read in {took}"
+        print(f"step {step:,}: {verdict}", flush=True)
+    if removed == len(steps):
+        raise ConfigError(f"all that {directory} held is removed by now: verify what it holds now")
     return status
 
 
-def _is_gone(directory: Path, step: int) -> bool:
-    """Whether a run that goes on has meanwhile removed the checkpoint, as its retention asks."""
-    return not (directory / str(step)).exists()
+def _asked(checkpoints: Checkpoints, directory: Path) -> list[int]:
+    """The steps of all checkpoints, or --step."""
+    steps, step = checkpoints.steps(), _STEP.value
+    if step is None and steps:
+        return steps
+    if step is None or step not in steps:
+        wanted = "no checkpoint" if step is None else f"no checkpoint at step {step}"
+        raise ConfigError(f"{directory} holds {wanted}; it has {steps or 'none'}")
+    return [step]
 
 
 def _show(checkpoints: Checkpoints, directory: Path) -> int:
-    step = checkpoints.newest() if _STEP.value is None else _STEP.value
-    if step is None or step not in checkpoints.steps():
-        wanted = "no checkpoint" if step is None else f"no checkpoint at step {step}"
-        raise ConfigError(f"{directory} holds {wanted}; it has {checkpoints.steps() or 'none'}")
+    step = _asked(checkpoints, directory)[-1]
     folder = directory / str(step)
-    manifest = read_manifest(folder)
+    with removal.reading(folder):
+        manifest = read_manifest(folder)
+        notes = read_notes(folder, manifest)
     sizes = dict.fromkeys(manifest.arrays, 0)
     for name, file in manifest.files.items():
         item, _, rest = name.partition("/")
@@ -120,7 +128,7 @@ def _show(checkpoints: Checkpoints, directory: Path) -> int:
     metric = "" if manifest.metric is None else f", metric {manifest.metric:.6g}"
     print(f"step {step:,}, saved at {manifest.saved_at}, {bytes_text(manifest.size)}{metric}\n")
     print(columns(rows))
-    print("\nnotes:", json.dumps(read_notes(folder, manifest), indent=1))
+    print("\nnotes:", json.dumps(notes, indent=1))
     return FINISHED
 
 
@@ -141,8 +149,10 @@ def _remove_all_but(keep: int, checkpoints: Checkpoints, directory: Path) -> int
             f"step {sound} is the newest sound checkpoint, and --keep={keep} would remove "
             f"it: all newer ones are damaged; keep at least {enough}"
         )
-    for folder in [directory / str(step) for step in rest] + folders.set_aside_in(directory):
-        folders.remove(folder)
+    aside = folders.set_aside_in(directory)
+    half = removal.begun_in(directory)  # which a kill left
+    for folder in [*(directory / str(step) for step in rest), *aside, *half]:
+        removal.remove([folder])
         print(f"removed {folder}")
     print(f"kept {', '.join(f'{step:,}' for step in kept) or 'nothing, for there is none'}")
     return FINISHED

@@ -101,7 +101,7 @@ def test_the_metrics_are_on_the_disk_before_a_step_that_claims_them(saved):
     assert last(calls, ("fsync", str(log))) < last(calls, ("rename", str(directory / "2")))
 
 
-def test_the_name_of_a_step_is_on_the_disk_before_an_older_one_is_deleted(saved):
+def test_the_name_of_a_step_is_on_the_disk_before_an_older_one_is_removed(saved):
     directory, calls = saved
     named = last(calls, ("rename", str(directory / "2")))
     deleted = [
@@ -109,9 +109,12 @@ def test_the_name_of_a_step_is_on_the_disk_before_an_older_one_is_deleted(saved)
         for number, (call, path) in enumerate(calls)
         if call in ("unlink", "remove", "rmdir") and path.startswith(f"{directory / '1'}")
     ]
-    assert named < last(calls, ("fsync", str(directory))) < min(deleted)
+    renamed = last(calls, ("rename", str(directory / "1")))
+    assert named < last(calls[:renamed], ("fsync", str(directory)))
     for name in STEP_FILES:
-        assert ("fsync", str(directory / "2" / name)) in calls[named : min(deleted)]
+        assert ("fsync", str(directory / "2" / name)) in calls[named:renamed]
+    # The loss of its name too, before the first of its files is deleted: no half of it comes back.
+    assert renamed < last(calls, ("fsync", str(directory))) < min(deleted)
 
 
 def test_new_folders_are_on_the_disk(tmp_path, calls):

@@ -70,7 +70,8 @@ def target() -> dict[str, jax.ShapeDtypeStruct]:
                 r"/2\.orbax-checkpoint-tmp$",
                 1,
             ),  # manifest there, the step not yet visible
-            ("os.rmdir", "/1$", 2),  # step 2 whole, step 1 half deleted
+            ("os.rename", "/1$", 2),  # both whole, the older about to be removed
+            ("os.rmdir", r"/1\.orbax-checkpoint-tmp-removed$", 2),  # its name gone, half deleted
         ],
         lambda moment: moment[0] in ("os.rename", "os.rmdir"),
     ),
@@ -83,6 +84,10 @@ def test_killed_at_any_moment_the_last_whole_checkpoint_restores(
     if survivor == 1:
         unfinished = (tmp_path / "2.orbax-checkpoint-tmp").exists()
         assert unfinished == (event != "os.mkdir")
+    left = sorted(tmp_path.iterdir())
+    with Checkpoints(tmp_path, read_only=True) as reader:
+        assert [reader.verify(step).step for step in reader.steps()][-1] == survivor
+    assert sorted(tmp_path.iterdir()) == left  # which is not a reader's to clean up
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         assert not [entry.name for entry in tmp_path.iterdir() if "tmp" in entry.name]
         found = checkpoints.restore_newest(target())

@@ -10,14 +10,19 @@ from two_processes import run_two
 from lmlib.checkpoint import Checkpoints
 
 PROCESS = """
-import sys
+import pathlib, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 directory, port, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.distributed.initialize(f"localhost:{port}", 2, index)
-from lmlib.checkpoint import Checkpoints
+from lmlib.checkpoint import Checkpoints, RemovedCheckpointError
+from lmlib.checkpoint.removal import remove
+
+def remove_the_first(event, arguments):
+    if event == "open" and str(arguments[0]) == f"{directory}/1/state/weight/2":
+        remove([pathlib.Path(directory, "1")])
 
 mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
 split = NamedSharding(mesh, P("fsdp"))
@@ -36,7 +41,12 @@ with Checkpoints(directory) as checkpoints:
     found = checkpoints.restore_newest(target)
     rows_of_2 = [shard.data for shard in found.state["weight"].addressable_shards]
     assert np.array_equal(np.concatenate(rows_of_2), 2 * rows), rows_of_2
-    print(found.step, [error.folder.name for error in found.damaged], checkpoints.steps())
+    print(found.step, [error.folder.name for error in found.damaged], checkpoints.steps(), end=" ")
+    sys.addaudithook(remove_the_first)  # which process 1 alone reads so
+    try:
+        checkpoints.restore(1, target)
+    except RemovedCheckpointError as error:
+        print(error.folder.name, "is removed")
 """
 
 
@@ -106,9 +116,9 @@ def test_each_process_digests_what_it_wrote_and_restores_from_one_reading(tmp_pa
     assert sorted({*restored_0, *restored_1}) == chunks
 
 
-def test_two_processes_save_one_checkpoint_and_fall_back_together(tmp_path):
+def test_two_processes_save_one_checkpoint_fall_back_and_miss_one_together(tmp_path):
     directory = tmp_path / "checkpoints"
-    assert run_two(PROCESS, directory) == ["2 ['3'] [1, 2]"] * 2
+    assert run_two(PROCESS, directory) == ["2 ['3'] [1, 2] 1 is removed"] * 2
     with Checkpoints(directory) as checkpoints:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=sharding)

@@ -8,10 +8,12 @@ One folder per step, `<directory>/<step>`, which is whole or absent:
     manifest.json    shapes and dtypes of the leaves, the size and the digest of every file
 
 A step is written to `<step>.orbax-checkpoint-tmp`, its manifest last, and then renamed. What is
-found damaged on the way to an older step is renamed to `<step>.damaged`.
+found damaged on the way to an older step is renamed to `<step>.damaged`; what need not be kept is
+renamed to `<step>.orbax-checkpoint-tmp-removed`, and deleted then.
 """
 
 from lmlib.checkpoint.checkpoints import Checkpoints, Restored
 from lmlib.checkpoint.manifest import DamagedCheckpointError
+from lmlib.checkpoint.removal import RemovedCheckpointError
 
-__all__ = ["Checkpoints", "DamagedCheckpointError", "Restored"]
+__all__ = ["Checkpoints", "DamagedCheckpointError", "RemovedCheckpointError", "Restored"]

@@ -145,7 +145,7 @@ def _chunk_shape(
         stored = (tuple(zarray["shape"]), np.dtype(str(zarray["dtype"])))
         plain = (zarray["compressor"], zarray["filters"], zarray["order"]) == (None, None, "C")
         separator = zarray.get("dimension_separator", ".")
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(folder, description, f"cannot be read: {error!r}") from error
     shape = leaf.shape
     if stored != (shape, leaf.dtype):

@@ -1,7 +1,7 @@
 """The checkpoints in one directory: saving, choosing, verifying, restoring.
 
-`orbax.checkpoint.CheckpointManager` saves and deletes, not the newer `orbax.checkpoint.v1`, whose
-interface is still moving. The manifest is written between Orbax's last file of a step and the
+`orbax.checkpoint.CheckpointManager` saves, not the newer `orbax.checkpoint.v1`, whose interface is
+still moving. The manifest is written between Orbax's last file of a step and the
 renaming that makes the step visible, so a step without one is no half-written step but a damaged
 one. Steps are restored from their verified files alone, without Orbax.
 """
@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import errno
 import os
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from lmlib.checkpoint import arrays as saved
-from lmlib.checkpoint import folders, orbax_internals, writing
+from lmlib.checkpoint import folders, orbax_internals, removal, writing
 from lmlib.checkpoint import notes as saved_notes
 from lmlib.checkpoint.failures import named_errors
 from lmlib.checkpoint.manager import open_manager
@@ -78,7 +77,7 @@ class Checkpoints:
         save_seconds: int = 1_200,
         check: Callable[[], None] = lambda: None,
     ):
-        """Opens `directory`, made if absent; removes what a save that was killed has left there.
+        """Opens `directory`, made if absent; deletes what a kill has left unfinished there.
 
         Args:
           keep: the newest so many stay; the rest go whenever another one is whole.
@@ -111,7 +110,7 @@ class Checkpoints:
             self._check()
             if jax.process_index() == 0:
                 make_folder(self._directory)
-                self._remove_unfinished()
+                removal.finish(self._directory)
             barrier("checkpoints opened")
             if keep_best:
                 self._retention.read_ranks(self._directory)
@@ -209,7 +208,7 @@ class Checkpoints:
     def newest_sound(self) -> int | None:
         """The step of the newest whole checkpoint that `verify` finds nothing wrong with."""
         for step in reversed(self.steps()):
-            with contextlib.suppress(DamagedCheckpointError):
+            with contextlib.suppress(DamagedCheckpointError, removal.RemovedCheckpointError):
                 self.verify(step)
                 return step
         return None
@@ -221,6 +220,7 @@ class Checkpoints:
 
         Raises:
           DamagedCheckpointError: naming the checkpoint and the first wrong file.
+          RemovedCheckpointError: if it is removed meanwhile.
           ValueError: if there is no such checkpoint.
         """
         folder = self._folder(step)
@@ -249,6 +249,7 @@ class Checkpoints:
 
         Raises:
           DamagedCheckpointError: if a byte of it is not as it was saved.
+          RemovedCheckpointError: if it is removed meanwhile.
           ValueError: if there is no such checkpoint, or its arrays do not have the names, shapes
             and dtypes of `target` (nothing is cast).
         """
@@ -273,7 +274,7 @@ class Checkpoints:
 
         Raises:
           DamagedCheckpointError: if the newest is damaged and `fallback` is off, or if all are.
-          ValueError: as for `restore`.
+          RemovedCheckpointError, ValueError: as for `restore`.
         """
         damaged: list[DamagedCheckpointError] = []
         for step in reversed(self.steps()):
@@ -335,9 +336,9 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         return open_manager(
             self._directory,
-            self._retention.policy(),
             lambda folder: self._digest(folder),
             lambda: self._finish(),
+            self._retention.remove_old,
             self._save_seconds,
         )
 
@@ -376,10 +377,6 @@ class Checkpoints:
         self._manager.close()
         self._manager = self._open()
 
-    def _remove_unfinished(self) -> None:
-        for folder in folders.unfinished_in(self._directory):
-            shutil.rmtree(folder)
-
     @contextlib.contextmanager
     def _recovery(self, doing: str) -> Iterator[None]:
         """After an error, the directory and Orbax are again as they were before the save.
@@ -393,7 +390,7 @@ class Checkpoints:
             self._check()
             if jax.process_count() == 1:
                 with contextlib.suppress(OSError):
-                    self._remove_unfinished()
+                    removal.finish(self._directory)
                 with contextlib.suppress(Exception):  # it may raise the same error again
                     self._reopen()
             raise

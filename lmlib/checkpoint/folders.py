@@ -39,13 +39,6 @@ def set_aside(folder: Path) -> None:
     sync(folder.parent)
 
 
-def remove(folder: Path) -> None:
-    """Deletes a step. A kill meanwhile leaves what `unfinished_in` finds, and no half of a step."""
-    leaving = folder.with_name(f"{folder.name}{UNFINISHED}-removed")
-    folder.rename(leaving)
-    shutil.rmtree(leaving)
-
-
 def _folder_names(directory: Path) -> list[str]:
     if not directory.is_dir():
         return []

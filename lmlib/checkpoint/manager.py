@@ -1,11 +1,13 @@
-"""Orbax's manager of checkpoints, set up so that a step is on the disk before an older one goes."""
+"""Orbax's manager of checkpoints, set up so that a step is on the disk before an older one goes.
+
+Orbax deletes a step file by file under its own name, so it is told to keep all, and ours removes.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy
 
 from lmlib.checkpoint import arrays as saved
 from lmlib.checkpoint import notes as saved_notes
@@ -20,18 +22,18 @@ _FOR_EVER = 3_000_000_000  # seconds
 
 def open_manager(
     directory: Path,
-    policy: AnyPreservationPolicy,
     written: Callable[[Path], None],
     finish: Callable[[], None],
+    remove_old: Callable[[Path], None],
     save_seconds: int,
 ) -> ocp.CheckpointManager:
     """A manager of the steps in `directory`.
 
     Args:
-      policy: which steps stay.
       written: gets the folder of the arrays, on every process, once they are all written.
       finish: called on process 0 when the files of all are written and before the step gets its
         name.
+      remove_old: gets the directory, on process 0, when the step has its name on the disk.
       save_seconds: limit of the processes' wait for each other in a save.
     """
     return _Manager(
@@ -39,8 +41,7 @@ def open_manager(
         options=ocp.CheckpointManagerOptions(
             create=False,
             lightweight_initialize=True,  # otherwise it reads files that no digest covers
-            preservation_policy=policy,
-            temporary_path_class=_DurableFolder,
+            temporary_path_class=_durable_folder(remove_old),
             async_options=ocp.AsyncOptions(
                 # By the clock on the wall, which may be set meanwhile.
                 timeout_secs=save_seconds if jax.process_count() > 1 else _FOR_EVER,
@@ -64,18 +65,21 @@ class _Manager(ManagerOfOneFolder):
         return False
 
 
-class _DurableFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A step until it is whole. Its new name is on the disk when `finalize` returns.
+def _durable_folder(
+    then: Callable[[Path], None],
+) -> type[ocp.path.atomicity.AtomicRenameTemporaryPath]:
+    """What a step is in until it is whole; `then` is called once its new name is on the disk."""
 
-    Only then does Orbax delete older steps.
-    """
+    class DurableFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
+        async def finalize(self) -> None:
+            await super().finalize()  # which writes `STEP_FILES`, and renames it
+            final = Path(self.get_final())
+            if not (final / MANIFEST).exists():
+                return  # a part of a step, which is synced with the step
+            for name in STEP_FILES:
+                sync(final / name)
+            sync(final)
+            sync(final.parent)
+            then(final.parent)
 
-    async def finalize(self) -> None:
-        await super().finalize()  # which writes `STEP_FILES`, and renames it
-        final = Path(self.get_final())
-        if not (final / MANIFEST).exists():
-            return  # a part of a step, which is synced with the step
-        for name in STEP_FILES:
-            sync(final / name)
-        sync(final)
-        sync(final.parent)
+    return DurableFolder

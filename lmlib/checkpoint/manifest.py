@@ -168,7 +168,11 @@ def check_names_and_sizes(folder: Path, manifest: Manifest) -> None:
       DamagedCheckpointError: for the first file, in order of names, that is missing, unknown, no
         ordinary file or of another size.
     """
-    found = files_below(folder)
+    try:
+        found = files_below(folder)
+    except FileNotFoundError as error:  # it was deleted since its folder was listed
+        lost = os.path.relpath(error.filename, folder)
+        raise DamagedCheckpointError(folder, lost, "is missing") from error
     for name in sorted((found.keys() | manifest.files.keys()) - NOT_COVERED):
         if name not in found:
             raise DamagedCheckpointError(folder, name, "is missing")

@@ -11,27 +11,41 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from lmlib.checkpoint.manifest import DamagedCheckpointError
+from lmlib.checkpoint.removal import RemovedCheckpointError, reading
 
 _T = TypeVar("_T")
 
+_SOUND, _DAMAGED, _REMOVED = range(3)  # what a process found
+
 
 def agreed(folder: Path, check: Callable[[], _T]) -> _T:
-    """`check()`, whose DamagedCheckpointError on one process is one on all of them.
+    """`check()` of a step's `folder`, whose damage or removal on one process is one on all of them.
 
     Otherwise some would go on to restore what others fall back from.
+
+    Raises:
+      DamagedCheckpointError: as `check` does.
+      RemovedCheckpointError: if the folder is gone meanwhile.
     """
-    result, damage = None, None
+    result, own = None, _SOUND
+    problem: DamagedCheckpointError | RemovedCheckpointError | None = None
     try:
-        result = check()
+        with reading(folder):
+            result = check()
     except DamagedCheckpointError as error:
-        damage = error
+        own, problem = _DAMAGED, error
+    except RemovedCheckpointError as error:
+        own, problem = _REMOVED, error
     if jax.process_count() > 1:
-        found = np.ravel(multihost_utils.process_allgather(np.int32(damage is not None)))
-        if damage is None and found.any():
+        found = np.ravel(multihost_utils.process_allgather(np.int32(own)))
+        worst = int(np.max(found))
+        if worst == _REMOVED and own != _REMOVED:
+            problem = RemovedCheckpointError(folder)
+        elif worst == _DAMAGED and own == _SOUND:
             reason = f"was found damaged by process {int(np.argmax(found))}, which names it"
-            damage = DamagedCheckpointError(folder, "a file", reason)
-    if damage is not None:
-        raise damage
+            problem = DamagedCheckpointError(folder, "a file", reason)
+    if problem is not None:
+        raise problem
     return result  # type: ignore[return-value]
 
 

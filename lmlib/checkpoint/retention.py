@@ -1,24 +1,22 @@
-"""Which checkpoints stay when a new one is whole, as a policy for Orbax."""
+"""Which checkpoints stay when a new one is whole."""
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-from orbax.checkpoint import checkpoint_managers as orbax
 
 from lmlib.checkpoint import folders
 from lmlib.checkpoint.manifest import DamagedCheckpointError, read_manifest, rewrite_metric
+from lmlib.checkpoint.removal import remove
 
 
 class Retention:
     """Keeps the newest `keep`, the multiples of `keep_every`, the `keep_best` best and one held.
 
     Attributes:
-      held: a step that stays; looked at, as the ranks are, whenever a save begins.
+      held: a step that stays.
     """
 
     held: int | None
@@ -40,16 +38,13 @@ class Retention:
         self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
         self._keep_steps = frozenset(keep_steps)
 
-    def policy(self) -> orbax.AnyPreservationPolicy:
-        policies: list[orbax.PreservationPolicy] = [
-            orbax.LatestN(self._keep),
-            _Chosen(lambda steps: {self.held, *self._keep_steps}),
-        ]
+    def remove_old(self, directory: Path) -> None:
+        """Removes the checkpoints in `directory` that need not stay."""
+        steps = folders.steps_in(directory)
+        kept = {*steps[-self._keep :], self.held, *self._keep_steps, *self._best(steps)}
         if self._keep_every is not None:
-            policies.append(orbax.EveryNSteps(self._keep_every))
-        if self._keep_best:
-            policies.append(_Chosen(self._best))
-        return orbax.AnyPreservationPolicy(policies)
+            kept |= {step for step in steps if step % self._keep_every == 0}
+        remove([directory / str(step) for step in steps if step not in kept])
 
     def rank(self, directory: Path, step: int, metric: float) -> None:
         """Ranks `step`, also in its manifest if it is there; what is not finite has no rank.
@@ -74,24 +69,6 @@ class Retention:
                     self._metrics[step] = metric
 
     def _best(self, steps: Sequence[int]) -> set[int]:
-        """The steps of the smallest metrics; of equals, the newer.
-
-        Orbax's own `BestN` reads metrics from a file of its own, which no digest covers, and ranks
-        NaN by chance.
-        """
+        """The steps of the smallest metrics; of equals, the newer."""
         ranked = sorted((self._metrics[step], -step) for step in steps if step in self._metrics)
         return {-negated for _, negated in ranked[: self._keep_best]}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chosen(orbax.PreservationPolicy):
-    """Preserves the steps that `choose` names. Orbax's protocols cannot be checked at run time,
-    hence `Any`."""
-
-    choose: Callable[[Sequence[int]], set[Any]]
-
-    def should_preserve(
-        self, checkpoints: Sequence[Any], *, context: orbax.PreservationContext
-    ) -> Sequence[bool]:
-        chosen = self.choose([info.step for info in checkpoints])
-        return [info.step in chosen for info in checkpoints]

@@ -10,6 +10,7 @@ from forked_processes import run_forked
 
 from lmlib.checkpoint import Checkpoints
 from runner import checkpoint
+from runner.command_line.errors import ConfigError
 from runner.processes.lock import WorkdirLock
 
 
@@ -91,10 +92,25 @@ def test_what_a_run_removes_meanwhile_is_not_damaged(workdir, capsys):
     shutil.rmtree(workdir / "checkpoints/1000")
     with ListedBefore(workdir / "checkpoints", read_only=True) as checkpoints:
         assert checkpoint._verify(checkpoints, workdir / "checkpoints") == 0
-        assert capsys.readouterr().out.count("sound") == 2
+        verdicts = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+        assert verdicts[0] == "removed by its run meanwhile"
+        assert [verdict.split()[0] for verdict in verdicts[1:]] == ["sound,", "sound,"]
         assert checkpoint._list(checkpoints, workdir / "checkpoints") == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines] == ["step", "2,000", "3,000"]
+        shutil.rmtree(workdir / "checkpoints")
+        with pytest.raises(ConfigError, match="is removed by now: verify what it holds now"):
+            checkpoint._verify(checkpoints, workdir / "checkpoints")
+
+
+def test_prune_ends_what_another_began_and_touches_no_save(workdir, command):
+    for name in ("500.orbax-checkpoint-tmp-removed", "4000.orbax-checkpoint-tmp"):
+        (workdir / "checkpoints" / name / "state").mkdir(parents=True)
+    status, output, _ = command("prune", workdir, "--keep=3")
+    assert status == 0
+    assert output.splitlines()[0].endswith("/500.orbax-checkpoint-tmp-removed")
+    left = sorted(entry.name for entry in (workdir / "checkpoints").iterdir())
+    assert left == ["1000", "2000", "3000", "4000.orbax-checkpoint-tmp"]
 
 
 @pytest.mark.slow

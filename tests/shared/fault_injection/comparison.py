@@ -6,7 +6,6 @@ from typing import Any
 
 from folder_contents import files_of
 
-from fault_injection.experiment import KEEP_CHECKPOINTS
 from fault_injection.job import Job
 
 NOTES = "notes/notes.json"  # in a checkpoint
@@ -17,13 +16,12 @@ TIMES = frozenset({"tokens_per_second", "step_seconds", "data_wait_seconds", "go
 def difference(job: Job, undisturbed: Job) -> str:
     """The first difference of what `job` has left so far; empty if there is none.
 
-    Compared are the lines of metrics.jsonl, times aside, and every file of the newest checkpoints
-    that `undisturbed` holds too: the arrays of the state, and what else a run remembers.
+    Compared are the lines of metrics.jsonl, times aside, and every file of the checkpoints that
+    `undisturbed` holds too: the arrays of the state, and what else a run remembers.
     """
     if wrong := difference_of_metrics(job, undisturbed):
         return wrong
-    # Of the older ones, which are being removed, a kill may leave some files.
-    for step in job.whole_checkpoints()[-KEEP_CHECKPOINTS:]:
+    for step in job.whole_checkpoints():
         if (undisturbed.checkpoints / str(step)).is_dir():
             names = _differing(job.checkpoints / str(step), undisturbed.checkpoints / str(step))
             if names:

@@ -9,5 +9,6 @@ updates.py    updates that break the numbers
 data.py       data that is not what it was
 starts.py     starts that must be refused
 deletions.py  the lock or the workdir, deleted or moved under a run
+readers.py    commands that read beside a run
 campaign.py   all of them, and how often each is drawn
 """

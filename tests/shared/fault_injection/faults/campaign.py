@@ -16,6 +16,7 @@ from fault_injection.faults.disks import (
 from fault_injection.faults.fault import Fault
 from fault_injection.faults.files import damaged, left_behind
 from fault_injection.faults.outputs import log_disk_full_for_a_while, reader_closed
+from fault_injection.faults.readers import verified
 from fault_injection.faults.signals import asked_to_stop, interrupted_twice, killed, one_killed
 from fault_injection.faults.starts import other_code, started_twice
 from fault_injection.faults.updates import infinite_update
@@ -64,6 +65,7 @@ OF_ONE_PROCESS = (
     disk_full_for_good("checkpoints", 3, lambda job: LESS_THAN_A_WEIGHT),
     disk_full_for_good("metrics.jsonl", 2, metrics_size),
     reader_closed("the output's reader goes away", 5),
+    verified(4),
     infinite_update(5),
     data_changed("shards swapped", 4, damage.swap_shards),
     data_changed("chunks swapped", 3, damage.swap_chunks),
