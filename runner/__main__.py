@@ -32,6 +32,7 @@ from runner.command_line.config_flags import (
     fiddlers_listed,
 )
 from runner.command_line.errors import user_errors
+from runner.command_line.init_from import INIT_FROM
 from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.command_line.paths import check_can_be_made
 from runner.command_line.steps_range import steps_range
@@ -67,9 +68,7 @@ _COMPILED = flags.DEFINE_string(
 _DETERMINISTIC = flags.DEFINE_bool(
     "deterministic", False, "on GPUs, kernels that give the same bits each time; slower"
 )
-_INIT_FROM = flags.DEFINE_string(
-    "init_from", None, "begin with the weights of RUN, RUN@STEP or a folder of Hugging Face's"
-)
+flags.declare_key_flag(INIT_FROM.name)  # --help shows it
 _ALLOW_CHANGE = flags.DEFINE_multi_enum(
     "allow_change", [], ["data", "model"], "go on although this has changed; repeatable"
 )
@@ -176,7 +175,7 @@ def _supervise_or_train(
         dump_hlo=_DUMP_HLO.value,
         reports=True if supervisor else None,
         checkpoint_fallback=_CHECKPOINT_FALLBACK.value,
-        init_from=_INIT_FROM.value,
+        init_from=INIT_FROM.value,
         allowed_changes=_ALLOW_CHANGE.value,
         save_compiled=Path(_SAVE_COMPILED.value) if _SAVE_COMPILED.value else None,
         compiled=Path(_COMPILED.value) if _COMPILED.value else None,

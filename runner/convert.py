@@ -16,6 +16,7 @@ weights that trained.
 --base           of adapters, in and out: the folder, or its name, of the model without them, unless
                  it is what adapter_config.json says, or the run began with
 --adapters       out: the adapters, and what else trained
+--init_from      out: where what the run began with is now, whose checkpoints do not hold it
 --dtype          out: float32, bfloat16 or float16; unless said that of the weights, float32 where
                  a run trained them. The last line says what is rounded
 --largest_file   out: about how many GB a file may have
@@ -32,7 +33,7 @@ import dataclasses
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +49,21 @@ from lmlib.data.chat import put_chat_template
 from lmlib.hf.families import FAMILIES, described, family_of
 from lmlib.hf.folder import read_copied
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
-from lmlib.hf.peft import adapters_in, holds_adapters
+from lmlib.hf.peft import adapters_in, holds_adapters, written_whole
 from lmlib.local_folder import local_folder
 from lmlib.models.adapted import has_adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.quantities import count_text, duration_text
 from lmlib.recipe import parted
 from lmlib.trainable import adapters
-from lmlib.whole_file import make_folder, sync
+from lmlib.whole_file import make_folder
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
-from runner.command_line.paths import check_can_be_made
+from runner.command_line.init_from import INIT_FROM
+from runner.command_line.new_folder import made_whole
 from runner.config import configs
-from runner.inference.saved_run import ORIGIN, SavedRun, open_run
+from runner.inference.saved_run import ORIGIN, SavedRun, use_run
 from runner.processes.endings import FINISHED
 from runner.training.references import HuggingFace, Saved, base_of, located, tokenizer_of
 from runner.training.weights import WEIGHTS_ALONE, frozen_note, of_folder, recipe_of
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     with user_errors():
         to, found = local_folder(_TO.value), located(_FROM.value)
         if isinstance(found, HuggingFace):
-            outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, TRUST_MODULE, _ADAPTERS)
+            outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, TRUST_MODULE, _ADAPTERS, INIT_FROM)
             if given := [flag.name for flag in outward if flag.present]:
                 raise ConfigError(f"--{given[0]} is for the way out; --from={found.name} comes in")
             if _BASE.present and not holds_adapters(found.folder):
@@ -98,7 +100,9 @@ def main(arguments: Sequence[str]) -> int:
             if given := [flag.name for flag in whole if flag.present]:
                 raise ConfigError(f"--{given[0]} is for whole models, not for --adapters")
             dtype = _DTYPE.value or "float32"
-            made = bring_adapters_out(found, to, _BASE.value, dtype, TRUST_MODULE.value)
+            made = bring_adapters_out(
+                found, to, _BASE.value, dtype, TRUST_MODULE.value, INIT_FROM.value
+            )
         else:
             if _BASE.present:
                 raise ConfigError("--base is for --adapters: merged weights need none")
@@ -109,6 +113,7 @@ def main(arguments: Sequence[str]) -> int:
                 _DTYPE.value,
                 file_bytes=round(_LARGEST_FILE.value * 1e9),
                 trusted=TRUST_MODULE.value,
+                init_from=INIT_FROM.value,
             )
     print(f"{to} holds {made}; it took {duration_text(time.perf_counter() - began)}")
     return FINISHED
@@ -121,7 +126,7 @@ def bring_in(found: HuggingFace, to: Path) -> str:
     Raises:
       ValueError, OSError: if the folder cannot be used, or `to` is not empty.
     """
-    with _made_whole(to) as unfinished:
+    with made_whole(to) as unfinished:
         base = base_of(found)
         cfg = configs.load("experiments/from_hf", overrides=[f"folder={str(base.folder)!r}"])
         cfg.init_from = str(to.absolute())
@@ -166,45 +171,59 @@ def bring_out(
     dtype: str | None = None,
     file_bytes: int = 5_000_000_000,
     trusted: Collection[str] = (),
+    init_from: str | None = None,
 ) -> str:
     """Makes a folder of Hugging Face's of a checkpoint; what it holds, in words.
 
     Args:
       tokenizer, dtype, file_bytes: as in `hf.save`; of no tokenizer that of the run is taken.
-      trusted: modules that the run's config may refer to.
+      trusted, init_from: as in `use_run`.
 
     Raises:
       ValueError, OSError: if the run cannot be used, no family there has its model, or `to` is not
         empty.
     """
-    with _made_whole(to) as unfinished:
-        run = open_run(found, trusted)
-        if run.cfg.frozen_dtype == "int8":  # merged into what 8 bits were made of
-            run.cfg.frozen_dtype = "bfloat16"
-        model_type = _model_type(run)
-        _show(f"reading {found.folder / str(run.step)}")
-        model = merged(run.model(_one_device()))
-        template = run.chat_template() if tokenizer is None else None
-        if tokenizer is None:
-            run.check_tokenizer()
-            tokenizer = run.tokenizer_folder
-        if tokenizer is None and run.data is not None:
-            tokenizer = run.data.tokenizer_path
-        if tokenizer is None:
-            _show("WARNING: no tokenizer's files are found, so there are none: give --tokenizer")
-        rounded = hf.save(
-            model,
-            unfinished,
-            model_type=model_type,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            longest=run.longest,
-            settings=_settings(run),
-            file_bytes=file_bytes,
-            progress=told("writing", _show),
-        )
-        if template is not None and tokenizer is not None:
-            put_chat_template(unfinished, template)
+
+    def write(run: SavedRun) -> str:
+        with made_whole(to) as unfinished:
+            return _write_whole(run, unfinished, tokenizer, dtype, file_bytes)
+
+    return use_run(found, write, trusted, init_from, _show)
+
+
+def _write_whole(
+    run: SavedRun,
+    folder: Path,
+    tokenizer: str | Path | None,
+    dtype: str | None,
+    file_bytes: int,
+) -> str:
+    if run.cfg.frozen_dtype == "int8":  # merged into what 8 bits were made of
+        run.cfg.frozen_dtype = "bfloat16"
+    model_type = _model_type(run)
+    _show(f"reading {run.folder}")
+    model = merged(run.model(_one_device()))
+    template = run.chat_template() if tokenizer is None else None
+    if tokenizer is None:
+        run.check_tokenizer()
+        tokenizer = run.tokenizer_folder
+    if tokenizer is None and run.data is not None:
+        tokenizer = run.data.tokenizer_path
+    if tokenizer is None:
+        _show("WARNING: no tokenizer's files are found, so there are none: give --tokenizer")
+    rounded = hf.save(
+        model,
+        folder,
+        model_type=model_type,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        longest=run.longest,
+        settings=_settings(run),
+        file_bytes=file_bytes,
+        progress=told("writing", _show),
+    )
+    if template is not None and tokenizer is not None:
+        put_chat_template(folder, template)
     of = "no tokenizer" if tokenizer is None else f"the tokenizer of {tokenizer}"
     return f"step {run.step:,} of {run.workdir}, {_size(model)} in {rounded}, with {of}"
 
@@ -215,6 +234,7 @@ def bring_adapters_out(
     base: str | None = None,
     dtype: str = "float32",
     trusted: Collection[str] = (),
+    init_from: str | None = None,
 ) -> str:
     """Makes a folder of PEFT's of the adapters in a checkpoint; what it holds, in words.
 
@@ -222,60 +242,52 @@ def bring_adapters_out(
       base: of `hf.save_adapters`, with all that was trained before this run; `None`: what the run
         began with.
       dtype: of the file.
-      trusted: modules that the run's config may refer to.
+      trusted, init_from: as in `use_run`.
 
     Raises:
       ValueError, OSError: if the run cannot be used, it has no adapters, no family there has its
         model, or `to` is not empty.
     """
-    with _made_whole(to) as unfinished:
-        run = open_run(found, trusted)
-        if not has_adapters(run.recipe.shapes):
-            raise ConfigError(f"the model of {run.workdir} has no adapters: leave out --adapters")
-        if run.cfg.frozen_dtype == "int8":  # modules that PEFT saves whole may have frozen weights
-            run.cfg.frozen_dtype = "bfloat16"
-        model_type = _model_type(run)
-        own, *before = run.trained
-        trained = own.union(*before) if base is None and run.began_with is not None else own
-        base = base or run.began_with
-        if base is None:
-            _show(
-                "WARNING: adapter_config.json names no base, and PEFT will ask for one: give "
-                "--base, a name on the Hub or a folder that runner.convert makes of the base"
-            )
-        _show(f"reading {found.folder / str(run.step)}")
-        model = run.model(_one_device())
-        hf.save_adapters(
-            model,
-            unfinished,
-            base=base,
-            trained=sorted(trained),
-            model_type=model_type,
-            dtype=dtype,
+
+    def write(run: SavedRun) -> str:
+        with made_whole(to) as unfinished:
+            return _write_adapters(run, unfinished, base, dtype)
+
+    return use_run(found, write, trusted, init_from, _show)
+
+
+def _write_adapters(run: SavedRun, folder: Path, base: str | None, dtype: str) -> str:
+    if run.cfg.frozen_dtype == "int8":  # modules that PEFT saves whole may have frozen weights
+        run.cfg.frozen_dtype = "bfloat16"
+    if not has_adapters(run.recipe.shapes):
+        raise ConfigError(f"the model of {run.workdir} has no adapters: leave out --adapters")
+    model_type = _model_type(run)
+    own, *before = run.trained
+    trained = sorted(own.union(*before) if base is None and run.began_with is not None else own)
+    base = base or run.began_with
+    if base is None:
+        _show(
+            "WARNING: adapter_config.json names no base, and PEFT will ask for one: give "
+            "--base, a name on the Hub or a folder that runner.convert makes of the base"
         )
+    elif Path(base).is_absolute() and not Path(base).is_dir():
+        _show(
+            f"WARNING: {base}, which adapter_config.json names as the base, is not there: give "
+            "--base, or --init_from if it has moved, or if it held adapters itself"
+        )
+    _show(f"reading {run.folder}")
+    whole, own_weights = written_whole(run.recipe.shapes, trained, model_type), run.recipe.trained
+    alone = own_weights is not None and whole <= own_weights  # the base is not needed
+    hf.save_adapters(
+        run.own_weights(_one_device()) if alone else run.model(_one_device()),
+        folder,
+        base=base,
+        trained=trained,
+        model_type=model_type,
+        dtype=dtype,
+    )
     of_base = "" if base is None else f", for {base}"
     return f"the adapters of step {run.step:,} of {run.workdir} in {dtype}{of_base}"
-
-
-@contextlib.contextmanager
-def _made_whole(to: Path) -> Iterator[Path]:
-    """A folder beside `to`, still to be made, which takes its name at the end; an error removes it,
-    and so does another conversion after a kill."""
-    check_can_be_made(to)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError(f"--to={to} is not empty: give a new folder")
-    to = to.absolute()
-    unfinished = to.with_name(f".{to.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    make_folder(to.parent)
-    try:
-        yield unfinished
-        for each in (*unfinished.rglob("*"), unfinished):
-            sync(each)
-        unfinished.rename(to)
-        sync(to.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _model_type(run: SavedRun) -> str:

@@ -26,23 +26,27 @@
 --packed           whether a row holds several documents; they are kept apart
 --dtype            to compute in; unless said, the run's, of a folder float32
 --tokenizer        a tokenizer.json or its folder, in place of the one that is known
+--init_from        of a model that is trained in part, or adapters: where what it began with is now
 --trust_module     a module of yours that a run's config.json may refer to; repeatable
 Each document is evaluated alone. docs/evaluation.md says what is counted.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import flags
 
+from lmlib.checkpoint import RemovedCheckpointError
 from lmlib.checkpoint.folders import steps_in
+from lmlib.checkpoint.removal import reading
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.whole_file import write_whole
 from runner.command_line.command import run
 from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.init_from import INIT_FROM
 from runner.command_line.paths import check_can_be_made
 from runner.evaluation.data_sets import DataSet, data_set, validation_of
 from runner.evaluation.measuring import Measured, Measuring, Settings
@@ -56,6 +60,8 @@ from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
 from runner.training.references import Saved, located
+
+_T = TypeVar("_T")
 
 _FROM = flags.DEFINE_multi_string("from", [], "a run or a folder of Hugging Face's; repeatable")
 _DATA = flags.DEFINE_multi_string("data", [], "flat tokens or text; repeatable")
@@ -98,19 +104,29 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--data, --tasks and --suite are three evaluations: give one of them")
     if _SUITE.value:
         length = _SEQUENCE_LENGTH.value
-        scored = [measure_suite(loaded, Suite(), length) for loaded in _each_loaded()]
-        text, table = suite_json(scored), suite_table(scored)
+        scored = (measure_suite(loaded, Suite(), length) for loaded in _each_loaded())
+        _report(scored, suite_table, suite_json)
     elif _TASKS.value:
-        answered = list(_answered())
-        text, table = tasks_json(answered), tasks_table(answered)
+        _report(_answered(), tasks_table, tasks_json)
     else:
-        found = list(_measured(settings))
-        text, table = json_text(found, settings), tables(found)
-    if _JSON.value is not None:
-        with user_errors():
-            write_whole(Path(_JSON.value), text)
-    print(table)
+        _report(_measured(settings), tables, lambda found: json_text(found, settings))
     return FINISHED
+
+
+def _report(
+    found: Iterable[_T], table: Callable[[list[_T]], str], as_json: Callable[[list[_T]], str]
+) -> None:
+    """Keeps each result in --json as it comes, and prints all that there are, also if one fails."""
+    kept: list[_T] = []
+    try:
+        for each in found:
+            kept.append(each)
+            if _JSON.value is not None:
+                with user_errors():
+                    write_whole(Path(_JSON.value), as_json(kept))
+    finally:
+        if kept:
+            print(table(kept))
 
 
 def _measured(settings: Settings) -> Iterator[Measured]:
@@ -133,14 +149,44 @@ def _answered() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _each_loaded() -> Iterator[Loaded]:
-    for reference in _references():
-        yield load(
-            reference,
-            dtype=_DTYPE.value,
-            tokenizer=_TOKENIZER.value,
-            trusted=TRUST_MODULE.value,
-            show=_show,
-        )
+    """--from; of --all_checkpoints each checkpoint."""
+    for reference in _FROM.value:
+        if _ALL_CHECKPOINTS.value:
+            yield from _each_checkpoint(reference)
+        else:
+            yield _load(reference)
+
+
+def _each_checkpoint(reference: str) -> Iterator[Loaded]:
+    """All but those that the run removes before they are read; if none is left, the newest then."""
+    with user_errors():
+        found = located(reference)
+        if not isinstance(found, Saved) or found.step is not None:
+            raise ConfigError(f"--all_checkpoints is for a run, WORKDIR, not {reference}")
+        steps = steps_in(found.folder)
+    read = 0
+    for step in steps:
+        try:
+            with reading(found.folder / str(step)):
+                loaded = _load(f"{reference}@{step}")
+        except RemovedCheckpointError as error:
+            _show(str(error))
+        else:
+            read += 1
+            yield loaded
+    if not read:
+        yield _load(reference)
+
+
+def _load(reference: str) -> Loaded:
+    return load(
+        reference,
+        dtype=_DTYPE.value,
+        tokenizer=_TOKENIZER.value,
+        trusted=TRUST_MODULE.value,
+        init_from=INIT_FROM.value,
+        show=_show,
+    )
 
 
 def _validation(loaded: Loaded) -> list[DataSet]:
@@ -148,22 +194,6 @@ def _validation(loaded: Loaded) -> list[DataSet]:
         if own := validation_of(loaded):
             return own
     raise ConfigError(f"{loaded.name} has no flat tokens that it validated on: give --data")
-
-
-def _references() -> Iterator[str]:
-    """--from; of --all_checkpoints each checkpoint."""
-    for reference in _FROM.value:
-        if not _ALL_CHECKPOINTS.value:
-            yield reference
-            continue
-        with user_errors():
-            found = located(reference)
-            if not isinstance(found, Saved) or found.step is not None:
-                raise ConfigError(f"--all_checkpoints is for a run, WORKDIR, not {reference}")
-            steps = steps_in(found.folder)
-        if not steps:
-            raise ConfigError(f"{found.folder} holds no checkpoint")
-        yield from (f"{reference}@{step}" for step in steps)
 
 
 def _show(line: str) -> None:

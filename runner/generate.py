@@ -18,6 +18,7 @@
 --dtype      to compute in: unless said bfloat16, on CPUs float32
 --int8       keep matrices in 8 bits: half the memory of bfloat16, a little less exact
 --tokenizer  a folder with a tokenizer's files, in place of the model's own
+--init_from  of a model that is trained in part, or adapters: where what it began with is now
 --trust_module   a module of yours that a config.json may refer to; repeatable
 """
 
@@ -35,6 +36,7 @@ from lmlib.stored_json import LARGEST
 from runner.command_line.command import run
 from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.errors import ConfigError, chosen_sizes, user_errors
+from runner.command_line.init_from import INIT_FROM
 from runner.inference.answer import Manner
 from runner.inference.answer_file import AnswerFile
 from runner.inference.loaded import Loaded
@@ -100,6 +102,7 @@ def main(arguments: Sequence[str]) -> int:
             dtype=_DTYPE.value or usual_dtype(),
             tokenizer=_TOKENIZER.value,
             trusted=TRUST_MODULE.value,
+            init_from=INIT_FROM.value,
             show=_tell,
         )
         reader = Reader(loaded.name, loaded.model.vocab, loaded.codec, loaded.chat_template)

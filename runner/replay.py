@@ -31,6 +31,7 @@ from lmlib.table import columns
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.errors import ConfigError, user_errors
+from runner.command_line.init_from import INIT_FROM
 from runner.config import configs
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
@@ -116,7 +117,7 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
             state = found.state.with_companion(companion)
             if recipe.trained is None:
                 return state, found.step
-            frozen = frozen_weights(found.notes, recipe, experiment.mesh)
+            frozen = frozen_weights(found.notes, recipe, experiment.mesh, INIT_FROM.value)
             return state.with_frozen(frozen), found.step
         if origin is None:
             return experiment.init(companion), 0

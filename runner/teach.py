@@ -9,6 +9,7 @@
 --k            ids that are listed of each token, the likeliest: 32 unless said
 --batch_size   sequences at a time; unless said, as many as in the experiment's batches
 --dtype        to compute in; unless said, the run's, of a folder float32
+--init_from    of a model that is trained in part, or adapters: where what it began with is now
 --trust_module   a module of yours that a config.json may refer to; repeatable
 The same command goes on where it stopped. docs/objectives.md says what is written.
 """
@@ -30,6 +31,7 @@ from runner.command_line.config_flags import (
     fiddlers_listed,
 )
 from runner.command_line.errors import ConfigError, chosen_sizes, user_errors
+from runner.command_line.init_from import INIT_FROM
 from runner.inference.loading import load
 from runner.inference.teaching import sequences_of, teach
 from runner.jax_settings.compilation_cache import keep_compiled_programs
@@ -60,7 +62,13 @@ def main(arguments: Sequence[str]) -> int:
         data, stored_at = sequences_of(cfg, _BATCH_SIZE.value)
     if (out := _OUT.value or stored_at) is None:
         raise ConfigError("give --out, or set data.teacher: the folder to write")
-    loaded = load(_FROM.value, dtype=_DTYPE.value, trusted=TRUST_MODULE.value, show=_show)
+    loaded = load(
+        _FROM.value,
+        dtype=_DTYPE.value,
+        trusted=TRUST_MODULE.value,
+        init_from=INIT_FROM.value,
+        show=_show,
+    )
     try:
         with user_errors(), chosen_sizes("give a smaller --batch_size"):
             metadata = teach(loaded, data, out, _K.value, _show)

@@ -22,14 +22,14 @@ from lmlib.data.text import (
 from lmlib.hf.families import described
 from lmlib.hf.folder import read_json
 from lmlib.hf.load import load_weights
-from lmlib.hf.peft import adapters_in
+from lmlib.hf.peft import adapters_in, holds_adapters
 from lmlib.models.protocol import check_protocol
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.mesh import make_mesh
 from runner.command_line.errors import user_errors
 from runner.inference.loaded import Loaded
-from runner.inference.saved_run import SavedRun, longest_in, open_run
+from runner.inference.saved_run import SavedRun, longest_in, use_run
 from runner.processes.agreement import agreed
 from runner.training.references import HuggingFace, base_of, located, tokenizer_of
 from runner.watch.transfer import told
@@ -44,6 +44,7 @@ def load(
     dtype: str | None = None,
     tokenizer: str | None = None,
     trusted: Collection[str] = (),
+    init_from: str | None = None,
     show: Callable[[str], None] = lambda line: None,
 ) -> Loaded:
     """The model of a run, `WORKDIR[@STEP]`, of a folder of Hugging Face's or of PEFT's, or of a
@@ -57,17 +58,29 @@ def load(
       dtype: to compute in; `None`: the run's, of a folder float32.
       tokenizer: a tokenizer.json or its folder, in place of the one that is known.
       trusted: modules that the run's config.json may refer to.
-      show: gets a line now and then while a folder is read.
+      init_from: where what a run began with is now, whose checkpoints do not hold all weights, or
+        the base of a folder of PEFT's; `None`: where it was.
+      show: gets a line now and then while a folder is read, and what is not as it was asked for.
 
     Raises:
-      ConfigError: if there is no such model, or it is damaged.
+      ConfigError: if there is no such model, it is damaged, or a run removes it meanwhile; of the
+        newest checkpoint only if that happens again and again.
     """
     with agreed(), user_errors():
         found = located(reference)
         if isinstance(found, HuggingFace):
-            loaded = _of_folder(found, mesh, dtype, tokenizer, show)
+            if init_from is not None and not holds_adapters(found.folder):
+                show(f"--init_from={init_from} is ignored: {found.name} holds the whole model")
+            based = dataclasses.replace(found, base=init_from)
+            loaded = _of_folder(based, mesh, dtype, tokenizer, show)
         else:
-            loaded = _of_run(open_run(found, trusted), mesh, dtype, tokenizer, show)
+            loaded = use_run(
+                found,
+                lambda run: _of_run(run, mesh, dtype, tokenizer, show),
+                trusted,
+                init_from,
+                show,
+            )
     if mesh is not None or loaded.mesh.size > 1:
         return loaded
     alone = SingleDeviceSharding(loaded.mesh.devices.item())

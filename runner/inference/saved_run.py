@@ -3,17 +3,20 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import equinox as eqx
 import fiddle as fdl
 from jax.sharding import Mesh
 
 from lmlib import train
-from lmlib.checkpoint import Checkpoints
+from lmlib.checkpoint import Checkpoints, RemovedCheckpointError
+from lmlib.checkpoint.folders import steps_in
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
+from lmlib.checkpoint.removal import reading
 from lmlib.data.chat import ChatTemplate
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
@@ -23,14 +26,18 @@ from lmlib.hf.hub import TOKENIZER_FILES, local_folder_of
 from lmlib.hf.peft import adapters_in, holds_adapters
 from lmlib.models.adapted import without_adapters
 from lmlib.parallel.selection import named_weights
-from lmlib.recipe import Recipe
+from lmlib.recipe import Recipe, parted
 from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.text import nodes
-from runner.training.references import HuggingFace, Saved, base_of, tokenizer_of
+from runner.processes.agreement import from_first
+from runner.training.references import HuggingFace, Saved, base_of, located, tokenizer_of
 from runner.training.weights import WEIGHTS_ALONE, recipe_of, weights_of
 
 ORIGIN = "hugging_face"  # in an imported workdir: what its folder held besides weights
+
+_TRIES = 3  # of reading the newest checkpoint of a run that goes on
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +49,7 @@ class SavedRun:
       cfg: the run's config.
       notes: what the run saved beside the arrays.
       trusted: modules that the config.json of a run may refer to.
+      init_from: where what the run began with is now; `None`: where it was.
     """
 
     checkpoints: Path
@@ -49,10 +57,16 @@ class SavedRun:
     cfg: fdl.Config
     notes: dict[str, Any]
     trusted: Collection[str] = ()
+    init_from: str | None = None
 
     @property
     def workdir(self) -> Path:
         return self.checkpoints.parent
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's own."""
+        return self.checkpoints / str(self.step)
 
     def abstract_model(self, mesh: Mesh) -> Any:
         """The model's shapes, dtypes and layouts on `mesh`."""
@@ -69,9 +83,20 @@ class SavedRun:
 
         Raises:
           ConfigError: if a byte of it is not as it was saved, or the frozen weights are gone.
+          RemovedCheckpointError: if the run has removed it since.
         """
         reference = f"{self.checkpoints}@{self.step}"
-        return weights_of(reference, self.recipe, mesh, None, trusted=self.trusted)[0]
+        with reading(self.folder):
+            return weights_of(
+                reference, self.recipe, mesh, None, trusted=self.trusted, init_from=self.init_from
+            )[0]
+
+    def own_weights(self, mesh: Mesh) -> Any:
+        """As `model`, with shapes in place of what is frozen, which is not looked for."""
+        parts = parted(train.abstract_model(lambda: self.recipe.shapes, mesh), self.recipe.trained)
+        with reading(self.folder), Checkpoints(self.checkpoints, read_only=True) as checkpoints:
+            arrays, _ = checkpoints.restore_part(self.step, "model", parts.trained)
+        return eqx.combine(arrays, parts.frozen)
 
     @functools.cached_property
     def origin(self) -> Path | None:
@@ -119,7 +144,7 @@ class SavedRun:
     def _beginnings(self) -> Iterator[tuple[Path, str | None, frozenset[str]]]:
         """The workdir of this run, what it began with, and the paths of what it trained; the same
         of the run that this was, and so on."""
-        workdir, notes, saved = self.workdir, self.notes, self.checkpoints / str(self.step)
+        workdir, notes, saved = self.workdir, self.notes, self.folder
         for _ in range(20):
             noted = notes.get("initialised_from")
             before = noted if isinstance(noted, str) else None
@@ -128,7 +153,7 @@ class SavedRun:
             if not step.isdecimal():
                 return
             workdir, saved = Path(folder).parent, Path(folder, step)
-            notes = read_notes(saved, read_manifest(saved)) if saved.is_dir() else {}
+            notes = _notes(saved) if saved.is_dir() else {}
 
     @functools.cached_property
     def data(self) -> FlatTokens | None:
@@ -212,7 +237,8 @@ def _trained(saved: Path, notes: Mapping[str, Any]) -> frozenset[str]:
     which nothing has trained yet."""
     if not saved.is_dir() or (saved.name == str(WEIGHTS_ALONE) and notes.get("frozen") is None):
         return frozenset()
-    names = read_manifest(saved).arrays
+    with reading(saved):
+        names = read_manifest(saved).arrays
     return frozenset(name.removeprefix("model.") for name in names if name.startswith("model."))
 
 
@@ -222,26 +248,68 @@ def longest_in(config: dict[str, Any]) -> int | None:
     return next((length for length in known if isinstance(length, int)), None)
 
 
-def open_run(found: Saved, trusted: Collection[str] = ()) -> SavedRun:
-    """The checkpoint that `found` names, the newest unless it says which.
+def use_run(
+    found: Saved,
+    use: Callable[[SavedRun], _T],
+    trusted: Collection[str] = (),
+    init_from: str | None = None,
+    show: Callable[[str], None] = lambda line: None,
+) -> _T:
+    """What `use` makes of the checkpoint that `found` names, the newest unless it says which. If
+    its run removes the newest meanwhile, that of the one that is newest then.
 
     Args:
       trusted: modules that the run's config.json may refer to.
+      init_from: where what the run began with is now; `None`: where it was.
+      show: gets a line about what is not as it was asked for.
 
     Raises:
       ValueError, OSError: if there is no such checkpoint, or its config or notes are damaged.
+      RemovedCheckpointError: if it was named, or a run removes one after the other.
     """
-    with Checkpoints(found.folder, read_only=True) as checkpoints:
-        steps = checkpoints.steps()
-    step = max(steps, default=None) if found.step is None else found.step
-    if step is None:
+    tries = _TRIES if found.step is None else 1
+    while True:
+        tries -= 1
+        try:
+            run = _opened(found, trusted, init_from)
+            if init_from is not None and run.init_from is None:
+                show(f"--init_from={init_from} is ignored: {run.folder} holds the whole model")
+            return use(run)
+        except RemovedCheckpointError as error:
+            if not tries:
+                raise
+            show(f"{error}; going on with the newest there is now")
+
+
+def _opened(found: Saved, trusted: Collection[str], init_from: str | None) -> SavedRun:
+    steps = from_first(steps_in(found.folder))  # a run that goes on may just add one
+    if not steps:
         raise ConfigError(f"{found.folder} holds no checkpoint")
+    step = steps[-1] if found.step is None else found.step
     if step not in steps:
         raise ConfigError(f"{found.folder} has no checkpoint at step {step}; it has {steps}")
-    folder = found.folder / str(step)
     cfg = configs.load(str(found.folder.parent / "config.json"), trusted=trusted)
-    notes = read_notes(folder, read_manifest(folder))
-    return SavedRun(found.folder, step, cfg, notes, trusted)
+    notes = _notes(found.folder / str(step))
+    if notes.get("frozen") is None:
+        init_from = None
+    if init_from is not None:
+        notes["initialised_from"] = _noted(init_from)
+    return SavedRun(found.folder, step, cfg, notes, trusted, init_from)
+
+
+def _notes(saved: Path) -> dict[str, Any]:
+    """Those of a checkpoint, which was there before."""
+    with reading(saved):
+        return read_notes(saved, read_manifest(saved))
+
+
+def _noted(reference: str) -> str:
+    """A reference as notes have it."""
+    found = located(reference)
+    if isinstance(found, HuggingFace):
+        return found.name
+    step = max(steps_in(found.folder), default=None) if found.step is None else found.step
+    return f"{found.folder.absolute()}@{step}"
 
 
 def _identity(folder: Path) -> TokenizerIdentity | None:

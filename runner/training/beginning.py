@@ -94,7 +94,7 @@ def begin(
                     saved,
                     experiment.recipe,
                     experiment.mesh,
-                    [options.init_from],
+                    options.init_from,
                     progress.message,
                     options.trusted,
                 )

@@ -83,7 +83,13 @@ def base_of(found: HuggingFace) -> HuggingFace:
             f"{found.name} does not say for which model its adapters are: base_model_name_or_path "
             "is not set"
         )
-    base = located(reference)
+    try:
+        base = located(reference)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the model that the adapters of {found.name} are for: {error}; if it has moved, "
+            "give runner.convert --base, or runner.generate and runner.evaluate --init_from"
+        ) from error
     if not isinstance(base, HuggingFace) or holds_adapters(base.folder):
         raise ConfigError(
             f"{reference} holds no model of Hugging Face's for the adapters of {found.name}"

@@ -29,7 +29,7 @@ from lmlib.recipe import Recipe, parted
 from lmlib.trainable import Group
 from runner.command_line.errors import ConfigError, in_words, user_errors
 from runner.config import configs
-from runner.processes.agreement import agreed
+from runner.processes.agreement import agreed, from_first
 from runner.training import data_probe
 from runner.training.references import HuggingFace, Saved, base_of, located, tokenizer_of
 from runner.watch.transfer import told
@@ -46,6 +46,7 @@ def weights_of(
     allowed_changes: Collection[str] = (),
     show: Callable[[str], None] = lambda line: None,
     trusted: Collection[str] = (),
+    init_from: str | None = None,
 ) -> tuple[Any, str]:
     """The model of `recipe` with the weights that `reference` means, laid out on `mesh`, and whose
     they are: `run@step` or the folder. Adapters that are not there are new; those that are there
@@ -58,6 +59,8 @@ def weights_of(
         the model in a folder of Hugging Face's may be others, where its weights fit.
       show: gets a line now and then while a folder is read.
       trusted: modules that a run's config.json may refer to; it is read to merge adapters.
+      init_from: where what the run began with is now, whose checkpoint does not hold all weights;
+        `None`: where it was.
 
     Raises:
       ConfigError: if there is none, it is damaged, or it holds another model or was trained on
@@ -67,7 +70,7 @@ def weights_of(
         found = located(reference)
     try:
         if isinstance(found, Saved):
-            return _of_run(found, recipe, mesh, data, allowed_changes, show, trusted)
+            return _of_run(found, recipe, mesh, data, allowed_changes, show, trusted, init_from)
         return of_folder(found, recipe, mesh, data, allowed_changes, show), found.name
     except (ValueError, OSError) as error:
         raise ConfigError(f"the weights of {reference}: {in_words(error)}") from error
@@ -81,9 +84,11 @@ def _of_run(
     allowed_changes: Collection[str],
     show: Callable[[str], None],
     trusted: Collection[str],
+    init_from: str | None,
 ) -> tuple[Any, str]:
     with Checkpoints(found.folder, read_only=True) as checkpoints:
-        step = checkpoints.newest() if found.step is None else found.step
+        # A run that goes on may add one before another process looks.
+        step = from_first(checkpoints.newest()) if found.step is None else found.step
         if step is None:
             raise ConfigError(f"{found.folder} holds no checkpoint")
         there = checkpoints.names(step, "model")
@@ -107,7 +112,7 @@ def _of_run(
         name = notes.get("initialised_from") or name
     if in_part:
         own = dataclasses.replace(own, groups={"there": Group(tuple(there))})
-        model = eqx.combine(model, frozen_weights(notes, own, mesh, (), show, trusted))
+        model = eqx.combine(model, frozen_weights(notes, own, mesh, init_from, show, trusted))
     if has_adapters(own.shapes) and _paths(own.shapes) == _paths(recipe.shapes):
         if "model" not in allowed_changes:
             _check_adapters(found.folder.parent, recipe, trusted)
@@ -163,7 +168,7 @@ def frozen_weights(
     notes: Mapping[str, Any],
     recipe: Recipe,
     mesh: Mesh,
-    references: Sequence[str | None] = (),
+    init_from: str | None = None,
     show: Callable[[str], None] = lambda line: None,
     trusted: Collection[str] = (),
 ) -> Any:
@@ -171,7 +176,7 @@ def frozen_weights(
     the checkpoint of `notes` had them, with `None` in place of others.
 
     Args:
-      references: where to look first.
+      init_from: where to look first.
       trusted: as in `weights_of`.
 
     Raises:
@@ -186,7 +191,13 @@ def frozen_weights(
             frozen = creator(lambda: parted(recipe.make(), recipe.trained).frozen, mesh)()
     else:
         show("reading the frozen weights, which checkpoints do not hold")
-        model = _first_of([*references, origin], recipe, mesh, show, trusted)
+        try:
+            model = _first_of([init_from, origin], recipe, mesh, show, trusted)
+        except ConfigError as error:
+            raise ConfigError(
+                f"its frozen weights, which checkpoints do not hold, cannot be read: {error}; if "
+                f"{origin} has moved, --init_from says where it is now"
+            ) from error
         frozen = parted(model, recipe.trained).frozen
     if before["dtype"] == recipe.frozen_dtype and before["digest"] != fingerprint(frozen):
         raise ConfigError(
@@ -228,7 +239,7 @@ def _first_of(
             return weights_of(reference, recipe, mesh, None, ("data", "model"), show, trusted)[0]
         except ConfigError as error:
             errors.append(error)
-    raise errors[-1]
+    raise errors[0]
 
 
 def _paths(model: Any) -> set[str]:

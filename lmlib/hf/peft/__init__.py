@@ -2,7 +2,7 @@
 
 from lmlib.hf.peft.config import holds_adapters, read_config
 from lmlib.hf.peft.load import Adapters, adapters_in, load_adapters
-from lmlib.hf.peft.save import save_adapters, shapes_of_base
+from lmlib.hf.peft.save import save_adapters, shapes_of_base, written_whole
 
 __all__ = [
     "Adapters",
@@ -12,4 +12,5 @@ __all__ = [
     "read_config",
     "save_adapters",
     "shapes_of_base",
+    "written_whole",
 ]

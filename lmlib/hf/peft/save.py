@@ -77,7 +77,7 @@ def save_adapters(
         if places:
             both = _joined(module, places, values)
             tensors |= zip(module.tensors, both, strict=True)
-    given = _values(model, {p.path for each in whole.tensors for p in each.tensor.pieces})
+    given = _values(model, _paths(whole))
     tensors |= {name: _laid(tensor, given) for name, tensor in whole.tensors}
     tensors = {name: in_dtype(name, each, dtype) for name, each in tensors.items()}
     if jax.process_index() == 0:
@@ -96,6 +96,28 @@ def save_adapters(
         )  # fmt: skip
         write_whole(folder / FILE, json.dumps(config.content(transposed), indent=2) + "\n")
     meet("lmlib: adapters written")
+
+
+def written_whole(model: Any, trained: Sequence[str], model_type: str | None = None) -> set[str]:
+    """The paths of the weights of which `save_adapters` writes the values, besides adapters, in the
+    model without adapters; it looks at no others.
+
+    Args:
+      model: its arrays may be shapes.
+      trained, model_type: as in `save_adapters`.
+
+    Raises:
+      ValueError: as `save_adapters` does.
+    """
+    shapes = shapes_of_base(model)
+    family, _ = family_of(shapes, model_type)
+    adapted = _adapted(modules_of(shapes, family.names), _adapters(model))
+    changed = selected(named_weights(shapes), trained, ())
+    return _paths(kept(shapes, family.names, adapted, changed))
+
+
+def _paths(whole: Kept) -> set[str]:
+    return {piece.path for each in whole.tensors for piece in each.tensor.pieces}
 
 
 def _adapters(model: Any) -> dict[str, Adapted]:
