@@ -228,6 +228,8 @@ def _answer_file(loaded: Loaded, reader: Reader, manner: Manner) -> None:
         digest = digest_of(prompts)
     if out.absolute() == prompts.absolute():
         raise ConfigError("--out is the file of prompts: give another")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out={out}: there is no folder {out.parent}")
     file = AnswerFile(
         out,
         {

@@ -4,9 +4,13 @@ import errno
 import os
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from runner.command_line.errors import in_words
+from runner.command_line.command import exit_code, tell
+from runner.command_line.errors import ConfigError, chosen_sizes, in_words
+from runner.processes.endings import FAILED
 
 
 def test_what_jax_says_of_its_traceback_is_left_out():
@@ -25,3 +29,28 @@ def test_a_full_disk_is_told_with_what_it_lacks(tmp_path):
     told = in_words(error)
     assert told.startswith(f"cannot write {tmp_path}/stacks: the disk is full, ")
     assert told.endswith(" bytes are free: make room there (No space left on device) And a note.")
+
+
+@pytest.mark.parametrize("zeros", [np.zeros, jnp.zeros])
+def test_a_lack_of_memory_is_told_in_a_line(zeros, capsys):
+    with pytest.raises((MemoryError, RuntimeError)) as raised:  # beyond what can be addressed
+        zeros((1 << 57,), "float32")
+    tell(raised.value, debug=False)
+    told = capsys.readouterr().err
+    assert told.startswith("error: out of memory: ") and told.count("\n") == 1
+    assert exit_code(raised.value) == FAILED
+    tell(raised.value, debug=True)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_another_error_of_jax_is_no_lack_of_memory(capsys):
+    tell(RuntimeError("INTERNAL: something else"), debug=False)
+    assert "INTERNAL: something else\n" in capsys.readouterr().err
+
+
+def test_a_size_that_was_chosen_is_a_mistake():
+    with (
+        pytest.raises(ConfigError, match=r"^Unable to allocate .* float32: take less$"),
+        chosen_sizes("take less"),
+    ):
+        np.zeros((1 << 57,), "float32")

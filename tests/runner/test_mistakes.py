@@ -317,6 +317,11 @@ OTHERS = [
         ("--from={old}", "--prompts={scratch}/file", "--out={scratch}/file"),
         "--out is the file of prompts: give another",
     ),
+    (
+        "runner.generate",
+        ("--from={old}", "--prompts={scratch}/file", "--out={run}/answers"),
+        "--out={run}/answers: there is no folder {run}",
+    ),
     ("data_tools.inspect", (), "give"),
     ("data_tools.inspect", ("{scratch}/nowhere",), "nowhere"),
     ("data_tools.inspect", ("{scratch}/damaged",), "metadata.json is damaged"),
