@@ -7,21 +7,18 @@ copy leaves it out.
 """
 
 import contextlib
-import errno
-import itertools
 import json
 import math
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from lmlib.appended_file import AppendedFile, set_aside
 from lmlib.hardware import peak_flops
-from lmlib.storage_failures import storage_failure
 from lmlib.stored_json import parse_json
 from lmlib.tensorboard import TensorBoard
-from lmlib.whole_file import make_folder, write_whole
+from lmlib.whole_file import make_folder
 
 FILE_NAME = "metrics.jsonl"
 _NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
@@ -66,7 +63,11 @@ class MetricsLog:
     """
 
     def __init__(
-        self, workdir: str | os.PathLike[str], resume_step: int | None, enabled: bool = True
+        self,
+        workdir: str | os.PathLike[str],
+        resume_step: int | None,
+        enabled: bool = True,
+        lost: Callable[[str], None] | None = None,
     ):
         """Opens the log, first dropping lines of steps that will be made again.
 
@@ -76,6 +77,7 @@ class MetricsLog:
             that a kill cut short, are dropped. `None` for a run from the beginning: a file with
             lines is then renamed to metrics.jsonl.1, or the next number that is free.
           enabled: False on all processes but one; then nothing is read or written.
+          lost: as in `AppendedFile`.
 
         Attributes:
           missing: which steps up to `resume_step` have no line, in words; `None` if all have.
@@ -94,12 +96,9 @@ class MetricsLog:
         entries = [entry for entry in found if entry["step"] <= last]
         self.missing = _missing(path, {entry["step"] for entry in entries}, last)
         if found and resume_step is None:
-            self.set_aside = _set_aside(path)
-        write_whole(path, "".join(f"{to_json(entry)}\n" for entry in entries))
-        self._file = path.open("r+b", buffering=0)
-        self._file.seek(0, os.SEEK_END)
-        self._unwritten = b""
-        self._closing = threading.Lock()
+            self.set_aside = set_aside(path)
+        lines = "".join(f"{to_json(entry)}\n" for entry in entries)
+        self._file = AppendedFile(path, lines, lost)
         self._tensorboard = TensorBoard(folder / "tensorboard", last + 1)
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
@@ -114,9 +113,7 @@ class MetricsLog:
         if not self._enabled:
             return
         present = {name: value for name, value in metrics.items() if value is not None}
-        self._unwritten += f"{to_json({'step': step, **present})}\n".encode()
-        with contextlib.suppress(OSError):  # `flush` raises it
-            self.flush()
+        self._file.append(f"{to_json({'step': step, **present})}\n".encode())
         self._tensorboard.write(
             step, {name: value for name, value in present.items() if math.isfinite(value)}
         )
@@ -127,13 +124,7 @@ class MetricsLog:
         if not self._enabled or not present:
             return
         end = f", {to_json(present)[1:]}\n".encode()  # in the place of the line's own "}\n"
-        if self._unwritten:
-            self._unwritten = self._unwritten[:-2] + end
-        else:
-            self._file.seek(-2, os.SEEK_END)
-            self._unwritten = end
-        with contextlib.suppress(OSError):  # `flush` raises it
-            self.flush()
+        self._file.append(end, over=2)
         self._tensorboard.write(
             step, {name: value for name, value in present.items() if math.isfinite(value)}
         )
@@ -145,44 +136,22 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Raises OSError, naming the file, if there are lines that it still does not take."""
-        if not self._enabled:
-            return
-        try:
-            while self._unwritten:
-                written = self._file.write(self._unwritten)
-                self._unwritten = self._unwritten[written:]
-        except OSError as error:
-            raise self._failure(error) from error
+        if self._enabled:
+            self._file.flush()
 
     def sync(self) -> None:
         """Returns once all that was flushed is on the disk; for another thread, too.
 
         Raises OSError, naming the file.
         """
-        if not self._enabled:
-            return
-        with self._closing:
-            if self._file.closed:  # which has synced it
-                return
-            try:
-                os.fsync(self._file.fileno())
-            except OSError as error:
-                raise self._failure(error) from error
+        if self._enabled:
+            self._file.sync()
 
     def close(self) -> None:
         """Raises OSError, as `flush` does, once all is closed."""
         if self._enabled:
             self._tensorboard.close()
-            try:
-                self.flush()
-                self.sync()
-            finally:
-                with self._closing:
-                    self._file.close()
-
-    def _failure(self, error: OSError) -> OSError:
-        path = Path(self._file.name)
-        return storage_failure(f"write {path}", path.parent, error.errno or errno.EIO)
+            self._file.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -224,17 +193,6 @@ def missing_lines(workdir: str | os.PathLike[str], last: int) -> str | None:
     """Which steps from 1 to `last` have no line in metrics.jsonl, in words; `None` if all have."""
     path = Path(workdir, FILE_NAME)
     return _missing(path, {entry["step"] for entry in _entries(path)}, last)
-
-
-def _set_aside(path: Path) -> Path:
-    """Renames the file, and returns its new path."""
-    aside = next(
-        each
-        for number in itertools.count(1)
-        if not (each := path.with_name(f"{path.name}.{number}")).exists()
-    )
-    path.rename(aside)
-    return aside
 
 
 def _missing(path: Path, steps: set[int], last: int) -> str | None:

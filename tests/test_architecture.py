@@ -54,9 +54,10 @@ MAY_IMPORT = {
     "lmlib.table": set(),
     "lmlib.tensorboard": set(),
     "lmlib.terminal_text": set(),
+    "lmlib.appended_file": {"lmlib.storage_failures", "lmlib.whole_file"},
     "lmlib.metrics": {
+        "lmlib.appended_file",
         "lmlib.hardware",
-        "lmlib.storage_failures",
         "lmlib.stored_json",
         "lmlib.tensorboard",
         "lmlib.whole_file",

@@ -115,6 +115,40 @@ def test_a_log_that_another_start_has_opened_again_writes_into_no_file_of_its(tm
         assert len(strict_lines(tmp_path)) == 1 + (resume_step or 0)
 
 
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_file_that_was_deleted_or_exchanged_is_put_back_with_all_lines(tmp_path, exchanged):
+    told = []
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "metrics.jsonl.1"
+    with MetricsLog(tmp_path, resume_step=None, lost=told.append) as log:
+        for step in (1, 2, 3, 4):
+            path.unlink()
+            if exchanged:
+                path.write_text("of an editor\n")
+            log.write(step, {"loss": 4.0})
+        path.unlink()
+        log.add(4, {"validation_loss": 3.0})
+        log.sync()
+        path.unlink()
+    lines = strict_lines(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["validation_loss"] == 3.0
+    assert other.exists() == exchanged
+    what = "exchanged for another file" if exchanged else "deleted"
+    assert told[0] == f"{path} was {what}"
+
+
+def test_a_file_in_another_runs_place_is_left_alone(tmp_path):
+    def lost(what):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), MetricsLog(tmp_path, None, lost=lost) as log:
+        (tmp_path / "metrics.jsonl").unlink()
+        (tmp_path / "metrics.jsonl").write_text("another run's\n")
+        log.write(1, {"loss": 4.0})
+    assert (tmp_path / "metrics.jsonl").read_text() == "another run's\n"
+    assert not (tmp_path / "metrics.jsonl.1").exists()
+
+
 def test_resuming_purges_tensorboard_from_the_next_step(tmp_path):
     with MetricsLog(tmp_path, resume_step=None) as log:
         for step in (1, 2, 3):

@@ -226,7 +226,7 @@ class _Run:
         repeated = max([goodput.furthest, *(line["step"] for line in read_metrics(workdir)[-1:])])
         self.lock.check()  # the log begins with a file of its own
         with (
-            MetricsLog(workdir, beginning.step or None, enabled=self.primary) as log,
+            MetricsLog(workdir, beginning.step or None, self.primary, self._lost_metrics) as log,
             # Prefetching begins here, so that it goes on while the step compiles.
             self._prefetch(beginning.step) as batches,
         ):
@@ -275,6 +275,11 @@ class _Run:
             )
             with profiler:
                 return loop.run(beginning.state)
+
+    def _lost_metrics(self, what: str) -> None:
+        """Called before metrics.jsonl is put back; raises WorkdirLost if it is another run's."""
+        self.lock.check()
+        self.progress.message(f"WARNING: {what} while this run went on: its lines are put back")
 
     def unevaluated(self, step: int) -> bool:
         """Whether an earlier process ended in the evaluation after `step`, which it had saved."""
