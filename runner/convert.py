@@ -30,7 +30,6 @@ cut leaves nothing there.
 
 import contextlib
 import dataclasses
-import shutil
 import sys
 import time
 from collections.abc import Collection, Sequence
