@@ -1,13 +1,19 @@
 """A chat as a text, and which of its characters the model learns to say."""
 
 from collections.abc import Sequence
-from datetime import datetime
 
 from data_tools.prepare_chats.conversations import ASSISTANT, Conversation
-from lmlib.data.chat import ChatTemplate, Rendered
+from lmlib.data.chat import Chat, Rendered
 
 
-def rendered(template: ChatTemplate, conversation: Conversation, now: datetime) -> list[Rendered]:
+def chat_of(conversation: Conversation) -> Chat:
+    """What `texts_of` needs rendered."""
+    roles = [message["role"] for message in conversation.messages]
+    turns = [number for number, role in enumerate(roles) if role == ASSISTANT and number]
+    return Chat(conversation.messages, conversation.tools, turns=turns)
+
+
+def texts_of(chat: Chat, rendered: Rendered) -> list[Rendered]:
     """The text of a chat with the assistant's turns in `Rendered.assistant`.
 
     They are those that the template marks. If it marks none, a turn is what follows the chat before
@@ -16,31 +22,24 @@ def rendered(template: ChatTemplate, conversation: Conversation, now: datetime) 
     out what earlier answers had thought) makes a text for each turn, that of the chat up to it:
     what the model is shown when it answers.
 
-    Raises ValueError if the template cannot take the chat, or an answer does not follow its prompt.
+    Raises ValueError if an answer does not follow its prompt.
     """
-    tools, messages = conversation.tools, conversation.messages
-    whole = template.render(messages, tools=tools, now=now)
-    if whole.assistant:
-        return [whole]
+    if rendered.assistant:
+        return [rendered]
+    if chat.messages[0]["role"] == ASSISTANT:
+        raise ValueError("it begins with the assistant, and its template marks no turns")
     alone = []
-    for number, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
-            continue
-        if number == 0:
-            raise ValueError("it begins with the assistant, and its template marks no turns")
-        prompt = template.render(
-            messages[:number], add_generation_prompt=True, tools=tools, now=now
-        )
-        answered = template.render(messages[: number + 1], tools=tools, now=now).text.rstrip()
-        if not answered.startswith(prompt.text):
+    for turn, (prompt, text) in zip(chat.turns, rendered.turns, strict=True):
+        answered = text.rstrip()
+        if not answered.startswith(prompt):
             raise ValueError(
-                f"its template does not write message {number + 1} after the prompt for it, so "
+                f"its template does not write message {turn + 1} after the prompt for it, so "
                 "that the answer cannot be found: give a --template that marks answers by "
                 "{% generation %}"
             )
-        alone.append(Rendered(answered, ((len(prompt.text), len(answered)),)))
-    if all(whole.text.startswith(each.text) for each in alone):
-        return [Rendered(whole.text, tuple(turn for each in alone for turn in each.assistant))]
+        alone.append(Rendered(answered, ((len(prompt), len(answered)),)))
+    if all(rendered.text.startswith(each.text) for each in alone):
+        return [Rendered(rendered.text, tuple(turn for each in alone for turn in each.assistant))]
     return alone
 
 

@@ -64,28 +64,31 @@ class ChatEncoder:
 
     def encode(self, block: Block) -> EncodedBlock:
         """The block's conversations; a row that has none with a response is among the bad rows."""
-        bad_rows: list[Row] = []
-        rows, texts_of_rows = [], []
+        bad_rows: dict[int, Row] = {}  # by their number in the block
+        read = {}
         part = self._recipe.part
-        for row in block.rows(self._recipe.field):
+        for number, row in enumerate(block.rows(self._recipe.field)):
             if row.text is None:
                 if part is None or not part.held_out:  # so that it counts once
-                    bad_rows.append(row)
-                continue
-            if part is not None and not part.has(row.text):
-                continue
-            try:
-                texts_of_rows.append(self._documents.texts(read_conversations(row.text)))
-                rows.append(Row(row.where, None, "has no response"))
-            except ValueError as error:
-                bad_rows.append(Row(row.where, None, f"cannot be taken: {error}"))
-        coming = iter(self._documents.encoded([text for texts in texts_of_rows for text in texts]))
+                    bad_rows[number] = row
+            elif part is None or part.has(row.text):
+                read[number] = row.where, read_conversations(row.text)
+        found = self._documents.texts([conversations for _, conversations in read.values()])
+        texts_of_rows = {}
+        for (number, (where, _)), texts in zip(read.items(), found, strict=True):
+            if isinstance(texts, ValueError):
+                bad_rows[number] = Row(where, None, f"cannot be taken: {texts}")
+            else:
+                texts_of_rows[number] = texts
+        coming = iter(
+            self._documents.encoded([text for texts in texts_of_rows.values() for text in texts])
+        )
         kept: list[Document] = []
         left_out = dict.fromkeys(_LEFT_OUT, 0)
-        for row, texts in zip(rows, texts_of_rows, strict=True):
+        for number, texts in texts_of_rows.items():
             documents = [next(coming) for _ in texts]
             if not documents or not all(each.is_target[1:].any() for each in documents):
-                bad_rows.append(row)
+                bad_rows[number] = Row(read[number][0], None, "has no response")
             elif self._recipe.field.pairs:
                 kept += self._fitting(documents, left_out)
             else:
@@ -98,7 +101,7 @@ class ChatEncoder:
             lengths=np.array([len(document.ids) for document in kept], np.int64),
             text_bytes=np.array([document.text_bytes for document in kept], np.int64),
             gzip_bytes=None,
-            bad_rows=tuple((0, row) for row in bad_rows),
+            bad_rows=tuple((0, bad_rows[number]) for number in sorted(bad_rows)),
             loss_mask=np.concatenate([nothing[1], *(document.is_target for document in kept)]),
             left_out=left_out,
         )

@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from data_tools.encoders import Encoder
-from data_tools.prepare_chats.answers import answers_of, rendered
+from data_tools.prepare_chats.answers import answers_of, chat_of, texts_of
 from data_tools.prepare_chats.conversations import ASSISTANT, USER, Conversation
 from data_tools.prepare_chats.tokens import MarkedEncoder
-from lmlib.data.chat import ChatTemplate, Rendered
+from lmlib.data.chat import Chat, ChatTemplate, Rendered
 
 Text = TypeVar("Text")
 
@@ -30,11 +30,9 @@ class Documents(ABC, Generic[Text]):
     """How conversations become documents."""
 
     @abstractmethod
-    def texts(self, conversations: Sequence[Conversation]) -> list[Text]:
-        """The text of one conversation, or several of its parts; or those of both of a pair.
-
-        Raises ValueError if there is none, or it cannot be encoded.
-        """
+    def texts(self, rows: Sequence[Sequence[Conversation]]) -> list[list[Text] | ValueError]:
+        """For each row the text of its conversation, or several of its parts; or those of both of a
+        pair. An error if there is none, or it cannot be encoded."""
 
     @abstractmethod
     def encoded(self, texts: Sequence[Text]) -> list[Document]:
@@ -48,13 +46,27 @@ class Templated(Documents[Rendered]):
         self._template, self._now = template, now
         self._encoder = MarkedEncoder(tokenizer_json)
 
-    def texts(self, conversations: Sequence[Conversation]) -> list[Rendered]:
+    def texts(self, rows: Sequence[Sequence[Conversation]]) -> list[list[Rendered] | ValueError]:
         """See `Documents.texts`; turns that both of a pair have alike are no targets."""
-        found = [rendered(self._template, each, self._now) for each in conversations]
-        texts = found[0] if len(found) == 1 else answers_of(found)
-        for text in texts:
-            self._encoder.size(text.text)
-        return texts
+        chats = [[chat_of(each) for each in conversations] for conversations in rows]
+        found = iter(self._template.render_all([chat for row in chats for chat in row], self._now))
+        return [self._texts(row, [next(found) for _ in row]) for row in chats]
+
+    def _texts(
+        self, chats: Sequence[Chat], found: Sequence[Rendered | ValueError]
+    ) -> list[Rendered] | ValueError:
+        both = []
+        try:
+            for chat, rendered in zip(chats, found, strict=True):
+                if isinstance(rendered, ValueError):
+                    return rendered
+                both.append(texts_of(chat, rendered))
+            texts = both[0] if len(both) == 1 else answers_of(both)
+            for text in texts:
+                self._encoder.size(text.text)
+            return texts
+        except ValueError as error:
+            return error
 
     def encoded(self, texts: Sequence[Rendered]) -> list[Document]:
         """See `Documents.encoded`."""
@@ -75,9 +87,17 @@ class Plain(Documents[tuple[str, str]]):
             np.array([] if id is None else [id], np.uint32) for id in (bos_id, eos_id)
         )
 
-    def texts(self, conversations: Sequence[Conversation]) -> list[tuple[str, str]]:
+    def texts(
+        self, rows: Sequence[Sequence[Conversation]]
+    ) -> list[list[tuple[str, str]] | ValueError]:
         """See `Documents.texts`."""
-        return [self._prompt_and_response(each) for each in conversations]
+        found: list[list[tuple[str, str]] | ValueError] = []
+        for conversations in rows:
+            try:
+                found.append([self._prompt_and_response(each) for each in conversations])
+            except ValueError as error:
+                found.append(error)
+        return found
 
     def encoded(self, texts: Sequence[tuple[str, str]]) -> list[Document]:
         """See `Documents.encoded`."""

@@ -1,11 +1,12 @@
 """Chats as texts: the template that comes with a tokenizer.
 
-A template is a program in Jinja's language, and may be a stranger's. It runs in Jinja's sandbox and
-sees plain data only. The text that it writes, ranges and products are bounded; the time that loops
-in each other take is not.
+A template is a program in Jinja's language, and may be a stranger's. It runs in Jinja's sandbox, in
+a process of its own that has little memory and time (`ChatRenderer`), and sees plain data only.
 """
 
 import contextlib
+import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +15,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-
+from lmlib.data.chat_protocol import message_of
+from lmlib.data.chat_renderer import Answers, ChatRenderer
 from lmlib.data.text import TextCodec
 from lmlib.regular_file import check_within_folder
 from lmlib.stored_json import read_json, read_text
@@ -30,25 +24,47 @@ from lmlib.whole_file import write_whole
 
 CONFIG_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 LARGEST_TEMPLATE = 1 << 20  # bytes
-LARGEST_TEXT = 16 << 20  # characters
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of templates where there are several
-
-# In a rendered text, around what the assistant says; no message can know them.
-_BEGIN, _END = (f"[{side} {uuid4().hex}]" for side in ("begin", "end"))
+_MOST_BEYOND = 3  # texts in a row that take too much, which is seconds each
 
 Message = Mapping[str, Any]
+
+
+class BeyondLimits(ValueError):
+    """A template took more memory or time than it may."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a text is made of.
+
+    Attributes:
+      messages: each with a "role", as "user", and mostly a "content"; values as in JSON.
+      tools: JSON schemas of functions that the assistant may call.
+      add_generation_prompt: whether the text ends with what an answer of the assistant begins with.
+      turns: messages, by number from 0, whose `Rendered.turns` are wanted.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = False
+    turns: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Rendered:
     """A chat as a text.
 
-    `assistant` are the characters, as (begin, end), that the template marks as the assistant's by
-    `{% generation %}`; many templates mark none.
+    Attributes:
+      assistant: the characters, as (begin, end), that the template marks as the assistant's by
+        `{% generation %}`; many templates mark none.
+      turns: if it marks none, for each of `Chat.turns` the text of the messages before it with the
+        prompt for an answer, and that of the messages up to it.
     """
 
     text: str
     assistant: tuple[tuple[int, int], ...]
+    turns: tuple[tuple[str, str], ...] = ()
 
 
 class ChatTemplate:
@@ -61,22 +77,30 @@ class ChatTemplate:
       special_tokens: the tokens that the templates see, by name, as "eos_token".
     """
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]):
-        """Raises ValueError if none is the default one, or one of them is no template."""
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        renderer: ChatRenderer | None = None,
+    ):
+        """Compiles them; a `renderer` of your own may have other limits.
+
+        Raises:
+          ValueError: if none is the default one, or one of them is no template.
+          OSError: see `ChatRenderer.ask`.
+        """
         if DEFAULT not in sources:
             raise ValueError(f"no chat template is named {DEFAULT!r}; there are {sorted(sources)}")
-        environment = _Sandbox()
-        try:
-            self._templates = {
-                name: environment.from_string(source) for name, source in sources.items()
-            }
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(
-                f"the chat template is wrong in line {error.lineno}: {error}"
-            ) from error
-        except RecursionError as error:
-            raise ValueError("the chat template is nested too deeply") from error
         self.sources, self.special_tokens = sources, special_tokens
+        self._renderer = _renderer() if renderer is None else renderer
+        self._beyond = 0  # texts in a row
+        found, too_much = self._ask([], {}, datetime.min)
+        if too_much is not None:
+            raise ValueError(
+                f"the chat template takes more than {too_much} to compile: use another one"
+            )
+        if found[0]:
+            raise ValueError(f"the chat template {found[0][0][0]['refused']}")
 
     def render(
         self,
@@ -86,46 +110,75 @@ class ChatTemplate:
         now: datetime | None = None,
         **variables: Any,
     ) -> Rendered:
-        """The text of a chat.
+        """The text of a chat; see `Chat` and `render_all`.
+
+        Raises:
+          ValueError: if the template refuses the messages or fails, or the text is longer than
+            `LARGEST_TEXT`; as BeyondLimits if it takes too much memory or time.
+        """
+        chat = Chat(messages, tools, add_generation_prompt)
+        (found,) = self.render_all([chat], now, **variables)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def render_all(
+        self, chats: Sequence[Chat], now: datetime | None = None, **variables: Any
+    ) -> list[Rendered | ValueError]:
+        """The text of each chat, or what `render` would raise.
 
         Args:
-          messages: each with a "role", as "user", and mostly a "content"; values as in JSON.
-          add_generation_prompt: whether it ends with what an answer of the assistant begins with.
-          tools: JSON schemas of functions that the assistant may call.
           now: what the template takes for the time; if not given, the clock's.
           variables: others that the template knows, as `enable_thinking`.
 
         Raises:
-          ValueError: if these are no messages, the template refuses them or fails, or the text is
-            longer than `LARGEST_TEXT`.
+          ValueError: if a variable is no JSON.
+          OSError: after several in a row that took too much, or see `ChatRenderer.ask`.
         """
-        check_messages(messages)
-        try:
-            # Plain data has no methods that do things.
-            given = json.loads(json.dumps({**variables, "messages": messages, "tools": tools}))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"the chat holds what is no JSON: {error}") from error
-        name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._templates else DEFAULT
-        time = datetime.now() if now is None else now
-        pieces, size = [], 0
-        try:
-            for piece in self._templates[name].generate(
-                {
-                    **self.special_tokens,
-                    **given,
-                    "add_generation_prompt": add_generation_prompt,
-                    "strftime_now": time.strftime,
-                }
-            ):
-                pieces.append(piece)
-                size += len(piece)
-                if size > LARGEST_TEXT:
-                    raise SecurityError(f"its text has more than {LARGEST_TEXT:,} characters")
-        except Exception as error:  # a program can fail in any way
-            raise ValueError(
-                f"the chat template cannot take these messages: {' '.join(str(error).split())}"
-            ) from error
-        return _without_marks("".join(pieces))
+        now = datetime.now() if now is None else now
+        found: dict[int, Rendered | ValueError] = {}
+        waiting: dict[int, bytes] = {}
+        for number, chat in enumerate(chats):
+            try:
+                waiting[number] = self._message_of(chat)
+            except ValueError as error:
+                found[number] = error
+        together = len(waiting)
+        while waiting:
+            if self._beyond >= _MOST_BEYOND:
+                raise ChildProcessError(
+                    f"the chat template took too much memory or time for {self._beyond} "
+                    "conversations in a row, and is asked no more: use another one"
+                )
+            numbers = [*itertools.islice(waiting, together)]
+            series, too_much = self._ask([waiting[each] for each in numbers], variables, now)
+            for number, answers in zip(numbers, series[1:], strict=False):
+                found[number], self._beyond = _rendered(answers), 0
+                del waiting[number]
+            if too_much is not None and len(numbers) == 1:
+                self._beyond += 1
+                found[numbers[0]] = BeyondLimits(
+                    f"the chat template took more than {too_much} for this conversation: use "
+                    "another one, or leave the conversation out"
+                )
+                del waiting[numbers[0]]
+            elif too_much is not None:
+                together = 1  # it is not known which of them it was
+        return [found[number] for number in range(len(chats))]
+
+    def _message_of(self, chat: Chat) -> bytes:
+        check_messages(chat.messages)
+        several = chat.tools is not None and WITH_TOOLS in self.sources
+        return _message_of({**vars(chat), "template": WITH_TOOLS if several else DEFAULT})
+
+    def _ask(self, chats: Sequence[bytes], variables: Mapping[str, Any], now: datetime) -> Answers:
+        question = {
+            "sources": dict(self.sources),
+            "variables": {**self.special_tokens, **variables},
+            "now": now.isoformat(),
+            "chats": len(chats),
+        }
+        return self._renderer.ask(b"".join([_message_of(question), *chats]), len(chats))
 
 
 def read_chat_template(folder: Path, template: Path | None = None) -> ChatTemplate | None:
@@ -237,83 +290,27 @@ def _by_name(stored: Any) -> dict[str, str]:
     )
 
 
-def _without_marks(text: str) -> Rendered:
-    spans, shown, length = [], [], 0
-    for piece in text.split(_BEGIN):
-        said, mark, rest = piece.partition(_END)
-        if mark:
-            spans.append((length, length + len(said)))
-        shown.append(said + rest.replace(_END, ""))
-        length += len(shown[-1])
-    return Rendered("".join(shown), tuple(spans))
+@functools.cache
+def _renderer() -> ChatRenderer:
+    """That of all templates here, since a process takes time to start."""
+    return ChatRenderer()
 
 
-class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` around what the assistant says."""
-
-    tags = {"generation"}  # noqa: RUF012, as Jinja declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
-        return nodes.Scope([begin, *body, end]).set_lineno(line)
+def _message_of(value: Any) -> bytes:
+    try:
+        return message_of(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the chat holds what is no JSON: {error}") from error
 
 
-class _Namespace(Namespace):
-    """Holds no names that begin with an underscore, which mean something to Python."""
-
-    def __init__(*arguments: Any, **values: Any) -> None:  # any name may be given, "self" too
-        self, *others = arguments
-        super(_Namespace, self).__init__()
-        for name, value in dict(*others, **values).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"a namespace cannot have the name {name!r:.80}")
-        super().__setitem__(name, value)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja as chat templates expect it; repeating a text or a list has a bound."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        self.filters["tojson"] = _to_json
-        self.globals |= {
-            "dict": lambda *pairs, **values: dict(*pairs, **values),
-            "namespace": _Namespace,
-            "raise_exception": _raise_exception,
-        }
-        del self.globals["lipsum"]
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise SecurityError("a chat template cannot use **")
-        size = max(len(each) if hasattr(each, "__len__") else 0 for each in (left, right))
-        times = next((each for each in (left, right) if isinstance(each, int)), 0)
-        if size * times > LARGEST_TEXT:
-            raise SecurityError(f"a product has more than {LARGEST_TEXT:,} parts")
-        return super().call_binop(context, operator, left, right)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the escapes of Jinja's own filter, which are for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+def _rendered(series: Sequence[tuple[Any, str]]) -> Rendered | ValueError:
+    (said, text), *others = series
+    last, _ = series[-1]
+    if "refused" in last:
+        return ValueError(f"the chat template cannot take these messages: {last['refused']}")
+    texts = [text[: each["length"]] if each else other for each, other in others]
+    return Rendered(
+        text,
+        tuple((begin, end) for begin, end in said["assistant"]),
+        tuple(zip(texts[::2], texts[1::2], strict=True)),
     )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -8,11 +8,11 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lmlib.data.batch import Batch
+from lmlib.data.chat import ChatTemplate, read_chat_template
 from lmlib.data.damage import DamagedDataError
 from lmlib.data.data_path import data_path
 from lmlib.data.metadata import (
@@ -30,9 +30,6 @@ from lmlib.data.stored_split import StoredSplit
 from lmlib.data.stored_teacher import Sequences, StoredTeacher, TeacherMetadata
 from lmlib.data.text import BYTE_TOKENIZER, TextCodec, codec_of_bytes, codec_of_file
 from lmlib.data.whole_documents import WholeDocuments, arranged
-
-if TYPE_CHECKING:
-    from lmlib.data.chat import ChatTemplate
 
 _DOCUMENTS_AT_ONCE = 256  # that are read and held
 
@@ -242,13 +239,11 @@ class FlatTokens:
             return codec_of_file(self.tokenizer_path, bos_id)
         return codec_of_bytes(bos_id) if self.tokenizer == BYTE_TOKENIZER else None
 
-    def chat_template(self) -> "ChatTemplate | None":
+    def chat_template(self) -> ChatTemplate | None:
         """What made texts of conversations; None if nothing did, and for text.
 
         Raises ValueError or OSError if it is damaged.
         """
-        from lmlib.data.chat import read_chat_template  # Jinja takes time to import
-
         return None if self.content == "text" else read_chat_template(self._path)
 
     def each_document(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:

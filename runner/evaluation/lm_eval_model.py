@@ -5,9 +5,11 @@ Texts become ids, what is too long is cut, and what is too short is begun, as by
 `hf`, so that the numbers are those of the same weights there.
 """
 
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
-import jinja2
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import (
@@ -17,6 +19,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from lmlib.data.chat import DEFAULT, ChatTemplate
 from runner.evaluation.answering import Answering
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -65,20 +68,34 @@ class LmEvalModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The chat as one text; without what the system says if the template takes none."""
+        """The chat as one text, without what the system says if the template takes none. Without a
+        prompt for an answer, it ends with the last message, to be continued.
+
+        Raises ValueError if there is no template, or it does not take the chat, and OSError as
+        `ChatTemplate.render_all`.
+        """
 
         def applied(messages: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+            if add_generation_prompt:
+                return self._template.render(messages, add_generation_prompt=True).text
+            return continued(self._template, messages)
 
         try:
             return applied(chat_history)
-        except jinja2.TemplateError:
-            return applied([message for message in chat_history if message["role"] != "system"])
+        except ValueError:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            return applied(others)
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        """Asked here, not by transformers, which lets a template take any memory and time."""
+        found = self.tokenizer.chat_template
+        if found is None:
+            raise ValueError("the tokenizer has no chat template")
+        sources = {DEFAULT: found} if isinstance(found, str) else found
+        return ChatTemplate(sources, self.tokenizer.special_tokens_map)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -145,3 +162,17 @@ class LmEvalModel(TemplateLM):
 
     def _prompt(self, text: str) -> list[int]:
         return self.tok_encode(text) or [self.prefix_token_id]
+
+
+def continued(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text up to the end of the last message, as by `continue_final_message` of transformers.
+
+    Raises ValueError if the template does not take the chat, or leaves that message out.
+    """
+    *before, last = messages
+    mark = uuid4().hex
+    whole = template.render([*before, {**last, "content": f"{last['content']}{mark} "}]).text
+    text, found, rest = whole.rpartition(mark)
+    if not found:
+        raise ValueError("the chat template leaves out what the last message says")
+    return text if rest.startswith(" ") else text.rstrip()  # it trims what is said

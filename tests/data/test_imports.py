@@ -18,6 +18,18 @@ import sys
 from lmlib.data import ShardWriter, read_split
 assert "jax" not in sys.modules
 """
+CHATS = """
+import sys
+import lmlib.data.chat
+assert "jinja2" not in sys.modules
+import lmlib.data.chat_server
+assert not {"jax", "datasets", "tokenizers"} & set(sys.modules)
+"""
+CHAT_SERVER = """
+import sys
+import lmlib.data.chat_server
+assert not {"jax", "numpy", "datasets", "tokenizers"} & set(sys.modules)
+"""
 
 
 def run(code: str) -> None:
@@ -33,3 +45,8 @@ def test_data_stands_alone() -> None:
 
 def test_writing_shards_does_without_jax() -> None:
     run(WRITING)
+
+
+def test_chat_templates_start_soon() -> None:
+    run(CHATS)
+    run(CHAT_SERVER)

@@ -307,6 +307,17 @@ def test_rows_that_cannot_be_used_say_why(
     assert made.skipped_rows == 1
 
 
+def test_a_row_for_which_the_template_takes_too_much_is_a_bad_row(tmp_path: Path) -> None:
+    source = "{% if messages[0].content == 'much' %}{{ 'a'.center(999999999) }}{% endif %}" + MARKED
+    good, much = ({"prompt": text, "response": "b"} for text in ("a", "much"))
+    with pytest.raises(ValueError, match=r"line 2, .*than 512 MB of memory.*--on_bad_row=skip"):
+        prepare(tmp_path, good, much, good, source=source)
+    made = prepare(tmp_path, good, much, good, source=source, on_bad_row="skip")
+    assert (made.documents, made.skipped_rows) == (2, 1)
+    with pytest.raises(OSError, match="3 conversations in a row, and is asked no more"):
+        prepare(tmp_path / "all", good, *[much] * 9, source=source, on_bad_row="skip")
+
+
 def test_killed_and_started_again_the_bytes_are_the_same(tmp_path: Path) -> None:
     # Of more than a block, so that there is something to go on from.
     chats = [{"prompt": "x" * (n % 97), "response": "y" * (n * 31 % 999)} for n in range(2_500)]

@@ -39,6 +39,11 @@ def stored(folder, template):
     return theirs, read_chat_template(folder)
 
 
+def encoded(documents, conversation):
+    (texts,) = documents.texts([[conversation]])
+    return documents.encoded(texts)
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -73,7 +78,7 @@ def test_targets_are_the_tokens_of_the_mask_of_transformers(folder, name, tools)
         CHATS["turns"], tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
     documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
-    (found,) = documents.encoded(documents.texts([Conversation(CHATS["turns"], tools)]))
+    (found,) = encoded(documents, Conversation(CHATS["turns"], tools))
     assert found.ids.tolist() == list(expected["input_ids"])
     assert found.is_target.astype(int).tolist() == list(expected["assistant_masks"])
     assert found.is_target.any()
@@ -86,7 +91,7 @@ def test_our_templates_give_the_ids_and_the_mask_of_transformers(folder, name):
     theirs.chat_template = template.sources["default"]
     chat = CHATS["turns"][name == "gemma2" :]  # without what the system says
     documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
-    (found,) = documents.encoded(documents.texts([Conversation(chat)]))
+    (found,) = encoded(documents, Conversation(chat))
     expected = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     assert template.render(chat).text == theirs.apply_chat_template(chat, tokenize=False)
     assert found.ids.tolist() == list(expected["input_ids"])
@@ -101,7 +106,7 @@ def test_answers_of_a_template_that_writes_history_anew_have_its_ids(folder, nam
     theirs, template = stored(folder, TEMPLATES[name])
     chat = CHATS["turns"]
     documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
-    found = documents.encoded(documents.texts([Conversation(chat)]))
+    found = encoded(documents, Conversation(chat))
     for document, until in zip(found, (3, 5), strict=True):
         asked = {"return_dict": True, "add_generation_prompt": True}
         prompt = list(theirs.apply_chat_template(chat[: until - 1], **asked)["input_ids"])

@@ -14,6 +14,7 @@ from data_tools.rows import Files
 from data_tools.tokenizer import ByteTokenizer, load_tokenizer
 from data_tools.train_tokenizer import train_byte_level_bpe
 from lmlib.data import FlatTokens, Mixture, Stage
+from lmlib.data.chat import BeyondLimits, ChatTemplate, put_chat_template
 from lmlib.data.synthetic import Synthetic
 from lmlib.data.text import TextCodec, codec_of_bytes
 from runner import fit
@@ -82,6 +83,9 @@ def test_prompts_of_conversations_are_asked_through_their_template(tmp_path):
     (ids,), stop_ids = asked(source, codec, ["The mill?"])
     assert codec.decode(ids) == "<user> The mill?\n<assistant>"
     assert stop_ids == codec.encode_marked(END) and len(stop_ids) == 1
+    put_chat_template(tmp_path / "data", ChatTemplate({"default": "{{ 'a'.center(10 ** 9) }}"}, {}))
+    with pytest.raises(BeyondLimits, match="took more than 512 MB of memory"):
+        asked(source, codec, ["The mill?"])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from chat_templates import CHATS, TEMPLATES
 from local_tasks import TASKS, write_tasks
 from small_tokenizer import TEXTS, write_tokenizer_folder
 from tokenizers import Tokenizer
@@ -17,6 +18,7 @@ from runner.inference.loading import load
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lmlib[eval]")
 pytest.importorskip("torch", reason="needs lmlib[parity]")
+transformers = pytest.importorskip("transformers", reason="needs lmlib[eval]")
 pytestmark = pytest.mark.slow
 
 LENGTH = 64
@@ -98,6 +100,33 @@ def test_every_number_is_that_of_the_backend_hf(folder, tasks, chat):
         for one, other in pairs:
             assert one["arguments"] == other["arguments"]
             assert_same_answers(one["resps"], other["resps"])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_are_written_as_by_transformers(name, tmp_path):
+    from runner.evaluation.lm_eval_model import LmEvalModel
+
+    write_tokenizer_folder(tmp_path, begins=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = TEMPLATES[name]
+    model = LmEvalModel(None, tokenizer)  # which asks no model for this
+    for chat in (CHATS["a question"], CHATS["turns"][1:3], CHATS["turns"][1:]):
+        assert model.apply_chat_template(chat) == tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True
+        )
+        assert model.apply_chat_template(chat, False) == tokenizer.apply_chat_template(
+            chat, tokenize=False, continue_final_message=True
+        )
+
+
+def test_a_template_that_takes_all_memory_is_refused(tmp_path):
+    from runner.evaluation.lm_eval_model import LmEvalModel
+
+    write_tokenizer_folder(tmp_path, begins=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = "{{ 'a'.center(999999999) }}"
+    with pytest.raises(ValueError, match="took more than 512 MB of memory"):
+        LmEvalModel(None, tokenizer).apply_chat_template(CHATS["turns"])
 
 
 def assert_same_answers(one, other):

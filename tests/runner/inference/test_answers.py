@@ -206,6 +206,16 @@ def test_broken_lines_are_named(tmp_path, line, reason):
         read_lines(file, READER)
 
 
+def test_a_template_that_takes_all_memory_is_a_mistake(tmp_path):
+    template = ChatTemplate({"default": "{{ 'a'.center(999999999) }}"}, TOKENS)
+    reader, chat = replace(READER, template=template), [{"role": "user", "content": "Hi"}]
+    with pytest.raises(ConfigError, match="took more than 512 MB of memory for this conversation"):
+        reader.of_chat(chat)
+    file = write_prompts(tmp_path, [{"messages": chat}] * 1000)
+    with pytest.raises(ConfigError, match=r"line 1: the chat template took .*line 5: .* 997 more"):
+        read_lines(file, reader)
+
+
 def test_bytes_that_are_no_text_are_named(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": "\xff"}\n')

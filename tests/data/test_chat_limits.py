@@ -1,0 +1,201 @@
+"""A chat template gets little memory and time, whatever it asks for, and nothing else is harmed."""
+
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from sentinels import sentinels
+
+from lmlib.data.chat import BeyondLimits, Chat, ChatTemplate
+from lmlib.data.chat_renderer import ChatRenderer, Limits
+
+ROOT = Path(__file__).parents[2]
+MEMORY, TIME = "80 MB of memory", "0.2 seconds of processor time"
+NESTED = "{{% for i in range(99999) %}}{{% for j in range(99999) %}}{}{{% endfor %}}{{% endfor %}}"
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def grown(start: str, step: str) -> str:
+    """A template in which x is `start`, and ninety-nine times what `step` makes of it."""
+    loop = "{% for i in range(99) %}{% set n.x = " + step + " %}{% endfor %}"
+    return "{% set n = namespace(x=" + start + ") %}" + loop + "{{ n.x }}"
+
+
+@pytest.fixture(scope="module")
+def renderer() -> ChatRenderer:
+    return ChatRenderer(Limits(megabytes=80, seconds=0.2))
+
+
+@pytest.mark.parametrize(
+    ("source", "too_much"),
+    sentinels(
+        [
+            ("{{ 'a'.center(999999999) }}", MEMORY),
+            ("{{ 'a' | center(999999999) }}", MEMORY),
+            ("{{ '%999999999d' % 1 }}", MEMORY),
+            ("{{ '%*d' | format(999999999, 1) }}", MEMORY),
+            ("{{ '{:>999999999}'.format(1) }}", MEMORY),
+            ("{{ 'a\n' | indent(999999999, true) }}", MEMORY),
+            ("{{ [1] | batch(999999999, 0) | list }}", MEMORY),
+            ("{{ 'a' * 999999999 }}", MEMORY),
+            ("{{ 999999999 * [1] }}", MEMORY),
+            ("{{ [1] | tojson(indent=999999999) }}", MEMORY),
+            (grown("'aa'", "n.x ~ n.x"), MEMORY),
+            (grown("'aa'", "n.x + n.x"), MEMORY),
+            (grown("[1]", "n.x + n.x"), MEMORY),
+            (grown("9", "n.x * n.x"), TIME),
+            (NESTED.format(""), TIME),
+            (NESTED.format("{% set x %}a{% endset %}"), TIME),
+            ("{% set x %}" + NESTED.format("aaaaaaaa") + "{% endset %}", f"{MEMORY}|{TIME}"),
+        ],
+        lambda case: any(
+            kind in case[0]
+            for kind in ("'a'.center", "%9", "indent(", "batch", "n.x ~", "n.x *", "endset")
+        ),
+    ),
+)
+def test_no_template_takes_much_memory_or_time(
+    renderer: ChatRenderer, source: str, too_much: str
+) -> None:
+    template = ChatTemplate({"default": source}, {}, renderer)
+    with pytest.raises(
+        BeyondLimits, match=f"took more than ({too_much}) for this conversation: use another one"
+    ):
+        template.render(asked("Hi"))
+
+
+@pytest.mark.parametrize("source", ["{{ 9 ** (9 ** 9) }}", "{{ a }}" * 20_000])
+def test_compiling_is_limited_too(renderer: ChatRenderer, source: str) -> None:
+    with pytest.raises(ValueError, match=f"takes more than ({TIME}|{MEMORY}) to compile"):
+        ChatTemplate({"default": source}, {}, renderer)
+
+
+PICKY = "{% if messages[0].content == 'much' %}{{ 'a'.center(999999999) }}{% endif %}"
+PICKY += "{% if messages[0].content == 'no' %}{{ raise_exception('never') }}{% endif %}"
+PICKY += "{{ messages[0].content }}"
+
+
+def kinds(found: list) -> list[str]:
+    return [type(each).__name__ if isinstance(each, ValueError) else each.text for each in found]
+
+
+def test_only_the_conversation_that_took_too_much_is_refused(renderer: ChatRenderer) -> None:
+    template = ChatTemplate({"default": PICKY}, {}, renderer)
+    texts = ["a", "no", "much", "b", "much", "much", "c"]
+    found = template.render_all([Chat(asked(text)) for text in texts])
+    expected = ["a", "ValueError", "BeyondLimits", "b", "BeyondLimits", "BeyondLimits", "c"]
+    assert kinds(found) == expected
+
+
+def test_a_template_that_always_takes_too_much_is_given_up(renderer: ChatRenderer) -> None:
+    template = ChatTemplate({"default": PICKY}, {}, renderer)
+    with pytest.raises(OSError, match="for 3 conversations in a row, and is asked no more"):
+        template.render_all([Chat(asked("much"))] * 1_000)
+    with pytest.raises(OSError, match="asked no more"):
+        template.render(asked("a"))
+    assert ChatTemplate({"default": PICKY}, {}, renderer).render(asked("a")).text == "a"
+
+
+@pytest.fixture
+def started() -> Iterator[tuple[ChatTemplate, int]]:
+    """A template of a process of its own with a minute for a text, and its number."""
+    before = children()
+    source = "{% if messages[0].content == 'much' %}" + NESTED.format("") + "{% endif %}"
+    source += "{{ messages[0].content }}"
+    template = ChatTemplate({"default": source}, {}, ChatRenderer(Limits(seconds=60.0)))
+    (process,) = children() - before
+    yield template, process
+
+
+def children() -> set[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(each) for task in tasks for each in (task / "children").read_text().split()}
+
+
+def test_a_process_that_was_killed_is_started_again(started: tuple[ChatTemplate, int]) -> None:
+    template, process = started
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert template.render(asked("a")).text == "a"
+
+
+def test_a_process_that_is_killed_at_work_is_told_of(started: tuple[ChatTemplate, int]) -> None:
+    template, process = started
+    resource.prlimit(process, resource.RLIMIT_CPU, (1, 1))  # the kernel kills it within a second
+    with pytest.raises(
+        ChildProcessError, match=r"templates run ended with SIG(KILL|XCPU), perhaps"
+    ):
+        template.render(asked("much"))
+    assert template.render(asked("a")).text == "a"
+
+
+def test_what_ctrl_c_leaves_unanswered_is_no_later_answer(
+    started: tuple[ChatTemplate, int],
+) -> None:
+    template, _ = started
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            template.render(asked("much"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert template.render(asked("a")).text == "a"
+
+
+def test_threads_get_their_own_texts(renderer: ChatRenderer) -> None:
+    template = ChatTemplate({"default": PICKY}, {}, renderer)
+    texts = [str(number) * 50_000 for number in range(30)]
+    with ThreadPoolExecutor(3) as threads:
+        found = threads.map(lambda text: template.render(asked(text)).text, texts)
+        assert list(found) == texts
+
+
+FORKS = """
+import os, sys
+from lmlib.data.chat import ChatTemplate
+template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
+forked = os.fork()
+text = ("parent", "child")[not forked] * 10_000
+for _ in range(100):
+    assert template.render([{"role": "user", "content": text}]).text == text
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) if forked else 0)
+"""
+
+
+def test_a_fork_gets_its_own_texts() -> None:
+    subprocess.run([sys.executable, "-c", FORKS], cwd=ROOT, check=True)
+
+
+WAITING = """
+import pathlib, sys
+from lmlib.data.chat import ChatTemplate
+template = ChatTemplate({"default": ""}, {})
+print(pathlib.Path("/proc/self/task").iterdir().__next__().joinpath("children").read_text())
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+def test_no_process_outlives_the_one_that_asks() -> None:
+    command, pipe = [sys.executable, "-c", WAITING], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as asking:
+        assert asking.stdout is not None
+        ended = os.pidfd_open(int(asking.stdout.readline()))
+        asking.kill()
+    assert select.select([ended], [], [], 60)[0]
+    os.close(ended)
