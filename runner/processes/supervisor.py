@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO
 
+from lmlib.terminal_text import shown
 from runner.command_line.lossy_stream import LossyStream
 from runner.processes.endings import SIGNALLED, Ending, ending
 from runner.processes.stopping import StopSignals
@@ -232,5 +233,7 @@ class _Screen:
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
 
     def show(self, written: bytes) -> None:
-        self._stream.write(self._decoder.decode(written))
+        text = self._decoder.decode(written)
+        # A piece may begin anywhere: there is no telling a bar that is redrawn from a text.
+        self._stream.write(shown(text) if self._stream.isatty() else text)
         self._stream.flush()
