@@ -10,6 +10,7 @@ from typing import Any
 import fiddle as fdl
 
 from lmlib.cache_folder import NO_HOME, cache_folder
+from lmlib.stored_json import parse_json
 from lmlib.whole_file import write_whole
 from runner.config.code import code_digest
 from runner.config.text import flattened
@@ -34,7 +35,7 @@ def key(cfg: fdl.Config, **more: object) -> str:
 def read(key: str) -> dict[str, Any] | None:
     """What `write` kept; `None` if nothing, or nothing that can be read."""
     try:
-        found = json.loads(_file(key).read_text(encoding="utf-8"))
+        found = parse_json(_file(key).read_bytes())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and {"text", "json"} <= found.keys() else None

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from lmlib.generate import Generator
 from lmlib.quantities import duration_text
-from lmlib.stored_json import read_json
+from lmlib.stored_json import parse_json, read_json
 from lmlib.whole_file import sync, write_whole
 from runner.command_line.errors import ConfigError
 from runner.inference.answer import Answer, Manner
@@ -119,7 +119,7 @@ class AnswerFile:
                 break
             line, sample = next(expected, (None, None))
             try:
-                said = json.loads(text)
+                said = parse_json(text)
                 known = line is not None and (said["line"], said["sample"]) == (line.number, sample)
             except (ValueError, KeyError, TypeError):
                 known = False

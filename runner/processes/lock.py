@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lmlib.storage_failures import storage_failure
+from lmlib.stored_json import parse_json
 from runner.command_line.errors import ConfigError, WorkdirLost, in_words
 
 FILE_NAME = "lock"
@@ -332,9 +333,9 @@ def _write(descriptor: int, owner: Owner) -> None:
 
 def _owner(content: bytes) -> Owner | None:
     try:
-        fields: Any = json.loads(content)
+        fields: Any = parse_json(content)
         return Owner(**{field.name: fields[field.name] for field in dataclasses.fields(Owner)})
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
