@@ -199,6 +199,22 @@ def test_a_directory_deleted_in_mid_run_is_named(tmp_path):
         assert checkpoints.steps() == [1, 2]
 
 
+def test_a_directory_that_was_deleted_is_made_again_for_what_is_saved_next(tmp_path):
+    directory = tmp_path / "run" / "checkpoints"
+    state = {"weight": jnp.ones(4)}
+    with Checkpoints(directory) as checkpoints:
+        for step in (1, 2, 3):
+            assert checkpoints.deleted == (step > 1)
+            checkpoints.save(step, state, {})
+            checkpoints.wait()
+            assert checkpoints.newest_sound() == step
+            shutil.rmtree(directory)
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(OSError, match=f"save step 4 in {directory}: the directory was deleted"):
+            checkpoints.save(4, state, {})
+        assert not (tmp_path / "run").exists()
+
+
 def test_a_save_makes_no_directory_again_that_was_moved_in_its_course(tmp_path):
     directory = tmp_path / "checkpoints"
     state = {f"weight_{n}": jnp.ones(SIZE) for n in range(64)}

@@ -12,8 +12,9 @@ found damaged on the way to an older step is renamed to `<step>.damaged`; what n
 renamed to `<step>.orbax-checkpoint-tmp-removed`, and deleted then.
 """
 
-from lmlib.checkpoint.checkpoints import Checkpoints, Restored
+from lmlib.checkpoint.checkpoints import Checkpoints
 from lmlib.checkpoint.manifest import DamagedCheckpointError
 from lmlib.checkpoint.removal import RemovedCheckpointError
+from lmlib.checkpoint.restored import Restored
 
 __all__ = ["Checkpoints", "DamagedCheckpointError", "RemovedCheckpointError", "Restored"]

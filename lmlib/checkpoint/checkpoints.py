@@ -7,7 +7,6 @@ one. Steps are restored from their verified files alone, without Orbax.
 """
 
 import contextlib
-import dataclasses
 import errno
 import os
 import time
@@ -34,26 +33,10 @@ from lmlib.checkpoint.manifest import (
 )
 from lmlib.checkpoint.processes import agreed, barrier
 from lmlib.checkpoint.reading import read_arrays
+from lmlib.checkpoint.restored import Restored
 from lmlib.checkpoint.retention import Retention
 from lmlib.local_folder import local_folder
 from lmlib.whole_file import make_folder
-
-
-@dataclasses.dataclass(frozen=True)
-class Restored:
-    """What `restore_newest` found.
-
-    Attributes:
-      step: the step of the newest sound checkpoint.
-      state: as the target says.
-      notes: what was saved with it.
-      damaged: what is wrong with each newer checkpoint, newest first.
-    """
-
-    step: int
-    state: PyTree
-    notes: dict[str, Any]
-    damaged: tuple[DamagedCheckpointError, ...]
 
 
 class Checkpoints:
@@ -96,7 +79,7 @@ class Checkpoints:
         """
         self._directory = local_folder(directory).absolute()
         self._retention = Retention(keep, keep_every, keep_best, keep_steps)
-        self._manager: ocp.CheckpointManager | None = None
+        self._manager: orbax_internals.ManagerOfOneFolder | None = None
         self._saving: int | None = None  # the step that was begun last
         # Of that step: each process digests the chunks it wrote; process 0 writes the manifest.
         self._digest: Callable[[Path], None] = lambda folder: None
@@ -128,7 +111,8 @@ class Checkpoints:
         """Starts saving; returns once the arrays are copied, so `state` may be donated at once.
 
         An earlier save that still runs is waited for first. The saving itself may fail later: the
-        next `save`, `wait` or `close` raises what went wrong.
+        next `save`, `wait` or `close` raises what went wrong. A process that is alone makes a
+        directory that was deleted meanwhile again, and not one that was moved: it may come back.
 
         Args:
           step: larger than that of every checkpoint in the directory.
@@ -180,6 +164,8 @@ class Checkpoints:
         self._retention.held = hold
         items = ocp.args.Composite(state=writing.ArraysSave(arrays), notes=ocp.args.JsonSave(notes))
         with self._recovery(f"save step {step}"):
+            if self.deleted:
+                self._reopen()
             if not self._directory.is_dir():  # Orbax would make it again, without the others
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             self._manager.save(step, args=items, force=True)  # force: the caller says when
@@ -193,6 +179,11 @@ class Checkpoints:
         self.wait()
         with named_errors(f"rank step {step}", self._directory):
             self._retention.rank(self._directory, step, metric)
+
+    @property
+    def deleted(self) -> bool:
+        """Whether the directory was deleted since this process, which is alone, opened it."""
+        return jax.process_count() == 1 and self._manager is not None and self._manager.is_deleted
 
     def steps(self) -> list[int]:
         """The steps of all whole checkpoints, in order; what a killed save left is not among them.
@@ -333,7 +324,7 @@ class Checkpoints:
         if kind is None or jax.process_count() == 1:
             self.close()
 
-    def _open(self) -> ocp.CheckpointManager:
+    def _open(self) -> orbax_internals.ManagerOfOneFolder:
         return open_manager(
             self._directory,
             lambda folder: self._digest(folder),
@@ -372,8 +363,11 @@ class Checkpoints:
         return self._directory / str(step)
 
     def _reopen(self) -> None:
-        """Orbax's list of steps, read again."""
+        """Orbax's list of steps, read again; of a directory that was deleted an empty one."""
         assert self._manager is not None
+        if self.deleted:
+            self._check()
+            folders.make_again(self._directory)
         self._manager.close()
         self._manager = self._open()
 

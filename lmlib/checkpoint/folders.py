@@ -39,6 +39,12 @@ def set_aside(folder: Path) -> None:
     sync(folder.parent)
 
 
+def make_again(directory: Path) -> None:
+    """Makes a directory that was deleted; raises OSError if the folder above is gone as well."""
+    directory.mkdir(exist_ok=True)
+    sync(directory.parent)
+
+
 def _folder_names(directory: Path) -> list[str]:
     if not directory.is_dir():
         return []

@@ -26,7 +26,7 @@ def open_manager(
     finish: Callable[[], None],
     remove_old: Callable[[Path], None],
     save_seconds: int,
-) -> ocp.CheckpointManager:
+) -> ManagerOfOneFolder:
     """A manager of the steps in `directory`.
 
     Args:

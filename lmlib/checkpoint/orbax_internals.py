@@ -43,14 +43,21 @@ class ManagerOfOneFolder(ocp.CheckpointManager):
     def __init__(self, directory: Path, **settings: Any):
         """Takes what Orbax's takes."""
         self._opened = contextlib.ExitStack()
+        self._descriptor: int | None = None
         if _OPEN.is_dir() and directory.is_dir():
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            self._opened.callback(os.close, descriptor)
-            directory = _OPEN / str(descriptor)
+            self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            self._opened.callback(os.close, self._descriptor)
+            directory = _OPEN / str(self._descriptor)
         super().__init__(directory, **settings)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether its directory was deleted since, and not moved, as far as can be known."""
+        return self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:
         with self._opened:
+            self._descriptor = None
             super().close()
 
 

@@ -102,6 +102,11 @@ class Saver:
             }
             if data_state is not None:
                 notes["data"] = gather_states(data_state)
+            if self._checkpoints.deleted:
+                self._progress.message(
+                    "WARNING: the folder of checkpoints was deleted while this run went on: it is "
+                    f"made again, and step {step:,} is the first in it"
+                )
             try:
                 hold = self.before_skipped if skipping else None
                 self._checkpoints.save(step, state.changing, notes, hold, beforehand=self._log.sync)
@@ -184,10 +189,16 @@ class Saver:
         self._last_error = error
         tolerated = self._experiment.tolerated_failed_saves
         if self._failed > tolerated:
+            newest = self._checkpoints.newest()
             raise TrainingStopped(
                 f"{in_words(error)}. Of the saves the last {self._failed} failed, and "
-                f"tolerated_failed_saves is {tolerated}; the checkpoints before are sound: the "
-                "same command goes on from there"
+                f"tolerated_failed_saves is {tolerated}; "
+                + (
+                    "there is no checkpoint: the same command begins anew"
+                    if newest is None
+                    else f"the newest checkpoint is step {newest:,}: the same command goes on from "
+                    "there"
+                )
             ) from error
         self._progress.message(
             f"WARNING: {in_words(error)}. Training goes on without that checkpoint, and stops if "

@@ -10,7 +10,7 @@ import pytest
 from small_experiment import small
 
 import runner
-from lmlib.checkpoint.checkpoints import Restored
+from lmlib.checkpoint import Restored
 from runner import fit
 from runner.command_line.errors import ConfigError
 from runner.training.beginning import check_notes
