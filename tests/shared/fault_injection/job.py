@@ -218,6 +218,21 @@ class Job:
                     )
         return Attempt(self, started, files, reading)
 
+    def command(self, module: str, *arguments: str) -> Attempt:
+        """Starts another command, which may be about this run: `python -m MODULE ARGUMENTS`."""
+        modules = os.pathsep.join([str(ROOT), str(Path(experiment.__file__).parent)])
+        number = sum(1 for _ in self.scratch.glob(f"{self.name}.{module}.*"))
+        path = self.scratch / f"{self.name}.{module}.{number}"
+        with path.open("wb") as output:
+            process = ForkedProcess(
+                *("-m", module, *arguments),
+                stdout=output,
+                stderr=output,
+                cwd=self.scratch,
+                environment=self._environment(ROOT) | {"PYTHONPATH": modules},
+            )
+        return Attempt(self, [process], [path], [])
+
     def keep_programs(self) -> None:
         """What was compiled up to now is not compiled again by later attempts of any such job.
 
@@ -251,9 +266,13 @@ class Job:
         return lines[-1]["step"] if lines else 0
 
     def files(self) -> dict[str, bytes]:
-        """The content of each file of the run but its logs, by its path."""
+        """The content of each file of the run but its logs and its lock, by its path."""
         content = files_of(self.workdir)
-        return {name: content[name] for name in content if not name.startswith("logs/")}
+        return {
+            name: content[name]
+            for name in content
+            if not name.startswith("logs/") and name != "lock"
+        }
 
     def _folders(self) -> Iterable[Path]:
         return self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()

@@ -1,4 +1,4 @@
-"""What people delete or move under a run that goes on: its lock, its whole workdir."""
+"""What people delete, move or exchange under a run that goes on: its files, its whole workdir."""
 
 import shutil
 import signal
@@ -69,6 +69,49 @@ def _workdir_gone(
         return Struck(attempt, expected, happened, tuple(problems))
 
     return Fault(f"workdir {name} under the run", weight, strike)
+
+
+def metrics_gone(name: str, weight: float, take: Callable[[Path], object]) -> Fault:
+    """metrics.jsonl is put back, with all that was in it."""
+
+    def strike(job: Job, random: Random) -> Struck:
+        expected, attempt = job.newest_checkpoint(), job.start()
+        if not STEPPING.wait(attempt, random):
+            return Struck(attempt, expected, happened=False)
+        file, lines = job.workdir / "metrics.jsonl", job.last_step()
+        take(file)
+        put_back = attempt.wait_until(lambda: attempt.says("its lines are put back"))
+        attempt.wait_for_checkpoint()
+        attempt.kill()
+        problems = of_early_end(attempt)
+        if put_back and job.last_step() <= lines:
+            problems.append(f"{file} has {job.last_step()} lines, and had {lines} before")
+        return Struck(attempt, expected, put_back, tuple(problems))
+
+    return Fault(f"metrics.jsonl {name} under the run", weight, strike)
+
+
+def half_of(file: Path) -> None:
+    """As an editor leaves it: a new file, here of half of the lines."""
+    lines = file.read_bytes().splitlines(keepends=True)
+    half = file.with_name("half")
+    half.write_bytes(b"".join(lines[: len(lines) // 2]))
+    half.rename(file)
+
+
+def checkpoints_deleted(weight: float) -> Fault:
+    """All checkpoints are gone; the run saves the next ones all the same."""
+
+    def strike(job: Job, random: Random) -> Struck:
+        expected, attempt = job.newest_checkpoint(), job.start()
+        if not STEPPING.wait(attempt, random):
+            return Struck(attempt, expected, happened=False)
+        shutil.rmtree(job.checkpoints, ignore_errors=True)  # a save may go on
+        happened = attempt.wait_for_checkpoint()
+        attempt.kill()
+        return Struck(attempt, expected, happened, tuple(of_early_end(attempt)))
+
+    return Fault("checkpoints/ deleted under the run", weight, strike, checkpoints=1)
 
 
 def _of_loss(attempt: Attempt, text: str) -> list[str]:

@@ -38,6 +38,7 @@ class Fault:
       weight: how often it is drawn, in proportion.
       strike: starts the run, and has it end.
       checkpoints: how many whole ones the run must have.
+      needs: what must lie in its scratch folder: BASE, say.
       precedes_start: whether it is over when the run starts, which then shows what came of it.
     """
 
@@ -45,7 +46,13 @@ class Fault:
     weight: float
     strike: Callable[[Job, Random], Struck]
     checkpoints: int = 0
+    needs: str = "."
     precedes_start: bool = False
+
+    def suits(self, job: Job) -> bool:
+        """Whether the run is ready for it."""
+        enough = len(job.whole_checkpoints()) >= self.checkpoints
+        return enough and (job.scratch / self.needs).exists()
 
 
 def of_early_end(attempt: Attempt) -> list[str]:

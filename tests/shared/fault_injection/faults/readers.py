@@ -28,6 +28,24 @@ def verified(weight: float) -> Fault:
     return Fault("verify beside a run that removes", weight, strike, checkpoints=1)
 
 
+def replayed(weight: float) -> Fault:
+    """A skipped update is made again beside the run: the same bits, and the run goes on."""
+
+    def strike(job: Job, random: Random) -> Struck:
+        expected, attempt = job.newest_checkpoint(), job.start()
+        if not STEPPING.wait(attempt, random):
+            return Struck(attempt, expected, happened=False)
+        captures = [each for each in (job.workdir / "captures").iterdir() if each.name.isdecimal()]
+        capture = random.choice(sorted(captures))
+        replay = job.command("runner.replay", str(capture), "--trust_module=experiment")
+        problems = [f"replay ended with {code}" for code in replay.exit_codes() if code != FINISHED]
+        attempt.kill()
+        problems += of_early_end(attempt)
+        return Struck(attempt, expected, problems=tuple(problems))
+
+    return Fault("replay beside the run", weight, strike, needs="run/captures")
+
+
 def _wrong(verify: Ended) -> list[str]:
     """What is wrong with what a command found."""
     problems = [line for line in verify.stdout.splitlines() if "DAMAGED" in line]
