@@ -287,6 +287,12 @@ def test_the_cause_is_found_in_what_the_storage_raises(tmp_path, code, words):
         assert named.value.errno == code
 
 
+def test_a_save_that_took_too_long_is_named(tmp_path):
+    what = f"^cannot save step 2 in {re.escape(str(tmp_path))}: another process has not written"
+    with pytest.raises(TimeoutError, match=what), named_errors("save step 2", tmp_path):
+        raise TimeoutError("another process has not written its part of the checkpoint in 9 s")
+
+
 def test_other_errors_are_not_blamed_on_the_storage(tmp_path):
     with pytest.raises(ValueError, match=r"^shapes differ$"), named_errors("save step 2", tmp_path):
         raise ValueError("shapes differ")

@@ -28,6 +28,8 @@ def named_errors(doing: str, directory: Path) -> Iterator[None]:
 def _named(doing: str, directory: Path, error: Exception) -> OSError | None:
     """`None` if the storage is not to blame."""
     code = _error_number(error)
+    if code is None and isinstance(error, TimeoutError):
+        return TimeoutError(f"cannot {doing} in {directory}: {error}")
     if code is None:
         return None
     if isinstance(error, OSError) and str(error.strerror).startswith("cannot "):
