@@ -24,6 +24,7 @@ from lmlib.metrics import read_metrics
 
 DEVICES = 8
 POLL_SECONDS = 0.002
+LONGEST_LOOK = 1.0  # seconds from one look to the next
 LIMIT_SECONDS = 300.0  # for whatever is waited for
 HEARTBEAT_SECONDS = 10  # of several processes
 
@@ -41,6 +42,19 @@ Process = subprocess.Popen[bytes] | ForkedProcess
 
 class HangError(Exception):
     """What was waited for did not come in time."""
+
+
+class Limit:
+    """Of waiting, in seconds in which this process looked: it may be held meanwhile."""
+
+    def __init__(self, seconds: float):
+        self._left, self._looked_at = seconds, time.monotonic()
+
+    def is_over(self) -> bool:
+        now = time.monotonic()
+        self._left -= min(now - self._looked_at, LONGEST_LOOK)
+        self._looked_at = now
+        return self._left < 0
 
 
 class Attempt:
@@ -96,11 +110,11 @@ class Attempt:
 
         Raises HangError after `LIMIT_SECONDS`; then nothing is left running.
         """
-        deadline = time.monotonic() + LIMIT_SECONDS
+        limit = Limit(LIMIT_SECONDS)
         while not condition():
             if self.ended:
                 return False
-            self._check(deadline)
+            self._check(limit)
             time.sleep(POLL_SECONDS)
         return True
 
@@ -111,9 +125,9 @@ class Attempt:
 
     def exit_codes(self, limit_seconds: float = LIMIT_SECONDS) -> list[int]:
         """Those of all processes, once they have ended. Raises HangError after the limit."""
-        deadline = time.monotonic() + limit_seconds
+        limit = Limit(limit_seconds)
         while any(process.poll() is None for process in self.processes):
-            self._check(deadline)
+            self._check(limit)
             time.sleep(POLL_SECONDS)
         return [process.returncode for process in self.processes]
 
@@ -139,8 +153,8 @@ class Attempt:
         for process in self.processes:
             process.wait()
 
-    def _check(self, deadline: float) -> None:
-        if time.monotonic() > deadline:
+    def _check(self, limit: Limit) -> None:
+        if limit.is_over():
             self.kill()
             raise HangError(f"nothing came of this in its time:\n{self.output()[-3000:]}")
 
