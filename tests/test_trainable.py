@@ -114,7 +114,7 @@ def test_frozen_weights_rest_in_their_dtype_and_the_table_tells_groups():
     ("groups", "told"),
     [
         ({"a": Group(("*.mlp.upp",))}, r"trainable\['a'\]: no weight's path matches '\*.mlp.upp'"),
-        ({"a": Group(axes=("vocabulary",))}, "there are vocab, embed, head"),
+        ({"a": Group(axes=("vocabulary",))}, "there are vocab, embed, layer, head"),
         ({"a": Group(("*.mlp.*",)), "b": Group(axes=("mlp",))}, "in trainable.'a'. and in"),
         ({"a": Group()}, "names no weights: give it paths or axes"),
         ({}, "nothing would train; None trains all"),

@@ -6,7 +6,7 @@ MUTATIONS = (
     Mutation(
         "weights rest whole on every device: no FSDP",
         "lmlib/parallel/layout.py",
-        'STORED: Rules = {**COMPUTE, "embed": _FSDP}',
+        'STORED: Rules = {**COMPUTE, "embed": "fsdp"}',
         "STORED: Rules = {**COMPUTE}",
         "tests/parallel tests/test_describe.py",
     ),
@@ -20,7 +20,7 @@ MUTATIONS = (
     Mutation(
         "embedded tokens are not summed over tensor",
         "lmlib/models/embedding.py",
-        'return psum(x_BSE, "tensor")',
+        'return psum(x_BSE, along("vocab"))',
         "return x_BSE",
         "tests/test_sharded_training.py",
     ),

@@ -13,8 +13,8 @@ MUTATIONS = (
     Mutation(
         "the features' gradient is not summed over tensor",
         "lmlib/losses/fused.py",
-        'if call.split else psum(dh_BSE, "tensor")',
-        "if call.split else dh_BSE",
+        'dh_BSE = psum(dh_BSE, along("vocab"))',
+        "pass",
         "tests/losses/test_fused.py",
     ),
     Mutation(
@@ -132,8 +132,8 @@ MUTATIONS = (
     Mutation(
         "a resumed run loses the line of its checkpoint's step",
         "lmlib/metrics.py",
-        'entries = [entry for entry in _entries(path) if entry["step"] <= last]',
-        'entries = [entry for entry in _entries(path) if entry["step"] < last]',
+        'entries = [entry for entry in found if entry["step"] <= last]',
+        'entries = [entry for entry in found if entry["step"] < last]',
         "tests/test_metrics.py",
     ),
 )
