@@ -243,7 +243,11 @@ OTHERS = [
     ("runner.checkpoint", ("lst", "{old}"), "unknown command 'lst'. Did you mean list?"),
     ("runner.checkpoint", ("list", "{scratch}/nowhere"), "nowhere is no folder"),
     ("runner.checkpoint", ("list", "gs://bucket/run"), "remote folders are not supported yet"),
-    ("runner.checkpoint", ("verify", "{old}", "--step=7"), "no whole checkpoint at step 7"),
+    (
+        "runner.checkpoint",
+        ("verify", "{old}", "--step=7"),
+        "holds no checkpoint at step 7; it has [1, 2]",
+    ),
     ("runner.checkpoint", ("prune", "{old}"), "give --keep"),
     ("runner.checkpoint", ("prune", "{old}", "--keep=0"), "keep=0"),
     ("runner.checkpoint", ("prune", "{scratch}/newest_damaged", "--keep=1"), "keep at least 2"),
