@@ -2,7 +2,9 @@
 
 import os
 import pty
+import select
 import termios
+import time
 import unicodedata
 from collections.abc import Sequence
 
@@ -39,13 +41,25 @@ def run_on_terminal(*arguments: str, typed: Sequence[str] = ()) -> tuple[int, st
         *arguments, stdin=its, stdout=its, stderr=its, environment={"TERM": "dumb"}
     )
     os.close(its)
-    sent, answers = bytearray(), iter(typed)
-    try:
-        while piece := os.read(ours, 1 << 16):
-            sent += piece
-            if sent.endswith(b"> "):
-                os.write(ours, next(answers).encode())
-    except OSError:  # Linux's way to say that no process has the terminal any more
-        pass
+    sent, answers, limit = bytearray(), iter(typed), time.monotonic() + SECONDS
+    while (more := _more(ours, process)) is not None:
+        sent += more
+        if more and sent.endswith(b"> "):
+            os.write(ours, next(answers).encode())
+        if time.monotonic() > limit:
+            process.kill()
     os.close(ours)
-    return process.wait(SECONDS), sent.decode()
+    return process.wait(), sent.decode()
+
+
+def _more(terminal: int, process: ForkedProcess) -> bytes | None:
+    """What has been sent since, perhaps nothing; None once it has ended, and all has been read."""
+    ended = process.poll() is not None
+    ready, _, _ = select.select([terminal], [], [], 0 if ended else 0.1)
+    if not ready:
+        return None if ended else b""
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # Linux's way to say that no process has the terminal any more
+        process.wait(SECONDS)
+        return None
