@@ -21,7 +21,7 @@ from runner.command_line.errors import (
     TrainingStopped,
     WorkdirLost,
     in_words,
-    is_out_of_memory,
+    lack,
 )
 from runner.processes.endings import FAILED, FINISHED, MISTAKE, STOPPED
 
@@ -66,8 +66,8 @@ def exit_code(error: BaseException) -> int:
 def tell(error: BaseException, debug: bool) -> None:
     """Writes `error` to stderr: its message if that says all, else, or if `debug`, a traceback."""
     sys.stdout.flush()
-    out_of_memory = is_out_of_memory(error)
-    if debug or not (out_of_memory or isinstance(error, (*_TOLD, StoppedEarly))):
+    lacking = lack(error)
+    if debug or not (lacking or isinstance(error, (*_TOLD, StoppedEarly))):
         traceback.print_exception(error)
     elif isinstance(error, StoppedEarly):
         print(error, file=sys.stderr)
@@ -75,9 +75,8 @@ def tell(error: BaseException, debug: bool) -> None:
         text = in_words(error)
         if isinstance(error, ConfigError):
             text = " ".join(text.split())  # others may end with a table
-        elif out_of_memory:
-            first_line, _, _ = text.partition("\n")  # JAX may list a whole program after it
-            text = f"out of memory: {first_line} (--debug shows where)"
+        elif lacking:
+            text = f"{lacking} (--debug shows where)"
         print(f"error: {text}", file=sys.stderr)
     sys.stderr.flush()
 

@@ -55,11 +55,18 @@ def in_words(error: BaseException) -> str:
     return _FROM_FIDDLE.sub(lambda found: f" (in {found[1]})" if found[1] else "", text)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, NumPy or JAX found too little memory."""
+def lack(error: BaseException) -> str | None:
+    """What Python, NumPy or JAX found too little of, in words; `None` if it is no such error."""
+    text = in_words(error).partition("\n")[0]  # JAX may list a whole program after it
     # JAX's class is a RuntimeError, and to import it is to import JAX.
     from_jax = isinstance(error, RuntimeError) and re.search("out of memory", str(error), re.I)
-    return bool(from_jax) or isinstance(error, MemoryError)
+    if from_jax or isinstance(error, MemoryError):
+        return f"out of memory{': ' * bool(text)}{text}"
+    if isinstance(error, RuntimeError) and "can't start new thread" in text:
+        return (
+            f"{text}: memory, or the limit of processes (ulimit -u, or a container's), is used up"
+        )
+    return None
 
 
 @contextlib.contextmanager

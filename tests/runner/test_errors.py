@@ -43,6 +43,18 @@ def test_a_lack_of_memory_is_told_in_a_line(zeros, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "error: out of memory (--debug shows where)\n"),
+        (RuntimeError("can't start new thread"), "error: can't start new thread: memory, or the "),
+    ],
+)
+def test_a_lack_that_python_hardly_names_is_told(error, told, capsys):
+    tell(error, debug=False)
+    assert capsys.readouterr().err.startswith(told)
+
+
 def test_another_error_of_jax_is_no_lack_of_memory(capsys):
     tell(RuntimeError("INTERNAL: something else"), debug=False)
     assert "INTERNAL: something else\n" in capsys.readouterr().err
