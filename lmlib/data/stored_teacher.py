@@ -127,6 +127,8 @@ class StoredTeacher:
             return array
 
         self._ids, self._log_probabilities = opened(IDS, False), opened(LOG_PROBABILITIES, True)
+        for array in (self._ids, self._log_probabilities):  # one of another teacher shows it there
+            array.read(0, 1).result()
 
     def read(self, sequence_B: np.ndarray) -> "Listed":
         """Starts reading what was said of each sequence; nothing was of sequence -1."""

@@ -101,11 +101,25 @@ def test_a_changed_bit_is_refused(example: Path, tmp_path: Path, array: str) -> 
     write(tmp_path / "taught", open_data(example, batch_size=1))
     file = tmp_path / "taught" / array / "c" / "0"
     content = bytearray(file.read_bytes())
-    content[3] ^= 4
+    content[(ROWS_IN_A_FILE - 1) * (2 * S * K + 4) + 3] ^= 4  # of the last row
     file.write_bytes(content)
     data = open_data(example, batch_size=2, seed=None, teacher=str(tmp_path / "taught"))
+    data.batch(0)
     with pytest.raises(DamagedDataError, match=array):
-        data.batch(0)
+        data.batch((ROWS_IN_A_FILE - 1) // 2)
+
+
+@pytest.mark.parametrize("array", [IDS, LOG_PROBABILITIES])
+def test_a_changed_bit_of_the_first_sequence_is_refused_at_once(
+    example: Path, tmp_path: Path, array: str
+) -> None:
+    write(tmp_path / "taught", open_data(example, batch_size=1))
+    file = tmp_path / "taught" / array / "c" / "0"
+    content = bytearray(file.read_bytes())
+    content[3] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(DamagedDataError, match=array):
+        open_data(example, batch_size=2, teacher=str(tmp_path / "taught"))
 
 
 @pytest.mark.slow
