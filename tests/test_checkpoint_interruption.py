@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -54,21 +55,21 @@ def target() -> dict[str, jax.ShapeDtypeStruct]:
     ("event", "pattern", "survivor"),
     sentinels(
         [
-            ("os.mkdir", r"/2\.orbax-checkpoint-tmp$", 1),  # before anything is there
+            ("os.mkdir", r"/2\.orbax-checkpoint-tmp-\w+$", 1),  # before anything is there
             ("open", r"state\.orbax-checkpoint-tmp/_METADATA$", 1),  # while arrays are written
             (
                 "open",
-                r"2\.orbax-checkpoint-tmp/\.manifest\.json\.\w+\.unfinished$",
+                r"2\.orbax-checkpoint-tmp-\w+/\.manifest\.json\.\w+\.unfinished$",
                 1,
             ),  # all but the manifest
             (
                 "os.rename",
-                r"2\.orbax-checkpoint-tmp/\.manifest\.json",
+                r"2\.orbax-checkpoint-tmp-\w+/\.manifest\.json",
                 1,
             ),  # it is there but for its name
             (
                 "os.rename",
-                r"/2\.orbax-checkpoint-tmp$",
+                r"/2\.orbax-checkpoint-tmp-\w+$",
                 1,
             ),  # manifest there, the step not yet visible
             ("os.rename", "/1$", 2),  # both whole, the older about to be removed
@@ -83,8 +84,8 @@ def test_killed_at_any_moment_the_last_whole_checkpoint_restores(
     child = run_forked("-c", SAVE_AND_DIE, tmp_path, event, pattern)
     assert child.returncode == -signal.SIGKILL, child.stdout + child.stderr
     if survivor == 1:
-        unfinished = (tmp_path / "2.orbax-checkpoint-tmp").exists()
-        assert unfinished == (event != "os.mkdir")
+        unfinished = list(tmp_path.glob("2.orbax-checkpoint-tmp-*"))
+        assert len(unfinished) == (event != "os.mkdir")
     left = sorted(tmp_path.iterdir())
     with Checkpoints(tmp_path, read_only=True) as reader:
         assert [reader.verify(step).step for step in reader.steps()][-1] == survivor
@@ -102,7 +103,7 @@ def test_killed_at_any_moment_the_last_whole_checkpoint_restores(
 
 
 def test_a_reader_leaves_alone_what_is_being_saved(tmp_path):
-    unfinished = tmp_path / "2.orbax-checkpoint-tmp"
+    unfinished = tmp_path / "2.orbax-checkpoint-tmp-0123abcd"
     unfinished.mkdir()
     with Checkpoints(tmp_path, read_only=True) as reader:
         assert reader.steps() == []
@@ -151,8 +152,9 @@ import jax.numpy as jnp
 from lmlib.checkpoint import Checkpoints
 
 def lose(name, arguments):
-    if name == "open" and "2.orbax-checkpoint-tmp/.manifest.json." in str(arguments[0]):
-        shutil.rmtree(f"{sys.argv[1]}/2.orbax-checkpoint-tmp/state/weight")
+    folder, _, file = str(arguments[0]).rpartition("/") if name == "open" else ("", "", "")
+    if file.startswith(".manifest.json.") and "/2.orbax-checkpoint-tmp-" in folder:
+        shutil.rmtree(f"{folder}/state/weight")
 
 checkpoints = Checkpoints(sys.argv[1], keep=1)
 checkpoints.save(1, {"weight": jnp.ones(4)}, {})
@@ -228,7 +230,7 @@ def test_a_save_makes_no_directory_again_that_was_moved_in_its_course(tmp_path):
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_directory_that_has_become_another_runs_is_left_as_it_is(tmp_path, ended):
     """It does so in the middle of a save, whose folder the other run has removed, or not."""
-    others, own = (tmp_path / f"{step}.orbax-checkpoint-tmp" for step in (7, 2))
+    others = tmp_path / "7.orbax-checkpoint-tmp-0123abcd"
     state, lost = {"weight": jnp.ones(4)}, []
 
     def check() -> None:
@@ -239,6 +241,7 @@ def test_a_directory_that_has_become_another_runs_is_left_as_it_is(tmp_path, end
         lost.append(True)
         others.mkdir()
         if ended:
+            (own,) = tmp_path.glob("2.orbax-checkpoint-tmp-*")
             shutil.rmtree(own)
 
     anothers = pytest.raises(RuntimeError, match="another's")
@@ -252,8 +255,34 @@ def test_a_directory_that_has_become_another_runs_is_left_as_it_is(tmp_path, end
             checkpoints.save(3, state, {})
     with pytest.raises(RuntimeError, match="another's"):
         Checkpoints(tmp_path, check=check)
-    left = {"1", others.name} | (set() if ended else {own.name})
-    assert {path.name for path in tmp_path.iterdir()} == left
+    left = sorted(path.name.partition(".")[0] for path in tmp_path.iterdir())
+    assert left == (["1", "7"] if ended else ["1", "2", "7"])
+
+
+def test_a_save_that_goes_on_beside_another_runs_of_the_same_step_has_its_own_folder(tmp_path):
+    """As a run does that slept in it until another one had taken over."""
+    folders, sleeps, others_is_whole = [], threading.Event(), threading.Event()
+
+    def note() -> None:
+        folders.extend(tmp_path.glob("2.*"))
+
+    def sleep() -> None:
+        note()
+        sleeps.set()
+        assert others_is_whole.wait(60)
+
+    asleep = Checkpoints(tmp_path)
+    asleep.save(2, {"weight": jnp.ones(4)}, {}, beforehand=sleep)
+    assert sleeps.wait(60)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, {"weight": jnp.zeros(4)}, {}, beforehand=note)
+        checkpoints.wait()
+        others_is_whole.set()
+        with pytest.raises(OSError, match="cannot save step 2"):
+            asleep.close()
+        checkpoints.verify(2)
+    first, second = folders
+    assert first != second
 
 
 def test_a_path_that_is_no_directory_is_named(tmp_path):

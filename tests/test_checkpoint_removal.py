@@ -128,7 +128,7 @@ def swap():
     os.rename(directory, f"{directory}_moved")
     os.makedirs(f"{directory}/1/of_another_run")
 
-during("os.rename", r"/2\\.orbax-checkpoint-tmp$", swap)
+during("os.rename", r"/2\\.orbax-checkpoint-tmp-[0-9a-f]{8}$", swap)
 save(2)
 print(*sorted(os.listdir(f"{directory}/1")), *sorted(os.listdir(f"{directory}_moved")))
 """

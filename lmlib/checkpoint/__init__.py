@@ -7,9 +7,10 @@ One folder per step, `<directory>/<step>`, which is whole or absent:
     notes/           a small JSON object of the caller's
     manifest.json    shapes and dtypes of the leaves, the size and the digest of every file
 
-A step is written to `<step>.orbax-checkpoint-tmp`, its manifest last, and then renamed. What is
-found damaged on the way to an older step is renamed to `<step>.damaged`; what need not be kept is
-renamed to `<step>.orbax-checkpoint-tmp-removed`, and deleted then.
+A step is written to `<step>.orbax-checkpoint-tmp-<text>`, its manifest last, and then renamed; the
+text is another one whenever the directory is opened. What is found damaged on the way to an older
+step is renamed to `<step>.damaged`; what need not be kept is renamed to
+`<step>.orbax-checkpoint-tmp-removed`, and deleted then.
 """
 
 from lmlib.checkpoint.checkpoints import Checkpoints

@@ -31,7 +31,7 @@ from lmlib.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from lmlib.checkpoint.processes import agreed, barrier
+from lmlib.checkpoint.processes import agreed, barrier, random_text
 from lmlib.checkpoint.reading import read_arrays
 from lmlib.checkpoint.restored import Restored
 from lmlib.checkpoint.retention import Retention
@@ -94,7 +94,9 @@ class Checkpoints:
             if jax.process_index() == 0:
                 make_folder(self._directory)
                 removal.finish(self._directory)
-            barrier("checkpoints opened")
+            # In the name of what is saved, so that no other run, which was asleep in the middle of
+            # a save say, writes into it. The processes wait for each other here.
+            self._opening = random_text()
             if keep_best:
                 self._retention.read_ranks(self._directory)
             self._manager = self._open()
@@ -144,7 +146,7 @@ class Checkpoints:
         saved.check_savable(arrays)
         notes = saved_notes.copied(notes)
         described = saved.saved_arrays(arrays)
-        folder = folders.unfinished_folder(self._directory, step)
+        folder = folders.unfinished_folder(self._directory, step, self._opening)
         bare = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
             for name, array in arrays.items()
@@ -327,6 +329,7 @@ class Checkpoints:
     def _open(self) -> orbax_internals.ManagerOfOneFolder:
         return open_manager(
             self._directory,
+            self._opening,
             lambda folder: self._digest(folder),
             lambda: self._finish(),
             self._retention.remove_old,

@@ -15,9 +15,9 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
-def unfinished_folder(directory: Path, step: int) -> Path:
-    """Where a step is until it is whole."""
-    return directory / f"{step}{UNFINISHED}"
+def unfinished_folder(directory: Path, step: int, purpose: str) -> Path:
+    """Where something of a step is until it is whole; `purpose` ends the name."""
+    return directory / f"{step}{UNFINISHED}-{purpose}"
 
 
 def unfinished_in(directory: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """What the processes of a run must agree on, so that all of them go the same way."""
 
+import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,14 @@ def agreed(folder: Path, check: Callable[[], _T]) -> _T:
     if problem is not None:
         raise problem
     return result  # type: ignore[return-value]
+
+
+def random_text() -> str:
+    """The same on all processes, which wait for each other."""
+    number = secrets.randbits(31)
+    if jax.process_count() > 1:
+        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return f"{number:08x}"
 
 
 def barrier(name: str) -> None:

@@ -58,7 +58,7 @@ class Retention:
         self._metrics[step] = metric
         folder = directory / str(step)
         if jax.process_index() == 0 and folder.is_dir():
-            rewrite_metric(folder, folders.unfinished_folder(directory, step), metric)
+            rewrite_metric(folder, folders.unfinished_folder(directory, step, "ranked"), metric)
 
     def read_ranks(self, directory: Path) -> None:
         """Ranks what is in `directory` as the manifests say; a damaged one has no rank."""

@@ -35,7 +35,7 @@ COMPILED = "compiled the step in"
 FULL = os.strerror(errno.EFBIG)  # for what `limit_file_sizes` makes impossible
 
 PROGRAMS = "programs"  # the folder of what was compiled, in `scratch`
-UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
+UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp-[0-9a-f]{8}")
 
 Process = subprocess.Popen[bytes] | ForkedProcess
 
