@@ -245,7 +245,7 @@ def test_a_run_whose_lock_is_deleted_disturbs_the_next_in_nothing(tmp_path):
             seconds.append(files_of(workdir))
         return False
 
-    with pytest.raises(WorkdirLost, match="lock was deleted while this run went on, and another"):
+    with pytest.raises(WorkdirLost, match="lock was deleted while this run went on, and "):
         fit(small("steps=4"), workdir, Options(stop=start_another))
     second, left = seconds
     assert [line["step"] for line in second.metrics] == [1, 2, 3]

@@ -50,7 +50,9 @@ class Disturbing(Synthetic):
                 elsewhere.rename(self._checkpoints)
             case "delete":
                 self._until(lambda: saved_steps(self._checkpoints) == [10])
-                shutil.rmtree(self._checkpoints.parent)
+                gone = self._checkpoints.parent.with_name("gone")  # all files go at once
+                self._checkpoints.parent.rename(gone)
+                shutil.rmtree(gone)
         return super().batch(step, rows)
 
     def _until(self, condition) -> None:
