@@ -24,7 +24,7 @@ import tensorstore as ts
 from absl import app, flags, logging
 
 from lmlib.checkpoint import Checkpoints
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 
 _MEGABYTES = flags.DEFINE_integer("megabytes", 1000, "Size of the state.", lower_bound=8)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Saves and restores of each way.", lower_bound=1)

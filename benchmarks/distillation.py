@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 from runner import fit
 from runner.config import configs
 

@@ -38,7 +38,7 @@ from fault_injection.job import Job
 from fault_injection.kinds import KINDS, Kind
 from fault_injection.striking import Record, strike
 
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 
 _FAULTS = flags.DEFINE_integer("faults", 200, "How many.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the faults and their moments.")

@@ -40,7 +40,7 @@ from lmlib.models.weights import Random
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 
 
 class Scheme(NamedTuple):

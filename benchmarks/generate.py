@@ -35,7 +35,7 @@ from step_peers.machine import cpu_name, versions
 
 from lmlib import hf
 from lmlib.models.families.llama import llama
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 
 SIZES = {
     "10m": dict(vocab=8_192, embed=320, layers=6, heads=5, mlp=864, tied=True),

@@ -24,8 +24,8 @@ from absl import app, flags
 
 from lmlib.data import FlatTokens, ShardWriter
 from lmlib.data.packing import packed_batch
-from lmlib.data.stored_split import Span, StoredSplit
-from lmlib.table import columns
+from lmlib.data.stored.split import Span, StoredSplit
+from lmlib.terminal.table import columns
 
 _MILLIONS = flags.DEFINE_integer("millions", 128, "Millions of tokens to write.", lower_bound=16)
 _BATCHES = flags.DEFINE_integer("batches", 300, "Batches of each measurement.", lower_bound=3)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from faults_of_code import MUTATIONS
 from faults_of_code.mutation import Mutation
 
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 
 _ONLY = flags.DEFINE_list("only", [], "Only faults whose file or description has one of these.")
 _SCRATCH = flags.DEFINE_string("scratch", None, "New folder for the copy, kept.")

@@ -59,7 +59,7 @@ from step_peers.report import CHECKED, TOLERANCE, OtherWork, check_same_work, ta
 from step_peers.sizes import ON_CPU, ON_GPU, SIZES, Size
 
 from lmlib.compute import Compute
-from lmlib.hardware import peak_flops
+from lmlib.hardware.specifications import peak_flops
 from runner.jax_settings.xla_flags import overlap_communication
 
 PEERS = ("jax", "pytorch_eager", "pytorch_compiled", "maxtext")

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from lmlib.terminal_text import guard_terminals
+from lmlib.terminal.text import guard_terminals
 
 _HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
 MISTAKE, INTERRUPTED = 2, 130  # exit status

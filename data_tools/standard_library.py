@@ -12,9 +12,9 @@ from data_tools.made_whole import made_whole, remove_unfinished
 from data_tools.pretokenize import pretokenize
 from data_tools.rows import Texts
 from data_tools.train_tokenizer import train_byte_level_bpe
-from lmlib.cache_folder import cache_folder
-from lmlib.data.data_path import data_path
-from lmlib.data.metadata import VERSION
+from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.metadata import VERSION
+from lmlib.storage.cache_folder import cache_folder
 
 HELD_OUT_EVERY = 10  # one file in so many is for validation, whatever the other settings
 

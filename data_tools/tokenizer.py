@@ -11,10 +11,10 @@ import numpy as np
 
 from data_tools.encoders import Encoder, make_encoder
 from lmlib.data import TokenizerIdentity
-from lmlib.data.metadata import LARGEST_TOKENIZER
+from lmlib.data.stored.metadata import LARGEST_TOKENIZER
 from lmlib.data.text import BYTE_TOKENIZER, decoded_bytes, read_tokenizer, tokenizers_errors
-from lmlib.regular_file import check_within_folder
-from lmlib.stored_json import read_json, read_text
+from lmlib.storage.regular_file import check_within_folder
+from lmlib.storage.stored_json import read_json, read_text
 
 BEGIN_OF_TEXT, END_OF_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 

@@ -12,7 +12,7 @@ from experiments import llama_84m
 from experiments.llama_84m import tiny as tiny
 from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
-from lmlib.models.rope_scaling import Llama3
+from lmlib.models.parts.rope_scaling import Llama3
 
 
 def config() -> fdl.Config[Experiment]:

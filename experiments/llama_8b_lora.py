@@ -20,9 +20,9 @@ from lmlib.experiment import Experiment
 from lmlib.guard import Guard
 from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
-from lmlib.models.rope_scaling import Llama3
+from lmlib.models.parts.rope_scaling import Llama3
+from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
-from lmlib.trainable import adapters
 
 
 def config() -> fdl.Config[Experiment]:

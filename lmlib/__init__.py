@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmlib.compute import Compute
-    from lmlib.description import describe
     from lmlib.experiment import Experiment
     from lmlib.generate import Generator, Sampling
     from lmlib.inspect import Inspector
+    from lmlib.inspect.description import describe
     from lmlib.losses import DPO, Distillation, NextToken, batch_loss
     from lmlib.models.decoder import Decoder
     from lmlib.models.families.llama import llama
     from lmlib.models.protocol import Context, whole_rows
-    from lmlib.optim import adamw
+    from lmlib.optim.optimizer import adamw
     from lmlib.parallel.mesh import make_mesh
 
 __all__ = [
@@ -52,9 +52,9 @@ _HOMES = {
     "Inspector": "lmlib.inspect",
     "NextToken": "lmlib.losses",
     "Sampling": "lmlib.generate",
-    "adamw": "lmlib.optim",
+    "adamw": "lmlib.optim.optimizer",
     "batch_loss": "lmlib.losses",
-    "describe": "lmlib.description",
+    "describe": "lmlib.inspect.description",
     "llama": "lmlib.models.families.llama",
     "make_mesh": "lmlib.parallel.mesh",
     "whole_rows": "lmlib.models.protocol",
@@ -67,7 +67,7 @@ _MODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))
 @functools.cache
 def _choose_devices() -> None:
     """Before JAX starts some: quietly, plugins without hardware are left out."""
-    from lmlib.accelerators import use_cpu_if_alone
+    from lmlib.hardware.detection import use_cpu_if_alone
 
     use_cpu_if_alone()
 

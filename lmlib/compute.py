@@ -14,7 +14,7 @@ class Compute:
       dtype: of activations and gathered weights, for example "bfloat16" or "float32".
       attention: which kernel, of those in `lmlib.models.attend`; "auto" takes the best there is.
       quantized: products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or "float8", as
-        in `lmlib.models.quantized`.
+        in `lmlib.models.matrices.quantized`.
       saved: activations kept for the backward pass, by their names in
         `lmlib.models.rematerialization`; it computes the others again.
       offloaded: more of them, kept in the host's memory.
@@ -23,7 +23,7 @@ class Compute:
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
       loss_chunk: tokens whose logits a device holds at a time; `None`: see
-        `lmlib.logit_chunks.chunks`.
+        `lmlib.losses.logit_chunks.chunks`.
       logits_dtype: of the logits that the loss is computed from; softmax is in float32 at least.
 
     Raises:

@@ -15,13 +15,13 @@ from lmlib.data.batch import Batch, Source, teacher_k
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.experiment_checks import check_experiment
-from lmlib.free_memory import check_fits
 from lmlib.guard import Guard
+from lmlib.hardware.free_memory import check_fits
 from lmlib.losses import NextToken, Objective
-from lmlib.optim import Optimizer
+from lmlib.optim.optimizer import Optimizer
+from lmlib.optim.trainable import Groups, decays_by, flops_per_token, with_groups
 from lmlib.recipe import Recipe
 from lmlib.train import State
-from lmlib.trainable import Groups, decays_by, flops_per_token, with_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Experiment:
 
     def flops_per_token(self, causal: bool) -> float:
         """Of a step on sequences of `data`, with those of the objective's second model; see
-        `lmlib.trainable.flops_per_token`."""
+        `lmlib.optim.trainable.flops_per_token`."""
         length, model = self.data.sequence_length, self.recipe.shapes
         of_training = flops_per_token(model, self.trainable, length, causal)
         return of_training + self.objective.flops_per_token(model, length, causal)

@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 from lmlib.compute import Compute
 from lmlib.data.batch import Source, teacher_k
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import tokenizers_differ
 from lmlib.data.mixture import Mixture
+from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.guard import Guard
 from lmlib.losses import Objective
-from lmlib.models.adapted import has_adapters
+from lmlib.models.matrices.adapted import has_adapters
 from lmlib.models.protocol import check_protocol
 from lmlib.parallel.check import check_batch, check_model
 
@@ -106,7 +106,7 @@ def _check_trainable(experiment: Any) -> None:
     if experiment.trainable is None and has_adapters(experiment.recipe.shapes):
         raise ValueError(
             "the model has adapters, whose bases do not train, but trainable is None: "
-            "lmlib.trainable.adapters() trains the adapters alone"
+            "lmlib.optim.trainable.adapters() trains the adapters alone"
         )
     experiment.optimizer(experiment.steps)
     try:

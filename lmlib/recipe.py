@@ -10,11 +10,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from lmlib.models.adapted import has_adapters, with_bases, without_adapters
-from lmlib.models.int8 import in_int8
+from lmlib.models.matrices.adapted import has_adapters, with_bases, without_adapters
+from lmlib.models.matrices.int8 import in_int8
+from lmlib.optim.trainable import Groups, grouped
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.layout import quick_to_compile, stored
-from lmlib.trainable import Groups, grouped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Recipe:
 
     def kept(self, weight: Weight, array: Array) -> Any:
         """`array` of `weight` as the run keeps it: what does not train in `frozen_dtype`; of "int8"
-        in bfloat16, and what `lmlib.models.int8.in_int8` can make so in 8 bits."""
+        in bfloat16, and what `lmlib.models.matrices.int8.in_int8` can make so in 8 bits."""
         if self.trained is None or weight.path in self.trained:
             return array
         if self.frozen_dtype == "int8":

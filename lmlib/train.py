@@ -20,7 +20,7 @@ from lmlib.data.batch import Batch
 from lmlib.guard import Guard, GuardState, choose
 from lmlib.losses import NextToken, Objective
 from lmlib.models.weights import fold
-from lmlib.optim import Optimizer
+from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.axes import M, map_weights
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import creator, partition, shardings, spec, stored

@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
     In a notebook JAX has started no devices by then: plugins without hardware are left out.
     """
     if name in _HOMES:
-        from lmlib.accelerators import use_cpu_if_alone
+        from lmlib.hardware.detection import use_cpu_if_alone
 
         use_cpu_if_alone()
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -26,11 +26,11 @@ from lmlib.checkpoint import (
 )
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
-from lmlib.local_folder import local_folder
-from lmlib.quantities import bytes_text, duration_text
-from lmlib.table import columns
+from lmlib.storage.local_folder import local_folder
+from lmlib.terminal.quantities import bytes_text, duration_text
+from lmlib.terminal.table import columns
 from runner.command_line.command import run
-from runner.command_line.errors import ConfigError, did_you_mean, user_errors
+from runner.errors import ConfigError, did_you_mean, user_errors
 from runner.processes.endings import FINISHED
 from runner.processes.lock import WorkdirLock
 

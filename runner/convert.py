@@ -44,29 +44,29 @@ from jax.sharding import Mesh
 from lmlib import hf
 from lmlib.adapters import lora, merged, without_adapters
 from lmlib.checkpoint import Checkpoints
-from lmlib.data.chat import put_chat_template
+from lmlib.data.chats.chat import put_chat_template
 from lmlib.hf.families import FAMILIES, described, family_of
 from lmlib.hf.folder import read_copied
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.hf.peft import adapters_in, holds_adapters, written_whole
-from lmlib.local_folder import local_folder
-from lmlib.models.adapted import has_adapters
+from lmlib.models.matrices.adapted import has_adapters
+from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
-from lmlib.quantities import count_text, duration_text
 from lmlib.recipe import parted
-from lmlib.trainable import adapters
-from lmlib.whole_file import make_folder
+from lmlib.storage.local_folder import local_folder
+from lmlib.storage.whole_file import make_folder
+from lmlib.terminal.quantities import count_text, duration_text
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
-from runner.command_line.errors import ConfigError, user_errors
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.new_folder import made_whole
 from runner.config import configs
+from runner.errors import ConfigError, user_errors
 from runner.inference.saved_run import ORIGIN, SavedRun, use_run
 from runner.processes.endings import FINISHED
-from runner.training.references import HuggingFace, Saved, base_of, located, tokenizer_of
-from runner.training.weights import WEIGHTS_ALONE, frozen_note, of_folder, recipe_of
 from runner.watch.transfer import told
+from runner.weights.reading import WEIGHTS_ALONE, frozen_note, of_folder, recipe_of
+from runner.weights.references import HuggingFace, Saved, base_of, located, tokenizer_of
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 

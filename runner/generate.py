@@ -29,14 +29,14 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from lmlib.data.chat import answer_ends
+from lmlib.data.chats.chat import answer_ends
 from lmlib.generate import Generator, Sampling, usual_dtype
-from lmlib.local_folder import local_folder
-from lmlib.stored_json import LARGEST
+from lmlib.storage.local_folder import local_folder
+from lmlib.storage.stored_json import LARGEST
 from runner.command_line.command import run
 from runner.command_line.config_flags import MOST, TRUST_MODULE
-from runner.command_line.errors import ConfigError, chosen_sizes, user_errors
 from runner.command_line.init_from import INIT_FROM
+from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.inference.answer import Manner
 from runner.inference.answer_file import AnswerFile
 from runner.inference.loaded import Loaded

@@ -26,20 +26,20 @@ from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from lmlib.experiment import Experiment
-from lmlib.hardware import ACCELERATORS
+from lmlib.hardware.specifications import ACCELERATORS
+from lmlib.optim.trainable import flops_per_token
 from lmlib.plan import targets
 from lmlib.plan.advice import advise
 from lmlib.plan.cost import Cost
 from lmlib.plan.planner import plan, section, stderr_kept, versions
 from lmlib.plan.search import search
 from lmlib.plan.targets import Target
-from lmlib.trainable import flops_per_token
 from runner.absent_hardware import kept_plans
 from runner.absent_hardware.stand_ins import built, without_data
 from runner.command_line.command import first_lines, listed, run
 from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
-from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
+from runner.errors import ConfigError, user_errors
 from runner.jax_settings.devices import check_one_cuda_plugin
 from runner.jax_settings.xla_flags import overlap_communication
 from runner.processes.endings import FINISHED

@@ -25,22 +25,22 @@ from lmlib.checkpoint.folders import steps_in
 from lmlib.data.batch import Batch, place
 from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
-from lmlib.layer_statistics import first_offender, layer_statistics, table
+from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
 from lmlib.parallel.layout import partition
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
-from runner.command_line.errors import ConfigError, user_errors
 from runner.command_line.init_from import INIT_FROM
 from runner.config import configs
+from runner.errors import ConfigError, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
 from runner.training.captures import Capture, read_batch, read_capture
-from runner.training.companion import companion_of
-from runner.training.weights import WEIGHTS_ALONE, frozen_weights, weights_of
 from runner.watch.progress import Progress
+from runner.weights.companion import companion_of
+from runner.weights.reading import WEIGHTS_ALONE, frozen_weights, weights_of
 
 DIFFERS = 1  # exit status: the numbers are not those of the run
 COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updates")

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
-from lmlib.data.stored_teacher import USUAL_K
-from lmlib.quantities import bytes_text
+from lmlib.data.stored.teacher import USUAL_K
+from lmlib.terminal.quantities import bytes_text
 from runner.command_line.command import run
 from runner.command_line.config_flags import (
     MOST,
@@ -30,8 +30,8 @@ from runner.command_line.config_flags import (
     chosen_config,
     fiddlers_listed,
 )
-from runner.command_line.errors import ConfigError, chosen_sizes, user_errors
 from runner.command_line.init_from import INIT_FROM
+from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.inference.loading import load
 from runner.inference.teaching import sequences_of, teach
 from runner.jax_settings.compilation_cache import keep_compiled_programs

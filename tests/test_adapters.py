@@ -14,16 +14,16 @@ from lmlib.adapters import lora, merged, with_adapters, without_adapters
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses import batch_loss
-from lmlib.models.adapted import map_adapted
 from lmlib.models.families.llama import llama
 from lmlib.models.linear import Linear
+from lmlib.models.matrices.adapted import map_adapted
 from lmlib.models.product import product
 from lmlib.models.protocol import whole_rows
+from lmlib.optim.trainable import adapters, grouped
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError
 from lmlib.recipe import parted
 from lmlib.train import abstract_batch, abstract_model
-from lmlib.trainable import adapters, grouped
 
 V, E, S = 64, 32, 16
 BASE = functools.partial(llama, vocab=V, embed=E, layers=1, heads=4, kv_heads=2, mlp=64)

@@ -6,8 +6,8 @@ from beartype.roar import BeartypeCallHintParamViolation
 from jaxtyping import TypeCheckError
 
 from lmlib.data.batch import Batch
-from lmlib.models.rope import document_lengths
-from lmlib.quantities import bytes_text
+from lmlib.models.parts.rope import document_lengths
+from lmlib.terminal.quantities import bytes_text
 
 TOKENS_BS = np.zeros((2, 3), np.int32)
 

@@ -121,7 +121,7 @@ def test_the_tutorials_model_is_the_one_that_is_tested():
 def test_the_family_that_is_added_is_the_one_that_is_there():
     page = (ROOT / "docs/huggingface.md").read_text(encoding="utf-8")
     section = page.partition("## Add a family")[2].partition("\n## ")[0]
-    files = ("models/families/starcoder.py", "hf/starcoder.py", "hf/families.py")
+    files = ("models/families/starcoder.py", "hf/families/starcoder.py", "hf/families/__init__.py")
     there = [(ROOT / "lmlib" / file).read_text(encoding="utf-8") for file in files]
     there.append((ROOT / "tests/shared/hugging_face_families.py").read_text(encoding="utf-8"))
     shown = re.findall(r"```python\n(.*?)```", section, re.S)

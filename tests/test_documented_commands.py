@@ -183,7 +183,7 @@ def test_what_is_listed_as_not_run_is_there():
 def test_readmes_excerpt_is_of_the_code():
     (block,) = [b for b in python_of("README.md") if begins_with(b.text, EXCERPTS["README.md"])]
     assert set(block.text.splitlines()) <= set(
-        (ROOT / "lmlib/models/mlp.py").read_text(encoding="utf-8").splitlines()
+        (ROOT / "lmlib/models/parts/mlp.py").read_text(encoding="utf-8").splitlines()
     )
 
 

@@ -20,10 +20,10 @@ from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.generate import GREEDY, generate
-from lmlib.layer_statistics import layer_statistics
+from lmlib.inspect.layer_statistics import layer_statistics
 from lmlib.losses import NextToken, batch_loss
-from lmlib.models.dropout import dropout
 from lmlib.models.families.llama import llama
+from lmlib.models.parts.dropout import dropout
 from lmlib.models.protocol import Context, whole_rows
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.models.weights import fold

@@ -14,7 +14,7 @@ from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.guard import Guard, not_finite
 from lmlib.models.families.llama import llama
-from lmlib.optim import Optimizer, adamw
+from lmlib.optim.optimizer import Optimizer, adamw
 from lmlib.parallel.mesh import make_mesh
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from lmlib.metrics import MetricsLog, mfu, read_metrics
+from lmlib.metrics.log import MetricsLog, mfu, read_metrics
 
 
 def strict_lines(workdir: Path) -> list[dict]:

@@ -20,7 +20,7 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
-from lmlib.optim import Optimizer
+from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
 

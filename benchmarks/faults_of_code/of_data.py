@@ -33,7 +33,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a damaged chunk of tokens is trained on",
-        "lmlib/data/token_arrays.py",
+        "lmlib/data/stored/token_arrays.py",
         "wrong = np.flatnonzero(found != self._chunk_digests[chunk : chunk + len(found)])",
         "wrong = np.flatnonzero(found != found)",
         "tests/data/test_swapped_data.py",
@@ -54,7 +54,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the first token of each document is counted as a target",
-        "lmlib/data/shard_writer.py",
+        "lmlib/data/stored/shard_writer.py",
         "is_target[firsts] = False",
         "is_target[firsts] = True",
         "tests/data/test_shard_writer.py",

@@ -19,7 +19,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Phi-3's value follows its key in the wrong order",
-        "lmlib/hf/phi.py",
+        "lmlib/hf/families/phi.py",
         '"attention.key": ("kv_heads head_dim", "embed"),\n'
         '            "attention.value": ("kv_heads head_dim", "embed"),',
         '"attention.value": ("kv_heads head_dim", "embed"),\n'
@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an all-reduce sends as little as a reduce-scatter",
-        "lmlib/plan/communication_time.py",
+        "lmlib/plan/communication/time.py",
         'return travelling + (2 if kind == "all-reduce" else 1) * self.latency',
         "return travelling + 0 * self.latency",
         "tests/plan/test_estimate.py",
@@ -106,9 +106,9 @@ MUTATIONS = (
     ),
     Mutation(
         "an H100's peak with sparsity",
-        "lmlib/hardware.py",
+        "lmlib/hardware/specifications.py",
         'device_kinds=("NVIDIA H100 80GB HBM3",),\n        flops={"bfloat16": 989e12',
         'device_kinds=("NVIDIA H100 80GB HBM3",),\n        flops={"bfloat16": 1_979e12',
-        "tests/test_hardware.py",
+        "tests/hardware/test_specifications.py",
     ),
 )

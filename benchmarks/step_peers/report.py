@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import jax
 
-from lmlib.metrics import mfu
-from lmlib.table import columns
+from lmlib.metrics.log import mfu
+from lmlib.terminal.table import columns
 from step_peers.contender import Work
 from step_peers.matmul import Matmul
 from step_peers.measure import Measurement, Rate, rate

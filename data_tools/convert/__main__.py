@@ -17,7 +17,7 @@ from data_tools import command_line
 from data_tools.command_line import ProgressLines
 from data_tools.convert import ConvertedSplit, to_lmlib, to_seqax
 from data_tools.tokenizer import load_tokenizer
-from lmlib.local_folder import local_folder
+from lmlib.storage.local_folder import local_folder
 
 _TO = flags.DEFINE_enum("to", None, ["lmlib", "seqax"], "The format to write.", required=True)
 _TOKENIZER = flags.DEFINE_string(

@@ -8,12 +8,18 @@ import numpy as np
 
 from data_tools.command_line import Progress, no_progress
 from data_tools.inspect.description import BLOCK_LENGTH, blocks
-from lmlib.data.damage import DamagedDataError
-from lmlib.data.data_path import data_path
-from lmlib.data.metadata import FILE_NAME, TOKENIZER_FILE, TokenizerIdentity, read_shard, shard_name
-from lmlib.data.seqax import SeqaxSplit, is_seqax_split
-from lmlib.data.shard_writer import ShardWriter
-from lmlib.data.token_arrays import FILE_LENGTH
+from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.metadata import (
+    FILE_NAME,
+    TOKENIZER_FILE,
+    TokenizerIdentity,
+    read_shard,
+    shard_name,
+)
+from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
+from lmlib.data.stored.shard_writer import ShardWriter
+from lmlib.data.stored.token_arrays import FILE_LENGTH
 
 
 @dataclass(frozen=True)

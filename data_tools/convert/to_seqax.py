@@ -11,10 +11,10 @@ import tensorstore as ts
 from data_tools.command_line import Progress, no_progress
 from data_tools.convert.to_lmlib import ConvertedSplit
 from data_tools.inspect.description import blocks, split_folders
-from lmlib.data.data_path import data_path, file_store
-from lmlib.data.seqax import ATTRIBUTES, STARTS, TOKENS, is_seqax_split
-from lmlib.data.stored_split import StoredSplit
-from lmlib.data.token_arrays import append
+from lmlib.data.stored.data_path import data_path, file_store
+from lmlib.data.stored.seqax import ATTRIBUTES, STARTS, TOKENS, is_seqax_split
+from lmlib.data.stored.split import StoredSplit
+from lmlib.data.stored.token_arrays import append
 
 TOKENS_CHUNK_LENGTH = 4 * 1024 * 1024  # as in seqax's own data sets
 STARTS_CHUNK_LENGTH = 64 * 1024

@@ -21,7 +21,7 @@ from data_tools.hf_stream.texts import BadRecords, OnBadRow, TextColumn
 from data_tools.hf_stream.tokens import DOCUMENTS_AT_A_TIME, Position, TokenStream
 from data_tools.tokenizer import load_tokenizer
 from lmlib.data.batch import Batch
-from lmlib.data.metadata import TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.text import TextCodec, codec_of_bytes, codec_of_json
 
 LAST_READ_SECONDS = 2.0  # that a read under way may still take when a source is closed for good

@@ -38,9 +38,9 @@ from data_tools.inspect.description import Decode
 from data_tools.inspect.report import description_text, lengths_text, row_text, sample_text
 from data_tools.inspect.saved_run import FILE_NAME
 from lmlib.data import FlatTokens, Source, TokenizerIdentity
-from lmlib.data.data_path import data_path
-from lmlib.data.seqax import is_seqax_split
-from lmlib.terminal_text import TerminalText
+from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.seqax import is_seqax_split
+from lmlib.terminal.text import TerminalText
 
 _SPLIT = flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
 _SAMPLES = flags.DEFINE_integer("samples", 3, "How many stretches of text to show.", lower_bound=0)

@@ -13,8 +13,8 @@ import numpy as np
 
 from data_tools.command_line import Progress, no_progress
 from data_tools.tokenizer import load_tokenizer
-from lmlib.data.journal import read_journal
-from lmlib.data.metadata import (
+from lmlib.data.stored.journal import read_journal
+from lmlib.data.stored.metadata import (
     FILE_NAME,
     JOURNAL_FILE,
     TOKENIZER_FILE,
@@ -27,9 +27,9 @@ from lmlib.data.metadata import (
     shard_name,
     shard_number,
 )
-from lmlib.data.seqax import SeqaxSplit, is_seqax_split
-from lmlib.data.stored_split import StoredSplit
-from lmlib.data.token_arrays import StoredArray, reading_context
+from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
+from lmlib.data.stored.split import StoredSplit
+from lmlib.data.stored.token_arrays import StoredArray, reading_context
 
 BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
 

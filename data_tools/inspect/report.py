@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from data_tools.inspect.batch_rows import Piece, Row
 from data_tools.inspect.description import Decode, DocumentLengths, Sample, SplitDescription
-from lmlib.terminal_text import shown
+from lmlib.terminal.text import shown
 
 _WIDTH = 100
 _BAR = 40  # characters of the longest bar

@@ -11,9 +11,9 @@ from typing import Any
 
 from data_tools.hf_stream import HFStream
 from lmlib.data import FlatTokens, Resumable, Source
-from lmlib.data.data_path import data_path
+from lmlib.data.stored.data_path import data_path
 from lmlib.data.trusted_names import DATA_NAMES, UntrustedNameError, named_value
-from lmlib.stored_json import read_json
+from lmlib.storage.stored_json import read_json
 
 FILE_NAME = "data.json"
 

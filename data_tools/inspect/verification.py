@@ -12,10 +12,10 @@ import numpy as np
 
 from data_tools.command_line import Progress, no_progress
 from data_tools.inspect.description import BLOCK_LENGTH
-from lmlib.data.array_layout import check_claim, file_sizes, seqax_layout
-from lmlib.data.damage import DamagedDataError
-from lmlib.data.data_path import data_path
-from lmlib.data.metadata import (
+from lmlib.data.stored.array_layout import check_claim, file_sizes, seqax_layout
+from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.metadata import (
     LARGEST_TOKENIZER,
     LOSS_MASK,
     TOKENIZER_FILE,
@@ -28,9 +28,9 @@ from lmlib.data.metadata import (
     shard_name,
     shard_number,
 )
-from lmlib.data.seqax import STARTS, TOKENS, SeqaxSplit, is_seqax_split
-from lmlib.data.token_arrays import StoredArray, reading_context
-from lmlib.stored_json import read_json
+from lmlib.data.stored.seqax import STARTS, TOKENS, SeqaxSplit, is_seqax_split
+from lmlib.data.stored.token_arrays import StoredArray, reading_context
+from lmlib.storage.stored_json import read_json
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from data_tools.pretokenize.report import SkippedRows, summary
 from data_tools.pretokenize.writing import OnBadRow
 from data_tools.source_flags import ON_BAD_ROW
 from data_tools.split_flags import OUT, TOKENIZER
-from lmlib.local_folder import local_folder
+from lmlib.storage.local_folder import local_folder
 
 for module in (source_flags, split_flags):
     flags.adopt_module_key_flags(module)  # --help lists them

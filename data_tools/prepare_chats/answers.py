@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from data_tools.prepare_chats.conversations import ASSISTANT, Conversation
-from lmlib.data.chat import Chat, Rendered
+from lmlib.data.chats.chat import Chat, Rendered
 
 
 def chat_of(conversation: Conversation) -> Chat:

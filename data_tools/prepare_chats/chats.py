@@ -14,7 +14,7 @@ from data_tools.prepare_chats.conversations import ConversationField, read_conve
 from data_tools.prepare_chats.documents import Document, Documents, Plain, Templated
 from data_tools.prepare_chats.lengths import TooLong, shortened
 from data_tools.rows.block import Block, Row
-from lmlib.data.chat import ChatTemplate
+from lmlib.data.chats.chat import ChatTemplate
 
 _LEFT_OUT = ("dropped_documents", "dropped_tokens", "cut_documents", "cut_tokens")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_tools.rows.block import Field, Row
-from lmlib.data.chat import Message, check_messages
+from lmlib.data.chats.chat import Message, check_messages
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 

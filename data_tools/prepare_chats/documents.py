@@ -12,7 +12,7 @@ from data_tools.encoders import Encoder
 from data_tools.prepare_chats.answers import answers_of, chat_of, texts_of
 from data_tools.prepare_chats.conversations import ASSISTANT, USER, Conversation
 from data_tools.prepare_chats.tokens import MarkedEncoder
-from lmlib.data.chat import Chat, ChatTemplate, Rendered
+from lmlib.data.chats.chat import Chat, ChatTemplate, Rendered
 
 Text = TypeVar("Text")
 

@@ -15,8 +15,8 @@ from data_tools.pretokenize.writing import FILE_LENGTH, OnBadRow, write_shard
 from data_tools.rows import Block, Row, RowSource
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import SplitMetadata, read_split
-from lmlib.data.chat import ChatTemplate, write_chat_template
-from lmlib.data.data_path import data_path
+from lmlib.data.chats.chat import ChatTemplate, write_chat_template
+from lmlib.data.stored.data_path import data_path
 
 NOW = datetime(2024, 7, 26)  # what Llama 3.1's template takes for today if it is not told
 

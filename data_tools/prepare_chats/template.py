@@ -3,7 +3,13 @@
 import os
 from pathlib import Path
 
-from lmlib.data.chat import CONFIG_FILE, DEFAULT, TEMPLATE_FILE, ChatTemplate, read_chat_template
+from lmlib.data.chats.chat import (
+    CONFIG_FILE,
+    DEFAULT,
+    TEMPLATE_FILE,
+    ChatTemplate,
+    read_chat_template,
+)
 
 _OURS = Path(__file__).parent / "templates"  # of well-known models, with what is said marked
 

@@ -28,7 +28,7 @@ from data_tools.source_flags import ON_BAD_ROW
 from data_tools.split_flags import OUT
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import ShardMetadata, SplitMetadata
-from lmlib.local_folder import local_folder
+from lmlib.storage.local_folder import local_folder
 
 for module in (text_flags, split_flags):
     flags.adopt_module_key_flags(module)  # --help lists them

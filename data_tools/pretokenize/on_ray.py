@@ -12,7 +12,7 @@ from data_tools.pretokenize.split import finished_split
 from data_tools.rows import RowSource
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import SplitMetadata, shard_progress
-from lmlib.data.data_path import data_path
+from lmlib.data.stored.data_path import data_path
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 

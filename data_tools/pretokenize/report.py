@@ -6,8 +6,8 @@ from pathlib import Path
 from data_tools.held_out import VALIDATION
 from data_tools.rows import Block, Row
 from lmlib.data import ShardMetadata, SplitMetadata, read_split
-from lmlib.data.data_path import data_path
-from lmlib.python_command import python_command
+from lmlib.data.stored.data_path import data_path
+from lmlib.terminal.python_command import python_command
 
 _SHOWN = 10
 

@@ -11,7 +11,7 @@ from data_tools.pretokenize.writing import EmptySourceError, check_not_empty
 from data_tools.rows import RowSource, Texts
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import SplitMetadata, read_split
-from lmlib.data.data_path import data_path
+from lmlib.data.stored.data_path import data_path
 
 
 def pretokenize(

@@ -10,8 +10,8 @@ from data_tools.pretokenize.progress import Progress
 from data_tools.rows import Block, Row, RowSource, bad_row
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import ShardMetadata, ShardWriter, SplitMetadata, finished_shard
-from lmlib.data.journal import Totals
-from lmlib.data.metadata import Content
+from lmlib.data.stored.journal import Totals
+from lmlib.data.stored.metadata import Content
 
 OnBadRow = Literal["fail", "skip"]
 FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; what is lost at most when a run is killed

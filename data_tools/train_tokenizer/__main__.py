@@ -23,7 +23,7 @@ from data_tools.rows import RowSource, bad_row
 from data_tools.train_tokenizer import SPECIAL_TOKENS, Style, train_byte_level_bpe
 from data_tools.train_tokenizer.byte_level_bpe import STYLES
 from lmlib.data.text import write_tokenizer
-from lmlib.python_command import python_command
+from lmlib.terminal.python_command import python_command
 
 flags.adopt_module_key_flags(text_flags)  # --help lists them
 

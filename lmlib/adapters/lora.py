@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, PRNGKeyArray
 
-from lmlib.models.adapted import adapted, can_be_adapted, has_adapters, map_adapted
+from lmlib.models.matrices.adapted import adapted, can_be_adapted, has_adapters, map_adapted
 from lmlib.models.weights import fold
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.mesh import on_mesh_of
@@ -46,8 +46,8 @@ def with_adapters(
     *,
     key: PRNGKeyArray,
 ) -> M:
-    """`model` with a new `lmlib.models.adapted.Adapted` in place of each matrix that is selected.
-    It computes what `model` does: the adapters start at zero.
+    """`model` with a new `lmlib.models.matrices.adapted.Adapted` in place of each matrix that is
+    selected. It computes what `model` does: the adapters start at zero.
 
     Args:
       rank: of the adapters. A mesh's `tensor` must divide it.

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, SavedArray
 from lmlib.checkpoint.orbax_internals import LAYOUTS, STATE_FILES
-from lmlib.stored_json import parse_json
+from lmlib.storage.stored_json import parse_json
 
 STATE = "state"
 ZARRAY = ".zarray"  # the description of an array, beside its chunks

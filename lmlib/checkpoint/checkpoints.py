@@ -35,8 +35,8 @@ from lmlib.checkpoint.processes import agreed, barrier, random_text
 from lmlib.checkpoint.reading import read_arrays
 from lmlib.checkpoint.restored import Restored
 from lmlib.checkpoint.retention import Retention
-from lmlib.local_folder import local_folder
-from lmlib.whole_file import make_folder
+from lmlib.storage.local_folder import local_folder
+from lmlib.storage.whole_file import make_folder
 
 
 class Checkpoints:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lmlib.checkpoint.orbax_internals import tensorstore_error_number
-from lmlib.storage_failures import storage_failure
+from lmlib.storage.failures import storage_failure
 
 
 @contextlib.contextmanager

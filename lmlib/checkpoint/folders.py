@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from lmlib.checkpoint.orbax_internals import UNFINISHED
-from lmlib.whole_file import sync
+from lmlib.storage.whole_file import sync
 
 _SET_ASIDE = ".damaged"
 

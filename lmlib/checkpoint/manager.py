@@ -17,7 +17,7 @@ from lmlib.checkpoint.manifest import MANIFEST
 from lmlib.checkpoint.orbax_internals import STEP_FILES, ManagerOfOneFolder
 from lmlib.checkpoint.processes import orbax_barrier
 from lmlib.checkpoint.writing import ArraysHandler
-from lmlib.whole_file import sync
+from lmlib.storage.whole_file import sync
 
 _FOR_EVER = 3_000_000_000  # seconds
 

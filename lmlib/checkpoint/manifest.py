@@ -21,8 +21,8 @@ import numpy as np
 import xxhash
 
 from lmlib.checkpoint.orbax_internals import STEP_FILES
-from lmlib.stored_json import parse_json
-from lmlib.whole_file import sync, sync_folders, write_whole
+from lmlib.storage.stored_json import parse_json
+from lmlib.storage.whole_file import sync, sync_folders, write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -7,7 +7,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, digest_of
-from lmlib.stored_json import parse_json
+from lmlib.storage.stored_json import parse_json
 
 NOTES = "notes"
 _FILE = "notes.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lmlib.checkpoint.folders import unfinished_in
 from lmlib.checkpoint.orbax_internals import UNFINISHED
-from lmlib.whole_file import sync
+from lmlib.storage.whole_file import sync
 
 REMOVED = f"{UNFINISHED}-removed"  # ending of the folder of a step that is being deleted
 

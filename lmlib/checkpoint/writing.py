@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 from lmlib.checkpoint.arrays import STATE, ZARRAY
 from lmlib.checkpoint.manifest import SavedFile, digests_of
-from lmlib.whole_file import write_whole
+from lmlib.storage.whole_file import write_whole
 
 _SENT = "digests_of_process_{}.json"  # from a process to process 0, until the manifest is written
 

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmlib.data.batch import Batch, Source, place
-    from lmlib.data.damage import DamagedDataError
     from lmlib.data.flat_tokens import FlatTokens
-    from lmlib.data.metadata import (
+    from lmlib.data.mixture import Mixture, Stage
+    from lmlib.data.permutation import permute
+    from lmlib.data.prefetch import Prefetch
+    from lmlib.data.resumable import Resumable
+    from lmlib.data.stored.damage import DamagedDataError
+    from lmlib.data.stored.metadata import (
         ShardMetadata,
         SplitMetadata,
         TokenizerIdentity,
         read_shard,
         read_split,
     )
-    from lmlib.data.mixture import Mixture, Stage
-    from lmlib.data.permutation import permute
-    from lmlib.data.prefetch import Prefetch
-    from lmlib.data.resumable import Resumable
-    from lmlib.data.shard_writer import ShardWriter, finished_shard, shard_progress
+    from lmlib.data.stored.shard_writer import ShardWriter, finished_shard, shard_progress
     from lmlib.data.synthetic import Synthetic
     from lmlib.data.text import HasText, TextCodec
 
@@ -52,26 +52,26 @@ __all__ = [
 
 _HOMES = {
     "Batch": "lmlib.data.batch",
-    "DamagedDataError": "lmlib.data.damage",
+    "DamagedDataError": "lmlib.data.stored.damage",
     "FlatTokens": "lmlib.data.flat_tokens",
     "HasText": "lmlib.data.text",
     "Mixture": "lmlib.data.mixture",
     "Prefetch": "lmlib.data.prefetch",
     "Resumable": "lmlib.data.resumable",
-    "ShardMetadata": "lmlib.data.metadata",
-    "ShardWriter": "lmlib.data.shard_writer",
+    "ShardMetadata": "lmlib.data.stored.metadata",
+    "ShardWriter": "lmlib.data.stored.shard_writer",
     "Source": "lmlib.data.batch",
-    "SplitMetadata": "lmlib.data.metadata",
+    "SplitMetadata": "lmlib.data.stored.metadata",
     "Stage": "lmlib.data.mixture",
     "Synthetic": "lmlib.data.synthetic",
     "TextCodec": "lmlib.data.text",
-    "TokenizerIdentity": "lmlib.data.metadata",
-    "finished_shard": "lmlib.data.shard_writer",
+    "TokenizerIdentity": "lmlib.data.stored.metadata",
+    "finished_shard": "lmlib.data.stored.shard_writer",
     "permute": "lmlib.data.permutation",
     "place": "lmlib.data.batch",
-    "read_shard": "lmlib.data.metadata",
-    "read_split": "lmlib.data.metadata",
-    "shard_progress": "lmlib.data.shard_writer",
+    "read_shard": "lmlib.data.stored.metadata",
+    "read_split": "lmlib.data.stored.metadata",
+    "shard_progress": "lmlib.data.stored.shard_writer",
 }
 
 

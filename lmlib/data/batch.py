@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float16, Int32
 
-from lmlib.data.metadata import TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
 
 TOKEN_BYTES = 17  # of a token in a `Batch` without a teacher: four integers and a bool
 _WHOLE = (slice(None), slice(None))  # JAX may write None for it

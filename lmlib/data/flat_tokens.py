@@ -12,22 +12,22 @@ from pathlib import Path
 import numpy as np
 
 from lmlib.data.batch import Batch
-from lmlib.data.chat import ChatTemplate, read_chat_template
-from lmlib.data.damage import DamagedDataError
-from lmlib.data.data_path import data_path
-from lmlib.data.metadata import (
+from lmlib.data.chats.chat import ChatTemplate, read_chat_template
+from lmlib.data.packing import packed_batch
+from lmlib.data.permutation import permute
+from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.metadata import (
     LARGEST_TOKENIZER,
     TOKENIZER_FILE,
     Content,
     SplitMetadata,
     TokenizerIdentity,
 )
-from lmlib.data.packing import packed_batch
-from lmlib.data.permutation import permute
-from lmlib.data.seqax import SeqaxSplit, is_seqax_split
-from lmlib.data.split_folder import find_split
-from lmlib.data.stored_split import StoredSplit
-from lmlib.data.stored_teacher import Sequences, StoredTeacher, TeacherMetadata
+from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
+from lmlib.data.stored.split import StoredSplit
+from lmlib.data.stored.split_folder import find_split
+from lmlib.data.stored.teacher import Sequences, StoredTeacher, TeacherMetadata
 from lmlib.data.text import BYTE_TOKENIZER, TextCodec, codec_of_bytes, codec_of_file
 from lmlib.data.whole_documents import WholeDocuments, arranged
 

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from lmlib.data.batch import Batch, Source, teacher_k
-from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.data.resumable import Resumable
+from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.data.text import HasText, TextCodec
 
 PERIOD = 1024  # sequences after which a stage's pattern repeats

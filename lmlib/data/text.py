@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from lmlib.data.metadata import LARGEST_TOKENIZER, TokenizerIdentity
+from lmlib.data.stored.metadata import LARGEST_TOKENIZER, TokenizerIdentity
 from lmlib.data.tokenizer_limits import check_parts, check_tokens
-from lmlib.stored_json import parse_json, read_text
-from lmlib.whole_file import write_whole
+from lmlib.storage.stored_json import parse_json, read_text
+from lmlib.storage.whole_file import write_whole
 
 if TYPE_CHECKING:  # heavy
     from tokenizers import Tokenizer

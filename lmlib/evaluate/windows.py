@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmlib.data.batch import TOKEN_BYTES, Batch
-from lmlib.free_memory import check_fits_host
+from lmlib.hardware.free_memory import check_fits_host
 
 
 class Window(NamedTuple):

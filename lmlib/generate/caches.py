@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lmlib.compute import Compute
-from lmlib.free_memory import check_fits
 from lmlib.generate.whole_sequences import TokensSoFar
+from lmlib.hardware.free_memory import check_fits
 from lmlib.models.protocol import Cached, Model
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.local import platform

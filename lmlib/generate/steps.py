@@ -15,7 +15,7 @@ from lmlib.generate import caches
 from lmlib.generate.sampling import Numbers, Rules, choose
 from lmlib.generate.weights import Weights
 from lmlib.generate.whole_sequences import TokensSoFar, recomputed
-from lmlib.models.head import logits_of
+from lmlib.models.parts.head import logits_of
 from lmlib.models.protocol import Context, Model
 from lmlib.parallel.layout import partition, reshard
 from lmlib.parallel.local import on_each_device

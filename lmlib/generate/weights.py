@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from lmlib.models.int8 import in_int8
+from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.protocol import Model
 from lmlib.models.stack import unstacked
 from lmlib.parallel.axes import Weight, map_weights
@@ -32,7 +32,7 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) 
     Args:
       whole: whether each device keeps all that it multiplies; otherwise weights stay split over
         `fsdp`, and are gathered for every token.
-      int8: whether matrices rest in 8 bits; see `lmlib.models.int8`.
+      int8: whether matrices rest in 8 bits; see `lmlib.models.matrices.int8`.
     """
 
     def placed(weight: Weight, array: jax.Array) -> jax.Array:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from lmlib.hf.folder import FolderError
 from lmlib.hf.settings import Settings
-from lmlib.models.rope import Rotary
-from lmlib.models.rope_scaling import (
+from lmlib.models.parts.rope import Rotary
+from lmlib.models.parts.rope_scaling import (
     Dynamic,
     Linear,
     Llama3,

@@ -27,8 +27,8 @@ from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced,
 from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
-from lmlib.stored_json import parse_json
-from lmlib.whole_file import UNFINISHED, write_whole
+from lmlib.storage.stored_json import parse_json
+from lmlib.storage.whole_file import UNFINISHED, write_whole
 
 NAMES_OF_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 

@@ -18,7 +18,7 @@ from lmlib.data.batch import Batch
 from lmlib.inspect.layers import attention_weights, residual_stream
 from lmlib.losses.features import features
 from lmlib.losses.token_losses import token_losses
-from lmlib.models.head import logits
+from lmlib.models.parts.head import logits
 from lmlib.models.protocol import Model
 from lmlib.parallel.layout import COMPUTE, pieces, reshard
 from lmlib.parallel.mesh import mesh_of

@@ -14,10 +14,10 @@ from jaxtyping import Array, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.logit_chunks import ChunkLogits, logits_alone
 from lmlib.losses.features import features
 from lmlib.losses.fused import LogitSettings, TokenLoss, TokenLosses, fused_loss
 from lmlib.losses.listed_divergence import ListedDivergence
+from lmlib.losses.logit_chunks import ChunkLogits, logits_alone
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import Companion, LossSums, Objective, check_fraction
 from lmlib.models.protocol import Model

@@ -1,7 +1,7 @@
 """A loss of the logits of each token, and its gradient, summed a chunk of tokens at a time.
 
-Logits (`lmlib.logit_chunks`) are made together with the gradient: they are never kept, never made
-twice, and never whole.
+Logits (`lmlib.losses.logit_chunks`) are made together with the gradient: they are never kept, never
+made twice, and never whole.
 
 Shapes: B batch, S sequence, E embed, V vocab, N tokens of a chunk, C chunks.
 """
@@ -15,8 +15,8 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from lmlib.logit_chunks import ChunkLogits, chunk_logits, chunks, gathered, inputs, visited
 from lmlib.losses.features import is_split
+from lmlib.losses.logit_chunks import ChunkLogits, chunk_logits, chunks, gathered, inputs, visited
 from lmlib.losses.objective import LossSums
 from lmlib.parallel.layout import STORED, along, partition
 from lmlib.parallel.local import on_each_device, psum, psum_scatter, psum_to_storage
@@ -53,7 +53,8 @@ class LogitSettings(NamedTuple):
     """How logits are made of features.
 
     cap: as `Model.logit_cap`.
-    chunk: tokens whose logits a device holds at a time; `None`: see `lmlib.logit_chunks.chunks`.
+    chunk: tokens whose logits a device holds at a time; `None`: see
+      `lmlib.losses.logit_chunks.chunks`.
     dtype: of the logits, or that of the features if it is wider; softmax is in float32 at least.
     """
 

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.logit_chunks import chunk_logits, chunks, gathered, inputs, visited
 from lmlib.losses.features import features, is_split
+from lmlib.losses.logit_chunks import chunk_logits, chunks, gathered, inputs, visited
 from lmlib.models.protocol import Model
 from lmlib.parallel.layout import along, partition
 from lmlib.parallel.local import all_gather, axis_index, on_each_device

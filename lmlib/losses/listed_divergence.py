@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from lmlib.logit_chunks import ChunkLogits
 from lmlib.losses.fused import TokenLosses
+from lmlib.losses.logit_chunks import ChunkLogits
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.parallel.layout import along
 from lmlib.parallel.local import axis_index, pmax, psum

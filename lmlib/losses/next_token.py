@@ -13,9 +13,9 @@ from jaxtyping import Array, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.logit_chunks import ChunkLogits
 from lmlib.losses.features import features
 from lmlib.losses.fused import LogitSettings, TokenLosses, fused_loss
+from lmlib.losses.logit_chunks import ChunkLogits
 from lmlib.losses.objective import LossSums, Objective, check_fraction
 from lmlib.models.protocol import Model, Observe
 

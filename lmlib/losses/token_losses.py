@@ -10,8 +10,15 @@ from jaxtyping import Array, Bool, Float
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.logit_chunks import chunk_logits, chunks, gathered, inputs, visited, vocabulary_ids
 from lmlib.losses.features import features, is_split
+from lmlib.losses.logit_chunks import (
+    chunk_logits,
+    chunks,
+    gathered,
+    inputs,
+    visited,
+    vocabulary_ids,
+)
 from lmlib.models.protocol import Model
 from lmlib.parallel.layout import along, partition
 from lmlib.parallel.local import on_each_device, pmax

@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-from lmlib.models.attention import Attention
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.mlp import MLP, GatedMLP
-from lmlib.models.norms import LayerNorm, RMSNorm
-from lmlib.models.rope import Rotary
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.mlp import MLP, GatedMLP
+from lmlib.models.parts.norms import LayerNorm, RMSNorm
+from lmlib.models.parts.rope import Rotary
 
 
 class Layer(NamedTuple):

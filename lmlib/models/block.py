@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lmlib.compute import Compute
-from lmlib.models.dropout import dropout
+from lmlib.models.parts.dropout import dropout
 from lmlib.models.protocol import Context
 from lmlib.models.weights import product_flops
 from lmlib.parallel.layout import share

@@ -14,11 +14,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.adapted import whole
-from lmlib.models.dropout import dropout
-from lmlib.models.embedding import embedded
-from lmlib.models.head import logits
-from lmlib.models.positions import Positions
+from lmlib.models.matrices.adapted import whole
+from lmlib.models.parts.dropout import dropout
+from lmlib.models.parts.embedding import embedded
+from lmlib.models.parts.head import logits
+from lmlib.models.parts.positions import Positions
 from lmlib.models.protocol import Context, Part, Trunk, whole_rows
 from lmlib.models.rematerialization import policy
 from lmlib.models.stack import (
@@ -112,9 +112,9 @@ class Decoder(eqx.Module):
     def __call__(
         self, tokens_BS: Int32[Array, "b s"], context: Context | None = None
     ) -> Float[Array, "b s vocab"]:
-        """Logits of the next token; see `lmlib.models.head.logits`. Without a context each row is
-        one document, and `Compute()` says how. The mesh that the weights lie on is set unless one
-        is; it must divide the rows."""
+        """Logits of the next token; see `lmlib.models.parts.head.logits`. Without a context each
+        row is one document, and `Compute()` says how. The mesh that the weights lie on is set
+        unless one is; it must divide the rows."""
         with on_mesh_of(self.embedding):
             context = context or whole_rows(tokens_BS, Compute())
             h_BSE = self.features(self.trunk(tokens_BS, context).x_BSE, context)

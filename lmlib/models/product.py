@@ -13,8 +13,8 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from lmlib.models.adapted import Adapted
-from lmlib.models.quantized import FORMATS, rounded_product
+from lmlib.models.matrices.adapted import Adapted
+from lmlib.models.matrices.quantized import FORMATS, rounded_product
 from lmlib.parallel.mesh_axes import PARTS, names_of
 
 
@@ -30,13 +30,13 @@ def product(
     No axis may be summed over in one operand alone. `out_sharding` says where the result lies if
     that is not clear from `x` and `w`. Backward both gradients are computed in the same dtype, from
     x and w, and lie as these do. `precision` rounds the operands of this product and of x's
-    gradient to "int8" or "float8", as `lmlib.models.quantized` says; `None` does not.
+    gradient to "int8" or "float8", as `lmlib.models.matrices.quantized` says; `None` does not.
 
     An `Adapted` weight multiplies as its base, and besides as the two matrices beside it. Its base
     gets no gradient.
 
     Every product of activations and a weight goes through here, but for that with the unembedding,
-    which `lmlib.losses` and `lmlib.models.head` make.
+    which `lmlib.losses` and `lmlib.models.parts.head` make.
     """
     if isinstance(w, Adapted):
         base = jax.lax.stop_gradient(w.base)

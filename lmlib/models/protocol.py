@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.rope import Rotary, Turns
+from lmlib.models.parts.rope import Rotary, Turns
 
 
 @dataclasses.dataclass(frozen=True)

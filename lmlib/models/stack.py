@@ -20,12 +20,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.adapted import drops, with_keys
 from lmlib.models.block import Block, CachedMixer
+from lmlib.models.matrices.adapted import drops, with_keys
+from lmlib.models.matrices.quantized import check_quantized
+from lmlib.models.parts.rope import Rotary, Turns
 from lmlib.models.protocol import Context, Layer, Part, Trunk
-from lmlib.models.quantized import check_quantized
 from lmlib.models.rematerialization import check_names, policy
-from lmlib.models.rope import Rotary, Turns
 from lmlib.models.weights import fold
 from lmlib.parallel.axes import M
 from lmlib.parallel.layout import gather

@@ -8,14 +8,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from lmlib.activations import saved_activations
 from lmlib.experiment import Experiment
-from lmlib.free_memory import bytes_per_device
+from lmlib.hardware.free_memory import bytes_per_device
+from lmlib.inspect.saved_activations import saved_activations
 from lmlib.plan.changes import Change, changes
 from lmlib.plan.planner import Report, compilable, plan
 from lmlib.plan.targets import Target
-from lmlib.quantities import bytes_text
-from lmlib.table import columns
+from lmlib.terminal.quantities import bytes_text
+from lmlib.terminal.table import columns
 
 _MOST = 4  # changes that are compiled
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from lmlib.hardware import Accelerator
+from lmlib.hardware.specifications import Accelerator
 from lmlib.plan.flops import Matmul
 from lmlib.plan.scopes import OTHER, PHASES, SCOPES
 from lmlib.plan.traffic import Traffic

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lmlib.hardware import ACCELERATORS
+from lmlib.hardware.specifications import ACCELERATORS
 
 _ACCELERATOR = ACCELERATORS["h100"]
 _MFU = 0.4

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import Mesh
 
-from lmlib.hardware import Accelerator
-from lmlib.plan.collectives import Collective
-from lmlib.plan.communication_time import (
+from lmlib.hardware.specifications import Accelerator
+from lmlib.plan.communication.collectives import Collective
+from lmlib.plan.communication.time import (
     LINK_EFFICIENCY,
     LINK_LATENCY,
     NETWORK_EFFICIENCY,
@@ -32,7 +32,7 @@ from lmlib.plan.compute_time import (
 )
 from lmlib.plan.flops import FlopsPerToken
 from lmlib.plan.traffic import Traffic
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 
 _SHOWN = 1e-3  # of the compute: scopes that take less stand in one line
 

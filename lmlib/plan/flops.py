@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lmlib.plan.scopes import OTHER, PHASES, SCOPES, phase, scope
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from lmlib.activations import SavedActivation, saved_activations
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
-from lmlib.free_memory import bytes_per_device
-from lmlib.hardware import Accelerator
+from lmlib.hardware.free_memory import bytes_per_device
+from lmlib.hardware.specifications import Accelerator
+from lmlib.inspect.saved_activations import SavedActivation, saved_activations
 from lmlib.plan.loading import reading
 from lmlib.plan.program import HOST_MEMORY, Program
-from lmlib.quantities import bytes_text
-from lmlib.table import columns
+from lmlib.terminal.quantities import bytes_text
+from lmlib.terminal.table import columns
 from lmlib.train import State
 
 # What the driver, NCCL and cuDNN leave of a GPU's memory, about.

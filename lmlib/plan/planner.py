@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from lmlib import train
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
-from lmlib.plan.collectives import Collectives, collectives
-from lmlib.plan.communication_warnings import CommunicationWarning, communication_warnings
+from lmlib.plan.communication.collectives import Collectives, collectives
+from lmlib.plan.communication.warnings import CommunicationWarning, communication_warnings
 from lmlib.plan.estimate import Estimate, estimate
 from lmlib.plan.flops import FlopsPerToken, count_flops
 from lmlib.plan.memory import Memory, OutOfMemory, memory, out_of_memory

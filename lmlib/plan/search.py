@@ -10,15 +10,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lmlib.activations import saved_activations
 from lmlib.experiment import Experiment
+from lmlib.inspect.saved_activations import saved_activations
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.plan.changes import keeping, microbatch_counts, microbatches_flag, saved_flag
 from lmlib.plan.flops import count_flops
 from lmlib.plan.planner import Report, compilable, plan, traced_step
 from lmlib.plan.targets import Target
-from lmlib.quantities import bytes_text
-from lmlib.table import columns
+from lmlib.terminal.quantities import bytes_text
+from lmlib.terminal.table import columns
 
 # How many larger numbers of microbatches are tried besides the smallest that fits: fewer sequences
 # at a time leave room to keep more.

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from lmlib.hardware import ACCELERATORS, Accelerator
+from lmlib.hardware.specifications import ACCELERATORS, Accelerator
 
 # Chips of the largest slice that can be had; docs.cloud.google.com/tpu/docs.
 _LARGEST_SLICE = {"v4": 4_096, "v5e": 256, "v5p": 6_144, "v6e": 256, "7x": 9_216}

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import re
 
-from lmlib.hardware import Accelerator
+from lmlib.hardware.specifications import Accelerator
 from lmlib.plan.compute_time import FLOAT32_RATE
 from lmlib.plan.program import Computation, Instruction, Program
 from lmlib.plan.traffic import bytes_moved, multiplies, origin, scheduled, sends

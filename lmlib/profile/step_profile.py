@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from lmlib.hardware import Accelerator
+from lmlib.hardware.specifications import Accelerator
 from lmlib.plan.compute_time import ScopeTime, compute_time
 from lmlib.plan.flops import Matmul
 from lmlib.plan.program import read_program
@@ -23,7 +23,7 @@ from lmlib.plan.scopes import OTHER, PHASES, SCOPES
 from lmlib.plan.traffic import traffic
 from lmlib.profile.kernels import Work, works
 from lmlib.profile.trace import Execution, TraceError
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 
 COLLECTIVES = "collectives"
 SHOWN = 20  # rows of kernels

@@ -7,12 +7,12 @@ from typing import Any
 import fiddle as fdl
 import jax
 
-from lmlib.data.data_path import data_path
-from lmlib.data.stored_teacher import USUAL_K, read_metadata
+from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.teacher import USUAL_K, read_metadata
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
-from runner.command_line.errors import ConfigError
 from runner.config.text import nodes, signature, text_of
+from runner.errors import ConfigError
 
 _SIZES = ("batch_size", "sequence_length")
 

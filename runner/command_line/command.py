@@ -13,9 +13,9 @@ from typing import NoReturn
 from absl import app, flags, logging
 
 import data_tools
-from lmlib.data.damage import DamagedDataError
-from lmlib.terminal_text import guard_terminals
-from runner.command_line.errors import (
+from lmlib.data.stored.damage import DamagedDataError
+from lmlib.terminal.text import guard_terminals
+from runner.errors import (
     ConfigError,
     StoppedEarly,
     TrainingStopped,

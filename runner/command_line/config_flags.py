@@ -9,8 +9,8 @@ import fiddle as fdl
 from absl import flags
 
 from runner.command_line.command import listed
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 
 MOST = 2**31 - 1  # of any size that a flag takes: positions and rows are counted in int32
 TRUST_MODULE = flags.DEFINE_multi_string(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from lmlib.terminal_text import text_stream
+from lmlib.terminal.text import text_stream
 
 PATIENCE_SECONDS = 5.0  # that a reader who takes nothing may hold the writer up
 _AT_ONCE = 4096  # bytes: a pipe that is ready takes so many without blocking (PIPE_BUF on Linux)

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmlib.whole_file import make_folder, sync
-from runner.command_line.errors import ConfigError
+from lmlib.storage.whole_file import make_folder, sync
 from runner.command_line.paths import check_can_be_made
+from runner.errors import ConfigError
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}  # on some mounts
 _NOT_FREE = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 
 ROOM = 512  # bytes for the longest path that a run makes in its folder
 

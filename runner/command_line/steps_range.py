@@ -1,6 +1,6 @@
 """Steps, as a flag gives them."""
 
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 
 
 def steps_range(text: str) -> range:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from lmlib.local_folder import local_folder
-from runner.command_line.errors import ConfigError, user_errors
+from lmlib.storage.local_folder import local_folder
 from runner.command_line.paths import check_can_be_made
+from runner.errors import ConfigError, user_errors
 
 # What shows that a run was begun there. Others of its files could be anybody's.
 _OF_A_RUN = {"config.txt", "checkpoints", "lock", "logs", "run.log"}

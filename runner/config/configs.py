@@ -28,12 +28,12 @@ from typing import Any
 import fiddle as fdl
 from fiddle.experimental import serialization
 
-from lmlib.whole_file import make_folder, write_whole
-from runner.command_line.errors import ConfigError, did_you_mean, in_words
+from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
 from runner.config.saved_data import data_text
 from runner.config.text import flattened, parameters, text_of, with_defaults
+from runner.errors import ConfigError, did_you_mean, in_words
 
 # Whose errors are written for users.
 _OURS = tuple(
@@ -180,7 +180,7 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
     Raises:
       ConfigError: if there is no such model, or it is adapters alone.
     """
-    from runner.training.references import HuggingFace, base_of, located  # which imports JAX
+    from runner.weights.references import HuggingFace, base_of, located  # which imports JAX
 
     found = located(reference)
     if isinstance(found, HuggingFace):

@@ -10,8 +10,8 @@ from typing import Any
 import fiddle as fdl
 from fiddle import daglish
 
-from runner.command_line.errors import ConfigError, did_you_mean
 from runner.config.text import arguments, parameters, signature, takes_any, text_of
+from runner.errors import ConfigError, did_you_mean
 
 # The types a Python literal can have: the ones an override can be checked against.
 _LITERAL_TYPES = (bool, int, float, str, tuple, list, dict, types.NoneType)

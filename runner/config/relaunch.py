@@ -9,7 +9,7 @@ from pathlib import Path
 import fiddle as fdl
 
 from lmlib.experiment import Experiment
-from lmlib.python_command import python_command
+from lmlib.terminal.python_command import python_command
 from runner.config.saved_config import modules_to_trust
 from runner.config.text import parameters
 

@@ -14,9 +14,9 @@ from fiddle import daglish
 from fiddle.experimental import serialization
 
 from lmlib.data.trusted_names import DATA_NAMES, UntrustedNameError, named_value
-from lmlib.stored_json import parse_json, read_text
-from runner.command_line.errors import ConfigError, did_you_mean
+from lmlib.storage.stored_json import parse_json, read_text
 from runner.config.text import nodes, parameters, text_of, with_defaults
+from runner.errors import ConfigError, did_you_mean
 
 # What Fiddle makes its JSON of; tests/runner/test_configs.py has it make some.
 FIDDLE_NAMES = {
@@ -42,7 +42,6 @@ TRUSTED = (
         "lmlib.models",
         "lmlib.optim",
         "lmlib.parallel.mesh",
-        "lmlib.trainable",
         "optax",
         "jax.nn",
         JAX_NN,

@@ -10,13 +10,13 @@ import fiddle as fdl
 import numpy as np
 
 from data_tools.rows import Files, TextField
-from lmlib.data.data_path import data_path
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import Content, read_split, shard_folders, tokenizers_differ
-from lmlib.data.seqax import is_seqax_split
+from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.metadata import Content, read_split, shard_folders, tokenizers_differ
+from lmlib.data.stored.seqax import is_seqax_split
 from lmlib.evaluate.documents import Document
-from runner.command_line.errors import ConfigError
 from runner.config.text import nodes
+from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
 
 

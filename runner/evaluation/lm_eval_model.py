@@ -19,7 +19,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from lmlib.data.chat import DEFAULT, ChatTemplate
+from lmlib.data.chats.chat import DEFAULT, ChatTemplate
 from runner.evaluation.answering import Answering
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

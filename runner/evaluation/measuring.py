@@ -10,8 +10,8 @@ from lmlib.compute import Compute
 from lmlib.evaluate.documents import DocumentsEvaluation, evaluate_documents
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.windows import Packing
-from lmlib.quantities import count_text, duration_text
-from runner.command_line.errors import ConfigError, chosen_sizes, user_errors
+from lmlib.terminal.quantities import count_text, duration_text
+from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.evaluation.data_sets import DataSet
 from runner.inference.loaded import Loaded
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmlib.evaluate.documents import DocumentsEvaluation
 from lmlib.evaluate.ratio import Estimate
-from lmlib.table import columns
+from lmlib.terminal.table import columns
 from runner.evaluation.measuring import Measured, Settings
 
 _MOST_COLUMNS = 6  # of the table by position

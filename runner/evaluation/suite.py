@@ -6,8 +6,8 @@ from typing import Any
 
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.suite.suite import Suite, SuiteEvaluator
-from lmlib.table import columns
-from runner.command_line.errors import chosen_sizes, user_errors
+from lmlib.terminal.table import columns
+from runner.errors import chosen_sizes, user_errors
 from runner.evaluation.measuring import SMALLER, default_length
 from runner.inference.loaded import Loaded
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmlib.table import columns
-from runner.command_line.errors import ConfigError, did_you_mean, user_errors
+from lmlib.terminal.table import columns
+from runner.errors import ConfigError, did_you_mean, user_errors
 from runner.evaluation.answering import Answering
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lmlib.generate import Generator
-from lmlib.quantities import duration_text
-from lmlib.stored_json import parse_json, read_json
-from lmlib.whole_file import sync, write_whole
-from runner.command_line.errors import ConfigError
+from lmlib.storage.stored_json import parse_json, read_json
+from lmlib.storage.whole_file import sync, write_whole
+from lmlib.terminal.quantities import duration_text
+from runner.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.prompt_files import Line
 from runner.inference.prompts import AS_NUMBERS

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lmlib.data.chat import DEFAULT, ChatTemplate
-from lmlib.data.metadata import tokenizers_differ
+from lmlib.data.chats.chat import DEFAULT, ChatTemplate
+from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.data.text import BYTE_TOKENIZER
-from runner.command_line.errors import ConfigError, user_errors
+from runner.errors import ConfigError, user_errors
 from runner.inference.loaded import Loaded
-from runner.training.references import HuggingFace, tokenizer_of
+from runner.weights.references import HuggingFace, tokenizer_of
 
 if TYPE_CHECKING:  # heavy
     from tokenizers import Tokenizer

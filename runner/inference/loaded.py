@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from lmlib.compute import Compute
-from lmlib.data.chat import ChatTemplate
-from lmlib.data.metadata import TokenizerIdentity
+from lmlib.data.chats.chat import ChatTemplate
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.text import TextCodec
 from lmlib.data.text_stream import TextStream
 from lmlib.generate import Generator, Sampling
 from lmlib.inspect import Inspector
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 from runner.inference.answer import Manner
 from runner.inference.prompts import AS_NUMBERS
 

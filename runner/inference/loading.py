@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from lmlib.compute import Compute
-from lmlib.data.chat import ChatTemplate, read_chat_template
-from lmlib.data.metadata import TokenizerIdentity
+from lmlib.data.chats.chat import ChatTemplate, read_chat_template
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.text import (
     BYTE_TOKENIZER,
     TextCodec,
@@ -27,12 +27,12 @@ from lmlib.models.protocol import check_protocol
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.mesh import make_mesh
-from runner.command_line.errors import user_errors
+from runner.errors import user_errors
 from runner.inference.loaded import Loaded
 from runner.inference.saved_run import SavedRun, longest_in, use_run
 from runner.processes.agreement import agreed
-from runner.training.references import HuggingFace, base_of, located, tokenizer_of
 from runner.watch.transfer import told
+from runner.weights.references import HuggingFace, base_of, located, tokenizer_of
 
 _TOKENIZER_FILE = "tokenizer.json"
 

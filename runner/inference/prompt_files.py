@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lmlib.stored_json import LARGEST, parse_json
-from runner.command_line.errors import ConfigError
+from lmlib.storage.stored_json import LARGEST, parse_json
+from runner.errors import ConfigError
 from runner.inference.prompts import Reader
 
 _SHOWN = 3  # broken lines

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from lmlib.data.chat import ChatTemplate, check_messages
+from lmlib.data.chats.chat import ChatTemplate, check_messages
 from lmlib.data.text import TextCodec
-from runner.command_line.errors import ConfigError, user_errors
+from runner.errors import ConfigError, user_errors
 
 
 def _no_text(text: str) -> list[int]:

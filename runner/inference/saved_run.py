@@ -17,22 +17,22 @@ from lmlib.checkpoint.folders import steps_in
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
 from lmlib.checkpoint.removal import reading
-from lmlib.data.chat import ChatTemplate
+from lmlib.data.chats.chat import ChatTemplate
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
+from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.hf.families import described
 from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.hub import TOKENIZER_FILES, local_folder_of
 from lmlib.hf.peft import adapters_in, holds_adapters
-from lmlib.models.adapted import without_adapters
+from lmlib.models.matrices.adapted import without_adapters
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Recipe, parted
-from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.text import nodes
+from runner.errors import ConfigError
 from runner.processes.agreement import from_first
-from runner.training.references import HuggingFace, Saved, base_of, located, tokenizer_of
-from runner.training.weights import WEIGHTS_ALONE, recipe_of, weights_of
+from runner.weights.reading import WEIGHTS_ALONE, recipe_of, weights_of
+from runner.weights.references import HuggingFace, Saved, base_of, located, tokenizer_of
 
 ORIGIN = "hugging_face"  # in an imported workdir: what its folder held besides weights
 

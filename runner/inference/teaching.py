@@ -12,15 +12,15 @@ from jax.sharding import NamedSharding
 
 from lmlib.data.batch import TOKEN_BYTES, place
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import tokenizers_differ
-from lmlib.data.stored_teacher import TeacherMetadata
-from lmlib.data.teacher_writer import TeacherWriter
-from lmlib.fingerprint import fingerprint
-from lmlib.free_memory import check_fits_host
+from lmlib.data.stored.metadata import tokenizers_differ
+from lmlib.data.stored.teacher import TeacherMetadata
+from lmlib.data.stored.teacher_writer import TeacherWriter
+from lmlib.hardware.free_memory import check_fits_host
 from lmlib.losses.likeliest import likeliest_tokens
+from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.layout import partition
-from lmlib.quantities import count_text, duration_text
-from runner.command_line.errors import ConfigError
+from lmlib.terminal.quantities import count_text, duration_text
+from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
 
 _TOLD_SECONDS = 10.0

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from lmlib.generate import Generator
-from lmlib.quantities import duration_text
-from runner.command_line.errors import ConfigError
+from lmlib.terminal.quantities import duration_text
+from runner.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.prompts import Reader
 

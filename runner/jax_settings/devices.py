@@ -7,8 +7,8 @@ from logging.handlers import BufferingHandler
 
 import jax
 
-from lmlib.accelerators import has_accelerator, plugins, use_cpu_if_alone
-from runner.command_line.errors import ConfigError
+from lmlib.hardware.detection import has_accelerator, plugins, use_cpu_if_alone
+from runner.errors import ConfigError
 
 
 def choose_devices() -> None:

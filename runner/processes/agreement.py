@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lmlib.data.resumable import gather_states
-from runner.command_line.errors import AGREED, ConfigError, user_errors
+from runner.errors import AGREED, ConfigError, user_errors
 
 _SHOWN = 6  # parts that differ, or processes
 _LONGEST_VALUE = 40  # characters; a digest has more

@@ -12,7 +12,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from runner.command_line.command import exit_code, tell
-from runner.command_line.errors import AGREED, ConfigError
+from runner.errors import AGREED, ConfigError
 from runner.processes.jax_messages import detects_nothing
 from runner.processes.launch import Processes, tasks
 from runner.processes.roll_call import roll_call

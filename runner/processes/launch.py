@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lmlib.accelerators import has_tpu
-from runner.command_line.errors import ConfigError
+from lmlib.hardware.detection import has_tpu
+from runner.errors import ConfigError
 
 # Where JAX's own detection may find something. Only it knows: these are asked for before it runs.
 _LAUNCHERS = (

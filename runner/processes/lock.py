@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lmlib.storage_failures import storage_failure
-from lmlib.stored_json import parse_json
-from runner.command_line.errors import ConfigError, WorkdirLost, in_words
+from lmlib.storage.failures import storage_failure
+from lmlib.storage.stored_json import parse_json
+from runner.errors import ConfigError, WorkdirLost, in_words
 
 FILE_NAME = "lock"
 RENEW_SECONDS = 10.0

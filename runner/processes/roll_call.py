@@ -10,7 +10,7 @@ import json
 import os
 import socket
 
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 
 _GREETING = b"lmlib roll call\n"
 GREETING_SECONDS = 10.0  # that process 0 may take to greet who connects

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO
 
-from lmlib.terminal_text import shown
+from lmlib.terminal.text import shown
 from runner.command_line.lossy_stream import LossyStream
 from runner.processes.endings import SIGNALLED, Ending, ending
 from runner.processes.stopping import StopSignals

@@ -12,15 +12,15 @@ from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from lmlib.checkpoint.folders import steps_in
 from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
-from lmlib.stored_json import read_text
-from runner.command_line.errors import ConfigError, TrainingStopped, user_errors
+from lmlib.storage.stored_json import read_text
 from runner.config.text import changed_paths, difference, flattened
+from runner.errors import ConfigError, TrainingStopped, user_errors
 from runner.training import data_probe
-from runner.training.companion import check_companion, companion_of, is_companion_note
 from runner.training.options import Options
-from runner.training.weights import WEIGHTS_ALONE, frozen_weights, is_frozen_note, weights_of
 from runner.watch.phases import Phase, Phases
 from runner.watch.progress import Progress
+from runner.weights.companion import check_companion, companion_of, is_companion_note
+from runner.weights.reading import WEIGHTS_ALONE, frozen_weights, is_frozen_note, weights_of
 
 _NOTES = {"tokens", "before_skipped", "batches", "initialised_from", "frozen", "companion"}
 _LARGEST_CONFIG = 10_000_000  # bytes

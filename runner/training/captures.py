@@ -27,11 +27,11 @@ from lmlib.checkpoint.folders import steps_in
 from lmlib.data.batch import Batch
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
-from lmlib.metrics import from_json, to_json
-from lmlib.python_command import python_command
-from lmlib.stored_json import read_json
-from lmlib.whole_file import make_folder, sync, sync_folders, write_whole
-from runner.command_line.errors import in_words
+from lmlib.metrics.log import from_json, to_json
+from lmlib.storage.stored_json import read_json
+from lmlib.storage.whole_file import make_folder, sync, sync_folders, write_whole
+from lmlib.terminal.python_command import python_command
+from runner.errors import in_words
 from runner.processes.agreement import from_first
 from runner.processes.lock import WorkdirLock
 from runner.training.recorder import Line

@@ -24,12 +24,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from lmlib.data.batch import Batch
-from lmlib.stored_json import parse_json
+from lmlib.storage.stored_json import parse_json
+from lmlib.storage.whole_file import write_whole
 from lmlib.train import State
-from lmlib.whole_file import write_whole
-from runner.command_line.errors import ConfigError
 from runner.config.code import code_digest
 from runner.config.text import changed_paths, flattened
+from runner.errors import ConfigError
 
 _FORMAT = b"lmlib compiled step, format 1\n"
 _LONGEST_HEADER = 2**24

@@ -13,8 +13,8 @@ import numpy as np
 import xxhash
 
 from lmlib.data.batch import Source
-from lmlib.data.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.data.resumable import Resumable
+from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
 
 ROWS = 8
 

@@ -2,9 +2,9 @@
 
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
-from lmlib.layer_statistics import first_offender, layer_statistics, table
+from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
 from lmlib.train import State
-from runner.command_line.errors import TrainingStopped
+from runner.errors import TrainingStopped
 from runner.training.recorder import Line
 from runner.training.saving import Saver
 

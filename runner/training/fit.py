@@ -13,18 +13,18 @@ import jax
 from jax.sharding import NamedSharding
 
 from lmlib import train
-from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
-from lmlib.description import describe
 from lmlib.experiment import Experiment
-from lmlib.local_folder import local_folder
-from lmlib.metrics import MetricsLog, missing_lines, read_metrics
+from lmlib.inspect.description import describe
+from lmlib.inspect.saved_activations import saved_activations
+from lmlib.metrics.log import MetricsLog, missing_lines, read_metrics
 from lmlib.parallel.layout import partition
-from lmlib.quantities import bytes_text, duration_text
-from runner.command_line.errors import ConfigError, chosen_sizes, user_errors
+from lmlib.storage.local_folder import local_folder
+from lmlib.terminal.quantities import bytes_text, duration_text
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import flattened
+from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, flags_of_the_run, may_wait_for_ever
 from runner.processes.agreement import (
@@ -38,7 +38,6 @@ from runner.processes.agreement import (
 from runner.processes.lock import WorkdirLock
 from runner.training.beginning import Beginning, begin, check_config, check_newest
 from runner.training.captures import Captures
-from runner.training.companion import companion_note
 from runner.training.compiled_step import (
     Identity,
     check_compiled,
@@ -61,7 +60,6 @@ from runner.training.samples import Samples
 from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
-from runner.training.weights import WEIGHTS_ALONE, frozen_note
 from runner.watch.goodput import GoodputLog
 from runner.watch.limits import Limits
 from runner.watch.phases import Phase, Phases
@@ -69,6 +67,8 @@ from runner.watch.profiling import Profiler, where_the_time_went
 from runner.watch.program_dump import dump_program
 from runner.watch.progress import Progress
 from runner.watch.watchdog import Watchdog
+from runner.weights.companion import companion_note
+from runner.weights.reading import WEIGHTS_ALONE, frozen_note
 
 _SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"
 

@@ -9,7 +9,7 @@ from lmlib import train
 from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Experiment
-from runner.command_line.errors import StoppedEarly
+from runner.errors import StoppedEarly
 from runner.processes.lock import WorkdirLock
 from runner.training.captures import Captures
 from runner.training.divergence import stop_if_diverged

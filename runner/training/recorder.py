@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from lmlib.experiment import Experiment
-from lmlib.metrics import MetricsLog, mfu
+from lmlib.metrics.log import MetricsLog, mfu
 from lmlib.train import Metrics
 from runner.training.samples import Samples
 from runner.watch.goodput import GoodputLog

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from lmlib.experiment import Experiment
-from lmlib.metrics import mfu
-from lmlib.quantities import count_text
-from lmlib.stored_json import read_json
-from lmlib.table import columns
+from lmlib.metrics.log import mfu
+from lmlib.storage.stored_json import read_json
+from lmlib.storage.whole_file import write_whole
+from lmlib.terminal.quantities import count_text
+from lmlib.terminal.table import columns
 from lmlib.train import State
-from lmlib.whole_file import write_whole
 from runner.training.validation import Validation
 from runner.watch.goodput import Goodput
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from lmlib.compute import Compute
-from lmlib.data.chat import answer_ends
+from lmlib.data.chats.chat import answer_ends
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.text import HasText, TextCodec
 from lmlib.experiment import Experiment
 from lmlib.generate import Generator, Sampling
-from lmlib.metrics import MetricsLog
-from lmlib.whole_file import make_folder, write_whole
-from runner.command_line.errors import ConfigError, WorkdirLost, in_words, user_errors
+from lmlib.metrics.log import MetricsLog
+from lmlib.storage.whole_file import make_folder, write_whole
+from runner.errors import ConfigError, WorkdirLost, in_words, user_errors
 from runner.processes.agreement import agreed
 from runner.processes.lock import WorkdirLock
 

@@ -12,9 +12,9 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.data.resumable import gather_states
 from lmlib.experiment import Experiment
 from lmlib.guard import not_finite
-from lmlib.metrics import MetricsLog
-from lmlib.quantities import duration_text
-from runner.command_line.errors import TrainingStopped, in_words
+from lmlib.metrics.log import MetricsLog
+from lmlib.terminal.quantities import duration_text
+from runner.errors import TrainingStopped, in_words
 from runner.training.data_probe import probe
 from runner.training.recorder import Line
 from runner.watch.phases import Phase, Phases

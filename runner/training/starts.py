@@ -17,8 +17,8 @@ import fiddle as fdl
 import jax
 
 import lmlib
-from lmlib.stored_json import read_json
-from lmlib.whole_file import make_folder, write_whole
+from lmlib.storage.stored_json import read_json
+from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config import configs
 from runner.config.code import code_files, commit_of, versions
 from runner.config.text import printable

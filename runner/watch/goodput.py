@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmlib.quantities import duration_text
-from lmlib.stored_json import read_json
-from lmlib.table import columns
-from lmlib.whole_file import write_whole
+from lmlib.storage.stored_json import read_json
+from lmlib.storage.whole_file import write_whole
+from lmlib.terminal.quantities import duration_text
+from lmlib.terminal.table import columns
 from runner.watch.phases import Phase, Phases
 
 FILE_NAME = "goodput.json"

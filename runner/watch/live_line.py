@@ -3,7 +3,7 @@
 import os
 from typing import TextIO
 
-from lmlib.terminal_text import shown
+from lmlib.terminal.text import shown
 
 CLEAR_LINE = "\r\x1b[K"  # the end of what was there may be longer than what replaces it
 

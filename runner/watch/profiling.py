@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from lmlib.experiment import Experiment
-from lmlib.hardware import accelerator
+from lmlib.hardware.specifications import accelerator
 from lmlib.plan.flops import count_flops
 from lmlib.profile.step_profile import step_profile
 from lmlib.profile.trace import TraceError, newest_trace, read_trace
-from lmlib.whole_file import write_whole
+from lmlib.storage.whole_file import write_whole
 
 
 class Profiler:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from lmlib.quantities import count_text
-from runner.command_line.errors import WorkdirLost
+from lmlib.terminal.quantities import count_text
+from runner.errors import WorkdirLost
 from runner.watch.live_line import CLEAR_LINE, fitting
 from runner.watch.run_log import RunLog
 

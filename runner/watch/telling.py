@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Self, TextIO
 
-from lmlib.terminal_text import text_stream
+from lmlib.terminal.text import text_stream
 from runner.watch.live_line import CLEAR_LINE, fitting
 
 REDRAW_SECONDS = 1.0  # of the line on a terminal

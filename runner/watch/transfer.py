@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from lmlib.quantities import bytes_text
+from lmlib.terminal.quantities import bytes_text
 
 SECONDS = 10.0  # between lines
 

@@ -8,7 +8,7 @@ from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
 from sentinels import sentinels
 from tokenizers import Tokenizer, models
 
-from lmlib.data.chat import (
+from lmlib.data.chats.chat import (
     Chat,
     ChatTemplate,
     answer_ends,

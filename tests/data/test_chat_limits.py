@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from sentinels import sentinels
 
-from lmlib.data.chat import BeyondLimits, Chat, ChatTemplate
-from lmlib.data.chat_renderer import ChatRenderer, Limits
+from lmlib.data.chats.chat import BeyondLimits, Chat, ChatTemplate
+from lmlib.data.chats.renderer import ChatRenderer, Limits
 
 ROOT = Path(__file__).parents[2]
 MEMORY, TIME = "80 MB of memory", "0.2 seconds of processor time"
@@ -167,7 +167,7 @@ def test_threads_get_their_own_texts(renderer: ChatRenderer) -> None:
 
 FORKS = """
 import os, sys
-from lmlib.data.chat import ChatTemplate
+from lmlib.data.chats.chat import ChatTemplate
 template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
 forked = os.fork()
 text = ("parent", "child")[not forked] * 10_000
@@ -183,7 +183,7 @@ def test_a_fork_gets_its_own_texts() -> None:
 
 WAITING = """
 import pathlib, sys
-from lmlib.data.chat import ChatTemplate
+from lmlib.data.chats.chat import ChatTemplate
 template = ChatTemplate({"default": ""}, {})
 print(pathlib.Path("/proc/self/task").iterdir().__next__().joinpath("children").read_text())
 sys.stdout.flush()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmlib.data.chat_protocol import message_of, read_message
+from lmlib.data.chats.protocol import message_of, read_message
 
 TEXTS = st.text(st.sampled_from("a\x00é😀\ud83d\ude00"))  # lone surrogates too
 VALUES = st.none() | st.dictionaries(st.text(), st.lists(st.integers()))

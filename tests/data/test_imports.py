@@ -8,8 +8,7 @@ ALL_OF_DATA = """
 import sys
 from lmlib.data import *
 slow = {"datasets", "tokenizers"} & set(sys.modules)
-files = ("regular_file", "storage_failures", "stored_json", "whole_file")
-ours = ("lmlib.data", *(f"lmlib.{name}" for name in files))
+ours = ("lmlib.data", "lmlib.storage")
 others = [name for name in sys.modules if name.startswith("lmlib.") and not name.startswith(ours)]
 assert FlatTokens and not slow and not others, (slow, others)
 """
@@ -20,14 +19,14 @@ assert "jax" not in sys.modules
 """
 CHATS = """
 import sys
-import lmlib.data.chat
+import lmlib.data.chats.chat
 assert "jinja2" not in sys.modules
-import lmlib.data.chat_server
+import lmlib.data.chats.server
 assert not {"jax", "datasets", "tokenizers"} & set(sys.modules)
 """
 CHAT_SERVER = """
 import sys
-import lmlib.data.chat_server
+import lmlib.data.chats.server
 assert not {"jax", "numpy", "datasets", "tokenizers"} & set(sys.modules)
 """
 

@@ -6,7 +6,7 @@ import pytest
 from forged_digests import sign
 
 from lmlib.data import ShardMetadata, SplitMetadata, TokenizerIdentity, read_shard, read_split
-from lmlib.data.metadata import ARRAYS, arrays_of, tokenizers_differ
+from lmlib.data.stored.metadata import ARRAYS, arrays_of, tokenizers_differ
 
 FIRST = ShardMetadata(
     shard=0,

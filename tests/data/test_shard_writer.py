@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmlib.data import FlatTokens, ShardWriter, TokenizerIdentity, finished_shard, read_shard
-from lmlib.data import shard_writer as shard_writer_module
-from lmlib.data.journal import WriterLock, writing
-from lmlib.data.metadata import JOURNAL_FILE
-from lmlib.whole_file import UNFINISHED
+from lmlib.data.stored import shard_writer as shard_writer_module
+from lmlib.data.stored.journal import WriterLock, writing
+from lmlib.data.stored.metadata import JOURNAL_FILE
+from lmlib.storage.whole_file import UNFINISHED
 
 IDS = st.integers(0, 299) | st.just(0)  # zeros, the fill value, come often
 DOCUMENTS = st.lists(st.lists(IDS, max_size=70), max_size=12)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from lmlib.data import FlatTokens
-from lmlib.data.damage import DamagedDataError
 from lmlib.data.mixture import Mixture, Stage
-from lmlib.data.stored_teacher import IDS, LOG_PROBABILITIES, TeacherMetadata
-from lmlib.data.teacher_writer import TeacherWriter
+from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.teacher import IDS, LOG_PROBABILITIES, TeacherMetadata
+from lmlib.data.stored.teacher_writer import TeacherWriter
 
 S, K = 9, 3
 ROWS_IN_A_FILE = 5

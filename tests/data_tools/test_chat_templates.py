@@ -10,7 +10,7 @@ from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
 from small_tokenizer import write_tokenizer_folder
 
 from data_tools.prepare_chats.template import load_template, template_names
-from lmlib.data.chat import ChatTemplate, Rendered, write_chat_template
+from lmlib.data.chats.chat import ChatTemplate, Rendered, write_chat_template
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 ASKED = [{"role": "user", "content": "Hi"}]

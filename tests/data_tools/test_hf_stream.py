@@ -26,8 +26,8 @@ from streamed_texts import (
 )
 
 from lmlib.data.batch import Source
-from lmlib.data.metadata import TokenizerIdentity
 from lmlib.data.resumable import Resumable, gather_states
+from lmlib.data.stored.metadata import TokenizerIdentity
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
 

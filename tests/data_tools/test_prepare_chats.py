@@ -24,7 +24,7 @@ from data_tools.prepare_chats.lengths import shortened
 from data_tools.rows import Files
 from data_tools.tokenizer import ByteTokenizer, load_tokenizer
 from lmlib.data import FlatTokens, SplitMetadata
-from lmlib.data.chat import ChatTemplate
+from lmlib.data.chats.chat import ChatTemplate
 
 REPOSITORY = Path(__file__).parents[2]
 TURNS = CHATS["turns"]

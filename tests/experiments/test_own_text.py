@@ -12,9 +12,9 @@ import jax
 import pytest
 from own_texts import HELD_OUT, write_own_texts
 
-from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.text import flattened
+from runner.errors import ConfigError
 
 ROOT = Path(configs.__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

@@ -15,9 +15,9 @@ from lmlib.generate.sampling import numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, first_token, next_tokens, prefill
 from lmlib.generate.weights import ready
 from lmlib.models.families.phi import phi3
-from lmlib.models.head import logits
+from lmlib.models.parts.head import logits
+from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.models.protocol import Context
-from lmlib.models.rope_scaling import LongRope
 from lmlib.models.stack import unstacked
 from lmlib.parallel.layout import creator, reshard
 

@@ -15,8 +15,8 @@ from lmlib import Compute, make_mesh, whole_rows
 from lmlib.generate import GREEDY, Generator, Sampling, generate
 from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.families.phi import phi3
-from lmlib.models.head import logits
-from lmlib.models.rope_scaling import LongRope
+from lmlib.models.parts.head import logits
+from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import shardings
 from lmlib.train import abstract_model

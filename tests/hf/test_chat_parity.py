@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from data_tools.prepare_chats.conversations import Conversation
 from data_tools.prepare_chats.documents import Templated
 from data_tools.prepare_chats.template import load_template, template_names
-from lmlib.data.chat import ChatTemplate, read_chat_template
+from lmlib.data.chats.chat import ChatTemplate, read_chat_template
 from lmlib.data.text import codec_of_file
 
 transformers = pytest.importorskip("transformers", reason="needs lmlib[parity]")

@@ -26,17 +26,16 @@ from small_folder import (
 )
 
 from lmlib import Compute, hf
-from lmlib.hf import phi
-from lmlib.hf.families import FAMILIES, described, described_by, family_of
+from lmlib.hf.families import FAMILIES, described, described_by, family_of, phi
 from lmlib.hf.folder import FolderError
 from lmlib.hf.names import Share
 from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, stored_tensors, write
 from lmlib.models.architecture import Layer, architecture
-from lmlib.models.attention import Attention
 from lmlib.models.differences import differences
 from lmlib.models.families.llama import llama
 from lmlib.models.families.phi import phi3
-from lmlib.models.rope import Rotary
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.rope import Rotary
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -25,7 +25,7 @@ from sentinels import sentinels
 from lmlib import Compute, hf, make_mesh, whole_rows
 from lmlib.data.batch import Batch
 from lmlib.losses import batch_loss
-from lmlib.optim import as_declared
+from lmlib.optim.optimizer import as_declared
 from lmlib.parallel.axes import map_weights
 
 FLOAT32 = Compute(dtype="float32")

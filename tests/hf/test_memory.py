@@ -28,9 +28,9 @@ from lmlib import hf, make_mesh
 from lmlib.adapters import lora
 from lmlib.hf.families import described
 from lmlib.recipe import Recipe
-from lmlib.trainable import adapters
+from lmlib.optim.trainable import adapters
 from pathlib import Path
-from runner.training.weights import weights_of
+from runner.weights.reading import weights_of
 
 source, target, golden = sys.argv[1:]
 

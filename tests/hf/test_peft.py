@@ -29,7 +29,7 @@ from lmlib.adapters import merged, with_adapters
 from lmlib.hf.families import described
 from lmlib.hf.folder import FolderError
 from lmlib.hf.peft import adapters_in, read_config
-from lmlib.models.adapted import map_adapted
+from lmlib.models.matrices.adapted import map_adapted
 from lmlib.parallel.axes import map_weights
 
 FLOAT32 = Compute(dtype="float32")

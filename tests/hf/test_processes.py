@@ -22,7 +22,7 @@ source, target, port, index = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.arg
 jax.distributed.initialize(f"localhost:{port}", 2, index)
 from lmlib import hf
 from runner.config import configs
-from runner.training.weights import weights_of
+from runner.weights.reading import weights_of
 
 read, begun = [], []
 

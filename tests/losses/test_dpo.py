@@ -17,9 +17,9 @@ from lmlib.adapters import with_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses import DPO
-from lmlib.models.adapted import map_adapted
 from lmlib.models.families.llama import llama
-from lmlib.optim import Optimizer
+from lmlib.models.matrices.adapted import map_adapted
+from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.layout import partition, shardings
 from lmlib.parallel.mesh import make_mesh
 

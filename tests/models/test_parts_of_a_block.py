@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from lmlib import Compute, whole_rows
-from lmlib.models.attention import Attention
 from lmlib.models.block import Block
-from lmlib.models.head import capped
-from lmlib.models.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared, silu
-from lmlib.models.norms import LayerNorm, RMSNorm
-from lmlib.models.rope import Rotary
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.head import capped
+from lmlib.models.parts.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared, silu
+from lmlib.models.parts.norms import LayerNorm, RMSNorm
+from lmlib.models.parts.rope import Rotary
 
 B, S, E, F, H, K, D = 2, 5, 8, 12, 4, 2, 6
 key = jax.random.key(0)

@@ -19,9 +19,9 @@ from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.families.llama import llama
+from lmlib.models.matrices.quantized import FORMATS, rounded
 from lmlib.models.product import product
 from lmlib.models.protocol import whole_rows
-from lmlib.models.quantized import FORMATS, rounded
 from lmlib.models.weights import fan_in, weight
 from lmlib.parallel.layout import gather, partition, shardings
 from lmlib.parallel.mesh import make_mesh

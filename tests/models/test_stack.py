@@ -17,8 +17,8 @@ from lmlib import Compute, batch_loss, llama, make_mesh, whole_rows
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.block import Block
-from lmlib.models.mlp import GatedMLP
-from lmlib.models.norms import RMSNorm
+from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.models.stack import Segment, depth, make_stack, run_stack, stack_parts
 from lmlib.models.weights import fan_in, first_values, fold, weight

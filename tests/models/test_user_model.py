@@ -12,17 +12,17 @@ from jax.sharding import NamedSharding
 from user_model import Learned
 
 from lmlib import Compute, Experiment, batch_loss, describe, make_mesh, optim, whole_rows
-from lmlib.activations import saved_activations
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.generate import generate
-from lmlib.layer_statistics import first_offender, layer_statistics, table
-from lmlib.models.attention import Attention
+from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
+from lmlib.inspect.saved_activations import saved_activations
 from lmlib.models.families.llama import llama
-from lmlib.models.head import logits
-from lmlib.models.mlp import GatedMLP, relu_squared
-from lmlib.models.norms import RMSNorm
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.head import logits
+from lmlib.models.parts.mlp import GatedMLP, relu_squared
+from lmlib.models.parts.norms import RMSNorm
 from lmlib.parallel.layout import partition, shardings
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse

@@ -10,9 +10,9 @@ import pytest
 from jaxtyping import Array, Float
 
 from lmlib import llama
-from lmlib.models.attention import Attention
 from lmlib.models.linear import Linear
-from lmlib.models.norms import RMSNorm
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.weights import bell, fan_in, first_values, fold, normal, ones, weight, zeros
 from lmlib.parallel.axes import LayoutError, axis_names, map_weights
 

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from lmlib import Compute, adamw, batch_loss, describe, llama, make_mesh, train
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.models.attention import Attention
-from lmlib.models.norms import RMSNorm
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.norms import RMSNorm
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.layout import creator, gather, partition, shardings

@@ -11,7 +11,7 @@ from lmlib import optim
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
-from lmlib.hardware import CPU
+from lmlib.hardware.specifications import CPU
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.advice import Advice, Tried, advise

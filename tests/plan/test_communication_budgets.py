@@ -17,8 +17,8 @@ from lmlib import optim, train
 from lmlib.compute import Compute
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.collectives import collectives
-from lmlib.plan.communication_warnings import communication_warnings
+from lmlib.plan.communication.collectives import collectives
+from lmlib.plan.communication.warnings import communication_warnings
 from lmlib.plan.program import read_program
 
 V, E, L, H, K, D, F = 4_096, 512, 3, 8, 4, 64, 1_024

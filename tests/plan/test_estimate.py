@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import pytest
 from absent_hardware import absent
 
-from lmlib.hardware import ACCELERATORS, CPU
+from lmlib.hardware.specifications import ACCELERATORS, CPU
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan import communication_time, compute_time
-from lmlib.plan.collectives import Collective
-from lmlib.plan.communication_time import Route, closes, route
+from lmlib.plan import compute_time
+from lmlib.plan.communication import time as communication_time
+from lmlib.plan.communication.collectives import Collective
+from lmlib.plan.communication.time import Route, closes, route
 from lmlib.plan.estimate import estimate
 from lmlib.plan.flops import FlopsPerToken, Matmul, StepFlops
 from lmlib.plan.program import ArrayType, read_program

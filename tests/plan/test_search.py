@@ -10,7 +10,7 @@ import pytest
 from lmlib import optim
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
-from lmlib.hardware import CPU
+from lmlib.hardware.specifications import CPU
 from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh

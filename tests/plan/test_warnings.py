@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import gather
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.collectives import collectives
-from lmlib.plan.communication_warnings import communication_warnings
+from lmlib.plan.communication.collectives import collectives
+from lmlib.plan.communication.warnings import communication_warnings
 from lmlib.plan.planner import stderr_kept
 from lmlib.plan.program import read_program
 from lmlib.train import abstract_model

@@ -6,7 +6,7 @@ import pytest
 from absent_hardware import absent
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lmlib.hardware import ACCELERATORS, CPU
+from lmlib.hardware.specifications import ACCELERATORS, CPU
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
 from lmlib.plan.program import read_program

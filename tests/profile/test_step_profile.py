@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lmlib.hardware import ACCELERATORS
+from lmlib.hardware.specifications import ACCELERATORS
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
 from lmlib.profile.step_profile import SHOWN, StepProfile, step_profile

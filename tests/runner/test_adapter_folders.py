@@ -15,14 +15,14 @@ from lmlib import Compute, hf, whole_rows
 from lmlib.adapters import lora, merged
 from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
+from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
-from lmlib.trainable import adapters
 from runner import Options, convert, fit
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 from runner.inference.loading import load
-from runner.training.references import HuggingFace, Saved, located
-from runner.training.weights import weights_of
+from runner.weights.reading import weights_of
+from runner.weights.references import HuggingFace, Saved, located
 
 HF = Path(__file__).parents[1] / "hf"
 BASE = HF / "golden" / "llama"

@@ -14,10 +14,10 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.data.synthetic import Synthetic
 from lmlib.recipe import parted
 from runner import fit
-from runner.command_line.errors import ConfigError
 from runner.config import configs
-from runner.training.companion import companion_of
-from runner.training.weights import frozen_note, weights_of
+from runner.errors import ConfigError
+from runner.weights.companion import companion_of
+from runner.weights.reading import frozen_note, weights_of
 
 TWO_STEPS = ("steps=2", "checkpoint_every=2", "data.batch_size=8", "mesh.fsdp=1")
 LLAMA = Path(__file__).parents[1] / "hf" / "golden" / "llama"

@@ -13,8 +13,8 @@ from small_experiment import small
 
 from lmlib.checkpoint import Checkpoints
 from runner import Options, fit
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 from runner.training.beginning import check_config
 from runner.watch.progress import Progress
 

@@ -12,9 +12,9 @@ from run_on_bytes import write_run_on_bytes
 from lmlib.checkpoint import RemovedCheckpointError, folders
 from lmlib.checkpoint.removal import remove
 from lmlib.hf.tensor_files import stored_tensors
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 from runner.inference.saved_run import use_run
-from runner.training.references import located
+from runner.weights.references import located
 
 STEPS = (3, 5, 7)
 

@@ -12,7 +12,7 @@ from small_experiment import small
 import runner
 from lmlib.checkpoint import Restored
 from runner import fit
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 from runner.training.beginning import check_notes
 from runner.training.captures import read_capture
 from runner.training.report import finished_summary

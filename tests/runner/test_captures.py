@@ -16,12 +16,12 @@ from sentinels import sentinels
 
 from lmlib.data.synthetic import Synthetic
 from lmlib.guard import Guard
-from lmlib.metrics import read_metrics
+from lmlib.metrics.log import read_metrics
 from runner import convert, fit
-from runner.command_line.errors import TrainingStopped
 from runner.config import configs
+from runner.errors import TrainingStopped
 from runner.training.captures import read_batch, read_capture
-from runner.training.references import located
+from runner.weights.references import located
 
 HUGE = io.BytesIO()  # an array whose header claims 256 TB
 with zipfile.ZipFile(HUGE, "w") as parts, parts.open("tokens.npy", "w") as part:

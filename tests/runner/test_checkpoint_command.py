@@ -10,7 +10,7 @@ from forked_processes import run_forked
 
 from lmlib.checkpoint import Checkpoints
 from runner import checkpoint
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 from runner.processes.lock import WorkdirLock
 
 

@@ -15,8 +15,8 @@ from lmlib import hf
 from lmlib.checkpoint import Checkpoints
 from lmlib.losses import DPO, Distillation
 from runner import fit
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 
 LLAMA = Path(__file__).parents[1] / "hf" / "golden" / "llama"
 TWO_STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoint_every=1")

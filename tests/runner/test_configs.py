@@ -7,10 +7,10 @@ import pytest
 from written_experiment import EXPERIMENT, LIBRARY
 
 from lmlib.experiment import Experiment
-from runner.command_line.errors import ConfigError
 from runner.config.configs import load, save
 from runner.config.overrides import apply_override
 from runner.config.text import difference, flattened
+from runner.errors import ConfigError
 
 
 def error(*arguments, **more) -> str:

@@ -20,18 +20,18 @@ from data_tools.rows import Files
 from data_tools.tokenizer import load_tokenizer
 from lmlib import hf
 from lmlib.checkpoint import Checkpoints
-from lmlib.data.chat import read_chat_template
+from lmlib.data.chats.chat import read_chat_template
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.hf.folder import FolderError
 from lmlib.hf.tensor_files import stored_tensors
-from lmlib.models.mlp import GatedMLP, relu_squared
+from lmlib.models.parts.mlp import GatedMLP, relu_squared
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 from runner.inference.loading import load
-from runner.training.references import Saved, located
+from runner.weights.references import Saved, located
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "hf" / "golden"

@@ -9,7 +9,7 @@ import pytest
 from sentinels import sentinels
 
 import runner
-from lmlib.accelerators import has_accelerator, has_tpu
+from lmlib.hardware.detection import has_accelerator, has_tpu
 
 ROOT = Path(runner.__file__).parents[1]
 EXPERIMENT = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runner.command_line.command import exit_code, tell
-from runner.command_line.errors import ConfigError, chosen_sizes, in_words
+from runner.errors import ConfigError, chosen_sizes, in_words
 from runner.processes.endings import FAILED
 
 

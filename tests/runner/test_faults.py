@@ -16,7 +16,7 @@ from fault_injection.moments import (
     Moment,
 )
 
-from lmlib.metrics import read_metrics
+from lmlib.metrics.log import read_metrics
 
 SEED = 0
 STEPS = "steps=40"

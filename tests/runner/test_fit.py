@@ -14,10 +14,10 @@ from forked_processes import ForkedProcess, run_forked
 from small_experiment import small
 from states import assert_same_bits
 
-from lmlib.metrics import read_metrics
+from lmlib.metrics.log import read_metrics
 from runner import Options, fit
-from runner.command_line.errors import ConfigError, TrainingStopped
 from runner.config import configs
+from runner.errors import ConfigError, TrainingStopped
 from runner.watch.goodput import read_starts
 
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")

@@ -16,7 +16,7 @@ from small_experiment import small
 
 import runner
 from runner import Options, fit
-from runner.command_line.errors import ConfigError, WorkdirLost
+from runner.errors import ConfigError, WorkdirLost
 from runner.processes import lock
 from runner.processes.lock import WorkdirLock, wait_for_lock
 

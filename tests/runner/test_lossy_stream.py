@@ -9,7 +9,7 @@ from compiled_programs import UNOPTIMIZED
 from forked_processes import ROOT
 from small_runs import EXPERIMENT
 
-from lmlib.metrics import read_metrics
+from lmlib.metrics.log import read_metrics
 from runner.command_line.lossy_stream import LossyStream
 from runner.watch.watchdog import stacks_file
 

@@ -12,8 +12,8 @@ from forked_processes import run_forked
 from sentinels import sentinels
 
 from runner import fit
-from runner.command_line.errors import ConfigError, user_errors
 from runner.config import configs
+from runner.errors import ConfigError, user_errors
 
 TINY = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
 SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "validation=None")
@@ -70,7 +70,7 @@ def scratch(tmp_path_factory):
     (folder / "no_config.json").write_text("[1, 2]")
     (folder / "broken.json").write_text('{"root": ')
     stranger = (folder / "old" / "config.json").read_text()
-    (folder / "stranger.json").write_text(stranger.replace("lmlib.optim", "subprocess"))
+    (folder / "stranger.json").write_text(stranger.replace("lmlib.optim.optimizer", "subprocess"))
     gone = stranger.replace('"peak_lr"', '"peek_lr"')
     (folder / "old_names.json").write_text(gone)
     return folder

@@ -14,15 +14,15 @@ from lmlib import hf
 from lmlib.adapters import lora
 from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
+from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.recipe import parted
-from lmlib.trainable import adapters
 from runner import convert
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 from runner.inference.loading import load
-from runner.training.references import located
-from runner.training.weights import frozen_note, recipe_of, weights_of
+from runner.weights.reading import frozen_note, recipe_of, weights_of
+from runner.weights.references import located
 
 HF = Path(__file__).parents[1] / "hf"
 GONE = r"cannot be read: .*/base is no folder; .* if .*/base has moved, --init_from says where it"

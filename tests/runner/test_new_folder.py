@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from forked_processes import ForkedProcess
 
-from runner.command_line.errors import ConfigError
 from runner.command_line.new_folder import made_whole
+from runner.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden" / "llama"
 

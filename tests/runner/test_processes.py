@@ -10,8 +10,8 @@ import pytest
 from several_processes import SECONDS, STEPS, SeveralProcesses
 
 from lmlib.checkpoint import Checkpoints
-from lmlib.metrics import read_metrics
-from runner.command_line.errors import ConfigError
+from lmlib.metrics.log import read_metrics
+from runner.errors import ConfigError
 from runner.processes.endings import FAILED, MISTAKE, PEER_ENDED, STOPPED, ending
 from runner.processes.launch import Processes
 

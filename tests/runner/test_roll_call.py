@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 from runner.processes import roll_call as module
 from runner.processes.roll_call import roll_call
 

@@ -14,12 +14,12 @@ from data_tools.rows import Files
 from data_tools.tokenizer import ByteTokenizer, load_tokenizer
 from data_tools.train_tokenizer import train_byte_level_bpe
 from lmlib.data import FlatTokens, Mixture, Stage
-from lmlib.data.chat import BeyondLimits, ChatTemplate, put_chat_template
+from lmlib.data.chats.chat import BeyondLimits, ChatTemplate, put_chat_template
 from lmlib.data.synthetic import Synthetic
 from lmlib.data.text import TextCodec, codec_of_bytes
 from runner import fit
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 from runner.training.samples import asked
 
 TEXTS = ["one two three", "four five", "six"] * 40

@@ -11,12 +11,12 @@ import pytest
 from fiddle.experimental import serialization
 from written_experiment import LIBRARY
 
-from lmlib.models.attention import Attention
-from runner.command_line.errors import ConfigError
+from lmlib.models.parts.attention import Attention
 from runner.config import configs
 from runner.config.configs import load, save
 from runner.config.saved_config import FIDDLE_NAMES, JAX_NN
 from runner.config.text import changed_paths, difference, flattened
+from runner.errors import ConfigError
 
 
 def error(*arguments, **more) -> str:

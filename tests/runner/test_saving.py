@@ -21,11 +21,11 @@ from lmlib.checkpoint.manifest import read_manifest
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
 from lmlib.guard import not_finite
-from lmlib.metrics import read_metrics
-from lmlib.optim import Optimizer, adamw
+from lmlib.metrics.log import read_metrics
+from lmlib.optim.optimizer import Optimizer, adamw
 from runner import fit
 from runner.command_line.command import exit_code
-from runner.command_line.errors import TrainingStopped, WorkdirLost
+from runner.errors import TrainingStopped, WorkdirLost
 from runner.processes.endings import FAILED
 
 

@@ -7,7 +7,7 @@ import pytest
 from small_runs import SmallRun
 
 from lmlib.checkpoint import Checkpoints
-from lmlib.metrics import read_metrics
+from lmlib.metrics.log import read_metrics
 from runner.processes.endings import SIGNALLED
 from runner.watch.awake import Awake
 

@@ -21,8 +21,8 @@ from data_tools.hf_stream import HFStream
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from runner import fit
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
 

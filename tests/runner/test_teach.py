@@ -15,13 +15,13 @@ from states import assert_same_bits
 
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.stored_teacher import read_metadata
+from lmlib.data.stored.teacher import read_metadata
 from lmlib.losses import Distillation, NextToken
 from lmlib.parallel.mesh import make_mesh
 from runner import fit
 from runner.absent_hardware.stand_ins import without_data
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
 from runner.inference.teaching import sequences_of, teach
 from runner.plan import cost_of

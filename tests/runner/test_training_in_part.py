@@ -13,13 +13,13 @@ from experiments import from_hf
 from lmlib import hf
 from lmlib.adapters import lora, merged, without_adapters
 from lmlib.checkpoint.manifest import read_manifest
+from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.mesh import make_mesh
-from lmlib.trainable import Group, adapters
 from runner import Options, convert, fit
-from runner.command_line.errors import ConfigError, StoppedEarly
 from runner.config import configs
+from runner.errors import ConfigError, StoppedEarly
 from runner.inference.loading import load
-from runner.training.references import HuggingFace, Saved
+from runner.weights.references import HuggingFace, Saved
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 SMALL = ("validation=None", "mesh.fsdp=1", "steps=4", "checkpoint_every=2")

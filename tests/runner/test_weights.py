@@ -17,21 +17,21 @@ from lmlib import hf
 from lmlib.adapters import lora, without_adapters
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.hf.families import described
-from lmlib.models.int8 import in_int8
-from lmlib.optim import warmup_constant
+from lmlib.models.matrices.int8 import in_int8
+from lmlib.optim.optimizer import warmup_constant
+from lmlib.optim.trainable import adapters
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.recipe import Recipe
 from lmlib.train import abstract_model
-from lmlib.trainable import adapters
 from runner import Options, convert, fit
-from runner.command_line.errors import ConfigError
 from runner.config import configs
 from runner.config.text import flattened
-from runner.training.references import HuggingFace, Saved, located
-from runner.training.weights import weights_of
+from runner.errors import ConfigError
+from runner.weights.reading import weights_of
+from runner.weights.references import HuggingFace, Saved, located
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 LLAMA = GOLDEN / "llama"

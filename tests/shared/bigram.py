@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
-from lmlib.models.embedding import embedded
+from lmlib.models.parts.embedding import embedded
 from lmlib.models.protocol import Part, Trunk
 from lmlib.models.weights import fan_in, first_values, normal, weight
 

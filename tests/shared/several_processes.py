@@ -8,7 +8,7 @@ import pytest
 from compiled_programs import UNOPTIMIZED
 from forked_processes import ROOT, ForkedProcess, fresh_process, paths_of
 
-from lmlib.metrics import read_metrics
+from lmlib.metrics.log import read_metrics
 
 STEPS = 30
 HEARTBEAT_SECONDS = 10

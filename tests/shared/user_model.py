@@ -7,11 +7,11 @@ V vocab.
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from lmlib.models.attention import Attention
 from lmlib.models.block import Block
-from lmlib.models.embedding import embedded
-from lmlib.models.mlp import MLP, gelu
-from lmlib.models.norms import LayerNorm
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.embedding import embedded
+from lmlib.models.parts.mlp import MLP, gelu
+from lmlib.models.parts.norms import LayerNorm
 from lmlib.models.protocol import Part
 from lmlib.models.stack import (
     Segment,

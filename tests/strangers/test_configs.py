@@ -16,8 +16,8 @@ from strangers import CANARY, ROOT, leave_canary
 from data_tools.inspect import SavedRun
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 
 HOSTILE = [
     ("evil", "run"),
@@ -37,18 +37,18 @@ HOSTILE = [
     ("fiddle", "absl_flags"),
     ("runner.processes.supervisor", "supervise"),
     ("lmlib.checkpoint.folders", "remove"),
-    ("lmlib.metrics", "MetricsLog"),
-    ("lmlib.data.shard_writer", "remove_leftovers"),
+    ("lmlib.metrics.log", "MetricsLog"),
+    ("lmlib.data.stored.shard_writer", "remove_leftovers"),
     ("lmlib.data.flat_tokens", "Path.unlink"),
     ("lmlib.data.flat_tokens", "hashlib.file_digest"),
-    ("lmlib.data.metadata", "os.system"),
+    ("lmlib.data.stored.metadata", "os.system"),
     ("lmlib.experiment", "jax.numpy.load"),
-    ("lmlib.models.attention", "jax.numpy.load"),
+    ("lmlib.models.parts.attention", "jax.numpy.load"),
     ("lmlib.models.families.llama", "llama.__class__"),
-    ("lmlib.optim", "adamw.__globals__"),
-    ("lmlib.optim", "adamw.__globals__.get"),
-    ("lmlib.optim", "adamw.__class__"),
-    ("lmlib.optim", "optax"),
+    ("lmlib.optim.optimizer", "adamw.__globals__"),
+    ("lmlib.optim.optimizer", "adamw.__globals__.get"),
+    ("lmlib.optim.optimizer", "adamw.__class__"),
+    ("lmlib.optim.optimizer", "optax"),
     ("experiments", "quickstart.fdl.build"),
     ("experiments.quickstart", "fdl.build"),
     ("data_tools.standard_library", "shutil.rmtree"),

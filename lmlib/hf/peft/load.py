@@ -20,8 +20,8 @@ from lmlib.hf.peft.config import PeftConfig, means, read_config
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of
 from lmlib.hf.peft.whole import Whole, held
 from lmlib.hf.tensor_files import Stored, read_header
-from lmlib.models.adapted import adapted, has_adapters
 from lmlib.models.decoder import Decoder
+from lmlib.models.matrices.adapted import adapted, has_adapters
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.layout import stored
 from lmlib.parallel.selection import named_weights

@@ -8,7 +8,7 @@ of its tensors (`lmlib.hf.names`).
 from typing import Any, NamedTuple
 
 from lmlib.hf.names import Names, Piece, Share, placed
-from lmlib.models.adapted import can_be_adapted, summed_axes
+from lmlib.models.matrices.adapted import can_be_adapted, summed_axes
 from lmlib.parallel.axes import Weight
 from lmlib.parallel.selection import named_weights
 

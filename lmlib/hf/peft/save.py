@@ -21,11 +21,11 @@ from lmlib.hf.peft.whole import Kept, kept
 from lmlib.hf.rounding import in_dtype
 from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, require_new, unfinished_in
 from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
-from lmlib.models.adapted import Adapted, map_adapted
-from lmlib.models.int8 import Int8
+from lmlib.models.matrices.adapted import Adapted, map_adapted
+from lmlib.models.matrices.int8 import Int8
 from lmlib.parallel.axes import M
 from lmlib.parallel.selection import named_weights, selected
-from lmlib.whole_file import write_whole
+from lmlib.storage.whole_file import write_whole
 
 V = TypeVar("V")
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
-from lmlib.models.attention import Attention
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder, table_values
 from lmlib.models.families.sizes import head_sizes
-from lmlib.models.mlp import GatedMLP
-from lmlib.models.norms import RMSNorm
-from lmlib.models.rope import Rotary
-from lmlib.models.rope_scaling import Scaling
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.parts.norms import RMSNorm
+from lmlib.models.parts.rope import Rotary
+from lmlib.models.parts.rope_scaling import Scaling
 from lmlib.models.stack import Segment
 from lmlib.models.weights import compiled, fold, residual_scale
 

@@ -5,7 +5,7 @@ from jaxtyping import PRNGKeyArray
 
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
-from lmlib.models.rope_scaling import Scaling
+from lmlib.models.parts.rope_scaling import Scaling
 
 
 def phi3(

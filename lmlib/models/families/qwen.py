@@ -5,11 +5,11 @@ import functools
 
 from jaxtyping import PRNGKeyArray
 
-from lmlib.models.attention import Attention
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
-from lmlib.models.norms import RMSNorm
-from lmlib.models.rope_scaling import Scaling
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.norms import RMSNorm
+from lmlib.models.parts.rope_scaling import Scaling
 
 
 def qwen2(

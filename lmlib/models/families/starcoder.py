@@ -2,13 +2,13 @@
 
 from jaxtyping import PRNGKeyArray
 
-from lmlib.models.attention import Attention
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.sizes import head_sizes
-from lmlib.models.mlp import MLP, gelu_tanh
-from lmlib.models.norms import LayerNorm
-from lmlib.models.rope import Rotary
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.mlp import MLP, gelu_tanh
+from lmlib.models.parts.norms import LayerNorm
+from lmlib.models.parts.rope import Rotary
 from lmlib.models.stack import segments
 from lmlib.models.weights import compiled, fold, residual_scale
 

@@ -25,7 +25,7 @@ import jax
 folder, tasks, names, port, index = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", 2, int(index))
 from lmlib.parallel.mesh import make_mesh
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 from runner.evaluation.tasks import Tasks, evaluate_tasks
 from runner.inference.loading import load
 

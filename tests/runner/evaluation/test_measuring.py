@@ -14,10 +14,10 @@ from run_on_bytes import write_run_on_bytes
 
 from lmlib.data import ShardWriter
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.metadata import TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.parallel.mesh import make_mesh
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 from runner.evaluation.data_sets import data_set, validation_of
 from runner.evaluation.measuring import Measuring, Settings
 from runner.evaluation.shown import json_text, tables

@@ -11,8 +11,8 @@ from run_on_bytes import write_run_on_bytes
 
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.parallel.mesh import make_mesh
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 from runner.evaluation.suite import measure_suite, suite_json, suite_table
 from runner.evaluation.tasks import Tasks, evaluate_tasks
 from runner.inference.loading import load

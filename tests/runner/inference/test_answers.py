@@ -12,11 +12,11 @@ import pytest
 from chat_templates import TEMPLATES, TOKENS
 
 import lmlib
-from lmlib.data.chat import ChatTemplate
+from lmlib.data.chats.chat import ChatTemplate
 from lmlib.data.text import codec_of_bytes
 from lmlib.generate import Generator, New, Sampling
-from lmlib.stored_json import LARGEST
-from runner.command_line.errors import ConfigError
+from lmlib.storage.stored_json import LARGEST
+from runner.errors import ConfigError
 from runner.inference.answer import Answer, Manner
 from runner.inference.answer_file import SETTINGS, AnswerFile
 from runner.inference.prompt_files import digest_of, read_lines

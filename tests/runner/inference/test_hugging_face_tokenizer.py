@@ -8,14 +8,14 @@ from run_on_bytes import write_run_on_bytes
 from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
 
 from lmlib import hf
-from lmlib.data.chat import ChatTemplate
+from lmlib.data.chats.chat import ChatTemplate
 from lmlib.data.text import codec_of_file
 from lmlib.parallel.mesh import make_mesh
-from runner.command_line.errors import ConfigError
+from runner.errors import ConfigError
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded
 from runner.inference.loading import load
-from runner.training.references import HuggingFace, tokenizer_of
+from runner.weights.references import HuggingFace, tokenizer_of
 
 transformers = pytest.importorskip("transformers", reason="needs lmlib[eval]")
 GOLDEN = Path(__file__).parents[2] / "hf" / "golden"

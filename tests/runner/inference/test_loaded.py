@@ -17,14 +17,14 @@ from run_on_bytes import write_run_on_bytes
 from small_tokenizer import write_tokenizer_folder
 
 from lmlib import Compute, hf
-from lmlib.data.metadata import TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.generate import GREEDY, Generator
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
-from runner.command_line.errors import ConfigError
 from runner.config import configs
+from runner.errors import ConfigError
 from runner.inference.loading import load
-from runner.training.references import located
+from runner.weights.references import located
 
 ROOT = Path(__file__).parents[3]
 LLAMA = ROOT / "tests" / "hf" / "golden" / "llama"

@@ -23,8 +23,8 @@ from lmlib.experiment import Experiment
 from lmlib.guard import Guard
 from lmlib.losses import DPO, Distillation, NextToken
 from lmlib.models.families.llama import llama
+from lmlib.optim.trainable import Group
 from lmlib.parallel.mesh import make_mesh
-from lmlib.trainable import Group
 
 VOCAB, BATCH, SEQUENCE, STEPS = 4_096, 16, 16, 60
 EVALUATE_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS = 4, 5, 4

@@ -11,9 +11,9 @@ import numpy as np
 from fault_injection.experiment import BASE, SEQUENCE, TAUGHT, TOKENS, VOCAB, config, pretraining
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.shard_writer import ShardWriter
-from lmlib.data.stored_teacher import TeacherMetadata
-from lmlib.data.teacher_writer import TeacherWriter
+from lmlib.data.stored.shard_writer import ShardWriter
+from lmlib.data.stored.teacher import TeacherMetadata
+from lmlib.data.stored.teacher_writer import TeacherWriter
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
 

@@ -20,7 +20,7 @@ from forked_processes import ROOT, ForkedProcess, fresh_process
 
 from fault_injection import experiment
 from fault_injection.kinds import EVERYTHING, Kind
-from lmlib.metrics import read_metrics
+from lmlib.metrics.log import read_metrics
 
 DEVICES = 8
 POLL_SECONDS = 0.002

@@ -6,7 +6,7 @@ from random import Random
 from fault_injection.experiment import is_infinite
 from fault_injection.faults.fault import Fault, Struck, of_early_end
 from fault_injection.job import Job
-from lmlib.metrics import read_metrics
+from lmlib.metrics.log import read_metrics
 
 
 def infinite_update(weight: float) -> Fault:

@@ -1,0 +1,123 @@
+"""A table of every parameter: shape, layout, memory, what trains, decay and first values."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from lmlib.optim.optimizer import Decays, as_declared
+from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.layout import stored
+from lmlib.terminal.table import columns
+
+EVERYTHING = "yes"  # the group of all weights, where nothing is frozen
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One weight. `axes` and `shape` align; stacked layers lead, as `layer`. `group` is that
+    in which it trains; `None`: it is frozen. `first_values` is "zeros", "ones" or a standard
+    deviation."""
+
+    path: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    layout: tuple[str, ...]
+    bytes_per_device: int
+    group: str | None
+    decays: bool
+    first_values: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def cells(self) -> tuple[str, ...]:
+        named = (f"{axis} {size:,}" for axis, size in zip(self.axes, self.shape, strict=True))
+        return (
+            self.path,
+            " × ".join(named),
+            ", ".join(self.layout),
+            f"{self.bytes_per_device:,}",
+            "frozen" if self.group is None else self.group,
+            "yes" if self.decays else "no",
+            self.first_values,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """`str()` is the whole table; `short()` its totals in one line."""
+
+    parameters: Sequence[Parameter]
+    mesh: Mesh
+
+    @property
+    def size(self) -> int:
+        return sum(parameter.size for parameter in self.parameters)
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(parameter.bytes_per_device for parameter in self.parameters)
+
+    def short(self) -> str:
+        decaying = sum(parameter.size for parameter in self.parameters if parameter.decays)
+        groups: dict[str, int] = {}
+        for parameter in self.parameters:
+            name = parameter.group or "frozen"
+            groups[name] = groups.get(name, 0) + parameter.size
+        apart = "" if groups.keys() == {EVERYTHING} else _listed(groups)
+        mesh = " × ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
+        return (
+            f"{self.size:,} parameters in {len(self.parameters)} arrays{apart}, "
+            f"{decaying:,} decay; {self.bytes_per_device:,} bytes on each device of mesh {mesh}"
+        )
+
+    def __str__(self) -> str:
+        header = (
+            "parameter", "shape", "layout", "bytes per device", "trains", "decay", "first values",
+        )  # fmt: skip
+        rows = [header, *(parameter.cells() for parameter in self.parameters)]
+        return f"{columns(rows)}\n{self.short()}"
+
+
+def _listed(groups: Mapping[str, int]) -> str:
+    return f" ({', '.join(f'{name} {size:,}' for name, size in groups.items())})"
+
+
+def describe(
+    model: Any,
+    mesh: Mesh,
+    decays: Decays = as_declared,
+    groups: Mapping[str, str] | None = None,
+) -> Description:
+    """Describes `model` (arrays, or `ShapeDtypeStruct`s out of `jax.eval_shape`) on `mesh`.
+
+    Args:
+      groups: of each weight that trains, by its path (`lmlib.optim.trainable.grouped`); `None`:
+        all do.
+    """
+    parameters: list[Parameter] = []
+
+    def visit(weight: Weight, array: jax.Array | jax.ShapeDtypeStruct) -> None:
+        layout = stored(weight, array.shape, mesh)
+        local = NamedSharding(mesh, layout).shard_shape(array.shape)
+        sizes = dict(zip(weight.axes, array.shape, strict=True))
+        parameters.append(
+            Parameter(
+                path=weight.path,
+                axes=weight.axes,
+                shape=array.shape,
+                layout=tuple(str(mesh_axes or "whole") for mesh_axes in layout),
+                bytes_per_device=math.prod(local) * array.dtype.itemsize,
+                group=EVERYTHING if groups is None else groups.get(weight.path),
+                decays=(groups is None or weight.path in groups) and decays(weight),
+                first_values=weight.declaration.first.text(sizes),
+            )
+        )
+
+    map_weights(visit, model)
+    return Description(parameters, mesh)

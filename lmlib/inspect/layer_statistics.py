@@ -1,0 +1,138 @@
+"""How large everything is, layer by layer: where numbers stop being finite, and where they grow.
+
+Shapes: B batch, S sequence, E embed, L layers.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from lmlib.compute import Compute
+from lmlib.data.batch import Batch
+from lmlib.losses import batch_loss
+from lmlib.models.matrices.int8 import Int8
+from lmlib.models.protocol import Layer, Model, Part
+from lmlib.terminal.table import columns
+
+
+class PartStatistics(NamedTuple):
+    """Of one part of a model: "embedding", "layer 3", "norm". What is not finite shows as NaN or
+    infinity.
+
+    output: root mean square of the residual stream after it; `None` where that was not observed,
+      as in a model without layers.
+    weights, gradients: Euclidean norms; a matrix that rests in 8 bits has no gradient.
+    """
+
+    name: str
+    output: float | None
+    weights: float
+    gradients: float
+
+
+class LayerStatistics(NamedTuple):
+    """Of one batch: parts in the order of the forward pass, and the cross-entropy of the next
+    token, nats per token, whatever is minimised."""
+
+    parts: tuple[PartStatistics, ...]
+    loss: float
+
+
+def layer_statistics(model: Model, batch: Batch, mesh: Mesh, compute: Compute) -> LayerStatistics:
+    """Runs `batch` (on the devices) forward and backward once."""
+    with jax.set_mesh(mesh):
+        measure = jax.jit(functools.partial(_measured, compute=compute))
+        loss, outputs, weights, gradients = jax.device_get(measure(model, batch))
+    first, after_layers = (None, None) if outputs is None else (float(outputs[0][0]), outputs[1])
+    before: list[PartStatistics] = []
+    layers: dict[int, PartStatistics] = {}
+    after: list[PartStatistics] = []
+    for part, weight, gradient in zip(model.parts(), weights, gradients, strict=True):
+        if part.layers is None:
+            output = None if before or layers else first
+            found = PartStatistics(part.name, output, float(weight), float(gradient))
+            (after if layers else before).append(found)
+        else:
+            for i, w, g in zip(part.layers, weight, gradient, strict=True):
+                output = None if after_layers is None else float(after_layers[i])
+                layers[i] = PartStatistics(f"layer {i}", output, float(w), float(g))
+    parts = (*before, *(layers[i] for i in sorted(layers)), *after)
+    return LayerStatistics(parts, float(loss))
+
+
+def _measured(model: Model, batch: Batch, compute: Compute) -> tuple[Array, Any, Any, Any]:
+    in_floats, in_8_bits = eqx.partition(model, lambda leaf: not _rests(leaf), is_leaf=_rests)
+
+    def loss(in_floats: Model) -> tuple[Array, Any]:
+        model = eqx.combine(in_floats, in_8_bits, is_leaf=_rests)
+        sums, outputs = batch_loss(model, batch, compute, observe=_root_mean_squares)
+        tokens = jnp.maximum(jnp.sum(batch.loss_mask, dtype=jnp.int32), 1)
+        return sums.minimised / tokens, outputs
+
+    (value, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(in_floats)
+    return value, outputs, [*map(_norm, model.parts())], [*map(_norm, gradients.parts())]
+
+
+def _root_mean_squares(layer: Layer) -> tuple[Array, Array]:
+    """Of the residual stream before and after the layer."""
+    before, after = (
+        jnp.sqrt(jnp.mean(jnp.square(x_BSE.astype(jnp.float32))))
+        for x_BSE in (layer.before, layer.after)
+    )
+    return before, after
+
+
+def _norm(part: Part) -> Array:
+    """The norm of a part's arrays; one for each layer where they are stacked."""
+    stacked = 0 if part.layers is None else 1
+    arrays = [
+        leaf.in_use(jnp.float32) if isinstance(leaf, Int8) else leaf.astype(jnp.float32)
+        for leaf in jax.tree.leaves(part.weights, is_leaf=_rests)
+    ]
+    squares = [
+        jnp.sum(jnp.square(array), axis=tuple(range(stacked, array.ndim))) for array in arrays
+    ]
+    return jnp.sqrt(functools.reduce(jnp.add, squares))
+
+
+def _rests(leaf: Any) -> bool:
+    """Whether it is a matrix in 8 bits."""
+    return isinstance(leaf, Int8)
+
+
+def first_offender(statistics: LayerStatistics) -> str | None:
+    """Where a number that is not finite comes up first: in the weights, else in the order of the
+    forward pass, else in that of the backward pass. `None` if all are finite."""
+
+    def found() -> Iterator[tuple[str, float]]:
+        parts = statistics.parts
+        yield from ((f"the weights of {part.name}", part.weights) for part in parts)
+        yield from (
+            (f"the output of {part.name}", part.output) for part in parts if part.output is not None
+        )
+        yield "the cross-entropy of the next token", statistics.loss
+        yield from ((f"the gradient of {part.name}", part.gradients) for part in reversed(parts))
+
+    return next((what for what, value in found() if not math.isfinite(value)), None)
+
+
+def table(statistics: LayerStatistics) -> str:
+    """One line for each part of the model, in the order of the forward pass."""
+    rows = [("", "output rms", "weight norm", "gradient norm")]
+    rows += [
+        (
+            part.name,
+            "" if part.output is None else f"{part.output:.4g}",
+            f"{part.weights:.4g}",
+            f"{part.gradients:.4g}",
+        )
+        for part in statistics.parts
+    ]
+    return columns([*rows, ("cross-entropy", f"{statistics.loss:.4g}", "", "")])

@@ -1,0 +1,90 @@
+"""What the forward pass keeps for the backward pass, by name."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from lmlib.experiment import Experiment
+from lmlib.losses import batch_loss
+from lmlib.terminal.table import columns
+from lmlib.train import abstract_batch, abstract_model
+
+# Inputs of the rematerialised parts of the model, and what the loss leaves for the backward pass:
+# kept whatever `saved` says.
+ALWAYS_KEPT = ("layer_input", "head_input", "loss_gradient")
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedActivation:
+    """One kept tensor of one microbatch; `shape` is global, stacked layers leading."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    bytes_per_device: int
+
+
+class SavedActivations(tuple[SavedActivation, ...]):
+    """A tuple that prints as a table."""
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(activation.bytes_per_device for activation in self)
+
+    def __str__(self) -> str:
+        rows = [("activation", "shape", "dtype", "bytes per device")]
+        rows += [
+            (a.name, " × ".join(map(str, a.shape)), a.dtype.name, f"{a.bytes_per_device:,}")
+            for a in self
+        ]
+        rows.append(("total", "", "", f"{self.bytes_per_device:,}"))
+        return columns(rows)
+
+
+def saved_activations(experiment: Experiment) -> SavedActivations:
+    """The tensors that one microbatch of `experiment` keeps, read off its traced forward pass.
+
+    Besides them the backward pass keeps only the weights, and a few numbers for each position.
+    """
+    data, mesh = experiment.data, experiment.mesh
+    model = abstract_model(experiment.abstract_model, mesh)
+    rows = data.batch_size // experiment.microbatches
+    batch = abstract_batch(rows, data.sequence_length, mesh)
+    with jax.set_mesh(mesh):
+        loss = functools.partial(batch_loss, compute=experiment.compute)
+        traced = jax.make_jaxpr(loss)(model, batch)
+    kept = {*ALWAYS_KEPT, *experiment.compute.saved}
+    return SavedActivations(
+        SavedActivation(
+            name=name,
+            shape=(*stacked, *value.shape),
+            dtype=value.dtype,
+            bytes_per_device=math.prod(stacked)
+            * math.prod(NamedSharding(mesh, value.sharding.spec).shard_shape(value.shape))
+            * value.dtype.itemsize,
+        )
+        for name, value, stacked in _named_values(traced.jaxpr, ())
+        if name in kept
+    )
+
+
+def _named_values(
+    jaxpr: Any, stacked: tuple[int, ...]
+) -> Iterator[tuple[str, Any, tuple[int, ...]]]:
+    """Every `checkpoint_name`: its name, its value's type, and the lengths of the scans around."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"], equation.outvars[0].aval, stacked
+        around = stacked
+        if equation.primitive.name == "scan":
+            around = (*stacked, equation.params["length"])
+        for parameter in equation.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from _named_values(inner, around)

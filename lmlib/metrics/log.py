@@ -1,0 +1,215 @@
+"""The metrics of a run: `metrics.jsonl`, TensorBoard's copy of it, and MFU.
+
+`metrics.jsonl` holds one JSON object a line, `{"step": 10, "loss": 3.25, …}`, each step once and in
+order however often the run was killed. Strict JSON has no NaN: what is not finite is the string
+"NaN", "Infinity" or "-Infinity", which `float()` reads and `read_metrics` turns back. TensorBoard's
+copy leaves it out.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from lmlib.hardware.specifications import peak_flops
+from lmlib.metrics.tensorboard import TensorBoard
+from lmlib.storage.appended_file import AppendedFile, set_aside
+from lmlib.storage.stored_json import parse_json
+from lmlib.storage.whole_file import make_folder
+
+FILE_NAME = "metrics.jsonl"
+_NOT_FINITE = {"NaN", "Infinity", "-Infinity"}
+
+
+@runtime_checkable
+class Device(Protocol):
+    """All that is asked of a `jax.Device` here."""
+
+    @property
+    def device_kind(self) -> str: ...
+
+
+def mfu(
+    flops_per_token: float, tokens_per_second: float, devices: Sequence[Device]
+) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+
+    Args:
+      flops_per_token: what the model needs, forward and backward, recomputation not counted.
+      tokens_per_second: of all `devices` together.
+      devices: at least one.
+
+    Returns:
+      FLOP/s used over the devices' peak (0.4 for 40 %); `None` where a peak is not known.
+    """
+    peaks = [peak_flops(device.device_kind) for device in devices]
+    if None in peaks:
+        return None
+    return flops_per_token * tokens_per_second / sum(peak for peak in peaks if peak)
+
+
+class MetricsLog:
+    """Appends to `workdir/metrics.jsonl` and `workdir/tensorboard/`.
+
+    Every line is with the operating system when `write` returns, unless the storage fails: then it
+    is kept, and tried again with the next line. For a resumed run to miss no step, `flush` a step's
+    metrics before its checkpoint is saved, and `sync` them before that is whole.
+
+        with MetricsLog(workdir, resume_step=None) as log:
+            log.write(1, {"loss": 3.25})
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        resume_step: int | None,
+        enabled: bool = True,
+        lost: Callable[[str], None] | None = None,
+    ):
+        """Opens the log, first dropping lines of steps that will be made again.
+
+        Args:
+          workdir: made if absent.
+          resume_step: the step of the checkpoint that the run goes on from: later lines, and a line
+            that a kill cut short, are dropped. `None` for a run from the beginning: a file with
+            lines is then renamed to metrics.jsonl.1, or the next number that is free.
+          enabled: False on all processes but one; then nothing is read or written.
+          lost: as in `AppendedFile`.
+
+        Attributes:
+          missing: which steps up to `resume_step` have no line, in words; `None` if all have.
+          set_aside: what the file of a run before is called now; `None` if there was none.
+        """
+        self._enabled = enabled
+        self.missing: str | None = None
+        self.set_aside: Path | None = None
+        if not enabled:
+            return
+        last = -1 if resume_step is None else resume_step
+        folder = Path(workdir)
+        make_folder(folder)
+        path = folder / FILE_NAME
+        found = list(_entries(path))
+        entries = [entry for entry in found if entry["step"] <= last]
+        self.missing = _missing(path, {entry["step"] for entry in entries}, last)
+        if found and resume_step is None:
+            self.set_aside = set_aside(path)
+        lines = "".join(f"{to_json(entry)}\n" for entry in entries)
+        self._file = AppendedFile(path, lines, lost)
+        self._tensorboard = TensorBoard(folder / "tensorboard", last + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        """Appends a line; metrics that are `None` are left out of it.
+
+        Raises:
+          ValueError: if a metric is called "step".
+          TypeError: if a value is no Python number.
+        """
+        if "step" in metrics:
+            raise ValueError('a metric cannot be called "step": the line has the step already')
+        if not self._enabled:
+            return
+        present = {name: value for name, value in metrics.items() if value is not None}
+        self._file.append(f"{to_json({'step': step, **present})}\n".encode())
+        self._tensorboard.write(
+            step, {name: value for name, value in present.items() if math.isfinite(value)}
+        )
+
+    def add(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        """Adds metrics to the newest line, that of `step`: those that are known only later."""
+        present = {name: value for name, value in metrics.items() if value is not None}
+        if not self._enabled or not present:
+            return
+        end = f", {to_json(present)[1:]}\n".encode()  # in the place of the line's own "}\n"
+        self._file.append(end, over=2)
+        self._tensorboard.write(
+            step, {name: value for name, value in present.items() if math.isfinite(value)}
+        )
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Shows a text in TensorBoard; metrics.jsonl does not have it."""
+        if self._enabled:
+            self._tensorboard.write_text(step, name, text)
+
+    def flush(self) -> None:
+        """Raises OSError, naming the file, if there are lines that it still does not take."""
+        if self._enabled:
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Returns once all that was flushed is on the disk; for another thread, too.
+
+        Raises OSError, naming the file.
+        """
+        if self._enabled:
+            self._file.sync()
+
+    def close(self) -> None:
+        """Raises OSError, as `flush` does, once all is closed."""
+        if self._enabled:
+            self._tensorboard.close()
+            self._file.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        """Closes; an error that is on its way is not replaced."""
+        with contextlib.suppress(*([] if kind is None else [OSError])):
+            self.close()
+
+
+def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of `workdir/metrics.jsonl`, also while a run writes it; none if it is absent.
+
+    `pandas.DataFrame(read_metrics(workdir)).set_index("step")` makes a table of them.
+    """
+    return list(_entries(Path(workdir) / FILE_NAME))
+
+
+def to_json(entry: Mapping[str, Any]) -> str:
+    """A line of `metrics.jsonl`, without its end: strict JSON."""
+
+    def strict(value: float | int) -> float | int | str:
+        if isinstance(value, float) and not math.isfinite(value):
+            return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
+        return value
+
+    return json.dumps({name: strict(value) for name, value in entry.items()})
+
+
+def from_json(line: str | bytes) -> dict[str, Any]:
+    """What `to_json` was given; raises ValueError for what it did not write."""
+    entry = parse_json(line)
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+        raise ValueError("no line of metrics")
+    return {name: float(value) if value in _NOT_FINITE else value for name, value in entry.items()}
+
+
+def missing_lines(workdir: str | os.PathLike[str], last: int) -> str | None:
+    """Which steps from 1 to `last` have no line in metrics.jsonl, in words; `None` if all have."""
+    path = Path(workdir, FILE_NAME)
+    return _missing(path, {entry["step"] for entry in _entries(path)}, last)
+
+
+def _missing(path: Path, steps: set[int], last: int) -> str | None:
+    """Which of the steps from 1 to `last` are not among `steps`."""
+    missing = sorted(set(range(1, last + 1)) - steps)
+    if not missing:
+        return None
+    which = f"step {missing[0]:,}"
+    if len(missing) > 1:
+        which = f"{len(missing):,} steps from {missing[0]:,} to {missing[-1]:,}"
+    return f"{path} has lost the lines of {which}: what is summed over the run leaves them out"
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line, parsed; half a line, which a kill or a power cut may leave, is skipped."""
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, TypeError):  # a list, say, is not hashable
+            yield from_json(line)

@@ -1,0 +1,75 @@
+"""Matrices that rest in 8 bits: half the memory of bfloat16, for weights that are not trained."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from lmlib.models.matrices.quantized import rounded
+from lmlib.models.weights import Random, ones
+from lmlib.parallel.axes import METADATA, Declaration, Weight
+
+_ONE = "one"  # the axis of a scale along which products sum
+
+
+class Int8(eqx.Module):
+    """values · scale, with a scale for each slice that a product sums over, as
+    `lmlib.models.matrices.quantized.rounded` makes them; each element is off by at most scale / 2.
+
+    It lies on the mesh as the weight would. `lmlib.parallel.layout.gather` moves the 8 bits and
+    makes numbers of them where they are used.
+    """
+
+    values: Array = eqx.field(metadata={METADATA: lambda self: self.declaration})
+    scale: Float[Array, "..."] = eqx.field(
+        metadata={METADATA: lambda self: dataclasses.replace(self.declaration, first=ones)}
+    )
+    axis_names: dict[str, str] = eqx.field(static=True)
+    declaration: Declaration = eqx.field(static=True)
+
+    def in_use(self, dtype: DTypeLike, after: Array | None = None) -> Float[Array, "..."]:
+        """The matrix, in `dtype`, once `after` is there: XLA would make it before a loop, for all
+        its turns (that of JAX 0.10 does so on CPUs all the same)."""
+        values, scale = self.values, self.scale
+        if after is not None:
+            values, scale, _ = jax.lax.optimization_barrier((values, scale, after))
+        return values.astype(dtype) * scale.astype(dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+# The scales of an array that lies on a mesh are computed where it lies, also outside of a program.
+_rounded = jax.jit(rounded, static_argnames=("summed", "dtype"))
+
+
+def in_int8(weight: Weight, array: Array) -> Any:
+    """`array`, which is that of `weight`, as an `Int8` if it is a matrix that multiplies
+    activations and not one of the vocabulary; else as it is."""
+    declared = weight.declaration
+    if not declared.multiplied or "vocab" in weight.axes:
+        return array
+    assert isinstance(declared.first, Random)
+    summed = declared.first.summed
+    places = tuple(i for i, axis in enumerate(weight.axes) if axis in summed)
+    values, scale = _rounded(array, summed=places, dtype=jax.numpy.int8)
+    names = weight.own_axes
+    sizes = dict(zip(names, array.shape[-len(names) :], strict=True))
+    return Int8(
+        values,
+        scale,
+        {
+            "values": " ".join(names),
+            "scale": " ".join(_ONE if axis in summed else axis for axis in names),
+        },
+        dataclasses.replace(
+            declared,
+            first=Random(declared.first.deviation(sizes)),
+            multiplied=False,  # what is made of it is
+            rules={**declared.rules, _ONE: None},
+        ),
+    )

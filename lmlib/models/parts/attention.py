@@ -1,0 +1,204 @@
+"""Causal grouped-query attention, kept within documents.
+
+Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, K kv_heads, D head_dim.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.compute import Compute
+from lmlib.models.attend import attend, attention_weights, check_attention
+from lmlib.models.attend.options import Options
+from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
+from lmlib.models.parts.rope import Rotary, rotate
+from lmlib.models.product import product
+from lmlib.models.protocol import Context
+from lmlib.models.weights import fan_in, first_values, fold, weight, zeros
+from lmlib.parallel.layout import spec
+
+Norm = Callable[[Array], Array]
+
+
+class Attention(eqx.Module):
+    """softmax(scale · q kᵀ) v with G query heads sharing each key-value head (Ainslie et al. 2023,
+    arXiv:2305.13245). `tensor` splits the heads; each device attends with its own.
+
+    Args:
+      embed, heads, kv_heads, head_dim: sizes.
+      rotary: turns queries and keys by their positions; `None` does not.
+      window: positions that each one attends to, itself and those before it; `None`: all.
+      scale: of the products; `None`: head_dim^-1/2.
+      soft_cap: c, where a score s becomes c · tanh(s / c) before the mask; `None`: s stays.
+      bias: whether query, key and value have biases.
+      output_bias: whether the output has one.
+      norm: makes the norms of queries and keys before they are turned, called with `key` and the
+        sizes of heads and head_dim: `RMSNorm` with axes "head_dim", for each head alone, or with
+        "heads head_dim" (of keys: "kv_heads head_dim"). `None`: there are none.
+      key_norm: makes the norm of keys; `None`: `norm` does.
+      residual_scale: of the output's first values; see `lmlib.models.weights.residual_scale`.
+
+    Raises:
+      ValueError: if `kv_heads` does not divide `heads`.
+    """
+
+    rotary: Rotary | None = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+    soft_cap: float | None = eqx.field(static=True)
+    residual_scale: float = eqx.field(static=True)
+    query_norm: Norm | None
+    key_norm: Norm | None
+    query: Float[Array, "embed heads head_dim"] = weight(fan_in("embed"))
+    key: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
+    value: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
+    output: Float[Array, "heads head_dim embed"] = weight(
+        lambda self: fan_in("heads", "head_dim", scale=self.residual_scale)
+    )
+    query_bias: Float[Array, "heads head_dim"] | None = weight(zeros)
+    key_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
+    value_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
+    output_bias: Float[Array, "embed"] | None = weight(zeros)
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rotary: Rotary | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
+        norm: Callable[..., Norm] | None = None,
+        key_norm: Callable[..., Norm] | None = None,
+        residual_scale: float = 1.0,
+        *,
+        key: PRNGKeyArray,
+    ):
+        if kv_heads > 0 and heads % kv_heads:
+            raise ValueError(f"heads = {heads} must be a multiple of kv_heads = {kv_heads}")
+        if window is not None and window < 1:
+            raise ValueError(f"window must be at least 1, or None, got {window}")
+        if window is not None and window >= 2**31:
+            raise ValueError(f"window must be below 2^31, got {window:,}")
+        self.residual_scale = residual_scale
+        sizes = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+
+        def first(field: str) -> Array:
+            return first_values(self, field, key, **sizes)
+
+        self.query, self.key, self.value = first("query"), first("key"), first("value")
+        self.output = first("output")
+        self.query_bias = first("query_bias") if bias else None
+        self.key_bias = first("key_bias") if bias else None
+        self.value_bias = first("value_bias") if bias else None
+        self.output_bias = first("output_bias") if output_bias else None
+        key_norm = norm if key_norm is None else key_norm
+        of_heads = {name: sizes[name] for name in ("heads", "kv_heads", "head_dim")}
+        self.query_norm = norm and norm(key=fold(key, "query_norm"), **of_heads)
+        self.key_norm = key_norm and key_norm(key=fold(key, "key_norm"), **of_heads)
+        self.rotary, self.window, self.scale, self.soft_cap = rotary, window, scale, soft_cap
+
+    def __call__(
+        self,
+        x_BSE: Float[Array, "b s embed"],
+        context: Context,
+        cache: KeysAndValues | None = None,
+    ) -> tuple[Float[Array, "b s embed"], KeysAndValues | None]:
+        """What attention writes, and the new cache: see `lmlib.models.parts.cache.attend_cached`.
+
+        Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which the
+        last product is summed over `tensor` (a psum or a reduce-scatter).
+        """
+        q_BSHD, k_BTKD, v_BTKD = self._projected(x_BSE, context)
+        with jax.named_scope("attention"):
+            if cache is None or cache.empty:
+                mixed_BSHD = attend(
+                    q_BSHD,
+                    k_BTKD,
+                    v_BTKD,
+                    context.segment_ids_BS,
+                    context.compute.attention,
+                    window=self.window,
+                    scale=self.scale,
+                    soft_cap=self.soft_cap,
+                )
+                cache = cache and extended(cache, k_BTKD, v_BTKD, context.positions_BS)
+            else:
+                options = Options.of(self.window, self.scale, self.soft_cap, q_BSHD.shape[-1])
+                mixed_BSHD, cache = attend_cached(
+                    q_BSHD, k_BTKD, v_BTKD, context.positions_BS, cache, options
+                )
+        with jax.named_scope("projections"):
+            precision = context.compute.precision("projections")
+            residual = spec(context.compute.residual)
+            y_BSE = product("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
+            return _biased(y_BSE, self.output_bias), cache
+
+    def weights(
+        self, x_BSE: Float[Array, "b s embed"], context: Context
+    ) -> Float[Array, "b heads s t"]:
+        """How much each position (s) takes from each (t); see `attention_weights`."""
+        q_BSHD, k_BTKD, _ = self._projected(x_BSE, context)
+        return attention_weights(
+            q_BSHD,
+            k_BTKD,
+            context.segment_ids_BS,
+            window=self.window,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+        )
+
+    def _projected(self, x_BSE: Array, context: Context) -> tuple[Array, Array, Array]:
+        """Queries, keys and values, as they are attended with."""
+        precision = context.compute.precision("projections")
+        with jax.named_scope("projections"):
+            q_BSHD = product("bse,ehd->bshd", x_BSE, self.query, precision)
+            k_BTKD = product("bte,ekd->btkd", x_BSE, self.key, precision)
+            v_BTKD = product("bte,ekd->btkd", x_BSE, self.value, precision)
+            q_BSHD, k_BTKD = _biased(q_BSHD, self.query_bias), _biased(k_BTKD, self.key_bias)
+            v_BTKD = checkpoint_name(_biased(v_BTKD, self.value_bias), "value")
+            q_BSHD = q_BSHD if self.query_norm is None else self.query_norm(q_BSHD)
+            k_BTKD = k_BTKD if self.key_norm is None else self.key_norm(k_BTKD)
+            if self.rotary is not None:
+                turns = context.turns[self.rotary]
+                q_BSHD, k_BTKD = rotate(q_BSHD, turns), rotate(k_BTKD, turns)
+            q_BSHD, k_BTKD = checkpoint_name(q_BSHD, "query"), checkpoint_name(k_BTKD, "key")
+        return q_BSHD, k_BTKD, v_BTKD
+
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:
+        """See `lmlib.models.protocol.Cached`; of a window's size if there is one."""
+        kv_heads, head_dim = self.key.shape[-2:]
+        return empty_cache(rows, min(self.window or length, length), kv_heads, head_dim, dtype)
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Of the two products of activations, forward and backward: 12 · heads · head_dim · keys.
+
+        `keys` is the sequence's length or the window's, or if `causal` how many a position sees on
+        average, about half: what a kernel that skips masked blocks computes.
+        """
+        heads, head_dim = self.query.shape[-2:]
+        keys = float(min(self.window or sequence_length, sequence_length))
+        if causal:
+            keys -= keys**2 / (2 * sequence_length)
+        return 12 * heads * head_dim * keys
+
+    def check(self, sequence_length: int, compute: Compute) -> None:
+        """Raises ValueError if `compute.attention` is unknown or cannot compute these sizes, or
+        sequences are too long for the rotary positions."""
+        if self.rotary is not None:
+            self.rotary.check(sequence_length)
+        check_attention(
+            compute.attention, sequence_length, self.query.shape[-1], compute.dtype, self.soft_cap
+        )
+
+
+def _biased(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias

@@ -1,0 +1,135 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864).
+
+Shapes: B batch, S sequence, H heads, D head_dim; in tables D is half of it.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from lmlib.models.parts.rope_scaling import Length, LongRope, Scaling
+
+
+class Turns(NamedTuple):
+    """Cosine and sine of each position's angle for each pair of coordinates, the same for all
+    heads."""
+
+    cos_BS1D: Float[Array, "b s 1 half"]
+    sin_BS1D: Float[Array, "b s 1 half"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Settings from which a table of turns follows.
+
+    Args:
+      head_dim: coordinates that are turned, the first ones of a head.
+      theta: base of the wavelengths: pair i turns by position · theta^(-2i / head_dim) radians
+        (eq. 15).
+      scaling: changes these for longer sequences; `None` does not.
+
+    Raises:
+      ValueError: if `head_dim` is odd, `theta` not positive, or a `LongRope` is of another number
+        of pairs.
+    """
+
+    head_dim: int
+    theta: float = 10_000.0
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if not 0 < self.theta < math.inf:
+            raise ValueError(f"rope_theta must be positive, got {self.theta}")
+        if isinstance(self.scaling, LongRope) and len(self.scaling.short) != self.head_dim // 2:
+            raise ValueError(
+                f"LongRope has factors for {len(self.scaling.short)} pairs, but "
+                f"{self.head_dim // 2} pairs of a head's coordinates are turned"
+            )
+
+    @property
+    def switch(self) -> int | None:
+        """See `Scaling.switch`."""
+        return None if self.scaling is None else self.scaling.switch
+
+    def turns(
+        self,
+        positions_BS: Int32[Array, "b s"],
+        dtype: DTypeLike,
+        lengths_B: Int32[Array, "b"] | None = None,
+    ) -> Turns:
+        """The table of `positions_BS`, in float32 at least; wider if `dtype` is.
+
+        Args:
+          lengths_B: of each row's text, where positions are of a part of it; `None`: a row's
+            documents are all here, and each ends where positions do not go on.
+
+        Raises:
+          ValueError: as `check`.
+        """
+        self.check(positions_BS.shape[1])
+        wide = jnp.promote_types(dtype, jnp.float32)
+        frequency_D = self.theta ** (-jnp.arange(0, self.head_dim, 2, dtype=wide) / self.head_dim)
+        amplitude = 1.0
+        if self.scaling is not None:
+            length = self._length(positions_BS, lengths_B)
+            frequency_D = self.scaling.frequencies(frequency_D, length)
+            amplitude = self.scaling.amplitude
+        angle_BS1D = positions_BS[:, :, None, None] * frequency_D
+        return Turns(amplitude * jnp.cos(angle_BS1D), amplitude * jnp.sin(angle_BS1D))
+
+    def _length(self, positions_BS: Array, lengths_B: Array | None) -> Length:
+        """Of each token's document, where it counts."""
+        if self.switch is not None and lengths_B is not None:
+            return lengths_B[:, None, None, None]
+        if self.switch is not None and positions_BS.shape[1] > self.switch:
+            return document_lengths(positions_BS)[:, :, None, None]
+        return positions_BS.shape[1]
+
+    def check(self, sequence_length: int) -> None:
+        """Raises ValueError if the scaling has other frequencies for sequences so long."""
+        longest = None if self.scaling is None else self.scaling.longest
+        if longest is not None and sequence_length > longest:
+            raise ValueError(
+                f"sequences of {sequence_length} tokens, but with {type(self.scaling).__name__} "
+                f"scaling rotary positions are known up to {longest}; give shorter ones, or "
+                "another rope_scaling"
+            )
+
+
+def document_lengths(positions_BS: Int32[Array, "b s"]) -> Int32[Array, "b s"]:
+    """How long each token's document is, if its end is here: where positions do not go on."""
+    S = positions_BS.shape[1]
+    goes_on_BS = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
+    ends_BS = jnp.pad(~goes_on_BS, ((0, 0), (0, 1)), constant_values=True)
+    index_S = jnp.arange(S, dtype=jnp.int32)
+    end_BS = jax.lax.cummin(jnp.where(ends_BS, index_S, S), axis=1, reverse=True)
+    return positions_BS + end_BS - index_S + 1
+
+
+def rotate(x_BSHD: Float[Array, "b s h d"], turns: Turns) -> Float[Array, "b s h d"]:
+    """`x` with each pair of coordinates turned (eq. 34), computed in the table's dtype.
+
+    Coordinate i pairs with i + D/2, as in Llama's published weights. Coordinates beyond those of
+    the table stay.
+    """
+    cos_BS1D, sin_BS1D = turns
+    D = cos_BS1D.shape[-1]
+    first_BSHD, second_BSHD, *rest = jnp.split(
+        x_BSHD.astype(cos_BS1D.dtype), [D] if x_BSHD.shape[-1] == 2 * D else [D, 2 * D], axis=-1
+    )
+    turned_BSHD = jnp.concatenate(
+        (
+            first_BSHD * cos_BS1D - second_BSHD * sin_BS1D,
+            second_BSHD * cos_BS1D + first_BSHD * sin_BS1D,
+            *rest,
+        ),
+        axis=-1,
+    )
+    return turned_BSHD.astype(x_BSHD.dtype)

@@ -1,0 +1,221 @@
+"""Rotary frequencies for sequences longer than those a model was first trained on.
+
+Shapes: B batch, S sequence, D pairs of coordinates of a head.
+"""
+
+import dataclasses
+import math
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+# Of a document, in tokens: the same for all, or for each token that of its own.
+Length = int | Int32[Array, "#b #s 1 1"]
+
+
+@runtime_checkable
+class Scaling(Protocol):
+    """Settings, compared by value, as a part of `lmlib.models.parts.rope.Rotary`."""
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that has these frequencies; `None` if all have."""
+
+    @property
+    def switch(self) -> int | None:
+        """The length above which a document has other frequencies, from its first token on; `None`
+        if they depend on no length."""
+
+    def frequencies(
+        self, frequency_D: Float[Array, "half"], length: Length
+    ) -> Float[Array, "*bs1 half"]:
+        """Radians per position of each pair in documents of `length`, given the unscaled ones, of
+        falling frequency."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595, eq. 4)."""
+
+    factor: float
+    amplitude, longest, switch = 1.0, None, None
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+
+    def frequencies(
+        self, frequency_D: Float[Array, "half"], length: Length
+    ) -> Float[Array, "half"]:
+        return frequency_D / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """Unscaled up to `longest` positions (dynamic scaling: arXiv:2309.00071, §3.3). Beyond them
+    frequencies would differ from length to length, so longer sequences are refused.
+
+    Args:
+      factor: by which longer sequences would be stretched; only kept.
+      longest: positions of the training before.
+    """
+
+    factor: float
+    longest: int
+    amplitude, switch = 1.0, None
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+
+    def frequencies(
+        self, frequency_D: Float[Array, "half"], length: Length
+    ) -> Float[Array, "half"]:
+        return frequency_D
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3:
+    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1; Dubey et
+    al. 2024, arXiv:2407.21783, §3.4.2, with the published code's ramp).
+
+    Args:
+      factor: of wavelengths above original / low.
+      low, high: turns over `original` positions, between which the ramp lies.
+      original: positions of the training before.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original: int
+    amplitude, longest, switch = 1.0, None, None
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        if not self.low < self.high:
+            raise ValueError(f"low must be below high, got {self.low} and {self.high}")
+
+    def frequencies(
+        self, frequency_D: Float[Array, "half"], length: Length
+    ) -> Float[Array, "half"]:
+        turns_D = self.original * frequency_D / (2 * math.pi)
+        kept_D = jnp.clip((turns_D - self.low) / (self.high - self.low), 0, 1)
+        return kept_D * frequency_D + (1 - kept_D) * frequency_D / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """Frequencies interpolated by parts, and scores sharpened (Peng et al. 2023, arXiv:2309.00071,
+    §3.2 and §3.4).
+
+    Args:
+      factor: of long wavelengths.
+      theta, original: base of the wavelengths, and positions, of the training before.
+      fast, slow: turns over `original` positions above which a pair is kept, and below which it is
+        divided by `factor`; β and α of the paper.
+      amplitude: of cosines and sines; the paper's √(1/t) is 0.1 ln(factor) + 1.
+      whole: round the ends of the ramp to whole pairs, as the published code does.
+    """
+
+    factor: float
+    theta: float
+    original: int
+    fast: float = 32.0
+    slow: float = 1.0
+    amplitude: float = 1.0
+    whole: bool = True
+    longest, switch = None, None
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        if self.theta <= 1:
+            raise ValueError(f"yarn needs a base above 1, got rope_theta = {self.theta}")
+
+    def frequencies(
+        self, frequency_D: Float[Array, "half"], length: Length
+    ) -> Float[Array, "half"]:
+        half = frequency_D.shape[0]
+
+        def pair(turns: float) -> float:
+            """The pair that turns so often over the original positions."""
+            wavelength = self.original / (2 * math.pi * turns)
+            return half * math.log(wavelength) / math.log(self.theta)
+
+        first, last = pair(self.fast), pair(self.slow)
+        if self.whole:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        width = max(last - first, 1e-3)
+        divided_D = jnp.clip((jnp.arange(half, dtype=frequency_D.dtype) - first) / width, 0, 1)
+        return divided_D * frequency_D / self.factor + (1 - divided_D) * frequency_D
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+    """Each pair's frequency divided by a factor of its own: by `short` in documents of up to
+    `original` tokens, by `long` in longer ones (Ding et al. 2024, arXiv:2402.13753, §3.2).
+
+    One of the two turns the whole of a document, as if it were alone: what else is in its row or
+    its batch does not count, nor does padding. `transformers` chooses once for the whole call, by
+    the largest position in it, which is the same for a document alone. In generation a text is as
+    long as it is so far, so each token has the logits of a pass over the text up to it; a text that
+    grows beyond `original` is computed again (`lmlib.generate`), as `generate` of `transformers`
+    does with the whole batch.
+
+    Args:
+      short, long: divisors of the frequencies, one for each pair.
+      original: positions of the training before.
+      factor: how many times longer documents may become; only kept.
+      amplitude: of cosines and sines, for short and long documents alike.
+
+    Raises:
+      ValueError: if the two have different lengths, or hold what is not positive.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original: int
+    factor: float = 1.0
+    amplitude: float = 1.0
+    longest = None
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        for name in ("short", "long"):  # a config's lists; settings are compared and hashed
+            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+        if len(self.short) != len(self.long):
+            raise ValueError(
+                "short and long must have a factor for each pair, got "
+                f"{len(self.short)} and {len(self.long)}"
+            )
+        if not all(factor > 0 for factor in (*self.short, *self.long)):
+            raise ValueError(f"short and long must be positive, got {self.short} and {self.long}")
+
+    @property
+    def switch(self) -> int:
+        return self.original
+
+    def frequencies(
+        self, frequency_D: Float[Array, "half"], length: Length
+    ) -> Float[Array, "*bs1 half"]:
+        short_D, long_D = (jnp.asarray(each, frequency_D.dtype) for each in (self.short, self.long))
+        return frequency_D / jnp.where(length > self.original, long_D, short_D)
+
+
+def long_rope_amplitude(factor: float, original: int) -> float:
+    """√(1 + ln(factor) / ln(original)), as in the code that Phi-3 was published with."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
+    """0.1 · scale · ln(factor) + 1 (arXiv:2309.00071, eq. 22)."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _check_factor(factor: float) -> None:
+    if factor < 1:
+        raise ValueError(f"the factor of a rope scaling must be at least 1, got {factor}")

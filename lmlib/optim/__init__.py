@@ -1,0 +1,23 @@
+"""Optimizers, schedules, and which weights train at which rate."""
+
+from lmlib.optim.optimizer import (
+    Optimizer,
+    adamw,
+    as_declared,
+    decay_mask,
+    warmup_constant,
+    warmup_cosine,
+    warmup_linear,
+    warmup_stable_decay,
+)
+
+__all__ = [
+    "Optimizer",
+    "adamw",
+    "as_declared",
+    "decay_mask",
+    "warmup_constant",
+    "warmup_cosine",
+    "warmup_linear",
+    "warmup_stable_decay",
+]

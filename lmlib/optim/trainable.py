@@ -1,0 +1,148 @@
+"""Which weights of a model train, in groups with their own rate and decay."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import Array
+
+from lmlib.models.matrices.adapted import DOWN_RANK, UP_RANK, is_adapted
+from lmlib.optim.optimizer import Decays, Optimizer
+from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.selection import SelectionError, named_weights, selected
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Weights that train alike.
+
+    Args:
+      paths, axes: which, as in `lmlib.parallel.selection.selected`.
+      learning_rate: factor of the optimizer's.
+      decays: whether weight decay shrinks them; `None`: as each declares.
+
+    Raises:
+      ValueError: if the factor is not positive.
+    """
+
+    paths: Sequence[str] = ()
+    axes: Sequence[str] = ()
+    learning_rate: float = 1.0
+    decays: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate > 0:
+            raise ValueError(
+                f"learning_rate of a group must be positive, got {self.learning_rate}: weights "
+                "that are in no group do not train"
+            )
+
+
+Groups = Mapping[str, Group]
+
+
+def adapters(learning_rate_of_up: float = 1.0, besides: Sequence[str] = ()) -> Groups:
+    """For `Experiment.trainable`: the adapters of a model, and nothing else.
+
+    Args:
+      learning_rate_of_up: factor for the matrices that start at zero (LoRA+: Hayou et al. 2024,
+        arXiv:2402.12354, has 16).
+      besides: other weights, by patterns of their paths, that train too: PEFT's `modules_to_save`.
+    """
+    more = {"besides": Group(paths=besides)} if besides else {}
+    if learning_rate_of_up == 1:
+        return {"adapters": Group(axes=(DOWN_RANK, UP_RANK))} | more
+    up = Group(axes=(UP_RANK,), learning_rate=learning_rate_of_up)
+    return {"down": Group(axes=(DOWN_RANK,)), "up": up} | more
+
+
+def grouped(model: Any, groups: Groups) -> dict[str, str]:
+    """The group of each weight that trains, by its path.
+
+    Raises:
+      SelectionError: if a pattern or an axis means no weight, a weight is in two groups, a group is
+        empty, or the base of an adapter is in one.
+    """
+    weights, found = named_weights(model), dict[str, str]()
+    bases = _bases(model)
+    for name, group in groups.items():
+        try:
+            chosen = selected(weights, group.paths, group.axes)
+        except SelectionError as error:
+            raise SelectionError(f"trainable[{name!r}]: {error}") from None
+        if not chosen:
+            raise SelectionError(f"trainable[{name!r}] names no weights: give it paths or axes")
+        for path in chosen:
+            if path in found:
+                raise SelectionError(
+                    f"{path} is in trainable[{found[path]!r}] and in trainable[{name!r}]: make "
+                    "their paths or axes narrower"
+                )
+            if path in bases:
+                raise SelectionError(
+                    f"trainable[{name!r}] has {path}, the base of an adapter, which gets no "
+                    f"gradient: name what trains of it ({path.removesuffix('base')}down, …up), or "
+                    "do not adapt it"
+                )
+            found[path] = name
+    if not found:
+        raise SelectionError("trainable names no group, so nothing would train; None trains all")
+    return found
+
+
+def _bases(model: Any) -> set[str]:
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_adapted)
+    return {
+        jax.tree_util.keystr(keys, simple=True, separator=".") + ".base"
+        for keys, node in nodes
+        if is_adapted(node)
+    }
+
+
+def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, causal: bool) -> float:
+    """FLOPs for a token of a step that trains `groups` of `model`, which has its weights as
+    `Experiment.model` makes them: those of `Model.flops_per_token`, less two for each frozen
+    parameter that multiplies activations, whose gradient is not made."""
+    flops = model.flops_per_token(sequence_length, causal)
+    if groups is None:
+        return flops
+    trained, weights = grouped(model, groups), named_weights(model)
+    tied = not any(one.declaration.multiplied and "vocab" in one.axes for one in weights.values())
+
+    def count(weight: Weight, array: Any) -> None:
+        nonlocal flops
+        unembeds = tied and "vocab" in weight.axes
+        if weight.path not in trained and (weight.declaration.multiplied or unembeds):
+            flops -= 2.0 * array.size
+
+    map_weights(count, model)
+    return flops
+
+
+def with_groups(optimizer: Optimizer, model: Any, groups: Groups) -> Optimizer:
+    """`optimizer` with the learning rates of `groups`: its updates are multiplied."""
+    group_of = grouped(model, groups)
+    if all(group.learning_rate == 1 for group in groups.values()):
+        return optimizer
+
+    def scaled(updates: Any, state: optax.EmptyState, model: Any = None) -> tuple[Any, Any]:
+        def scale(weight: Weight, update: Array) -> Array:
+            return update * groups[group_of[weight.path]].learning_rate
+
+        return map_weights(scale, updates), state
+
+    by_group = optax.GradientTransformation(lambda model: optax.EmptyState(), scaled)
+    return optimizer._replace(transformation=optax.chain(optimizer.transformation, by_group))
+
+
+def decays_by(groups: Groups, model: Any, otherwise: Decays) -> Decays:
+    """Which weights decay: as their group says, else as `otherwise` does."""
+    group_of = grouped(model, groups)
+
+    def decays(weight: Weight) -> bool:
+        said = groups[group_of[weight.path]].decays if weight.path in group_of else None
+        return otherwise(weight) if said is None else said
+
+    return decays

@@ -1,0 +1,376 @@
+"""What a compiled step sends between devices: each collective, how often, how much, and where.
+
+Bytes sent are those of one device, by the ring algorithm over n devices: (n-1)/n of the gathered
+array for an all-gather, of the summed array for a reduce-scatter, of the array for an all-to-all;
+twice that of the array for an all-reduce, which is a reduce-scatter and an all-gather (Patarasuk &
+Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"); the array for a
+collective-permute.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from lmlib.plan.program import ArrayType, Computation, Instruction, Loop, Place, Program
+from lmlib.plan.scopes import phase, turn
+from lmlib.terminal.table import columns
+
+# Bytes sent over bytes of the whole array, times n / (n - 1).
+_RING = {
+    "all-gather": 1,
+    "reduce-scatter": 1,
+    "all-reduce": 2,
+    "all-to-all": 1,
+    "ragged-all-to-all": 1,
+    "collective-broadcast": 1,
+}
+KINDS = (*_RING, "collective-permute")
+# What a device can do while a collective travels; the rest only renames or moves memory.
+_COMPUTES = {"fusion", "dot", "convolution", "while", "call", "conditional", "custom-call", "sort"}
+# Custom calls of TPU programs that compute nothing.
+_BOOKKEEPING = {
+    "ConcatBitcast",
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "PrepareAsyncCallStart",
+    "PrepareAsyncCallDone",
+}
+_WRAPPERS = {"fusion", "async-start", "call-start"}  # they run what they call in their own place
+# Says of a `send` which collective it is a part of; the `recv` of the same rendezvous ends it.
+_BETWEEN_SLICES = "_xla_megascale_transfer_type"
+_RENDEZVOUS = "_xla_host_transfer_rendezvous"
+_SEARCHED = 30  # instructions looked at for the source of one whose metadata XLA dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of the program.
+
+    Args:
+      name: of its instruction; between slices of TPUs, of the `send` to the others.
+      kind: one of `KINDS`; a TPU's fused all-reduce and slice is a reduce-scatter.
+      mesh_axes: the axes that its groups of devices span; empty if no axes give those groups.
+      group_size: devices of a group.
+      arrays: what one device holds of the whole: results of an all-gather, operands of the others.
+        Several where XLA combined small collectives into one.
+      bytes: of `arrays`.
+      bytes_sent: by one device, each time, as the module says.
+      count_per_step: how often a step makes it: the product of the trips of the loops around it.
+      each: "step", or what one turn of the innermost loop around it is: "layer", "microbatch".
+      phase: "forward", "recomputation", "backward" or "update".
+      overlaps: whether the device computes while it travels: at least one fusion, matmul, kernel
+        or loop is scheduled between its start and its end.
+      assembles: whether it is an all-reduce that does the work of an all-gather: each device adds
+        its shard to zeros. XLA for TPUs does so where shards are no whole tiles.
+      op_name: the JAX operation that it comes from.
+    """
+
+    name: str
+    kind: str
+    mesh_axes: tuple[str, ...]
+    group_size: int
+    arrays: tuple[ArrayType, ...]
+    bytes: int
+    bytes_sent: int
+    count_per_step: int
+    each: str
+    phase: str
+    overlaps: bool
+    assembles: bool
+    op_name: str
+
+    @property
+    def where(self) -> str:
+        return f"each {self.each}, {self.phase}"
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether it is one of a layer's, in a loop or unrolled."""
+        return self.each == "layer" or "layers" in self.op_name
+
+    @property
+    def bytes_sent_per_step(self) -> int:
+        return self.bytes_sent * self.count_per_step
+
+
+class Collectives(tuple[Collective, ...]):
+    """A tuple that prints as a table, one line for each kind, axes and place."""
+
+    @property
+    def bytes_sent_per_step(self) -> int:
+        return sum(one.bytes_sent_per_step for one in self)
+
+    def __str__(self) -> str:
+        if not self:
+            return "The devices send each other nothing."
+        head = ("collective", "over", "where", "of", "arrays", "count each", "count per step")
+        rows: list[tuple[str, ...]] = [(*head, "overlap", "bytes sent each", "bytes sent per step")]
+        for (kind, axes, where), group in grouped(self):
+            each = sum(one.bytes_sent for one in group)
+            per_step = sum(one.bytes_sent_per_step for one in group)
+            rows.append(
+                (
+                    kind,
+                    " × ".join(axes) or f"groups of {group[0].group_size}",
+                    where,
+                    ", ".join(sorted({array.dtype for one in group for array in one.arrays})),
+                    str(sum(len(one.arrays) for one in group)),
+                    str(len(group)),
+                    str(sum(one.count_per_step for one in group)),
+                    f"{sum(one.overlaps for one in group)} of {len(group)}",
+                    f"{each:,}",
+                    f"{per_step:,}",
+                )
+            )
+        rows.append(("total", *[""] * 8, f"{self.bytes_sent_per_step:,}"))
+        return columns(rows)
+
+
+def collectives(program: Program, mesh: Mesh) -> Collectives:
+    """The collectives of a compiled program, in the order in which it makes them; those of a device
+    with itself are left out.
+
+    Args:
+      program: `read_program(compiled.as_text())`.
+      mesh: the one that it was compiled for.
+    """
+    found = (_collective(occurrences, program, mesh) for occurrences in _occurrences(program))
+    return Collectives(one for one in found if one.group_size > 1)
+
+
+_Alike = tuple[str, tuple[str, ...], str]
+
+
+def grouped(found: Sequence[Collective]) -> Iterable[tuple[_Alike, list[Collective]]]:
+    """`found` by kind, mesh axes and place (`where`), in the order of the first of each group."""
+    groups: dict[_Alike, list[Collective]] = {}
+    for one in found:
+        groups.setdefault((one.kind, one.mesh_axes, one.where), []).append(one)
+    return groups.items()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Occurrence:
+    """A collective's instruction, and the scheduled one that it is, or that it is fused into."""
+
+    instruction: Instruction
+    place: Place
+    scheduled: Instruction
+    schedule: Place
+
+    @property
+    def is_fused(self) -> bool:
+        return self.scheduled is not self.instruction
+
+
+def _occurrences(program: Program) -> list[list[_Occurrence]]:
+    """Each collective with all its occurrences, in schedule order.
+
+    A TPU program carries a collective out in pieces, in several fusions, each of which holds a
+    copy of the instruction with the same channel.
+    """
+    found: dict[tuple[str, ...], list[_Occurrence]] = {}
+    for one, place in program.instructions():
+        if _kind(one) is None:
+            continue
+        scheduled, schedule = one, place
+        while schedule.caller is not None and schedule.caller[0].opcode in _WRAPPERS:
+            scheduled, schedule = schedule.caller
+        channel = one.attribute("channel_id") if scheduled.opcode == "fusion" else None
+        key = (schedule.computation.name, channel or f"%{one.name}")
+        found.setdefault(key, []).append(_Occurrence(one, place, scheduled, schedule))
+    return list(found.values())
+
+
+def _kind(one: Instruction) -> str | None:
+    between_slices = one.opcode == "send" and one.attribute(_BETWEEN_SLICES)
+    kind = between_slices.lower().replace("_", "-") if between_slices else one.opcode
+    kind = kind.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def _collective(occurrences: list[_Occurrence], program: Program, mesh: Mesh) -> Collective:
+    first = occurrences[0]
+    one, place = first.instruction, first.place
+    kind = _kind(one) or one.opcode
+    if kind == "all-reduce" and first.is_fused and _slices(place.computation):
+        # Fused with what cuts out this device's shard: no device receives more than that.
+        kind = "reduce-scatter"
+    slices = _positions_by_slice(mesh)
+    if one.opcode == "send":
+        groups = slices.T  # to its fellows in the other slices
+    else:
+        # Each slice has the same program, which numbers that slice's devices alone.
+        within = _groups(one, slices.shape[1])
+        groups = np.concatenate([positions[within] for positions in slices])
+    size = groups.shape[1]
+    arrays = _arrays(one, place, program)
+    total = sum(array.bytes for array in arrays)
+    ring = _RING.get(kind)
+    op_name = _source(first)
+    return Collective(
+        name=one.name,
+        kind=kind,
+        mesh_axes=spanned_axes(groups, mesh),
+        group_size=size,
+        arrays=arrays,
+        bytes=total,
+        bytes_sent=total if ring is None else round(ring * total * (size - 1) / size),
+        count_per_step=place.times,
+        each=_each(place.loops),
+        phase=phase(op_name or (place.loops[-1].op_name if place.loops else "")),
+        overlaps=_overlaps(occurrences, program),
+        assembles=kind == "all-reduce" and _adds_shard_to_zeros(one, place.computation),
+        op_name=op_name,
+    )
+
+
+def _slices(computation: Computation) -> bool:
+    return any(one.opcode == "dynamic-slice" for one in computation.instructions)
+
+
+def _adds_shard_to_zeros(one: Instruction, computation: Computation) -> bool:
+    return any(computation.by_name[name].opcode == "dynamic-update-slice" for name in one.operands)
+
+
+def _positions_by_slice(mesh: Mesh) -> np.ndarray:
+    """One row for each slice of TPUs: where its devices stand in the mesh's order."""
+    indices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+    if mesh.devices.flat[0].platform != "tpu":
+        return np.arange(len(indices))[None]
+    return np.array([np.flatnonzero(np.equal(indices, each)) for each in sorted(set(indices))])
+
+
+def _groups(one: Instruction, devices: int) -> np.ndarray:
+    """Positions in the program's order of its `devices`, one group a row."""
+    groups = one.replica_groups
+    if groups is not None:
+        return groups
+    pairs = one.source_target_pairs
+    if pairs is None:
+        return np.arange(devices)[None]
+    return _cycles(pairs) if pairs else np.arange(devices)[:, None]
+
+
+def _cycles(pairs: Sequence[Sequence[int]]) -> np.ndarray:
+    """The groups of devices that pairs (source, target) connect."""
+    group_of = {device: {device} for device in itertools.chain.from_iterable(pairs)}
+    for source, target in pairs:
+        joined = group_of[source] | group_of[target]
+        for device in joined:
+            group_of[device] = joined
+    groups = {min(group): sorted(group) for group in group_of.values()}
+    largest = max(len(group) for group in groups.values())
+    return np.array([group for group in groups.values() if len(group) == largest])
+
+
+def spanned_axes(groups: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which the devices of each group differ; () if no axes give
+    those groups.
+
+    A program numbers its devices in the order of `mesh.devices.flat`. Axes of size 1 are never
+    named.
+    """
+    wanted = {frozenset(group.tolist()) for group in groups}
+    sizes = dict(mesh.shape)
+    numbers = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    candidates = [name for name in mesh.axis_names if sizes[name] > 1]
+    for count in range(1, len(candidates) + 1):
+        for names in itertools.combinations(candidates, count):
+            inside = [mesh.axis_names.index(name) for name in names]
+            others = [axis for axis in range(numbers.ndim) if axis not in inside]
+            width = math.prod(sizes[name] for name in names)
+            spanned = numbers.transpose(*others, *inside).reshape(-1, width)
+            if {frozenset(group.tolist()) for group in spanned} == wanted:
+                return names
+    return ()
+
+
+def _arrays(one: Instruction, place: Place, program: Program) -> tuple[ArrayType, ...]:
+    """The arrays as one device holds them whole."""
+    if one.opcode == "send":  # its other operand is a token
+        return place.computation.by_name[one.operands[0]].results
+    results, width = one.results, len(one.operands)
+    operands = tuple(
+        array for name in one.operands for array in place.computation.by_name[name].results
+    )
+    if one.opcode.endswith("-start") and len(results) >= 2 * width:
+        # The result of a start names its operands, then what its end will give.
+        operands, results = results[:width], results[width : 2 * width]
+    if one.opcode.startswith("all-gather"):
+        return results
+    return _before_concatenation(one, place, program) or operands
+
+
+def _before_concatenation(
+    one: Instruction, place: Place, program: Program
+) -> tuple[ArrayType, ...]:
+    """What a GPU program lays end to end for one all-reduce; () if it does not."""
+    if len(one.operands) != 1:
+        return ()
+    source = place.computation
+    operand = source.by_name[one.operands[0]]
+    if operand.opcode == "fusion":
+        source = program.computations[operand.called["calls"][0]]
+        operand = source.root
+    if operand.opcode != "concatenate" or len(operand.results[0].shape) != 1:
+        return ()
+    return tuple(source.by_name[name].results[0] for name in operand.operands)
+
+
+def _source(first: _Occurrence) -> str:
+    """The `op_name` of a collective, or of the nearest instruction that it reads and has one."""
+    if first.instruction.op_name or first.scheduled.op_name:
+        return first.instruction.op_name or first.scheduled.op_name
+    computation = first.schedule.computation
+    waiting, seen = list(first.scheduled.operands), 0
+    while waiting and seen < _SEARCHED:
+        one, seen = computation.by_name[waiting.pop(0)], seen + 1
+        if one.op_name:
+            return one.op_name
+        waiting += one.operands
+    return ""
+
+
+def _each(loops: Sequence[Loop]) -> str:
+    if not loops:
+        return "step"
+    return turn(loops[-1].op_name) or f"turn of {loops[-1].name}"
+
+
+def _overlaps(occurrences: list[_Occurrence], program: Program) -> bool:
+    first = occurrences[0]
+    schedule = first.schedule.computation.instructions
+    position = {one.name: index for index, one in enumerate(schedule)}
+    begin, end = position[first.scheduled.name], position[occurrences[-1].scheduled.name]
+    if first.scheduled.opcode == "send":
+        met = first.scheduled.attribute(_RENDEZVOUS)
+        received = next(
+            one for one in schedule if one.opcode == "recv" and one.attribute(_RENDEZVOUS) == met
+        )
+        end = next(
+            index
+            for index, one in enumerate(schedule)
+            if one.opcode == "recv-done" and received.name in one.operands
+        )
+    elif first.scheduled.opcode.endswith("-start"):
+        last = first.scheduled
+        for index in range(begin + 1, len(schedule)):
+            if last.name not in schedule[index].operands:
+                continue
+            if schedule[index].opcode.endswith("-update"):  # which brings what is to be sent
+                begin, last = index, schedule[index]
+            elif schedule[index].opcode.endswith("-done"):
+                end = index
+                break
+    return program.is_scheduled and any(_computes(one) for one in schedule[begin + 1 : end])
+
+
+def _computes(one: Instruction) -> bool:
+    if one.opcode == "custom-call":
+        return one.attribute("custom_call_target") not in _BOOKKEEPING
+    return one.opcode in _COMPUTES

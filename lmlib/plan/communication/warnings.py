@@ -1,0 +1,213 @@
+"""Warnings of needless communication in a step, each with what to change."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.layout import shard_shapes
+from lmlib.parallel.mesh_axes import STORAGE
+from lmlib.plan.communication.collectives import Collective
+from lmlib.plan.program import ArrayType
+
+# Below this an array's bytes take less time than the messages' latency: what sends it matters more
+# than how much it sends, and an all-reduce is one round of messages.
+SMALL_BYTES = 2**20
+_ADVICE = {
+    # Seen with libtpu 0.0.42, also for a jax.lax.psum_scatter.
+    "tpu": "XLA for TPUs scatters sums only along one dimension of the torus, and not of every "
+    "array: try a smaller fsdp axis that lies along one dimension, with data or tensor along the "
+    "others. The all-reduce uses the links of all dimensions, so it loses less time than bytes.",
+    "cpu": "XLA for CPUs sums gradients in no other way: plan for the hardware of the run instead.",
+    "cuda": "Cast the gradient before it is summed rather than after, so that XLA sees the sum and "
+    "the slice side by side; or sum it with jax.lax.psum_scatter in a jax.shard_map.",
+}
+_REMATERIALIZED = re.compile(
+    r"Involuntary full rematerialization\. The compiler \D*? from sharding (?P<source>\{.*?\}) to "
+    r"(?P<target>\{.*?\}) (?:efficiently|without) .*?HLO operation:? %?(?P<name>\S+) = "
+    r"(?P<array>\w+\[[\d,]*\])(?P<rest>.*)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationWarning:
+    """One finding.
+
+    Args:
+      problem: "gathered stack", "all-reduce for reduce-scatter", "all-reduce for all-gather" or
+        "full rematerialization".
+      message: what was found, how much it moves, and what to do; one paragraph.
+      bytes_sent_per_step: by one device; 0 where the program doesn't say.
+    """
+
+    problem: str
+    message: str
+    bytes_sent_per_step: int
+
+    def __str__(self) -> str:
+        return f"warning: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """A weight on one device: its shapes as it is computed with and as it is stored.
+
+    `stacked` counts the leading axes that stack layers.
+    """
+
+    path: str
+    stacked: int
+    computed: tuple[int, ...]
+    stored: tuple[int, ...]
+
+    @property
+    def gathered(self) -> int:
+        """Over how many devices it is gathered before it is used."""
+        return math.prod(self.computed) // math.prod(self.stored)
+
+    @property
+    def layer(self) -> tuple[int, ...]:
+        return self.computed[self.stacked :]
+
+
+def communication_warnings(
+    collectives: Sequence[Collective], model: Any, mesh: Mesh, compiler_log: str = ""
+) -> tuple[CommunicationWarning, ...]:
+    """What should not be in a step's communication, the largest first.
+
+    Args:
+      collectives: of the compiled step.
+      model: its weights, which may be abstract; shapes are global.
+      mesh: the one that the step was compiled for.
+      compiler_log: what the compiler wrote to standard error meanwhile.
+    """
+    weights = _weights(model, mesh)
+    found = [
+        *_gathered_stacks(collectives, weights),
+        *_whole_sums(collectives, weights, mesh.devices.flat[0].platform),
+        *_full_rematerializations(compiler_log),
+    ]
+    return tuple(sorted(found, key=lambda one: -one.bytes_sent_per_step))
+
+
+def _weights(model: Any, mesh: Mesh) -> list[_Weight]:
+    found: list[_Weight] = []
+
+    def add(weight: Weight, array: jax.ShapeDtypeStruct) -> None:
+        stored, computed = shard_shapes(weight, array.shape, mesh)
+        found.append(_Weight(weight.path, weight.stacked, computed, stored))
+
+    map_weights(add, jax.eval_shape(lambda: model))
+    return found
+
+
+def _gathered_stacks(
+    collectives: Sequence[Collective], weights: list[_Weight]
+) -> Iterator[CommunicationWarning]:
+    """All-gathers of a weight of every layer at once, which undo FSDP."""
+    stacks = [weight for weight in weights if weight.stacked and weight.computed[0] > 1]
+    for one in collectives:
+        if one.kind != "all-gather":
+            continue
+        paths = _matches(one.arrays, stacks, lambda weight: [weight.computed])
+        if paths:
+            yield CommunicationWarning(
+                "gathered stack",
+                f"{one.name} gathers the weights of all layers at once ({paths}): "
+                f"{one.bytes:,} bytes on each device over {_axes(one)}, where FSDP gathers one "
+                "layer at a time. Gather inside the scan over layers, not before it "
+                "(lmlib.parallel.layout.gather), or keep XLA from moving the gather out of the "
+                "loop.",
+                one.bytes_sent_per_step,
+            )
+
+
+def _whole_sums(
+    collectives: Sequence[Collective], weights: list[_Weight], platform: str
+) -> Iterator[CommunicationWarning]:
+    """All-reduces of gradients of which each device keeps a shard only, or of weights' shards."""
+    split = [weight for weight in weights if weight.gathered > 1]
+    groups: dict[tuple[bool, str, str, str], list[Collective]] = {}
+    for one in collectives:
+        if one.kind == "all-reduce" and {*STORAGE}.intersection(one.mesh_axes):
+            paths = _matches(_large(one), split, lambda weight: [weight.layer, weight.computed])
+            if paths:
+                alike = (one.assembles, paths, _axes(one), one.where)
+                groups.setdefault(alike, []).append(one)
+    for (assembles, paths, axes, where), group in groups.items():
+        n = group[0].group_size
+        size = sum(array.bytes * one.count_per_step for one in group for array in _large(one))
+        sends, would_send = (f"{round(times * (n - 1) / n * size):,}" for times in (2, 1))
+        name = " and ".join(one.name for one in group)
+        if assembles:
+            problem = "all-reduce for all-gather"
+            message = (
+                f"{name}: weights ({paths}) are gathered over {axes} {where} by adding each "
+                f"device's shard to zeros, which sends {sends} bytes per step where an all-gather "
+                f"sends {would_send}. XLA for TPUs does so with some shards that are no whole "
+                "tiles (8 × 128): with a smaller fsdp axis each device has a larger shard of embed."
+            )
+        else:
+            problem = "all-reduce for reduce-scatter"
+            message = (
+                f"{name}: whole gradients ({paths}) are summed over {axes} {where}, though each "
+                f"device keeps a shard of them only: an all-reduce sends {sends} bytes per step "
+                f"where a reduce-scatter sends {would_send}. "
+                f"{_ADVICE.get(platform, _ADVICE['cuda'])}"
+            )
+        sent = sum(one.bytes_sent_per_step for one in group)
+        yield CommunicationWarning(problem, message, sent)
+
+
+def _large(one: Collective) -> list[ArrayType]:
+    return [array for array in one.arrays if array.bytes >= SMALL_BYTES]
+
+
+def _matches(
+    arrays: Iterable[ArrayType],
+    weights: Iterable[_Weight],
+    shapes: Callable[[_Weight], list[tuple[int, ...]]],
+) -> str:
+    """The paths of the weights one of whose `shapes` an array has, in any order of axes.
+
+    XLA transposes weights, adds axes of size 1 and flattens what it sends together.
+    """
+    paths: dict[str, None] = {}
+    for array, weight in itertools.product(arrays, weights):
+        sizes = _long_axes(array.shape)
+        for shape in map(_long_axes, shapes(weight)):
+            if sizes == shape or (len(shape) > 1 and sizes == [math.prod(shape)]):
+                paths[weight.path] = None
+    return ", ".join(paths)
+
+
+def _long_axes(shape: tuple[int, ...]) -> list[int]:
+    return sorted(size for size in shape if size > 1)
+
+
+def _axes(one: Collective) -> str:
+    return " × ".join(one.mesh_axes)
+
+
+def _full_rematerializations(compiler_log: str) -> Iterator[CommunicationWarning]:
+    seen: set[tuple[str, ...]] = set()
+    for line in compiler_log.splitlines():
+        found = _REMATERIALIZED.search(line)
+        if found is None or found.groups() in seen:
+            continue
+        seen.add(found.groups())
+        source = re.search(r'op_name="([^"]*)"', found["rest"])
+        yield CommunicationWarning(
+            "full rematerialization",
+            f"XLA cannot get {found['array']} ({source.group(1) if source else found['name']}) "
+            f"from the layout {found['source']} to {found['target']} directly: every device "
+            "gathers all of it and cuts its shard out. Go there in two steps, each of which moves "
+            "one mesh axis (jax.sharding.reshard), or choose layouts that differ in one axis.",
+            0,
+        )

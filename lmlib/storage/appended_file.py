@@ -1,0 +1,111 @@
+"""A file at whose end a process writes for as long as it lasts."""
+
+import contextlib
+import errno
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from lmlib.storage.failures import storage_failure
+from lmlib.storage.whole_file import write_whole
+
+
+class AppendedFile:
+    """Appends to a file, and keeps what the storage does not take until it does.
+
+    Deleted, or exchanged for another as editors and `sed -i` do, it can be put back with all that
+    was written to it; a file that lies in its place is then renamed.
+    """
+
+    def __init__(self, path: Path, content: str, lost: Callable[[str], None] | None = None):
+        """Begins with `content`, in the place of what is there, durably.
+
+        Args:
+          lost: gets what has happened to the file, in words, before it is put back. What it raises,
+            as where the place is another's now, prevents that; `None`: it is not put back.
+        """
+        self._path = path
+        self._lost = lost
+        self._unwritten = b""
+        self._mutex = threading.Lock()  # of the open file, which another thread may sync
+        write_whole(path, content)
+        self._file = path.open("r+b", buffering=0)
+        self._file.seek(0, os.SEEK_END)
+
+    def append(self, content: bytes, over: int = 0) -> None:
+        """Writes `content` at the end, over the last `over` bytes; an error is left to `flush`."""
+        if self._unwritten:
+            self._unwritten = self._unwritten[: len(self._unwritten) - over] + content
+        else:
+            with contextlib.suppress(OSError):
+                self._put_back()
+            self._file.seek(-over, os.SEEK_END)
+            self._unwritten = content
+        with contextlib.suppress(OSError):
+            self.flush()
+
+    def flush(self) -> None:
+        """Raises OSError, naming the file, if it does not take all, or is lost."""
+        try:
+            self._put_back()
+            while self._unwritten:
+                written = self._file.write(self._unwritten)
+                self._unwritten = self._unwritten[written:]
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def sync(self) -> None:
+        """Returns once all that was flushed is on the disk; for another thread, too.
+
+        Raises OSError, naming the file.
+        """
+        with self._mutex:
+            if self._file.closed:  # which has synced it
+                return
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise self._failure(error) from error
+
+    def close(self) -> None:
+        """Flushes and syncs; raises OSError, as they do, once it is closed."""
+        try:
+            self.flush()
+            self.sync()
+        finally:
+            with self._mutex:
+                self._file.close()
+
+    def _put_back(self) -> None:
+        if self._lost is None:
+            return
+        opened = self._file.fileno()
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path), os.fstat(opened)):
+                return
+        exchanged = os.path.lexists(self._path)
+        self._lost(f"{self._path} was {'exchanged for another file' if exchanged else 'deleted'}")
+        if exchanged:
+            set_aside(self._path)
+        with self._mutex:
+            write_whole(self._path, os.pread(opened, os.fstat(opened).st_size, 0))
+            place = self._file.tell()
+            self._file.close()
+            self._file = self._path.open("r+b", buffering=0)
+            self._file.seek(place)
+
+    def _failure(self, error: OSError) -> OSError:
+        return storage_failure(f"write {self._path}", self._path.parent, error.errno or errno.EIO)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames the file: `.1` is added to its name, or the next number that is free."""
+    aside = next(
+        each
+        for number in itertools.count(1)
+        if not (each := path.with_name(f"{path.name}.{number}")).exists()
+    )
+    path.rename(aside)
+    return aside

@@ -1,0 +1,84 @@
+"""Files and folders that are on the disk for good: whole after a kill, and after a power cut.
+
+What was written reaches the disk when the operating system likes, and in any order. `fsync` of a
+file brings its content there, `fsync` of a folder the names in it.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+
+from lmlib.storage.failures import storage_failure
+
+UNFINISHED = ".unfinished"  # the ending of the file that is written first
+_NOT_KNOWN = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}  # fsync of a folder, on some file systems
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Puts `content` in the place of the file `path` in one step, and durably.
+
+    The content goes to a new file `.<name>.<random>.unfinished` in the same folder, which is then
+    renamed. File and folder are on disk when this returns, so that neither a kill nor a power cut
+    leaves half a file. Several processes may write the same file at once: one of them comes last,
+    and the file is all its own. An error removes the new file; only a kill can leave it there.
+
+    Args:
+      content: a `str` is encoded as UTF-8, its line ends as they are.
+
+    Raises:
+      OSError: if the folder is absent, full or not writable, naming the file and the cause; the
+        old file is then untouched. An error of the last step, in which the folder is made durable,
+        finds the new file in place.
+    """
+    path = Path(path)
+    encoded = content.encode("utf-8") if isinstance(content, str) else content
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}{UNFINISHED}")
+    try:
+        try:
+            with open(unfinished, "xb") as file:
+                file.write(encoded)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+        sync(path.parent)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise storage_failure(f"write {path}", path.parent, error.errno) from error
+
+
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Makes a folder, durably, and those above it that are absent.
+
+    Raises:
+      OSError: if it cannot be made, or is no folder.
+    """
+    path = Path(path).absolute()
+    absent = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in absent:
+        sync(folder.parent)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Returns once the content of a file is on the disk, or the names in a folder."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in _NOT_KNOWN:
+            raise
+    finally:
+        os.close(opened)
+
+
+def sync_folders(folder: str | os.PathLike[str]) -> None:
+    """As `sync`, for a folder and all folders in it; links are not followed."""
+    for place, _, _ in os.walk(folder):
+        sync(place)

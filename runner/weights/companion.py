@@ -1,0 +1,63 @@
+"""The second model that an objective needs: read at every start of a run, and always the same."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+
+from lmlib import train
+from lmlib.experiment import Experiment
+from lmlib.parallel.fingerprint import fingerprint
+from runner.errors import ConfigError
+from runner.weights.reading import weights_of
+
+
+def companion_of(
+    experiment: Experiment, show: Callable[[str], None], trusted: Collection[str] = ()
+) -> Any:
+    """The frozen model that the objective of `experiment` needs, as it is kept; `None`: it needs
+    none. `show` gets a line about where it comes from; `trusted`: as in `weights_of`.
+
+    Raises:
+      ConfigError: if its weights are not to be had, or it does not know the ids of the data.
+    """
+    recipe, wanted = experiment.companion_recipe, experiment.objective.companion
+    if recipe is None or wanted is None:
+        return None
+    if wanted.weights_from is None:
+        show("WARNING: the objective compares with a model of new weights, which knows nothing")
+        return train.new_model(recipe.make, experiment.mesh, recipe.made)
+    mesh, data = experiment.mesh, experiment.data
+    model, origin = weights_of(wanted.weights_from, recipe, mesh, data, (), show, trusted)
+    show(f"the objective compares with the weights of {origin}")
+    return model
+
+
+def companion_note(companion: Any) -> dict[str, str] | None:
+    """What checkpoints keep of a companion; `None` if there is none."""
+    if companion is None:
+        return None
+    dtype = jax.tree.leaves(companion)[0].dtype.name
+    return {"digest": fingerprint(companion), "dtype": dtype}
+
+
+def is_companion_note(value: Any) -> bool:
+    """Whether `companion_note` can have returned it."""
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == {"digest", "dtype"}
+        and all(isinstance(each, str) for each in value.values())
+    )
+
+
+def check_companion(companion: Any, before: dict[str, str] | None) -> None:
+    """Raises ConfigError if `companion` is not the model that `companion_note` told of `before`.
+    In another dtype it cannot be told; and an objective may have begun or ceased to need one."""
+    now = companion_note(companion)
+    if now is None or before is None or now["dtype"] != before["dtype"]:
+        return
+    if now != before:
+        raise ConfigError(
+            "the objective compares with other weights than those that this run was compared with "
+            "before: give those again, or --allow_change=model to go on with these"
+        )

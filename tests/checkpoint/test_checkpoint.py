@@ -1,0 +1,289 @@
+"""Checkpoints against the arrays that were saved: bitwise, across meshes, across a SIGKILL."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import absl.logging
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int32
+
+from lmlib.checkpoint import Checkpoints
+
+pytestmark = pytest.mark.several_devices
+
+NOTES = {"tokens": 123_456_789_012}
+
+
+class Block(eqx.Module):
+    """Layers are stacked; `name` is static."""
+
+    up: Float[Array, "layers embed mlp"]
+    scale: Float[Array, "layers embed"]
+    name: str = eqx.field(static=True)
+
+
+class State(eqx.Module):
+    step: Int32[Array, ""]
+    model: Block
+    optimizer: optax.OptState
+    key: jax.Array
+
+
+def make_mesh(fsdp: int, tensor: int) -> Mesh:
+    return jax.make_mesh(
+        (1, fsdp, tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 3
+    )
+
+
+def place(tree, mesh: Mesh):
+    """Matrices split over fsdp and tensor, the rest whole."""
+    split, whole = NamedSharding(mesh, P(None, "fsdp", "tensor")), NamedSharding(mesh, P())
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, split if leaf.ndim == 3 else whole), tree)
+
+
+def make_state(mesh: Mesh, seed: int = 0) -> State:
+    up, scale = jax.random.split(jax.random.key(seed))
+    model = Block(
+        jax.random.normal(up, (3, 16, 8)),
+        jax.random.normal(scale, (3, 16), jnp.bfloat16),
+        name="block",
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = State(
+        jnp.int32(seed), model, optimizer.init(model), jax.random.key(seed + 1, impl="rbg")
+    )
+    return place(state, mesh)
+
+
+def target_of(state: State, mesh: Mesh) -> State:
+    def describe(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, leaf.sharding.spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(describe, state)
+
+
+def bits(tree) -> list[tuple[np.dtype, bytes]]:
+    """Dtype and bytes of every leaf."""
+    leaves = jax.tree.leaves(tree)
+    keys = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    words = [
+        jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, keys, strict=True)
+    ]
+    return [
+        (leaf.dtype, np.asarray(word).tobytes()) for leaf, word in zip(leaves, words, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(4, 2), (8, 1), (1, 4)])
+def test_a_state_comes_back_bitwise_on_any_mesh(tmp_path, fsdp, tensor):
+    state, mesh = make_state(make_mesh(4, 2)), make_mesh(fsdp, tensor)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, state, NOTES)
+        checkpoints.wait()
+        target = target_of(state, mesh)
+        restored, notes = checkpoints.restore(7, target)
+    assert bits(restored) == bits(state)
+    assert notes == NOTES
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
+        assert leaf.sharding == wanted.sharding
+
+
+def test_another_process_opens_what_this_one_saved(tmp_path):
+    state = make_state(make_mesh(4, 2))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.newest() is None
+        checkpoints.save(7, state, NOTES)
+    with Checkpoints(tmp_path) as reopened:
+        assert reopened.newest() == 7
+        restored, _ = reopened.restore(7, target_of(state, make_mesh(4, 2)))
+    assert bits(restored) == bits(state)
+
+
+def test_without_a_mesh_one_device_is_enough(tmp_path):
+    weight = jax.device_put(jnp.arange(6.0), jax.devices()[0])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"weight": weight}, {})
+        checkpoints.wait()
+        target = {"weight": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=weight.sharding)}
+        restored, _ = checkpoints.restore(1, target)
+    assert bits(restored) == bits({"weight": weight})
+
+
+def test_buffers_may_be_donated_as_soon_as_save_returns(tmp_path):
+    mesh = make_mesh(4, 2)
+    state = place({"weight": jnp.ones((8, 512, 1024))}, mesh)
+    target = target_of(state, mesh)
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, NOTES)
+        jax.block_until_ready(overwrite(overwrite(overwrite(state))))
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(1, target)
+    np.testing.assert_array_equal(np.asarray(restored["weight"]), 1.0)
+
+
+class Tied(eqx.Module):
+    """Without a `head`, the embedding is the head."""
+
+    embedding: Float[Array, "1 vocab embed"]
+    head: Float[Array, "1 vocab embed"] | None
+
+
+def test_a_tied_weight_stays_one_array(tmp_path):
+    mesh = make_mesh(8, 1)
+    tied = place(Tied(jnp.arange(16.0).reshape(1, 8, 2), head=None), mesh)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, tied, NOTES)
+        checkpoints.wait()
+        restored, _ = checkpoints.restore(1, target_of(tied, mesh))
+        assert restored.head is None
+        assert bits(restored) == bits(tied)
+        untied = place(Tied(tied.embedding, head=tied.embedding), mesh)
+        with pytest.raises(ValueError, match="lacks head and has nothing besides"):
+            checkpoints.restore(1, target_of(untied, mesh))
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    state = make_state(make_mesh(8, 1))
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (10, 20, 30, 40):
+            checkpoints.save(step, state, NOTES)
+        checkpoints.wait()
+        assert checkpoints.steps() == [30, 40]
+        assert checkpoints.newest() == 40
+    with pytest.raises(ValueError, match="keep=0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+SAVE_AND_DIE = """
+import os, signal, sys
+import jax.numpy as jnp
+from lmlib.checkpoint import Checkpoints
+
+checkpoints = Checkpoints(sys.argv[1], keep=1)
+checkpoints.save(1, {"weight": jnp.full(1 << 25, 1.0)}, {"tokens": 1})
+checkpoints.wait()
+checkpoints.save(2, {"weight": jnp.full(1 << 25, 2.0)}, {"tokens": 2})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
+    root = str(Path(__file__).parents[2])
+    child = subprocess.run(
+        [sys.executable, "-c", SAVE_AND_DIE, str(tmp_path)], env={**os.environ, "PYTHONPATH": root}
+    )
+    assert child.returncode == -signal.SIGKILL
+    assert any("tmp" in entry.name for entry in tmp_path.iterdir())  # killed while it saved
+    sharding = NamedSharding(make_mesh(8, 1), P("fsdp"))
+    target = {"weight": jax.ShapeDtypeStruct((1 << 25,), jnp.float32, sharding=sharding)}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.steps() == [1]
+        restored, notes = checkpoints.restore(1, target)
+        assert notes == {"tokens": 1}
+        assert bool((restored["weight"] == 1.0).all())
+        # The step that was cut short is saved again, over its remains.
+        checkpoints.save(2, restored, {"tokens": 2})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2]
+        assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == ["2"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint at step 5 and its target."""
+    state = make_state(make_mesh(4, 2))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, state, NOTES)
+        checkpoints.wait()
+        yield checkpoints, target_of(state, make_mesh(4, 2))
+
+
+def changed(target: State, shape: tuple[int, ...], dtype) -> State:
+    wanted = jax.ShapeDtypeStruct(shape, dtype, sharding=target.model.up.sharding)
+    return eqx.tree_at(lambda state: state.model.up, target, wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((3, 16, 16), jnp.float32, r"model\.up as float32\[3, 16, 8\], but float32\[3, 16, 16\]"),
+        ((3, 16, 8), jnp.bfloat16, r"model\.up as float32\[3, 16, 8\], but bfloat16\[3, 16, 8\]"),
+    ],
+)
+def test_another_shape_or_dtype_is_refused(saved, shape, dtype, message):
+    checkpoints, target = saved
+    with pytest.raises(ValueError, match=message):
+        checkpoints.restore(5, changed(target, shape, dtype))
+
+
+def test_another_kind_of_key_is_refused(saved):
+    checkpoints, target = saved
+    for implementation in ("threefry2x32", "unsafe_rbg"):
+        key = jax.random.key(0, impl=implementation)
+        wanted = jax.ShapeDtypeStruct((), key.dtype, sharding=target.key.sharding)
+        with pytest.raises(ValueError, match="checkpoint 5 has key as"):
+            checkpoints.restore(5, eqx.tree_at(lambda state: state.key, target, wanted))
+
+
+def test_missing_and_extra_arrays_are_named(saved):
+    checkpoints, target = saved
+    other = {"model": {"up": target.model.up, "gate": target.model.up}}
+    with pytest.raises(ValueError, match=r"lacks model\.gate and has key, model\.scale, .* 5 more"):
+        checkpoints.restore(5, other)
+
+
+def test_a_target_on_no_devices_is_refused(saved):
+    checkpoints, target = saved
+    bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target)
+    with pytest.raises(ValueError, match="is on no devices"):
+        checkpoints.restore(5, bare)
+    abstract = jax.sharding.AbstractMesh(
+        (1, 4, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 3
+    )
+    with pytest.raises(ValueError, match="is on no devices"):
+        checkpoints.restore(5, target_of(target, abstract))
+
+
+def test_a_step_that_is_not_there_is_refused(saved):
+    checkpoints, target = saved
+    with pytest.raises(ValueError, match=r"no whole checkpoint at step 6; it has \[5\]"):
+        checkpoints.restore(6, target)
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_step_that_is_not_new_is_refused(saved, step):
+    checkpoints, _ = saved
+    with pytest.raises(ValueError, match=f"cannot save step {step}: .* holds step 5"):
+        checkpoints.save(step, make_state(make_mesh(4, 2)), NOTES)
+
+
+@pytest.mark.parametrize("leaf", [jnp.zeros((0, 4)), "text", jax.nn.silu])
+def test_what_is_no_array_is_refused_by_name(saved, leaf):
+    checkpoints, _ = saved
+    with pytest.raises(ValueError, match=r"cannot save model\.activation"):
+        checkpoints.save(6, {"model": {"activation": leaf}}, NOTES)
+    assert checkpoints.steps() == [5]
+
+
+def test_the_terminal_stays_quiet_and_other_libraries_are_heard(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="absl"):  # as under absl.app.run
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(1, make_state(make_mesh(8, 1)), NOTES)
+            checkpoints.wait()
+            assert caplog.messages == []
+            absl.logging.info("from somewhere else")
+        assert caplog.messages == ["from somewhere else"]

@@ -1,0 +1,66 @@
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from lmlib.inspect.description import describe
+from lmlib.models.families.llama import llama
+from lmlib.parallel.layout import creator
+from lmlib.parallel.mesh import make_mesh
+
+pytestmark = pytest.mark.several_devices
+
+make = functools.partial(
+    llama, vocab=512, embed=64, layers=2, heads=8, kv_heads=4, mlp=256, key=jax.random.key(0)
+)
+
+
+def test_every_parameter_has_a_row_that_its_arrays_bear_out():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    with jax.set_mesh(mesh):
+        model = creator(make, mesh)()
+    table = describe(model, mesh)
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    assert len(table.parameters) == len(leaves)
+    for row, (path, leaf) in zip(table.parameters, leaves, strict=True):
+        assert row.path == jax.tree_util.keystr(path, simple=True, separator=".")
+        assert row.shape == leaf.shape
+        assert row.bytes_per_device == leaf.addressable_shards[0].data.nbytes
+        if row.first_values == "ones":
+            assert np.all(np.asarray(leaf) == 1)
+        else:
+            assert np.std(np.asarray(leaf)) == pytest.approx(float(row.first_values), rel=0.03)
+        assert row.decays == ("norm" not in row.path)
+    assert table.size == sum(leaf.size for _, leaf in leaves)
+    assert table.bytes_per_device == sum(
+        leaf.addressable_shards[0].data.nbytes for _, leaf in leaves
+    )
+
+
+def test_shapes_suffice():
+    mesh = make_mesh(fsdp=8)
+    abstract = describe(jax.eval_shape(make), mesh)
+    with jax.set_mesh(mesh):
+        assert str(abstract) == str(describe(creator(make, mesh)(), mesh))
+
+
+def test_the_text_names_axes_layout_and_totals():
+    text = str(describe(jax.eval_shape(make), make_mesh(fsdp=4, tensor=2)))
+    row = next(line for line in text.splitlines() if line.startswith("stack.0.0.mlp.down"))
+    assert "2 × mlp 256 × embed 64" in row
+    assert "whole, tensor, fsdp" in row
+    assert f"{2 * 256 * 64 * 4 // 8:,}" in row
+    assert "yes" in row
+    assert f"{256**-0.5 / 2:.4g}" in row  # a residual write of two layers
+    total = 2 * 512 * 64 + 64 + 2 * (2 * 64 + 64 * 8 * 8 * 2 + 64 * 4 * 8 * 2 + 3 * 64 * 256)
+    assert text.splitlines()[-1].startswith(f"{total:,} parameters in 12 arrays")
+    assert "fsdp 4 × tensor 2" in text.splitlines()[-1]
+
+
+def test_decay_follows_the_rule_given():
+    mesh = make_mesh()
+    none = describe(jax.eval_shape(make), mesh, decays=lambda weight: "vocab" in weight.axes)
+    assert {row.path for row in none.parameters if row.decays} == {"embedding", "unembedding"}
+    assert math.isclose(none.size, sum(row.size for row in none.parameters))

@@ -1,0 +1,121 @@
+"""Layer statistics against the model run layer by layer; the part that is named when one breaks."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from laid_out import laid_out
+
+from lmlib.compute import Compute
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
+from lmlib.losses import batch_loss
+from lmlib.models.decoder import Decoder
+from lmlib.models.families.llama import llama
+from lmlib.models.matrices.int8 import Int8, in_int8
+from lmlib.models.parts.embedding import embedded
+from lmlib.models.protocol import Context
+from lmlib.parallel.axes import map_weights
+from lmlib.parallel.layout import partition
+from lmlib.parallel.mesh import make_mesh
+
+LAYERS = 2
+SIZES = {"vocab": 64, "embed": 16, "layers": LAYERS, "heads": 2, "mlp": 32}
+FLOAT32 = Compute(dtype="float32")
+BATCH = Synthetic(64, 4, 16).batch(0)
+
+
+@functools.cache
+def weights(tied: bool) -> Decoder:
+    return llama(**SIZES, tied=tied, key=jax.random.key(0))
+
+
+def norm(tree) -> float:
+    leaves = jax.tree.leaves(jax.device_get(tree))
+    return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in leaves)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tied", "sizes"), [(True, {}), (False, {"data": 2, "fsdp": 2, "tensor": 2})]
+)
+def test_each_layer_is_measured(tied, sizes):
+    mesh = make_mesh(**sizes)
+    model = laid_out(weights(tied), mesh)
+    batch = place(Synthetic(64, 4, 16), 0, NamedSharding(mesh, partition("batch seq")))
+    found = layer_statistics(model, batch, mesh, FLOAT32)
+
+    plain = weights(tied)
+    tokens = int(BATCH.loss_mask.sum())
+    loss, gradients = jax.jit(
+        jax.value_and_grad(lambda m: batch_loss(m, BATCH, FLOAT32)[0].minimised / tokens)
+    )(plain)
+    assert found.loss == pytest.approx(float(loss), rel=1e-5)
+    parts = {part.name: part for part in found.parts}
+    tokens_BS = jnp.asarray(BATCH.tokens)
+    context = Context(jnp.asarray(BATCH.positions), jnp.asarray(BATCH.segment_ids), FLOAT32)
+    trunk = jax.jit(lambda m: m.trunk(tokens_BS, context).x_BSE)
+    for layer in range(LAYERS):
+        measured = parts[f"layer {layer}"]
+        stack = jax.tree.map(lambda leaf, upto=layer + 1: leaf[:upto], plain.stack)
+        upto = eqx.tree_at(lambda m: m.stack, plain, stack)
+        output = trunk(upto)
+        expected = np.sqrt(np.mean(np.square(output)))
+        assert measured.output == pytest.approx(float(expected), rel=1e-4)
+        for size, tree in ((measured.weights, plain), (measured.gradients, gradients)):
+            of_layer = jax.tree.map(lambda leaf, at=layer: leaf[at], tree.stack)
+            assert size == pytest.approx(norm(of_layer), rel=1e-4)
+    rows_BSE = embedded(plain.embedding, tokens_BS, "float32", FLOAT32.residual)
+    expected = float(np.sqrt(np.mean(np.square(rows_BSE))))
+    assert parts["embedding"].output == pytest.approx(expected, rel=1e-5)
+    assert parts["embedding"].gradients == pytest.approx(norm(gradients.embedding), rel=1e-4)
+    assert parts["norm"].output is None
+    layers = [f"layer {layer}" for layer in range(LAYERS)]
+    head = ["norm"] if tied else ["norm", "unembedding"]
+    assert [part.name for part in found.parts] == ["embedding", *layers, *head]
+    assert first_offender(found) is None
+    assert table(found).count("\n") == 1 + LAYERS + 2 + (not tied)
+
+
+def broken(where, value: float) -> str | None:
+    """The offender when one element of the weight that `where` chooses is `value`."""
+    mesh = make_mesh()
+    model = weights(False)
+    weight = where(model)
+    model = eqx.tree_at(where, model, weight.at[(1,) * weight.ndim].set(value))
+    batch = jax.tree.map(jnp.asarray, BATCH)
+    return first_offender(layer_statistics(model, batch, mesh, FLOAT32))
+
+
+def test_the_first_broken_part_is_named():
+    nan = float("nan")
+    assert broken(lambda m: m.stack[0][0].mlp.up, nan) == "the weights of layer 1"
+    assert broken(lambda m: m.embedding, nan) == "the weights of embedding"
+    # Finite in itself, but its products are not.
+    assert broken(lambda m: m.stack[0][0].mlp.down, 3e38) in (
+        "the weights of layer 1",  # its norm overflows
+        "the output of layer 1",
+    )
+
+
+def test_a_model_whose_matrices_rest_in_8_bits_is_measured():
+    mesh = make_mesh()
+    resting = map_weights(in_int8, weights(False))
+    in_use = jax.tree.map(
+        lambda leaf: leaf.in_use("float32") if isinstance(leaf, Int8) else leaf,
+        resting,
+        is_leaf=lambda leaf: isinstance(leaf, Int8),
+    )
+    found = layer_statistics(resting, BATCH, mesh, FLOAT32)
+    expected = layer_statistics(in_use, BATCH, mesh, FLOAT32)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    for one, other in zip(found.parts, expected.parts, strict=True):
+        assert one.weights == pytest.approx(other.weights, rel=1e-5)
+        assert one.output == (other.output and pytest.approx(other.output, rel=1e-5))
+        share = one.gradients / other.gradients
+        assert 0 < share < 1 if one.name.startswith("layer") else share == pytest.approx(1, 1e-4)

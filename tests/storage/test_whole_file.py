@@ -1,0 +1,141 @@
+"""Files written whole, by the order of the system's calls, by failures, and by two writers."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmlib.storage.whole_file import write_whole
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What the system is asked for, in order: the call, and the path that it is about."""
+    made: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def recording_fsync(descriptor: int) -> None:
+        made.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def recording_replace(source: Path, target: Path) -> None:
+        assert Path(source).read_bytes()  # all of it, before it gets its name
+        made.append(("replace", str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "replace", recording_replace)
+    return made
+
+
+def test_file_then_name_then_folder_reach_the_disk(tmp_path, calls):
+    file = tmp_path / "file.json"
+    write_whole(file, "Größe\r\n")
+    assert file.read_bytes() == "Größe\r\n".encode()
+    (first, unfinished), second, third = calls
+    assert first == "fsync"
+    assert Path(unfinished).parent == tmp_path
+    assert unfinished != str(file)
+    assert (second, third) == (("replace", str(file)), ("fsync", str(tmp_path)))
+    assert os.listdir(tmp_path) == ["file.json"]
+    before = os.umask(0)
+    os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o666 & ~before  # others may read it as any other file
+
+
+def test_bytes_replace_what_was_there(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"old, and longer")
+    write_whole(str(file), b"\0new")
+    assert file.read_bytes() == b"\0new"
+
+
+@pytest.mark.parametrize(
+    ("inodes", "left", "told"),
+    [
+        (50, 0, r"takes no more files, all 50 inodes are in use and 40,960 bytes are free: delete"),
+        (50, 7, "the disk is full, 40,960 bytes are free: make room there"),
+        (0, 0, "the disk is full, 40,960 bytes are free"),  # as btrfs, which has no such limit
+    ],
+)
+def test_a_file_system_without_inodes_is_not_called_full(tmp_path, monkeypatch, inodes, left, told):
+    system = os.statvfs_result((4_096, 4_096, 100, 10, 10, inodes, left, left, 0, 255))
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "statvfs", lambda path: system)
+    with pytest.raises(OSError, match=rf"cannot write {tmp_path}/file: .*{told}"):
+        write_whole(tmp_path / "file", b"new")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_after_a_failure_the_old_file_is_there_and_nothing_else(tmp_path, monkeypatch, call):
+    file = tmp_path / "file"
+    write_whole(file, b"old")
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match=rf"cannot write {file}: the disk is full, .* make room"):
+        write_whole(file, b"new")
+    assert file.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_absent_folder_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent"):
+        write_whole(tmp_path / "absent" / "file", b"new")
+
+
+DISK_FULL = """
+import resource, sys
+from lmlib.storage.whole_file import write_whole
+
+write_whole(sys.argv[1], b"old")
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+write_whole(sys.argv[1], b"new" * (1 << 16))
+"""
+
+WRITE_OFTEN = """
+import sys
+from lmlib.storage.whole_file import write_whole
+
+for _ in range(30):
+    write_whole(sys.argv[1], sys.argv[2].encode() * (1 << 20))
+"""
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_file_that_the_disk_refuses_leaves_the_old_one(tmp_path):
+    child = start(DISK_FULL, str(tmp_path / "file"))
+    assert "File too large" in child.communicate()[1]
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_two_writers_at_once_leave_a_whole_file_at_every_moment(tmp_path):
+    file = tmp_path / "file"
+    write_whole(file, b"a" * (1 << 20))
+    children = [start(WRITE_OFTEN, str(file), letter) for letter in "ab"]
+    while any(child.poll() is None for child in children):
+        content = file.read_bytes()
+        assert content in (b"a" * (1 << 20), b"b" * (1 << 20))
+    for child in children:
+        assert child.wait() == 0, child.communicate()[1]
+    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,36 @@
+"""Printed commands can be pasted, whatever their arguments and whichever python a shell finds."""
+
+import shlex
+import sys
+
+import pytest
+
+from lmlib.terminal.python_command import python_command
+
+
+@pytest.fixture
+def environments(tmp_path, monkeypatch):
+    """Two virtual environments of one Python, which runs from the first."""
+    folders = [tmp_path / name / "bin" for name in ("mine", "others")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "python").symlink_to(sys.executable)
+        (folder / "python3").symlink_to("python")
+    monkeypatch.setattr(sys, "executable", str(folders[0] / "python3"))
+    return folders
+
+
+def test_what_is_printed_is_split_into_what_was_meant(tmp_path):
+    arguments = [f"--out={tmp_path}/it's a folder", "--prompt=def $x", "plain"]
+    assert shlex.split(python_command("runner", *arguments))[1:] == ["-m", "runner", *arguments]
+
+
+def test_an_activated_environment_is_python(environments, monkeypatch):
+    monkeypatch.setenv("PATH", str(environments[0]))
+    assert python_command("runner") == "python -m runner"
+
+
+def test_an_environment_that_is_not_activated_is_named(environments, monkeypatch):
+    for path in (str(environments[1]), str(environments[0].parent)):
+        monkeypatch.setenv("PATH", path)
+        assert python_command("runner") == f"{environments[0]}/python3 -m runner"
