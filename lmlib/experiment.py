@@ -107,9 +107,9 @@ class Experiment:
         return Recipe(self.model, self.seed, self.trainable, dtype)
 
     @functools.cached_property
-    def companion_recipe(self) -> Recipe | None:
+    def reference_recipe(self) -> Recipe | None:
         """As `recipe`, of the frozen model that the objective needs; `None`: it needs none."""
-        wanted = self.objective.companion
+        wanted = self.objective.reference_model
         if wanted is None:
             return None
         make = wanted.model or (lambda *, key: without_adapters(self.model(key=key)))
@@ -175,10 +175,10 @@ class Experiment:
         state = train.abstract_state(
             self.abstract_model, self.made_optimizer, self.mesh, self.guard, self.recipe.trained
         )
-        recipe = self.companion_recipe
+        recipe = self.reference_recipe
         if recipe is None:
             return state
-        return state.with_companion(train.abstract_model(lambda: recipe.made, self.mesh))
+        return state.with_reference_model(train.abstract_model(lambda: recipe.made, self.mesh))
 
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and `NamedSharding`s of a batch."""
@@ -187,36 +187,36 @@ class Experiment:
             data.batch_size, data.sequence_length, self.mesh, teacher_k(data)
         )
 
-    def init(self, companion: Any = None) -> State:
-        """The state before the first step, with new weights; `companion`: as in `begin`."""
+    def init(self, reference_model: Any = None) -> State:
+        """The state before the first step, with new weights; `reference_model`: as in `begin`."""
         recipe = self.recipe
-        return self.begin(train.new_model(recipe.make, self.mesh, recipe.made), companion)
+        return self.begin(train.new_model(recipe.make, self.mesh, recipe.made), reference_model)
 
-    def begin(self, model: Any, companion: Any = None) -> State:
+    def begin(self, model: Any, reference_model: Any = None) -> State:
         """The state before the first step, with the weights of `model`, whose buffers it takes.
 
         Args:
-          companion: the frozen model that the objective needs, as `companion_recipe` keeps it;
-            `None`: new, if the objective takes it from nowhere.
+          reference_model: the frozen model that the objective needs, as `reference_recipe` keeps
+            it; `None`: new, if the objective takes it from nowhere.
 
         Raises:
-          ValueError: if the objective names the companion's weights, and there is none.
+          ValueError: if the objective names the reference model's weights, and there is none.
         """
         state = train.begin(
             model, self.made_optimizer, self.mesh, self.guard, self.seed, self.recipe.trained
         )
-        if companion is None:
-            companion = self._new_companion()
-        return state.with_companion(companion)
+        if reference_model is None:
+            reference_model = self._new_reference_model()
+        return state.with_reference_model(reference_model)
 
-    def _new_companion(self) -> Any:
-        recipe, wanted = self.companion_recipe, self.objective.companion
+    def _new_reference_model(self) -> Any:
+        recipe, wanted = self.reference_recipe, self.objective.reference_model
         if recipe is None or wanted is None:
             return None
         if wanted.weights_from is not None:
             raise ValueError(
                 f"the objective compares with the weights of {wanted.weights_from}: give them as "
-                "companion"
+                "reference_model"
             )
         return train.new_model(recipe.make, self.mesh, recipe.made)
 
@@ -250,5 +250,5 @@ class Experiment:
         """Raises MemoryError if the state and a batch alone take more memory than the devices have
         free; a step needs more, as `python -m runner.plan` says."""
         state, batch = self.abstract_state(), self.abstract_batch()
-        arrays = (state.model, state.optimizer, state.frozen, state.companion, batch)
+        arrays = (state.model, state.optimizer, state.frozen, state.reference_model, batch)
         check_fits("what is trained and a batch", arrays, [*self.mesh.devices.flat])

@@ -119,14 +119,14 @@ def _check_trainable(experiment: Any) -> None:
 
 
 def _check_objective(experiment: Any, model: Any) -> None:
-    recipe = experiment.companion_recipe
-    companion = None if recipe is None else recipe.shapes
-    if companion is not None:
-        check_protocol(companion)
-        check_model(companion, experiment.mesh)
-        companion.check(experiment.data.sequence_length, experiment.compute)
+    recipe = experiment.reference_recipe
+    reference_model = None if recipe is None else recipe.shapes
+    if reference_model is not None:
+        check_protocol(reference_model)
+        check_model(reference_model, experiment.mesh)
+        reference_model.check(experiment.data.sequence_length, experiment.compute)
     objective = experiment.objective
-    objective.check(model, companion, experiment.recipe.trained)
+    objective.check(model, reference_model, experiment.recipe.trained)
     for part in _flat_tokens(experiment.data):
         if part.pairs != objective.compares_pairs:
             raise ValueError(

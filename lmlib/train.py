@@ -40,8 +40,8 @@ class State(eqx.Module):
       key: stays the same: what is random in a step is drawn from it, the step and the microbatch,
         never from what happened before.
       frozen: the model's other weights, which stay as they are; `None`: there are none.
-      companion: the frozen model that the objective needs, in the compute dtype; `None`: it needs
-        none.
+      reference_model: the frozen model that the objective needs, in the compute dtype; `None`: it
+        needs none.
     """
 
     step: Int32[Array, ""]
@@ -50,7 +50,7 @@ class State(eqx.Module):
     guard: GuardState
     key: Key[Array, ""]
     frozen: Any = None
-    companion: Any = None
+    reference_model: Any = None
 
     @property
     def whole_model(self) -> Any:
@@ -60,13 +60,15 @@ class State(eqx.Module):
     @property
     def changing(self) -> "State":
         """What a step changes: nothing that is frozen. A checkpoint holds this."""
-        return self.with_frozen(None).with_companion(None)
+        return self.with_frozen(None).with_reference_model(None)
 
     def with_frozen(self, frozen: Any) -> "State":
         return eqx.tree_at(lambda state: state.frozen, self, frozen, is_leaf=lambda x: x is None)
 
-    def with_companion(self, companion: Any) -> "State":
-        return eqx.tree_at(lambda s: s.companion, self, companion, is_leaf=lambda x: x is None)
+    def with_reference_model(self, reference_model: Any) -> "State":
+        return eqx.tree_at(
+            lambda s: s.reference_model, self, reference_model, is_leaf=lambda x: x is None
+        )
 
 
 def init(
@@ -219,7 +221,7 @@ def step(
         # Nothing asks for the gradient of what is frozen, so XLA leaves its products out.
         model = _whole(trained, state.frozen)
         key = jax.random.fold_in(step_key, index)
-        sums = objective.sums(model, state.companion, part, compute, key)
+        sums = objective.sums(model, state.reference_model, part, compute, key)
         reported = {name: each / divisor for name, each in sums.reported.items()}
         return sums.minimised / divisor, reported
 
@@ -269,7 +271,7 @@ def _updated(
         guard=guarded,
         key=state.key,
         frozen=state.frozen,
-        companion=state.companion,
+        reference_model=state.reference_model,
     )
     return new_state, metrics
 

@@ -154,7 +154,7 @@ def bring_in(found: HuggingFace, to: Path) -> str:
             "batches": batches,
             "initialised_from": base.name,
             "frozen": frozen_note(parts.frozen, recipe),
-            "companion": None,
+            "reference_model": None,
         }
         _show("writing the checkpoint")
         with Checkpoints(unfinished / "checkpoints") as checkpoints:

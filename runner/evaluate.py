@@ -50,7 +50,7 @@ from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError, user_errors
 from runner.evaluation.data_sets import DataSet, data_set, validation_of
 from runner.evaluation.measuring import Measured, Measuring, Settings
-from runner.evaluation.shown import json_text, tables
+from runner.evaluation.results import json_text, tables
 from runner.evaluation.suite import measure_suite, suite_json, suite_table
 from runner.evaluation.tasks import Tasks, evaluate_tasks, tasks_json, tasks_table
 from runner.inference.loaded import Loaded

@@ -39,8 +39,8 @@ from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.processes.endings import FINISHED
 from runner.training.captures import Capture, read_batch, read_capture
 from runner.watch.progress import Progress
-from runner.weights.companion import companion_of
 from runner.weights.reading import WEIGHTS_ALONE, frozen_weights, weights_of
+from runner.weights.reference_model import reference_model_of
 
 DIFFERS = 1  # exit status: the numbers are not those of the run
 COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updates")
@@ -103,7 +103,7 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
     """The state that the capture begins with, and the steps made in it."""
     with user_errors():
         folder, recipe = capture.folder / "checkpoints", experiment.recipe
-        origin, companion = capture.initialised_from, companion_of(experiment, print)
+        origin, reference_model = capture.initialised_from, reference_model_of(experiment, print)
         if steps_in(folder) == [WEIGHTS_ALONE]:
             origin = str(folder)
         elif folder.is_dir():
@@ -114,16 +114,16 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
                 raise ConfigError(f"{folder} holds no checkpoint")
             if isinstance(experiment.data, Resumable):
                 experiment.data.restore(found.step, found.notes["data"])
-            state = found.state.with_companion(companion)
+            state = found.state.with_reference_model(reference_model)
             if recipe.trained is None:
                 return state, found.step
             frozen = frozen_weights(found.notes, recipe, experiment.mesh, INIT_FROM.value)
             return state.with_frozen(frozen), found.step
         if origin is None:
-            return experiment.init(companion), 0
+            return experiment.init(reference_model), 0
         # What differs was allowed when the run began.
         model, _ = weights_of(origin, recipe, experiment.mesh, None, ["model"])
-    return experiment.begin(model, companion), 0
+    return experiment.begin(model, reference_model), 0
 
 
 if __name__ == "__main__":

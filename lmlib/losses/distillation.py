@@ -19,7 +19,7 @@ from lmlib.losses.fused import LogitSettings, TokenLoss, TokenLosses, fused_loss
 from lmlib.losses.listed_divergence import ListedDivergence
 from lmlib.losses.logit_chunks import ChunkLogits, logits_alone
 from lmlib.losses.next_token import CrossEntropy
-from lmlib.losses.objective import Companion, LossSums, Objective, check_fraction
+from lmlib.losses.objective import LossSums, Objective, ReferenceModel, check_fraction
 from lmlib.models.protocol import Model
 from lmlib.parallel.layout import along, reshard
 from lmlib.parallel.local import pmax, psum
@@ -75,8 +75,8 @@ class Distillation(Objective):
         check_fraction("dropout", self.dropout)
 
     @property
-    def companion(self) -> Companion | None:
-        return None if self.teacher is None else Companion(self.teacher, self.teacher_from)
+    def reference_model(self) -> ReferenceModel | None:
+        return None if self.teacher is None else ReferenceModel(self.teacher, self.teacher_from)
 
     @property
     def reads_stored_teacher(self) -> bool:
@@ -95,10 +95,10 @@ class Distillation(Objective):
     def shown(self) -> tuple[str, ...]:
         return "cross_entropy", "divergence"
 
-    def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
-        if companion is not None and companion.vocab != model.vocab:
+    def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
+        if reference_model is not None and reference_model.vocab != model.vocab:
             raise ValueError(
-                f"the teacher's vocabulary has {companion.vocab:,} ids and the model's "
+                f"the teacher's vocabulary has {reference_model.vocab:,} ids and the model's "
                 f"{model.vocab:,}: a student has the vocabulary of its teacher, padding included"
             )
 
@@ -111,13 +111,13 @@ class Distillation(Objective):
     def sums(
         self,
         model: Model,
-        companion: Model | None,
+        reference_model: Model | None,
         batch: Batch,
         compute: Compute,
         key: PRNGKeyArray | None = None,
     ) -> LossSums:
         with jax.named_scope("teacher"):
-            loss, tokens, tables = self._taught(model, companion, batch, compute)
+            loss, tokens, tables = self._taught(model, reference_model, batch, compute)
         found = features(model, batch, compute, key, self.dropout)
         how = LogitSettings(model.logit_cap, compute.loss_chunk, compute.logits_dtype)
         targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
@@ -135,10 +135,10 @@ class Distillation(Objective):
         return sums._replace(minimised=sums.minimised + found.losses)
 
     def _taught(
-        self, model: Model, companion: Model | None, batch: Batch, compute: Compute
+        self, model: Model, reference_model: Model | None, batch: Batch, compute: Compute
     ) -> tuple[TokenLoss, tuple[Array, ...], tuple[Array, ...]]:
         """The loss, and the tokens and tables that it takes from the teacher."""
-        if companion is None:
+        if reference_model is None:
             if batch.teacher_ids is None or batch.teacher_log_probabilities is None:
                 raise ValueError(
                     "Distillation without a teacher needs batches with what one said, as "
@@ -146,7 +146,7 @@ class Distillation(Objective):
                 )
             listed = batch.teacher_ids, batch.teacher_log_probabilities
             return ListedDivergence(self.weight, model.vocab), tuple(map(jnp.asarray, listed)), ()
-        teacher = jax.lax.stop_gradient(companion)
+        teacher = jax.lax.stop_gradient(reference_model)
         h_BSF = reshard(features(teacher, batch, compute).h_BSE, "batch seq embed")
         table_FV = reshard(teacher.unembedding_EV.astype(h_BSF.dtype), "embed vocab")
         loss = Divergence(self.temperature, self.weight, teacher.logit_cap, compute.logits_dtype)

@@ -17,7 +17,7 @@ from lmlib.data.batch import Batch
 from lmlib.losses.features import features
 from lmlib.losses.fused import LogitSettings, fused_loss
 from lmlib.losses.next_token import CrossEntropy
-from lmlib.losses.objective import Companion, LossSums, Objective
+from lmlib.losses.objective import LossSums, Objective, ReferenceModel
 from lmlib.losses.token_losses import losses_of_features, token_losses
 from lmlib.models.protocol import Model
 from lmlib.parallel.selection import named_weights
@@ -66,8 +66,8 @@ class DPO(Objective):
             )
 
     @property
-    def companion(self) -> Companion | None:
-        return None if self.reference_from is None else Companion(None, self.reference_from)
+    def reference_model(self) -> ReferenceModel | None:
+        return None if self.reference_from is None else ReferenceModel(None, self.reference_from)
 
     @property
     def loss_name(self) -> str:
@@ -85,8 +85,8 @@ class DPO(Objective):
     def compares_pairs(self) -> bool:
         return True
 
-    def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
-        if companion is not None:
+    def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
+        if reference_model is not None:
             return
         bases = named_weights(without_adapters(model))
         changing = [path for path in trained or bases if path.rpartition(".")[0] not in bases]
@@ -106,14 +106,14 @@ class DPO(Objective):
     def sums(
         self,
         model: Model,
-        companion: Model | None,
+        reference_model: Model | None,
         batch: Batch,
         compute: Compute,
         key: PRNGKeyArray | None = None,
     ) -> LossSums:
         pairs = _pairs(batch)
         with jax.named_scope("reference"):
-            reference = without_adapters(model) if companion is None else companion
+            reference = without_adapters(model) if reference_model is None else reference_model
             reference = jax.lax.stop_gradient(reference)
             reference_nats_BS, _ = token_losses(reference, batch, compute)
         found = features(model, batch, compute)

@@ -47,7 +47,7 @@ class NextToken(Objective):
     def sums(
         self,
         model: Model,
-        companion: Model | None,
+        reference_model: Model | None,
         batch: Batch,
         compute: Compute,
         key: PRNGKeyArray | None = None,

@@ -23,8 +23,8 @@ class LossSums(NamedTuple):
     reported: dict[str, Float[Array, ""]]
 
 
-class Companion(NamedTuple):
-    """A second model that an objective compares with; it is never trained.
+class ReferenceModel(NamedTuple):
+    """A frozen model that an objective compares with: the reference of DPO, or a teacher.
 
     model: `model(key=…)` makes it; `None`: it is as the trained one is without adapters.
     weights_from: whose weights it has, as `Experiment.init_from`; `None`: new ones, for trials.
@@ -41,7 +41,7 @@ class Objective(abc.ABC):
     """
 
     @property
-    def companion(self) -> Companion | None:
+    def reference_model(self) -> ReferenceModel | None:
         """The frozen model that `sums` is given; `None`: it needs none."""
         return None
 
@@ -70,8 +70,8 @@ class Objective(abc.ABC):
         """Whether batches must have what a teacher said of them (`Batch.teacher_ids`)."""
         return False
 
-    def check(self, model: Any, companion: Any, trained: Set[str] | None) -> None:
-        """Raises ValueError if it cannot train `model` beside `companion`; arrays may be shapes.
+    def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
+        """Raises ValueError if it cannot train `model` beside `reference_model`, or shapes of both.
 
         Args:
           trained: the paths of the weights that train; `None`: all do.
@@ -92,7 +92,7 @@ class Objective(abc.ABC):
     def sums(
         self,
         model: Model,
-        companion: Model | None,
+        reference_model: Model | None,
         batch: Batch,
         compute: Compute,
         key: PRNGKeyArray | None = None,
@@ -100,7 +100,7 @@ class Objective(abc.ABC):
         """The sums over the units of `batch`.
 
         Args:
-          companion: the model that `self.companion` asks for.
+          reference_model: the model that `self.reference_model` asks for.
           key: of random layers, which are off without one.
         """
 

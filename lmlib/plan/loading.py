@@ -20,7 +20,7 @@ def reading(experiment: Experiment) -> int:
     Each device has its share of a tensor, the whole tensor, and its part of a layer's weight, as
     `lmlib.hf.load` says. The largest weight decides.
     """
-    mesh, companion = experiment.mesh, experiment.objective.companion
+    mesh, reference_model = experiment.mesh, experiment.objective.reference_model
     found = [0]
 
     def count(weight: Weight, array: Any) -> None:
@@ -34,7 +34,11 @@ def reading(experiment: Experiment) -> int:
 
     if experiment.init_from is not None:
         map_weights(count, experiment.recipe.bare)
-    recipe = experiment.companion_recipe
-    if recipe is not None and companion is not None and companion.weights_from is not None:
+    recipe = experiment.reference_recipe
+    if (
+        recipe is not None
+        and reference_model is not None
+        and reference_model.weights_from is not None
+    ):
         map_weights(count, recipe.bare)
     return max(found)

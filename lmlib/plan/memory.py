@@ -84,9 +84,9 @@ class Memory:
 
     Args:
       capacity: what programs have; `None`: unknown.
-      parameters, frozen, companion, optimizer_state, batch: the step's arguments; a few counters
-        are left out. `frozen` are the weights that do not train, `companion` the frozen model that
-        the objective needs.
+      parameters, frozen, reference_model, optimizer_state, batch: the step's arguments; a few
+        counters are left out. `frozen` are the weights that do not train, `reference_model` the
+        frozen model that the objective needs.
       gradients: as large as the parameters.
       saved: what one microbatch keeps for its backward pass, by name, shapes global.
       counted: by XLA; `None` if there is no room, and XLA stopped there.
@@ -100,7 +100,7 @@ class Memory:
     capacity: int | None
     parameters: int
     frozen: int
-    companion: int
+    reference_model: int
     optimizer_state: int
     gradients: int
     batch: int
@@ -151,8 +151,10 @@ class Memory:
         yield Share("parameters", self.parameters, "as stored")
         if self.frozen:
             yield Share("frozen weights", self.frozen, "as stored")
-        if self.companion:
-            yield Share("companion", self.companion, "the objective's second model, frozen")
+        if self.reference_model:
+            yield Share(
+                "reference model", self.reference_model, "the objective's second model, frozen"
+            )
         yield Share("optimizer state", self.optimizer_state, "as stored")
         yield Share("batch", self.batch, "as stored")
         yield Share("gradients", self.gradients, "a temporary")
@@ -200,10 +202,10 @@ def memory(
     """
     saved, for_reading = saved_activations(experiment), reading(experiment)
     parameters, frozen = bytes_per_device(state.model), bytes_per_device(state.frozen)
-    companion = bytes_per_device(state.companion)
+    reference_model = bytes_per_device(state.reference_model)
     optimizer_state = bytes_per_device(state.optimizer)
     batch_bytes = bytes_per_device(batch)
-    there = parameters + frozen + companion + optimizer_state
+    there = parameters + frozen + reference_model + optimizer_state
     if isinstance(result, OutOfMemory):
         arguments = there + batch_bytes
         counted, arrays = None, result.largest
@@ -218,7 +220,7 @@ def memory(
         capacity=_capacity(accelerator),
         parameters=parameters,
         frozen=frozen,
-        companion=companion,
+        reference_model=reference_model,
         optimizer_state=optimizer_state,
         gradients=parameters,
         batch=batch_bytes,

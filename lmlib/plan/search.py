@@ -235,7 +235,7 @@ class _Searcher:
         memory = self._trials[nearest, known].report.memory
         assert memory.capacity is not None
         # State and gradients stay as they are; the rest grows with the sequences at a time.
-        weights = memory.parameters + memory.frozen + memory.companion + memory.gradients
+        weights = memory.parameters + memory.frozen + memory.reference_model + memory.gradients
         staying = weights + memory.optimizer_state + memory.batch
         working = memory.step - staying - self._kept(nearest, known)
         guess = staying + working * nearest / count + self._kept(count, policy)

@@ -19,10 +19,14 @@ from runner.training import data_probe
 from runner.training.options import Options
 from runner.watch.phases import Phase, Phases
 from runner.watch.progress import Progress
-from runner.weights.companion import check_companion, companion_of, is_companion_note
 from runner.weights.reading import WEIGHTS_ALONE, frozen_weights, is_frozen_note, weights_of
+from runner.weights.reference_model import (
+    check_reference_model,
+    is_reference_note,
+    reference_model_of,
+)
 
-_NOTES = {"tokens", "before_skipped", "batches", "initialised_from", "frozen", "companion"}
+_NOTES = {"tokens", "before_skipped", "batches", "initialised_from", "frozen", "reference_model"}
 _LARGEST_CONFIG = 10_000_000  # bytes
 
 
@@ -85,10 +89,10 @@ def begin(
             _check_data(experiment, found, "data" in options.allowed_changes, progress)
             _say(found, experiment, progress)
             saved, state = found.notes, found.state
-            companion = companion_of(experiment, progress.message, options.trusted)
+            reference_model = reference_model_of(experiment, progress.message, options.trusted)
             if "model" not in options.allowed_changes:
-                check_companion(companion, saved["companion"])
-            state = state.with_companion(companion)
+                check_reference_model(reference_model, saved["reference_model"])
+            state = state.with_reference_model(reference_model)
             if experiment.recipe.trained is not None:
                 frozen = frozen_weights(
                     saved,
@@ -107,9 +111,9 @@ def begin(
                 saved["initialised_from"],
                 found.damaged,
             )
-        companion = companion_of(experiment, progress.message, options.trusted)
+        reference_model = reference_model_of(experiment, progress.message, options.trusted)
         if init_from is None:
-            state = jax.block_until_ready(experiment.init(companion))
+            state = jax.block_until_ready(experiment.init(reference_model))
             return Beginning(state, 0, 0, None, None)
         model, initialised_from = weights_of(
             init_from,
@@ -121,7 +125,7 @@ def begin(
             options.trusted,
         )
     progress.message(f"beginning with the weights of {initialised_from}")
-    return Beginning(experiment.begin(model, companion), 0, 0, None, initialised_from)
+    return Beginning(experiment.begin(model, reference_model), 0, 0, None, initialised_from)
 
 
 def check_newest(beginning: Beginning, steps: Sequence[int], directory: Path) -> None:
@@ -186,7 +190,7 @@ def check_notes(found: Restored, directory: Path) -> None:
         "batches": data_probe.is_probe(found.notes["batches"], found.step),
         "initialised_from": origin is None or isinstance(origin, str),
         "frozen": found.notes["frozen"] is None or is_frozen_note(found.notes["frozen"]),
-        "companion": is_companion_note(found.notes["companion"]),
+        "reference_model": is_reference_note(found.notes["reference_model"]),
     }
     if wrong := [name for name, is_sensible in sensible.items() if not is_sensible]:
         values = ", ".join(f"{name}={found.notes[name]!r:.80}" for name in wrong)

@@ -67,8 +67,8 @@ from runner.watch.profiling import Profiler, where_the_time_went
 from runner.watch.program_dump import dump_program
 from runner.watch.progress import Progress
 from runner.watch.watchdog import Watchdog
-from runner.weights.companion import companion_note
 from runner.weights.reading import WEIGHTS_ALONE, frozen_note
+from runner.weights.reference_model import reference_note
 
 _SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"
 
@@ -251,7 +251,7 @@ class _Run:
                 origin,
                 {
                     "frozen": frozen_note(beginning.state.frozen, experiment.recipe),
-                    "companion": companion_note(beginning.state.companion),
+                    "reference_model": reference_note(beginning.state.reference_model),
                 },
                 beginning.before_skipped,
             )

@@ -132,11 +132,11 @@ def test_a_step_follows_the_definition(mesh, microbatches, chunk):
     rows = NamedSharding(mesh, partition("batch seq"))
     placed = jax.tree.map(lambda field: jax.device_put(field, rows), batch())
     with jax.set_mesh(mesh):
-        model, companion = (
+        model, reference_model = (
             jax.device_put(make(), shardings(train.abstract_model(make, mesh)), may_alias=False)
             for make in (policy, reference)
         )
-        state = train.begin(model, descent, mesh).with_companion(companion)
+        state = train.begin(model, descent, mesh).with_reference_model(reference_model)
         before = jax.device_get(jax.tree.leaves(state.model))
         step = functools.partial(
             train.step,
@@ -153,7 +153,7 @@ def test_a_step_follows_the_definition(mesh, microbatches, chunk):
         np.testing.assert_allclose(
             was - np.asarray(is_), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
         )
-    for one, other in zip(*map(jax.tree.leaves, (after.companion, reference())), strict=True):
+    for one, other in zip(*map(jax.tree.leaves, (after.reference_model, reference())), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -185,8 +185,8 @@ def test_adapters_drop_nothing():
 
 
 def test_the_reference_may_be_the_model_without_its_adapters():
-    def loss(model, companion):
-        sums = OBJECTIVE.sums(model, companion, batch(), FLOAT32)
+    def loss(model, reference_model):
+        sums = OBJECTIVE.sums(model, reference_model, batch(), FLOAT32)
         return sums.minimised, sums.reported
 
     found = [

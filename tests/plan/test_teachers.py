@@ -57,14 +57,14 @@ def test_a_plan_counts_its_memory():
     taught = experiment(objective=TAUGHT)
     taught = dataclasses.replace(taught, mesh=make_mesh(fsdp=8, devices=target.devices()))
     report = plan(taught, target)
-    assert report.memory.companion == 2 * PARAMETERS // 8
+    assert report.memory.reference_model == 2 * PARAMETERS // 8
     assert "the objective's second model, frozen" in str(report)
     arguments = report.memory.parameters + report.memory.optimizer_state + report.memory.batch
-    arguments += report.memory.companion
+    arguments += report.memory.reference_model
     assert arguments <= report.memory.counted.arguments < arguments + 1000
 
 
-def test_a_companion_that_does_not_fit_is_refused():
+def test_a_reference_model_that_does_not_fit_is_refused():
     of = functools.partial(experiment, functools.partial(Bigram, V, 8))
     with pytest.raises(ValueError, match="vocabulary has 64 ids and the model's 128"):
         of(objective=Distillation(functools.partial(Bigram, 64, 8))).check()
@@ -78,8 +78,8 @@ def test_a_companion_that_does_not_fit_is_refused():
 def test_it_is_kept_in_the_compute_dtype_and_not_in_checkpoints():
     taught = Distillation(functools.partial(Bigram, V, 8))
     state = experiment(functools.partial(Bigram, V, 8), objective=taught).abstract_state()
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.companion)} == {"bfloat16"}
-    assert state.changing.companion is None
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.reference_model)} == {"bfloat16"}
+    assert state.changing.reference_model is None
 
 
 def test_preferences_need_pairs_of_answers(tmp_path):

@@ -16,8 +16,8 @@ from lmlib.recipe import parted
 from runner import fit
 from runner.config import configs
 from runner.errors import ConfigError
-from runner.weights.companion import companion_of
 from runner.weights.reading import frozen_note, weights_of
+from runner.weights.reference_model import reference_model_of
 
 TWO_STEPS = ("steps=2", "checkpoint_every=2", "data.batch_size=8", "mesh.fsdp=1")
 LLAMA = Path(__file__).parents[1] / "hf" / "golden" / "llama"
@@ -62,8 +62,8 @@ def first_weights(cfg):
     return weights_of(experiment.init_from, experiment.recipe, experiment.mesh, experiment.data)[0]
 
 
-def companion(cfg):
-    return companion_of(fdl.build(cfg), print)
+def reference_model(cfg):
+    return reference_model_of(fdl.build(cfg), print)
 
 
 @pytest.mark.parametrize("name", ["lora", "dpo"])
@@ -74,12 +74,12 @@ def test_new_adapters_begin_on_a_run(run, name):
     found = first_weights(cfg)
     same(without_adapters(found), model)
     same(merged(found), model)  # they start at zero
-    assert companion(cfg) is None  # of preferences the model without its adapters
+    assert reference_model(cfg) is None  # of preferences the model without its adapters
 
 
 def test_a_run_teaches(run):
     workdir, model, data = run
-    same(companion(distilled(workdir, data)), model)
+    same(reference_model(distilled(workdir, data)), model)
 
 
 def test_what_is_no_model_is_no_base(run):
@@ -126,8 +126,8 @@ def test_a_run_of_adapters_is_a_base_of_all_three(run, tmp_path):
         first_weights(other)
     preferring = config("dpo", adapted, data)
     same(first_weights(preferring), trained)
-    close(companion(preferring), base)
-    same(companion(distilled(adapted, data)), trained)
+    close(reference_model(preferring), base)
+    same(reference_model(distilled(adapted, data)), trained)
     plain = configs.load(str(workdir))
     plain.init_from, plain.mesh.data = str(adapted), 1
     close(first_weights(plain), base)

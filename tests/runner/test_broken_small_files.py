@@ -27,9 +27,9 @@ NOTES = {
     "batches": PROBE,
     "initialised_from": "/runs/other@5",
     "frozen": {"digest": "0f", "dtype": "bfloat16", "seed": 0},
-    "companion": {"digest": "0f", "dtype": "bfloat16"},
+    "reference_model": {"digest": "0f", "dtype": "bfloat16"},
 }
-ABSENT = dict.fromkeys(("before_skipped", "initialised_from", "frozen", "companion"))
+ABSENT = dict.fromkeys(("before_skipped", "initialised_from", "frozen", "reference_model"))
 CAPTURE = {
     "step": 3,
     "line": {"step": 3, "loss": "NaN", "tokens": 96},

@@ -84,8 +84,8 @@ def test_a_student_learns_as_from_the_teacher_itself(data, teacher, taught):
     model = fdl.build(student(data).model)(key=jax.random.key(0))
     batch, compute = experiment.data.batch(1), experiment.compute
     stored, computed = (
-        jax.jit(functools.partial(objective.sums, compute=compute))(model, companion, batch)
-        for objective, companion in (
+        jax.jit(functools.partial(objective.sums, compute=compute))(model, reference_model, batch)
+        for objective, reference_model in (
             (experiment.objective, None),
             (Distillation(make_teacher, weight=0.7), teacher.model),
         )

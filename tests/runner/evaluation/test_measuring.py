@@ -20,7 +20,7 @@ from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError
 from runner.evaluation.data_sets import data_set, validation_of
 from runner.evaluation.measuring import Measuring, Settings
-from runner.evaluation.shown import json_text, tables
+from runner.evaluation.results import json_text, tables
 from runner.inference.loading import load
 
 pytestmark = pytest.mark.several_devices

@@ -1,4 +1,4 @@
-"""The second model that an objective needs: read at every start of a run, and always the same."""
+"""The reference model that an objective needs: read at each start of a run, always the same."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -12,7 +12,7 @@ from runner.errors import ConfigError
 from runner.weights.reading import weights_of
 
 
-def companion_of(
+def reference_model_of(
     experiment: Experiment, show: Callable[[str], None], trusted: Collection[str] = ()
 ) -> Any:
     """The frozen model that the objective of `experiment` needs, as it is kept; `None`: it needs
@@ -21,7 +21,7 @@ def companion_of(
     Raises:
       ConfigError: if its weights are not to be had, or it does not know the ids of the data.
     """
-    recipe, wanted = experiment.companion_recipe, experiment.objective.companion
+    recipe, wanted = experiment.reference_recipe, experiment.objective.reference_model
     if recipe is None or wanted is None:
         return None
     if wanted.weights_from is None:
@@ -33,16 +33,16 @@ def companion_of(
     return model
 
 
-def companion_note(companion: Any) -> dict[str, str] | None:
-    """What checkpoints keep of a companion; `None` if there is none."""
-    if companion is None:
+def reference_note(reference_model: Any) -> dict[str, str] | None:
+    """What checkpoints keep of a reference model; `None` if there is none."""
+    if reference_model is None:
         return None
-    dtype = jax.tree.leaves(companion)[0].dtype.name
-    return {"digest": fingerprint(companion), "dtype": dtype}
+    dtype = jax.tree.leaves(reference_model)[0].dtype.name
+    return {"digest": fingerprint(reference_model), "dtype": dtype}
 
 
-def is_companion_note(value: Any) -> bool:
-    """Whether `companion_note` can have returned it."""
+def is_reference_note(value: Any) -> bool:
+    """Whether `reference_note` can have returned it."""
     return value is None or (
         isinstance(value, dict)
         and value.keys() == {"digest", "dtype"}
@@ -50,10 +50,11 @@ def is_companion_note(value: Any) -> bool:
     )
 
 
-def check_companion(companion: Any, before: dict[str, str] | None) -> None:
-    """Raises ConfigError if `companion` is not the model that `companion_note` told of `before`.
-    In another dtype it cannot be told; and an objective may have begun or ceased to need one."""
-    now = companion_note(companion)
+def check_reference_model(reference_model: Any, before: dict[str, str] | None) -> None:
+    """Raises ConfigError if `reference_model` is not the model that `reference_note` described as
+    `before`. Another dtype cannot be compared; an objective may have begun or ceased to need one.
+    """
+    now = reference_note(reference_model)
     if now is None or before is None or now["dtype"] != before["dtype"]:
         return
     if now != before:

@@ -76,7 +76,7 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit_and_refuses_another(mesh, tmp_
     row = f"{whole.summary.training_loss:.4f} {unit}, last 50 steps"
     assert f"training distillation loss  {row}" in whole.summary.text(tmp_path, "")
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
-        assert not any("companion" in name for name in checkpoints.verify(2).arrays)
+        assert not any("reference_model" in name for name in checkpoints.verify(2).arrays)
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_the_teacher_of_a_folder_is_read_again_at_each_start(tmp_path):
     shutil.copytree(LLAMA, folder)
     cfg = config_of_folder(folder)
     whole = fit(cfg, tmp_path / "run")
-    leaves = map(jax.tree.leaves, (whole.state.companion, hf.load(folder)))
+    leaves = map(jax.tree.leaves, (whole.state.reference_model, hf.load(folder)))
     for one, other in zip(*leaves, strict=True):
         np.testing.assert_array_equal(one, other)
     resumed = fit(cfg, without_the_last(tmp_path / "run", tmp_path / "killed"))
@@ -105,9 +105,9 @@ def test_a_run_may_teach_and_another_architecture_may_not(tmp_path):
     cfg.objective.teacher_from = str(tmp_path / "teacher")
     result = fit(cfg, tmp_path / "student")
     with Checkpoints(tmp_path / "teacher" / "checkpoints", read_only=True) as checkpoints:
-        target = fdl.build(cfg).abstract_state().companion
+        target = fdl.build(cfg).abstract_state().reference_model
         taught, _ = checkpoints.restore_part(2, "model", target)
-    assert_same_bits(result.state.companion, taught)
+    assert_same_bits(result.state.reference_model, taught)
     cfg.objective.teacher.mlp = 40
     with pytest.raises(ConfigError, match="mlp"):
         fit(cfg, tmp_path / "refused")
