@@ -40,6 +40,7 @@ from lmlib.models.weights import Random
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
+from lmlib.state import Training, abstract_batch, abstract_model, initial_state
 from lmlib.terminal.table import columns
 
 
@@ -110,7 +111,7 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
     of = functools.partial(FlatTokens, path, batch_size=_BATCH, sequence_length=_SEQUENCE)
     data, mesh, compute = of(split="train"), make_mesh(), Compute("float32", saved=ACTIVATIONS)
     evaluate, validation = Evaluator(mesh, compute), of(split="validation", seed=None, epochs=1)
-    optimizer = optim.adamw(_STEPS.value, rate)
+    training = Training(optim.adamw(_STEPS.value, rate), mesh, compute)
     make = functools.partial(llama, _VOCAB, width, depth, max(2, width // 32), 3 * width, tied=tied)
     rows = jax.sharding.NamedSharding(mesh, partition("batch seq"))
     step, found = None, {}
@@ -118,12 +119,12 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
     for scheme, seed in itertools.product(_SCHEMES.value, range(_SEEDS.value)):
         model = jax.jit(scaled, static_argnums=1)(make(key=jax.random.key(seed)), scheme)
         with jax.set_mesh(mesh):
-            layout = train.abstract_model(functools.partial(make, key=jax.random.key(0)), mesh)
+            layout = abstract_model(functools.partial(make, key=jax.random.key(0)), mesh)
             model = jax.device_put(model, jax.tree.map(lambda leaf: leaf.sharding, layout))
-        state = train.begin(model, optimizer, mesh)
+        state = initial_state(model, training)
         if step is None:
-            batch = train.abstract_batch(_BATCH, _SEQUENCE, mesh)
-            step = train.trace_step(state, batch, optimizer, mesh, compute).lower().compile()
+            batch = abstract_batch(_BATCH, _SEQUENCE, mesh)
+            step = train.trace_step(state, batch, training).lower().compile()
         for batch in batches:
             state, _ = step(state, batch)
         found.setdefault(scheme, []).append(evaluate(state.model, validation, 32).loss)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from lmlib import train
 from lmlib.adapters import without_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source, teacher_k
@@ -21,7 +20,16 @@ from lmlib.losses import NextToken, Objective
 from lmlib.optim.optimizer import Optimizer
 from lmlib.optim.trainable import Groups, decays_by, flops_per_token, with_groups
 from lmlib.recipe import Recipe
-from lmlib.train import State
+from lmlib.state import (
+    State,
+    Training,
+    abstract_batch,
+    abstract_model,
+    abstract_state,
+    initial_state,
+    new_model,
+)
+from lmlib.train import trace_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +124,20 @@ class Experiment:
         return Recipe(make, self.seed + 1, {}, self.compute.dtype)
 
     @functools.cached_property
-    def made_optimizer(self) -> Optimizer:
+    def training(self) -> Training:
+        """How the model is trained, but for its weights."""
+        return Training(
+            self._made_optimizer(),
+            self.mesh,
+            self.compute,
+            self.objective,
+            self.guard,
+            self.microbatches,
+            self.seed,
+            self.recipe.trained,
+        )
+
+    def _made_optimizer(self) -> Optimizer:
         made = self.optimizer(self.steps)
         if self.trainable is None:
             return made
@@ -166,45 +187,34 @@ class Experiment:
         of_training = flops_per_token(model, self.trainable, length, causal)
         return of_training + self.objective.flops_per_token(model, length, causal)
 
-    def abstract_model(self) -> Any:
-        """The model with `ShapeDtypeStruct`s for weights."""
-        return self.recipe.made
-
     def abstract_state(self) -> State:
         """Shapes, dtypes and `NamedSharding`s of the state."""
-        state = train.abstract_state(
-            self.abstract_model, self.made_optimizer, self.mesh, self.guard, self.recipe.trained
-        )
+        state = abstract_state(lambda: self.recipe.made, self.training)
         recipe = self.reference_recipe
         if recipe is None:
             return state
-        return state.with_reference_model(train.abstract_model(lambda: recipe.made, self.mesh))
+        return state.with_reference_model(abstract_model(lambda: recipe.made, self.mesh))
 
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and `NamedSharding`s of a batch."""
         data = self.data
-        return train.abstract_batch(
-            data.batch_size, data.sequence_length, self.mesh, teacher_k(data)
-        )
+        return abstract_batch(data.batch_size, data.sequence_length, self.mesh, teacher_k(data))
 
-    def init(self, reference_model: Any = None) -> State:
-        """The state before the first step, with new weights; `reference_model`: as in `begin`."""
-        recipe = self.recipe
-        return self.begin(train.new_model(recipe.make, self.mesh, recipe.made), reference_model)
-
-    def begin(self, model: Any, reference_model: Any = None) -> State:
-        """The state before the first step, with the weights of `model`, whose buffers it takes.
+    def initial_state(self, model: Any = None, reference_model: Any = None) -> State:
+        """The state before the first step.
 
         Args:
+          model: whose weights it begins with, as `recipe` keeps them, and whose buffers it takes;
+            `None`: new ones.
           reference_model: the frozen model that the objective needs, as `reference_recipe` keeps
             it; `None`: new, if the objective takes it from nowhere.
 
         Raises:
           ValueError: if the objective names the reference model's weights, and there is none.
         """
-        state = train.begin(
-            model, self.made_optimizer, self.mesh, self.guard, self.seed, self.recipe.trained
-        )
+        if model is None:
+            model = new_model(self.recipe.make, self.mesh, self.recipe.made)
+        state = initial_state(model, self.training)
         if reference_model is None:
             reference_model = self._new_reference_model()
         return state.with_reference_model(reference_model)
@@ -218,25 +228,11 @@ class Experiment:
                 f"the objective compares with the weights of {wanted.weights_from}: give them as "
                 "reference_model"
             )
-        return train.new_model(recipe.make, self.mesh, recipe.made)
+        return new_model(recipe.make, self.mesh, recipe.made)
 
     def trace_step(self) -> jax.stages.Traced:
         """The train step, as every command traces it: `state, metrics = step(state, batch)`."""
-        return train.trace_step(
-            self.abstract_state(),
-            self.abstract_batch(),
-            self.made_optimizer,
-            self.mesh,
-            self.compute,
-            self.objective,
-            self.guard,
-            self.microbatches,
-        )
-
-    def compile_step(self) -> jax.stages.Compiled:
-        """`trace_step`, compiled for the devices of the mesh."""
-        with jax.set_mesh(self.mesh):
-            return self.trace_step().lower().compile()
+        return trace_step(self.abstract_state(), self.abstract_batch(), self.training)
 
     def check(self) -> None:
         """Checks that the parts fit each other, before anything compiles.

@@ -76,7 +76,7 @@ def check_experiment(experiment: Any) -> None:
             "prompts, or sample_every to None"
         )
     _check_trainable(experiment)
-    model = experiment.abstract_model()
+    model = experiment.recipe.made
     check_protocol(model)
     check_model(model, experiment.mesh)
     _check_objective(experiment, model)
@@ -110,7 +110,7 @@ def _check_trainable(experiment: Any) -> None:
         )
     experiment.optimizer(experiment.steps)
     try:
-        _ = experiment.made_optimizer
+        _ = experiment.training
     except TypeError as error:
         raise ValueError(
             "a group of trainable says which weights decay, but the optimizer takes no "

@@ -19,7 +19,6 @@ import fiddle as fdl
 import jax
 from jax.sharding import NamedSharding
 
-from lmlib import train
 from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.folders import steps_in
 from lmlib.data.batch import Batch, place
@@ -27,6 +26,7 @@ from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
 from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
 from lmlib.parallel.layout import partition
+from lmlib.state import State
 from lmlib.terminal.table import columns
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
     """Shows the step; whether its numbers are those of the run."""
     state, made = _begin(capture, experiment)
-    compiled = experiment.compile_step()
+    compiled = experiment.trace_step().lower().compile()
     sharding = NamedSharding(experiment.mesh, partition("batch seq"))
     with Progress(capture.step - 1) as progress:
         for step in range(made + 1, capture.step):
@@ -99,7 +99,7 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
     return not differing
 
 
-def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
+def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
     """The state that the capture begins with, and the steps made in it."""
     with user_errors():
         folder, recipe = capture.folder / "checkpoints", experiment.recipe
@@ -120,10 +120,10 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[train.State, int]:
             frozen = frozen_weights(found.notes, recipe, experiment.mesh, INIT_FROM.value)
             return state.with_frozen(frozen), found.step
         if origin is None:
-            return experiment.init(reference_model), 0
+            return experiment.initial_state(reference_model=reference_model), 0
         # What differs was allowed when the run began.
         model, _ = weights_of(origin, recipe, experiment.mesh, None, ["model"])
-    return experiment.begin(model, reference_model), 0
+    return experiment.initial_state(model, reference_model), 0
 
 
 if __name__ == "__main__":

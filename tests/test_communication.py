@@ -19,7 +19,7 @@ from lmlib.models.families.llama import llama
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import make_mesh
-from lmlib.train import abstract_batch, abstract_model
+from lmlib.state import abstract_batch, abstract_model
 
 pytestmark = pytest.mark.several_devices
 

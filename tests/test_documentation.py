@@ -96,9 +96,9 @@ def test_readme_says_where_things_are():
     ("text", "wrong"),
     [
         ("`lmlib/train.py:step`, lmlib/guard.py and `lmlib/data/`", []),
-        ("`lmlib/train.py:State.model`", []),
+        ("`lmlib/state.py:State.model`", []),
         ("`lmlib/train.py:stride`", ["lmlib/train.py:stride"]),
-        ("`lmlib/train.py:State.modal`", ["lmlib/train.py:State.modal"]),
+        ("`lmlib/state.py:State.modal`", ["lmlib/state.py:State.modal"]),
         ("see lmlib/training.py", ["lmlib/training.py"]),
         ("| `lmlib/dater/` |", ["lmlib/dater/"]),
     ],

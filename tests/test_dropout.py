@@ -29,6 +29,7 @@ from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.models.weights import fold
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
+from lmlib.state import Training, abstract_batch, abstract_model, abstract_state, initial_state
 
 V, E, L, B, S, RATE = 48, 32, 2, 16, 8, 0.25
 MESHES = {
@@ -147,13 +148,11 @@ def test_rate_zero_traces_to_the_same_program_with_a_key_as_without():
 def lowered_step(mesh_name, rate=RATE):
     sizes, sequence_parallel = MESHES[mesh_name]
     mesh = make_mesh(**sizes)
-    state = train.abstract_state(make, optimizer, mesh)
-    batch = train.abstract_batch(B, S, mesh)
     compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
-    traced = train.trace_step(
-        state, batch, optimizer, mesh, compute, NextToken(dropout=rate), microbatches=2
-    )
-    return traced.lower(), mesh
+    objective = NextToken(dropout=rate)
+    training = Training(optimizer, mesh, compute, objective, microbatches=2)
+    state, batch = abstract_state(make, training), abstract_batch(B, S, mesh)
+    return train.trace_step(state, batch, training).lower(), mesh
 
 
 @functools.cache
@@ -280,7 +279,7 @@ def test_no_mask_is_kept_for_the_backward_pass():
     mesh = make_mesh(fsdp=4, tensor=2)
 
     def kept(rate):
-        model, batch = train.abstract_model(make, mesh), train.abstract_batch(B, S, mesh)
+        model, batch = abstract_model(make, mesh), abstract_batch(B, S, mesh)
 
         def loss(model, batch):
             sums, _ = batch_loss(model, batch, FLOAT32, NextToken(dropout=rate), jax.random.key(0))
@@ -307,7 +306,7 @@ def test_one_model_can_be_trained_on_from_its_weights_alone():
     mesh = make_mesh(fsdp=4, tensor=2)
     trained, _ = advance("4 fsdp, 2 tensor", begin("4 fsdp, 2 tensor"), 2)
     kept = jax.device_get(trained.model)
-    state = train.begin(trained.model, optimizer, mesh, seed=7)
+    state = initial_state(trained.model, Training(optimizer, mesh, seed=7))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.model))
     equal_bits(state.model, kept)
     fresh = first_state(weights(), optimizer, mesh, seed=7)

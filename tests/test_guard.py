@@ -10,12 +10,12 @@ import optax
 import pytest
 
 from lmlib import train
-from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.guard import Guard, not_finite
 from lmlib.models.families.llama import llama
 from lmlib.optim.optimizer import Optimizer, adamw
 from lmlib.parallel.mesh import make_mesh
+from lmlib.state import Training, abstract_batch, new_state
 
 
 def verdicts(
@@ -111,9 +111,9 @@ def tiny_step(optimizer: Optimizer):
     make = functools.partial(
         llama, vocab=64, embed=16, layers=1, heads=2, mlp=16, key=jax.random.key(0)
     )
-    state = train.init(make, optimizer, mesh)
-    blank = train.abstract_batch(4, 8, mesh)
-    compiled = train.trace_step(state, blank, optimizer, mesh, Compute()).lower().compile()
+    training = Training(optimizer, mesh)
+    state, blank = new_state(make, training), abstract_batch(4, 8, mesh)
+    compiled = train.trace_step(state, blank, training).lower().compile()
     rows = jax.tree.map(lambda leaf: leaf.sharding, blank)
 
     def step(state, batch):
@@ -153,13 +153,14 @@ def test_a_skipped_update_changes_nothing_but_its_count():
     schedule = optax.linear_schedule(1e-2, 0.0, 10)
     adam = adamw(10, 1e-2, schedule=lambda peak_lr, steps: schedule)
     optimizer = Optimizer(adam.transformation, schedule, adam.decays)
-    state = train.init(make, optimizer, mesh)
+    training = Training(optimizer, mesh)
+    state = new_state(make, training)
     batch = jax.tree.map(
         jax.device_put,
         Synthetic(64, 8, 16).batch(0),
-        jax.tree.map(lambda leaf: leaf.sharding, train.abstract_batch(8, 16, mesh)),
+        jax.tree.map(lambda leaf: leaf.sharding, abstract_batch(8, 16, mesh)),
     )
-    compiled = train.trace_step(state, batch, optimizer, mesh, Compute()).lower().compile()
+    compiled = train.trace_step(state, batch, training).lower().compile()
     state, metrics = compiled(state, batch)
     metrics = jax.device_get(metrics)
     assert (int(metrics["skipped_updates"]), int(metrics["skipped_in_a_row"])) == (0, 0)

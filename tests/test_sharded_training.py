@@ -19,6 +19,14 @@ from lmlib.losses import batch_loss
 from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import creator, partition, shardings
 from lmlib.parallel.mesh import make_mesh
+from lmlib.state import (
+    Training,
+    abstract_batch,
+    abstract_model,
+    abstract_state,
+    new_model,
+    new_state,
+)
 
 pytestmark = pytest.mark.several_devices
 
@@ -56,8 +64,8 @@ def rows(mesh):
 @pytest.mark.parametrize("mesh_name", sentinels(MESHES, lambda mesh: mesh == "2, 2, 2"))
 def test_first_weights_are_the_same_on_every_mesh(mesh_name):
     mesh, tied = make_mesh(**MESHES[mesh_name]), mesh_name == "4 fsdp, 2 tensor"
-    found = train.new_model(model_maker(tied), mesh)
-    layout = shardings(train.abstract_model(model_maker(tied), mesh))
+    found = new_model(model_maker(tied), mesh)
+    layout = shardings(abstract_model(model_maker(tied), mesh))
     assert shardings(found) == layout
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(weights(tied)), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -108,9 +116,9 @@ def test_loss_and_gradients_equal_those_of_one_device(mesh_name, variant):
 
 
 def compiled_step(state, optimizer, mesh, compute=FLOAT32, microbatches=1):
-    batch = train.abstract_batch(source.batch_size, source.sequence_length, mesh)
-    traced = train.trace_step(state, batch, optimizer, mesh, compute, microbatches=microbatches)
-    return traced.lower().compile()
+    batch = abstract_batch(source.batch_size, source.sequence_length, mesh)
+    training = Training(optimizer, mesh, compute, microbatches=microbatches)
+    return train.trace_step(state, batch, training).lower().compile()
 
 
 @functools.cache
@@ -162,7 +170,7 @@ def test_initialisation_never_holds_an_unsharded_copy():
 def step_of_a_tied_model():
     mesh = make_mesh(fsdp=4, tensor=2)
     optimizer = optim.adamw(10, peak_lr=1e-2)
-    state = train.abstract_state(model_maker(tied=True), optimizer, mesh)
+    state = abstract_state(model_maker(tied=True), Training(optimizer, mesh))
     return compiled_step(state, optimizer, mesh), optimizer, mesh
 
 
@@ -183,9 +191,9 @@ def test_the_state_is_donated_and_every_sharding_is_named():
 
 def test_the_abstract_state_is_the_state():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    optimizer = optim.adamw(10, peak_lr=1e-2)
+    training = Training(optim.adamw(10, peak_lr=1e-2), mesh)
     make = model_maker(tied=True)
-    real, abstract = train.init(make, optimizer, mesh), train.abstract_state(make, optimizer, mesh)
+    real, abstract = new_state(make, training), abstract_state(make, training)
     assert jax.tree.structure(real) == jax.tree.structure(abstract)
     for leaf, shape in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)

@@ -23,6 +23,7 @@ from lmlib.models.protocol import Context
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
+from lmlib.state import Training, abstract_batch, abstract_state
 
 B, S, V = 8, 12, 40
 make = functools.partial(llama, vocab=V, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
@@ -40,12 +41,9 @@ def batch_with(mask_BS):
 @functools.cache
 def compiled_step(microbatches, z_loss=0.0, **mesh):
     mesh = make_mesh(**mesh)
-    state = train.abstract_state(make, descent, mesh)
-    batch = train.abstract_batch(B, S, mesh)
-    traced = train.trace_step(
-        state, batch, descent, mesh, FLOAT32, NextToken(z_loss), microbatches=microbatches
-    )
-    return traced.lower().compile(), mesh
+    training = Training(descent, mesh, FLOAT32, NextToken(z_loss), microbatches=microbatches)
+    state, batch = abstract_state(make, training), abstract_batch(B, S, mesh)
+    return train.trace_step(state, batch, training).lower().compile(), mesh
 
 
 @functools.cache
@@ -135,7 +133,7 @@ def test_microbatches_spread_over_all_devices():
     mesh = make_mesh(data=2, fsdp=2)
     with jax.set_mesh(mesh):
         program = jax.jit(functools.partial(train.split, microbatches=2)).lower(
-            train.abstract_batch(B, S, mesh)
+            abstract_batch(B, S, mesh)
         )
     text = program.compile().as_text()
     for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
@@ -172,8 +170,8 @@ def test_grad_norm_is_taken_before_clipping():
     mesh = make_mesh()
     optimizer = optim.adamw(10, 1e-3, clip_norm=1e-3)
     state = first_state(initial_model(), optimizer, mesh)
-    blank = train.abstract_batch(B, S, mesh)
-    compiled = train.trace_step(state, blank, optimizer, mesh, FLOAT32).lower().compile()
+    blank = abstract_batch(B, S, mesh)
+    compiled = train.trace_step(state, blank, Training(optimizer, mesh, FLOAT32)).lower().compile()
     rows = NamedSharding(mesh, partition("batch seq"))
     batch = jax.tree.map(lambda x: jax.device_put(x, rows), source.batch(0))
     state, metrics = compiled(state, batch)

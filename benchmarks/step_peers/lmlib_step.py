@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding
 from lmlib import optim, train
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
+from lmlib.state import Training, abstract_batch, new_state
 from step_peers.contender import Work
 
 
@@ -28,11 +29,11 @@ class LmlibStep:
     """See `step_peers.contender.Contender`. Its weights are `work.weights` by their own making."""
 
     def __init__(self, work: Work):
-        mesh, optimizer, size = make_mesh(), make_optimizer(work), work.size
-        self._state = train.init(size.make_model, optimizer, mesh)
-        batch = train.abstract_batch(size.batch, size.sequence, mesh)
-        compute = size.compute(work.precision)
-        traced = train.trace_step(self._state, batch, optimizer, mesh, compute)
+        mesh, size = make_mesh(), work.size
+        training = Training(make_optimizer(work), mesh, size.compute(work.precision))
+        self._state = new_state(size.make_model, training)
+        batch = abstract_batch(size.batch, size.sequence, mesh)
+        traced = train.trace_step(self._state, batch, training)
         self._step = traced.lower().compile()
         self._batches = jax.device_put(work.batches, NamedSharding(mesh, partition("batch seq")))
 

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from lmlib.experiment import Experiment
 from lmlib.losses import batch_loss
+from lmlib.state import abstract_batch, abstract_model
 from lmlib.terminal.table import columns
-from lmlib.train import abstract_batch, abstract_model
 
 # Inputs of the rematerialised parts of the model, and what the loss leaves for the backward pass:
 # kept whatever `saved` says.
@@ -53,7 +53,7 @@ def saved_activations(experiment: Experiment) -> SavedActivations:
     Besides them the backward pass keeps only the weights, and a few numbers for each position.
     """
     data, mesh = experiment.data, experiment.mesh
-    model = abstract_model(experiment.abstract_model, mesh)
+    model = abstract_model(lambda: experiment.recipe.made, mesh)
     rows = data.batch_size // experiment.microbatches
     batch = abstract_batch(rows, data.sequence_length, mesh)
     with jax.set_mesh(mesh):

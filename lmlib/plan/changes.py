@@ -140,7 +140,7 @@ def _in_8_bits(experiment: Experiment) -> Change | None:
 
 def _fewer_logits(experiment: Experiment, arrays: Sequence[LargeArray]) -> Change | None:
     """Half as many at a time, where they are among the largest arrays."""
-    vocab = experiment.abstract_model().vocab // pieces(along("vocab"), experiment.mesh)
+    vocab = experiment.recipe.made.vocab // pieces(along("vocab"), experiment.mesh)
     logits = [array for array in arrays if array.shape[1:] == (vocab,) and array.shape[0] > 1]
     if not logits:
         return None

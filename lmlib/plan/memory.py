@@ -13,9 +13,9 @@ from lmlib.hardware.specifications import Accelerator
 from lmlib.inspect.saved_activations import SavedActivation, saved_activations
 from lmlib.plan.loading import reading
 from lmlib.plan.program import HOST_MEMORY, Program
+from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns
-from lmlib.train import State
 
 # What the driver, NCCL and cuDNN leave of a GPU's memory, about.
 _USABLE_ON_GPU = 0.95

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lmlib import train
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.plan.communication.collectives import Collectives, collectives
@@ -27,6 +26,8 @@ from lmlib.plan.memory import Memory, OutOfMemory, memory, out_of_memory
 from lmlib.plan.program import read_program
 from lmlib.plan.targets import Target
 from lmlib.plan.traffic import traffic
+from lmlib.state import State
+from lmlib.train import trace_step
 
 # What decides how a program is compiled, where it is installed.
 _PACKAGES = (
@@ -174,7 +175,7 @@ def plan(
 class TracedStep:
     """A run's step as the run traces it; `state` and `batch` have layouts, and no arrays."""
 
-    state: train.State
+    state: State
     batch: Batch
     traced: jax.stages.Traced
 
@@ -182,7 +183,7 @@ class TracedStep:
 def traced_step(experiment: Experiment) -> TracedStep:
     """The step that a run of `experiment` makes, on the devices of its mesh."""
     state, batch = experiment.abstract_state(), experiment.abstract_batch()
-    return TracedStep(state, batch, experiment.trace_step())
+    return TracedStep(state, batch, trace_step(state, batch, experiment.training))
 
 
 def _compiled(step: TracedStep, experiment: Experiment) -> jax.stages.Compiled | OutOfMemory:

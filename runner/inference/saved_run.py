@@ -11,7 +11,6 @@ import equinox as eqx
 import fiddle as fdl
 from jax.sharding import Mesh
 
-from lmlib import train
 from lmlib.checkpoint import Checkpoints, RemovedCheckpointError
 from lmlib.checkpoint.folders import steps_in
 from lmlib.checkpoint.manifest import read_manifest
@@ -27,6 +26,7 @@ from lmlib.hf.peft import adapters_in, holds_adapters
 from lmlib.models.matrices.adapted import without_adapters
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Recipe, parted
+from lmlib.state import abstract_model
 from runner.config import configs
 from runner.config.text import nodes
 from runner.errors import ConfigError
@@ -70,7 +70,7 @@ class SavedRun:
 
     def abstract_model(self, mesh: Mesh) -> Any:
         """The model's shapes, dtypes and layouts on `mesh`."""
-        return train.abstract_model(lambda: self.recipe.made, mesh)
+        return abstract_model(lambda: self.recipe.made, mesh)
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -93,7 +93,7 @@ class SavedRun:
 
     def own_weights(self, mesh: Mesh) -> Any:
         """As `model`, with shapes in place of what is frozen, which is not looked for."""
-        parts = parted(train.abstract_model(lambda: self.recipe.shapes, mesh), self.recipe.trained)
+        parts = parted(abstract_model(lambda: self.recipe.shapes, mesh), self.recipe.trained)
         with reading(self.folder), Checkpoints(self.checkpoints, read_only=True) as checkpoints:
             arrays, _ = checkpoints.restore_part(self.step, "model", parts.trained)
         return eqx.combine(arrays, parts.frozen)

@@ -7,11 +7,11 @@ from pathlib import Path
 import fiddle as fdl
 import jax
 
-from lmlib import train
 from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from lmlib.checkpoint.folders import steps_in
 from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
+from lmlib.state import State
 from lmlib.storage.stored_json import read_text
 from runner.config.text import changed_paths, difference, flattened
 from runner.errors import ConfigError, TrainingStopped, user_errors
@@ -43,7 +43,7 @@ class Beginning:
       damaged: newer checkpoints, which are to be set aside.
     """
 
-    state: train.State
+    state: State
     step: int
     tokens: int
     before_skipped: int | None
@@ -113,7 +113,7 @@ def begin(
             )
         reference_model = reference_model_of(experiment, progress.message, options.trusted)
         if init_from is None:
-            state = jax.block_until_ready(experiment.init(reference_model))
+            state = jax.block_until_ready(experiment.initial_state(reference_model=reference_model))
             return Beginning(state, 0, 0, None, None)
         model, initialised_from = weights_of(
             init_from,
@@ -125,7 +125,7 @@ def begin(
             options.trusted,
         )
     progress.message(f"beginning with the weights of {initialised_from}")
-    return Beginning(experiment.begin(model, reference_model), 0, 0, None, initialised_from)
+    return Beginning(experiment.initial_state(model, reference_model), 0, 0, None, initialised_from)
 
 
 def check_newest(beginning: Beginning, steps: Sequence[int], directory: Path) -> None:

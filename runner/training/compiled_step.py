@@ -24,9 +24,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from lmlib.data.batch import Batch
+from lmlib.state import State
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import write_whole
-from lmlib.train import State
 from runner.config.code import code_digest
 from runner.config.text import changed_paths, flattened
 from runner.errors import ConfigError

@@ -3,7 +3,7 @@
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
-from lmlib.train import State
+from lmlib.state import State
 from runner.errors import TrainingStopped
 from runner.training.recorder import Line
 from runner.training.saving import Saver

@@ -12,7 +12,6 @@ import fiddle as fdl
 import jax
 from jax.sharding import NamedSharding
 
-from lmlib import train
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Experiment
@@ -20,6 +19,7 @@ from lmlib.inspect.description import describe
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.metrics.log import MetricsLog, missing_lines, read_metrics
 from lmlib.parallel.layout import partition
+from lmlib.state import State
 from lmlib.storage.local_folder import local_folder
 from lmlib.terminal.quantities import bytes_text, duration_text
 from runner.command_line.paths import check_can_be_made
@@ -83,7 +83,7 @@ class Result:
       summary: its numbers.
     """
 
-    state: train.State
+    state: State
     metrics: list[dict[str, Any]]
     summary: Summary
 
@@ -193,8 +193,8 @@ class _Run:
 
     def announce(self) -> None:
         experiment = self.experiment
-        model = experiment.abstract_model()
-        decays, groups = experiment.made_optimizer.decays, experiment.recipe.group_of
+        model = experiment.recipe.made
+        decays, groups = experiment.training.optimizer.decays, experiment.recipe.group_of
         self.progress.message(describe(model, experiment.mesh, decays, groups).short())
         kept = saved_activations(experiment).bytes_per_device
         self.progress.message(f"kept for the backward pass: {bytes_text(kept)} on each device")
@@ -220,7 +220,7 @@ class _Run:
 
     def make_steps(
         self, beginning: Beginning, checkpoints: Checkpoints, goodput: GoodputLog
-    ) -> train.State:
+    ) -> State:
         """The state after the last step."""
         experiment, progress, workdir = self.experiment, self.progress, self.workdir
         repeated = max([goodput.furthest, *(line["step"] for line in read_metrics(workdir)[-1:])])
@@ -302,7 +302,7 @@ class _Run:
         saved = from_first(None if found is None else dataclasses.asdict(found))
         return saved and from_json(saved)
 
-    def summarise(self, state: train.State, goodput: GoodputLog) -> Summary:
+    def summarise(self, state: State, goodput: GoodputLog) -> Summary:
         """Writes result.json before it samples: a run does not fail for want of samples."""
         totals = from_first(totals_of(read_metrics(self.workdir)) if self.primary else None)
         if totals is None:
@@ -334,13 +334,13 @@ class _Run:
 
         return Profiler(folder, steps if self.primary else None, written=tell)
 
-    def check_compiled(self, state: train.State) -> None:
+    def check_compiled(self, state: State) -> None:
         if self.options.compiled is not None:
             if self.options.save_compiled is not None:
                 raise ConfigError("give --compiled or --save_compiled, not both")
             check_compiled(self.options.compiled, self._identity(state))
 
-    def _compile(self, state: train.State) -> jax.stages.Compiled:
+    def _compile(self, state: State) -> jax.stages.Compiled:
         options = self.options
         began = time.perf_counter()
         if options.compiled is None:
@@ -353,9 +353,9 @@ class _Run:
             done = f"took the compiled step out of {options.compiled}"
         elif options.save_compiled is not None:
             with compiled_anew():
-                compiled = self.experiment.compile_step()
+                compiled = self.experiment.trace_step().lower().compile()
         else:
-            compiled = self.experiment.compile_step()
+            compiled = self.experiment.trace_step().lower().compile()
         self.progress.message(f"{done} in {duration_text(time.perf_counter() - began)}")
         memory = compiled.memory_analysis()
         if memory is not None:  # not every platform says
@@ -370,6 +370,6 @@ class _Run:
             self.progress.message(f"wrote the compiled step to {options.save_compiled}")
         return compiled
 
-    def _identity(self, state: train.State) -> Identity:
+    def _identity(self, state: State) -> Identity:
         experiment = self.experiment
         return identity_of(self.cfg, experiment.mesh, state, experiment.abstract_batch())

@@ -9,6 +9,7 @@ from lmlib import train
 from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Experiment
+from lmlib.state import State
 from runner.errors import StoppedEarly
 from runner.processes.lock import WorkdirLock
 from runner.training.captures import Captures
@@ -67,7 +68,7 @@ class Loop:
     unevaluated: bool
     stop: Callable[[int], bool]
 
-    def run(self, state: train.State) -> train.State:
+    def run(self, state: State) -> State:
         """The state after the last step.
 
         Raises:
@@ -126,7 +127,7 @@ class Loop:
             item = next(self.batches, None)
         return None if item is None else (item[0] + 1, item[1])
 
-    def _evaluate(self, step: int, state: train.State) -> None:
+    def _evaluate(self, step: int, state: State) -> None:
         """Adds what validation says of `state` to the line of `step`."""
         if self.validation is None:
             return
@@ -143,7 +144,7 @@ class Loop:
             made.line = self.recorder.read(made.step, made.metrics, made.data_wait_seconds)
         return made.line
 
-    def _finish(self, line: Line, batch: Batch, newest: train.State) -> None:
+    def _finish(self, line: Line, batch: Batch, newest: State) -> None:
         """Writes the line of a step and acts on what it says; `newest` may be a step later."""
         self.lock.check()
         if line["step"] == self.first:

@@ -10,11 +10,11 @@ import jax
 
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import mfu
+from lmlib.state import State
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import count_text
 from lmlib.terminal.table import columns
-from lmlib.train import State
 from runner.training.validation import Validation
 from runner.watch.goodput import Goodput
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from lmlib import train
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.resumable import gather_states
 from lmlib.experiment import Experiment
 from lmlib.guard import not_finite
 from lmlib.metrics.log import MetricsLog
+from lmlib.state import State
 from lmlib.terminal.quantities import duration_text
 from runner.errors import TrainingStopped, in_words
 from runner.training.data_probe import probe
@@ -65,7 +65,7 @@ class Saver:
     def save(
         self,
         line: Line,
-        state: train.State,
+        state: State,
         data_state: dict[str, Any] | None,
     ) -> None:
         """Begins to save the state after the step of `line`; every process must call it.

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lmlib import train
 from lmlib.adapters import merged, without_adapters
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import Source
@@ -27,6 +26,7 @@ from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.layout import creator
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Recipe, parted
+from lmlib.state import abstract_model
 from runner.config import configs
 from runner.errors import ConfigError, in_words, user_errors
 from runner.processes.agreement import agreed, from_first
@@ -97,7 +97,7 @@ def _of_run(
             _check_same_model(own.bare, recipe.bare, allowed_changes)
         # A model that trained in part left the rest where it came from.
         in_part = there < _paths(own.shapes)
-        target = train.abstract_model(lambda: own.shapes, mesh)
+        target = abstract_model(lambda: own.shapes, mesh)
         if in_part:
             target = parted(target, there).trained
         model, notes = checkpoints.restore_part(step, "model", target)

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from lmlib import train
 from lmlib.experiment import Experiment
 from lmlib.parallel.fingerprint import fingerprint
+from lmlib.state import new_model
 from runner.errors import ConfigError
 from runner.weights.reading import weights_of
 
@@ -26,7 +26,7 @@ def reference_model_of(
         return None
     if wanted.weights_from is None:
         show("WARNING: the objective compares with a model of new weights, which knows nothing")
-        return train.new_model(recipe.make, experiment.mesh, recipe.made)
+        return new_model(recipe.make, experiment.mesh, recipe.made)
     mesh, data = experiment.mesh, experiment.data
     model, origin = weights_of(wanted.weights_from, recipe, mesh, data, (), show, trusted)
     show(f"the objective compares with the weights of {origin}")

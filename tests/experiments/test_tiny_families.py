@@ -43,7 +43,7 @@ def losses(result):
 @functools.cache
 def initial(name):
     """The model before the first step, of which every run takes a copy."""
-    return jax.device_get(fdl.build(tiny(name, "mesh.fsdp=1")).init().model)
+    return jax.device_get(fdl.build(tiny(name, "mesh.fsdp=1")).initial_state().model)
 
 
 def losses_of_steps(name, *overrides):
@@ -51,8 +51,8 @@ def losses_of_steps(name, *overrides):
     experiment = fdl.build(tiny(name, *overrides))
     rows = NamedSharding(experiment.mesh, partition("batch seq"))
     layout = shardings(experiment.abstract_state().model)
-    state = experiment.begin(jax.device_put(initial(name), layout, may_alias=False))
-    step, found = experiment.compile_step(), []
+    state = experiment.initial_state(jax.device_put(initial(name), layout, may_alias=False))
+    step, found = experiment.trace_step().lower().compile(), []
     for number in range(experiment.steps):
         state, metrics = step(state, place(experiment.data, number, rows))
         found.append(float(metrics["loss"]))

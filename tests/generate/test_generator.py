@@ -19,7 +19,7 @@ from lmlib.models.parts.head import logits
 from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import shardings
-from lmlib.train import abstract_model
+from lmlib.state import abstract_model
 
 V = 40
 FLOAT32 = Compute(dtype="float32")

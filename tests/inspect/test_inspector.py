@@ -13,7 +13,7 @@ from llama_reference import reference_logits
 
 from lmlib import Inspector, llama, make_mesh
 from lmlib.parallel.layout import shardings
-from lmlib.train import abstract_model
+from lmlib.state import abstract_model
 
 IDS = [int(id) for id in np.random.default_rng(0).integers(0, 64, 24)]
 MESHES = {"no mesh": None, "eight devices": {"data": 2, "fsdp": 2, "tensor": 2}}

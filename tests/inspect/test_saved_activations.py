@@ -20,7 +20,7 @@ from lmlib.losses import batch_loss
 from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
-from lmlib.train import abstract_batch, abstract_model
+from lmlib.state import abstract_batch, abstract_model
 
 pytestmark = pytest.mark.several_devices
 
@@ -41,7 +41,7 @@ def kept_by_jax(experiment):
     """Size, dtype and bytes per device of the floating arrays in the vjp of the loss that are no
     weights, larger than a number for each head and position."""
     mesh, data = experiment.mesh, experiment.data
-    model = abstract_model(experiment.abstract_model, mesh)
+    model = abstract_model(lambda: experiment.recipe.made, mesh)
     batch = abstract_batch(data.batch_size // experiment.microbatches, data.sequence_length, mesh)
     with jax.set_mesh(mesh):
         pullback = jax.eval_shape(

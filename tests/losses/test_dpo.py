@@ -22,6 +22,7 @@ from lmlib.models.matrices.adapted import map_adapted
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.layout import partition, shardings
 from lmlib.parallel.mesh import make_mesh
+from lmlib.state import Training, abstract_model, initial_state
 
 B, S, E, V = 8, 24, 8, 32
 FLOAT32 = Compute(dtype="float32")
@@ -133,18 +134,13 @@ def test_a_step_follows_the_definition(mesh, microbatches, chunk):
     placed = jax.tree.map(lambda field: jax.device_put(field, rows), batch())
     with jax.set_mesh(mesh):
         model, reference_model = (
-            jax.device_put(make(), shardings(train.abstract_model(make, mesh)), may_alias=False)
+            jax.device_put(make(), shardings(abstract_model(make, mesh)), may_alias=False)
             for make in (policy, reference)
         )
-        state = train.begin(model, descent, mesh).with_reference_model(reference_model)
+        training = Training(descent, mesh, compute, OBJECTIVE, microbatches=microbatches)
+        state = initial_state(model, training).with_reference_model(reference_model)
         before = jax.device_get(jax.tree.leaves(state.model))
-        step = functools.partial(
-            train.step,
-            optimizer=descent,
-            compute=compute,
-            objective=OBJECTIVE,
-            microbatches=microbatches,
-        )
+        step = functools.partial(train.step, training=training)
         after, metrics = jax.jit(step)(state, placed)
         assert int(jax.jit(OBJECTIVE.count)(placed)) == count
     assert {name: float(metrics[name]) for name in means} == pytest.approx(means, rel=1e-5)

@@ -18,7 +18,7 @@ from lmlib.losses.likeliest import likeliest_tokens
 from lmlib.losses.listed_divergence import ListedDivergence
 from lmlib.parallel.layout import STORED, partition, shardings
 from lmlib.parallel.mesh import make_mesh
-from lmlib.train import abstract_model
+from lmlib.state import abstract_model
 
 B, S, E, V = 4, 6, 16, 32
 WEIGHT = 0.7

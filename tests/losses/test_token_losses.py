@@ -16,7 +16,7 @@ from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
 from lmlib.parallel.layout import shardings
 from lmlib.parallel.mesh import make_mesh
-from lmlib.train import abstract_model
+from lmlib.state import abstract_model
 
 V = 32
 FLOAT32 = Compute(dtype="float32")

@@ -25,6 +25,7 @@ from lmlib.models.protocol import whole_rows
 from lmlib.models.weights import fan_in, weight
 from lmlib.parallel.layout import gather, partition, shardings
 from lmlib.parallel.mesh import make_mesh
+from lmlib.state import Training, abstract_batch, abstract_model, initial_state
 
 # Everything that a block multiplies, and a result whose axes are in another order.
 EQUATIONS = {
@@ -251,12 +252,13 @@ def small():
 def losses(quantized, mesh, **settings):
     """Of three steps of a small model."""
     compute = Compute(dtype="float32", quantized=quantized, **settings)
-    optimizer, source = optim.adamw(10, 1e-2), Synthetic(64, 4, 32)
+    training = Training(optim.adamw(10, 1e-2), mesh, compute)
+    source = Synthetic(64, 4, 32)
     made = small()
-    layout = shardings(train.abstract_model(lambda: made, mesh))
-    state = train.begin(jax.device_put(made, layout, may_alias=False), optimizer, mesh)
-    blank = train.abstract_batch(4, 32, mesh)
-    step = train.trace_step(state, blank, optimizer, mesh, compute).lower().compile()
+    layout = shardings(abstract_model(lambda: made, mesh))
+    state = initial_state(jax.device_put(made, layout, may_alias=False), training)
+    blank = abstract_batch(4, 32, mesh)
+    step = train.trace_step(state, blank, training).lower().compile()
     found = []
     for index in range(3):
         batch = place(source, index, NamedSharding(mesh, partition("batch seq")))

@@ -23,7 +23,7 @@ from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.models.stack import Segment, depth, make_stack, run_stack, stack_parts
 from lmlib.models.weights import fan_in, first_values, fold, weight
 from lmlib.parallel.layout import partition, shardings
-from lmlib.train import abstract_model
+from lmlib.state import abstract_model
 
 MESHES = ({}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
 source = Synthetic(vocab_size=32, batch_size=8, sequence_length=16)

@@ -26,7 +26,7 @@ from lmlib.models.parts.norms import RMSNorm
 from lmlib.parallel.layout import partition, shardings
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse
-from lmlib.train import abstract_model
+from lmlib.state import abstract_model
 
 source = Synthetic(vocab_size=64, batch_size=16, sequence_length=32)
 make = functools.partial(Learned, vocab=64, embed=32, layers=3, heads=4, positions=32)
@@ -130,9 +130,9 @@ def test_its_gradients_are_the_same_on_every_mesh(mesh_name, sequence_parallel):
 def test_it_trains_and_resumes_bit_for_bit(tmp_path):
     run = experiment(MESHES["all"], sequence_parallel=True)
     run.check()
-    step = run.compile_step()
+    step = run.trace_step().lower().compile()
     rows = NamedSharding(run.mesh, partition("batch seq"))
-    state, losses = run.init(), []
+    state, losses = run.initial_state(), []
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         for i in range(20):
             state, metrics = step(state, place(source, i, rows))
@@ -150,12 +150,12 @@ def test_it_trains_and_resumes_bit_for_bit(tmp_path):
 @pytest.mark.slow
 def test_it_is_planned_described_measured_and_sampled():
     run = experiment({"fsdp": 1})
-    described = str(describe(run.abstract_model(), run.mesh))
+    described = str(describe(run.recipe.made, run.mesh))
     assert "positions.table_PE" in described and "position 32 × embed 32" in described
     assert {kept.name for kept in saved_activations(run)} >= {"layer_input", "loss_gradient"}
     report = plan(run, parse("cpu:1"))
-    assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(run.abstract_model()))
-    model = run.init().model
+    assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(run.recipe.made))
+    model = run.initial_state().model
     rows = NamedSharding(run.mesh, partition("batch seq"))
     found = layer_statistics(model, place(source, 0, rows), run.mesh, run.compute)
     names = [part.name for part in found.parts]
@@ -170,7 +170,7 @@ def test_it_is_planned_described_measured_and_sampled():
 
 def test_what_decays_is_what_it_declares():
     run = experiment({})
-    decays = {row.path: row.decays for row in describe(run.abstract_model(), run.mesh).parameters}
+    decays = {row.path: row.decays for row in describe(run.recipe.made, run.mesh).parameters}
     assert decays["tokens_VE"] and decays["stack.0.0.attention.output"]
     assert not decays["stack.0.0.attention.query_bias"]  # two axes, and no matrix
     assert not decays["stack.0.0.mlp.up_bias"] and not decays["norm.scale"]

@@ -34,10 +34,10 @@ def experiment(model=BASE, optimizer=ADAM, **settings):
 
 def stepped(made):
     """The state before and after a step, and the gradient's and update's norms."""
-    before = made.init()
+    before = made.initial_state()
     kept = jax.tree.map(np.asarray, before.whole_model)
     batch = jax.tree.map(jnp.asarray, made.data.batch(0))
-    after, metrics = made.compile_step()(before, batch)
+    after, metrics = made.trace_step().lower().compile()(before, batch)
     return kept, after, metrics
 
 
@@ -99,7 +99,7 @@ def test_frozen_weights_rest_in_their_dtype_and_the_table_tells_groups():
     kept = {leaf.dtype.name for leaf in jax.tree.leaves(state.frozen)}
     assert kept == {"int8", "float32", "bfloat16"}  # with the scales of 8-bit matrices
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.model)} == {"float32"}
-    table = describe(made.abstract_model(), made.mesh, optim.as_declared, made.recipe.group_of)
+    table = describe(made.recipe.made, made.mesh, optim.as_declared, made.recipe.group_of)
     by_group = {}
     for row in table.parameters:
         by_group[row.group] = by_group.get(row.group, 0) + row.size

@@ -75,7 +75,7 @@ def experiment(feed_forward, **mesh):
 
 def curve(run, state, first=0, save=lambda step, state: None):
     run.check()
-    step, losses = run.compile_step(), []
+    step, losses = run.trace_step().lower().compile(), []
     rows = NamedSharding(run.mesh, partition("batch seq"))
     for i in range(first, STEPS):
         state, metrics = step(state, place(source, i, rows))
@@ -101,8 +101,8 @@ def test_experts_train_as_on_one_device_and_resume_bit_for_bit(feed_forward, mes
             if step == 3:
                 checkpoints.save(step, state, {})
 
-        losses = curve(run, run.init(), save=save)
-    np.testing.assert_allclose(losses, curve(alone, alone.init()), rtol=2e-5)
+        losses = curve(run, run.initial_state(), save=save)
+    np.testing.assert_allclose(losses, curve(alone, alone.initial_state()), rtol=2e-5)
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         again = checkpoints.restore_newest(run.abstract_state()).state
     assert curve(run, again, 3) == losses[3:]

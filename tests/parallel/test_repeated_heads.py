@@ -16,6 +16,7 @@ from lmlib.models.parts.norms import RMSNorm
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.layout import creator, gather, partition, shardings
+from lmlib.state import Training, abstract_model, fresh_state
 
 pytestmark = pytest.mark.several_devices
 
@@ -50,7 +51,7 @@ def loss_and_gradients(kv_heads, sequence_parallel=False, **mesh):
         return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
 
     with jax.set_mesh(mesh):
-        layout = shardings(train.abstract_model(make, mesh))
+        layout = shardings(abstract_model(make, mesh))
         model = jax.device_put(weights(kv_heads), layout)
         batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
         loss, gradients = jax.jit(jax.value_and_grad(mean))(model, batch)
@@ -103,15 +104,14 @@ def test_what_does_not_fill_tensor_is_refused_with_one_sentence_everywhere():
         llama, vocab=64, embed=32, layers=1, heads=6, kv_heads=3, head_dim=8, mlp=32,
         key=jax.random.key(0),
     )  # fmt: skip
-    mesh, optimizer = make_mesh(tensor=2), adamw(10, peak_lr=1e-3)
+    mesh = make_mesh(tensor=2)
+    training = Training(adamw(10, peak_lr=1e-3), mesh)
     with pytest.raises(LayoutError) as before:
         check_model(jax.eval_shape(make), mesh)
     assert "axis 'kv_heads' of size 3 cannot be split over tensor=2" in str(before.value)
     assert "or kv_heads a multiple of 2 or a divisor of 2" in str(before.value)
-    state = jax.eval_shape(lambda: train.fresh_state(make(), optimizer))
+    state = jax.eval_shape(lambda: fresh_state(make(), training))
     batch = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, source.batch(0)))
     with jax.set_mesh(mesh), pytest.raises(LayoutError) as directly:
-        jax.eval_shape(
-            functools.partial(train.step, optimizer=optimizer, compute=Compute()), state, batch
-        )
+        jax.eval_shape(functools.partial(train.step, training=training), state, batch)
     assert str(directly.value) == str(before.value)

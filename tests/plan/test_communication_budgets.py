@@ -20,6 +20,7 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.communication.collectives import collectives
 from lmlib.plan.communication.warnings import communication_warnings
 from lmlib.plan.program import read_program
+from lmlib.state import Training, abstract_batch, abstract_state
 
 V, E, L, H, K, D, F = 4_096, 512, 3, 8, 4, 64, 1_024
 B, S = 16, 256
@@ -174,10 +175,10 @@ def compiled(target, layout):
         key=jax.random.key(0),
     )
     compute = Compute(attention="plain", **settings)
-    optimizer = optim.adamw(100, 1e-3)
-    state = train.abstract_state(make, optimizer, mesh)
-    batch = train.abstract_batch(B, S, mesh)
-    step = train.trace_step(state, batch, optimizer, mesh, compute).lower()
+    training = Training(optim.adamw(100, 1e-3), mesh, compute)
+    state = abstract_state(make, training)
+    batch = abstract_batch(B, S, mesh)
+    step = train.trace_step(state, batch, training).lower()
     # Which kernels would be the quickest takes long to find, and changes nothing that is sent.
     quick = {"xla_gpu_autotune_level": 0} if target.startswith("h100") else {}
     program = step.compile(quick)

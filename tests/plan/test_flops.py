@@ -16,6 +16,7 @@ from lmlib.models.attend.options import Options
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
+from lmlib.state import Training, abstract_batch, abstract_state
 
 M, K, N = 6, 10, 14
 
@@ -157,14 +158,12 @@ B, S = 8, 64
 
 
 def step_flops(mesh, microbatches=1, tied=False, **settings):
-    optimizer = optim.adamw(10, 1e-3)
-    state = train.abstract_state(functools.partial(make, tied=tied), optimizer, mesh)
     compute = Compute(attention="plain", **settings)
-    step = functools.partial(
-        train.step, optimizer=optimizer, compute=compute, microbatches=microbatches
-    )
+    training = Training(optim.adamw(10, 1e-3), mesh, compute, microbatches=microbatches)
+    state = abstract_state(functools.partial(make, tied=tied), training)
+    step = functools.partial(train.step, training=training)
     with jax.set_mesh(mesh):
-        return counted(step, state, train.abstract_batch(B, S, mesh))
+        return counted(step, state, abstract_batch(B, S, mesh))
 
 
 @pytest.mark.several_devices

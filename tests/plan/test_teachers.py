@@ -72,7 +72,7 @@ def test_a_reference_model_that_does_not_fit_is_refused():
         of(objective=DPO()).check()
     of(objective=DPO(reference_from="a run")).check()
     with pytest.raises(ValueError, match="compares with the weights of a run: give them"):
-        of(objective=DPO(reference_from="a run")).init()
+        of(objective=DPO(reference_from="a run")).initial_state()
 
 
 def test_it_is_kept_in_the_compute_dtype_and_not_in_checkpoints():

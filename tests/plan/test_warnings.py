@@ -15,7 +15,7 @@ from lmlib.plan.communication.collectives import collectives
 from lmlib.plan.communication.warnings import communication_warnings
 from lmlib.plan.planner import stderr_kept
 from lmlib.plan.program import read_program
-from lmlib.train import abstract_model
+from lmlib.state import abstract_model
 
 pytestmark = pytest.mark.several_devices
 

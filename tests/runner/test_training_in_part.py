@@ -119,7 +119,7 @@ def test_a_group_trains_alone_from_new_weights_and_from_another_run(folder, tmp_
         "norms": fdl.Config(Group, paths=("*norm.scale",), decays=False),
     }
     first = fit(cfg, tmp_path / "first")
-    fresh = fdl.build(cfg).init()
+    fresh = fdl.build(cfg).initial_state()
     same(first.state.frozen, fresh.frozen)
     assert not np.array_equal(first.state.model.embedding, fresh.model.embedding)
     assert fit(cfg, tmp_path / "first").summary.steps == 4

@@ -47,7 +47,7 @@ def experiment() -> Experiment:
 @pytest.fixture(scope="module")
 def evaluated(experiment):
     """The model, and each set evaluated alone."""
-    model = experiment.init().model
+    model = experiment.initial_state().model
     evaluate = Evaluator(experiment.mesh, experiment.compute)
     sets = experiment.validation_sets.items()
     return model, {name: evaluate(model, source, 2) for name, source in sets}

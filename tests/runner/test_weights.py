@@ -25,7 +25,7 @@ from lmlib.optim.trainable import adapters
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.recipe import Recipe
-from lmlib.train import abstract_model
+from lmlib.state import abstract_model
 from runner import Options, convert, fit
 from runner.config import configs
 from runner.config.text import flattened

@@ -1,0 +1,167 @@
+"""The state of a run's training, and how it begins."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Set
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32, Key
+
+from lmlib.compute import Compute
+from lmlib.data.batch import Batch
+from lmlib.guard import Guard, GuardState
+from lmlib.losses import NextToken, Objective
+from lmlib.models.weights import fold
+from lmlib.optim.optimizer import Optimizer
+from lmlib.parallel.axes import M, map_weights
+from lmlib.parallel.layout import creator, partition, shardings, stored
+from lmlib.recipe import parted
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How a model is trained: what stays the same from step to step, besides frozen weights.
+
+    Args:
+      mesh: the devices.
+      compute: how the model is computed.
+      objective: what is minimised.
+      guard: which updates are skipped.
+      microbatches: parts of a batch whose gradients are added before one update.
+      seed: of what is random in the steps; that of the initial weights is in their maker.
+      trained: the paths of the weights that train; `None`: all do.
+    """
+
+    optimizer: Optimizer
+    mesh: Mesh
+    compute: Compute = Compute()
+    objective: Objective = NextToken()
+    guard: Guard = Guard()
+    microbatches: int = 1
+    seed: int = 0
+    trained: Set[str] | None = None
+
+
+class State(eqx.Module):
+    """All that training needs from one step to the next.
+
+    Attributes:
+      step: counts the batches seen so far.
+      model: the weights that train, float32; `None` in place of others.
+      key: stays the same: what is random in a step is drawn from it, the step and the microbatch,
+        never from what happened before.
+      frozen: the model's other weights, which stay as they are; `None`: there are none.
+      reference_model: the frozen model that the objective needs, in the compute dtype; `None`: it
+        needs none.
+    """
+
+    step: Int32[Array, ""]
+    model: Any
+    optimizer: optax.OptState
+    guard: GuardState
+    key: Key[Array, ""]
+    frozen: Any = None
+    reference_model: Any = None
+
+    @property
+    def whole_model(self) -> Any:
+        """The model with all its weights."""
+        return self.whole(self.model)
+
+    def whole(self, trained: Any) -> Any:
+        """The model with `trained` in place of `model`."""
+        return trained if self.frozen is None else eqx.combine(trained, self.frozen)
+
+    @property
+    def changing(self) -> "State":
+        """What a step changes: nothing that is frozen. A checkpoint holds this."""
+        return self.with_frozen(None).with_reference_model(None)
+
+    def with_frozen(self, frozen: Any) -> "State":
+        return eqx.tree_at(lambda state: state.frozen, self, frozen, is_leaf=lambda x: x is None)
+
+    def with_reference_model(self, reference_model: Any) -> "State":
+        return eqx.tree_at(
+            lambda s: s.reference_model, self, reference_model, is_leaf=lambda x: x is None
+        )
+
+
+def new_state(make_model: Callable[[], eqx.Module], training: Training) -> State:
+    """The state before the first step, with new weights, laid out from the start."""
+    return initial_state(new_model(make_model, training.mesh), training)
+
+
+def new_model(make_model: Callable[[], M], mesh: Mesh, made: M | None = None) -> M:
+    """The model with new weights, laid out on `mesh` from the start; `made`: as in `creator`."""
+    with jax.set_mesh(mesh):
+        return creator(make_model, mesh, made)()
+
+
+def initial_state(model: Any, training: Training) -> State:
+    """The state before the first step from the weights of `model`, which lie as `abstract_model`
+    says. They are donated: their buffers become the state's."""
+    layout = shardings(abstract_state(lambda: model, training))
+    fresh = functools.partial(fresh_state, training=training)
+    with jax.set_mesh(training.mesh):
+        return jax.jit(fresh, out_shardings=layout, donate_argnums=0)(model)
+
+
+def fresh_state(model: Any, training: Training) -> State:
+    """As `initial_state`, to be traced; the layout is the caller's."""
+    parts = parted(model, training.trained)
+    return State(
+        step=jnp.zeros((), jnp.int32),
+        model=parts.trained,
+        optimizer=training.optimizer.transformation.init(parts.trained),
+        guard=training.guard.init(),
+        # Folded, since a model is commonly made from the seed's own key.
+        key=fold(jax.random.key(training.seed), "steps"),
+        frozen=parts.frozen,
+    )
+
+
+def abstract_model(make_model: Callable[[], eqx.Module], mesh: Mesh) -> Any:
+    """The model's shapes, dtypes and stored `NamedSharding`s; makes no array."""
+    return map_weights(
+        lambda weight, array: _placed(array, stored(weight, array.shape, mesh), mesh),
+        jax.eval_shape(make_model),
+    )
+
+
+def abstract_state(make_model: Callable[[], eqx.Module], training: Training) -> State:
+    """The state's shapes, dtypes and `NamedSharding`s; makes no array."""
+    mesh = training.mesh
+    fresh = functools.partial(fresh_state, training=training)
+    with jax.set_mesh(mesh):
+        # Moments take their weights' layout; the types that tracing gives them say so.
+        state = jax.eval_shape(fresh, abstract_model(make_model, mesh))
+    return jax.tree.map(lambda leaf: _placed(leaf, jax.typeof(leaf).sharding.spec, mesh), state)
+
+
+def abstract_batch(
+    batch_size: int, sequence_length: int, mesh: Mesh, teacher_k: int | None = None
+) -> Batch:
+    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k`: as of a source."""
+
+    def blank() -> Batch:
+        integers = jnp.zeros((batch_size, sequence_length), jnp.int32)
+        batch = Batch(integers, integers, integers, integers, integers.astype(bool))
+        if teacher_k is None:
+            return batch
+        listed = jnp.zeros((batch_size, sequence_length, teacher_k), jnp.int32)
+        return dataclasses.replace(
+            batch, teacher_ids=listed, teacher_log_probabilities=listed.astype(jnp.float16)
+        )
+
+    return jax.tree.map(
+        lambda leaf: _placed(leaf, partition("batch seq"), mesh), jax.eval_shape(blank)
+    )
+
+
+def _placed(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
