@@ -1,0 +1,57 @@
+"""Makes the API reference: a page of HTML for each public module, from the docstrings.
+
+    python docs/api_reference.py FOLDER
+
+A warning of pdoc's is an error: a name of `__all__` that does not resolve, an annotation that
+cannot be read.
+"""
+
+import importlib
+import sys
+import warnings
+from pathlib import Path
+
+import pdoc
+
+PUBLIC = (  # a package with `__all__` has one page, another one for each of its modules
+    "lmlib",
+    "lmlib.adapters",
+    "lmlib.checkpoint",
+    "lmlib.compute",
+    "lmlib.data",
+    "lmlib.evaluate",
+    "lmlib.experiment",
+    "lmlib.generate",
+    "lmlib.guard",
+    "lmlib.hf",
+    "lmlib.inspect",
+    "lmlib.losses",
+    "lmlib.models",
+    "lmlib.optim",
+    "lmlib.optim.trainable",
+    "lmlib.parallel",
+    "lmlib.plan.planner",
+    "lmlib.profile",
+    "lmlib.recipe",
+    "lmlib.state",
+    "lmlib.train",
+    "runner",
+)
+
+if len(sys.argv) != 2:
+    sys.exit("usage: python docs/api_reference.py FOLDER")
+
+for name in pdoc.extract.walk_specs(PUBLIC):
+    module = importlib.import_module(name)
+    for member in getattr(module, "__all__", ()):
+        setattr(module, member, getattr(module, member))  # some import it when it is asked for
+for record in tuple.__subclasses__():  # NamedTuples: their classes' docstrings describe the fields
+    for field in getattr(record, "_fields", ()):
+        getattr(record, field).__doc__ = ""
+        record.__new__.__doc__ = ""
+
+warnings.filterwarnings("error", module=r"pdoc\.")
+# optax.OptState names a type that only optax's own module has.
+warnings.filterwarnings("ignore", r"Error parsing type annotation .*'ArrayTree'")
+pdoc.render.configure(docformat="google", footer_text="lmlib")
+pdoc.pdoc(*PUBLIC, output_directory=Path(sys.argv[1]))
