@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -70,6 +71,12 @@ class Block(eqx.Module):
     (arXiv:2501.00656, §3.1), with both as in Gemma 2 (arXiv:2408.00118, §2). In calls with a key
     what is added is dropped at the context's rate (GPT-2 drops at the same places; Vaswani et al.
     2017, arXiv:1706.03762, §5.4).
+
+    Args:
+      attention, mlp: what is added to the residual stream.
+      attention_norm, mlp_norm: before each of them.
+      attention_after_norm, mlp_after_norm: after each of them.
+      residual_multiplier: of what each of them adds.
     """
 
     attention_norm: Norm | None
@@ -78,6 +85,7 @@ class Block(eqx.Module):
     mlp_norm: Norm | None
     mlp: FeedForward
     mlp_after_norm: Norm | None
+    residual_multiplier: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -87,26 +95,27 @@ class Block(eqx.Module):
         mlp_norm: Norm | None = None,
         attention_after_norm: Norm | None = None,
         mlp_after_norm: Norm | None = None,
+        residual_multiplier: float = 1.0,
     ):
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
         self.attention_after_norm, self.mlp_after_norm = attention_after_norm, mlp_after_norm
+        self.residual_multiplier = residual_multiplier
 
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Losses, Any]:
         """The residual stream, sums for the loss, and the new cache."""
-        residual = context.compute.residual
         h_BSE = checkpoint_name(self.attention_input(x_BSE), "attention_input")
         h_BSE, cache = self.attention(h_BSE, context, cache)
         h_BSE = _normed(self.attention_after_norm, h_BSE)
-        x_BSE = x_BSE + dropout(h_BSE, context.dropout, context.key, "attention", residual)
+        x_BSE = added(x_BSE, h_BSE, self.residual_multiplier, "attention", context)
         x_BSE = checkpoint_name(x_BSE, "attention_residual")
         h_BSE = share(_normed(self.mlp_norm, x_BSE), "batch seq embed")
         h_BSE = checkpoint_name(h_BSE, "mlp_input")
         h_BSE, losses = self.mlp(h_BSE, context)
         h_BSE = _normed(self.mlp_after_norm, h_BSE)
-        x_BSE = x_BSE + dropout(h_BSE, context.dropout, context.key, "mlp", residual)
+        x_BSE = added(x_BSE, h_BSE, self.residual_multiplier, "mlp", context)
         return x_BSE, losses, cache
 
     def attention_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
@@ -118,6 +127,13 @@ class Block(eqx.Module):
         """Forward and backward, of one layer."""
         attention = self.attention.flops_per_token(sequence_length, causal)
         return attention + product_flops(self.attention) + product_flops(self.mlp)
+
+
+def added(x_BSE: Array, h_BSE: Array, multiplier: float, name: str, context: Context) -> Array:
+    """The residual stream with multiplier · h, of which elements are dropped as the context says;
+    `name`: of what adds, for the key of the elements."""
+    h_BSE = dropout(h_BSE, context.dropout, context.key, name, context.compute.residual)
+    return x_BSE + (h_BSE if multiplier == 1 else h_BSE * jnp.asarray(multiplier, h_BSE.dtype))
 
 
 def _normed(norm: Norm | None, x_BSE: Array) -> Array:

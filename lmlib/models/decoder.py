@@ -74,6 +74,7 @@ class Decoder(eqx.Module):
       logit_cap: c, where logits z become c · tanh(z / c); `None` where they stay.
       embedding_deviation: standard deviation of the embedding's first values.
       embedding_scale: what embedded tokens are multiplied by.
+      logits_scale: what features are multiplied by before the unembedding, and so logits.
       positions: learned ones, added to embedded tokens; `None`: there are none.
       key: seed of the weights.
     """
@@ -86,6 +87,7 @@ class Decoder(eqx.Module):
     norm: Norm | None
     unembedding: Float[Array, "embed vocab"] | None = weight(fan_in("embed"))
     logit_cap: float | None = eqx.field(static=True)
+    logits_scale: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -97,11 +99,12 @@ class Decoder(eqx.Module):
         logit_cap: float | None = None,
         embedding_deviation: float = 1.0,
         embedding_scale: float = 1.0,
+        logits_scale: float = 1.0,
         positions: Positions | None = None,
         *,
         key: PRNGKeyArray,
     ):
-        self.logit_cap, self.positions = logit_cap, positions
+        self.logit_cap, self.logits_scale, self.positions = logit_cap, logits_scale, positions
         self.embedding_deviation, self.embedding_scale = embedding_deviation, embedding_scale
         sizes = {"vocab": vocab, "embed": embed}
         self.embedding = first_values(self, "embedding", key, **sizes)
@@ -125,8 +128,7 @@ class Decoder(eqx.Module):
         compute, key = context.compute, context.key
         with jax.named_scope("embed"):
             x_BSE = embedded(whole(self.embedding), tokens_BS, compute.dtype, compute.residual)
-            if self.embedding_scale != 1:
-                x_BSE *= jnp.asarray(self.embedding_scale, x_BSE.dtype)
+            x_BSE = _scaled(x_BSE, self.embedding_scale)
             if self.positions is not None:
                 x_BSE += gather(self.positions, compute.dtype)(context)
         if key is not None and context.dropout > 0:
@@ -153,7 +155,8 @@ class Decoder(eqx.Module):
 
         def normed(x_BSE: Array) -> Array:
             x_BSE = checkpoint_name(x_BSE, "head_input")
-            return x_BSE if self.norm is None else gather(self.norm, compute.dtype)(x_BSE)
+            h_BSE = x_BSE if self.norm is None else gather(self.norm, compute.dtype)(x_BSE)
+            return _scaled(h_BSE, self.logits_scale)
 
         return jax.checkpoint(normed, policy=policy(compute.saved, compute.offloaded))(x_BSE)
 
@@ -189,3 +192,7 @@ class Decoder(eqx.Module):
         check_stack(self.stack, sequence_length, compute)
         if self.positions is not None:
             self.positions.check(sequence_length)
+
+
+def _scaled(x_BSE: Array, scale: float) -> Array:
+    return x_BSE if scale == 1 else x_BSE * jnp.asarray(scale, x_BSE.dtype)

@@ -14,6 +14,7 @@ import pytest
 
 from lmlib import Compute, whole_rows
 from lmlib.models.block import Block
+from lmlib.models.decoder import Decoder
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.head import capped
 from lmlib.models.parts.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared, silu
@@ -102,20 +103,24 @@ def test_mlps(activation):
     assert_close(unbiased(x_BSE, context)[0], definition(x @ w.up) @ w.down)
 
 
-def attention_reference(w, x, scale, cap, window, norm_axes, turned):
+def attention_reference(w, x, scale, cap, window, norm_axes, rotary):
     """Query, key and value with biases, then norms, then turns, head by head."""
     q = np.einsum("bse,ehd->bshd", x, w.query) + w.query_bias
     k = np.einsum("bse,ekd->bskd", x, w.key) + w.key_bias
     v = np.einsum("bse,ekd->bskd", x, w.value) + w.value_bias
     q, k = rms(q, w.query_norm.scale, norm_axes), rms(k, w.key_norm.scale, norm_axes)
-    if turned:
-        angles = np.arange(S)[:, None] * 10.0 ** (-2 * np.arange(D // 2) / D)
-        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    if rotary is not None:
+        pairs = np.arange(rotary.head_dim // 2)
+        one, other = pairs, pairs + len(pairs)
+        if rotary.interleaved:
+            one, other = 2 * pairs, 2 * pairs + 1
+        angles = np.arange(S)[:, None, None] * 10.0 ** (-2 * pairs / rotary.head_dim)
 
         def turn(y):
-            first, second = np.split(y, 2, axis=-1)
-            parts = first * cos - second * sin, second * cos + first * sin
-            return np.concatenate(parts, axis=-1)
+            z = (y[..., one] + 1j * y[..., other]) * np.exp(1j * angles)
+            y = y.copy()
+            y[..., one], y[..., other] = z.real, z.imag
+            return y
 
         q, k = turn(q), turn(k)
     output = np.zeros((B, S, E))
@@ -130,7 +135,11 @@ def attention_reference(w, x, scale, cap, window, norm_axes, turned):
     return output + w.output_bias
 
 
-@pytest.mark.parametrize("rotary", [None, Rotary(D, 10.0)])
+@pytest.mark.parametrize(
+    "rotary",
+    [None, Rotary(D, 10.0), Rotary(D, 10.0, interleaved=True), Rotary(4, 10.0, interleaved=True)],
+    ids=str,
+)
 @pytest.mark.parametrize("axes", ["head_dim", "heads head_dim"])
 def test_attention_with_every_option(axes, rotary):
     attention = moved(
@@ -146,9 +155,7 @@ def test_attention_with_every_option(axes, rotary):
     found, cache = attention(x_BSE, given)
     assert cache is None
     count = len(axes.split())
-    expected = attention_reference(
-        wide(attention), wide(x_BSE), 0.7, 1.5, 3, count, rotary is not None
-    )
+    expected = attention_reference(wide(attention), wide(x_BSE), 0.7, 1.5, 3, count, rotary)
     assert_close(found, expected)
 
 
@@ -162,6 +169,24 @@ def test_norms_after_what_a_block_adds():
     added = wide(mlp(jnp.asarray(middle, jnp.float32), context)[0])
     assert_close(found, middle + rms(added, wide(norm.scale)))
     assert losses == {} and cache is None
+
+
+def test_what_a_block_adds_is_multiplied():
+    parts = Attention(E, H, K, D, key=key), GatedMLP(E, F, key=key)
+    found, _, _ = Block(*parts, residual_multiplier=0.3)(x_BSE, context)
+    middle = wide(x_BSE) + 0.3 * wide(parts[0](x_BSE, context)[0])
+    added = wide(parts[1](jnp.asarray(middle, jnp.float32), context)[0])
+    assert_close(found, middle + 0.3 * added)
+
+
+def test_a_scale_of_logits_multiplies_them():
+    tokens_BS = jnp.arange(B * S, dtype=jnp.int32).reshape(B, S)
+
+    def made(**scales):
+        return Decoder(B * S, E, [], norm=RMSNorm(embed=E, key=key), key=key, **scales)
+
+    found = made(logits_scale=0.3)(tokens_BS, context)
+    assert_close(found, 0.3 * wide(made()(tokens_BS, context)))
 
 
 def test_capped_logits():

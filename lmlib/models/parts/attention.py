@@ -168,8 +168,9 @@ class Attention(eqx.Module):
             q_BSHD = q_BSHD if self.query_norm is None else self.query_norm(q_BSHD)
             k_BTKD = k_BTKD if self.key_norm is None else self.key_norm(k_BTKD)
             if self.rotary is not None:
-                turns = context.turns[self.rotary]
-                q_BSHD, k_BTKD = rotate(q_BSHD, turns), rotate(k_BTKD, turns)
+                turns, interleaved = context.turns[self.rotary], self.rotary.interleaved
+                q_BSHD = rotate(q_BSHD, turns, interleaved)
+                k_BTKD = rotate(k_BTKD, turns, interleaved)
             q_BSHD, k_BTKD = checkpoint_name(q_BSHD, "query"), checkpoint_name(k_BTKD, "key")
         return q_BSHD, k_BTKD, v_BTKD
 

@@ -32,6 +32,8 @@ class Rotary:
       theta: base of the wavelengths: pair i turns by position · theta^(-2i / head_dim) radians
         (eq. 15).
       scaling: changes these for longer sequences; `None` does not.
+      interleaved: whether pair i is of the coordinates (2i, 2i + 1), as in the article and in
+        GPT-J, rather than (i, i + head_dim / 2), as in Llama's published weights.
 
     Raises:
       ValueError: if `head_dim` is odd, `theta` not positive, or a `LongRope` is of another number
@@ -41,6 +43,7 @@ class Rotary:
     head_dim: int
     theta: float = 10_000.0
     scaling: Scaling | None = None
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
@@ -113,23 +116,26 @@ def document_lengths(positions_BS: Int32[Array, "b s"]) -> Int32[Array, "b s"]:
     return positions_BS + end_BS - index_S + 1
 
 
-def rotate(x_BSHD: Float[Array, "b s h d"], turns: Turns) -> Float[Array, "b s h d"]:
+def rotate(
+    x_BSHD: Float[Array, "b s h d"], turns: Turns, interleaved: bool = False
+) -> Float[Array, "b s h d"]:
     """`x` with each pair of coordinates turned (eq. 34), computed in the table's dtype.
 
-    Coordinate i pairs with i + D/2, as in Llama's published weights. Coordinates beyond those of
-    the table stay.
+    Pairs are as in `Rotary`. Coordinates beyond those of the table stay.
     """
     cos_BS1D, sin_BS1D = turns
     D = cos_BS1D.shape[-1]
-    first_BSHD, second_BSHD, *rest = jnp.split(
-        x_BSHD.astype(cos_BS1D.dtype), [D] if x_BSHD.shape[-1] == 2 * D else [D, 2 * D], axis=-1
-    )
-    turned_BSHD = jnp.concatenate(
-        (
-            first_BSHD * cos_BS1D - second_BSHD * sin_BS1D,
-            second_BSHD * cos_BS1D + first_BSHD * sin_BS1D,
-            *rest,
-        ),
-        axis=-1,
-    )
-    return turned_BSHD.astype(x_BSHD.dtype)
+    wide_BSHD = x_BSHD.astype(cos_BS1D.dtype)
+    if interleaved:
+        first_BSHD, second_BSHD = wide_BSHD[..., : 2 * D : 2], wide_BSHD[..., 1 : 2 * D : 2]
+        rest = [wide_BSHD[..., 2 * D :]]
+    else:
+        ends = [D] if x_BSHD.shape[-1] == 2 * D else [D, 2 * D]
+        first_BSHD, second_BSHD, *rest = jnp.split(wide_BSHD, ends, axis=-1)
+    turned = [
+        first_BSHD * cos_BS1D - second_BSHD * sin_BS1D,
+        second_BSHD * cos_BS1D + first_BSHD * sin_BS1D,
+    ]
+    if interleaved:
+        turned = [jnp.stack(turned, axis=-1).reshape(*x_BSHD.shape[:-1], 2 * D)]
+    return jnp.concatenate((*turned, *rest), axis=-1).astype(x_BSHD.dtype)
