@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linear import Linear
 
 from lmlib.adapters import lora, merged, with_adapters, without_adapters
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses import batch_loss
 from lmlib.models.families.llama import llama
-from lmlib.models.linear import Linear
 from lmlib.models.matrices.adapted import map_adapted
 from lmlib.models.product import product
 from lmlib.models.protocol import whole_rows
@@ -165,8 +165,8 @@ def test_both_matrices_rest_split_over_fsdp_and_are_merged_there():
 @pytest.mark.several_devices
 def test_a_matrix_that_fsdp_does_not_divide_rests_whole():
     layer = Linear("embed", "mlp", embed=8, mlp=15, key=jax.random.key(0))
-    layer = with_adapters(layer, rank=3, paths=("weight",), key=jax.random.key(1))
-    placed = abstract_model(lambda: layer, make_mesh(fsdp=4)).weight
+    layer = with_adapters(layer, rank=3, paths=("matrix",), key=jax.random.key(1))
+    placed = abstract_model(lambda: layer, make_mesh(fsdp=4)).matrix
     assert placed.up.sharding.shard_shape(placed.up.shape) == placed.up.shape
 
 
@@ -181,14 +181,14 @@ def products(function, *arguments):
 
 def test_a_frozen_matrix_gets_no_gradient_and_its_product_is_absent():
     layer = Linear("embed", "mlp", embed=8, mlp=16, key=jax.random.key(0))
-    layer = with_adapters(layer, rank=2, paths=("weight",), key=jax.random.key(1))
+    layer = with_adapters(layer, rank=2, paths=("matrix",), key=jax.random.key(1))
     x = jnp.ones((3, 8))
 
     def through(low_rank, base, x):
-        weight = dataclasses.replace(layer.weight, base=base, down=low_rank[0], up=low_rank[1])
+        weight = dataclasses.replace(layer.matrix, base=base, down=low_rank[0], up=low_rank[1])
         return jnp.sum(product("be,ef->bf", x, weight) ** 2)
 
-    low_rank, base = (layer.weight.down, layer.weight.up), layer.weight.base
+    low_rank, base = (layer.matrix.down, layer.matrix.up), layer.matrix.base
     # Forward the base and two small ones; backward one of x for each of them, and two gradients.
     assert products(jax.grad(through, argnums=(0, 2)), low_rank, base, x) == 3 + 5
     assert products(jax.grad(through, argnums=(0, 1, 2)), low_rank, base, x) == 3 + 5

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array, Float
+from linear import Linear
 
 from lmlib import llama
-from lmlib.models.linear import Linear
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.weights import bell, fan_in, first_values, fold, normal, ones, weight, zeros
@@ -96,7 +96,7 @@ def test_what_decays_and_what_is_multiplied_follows_for_every_kind_of_weight():
     matrices = {
         *("up", "down"),
         *("attention.query", "attention.key", "attention.value", "attention.output"),
-        "linear.weight",
+        "linear.matrix",
     }
     found = declarations(experts)
     for name, module in {"attention": attention, "linear": linear, "gemma": gemma}.items():
@@ -121,11 +121,11 @@ def llama_of_one_layer():
 
 def test_an_instance_names_its_own_axes():
     linear = Linear("heads head_dim", "embed", key=jax.random.key(0), **SIZES)
-    assert axis_names(linear, "weight") == ("heads", "head_dim", "embed")
-    assert float(linear.weight.std()) == pytest.approx(8**-0.5, rel=0.2)
+    assert axis_names(linear, "matrix") == ("heads", "head_dim", "embed")
+    assert float(linear.matrix.std()) == pytest.approx(8**-0.5, rel=0.2)
     x_BSHD = jax.random.normal(jax.random.key(1), (3, 5, 2, 4))
     expected = np.asarray(x_BSHD, np.float64).reshape(3, 5, 8) @ np.asarray(
-        linear.weight, np.float64
+        linear.matrix, np.float64
     ).reshape(8, 8)
     np.testing.assert_allclose(linear(x_BSHD), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(LayoutError, match=r"scale holds an array but names no axes|declares no"):

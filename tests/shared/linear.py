@@ -1,15 +1,10 @@
-"""A linear layer whose axes each instance names.
-
-Shapes: leading axes, then the axes `inputs` of x, which the weight sums over.
-"""
+"""A linear layer whose axes each instance names: a small module for tests of weights."""
 
 import equinox as eqx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.product import product
-from lmlib.models.weights import fan_in, first_values, zeros
-from lmlib.models.weights import weight as declared
+from lmlib.models.weights import fan_in, first_values, weight, zeros
 
 
 class Linear(eqx.Module):
@@ -23,32 +18,25 @@ class Linear(eqx.Module):
 
     inputs: str = eqx.field(static=True)
     outputs: str = eqx.field(static=True)
-    weight: Float[Array, "..."] = declared(lambda self: fan_in(*self.inputs.split()))
-    bias: Float[Array, "..."] | None = declared(zeros)
+    matrix: Float[Array, "..."] = weight(lambda self: fan_in(*self.inputs.split()))
+    bias: Float[Array, "..."] | None = weight(zeros)
 
     def __init__(
         self, inputs: str, outputs: str, bias: bool = False, *, key: PRNGKeyArray, **sizes: int
     ):
         self.inputs, self.outputs = inputs, outputs
-        self.weight = first_values(self, "weight", key, **sizes)
+        self.matrix = first_values(self, "matrix", key, **sizes)
         self.bias = first_values(self, "bias", key, **sizes) if bias else None
 
-    def __call__(
-        self,
-        x: Float[Array, "..."],
-        precision: str | None = None,
-        out_sharding: PartitionSpec | None = None,
-    ) -> Float[Array, "..."]:
-        """`precision` and `out_sharding` as in `lmlib.models.product.product`."""
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         summed = len(self.inputs.split())
         letters = "abcdefghijklmnopqrstuvwxyz"
         x_axes = letters[: x.ndim]
-        y_axes = letters[x.ndim : x.ndim + self.weight.ndim - summed]
+        y_axes = letters[x.ndim : x.ndim + self.matrix.ndim - summed]
         lead, inner = x_axes[:-summed], x_axes[-summed:]
-        equation = f"{x_axes},{inner}{y_axes}->{lead}{y_axes}"
-        y = product(equation, x, self.weight, precision, out_sharding)
+        y = product(f"{x_axes},{inner}{y_axes}->{lead}{y_axes}", x, self.matrix)
         return y if self.bias is None else y + self.bias
 
     @property
     def axis_names(self) -> dict[str, str]:
-        return {"weight": f"{self.inputs} {self.outputs}", "bias": self.outputs}
+        return {"matrix": f"{self.inputs} {self.outputs}", "bias": self.outputs}
