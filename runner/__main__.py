@@ -31,6 +31,7 @@ from runner.command_line.config_flags import (
     chosen_config,
     fiddlers_listed,
 )
+from runner.command_line.exit_status import FINISHED, SIGNALLED
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.command_line.paths import check_can_be_made
@@ -38,7 +39,6 @@ from runner.command_line.steps_range import steps_range
 from runner.command_line.workdir import chosen_workdir
 from runner.config import configs
 from runner.errors import user_errors
-from runner.processes.endings import FINISHED, SIGNALLED
 from runner.processes.launch import Processes
 from runner.processes.lock import wait_for_lock
 from runner.processes.stopping import StopSignals

@@ -30,8 +30,8 @@ from lmlib.storage.local_folder import local_folder
 from lmlib.terminal.quantities import bytes_text, duration_text
 from lmlib.terminal.table import columns
 from runner.command_line.command import run
+from runner.command_line.exit_status import FINISHED
 from runner.errors import ConfigError, did_you_mean, user_errors
-from runner.processes.endings import FINISHED
 from runner.processes.lock import WorkdirLock
 
 DAMAGED = 1  # exit status of verify

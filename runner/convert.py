@@ -32,7 +32,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,10 @@ from lmlib import hf
 from lmlib.adapters import lora, merged, without_adapters
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.chats.chat import put_chat_template
-from lmlib.hf.families import FAMILIES, described, family_of
+from lmlib.hf.families import FAMILIES, family_of
 from lmlib.hf.folder import read_copied
 from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
-from lmlib.hf.peft import adapters_in, holds_adapters, written_whole
+from lmlib.hf.peft import holds_adapters, written_whole
 from lmlib.models.matrices.adapted import has_adapters
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
@@ -58,15 +58,19 @@ from lmlib.storage.whole_file import make_folder
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.exit_status import FINISHED
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.new_folder import made_whole
 from runner.config import configs
+from runner.config.references import HuggingFace, Saved, located
 from runner.errors import ConfigError, user_errors
-from runner.inference.saved_run import ORIGIN, SavedRun, use_run
-from runner.processes.endings import FINISHED
 from runner.watch.transfer import told
-from runner.weights.reading import WEIGHTS_ALONE, frozen_note, of_folder, recipe_of
-from runner.weights.references import HuggingFace, Saved, base_of, located, tokenizer_of
+from runner.weights.model_folder import ModelFolder
+from runner.weights.notes import WEIGHTS_ALONE, frozen_note
+from runner.weights.reading import model_of, own_weights
+from runner.weights.saved_run import ORIGIN, PLAIN, Access, SavedRun, in_floats, recipe_of, use_run
+from runner.weights.texts import KnownTexts, tokenizer_of
+from runner.weights.wanted import Wanted
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 
@@ -85,6 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments or not _FROM.value or not _TO.value:
         raise ConfigError("give --from and --to, as in: --from=HF_DIR --to=WORKDIR; see --help")
     began = time.perf_counter()
+    access = Access(TRUST_MODULE.value, INIT_FROM.value, _show)
     with user_errors():
         to, found = local_folder(_TO.value), located(_FROM.value)
         if isinstance(found, HuggingFace):
@@ -99,9 +104,7 @@ def main(arguments: Sequence[str]) -> int:
             if given := [flag.name for flag in whole if flag.present]:
                 raise ConfigError(f"--{given[0]} is for whole models, not for --adapters")
             dtype = _DTYPE.value or "float32"
-            made = bring_adapters_out(
-                found, to, _BASE.value, dtype, TRUST_MODULE.value, INIT_FROM.value
-            )
+            made = bring_adapters_out(found, to, _BASE.value, dtype, access)
         else:
             if _BASE.present:
                 raise ConfigError("--base is for --adapters: merged weights need none")
@@ -110,9 +113,8 @@ def main(arguments: Sequence[str]) -> int:
                 to,
                 _TOKENIZER.value,
                 _DTYPE.value,
-                file_bytes=round(_LARGEST_FILE.value * 1e9),
-                trusted=TRUST_MODULE.value,
-                init_from=INIT_FROM.value,
+                round(_LARGEST_FILE.value * 1e9),
+                access,
             )
     print(f"{to} holds {made}; it took {duration_text(time.perf_counter() - began)}")
     return FINISHED
@@ -126,23 +128,23 @@ def bring_in(found: HuggingFace, to: Path) -> str:
       ValueError, OSError: if the folder cannot be used, or `to` is not empty.
     """
     with made_whole(to) as unfinished:
-        base = base_of(found)
+        source = ModelFolder(found)
+        base = source.base
         cfg = configs.load("experiments/from_hf", overrides=[f"folder={str(base.folder)!r}"])
         cfg.init_from = str(to.absolute())
-        if base is not found:
-            there = described(base.folder)
-            held = adapters_in(found.folder, there.shapes, there.family.names)
-            cfg.model = fdl.Partial(lora, of=cfg.model, **held.arguments(there.shapes))
+        if (held := source.adapters) is not None:
+            shapes = source.described.shapes
+            cfg.model = fdl.Partial(lora, of=cfg.model, **held.arguments(shapes))
             cfg.trainable = fdl.Config(adapters)
-            if besides := held.besides(there.shapes):
+            if besides := held.besides(shapes):
                 cfg.trainable.besides = besides
         configs.save(cfg, unfinished)
         make_folder(unfinished / ORIGIN)
         for name, content in read_copied(base.folder, (*SETTINGS, *TOKENIZER_FILES)).items():
             (unfinished / ORIGIN / name).write_bytes(content)
         recipe = recipe_of(cfg)
-        parts = parted(of_folder(found, recipe, _one_device(), None, (), _show), recipe.trained)
-        identity = tokenizer_of(base)
+        parts = parted(source.weights(Wanted(recipe, _one_device()), _show), recipe.trained)
+        identity = tokenizer_of(base.folder, base.name)
         batches = {
             "tokenizer": identity and dataclasses.asdict(identity),
             "bytes_per_target": None,
@@ -159,7 +161,7 @@ def bring_in(found: HuggingFace, to: Path) -> str:
         _show("writing the checkpoint")
         with Checkpoints(unfinished / "checkpoints") as checkpoints:
             checkpoints.save(WEIGHTS_ALONE, {"model": parts.trained}, notes)
-    what = "weights" if base is found else "adapters"
+    what = "weights" if held is None else "adapters"
     return f"the {what} of {found.name}, {_size(parts.trained)}"
 
 
@@ -169,14 +171,12 @@ def bring_out(
     tokenizer: str | Path | None = None,
     dtype: str | None = None,
     file_bytes: int = 5_000_000_000,
-    trusted: Collection[str] = (),
-    init_from: str | None = None,
+    access: Access = PLAIN,
 ) -> str:
     """Makes a folder of Hugging Face's of a checkpoint; what it holds, in words.
 
     Args:
       tokenizer, dtype, file_bytes: as in `hf.save`; of no tokenizer that of the run is taken.
-      trusted, init_from: as in `use_run`.
 
     Raises:
       ValueError, OSError: if the run cannot be used, no family there has its model, or `to` is not
@@ -184,47 +184,37 @@ def bring_out(
     """
 
     def write(run: SavedRun) -> str:
+        model_type, texts, own = _model_type(run), run.texts, tokenizer
         with made_whole(to) as unfinished:
-            return _write_whole(run, unfinished, tokenizer, dtype, file_bytes)
+            _show(f"reading {run.folder}")
+            model = merged(_model(run))
+            template = texts.template_of_data() if own is None else None
+            if own is None:
+                texts.check_tokenizer()
+                own = texts.tokenizer_folder
+            if own is None and texts.first is not None:
+                own = texts.first.tokenizer_path
+            if own is None:
+                _show(
+                    "WARNING: no tokenizer's files are found, so there are none: give --tokenizer"
+                )
+            rounded = hf.save(
+                model,
+                unfinished,
+                model_type=model_type,
+                tokenizer=own,
+                dtype=dtype,
+                longest=texts.longest,
+                settings=_settings(texts),
+                file_bytes=file_bytes,
+                progress=told("writing", _show),
+            )
+            if template is not None and own is not None:
+                put_chat_template(unfinished, template)
+        of = "no tokenizer" if own is None else f"the tokenizer of {own}"
+        return f"step {run.step:,} of {run.workdir}, {_size(model)} in {rounded}, with {of}"
 
-    return use_run(found, write, trusted, init_from, _show)
-
-
-def _write_whole(
-    run: SavedRun,
-    folder: Path,
-    tokenizer: str | Path | None,
-    dtype: str | None,
-    file_bytes: int,
-) -> str:
-    if run.cfg.frozen_dtype == "int8":  # merged into what 8 bits were made of
-        run.cfg.frozen_dtype = "bfloat16"
-    model_type = _model_type(run)
-    _show(f"reading {run.folder}")
-    model = merged(run.model(_one_device()))
-    template = run.chat_template() if tokenizer is None else None
-    if tokenizer is None:
-        run.check_tokenizer()
-        tokenizer = run.tokenizer_folder
-    if tokenizer is None and run.data is not None:
-        tokenizer = run.data.tokenizer_path
-    if tokenizer is None:
-        _show("WARNING: no tokenizer's files are found, so there are none: give --tokenizer")
-    rounded = hf.save(
-        model,
-        folder,
-        model_type=model_type,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        longest=run.longest,
-        settings=_settings(run),
-        file_bytes=file_bytes,
-        progress=told("writing", _show),
-    )
-    if template is not None and tokenizer is not None:
-        put_chat_template(folder, template)
-    of = "no tokenizer" if tokenizer is None else f"the tokenizer of {tokenizer}"
-    return f"step {run.step:,} of {run.workdir}, {_size(model)} in {rounded}, with {of}"
+    return use_run(found, write, access)
 
 
 def bring_adapters_out(
@@ -232,8 +222,7 @@ def bring_adapters_out(
     to: Path,
     base: str | None = None,
     dtype: str = "float32",
-    trusted: Collection[str] = (),
-    init_from: str | None = None,
+    access: Access = PLAIN,
 ) -> str:
     """Makes a folder of PEFT's of the adapters in a checkpoint; what it holds, in words.
 
@@ -241,7 +230,6 @@ def bring_adapters_out(
       base: of `hf.save_adapters`, with all that was trained before this run; `None`: what the run
         began with.
       dtype: of the file.
-      trusted, init_from: as in `use_run`.
 
     Raises:
       ValueError, OSError: if the run cannot be used, it has no adapters, no family there has its
@@ -249,44 +237,38 @@ def bring_adapters_out(
     """
 
     def write(run: SavedRun) -> str:
+        if not has_adapters(run.shapes):
+            raise ConfigError(f"the model of {run.workdir} has no adapters: leave out --adapters")
+        model_type, device = _model_type(run), _one_device()
+        own, *before = run.trained
+        begun = base is None and run.began_with is not None
+        trained, whose = sorted(own.union(*before) if begun else own), base or run.began_with
+        if whose is None:
+            _show(
+                "WARNING: adapter_config.json names no base, and PEFT will ask for one: give "
+                "--base, a name on the Hub or a folder that runner.convert makes of the base"
+            )
+        elif Path(whose).is_absolute() and not Path(whose).is_dir():
+            _show(
+                f"WARNING: {whose}, which adapter_config.json names as the base, is not there: "
+                "give --base, or --init_from if it has moved, or if it held adapters itself"
+            )
         with made_whole(to) as unfinished:
-            return _write_adapters(run, unfinished, base, dtype)
+            _show(f"reading {run.folder}")
+            written, there = written_whole(run.shapes, trained, model_type), run.recipe.trained
+            alone = there is not None and written <= there  # the base is not needed
+            hf.save_adapters(
+                own_weights(run, device) if alone else _model(run),
+                unfinished,
+                base=whose,
+                trained=trained,
+                model_type=model_type,
+                dtype=dtype,
+            )
+        of_base = "" if whose is None else f", for {whose}"
+        return f"the adapters of step {run.step:,} of {run.workdir} in {dtype}{of_base}"
 
-    return use_run(found, write, trusted, init_from, _show)
-
-
-def _write_adapters(run: SavedRun, folder: Path, base: str | None, dtype: str) -> str:
-    if run.cfg.frozen_dtype == "int8":  # modules that PEFT saves whole may have frozen weights
-        run.cfg.frozen_dtype = "bfloat16"
-    if not has_adapters(run.recipe.shapes):
-        raise ConfigError(f"the model of {run.workdir} has no adapters: leave out --adapters")
-    model_type = _model_type(run)
-    own, *before = run.trained
-    trained = sorted(own.union(*before) if base is None and run.began_with is not None else own)
-    base = base or run.began_with
-    if base is None:
-        _show(
-            "WARNING: adapter_config.json names no base, and PEFT will ask for one: give "
-            "--base, a name on the Hub or a folder that runner.convert makes of the base"
-        )
-    elif Path(base).is_absolute() and not Path(base).is_dir():
-        _show(
-            f"WARNING: {base}, which adapter_config.json names as the base, is not there: give "
-            "--base, or --init_from if it has moved, or if it held adapters itself"
-        )
-    _show(f"reading {run.folder}")
-    whole, own_weights = written_whole(run.recipe.shapes, trained, model_type), run.recipe.trained
-    alone = own_weights is not None and whole <= own_weights  # the base is not needed
-    hf.save_adapters(
-        run.own_weights(_one_device()) if alone else run.model(_one_device()),
-        folder,
-        base=base,
-        trained=trained,
-        model_type=model_type,
-        dtype=dtype,
-    )
-    of_base = "" if base is None else f", for {base}"
-    return f"the adapters of step {run.step:,} of {run.workdir} in {dtype}{of_base}"
+    return use_run(found, write, access)
 
 
 def _model_type(run: SavedRun) -> str:
@@ -302,13 +284,18 @@ def _model_type(run: SavedRun) -> str:
     return family_of(model)[0].model_type
 
 
-def _settings(run: SavedRun) -> dict[str, Any]:
+def _settings(texts: KnownTexts) -> dict[str, Any]:
     """Keys of config.json that the model does not tell."""
-    metadata = None if run.data is None else run.data.metadata
+    metadata = texts.metadata
     ids = {} if metadata is None else {"bos": metadata.bos_id, "eos": metadata.eos_id}
     known = {f"{name}_token_id": id for name, id in ids.items() if id is not None}
-    before = run.origin_config
+    before = texts.config
     return known | {key: before[key] for key in _KEPT if key in before}
+
+
+def _model(run: SavedRun) -> Any:
+    """In floats: adapters are merged into these, and PEFT saves whole modules in them."""
+    return model_of(run, _one_device(), recipe=in_floats(run.recipe))
 
 
 def _one_device() -> Mesh:

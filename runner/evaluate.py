@@ -45,8 +45,10 @@ from lmlib.evaluate.suite.suite import Suite
 from lmlib.storage.whole_file import write_whole
 from runner.command_line.command import run
 from runner.command_line.config_flags import MOST, TRUST_MODULE
+from runner.command_line.exit_status import FINISHED
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.paths import check_can_be_made
+from runner.config.references import Saved, located
 from runner.errors import ConfigError, user_errors
 from runner.evaluation.data_sets import DataSet, data_set, validation_of
 from runner.evaluation.measuring import Measured, Measuring, Settings
@@ -58,8 +60,6 @@ from runner.inference.loading import load
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
-from runner.processes.endings import FINISHED
-from runner.weights.references import Saved, located
 
 _T = TypeVar("_T")
 

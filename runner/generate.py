@@ -35,6 +35,7 @@ from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import LARGEST
 from runner.command_line.command import run
 from runner.command_line.config_flags import MOST, TRUST_MODULE
+from runner.command_line.exit_status import FINISHED, STOPPED
 from runner.command_line.init_from import INIT_FROM
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.inference.answer import Manner
@@ -47,7 +48,6 @@ from runner.inference.terminal import Terminal
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
-from runner.processes.endings import FINISHED, STOPPED
 
 _LENGTHS = 64  # programs are kept for multiples of so many tokens
 _TYPED_LENGTH = 4096

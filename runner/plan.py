@@ -38,11 +38,11 @@ from runner.absent_hardware import kept_plans
 from runner.absent_hardware.stand_ins import built, without_data
 from runner.command_line.command import first_lines, listed, run
 from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
+from runner.command_line.exit_status import FINISHED
 from runner.config import configs
 from runner.errors import ConfigError, user_errors
 from runner.jax_settings.devices import check_one_cuda_plugin
 from runner.jax_settings.xla_flags import overlap_communication
-from runner.processes.endings import FINISHED
 from runner.watch.telling import Telling
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")

@@ -30,17 +30,20 @@ from lmlib.state import State
 from lmlib.terminal.table import columns
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.exit_status import FINISHED
 from runner.command_line.init_from import INIT_FROM
 from runner.config import configs
 from runner.errors import ConfigError, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
-from runner.processes.endings import FINISHED
 from runner.training.captures import Capture, read_batch, read_capture
 from runner.watch.progress import Progress
-from runner.weights.reading import WEIGHTS_ALONE, frozen_weights, weights_of
+from runner.weights.notes import WEIGHTS_ALONE
+from runner.weights.reading import completed, weights_of
 from runner.weights.reference_model import reference_model_of
+from runner.weights.saved_run import Access
+from runner.weights.wanted import Wanted
 
 DIFFERS = 1  # exit status: the numbers are not those of the run
 COMPARED = ("loss", "grad_norm", "parameter_norm", "update_norm", "skipped_updates")
@@ -102,8 +105,8 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
 def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
     """The state that the capture begins with, and the steps made in it."""
     with user_errors():
-        folder, recipe = capture.folder / "checkpoints", experiment.recipe
-        origin, reference_model = capture.initialised_from, reference_model_of(experiment, print)
+        folder, access = capture.folder / "checkpoints", Access((), INIT_FROM.value, print)
+        origin, reference_model = capture.initialised_from, reference_model_of(experiment, access)
         if steps_in(folder) == [WEIGHTS_ALONE]:
             origin = str(folder)
         elif folder.is_dir():
@@ -114,15 +117,12 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
                 raise ConfigError(f"{folder} holds no checkpoint")
             if isinstance(experiment.data, Resumable):
                 experiment.data.restore(found.step, found.notes["data"])
-            state = found.state.with_reference_model(reference_model)
-            if recipe.trained is None:
-                return state, found.step
-            frozen = frozen_weights(found.notes, recipe, experiment.mesh, INIT_FROM.value)
-            return state.with_frozen(frozen), found.step
+            return completed(found, experiment, reference_model, access), found.step
         if origin is None:
             return experiment.initial_state(reference_model=reference_model), 0
         # What differs was allowed when the run began.
-        model, _ = weights_of(origin, recipe, experiment.mesh, None, ["model"])
+        wanted = Wanted(experiment.recipe, experiment.mesh, allowed_changes=["model"])
+        model, _ = weights_of(origin, wanted)
     return experiment.initial_state(model, reference_model), 0
 
 

@@ -30,6 +30,7 @@ from runner.command_line.config_flags import (
     chosen_config,
     fiddlers_listed,
 )
+from runner.command_line.exit_status import FINISHED, STOPPED
 from runner.command_line.init_from import INIT_FROM
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.inference.loading import load
@@ -37,7 +38,6 @@ from runner.inference.teaching import sequences_of, teach
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
-from runner.processes.endings import FINISHED, STOPPED
 
 _FROM = flags.DEFINE_string("from", None, "a run, or a folder of Hugging Face's or its name")
 _OUT = flags.DEFINE_string("out", None, "the folder; unless said, data.teacher")

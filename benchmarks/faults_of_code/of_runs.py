@@ -60,7 +60,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a stopped run says that it finished",
-        "runner/processes/endings.py",
+        "runner/command_line/exit_status.py",
         "STOPPED = 75",
         "STOPPED = 0",
         "tests/runner/test_stopping.py",

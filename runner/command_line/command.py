@@ -15,6 +15,7 @@ from absl import app, flags, logging
 import data_tools
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.terminal.text import guard_terminals
+from runner.command_line.exit_status import FAILED, FINISHED, MISTAKE, STOPPED
 from runner.errors import (
     ConfigError,
     StoppedEarly,
@@ -23,7 +24,6 @@ from runner.errors import (
     in_words,
     lack,
 )
-from runner.processes.endings import FAILED, FINISHED, MISTAKE, STOPPED
 
 DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
 

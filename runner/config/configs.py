@@ -180,7 +180,7 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
     Raises:
       ConfigError: if there is no such model, or it is adapters alone.
     """
-    from runner.weights.references import HuggingFace, base_of, located  # which imports JAX
+    from runner.config.references import HuggingFace, base_of, located  # which imports JAX
 
     found = located(reference)
     if isinstance(found, HuggingFace):

@@ -7,7 +7,7 @@ from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.data.text import BYTE_TOKENIZER
 from runner.errors import ConfigError, user_errors
 from runner.inference.loaded import Loaded
-from runner.weights.references import HuggingFace, tokenizer_of
+from runner.weights.texts import tokenizer_of
 
 if TYPE_CHECKING:  # heavy
     from tokenizers import Tokenizer
@@ -31,7 +31,7 @@ def hugging_face_tokenizer(loaded: Loaded) -> Any:
     folder = loaded.tokenizer_folder
     with user_errors():
         if folder is not None and not tokenizers_differ(
-            tokenizer_of(HuggingFace(folder, str(folder))), loaded.tokenizer
+            tokenizer_of(folder, str(folder)), loaded.tokenizer
         ):
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
             return _with_template(tokenizer, loaded.chat_template)

@@ -21,8 +21,9 @@ from types import FrameType
 from typing import IO, Any, TextIO
 
 from lmlib.terminal.text import shown
+from runner.command_line.exit_status import SIGNALLED
 from runner.command_line.lossy_stream import LossyStream
-from runner.processes.endings import SIGNALLED, Ending, ending
+from runner.processes.endings import Ending, ending
 from runner.processes.stopping import StopSignals
 
 FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -19,14 +19,12 @@ from runner.training import data_probe
 from runner.training.options import Options
 from runner.watch.phases import Phase, Phases
 from runner.watch.progress import Progress
-from runner.weights.reading import WEIGHTS_ALONE, frozen_weights, is_frozen_note, weights_of
-from runner.weights.reference_model import (
-    check_reference_model,
-    is_reference_note,
-    reference_model_of,
-)
+from runner.weights.notes import WEIGHTS_ALONE, check_notes
+from runner.weights.reading import completed, weights_of
+from runner.weights.reference_model import check_reference_model, reference_model_of
+from runner.weights.saved_run import Access
+from runner.weights.wanted import Wanted
 
-_NOTES = {"tokens", "before_skipped", "batches", "initialised_from", "frozen", "reference_model"}
 _LARGEST_CONFIG = 10_000_000  # bytes
 
 
@@ -68,6 +66,7 @@ def begin(
       ConfigError: if the run cannot go on from what is there, and why.
     """
     init_from = options.init_from or experiment.init_from
+    access = Access(options.trusted, options.init_from, progress.message)
     with user_errors():
         target = experiment.abstract_state().changing
         with Checkpoints(directory, read_only=True) as checkpoints:
@@ -88,21 +87,11 @@ def begin(
             check_notes(found, directory)
             _check_data(experiment, found, "data" in options.allowed_changes, progress)
             _say(found, experiment, progress)
-            saved, state = found.notes, found.state
-            reference_model = reference_model_of(experiment, progress.message, options.trusted)
+            saved = found.notes
+            reference_model = reference_model_of(experiment, access)
             if "model" not in options.allowed_changes:
                 check_reference_model(reference_model, saved["reference_model"])
-            state = state.with_reference_model(reference_model)
-            if experiment.recipe.trained is not None:
-                frozen = frozen_weights(
-                    saved,
-                    experiment.recipe,
-                    experiment.mesh,
-                    options.init_from,
-                    progress.message,
-                    options.trusted,
-                )
-                state = state.with_frozen(frozen)
+            state = completed(found, experiment, reference_model, access)
             return Beginning(
                 state,
                 found.step,
@@ -111,19 +100,14 @@ def begin(
                 saved["initialised_from"],
                 found.damaged,
             )
-        reference_model = reference_model_of(experiment, progress.message, options.trusted)
+        reference_model = reference_model_of(experiment, access)
         if init_from is None:
             state = jax.block_until_ready(experiment.initial_state(reference_model=reference_model))
             return Beginning(state, 0, 0, None, None)
-        model, initialised_from = weights_of(
-            init_from,
-            experiment.recipe,
-            experiment.mesh,
-            experiment.data,
-            options.allowed_changes,
-            progress.message,
-            options.trusted,
+        wanted = Wanted(
+            experiment.recipe, experiment.mesh, experiment.data, options.allowed_changes
         )
+        model, initialised_from = weights_of(init_from, wanted, access)
     progress.message(f"beginning with the weights of {initialised_from}")
     return Beginning(experiment.initial_state(model, reference_model), 0, 0, None, initialised_from)
 
@@ -170,34 +154,6 @@ def check_config(
             f"{', '.join(of_the_model)} changed since the run in {workdir} was trained, so its "
             "weights are those of another model; use another workdir (--init_from takes them "
             "there), or give --allow_change=model to go on all the same"
-        )
-
-
-def check_notes(found: Restored, directory: Path) -> None:
-    """Raises ConfigError if what a checkpoint remembers of its run is not what `Saver` saves."""
-    if missing := _NOTES - found.notes.keys():
-        raise ConfigError(
-            f"checkpoint {found.step} was saved by another version of the runner: its notes "
-            f"have no {', '.join(sorted(missing))}; take its weights with --init_from into another "
-            "workdir"
-        )
-    tokens, before, origin = (
-        found.notes[name] for name in ("tokens", "before_skipped", "initialised_from")
-    )
-    sensible = {
-        "tokens": type(tokens) is int and 0 <= tokens < 1 << 63,
-        "before_skipped": before is None or (type(before) is int and 0 <= before <= found.step),
-        "batches": data_probe.is_probe(found.notes["batches"], found.step),
-        "initialised_from": origin is None or isinstance(origin, str),
-        "frozen": found.notes["frozen"] is None or is_frozen_note(found.notes["frozen"]),
-        "reference_model": is_reference_note(found.notes["reference_model"]),
-    }
-    if wrong := [name for name, is_sensible in sensible.items() if not is_sensible]:
-        values = ", ".join(f"{name}={found.notes[name]!r:.80}" for name in wrong)
-        raise ConfigError(
-            f"the notes of checkpoint {directory / str(found.step)} make no sense: {values}; "
-            "delete it to go on from the one before, or take its weights with --init_from into "
-            "another workdir"
         )
 
 

@@ -14,7 +14,7 @@ import xxhash
 
 from lmlib.data.batch import Source
 from lmlib.data.resumable import Resumable
-from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
+from runner.weights.notes import tokenizer_changed
 
 ROWS = 8
 
@@ -36,20 +36,6 @@ def probe(source: Source, steps_made: int) -> dict[str, Any]:
     return found
 
 
-def is_probe(value: Any, steps_made: int) -> bool:
-    """Whether `probe` can have returned it, of some source after so many steps."""
-    if not isinstance(value, dict) or value.get("steps_made") != steps_made:
-        return False
-    tokenizer, in_bytes = value.get("tokenizer"), value.get("bytes_per_target")
-    names = {field.name for field in dataclasses.fields(TokenizerIdentity)}
-    return (
-        (tokenizer is None or (isinstance(tokenizer, dict) and tokenizer.keys() == names))
-        and (in_bytes is None or type(in_bytes) in (int, float))
-        and all(isinstance(value.get(name, ""), str) for name in ("first", "last"))
-        and ("first" in value) == ("last" in value)
-    )
-
-
 def changed(source: Source, before: dict[str, Any]) -> str | None:
     """How the batches differ from those that `before` tells of, in words; `None` if they do not."""
     if (problem := tokenizer_changed(source, before)) is not None:
@@ -65,14 +51,6 @@ def changed(source: Source, before: dict[str, Any]) -> str | None:
     for name, step in (("first", 1), ("last", before["steps_made"])):
         if name in now and now[name] != before[name]:
             return f"the batch of step {step:,} is not what it was: other texts, or another order"
-    return None
-
-
-def tokenizer_changed(source: Source, before: dict[str, Any]) -> str | None:
-    """How the tokenizer differs from that of `before`, in words; `None` if none is known to."""
-    was = before.get("tokenizer") and TokenizerIdentity(**before["tokenizer"])
-    if tokenizers_differ(was, source.tokenizer):
-        return f"it was made by the tokenizer {was}, and this by {source.tokenizer}"
     return None
 
 

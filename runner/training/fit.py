@@ -67,8 +67,7 @@ from runner.watch.profiling import Profiler, where_the_time_went
 from runner.watch.program_dump import dump_program
 from runner.watch.progress import Progress
 from runner.watch.watchdog import Watchdog
-from runner.weights.reading import WEIGHTS_ALONE, frozen_note
-from runner.weights.reference_model import reference_note
+from runner.weights.notes import WEIGHTS_ALONE, frozen_note, reference_note
 
 _SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from runner.processes.endings import FAILED
+from runner.command_line.exit_status import FAILED
 from runner.watch.awake import Awake
 from runner.watch.limits import Limits
 from runner.watch.phases import Phase, Phases

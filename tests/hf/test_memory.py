@@ -31,6 +31,7 @@ from lmlib.recipe import Recipe
 from lmlib.optim.trainable import adapters
 from pathlib import Path
 from runner.weights.reading import weights_of
+from runner.weights.wanted import Wanted
 
 source, target, golden = sys.argv[1:]
 
@@ -56,7 +57,7 @@ del model
 def base_in(dtype, folder):
     build = functools.partial(lora, described(Path(folder)).build)
     recipe = Recipe(build, 0, adapters(), dtype)
-    return jax.block_until_ready(weights_of(str(folder), recipe, mesh, None)[0])
+    return jax.block_until_ready(weights_of(str(folder), Wanted(recipe, mesh))[0])
 
 def reading(dtype):
     base_in(dtype, golden)

@@ -23,6 +23,7 @@ jax.distributed.initialize(f"localhost:{port}", 2, index)
 from lmlib import hf
 from runner.config import configs
 from runner.weights.reading import weights_of
+from runner.weights.wanted import Wanted
 
 read, begun = [], []
 
@@ -38,7 +39,7 @@ def hear(frame, event, function):
 overrides = [f"folder={source}", "mesh.fsdp=2", "mesh.tensor=2"]
 run = fdl.build(configs.load("experiments/from_hf", ["tiny"], overrides))
 sys.setprofile(hear)
-model, _ = weights_of(source, run.recipe, run.mesh, None)
+model, _ = weights_of(source, Wanted(run.recipe, run.mesh))
 sys.setprofile(None)
 with pytest.raises(FileExistsError, match="not empty"):
     hf.save(model, source if index else target)  # one of them finds something: neither writes

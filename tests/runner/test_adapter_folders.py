@@ -19,10 +19,11 @@ from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
 from runner import Options, convert, fit
 from runner.config import configs
+from runner.config.references import HuggingFace, Saved, located
 from runner.errors import ConfigError
 from runner.inference.loading import load
 from runner.weights.reading import weights_of
-from runner.weights.references import HuggingFace, Saved, located
+from runner.weights.wanted import Wanted
 
 HF = Path(__file__).parents[1] / "hf"
 BASE = HF / "golden" / "llama"
@@ -66,7 +67,7 @@ def tensors(file):
 @pytest.mark.slow
 def test_a_run_begins_with_adapters_and_what_looks_at_models_takes_them(folder):
     run = fdl.build(experiment())
-    begun, name = weights_of(str(folder), run.recipe, run.mesh, None)
+    begun, name = weights_of(str(folder), Wanted(run.recipe, run.mesh))
     assert name == str(folder)
     at = jax.tree.map(lambda array: array.sharding, run.abstract_state().whole_model)
     assert at == jax.tree.map(lambda array: array.sharding, begun)
@@ -87,7 +88,7 @@ def test_a_run_begins_with_adapters_and_what_looks_at_models_takes_them(folder):
 def test_adapters_of_another_shape_are_refused(folder, settings, told):
     run = fdl.build(experiment(**settings))
     with pytest.raises(ConfigError, match=told):
-        weights_of(str(folder), run.recipe, run.mesh, None)
+        weights_of(str(folder), Wanted(run.recipe, run.mesh))
 
 
 def test_adapters_whose_base_is_not_known_are_refused(folder):

@@ -8,8 +8,8 @@ import pytest
 from forked_processes import ROOT
 from several_processes import SeveralProcesses
 
+from runner.command_line.exit_status import MISTAKE
 from runner.processes.agreement import differing
-from runner.processes.endings import MISTAKE
 
 START = (
     "start all processes with the same code, packages, experiment, fiddlers, overrides and flags"

@@ -16,8 +16,11 @@ from lmlib.recipe import parted
 from runner import fit
 from runner.config import configs
 from runner.errors import ConfigError
-from runner.weights.reading import frozen_note, weights_of
+from runner.weights.notes import frozen_note
+from runner.weights.reading import weights_of
 from runner.weights.reference_model import reference_model_of
+from runner.weights.saved_run import Access
+from runner.weights.wanted import Wanted
 
 TWO_STEPS = ("steps=2", "checkpoint_every=2", "data.batch_size=8", "mesh.fsdp=1")
 LLAMA = Path(__file__).parents[1] / "hf" / "golden" / "llama"
@@ -59,11 +62,12 @@ def close(found, expected):
 
 def first_weights(cfg):
     experiment = fdl.build(cfg)
-    return weights_of(experiment.init_from, experiment.recipe, experiment.mesh, experiment.data)[0]
+    wanted = Wanted(experiment.recipe, experiment.mesh, experiment.data)
+    return weights_of(experiment.init_from, wanted)[0]
 
 
 def reference_model(cfg):
-    return reference_model_of(fdl.build(cfg), print)
+    return reference_model_of(fdl.build(cfg), Access())
 
 
 @pytest.mark.parametrize("name", ["lora", "dpo"])

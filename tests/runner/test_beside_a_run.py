@@ -12,9 +12,10 @@ from run_on_bytes import write_run_on_bytes
 from lmlib.checkpoint import RemovedCheckpointError, folders
 from lmlib.checkpoint.removal import remove
 from lmlib.hf.tensor_files import stored_tensors
+from runner.config.references import located
 from runner.errors import ConfigError
-from runner.inference.saved_run import use_run
-from runner.weights.references import located
+from runner.weights.reading import model_of
+from runner.weights.saved_run import Access, use_run
 
 STEPS = (3, 5, 7)
 
@@ -108,12 +109,12 @@ def test_what_is_removed_once_it_is_opened(checkpoints):
 
     def removed(run):
         remove([run.folder])
-        return run.model(None)
+        return model_of(run, None)
 
     def removed_once(run):
         return removed(run) if run.step == 7 else run.step
 
-    assert use_run(located(str(checkpoints)), removed_once, show=told.append) == 5
+    assert use_run(located(str(checkpoints)), removed_once, Access(show=told.append)) == 5
     assert len(told) == 1 and told[0].startswith(f"the checkpoint {checkpoints}/7 was removed")
     with pytest.raises(RemovedCheckpointError, match="5 was removed meanwhile"):
         use_run(located(f"{checkpoints}@5"), removed)

@@ -13,9 +13,9 @@ import runner
 from lmlib.checkpoint import Restored
 from runner import fit
 from runner.errors import ConfigError
-from runner.training.beginning import check_notes
 from runner.training.captures import read_capture
 from runner.training.report import finished_summary
+from runner.weights.notes import check_notes
 
 ROOT = Path(runner.__file__).parents[1]
 STRANGE = (None, [], "text", -1, 1e300, math.nan, {"a": {"b": []}}, True)

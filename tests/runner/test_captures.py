@@ -19,9 +19,9 @@ from lmlib.guard import Guard
 from lmlib.metrics.log import read_metrics
 from runner import convert, fit
 from runner.config import configs
+from runner.config.references import located
 from runner.errors import TrainingStopped
 from runner.training.captures import read_batch, read_capture
-from runner.weights.references import located
 
 HUGE = io.BytesIO()  # an array whose header claims 256 TB
 with zipfile.ZipFile(HUGE, "w") as parts, parts.open("tokens.npy", "w") as part:

@@ -7,7 +7,7 @@ import pytest
 from forked_processes import Ended, run_forked
 from small_runs import EXPERIMENT
 
-from runner.processes.endings import MISTAKE
+from runner.command_line.exit_status import MISTAKE
 
 
 def run(workdir: Path, *flags: str) -> Ended:

@@ -29,9 +29,9 @@ from lmlib.models.parts.mlp import GatedMLP, relu_squared
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.config import configs
+from runner.config.references import Saved, located
 from runner.errors import ConfigError
 from runner.inference.loading import load
-from runner.weights.references import Saved, located
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "hf" / "golden"

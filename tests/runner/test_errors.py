@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from runner.command_line.command import exit_code, tell
+from runner.command_line.exit_status import FAILED
 from runner.errors import ConfigError, chosen_sizes, in_words
-from runner.processes.endings import FAILED
 
 
 def test_what_jax_says_of_its_traceback_is_left_out():

@@ -8,7 +8,8 @@ import socket
 import pytest
 from forked_processes import SECONDS, ForkedProcess, run_forked
 
-from runner.processes.endings import PEER_ENDED, ending
+from runner.command_line.exit_status import PEER_ENDED
+from runner.processes.endings import ending
 from runner.processes.jax_messages import detects_nothing
 
 PROCESS = """

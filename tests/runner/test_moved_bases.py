@@ -19,10 +19,13 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.recipe import parted
 from runner import convert
 from runner.config import configs
+from runner.config.references import located
 from runner.errors import ConfigError
 from runner.inference.loading import load
-from runner.weights.reading import frozen_note, recipe_of, weights_of
-from runner.weights.references import located
+from runner.weights.notes import frozen_note
+from runner.weights.reading import weights_of
+from runner.weights.saved_run import Access, recipe_of
+from runner.weights.wanted import Wanted
 
 HF = Path(__file__).parents[1] / "hf"
 GONE = r"cannot be read: .*/base is no folder; .* if .*/base has moved, --init_from says where it"
@@ -35,7 +38,7 @@ def run_of(base: Path, workdir: Path, *besides: str) -> Path:
     cfg.trainable = fdl.Config(adapters, besides=besides)
     configs.save(cfg, workdir)
     recipe, mesh = recipe_of(cfg), make_mesh(devices=jax.devices()[:1])
-    parts = parted(weights_of(str(base), recipe, mesh, None)[0], recipe.trained)
+    parts = parted(weights_of(str(base), Wanted(recipe, mesh))[0], recipe.trained)
     trained = jax.tree.map(lambda x: x + 0.25, parts.trained)
     notes = {"initialised_from": str(base), "frozen": frozen_note(parts.frozen, recipe)}
     with Checkpoints(workdir / "checkpoints") as checkpoints:
@@ -70,7 +73,8 @@ def test_adapters_and_what_trained_besides_go_out_without_their_base(tmp_path, c
     convert.bring_adapters_out(located(str(run)), tmp_path / "peft")
     assert_same(tensors(tmp_path / "peft"), tensors(before))
     assert f"WARNING: {tmp_path}/base, which adapter_config.json names" in capsys.readouterr().err
-    told = convert.bring_adapters_out(located(str(run)), tmp_path / "new", init_from=str(base))
+    there = Access(init_from=str(base))
+    told = convert.bring_adapters_out(located(str(run)), tmp_path / "new", access=there)
     assert told.endswith(f" for {base}") and told_base(tmp_path / "new") == str(base)
     assert_same(tensors(tmp_path / "new"), tensors(before))
     assert "WARNING" not in capsys.readouterr().err
@@ -82,7 +86,8 @@ def test_a_module_that_trained_in_part_needs_the_base(tmp_path):
     with pytest.raises(ConfigError, match=GONE):
         convert.bring_adapters_out(located(str(run)), tmp_path / "peft")
     assert not (tmp_path / "peft").exists()
-    convert.bring_adapters_out(located(str(run)), tmp_path / "peft", init_from=str(base))
+    there = Access(init_from=str(base))
+    convert.bring_adapters_out(located(str(run)), tmp_path / "peft", access=there)
     assert_same(tensors(tmp_path / "peft"), tensors(before))
 
 

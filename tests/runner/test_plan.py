@@ -7,7 +7,7 @@ from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
 from compiled_programs import UNOPTIMIZED
 from forked_processes import run_forked
 
-from runner.processes.endings import FINISHED, MISTAKE
+from runner.command_line.exit_status import FINISHED, MISTAKE
 
 # Of the shipped data, which is not here, the plan needs the sizes alone.
 SMALL = (

@@ -11,8 +11,9 @@ from several_processes import SECONDS, STEPS, SeveralProcesses
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
+from runner.command_line.exit_status import FAILED, MISTAKE, PEER_ENDED, STOPPED
 from runner.errors import ConfigError
-from runner.processes.endings import FAILED, MISTAKE, PEER_ENDED, STOPPED, ending
+from runner.processes.endings import ending
 from runner.processes.launch import Processes
 
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")

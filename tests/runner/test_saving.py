@@ -25,8 +25,8 @@ from lmlib.metrics.log import read_metrics
 from lmlib.optim.optimizer import Optimizer, adamw
 from runner import fit
 from runner.command_line.command import exit_code
+from runner.command_line.exit_status import FAILED
 from runner.errors import TrainingStopped, WorkdirLost
-from runner.processes.endings import FAILED
 
 
 class Disturbing(Synthetic):

@@ -8,7 +8,7 @@ from small_runs import SmallRun
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
-from runner.processes.endings import SIGNALLED
+from runner.command_line.exit_status import SIGNALLED
 from runner.watch.awake import Awake
 
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: what schedulers are told to start again on

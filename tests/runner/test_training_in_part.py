@@ -17,9 +17,9 @@ from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.mesh import make_mesh
 from runner import Options, convert, fit
 from runner.config import configs
+from runner.config.references import HuggingFace, Saved
 from runner.errors import ConfigError, StoppedEarly
 from runner.inference.loading import load
-from runner.weights.references import HuggingFace, Saved
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 SMALL = ("validation=None", "mesh.fsdp=1", "steps=4", "checkpoint_every=2")

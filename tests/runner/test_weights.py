@@ -28,10 +28,11 @@ from lmlib.recipe import Recipe
 from lmlib.state import abstract_model
 from runner import Options, convert, fit
 from runner.config import configs
+from runner.config.references import HuggingFace, Saved, located
 from runner.config.text import flattened
 from runner.errors import ConfigError
 from runner.weights.reading import weights_of
-from runner.weights.references import HuggingFace, Saved, located
+from runner.weights.wanted import Wanted
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 LLAMA = GOLDEN / "llama"
@@ -48,7 +49,7 @@ def config(folder, *overrides):
 def taken(reference, experiment, allowed_changes=()):
     """What `experiment` would begin with."""
     of = experiment.recipe, experiment.mesh, experiment.data
-    return weights_of(reference, *of, allowed_changes)
+    return weights_of(reference, Wanted(*of, allowed_changes))
 
 
 def assert_same_weights(found, expected):
@@ -71,7 +72,7 @@ def test_a_base_read_into_8_bits_is_the_whole_base_rounded_at_once():
     build = functools.partial(lora, described(LLAMA).build)
     recipe = Recipe(build, 0, adapters(), "int8")
     mesh = make_mesh(fsdp=4, tensor=2)
-    found, _ = weights_of(str(LLAMA), recipe, mesh, None)
+    found, _ = weights_of(str(LLAMA), Wanted(recipe, mesh))
     whole = jax.tree.map(lambda x: x.astype("bfloat16"), hf.load(LLAMA))
     assert_same_weights(without_adapters(found), map_weights(in_int8, whole))
     wanted = abstract_model(lambda: recipe.made, mesh)

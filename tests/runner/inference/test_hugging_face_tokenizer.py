@@ -15,7 +15,7 @@ from runner.errors import ConfigError
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded
 from runner.inference.loading import load
-from runner.weights.references import HuggingFace, tokenizer_of
+from runner.weights.texts import tokenizer_of
 
 transformers = pytest.importorskip("transformers", reason="needs lmlib[eval]")
 GOLDEN = Path(__file__).parents[2] / "hf" / "golden"
@@ -65,7 +65,7 @@ def test_chats_are_written_by_the_template_of_the_model(on_bytes, tmp_path):
         on_bytes, codec=codec_of_file(file, None), tokenizer_file=file, chat_template=template
     )
     of_folder = dataclasses.replace(
-        of_data, tokenizer_folder=tmp_path, tokenizer=tokenizer_of(HuggingFace(tmp_path, "it"))
+        of_data, tokenizer_folder=tmp_path, tokenizer=tokenizer_of(tmp_path, "it")
     )
     for loaded in (of_data, of_folder):
         tokenizer = hugging_face_tokenizer(loaded)

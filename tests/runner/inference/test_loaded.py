@@ -22,9 +22,9 @@ from lmlib.generate import GREEDY, Generator
 from lmlib.parallel.mesh import make_mesh
 from runner import convert
 from runner.config import configs
+from runner.config.references import located
 from runner.errors import ConfigError
 from runner.inference.loading import load
-from runner.weights.references import located
 
 ROOT = Path(__file__).parents[3]
 LLAMA = ROOT / "tests" / "hf" / "golden" / "llama"
@@ -175,7 +175,7 @@ def test_a_run_whose_data_was_made_again_by_another_tokenizer(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reference", "told"), [("{}@4", "no checkpoint at step 4"), ("{}/no", "is no folder")]
+    ("reference", "told"), [("{}@4", "no whole checkpoint at step 4"), ("{}/no", "is no folder")]
 )
 def test_what_is_not_there_is_named(run, reference, told):
     with pytest.raises(ConfigError, match=told):

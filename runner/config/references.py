@@ -1,15 +1,12 @@
 """What weights are called: a run, a folder of Hugging Face's or PEFT's, or a name on the Hub."""
 
 import dataclasses
-import hashlib
 from pathlib import Path
 
-from lmlib.data.stored.metadata import LARGEST_TOKENIZER, TokenizerIdentity
 from lmlib.hf.folder import read_json
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.peft.config import holds_adapters, read_config
 from lmlib.storage.local_folder import local_folder
-from lmlib.storage.stored_json import read_text
 from runner.errors import ConfigError, user_errors
 
 
@@ -95,12 +92,3 @@ def base_of(found: HuggingFace) -> HuggingFace:
             f"{reference} holds no model of Hugging Face's for the adapters of {found.name}"
         )
     return base
-
-
-def tokenizer_of(folder: HuggingFace) -> TokenizerIdentity | None:
-    """What made the ids that its model knows; `None` without a tokenizer.json."""
-    file = folder.folder / "tokenizer.json"
-    if not file.is_file():
-        return None
-    text = read_text(file, LARGEST_TOKENIZER)
-    return TokenizerIdentity(folder.name, hashlib.sha256(text.encode()).hexdigest())

@@ -1,0 +1,198 @@
+"""What is known of the texts that a model was trained on: their tokenizer, ends, chat template."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fiddle as fdl
+
+from lmlib.data.chats.chat import ChatTemplate, read_chat_template
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.metadata import (
+    LARGEST_TOKENIZER,
+    SplitMetadata,
+    TokenizerIdentity,
+    tokenizers_differ,
+)
+from lmlib.data.text import (
+    BYTE_TOKENIZER,
+    TextCodec,
+    beginning_of,
+    codec_of_bytes,
+    codec_of_file,
+)
+from lmlib.hf.folder import read_json
+from lmlib.hf.hub import TOKENIZER_FILES
+from lmlib.storage.stored_json import read_text
+from runner.config.text import nodes
+from runner.errors import ConfigError
+
+FILE = "tokenizer.json"
+
+
+class Texts(NamedTuple):
+    """As `runner.inference.loaded.Loaded` has it."""
+
+    codec: TextCodec | None
+    tokenizer_file: Path | None
+    end_ids: tuple[int, ...]
+    document_end: int | None
+    tokenizer: TokenizerIdentity | None
+    tokenizer_folder: Path | None
+    chat_template: ChatTemplate | None
+    longest: int | None
+
+
+def tokenizer_of(folder: Path, name: str) -> TokenizerIdentity | None:
+    """What made the ids that the model in a folder called `name` knows; `None` without a
+    tokenizer.json."""
+    if not (folder / FILE).is_file():
+        return None
+    text = read_text(folder / FILE, LARGEST_TOKENIZER)
+    return TokenizerIdentity(name, hashlib.sha256(text.encode()).hexdigest())
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownTexts:
+    """What the data of a run, its notes and a folder of Hugging Face's say; the data first.
+
+    Attributes:
+      name: of the run or the folder.
+      folder: where a tokenizer's files may lie, and what it is called; `None`: there is none.
+      model_folder: where the config.json of the model is; `None`: there is none.
+      data: the config of what a run was trained on.
+      noted: the tokenizer that a checkpoint tells of.
+      has_trained: whether the model was trained on `data`, and does not only begin with it.
+    """
+
+    name: str
+    folder: tuple[Path, str] | None
+    model_folder: Path | None
+    data: Any = None
+    noted: TokenizerIdentity | None = None
+    has_trained: bool = False
+
+    @functools.cached_property
+    def flat_tokens(self) -> list[FlatTokens]:
+        """Of the data what is flat tokens that are still there, or can be made again."""
+        found = []
+        for node in nodes(self.data):
+            if fdl.get_callable(node) is FlatTokens:
+                with contextlib.suppress(ValueError, OSError):
+                    found.append(fdl.build(node))
+        return found
+
+    @property
+    def first(self) -> FlatTokens | None:
+        return next(iter(self.flat_tokens), None)
+
+    @property
+    def metadata(self) -> SplitMetadata | None:
+        return None if self.first is None else self.first.metadata
+
+    @functools.cached_property
+    def _tokenizer_of_folder(self) -> TokenizerIdentity | None:
+        return None if self.folder is None else tokenizer_of(*self.folder)
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity | None:
+        """What made the ids that the model knows."""
+        if self.first is not None and self.has_trained:
+            return self.first.tokenizer
+        return self.noted or self._tokenizer_of_folder
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder, if it has a tokenizer's files, unless the model is known to have been trained
+        on another's ids."""
+        folder = None if self.folder is None else self.folder[0]
+        if folder is None or not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        trained_on = self.tokenizer if self.first is None else self.first.tokenizer
+        return None if tokenizers_differ(self._tokenizer_of_folder, trained_on) else folder
+
+    def check_tokenizer(self) -> None:
+        """Raises ConfigError if the data is not of the ids any more that the model trained on."""
+        if self.first is None or not self.has_trained:
+            return
+        if tokenizers_differ(self.noted, self.first.tokenizer):
+            raise ConfigError(
+                f"{self.name} was trained on ids of the tokenizer {self.noted}, and its data is of "
+                f"{self.first.tokenizer}: it was made again, perhaps by another version of Python; "
+                "give --tokenizer, or the data that the run had"
+            )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json of the model's folder; empty if there is none."""
+        file = None if self.model_folder is None else self.model_folder / "config.json"
+        return read_json(file) if file is not None and file.is_file() else {}
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens in the longest sequence that the model was trained on, if it is known."""
+        known = (self.config.get(name) for name in ("max_position_embeddings", "n_positions"))
+        lengths = [next((length for length in known if isinstance(length, int)), None)]
+        if self.has_trained:
+            lengths.append(getattr(self.data, "sequence_length", None))
+        return max((length for length in lengths if isinstance(length, int)), default=None)
+
+    def template_of_data(self) -> ChatTemplate | None:
+        """What made the texts of the conversations that the model was trained on; `None` if they
+        are gone, or there were none. Raises ValueError or OSError if it is damaged."""
+        templates = (data.chat_template() for data in self.flat_tokens)
+        return next((each for each in templates if each is not None), None)
+
+    def read(self, tokenizer: str | None, show: Callable[[str], None]) -> Texts:
+        """Reads the tokenizer's files.
+
+        Args:
+          tokenizer: a tokenizer.json or its folder, in place of what is known.
+          show: gets a line about a chat template that is damaged.
+
+        Raises:
+          ValueError, OSError: if a file is damaged, or the tokenizer is not that of the training.
+        """
+        ends = _end_ids(self.model_folder)
+        document_end = None if self.metadata is None else self.metadata.eos_id
+        end_ids = ends if document_end is None else (document_end,)
+        codec, template = None, None
+        folder: Path | None = None
+        file: Path | None = None
+        if tokenizer is not None:
+            file = Path(tokenizer, FILE) if Path(tokenizer).is_dir() else Path(tokenizer)
+            folder, document_end = file.parent, None
+            known = tokenizer_of(folder, tokenizer)
+        else:
+            self.check_tokenizer()
+            folder, known = self.tokenizer_folder, self.tokenizer
+            if self.first is not None and self.first.tokenizer == known:
+                codec, file = self.first.text_codec(), self.first.tokenizer_path
+            if file is None and folder is not None and (folder / FILE).is_file():
+                file = folder / FILE
+        if codec is None and file is not None:
+            codec = codec_of_file(file, beginning_of(file, ends))
+        if codec is None and known == BYTE_TOKENIZER:
+            codec = codec_of_bytes(None)
+        try:
+            template = self.template_of_data() if tokenizer is None else None
+            if template is None and folder is not None:
+                template = read_chat_template(folder)
+        except (ValueError, OSError) as error:
+            show(f"WARNING: there is no chat template: {error}")
+        return Texts(codec, file, end_ids, document_end, known, folder, template, self.longest)
+
+
+def _end_ids(folder: Path | None) -> tuple[int, ...]:
+    """The ids that end a text, as generation_config.json says, or else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        if folder is not None and (folder / name).is_file():
+            said = read_json(folder / name).get("eos_token_id")
+            ids = said if isinstance(said, list) else [said]
+            if known := tuple(id for id in ids if type(id) is int):
+                return known
+    return ()
