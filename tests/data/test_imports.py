@@ -17,6 +17,14 @@ import sys
 from lmlib.data import ShardWriter, read_split
 assert "jax" not in sys.modules
 """
+READING = """
+import importlib, pkgutil, sys
+import lmlib.data.stored, lmlib.data.text, lmlib.storage
+for room in (lmlib.data.stored, lmlib.storage):
+    for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+        importlib.import_module(module.name)
+assert "lmlib.data.stored.metadata" in sys.modules and "jax" not in sys.modules
+"""
 CHATS = """
 import sys
 import lmlib.data.chats.chat
@@ -44,6 +52,10 @@ def test_data_stands_alone() -> None:
 
 def test_writing_shards_does_without_jax() -> None:
     run(WRITING)
+
+
+def test_whatever_reads_what_is_stored_does_without_jax() -> None:
+    run(READING)
 
 
 def test_chat_templates_start_soon() -> None:
