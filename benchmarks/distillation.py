@@ -25,7 +25,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "/tmp/students", "of the students' run
 
 def loss(seed: int, fiddlers: Sequence[str]) -> float:
     """The validation loss of a student."""
-    overrides = [f"teacher={_TEACHER.value}", f"seed={seed}", "prompts=()"]
+    overrides = [f"teacher={_TEACHER.value}", f"seed={seed}", "samples.prompts=()"]
     cfg = configs.load("experiments/distil", fiddlers, overrides)
     summary = fit(cfg, Path(_WORKDIR.value, "_".join([*fiddlers, f"seed_{seed}"]))).summary
     assert summary.validation_loss is not None

@@ -58,7 +58,7 @@ def make_undisturbed(scratch: Path, processes: int, kind: Kind) -> Job:
     began = time.monotonic()
     folder = scratch / f"{kind.fiddler}_{processes}"
     kind.prepare(folder)
-    keeps_all = ("keep_checkpoints=1000", "captures=0")
+    keeps_all = ("checkpoints.keep=1000", "guard.captures=0")
     job = Job(folder, "undisturbed", keeps_all, processes, kind)
     attempt = job.start()
     if set(attempt.exit_codes(UNDISTURBED_SECONDS)) != {0}:

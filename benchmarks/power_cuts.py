@@ -42,7 +42,7 @@ _SCRATCH = flags.DEFINE_string(
 
 SETTINGS = (
     *("mesh.fsdp=1", "mesh.tensor=1", "microbatches=1", "model.layers=1"),
-    *("steps=200", "checkpoint_every=2", "evaluate_every=100"),
+    *("steps=200", "checkpoints.every=2", "evaluation.every=100"),
 )
 SECONDS = 6.0  # the longest between the first step of a start and the cut
 REST_SECONDS = 1_800.0  # for what is left of a run after its last cut
@@ -171,7 +171,7 @@ def lost_lines(job: Job, resumed: int) -> str:
 
 def make_undisturbed(scratch: Path) -> Job:
     """A run that keeps all its checkpoints, to compare with."""
-    job = Job(scratch, "undisturbed", (*SETTINGS, "keep_checkpoints=1000"))
+    job = Job(scratch, "undisturbed", (*SETTINGS, "checkpoints.keep=1000"))
     attempt = job.start()
     if set(attempt.exit_codes()) != {0}:
         raise SystemExit(f"the undisturbed run failed:\n{attempt.output()}")
@@ -186,7 +186,7 @@ def campaign(scratch: Path, count: int, seed: int) -> list[Cut]:
     cuts: list[Cut] = []
     while len(cuts) < count:
         run = f"run_{len(cuts)}"
-        job = Job(scratch, run, (*SETTINGS, "keep_checkpoints=1"))
+        job = Job(scratch, run, (*SETTINGS, "checkpoints.keep=1"))
         disk = Disk(scratch / f"{run}.ext4", job.workdir)
         disk.make()
         try:

@@ -36,8 +36,8 @@ def config(teacher: fdl.Config[Experiment] | None = None) -> fdl.Config[Experime
         weight=0.9,
     )
     cfg.steps = 400
-    cfg.evaluate_every = cfg.checkpoint_every = 100
-    cfg.sample_every = None
+    cfg.evaluation.every = cfg.checkpoints.every = 100
+    cfg.samples.every = None
     return cfg
 
 

@@ -18,7 +18,7 @@ from lmlib import optim
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import Experiment
+from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
 from lmlib.hf.families import described
 from lmlib.hf.hub import local_folder_of
@@ -50,7 +50,7 @@ def config(folder: str, tokens: str = "data/c4") -> fdl.Config[Experiment]:
             seed=None,
             epochs=1,
         ),
-        validation_batches=4,
+        evaluation=fdl.Config(EvaluationSettings, batches=4),
         optimizer=fdl.Partial(
             optim.adamw,
             peak_lr=3e-5,
@@ -62,6 +62,8 @@ def config(folder: str, tokens: str = "data/c4") -> fdl.Config[Experiment]:
         guard=fdl.Config(Guard),
         mesh=fdl.Config(make_mesh, fsdp=-1),
         steps=2_000,
+        checkpoints=fdl.Config(CheckpointSettings),
+        samples=fdl.Config(SampleSettings),
     )
 
 
@@ -72,6 +74,6 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
     cfg.validation = fdl.Config(
         Synthetic, vocab_size=vocab, batch_size=8, sequence_length=64, seed=1
     )
-    cfg.validation_batches = 2
+    cfg.evaluation.batches = 2
     cfg.steps = 20
-    cfg.evaluate_every = cfg.checkpoint_every = 10
+    cfg.evaluation.every = cfg.checkpoints.every = 10

@@ -26,7 +26,7 @@ def config() -> fdl.Config[Experiment]:
     for source in (cfg.data, cfg.validation):
         source.path = "data/c4_llama3"
         source.batch_size, source.sequence_length = 256, 4_096
-    cfg.validation_batches = 4
+    cfg.evaluation.batches = 4
     cfg.optimizer.peak_lr = 3e-4
     cfg.steps = 23_600
     return cfg

@@ -15,7 +15,7 @@ from lmlib import optim
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import Experiment
+from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
 from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
@@ -43,7 +43,7 @@ def config() -> fdl.Config[Experiment]:
             seed=None,
             epochs=1,
         ),
-        validation_batches=16,
+        evaluation=fdl.Config(EvaluationSettings, batches=16),
         optimizer=fdl.Partial(
             optim.adamw,
             peak_lr=3e-3,
@@ -55,6 +55,8 @@ def config() -> fdl.Config[Experiment]:
         guard=fdl.Config(Guard),
         mesh=fdl.Config(make_mesh, fsdp=-1),
         steps=26_000,
+        checkpoints=fdl.Config(CheckpointSettings),
+        samples=fdl.Config(SampleSettings),
     )
 
 
@@ -68,9 +70,9 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
         setattr(cfg.model, name, sizes[name])
     cfg.data = fdl.Config(Synthetic, vocab_size=512, batch_size=8, sequence_length=64)
     cfg.validation = fdl.Config(Synthetic, vocab_size=512, batch_size=8, sequence_length=64, seed=1)
-    cfg.validation_batches = 2
+    cfg.evaluation.batches = 2
     cfg.steps = 20
-    cfg.evaluate_every = cfg.checkpoint_every = 10
+    cfg.evaluation.every = cfg.checkpoints.every = 10
 
 
 def fast(cfg: fdl.Config[Experiment]) -> None:

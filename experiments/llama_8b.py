@@ -26,7 +26,7 @@ def config() -> fdl.Config[Experiment]:
     for source in (cfg.data, cfg.validation):
         source.path = "data/c4_llama3"
         source.batch_size, source.sequence_length = 512, 8_192
-    cfg.validation_batches = 2
+    cfg.evaluation.batches = 2
     cfg.optimizer.peak_lr = 3e-4
     cfg.steps = 38_000
     return cfg

@@ -16,7 +16,7 @@ from lmlib import optim
 from lmlib.adapters import lora
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.experiment import Experiment
+from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
 from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
@@ -56,8 +56,9 @@ def config() -> fdl.Config[Experiment]:
         guard=fdl.Config(Guard),
         mesh=fdl.Config(make_mesh, fsdp=-1),
         steps=500,
-        evaluate_every=100,
-        checkpoint_every=100,
+        evaluation=fdl.Config(EvaluationSettings, every=100),
+        checkpoints=fdl.Config(CheckpointSettings, every=100),
+        samples=fdl.Config(SampleSettings),
     )
 
 

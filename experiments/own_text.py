@@ -21,7 +21,7 @@ import fiddle as fdl
 from lmlib import optim
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.experiment import Experiment
+from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
 from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
@@ -65,6 +65,7 @@ def config(
     sequence_length = min(step // _ROWS, _LONGEST)
     batch_size = step // sequence_length
     steps = max(1, round(total / step))
+    often = min(500, -(-steps // 10))
     prompts = _beginnings(held_out)
     data = {"path": tokens, "batch_size": batch_size, "sequence_length": sequence_length}
     return fdl.Config(
@@ -76,7 +77,11 @@ def config(
         objective=fdl.Config(NextToken),
         data=fdl.Config(FlatTokens, split="train", **data),
         validation=fdl.Config(FlatTokens, split="validation", seed=None, epochs=1, **data),
-        validation_batches=max(1, min(_VALIDATED, held_out.tokens) // step),
+        evaluation=fdl.Config(
+            EvaluationSettings,
+            every=often,
+            batches=max(1, min(_VALIDATED, held_out.tokens) // step),
+        ),
         optimizer=fdl.Partial(
             optim.adamw,
             peak_lr=min(3e-3, 0.768 / embed),
@@ -85,10 +90,10 @@ def config(
         guard=fdl.Config(Guard),
         mesh=fdl.Config(make_mesh, fsdp=-1),
         steps=steps,
-        evaluate_every=min(500, -(-steps // 10)),
-        checkpoint_every=min(500, -(-steps // 10)),
-        prompts=prompts,
-        sample_every=-(-steps // 5) if prompts else None,
+        checkpoints=fdl.Config(CheckpointSettings, every=often),
+        samples=fdl.Config(
+            SampleSettings, prompts=prompts, every=-(-steps // 5) if prompts else None
+        ),
     )
 
 
@@ -96,9 +101,9 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
     """The same data, a small model, 20 steps."""
     cfg.model.embed, cfg.model.layers, cfg.model.heads, cfg.model.mlp = 64, 2, 4, 128
     cfg.data.sequence_length = cfg.validation.sequence_length = 64
-    cfg.validation_batches = 1
-    cfg.steps, cfg.sample_every = 20, None
-    cfg.evaluate_every = cfg.checkpoint_every = 10
+    cfg.evaluation.batches = 1
+    cfg.steps, cfg.samples.every = 20, None
+    cfg.evaluation.every = cfg.checkpoints.every = 10
 
 
 def _split(tokens: str, split: str) -> FlatTokens:

@@ -11,7 +11,7 @@ from data_tools.standard_library import standard_library
 from lmlib import optim
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.experiment import Experiment
+from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
 from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
@@ -44,7 +44,7 @@ def config() -> fdl.Config[Experiment]:
             seed=None,
             epochs=1,
         ),
-        validation_batches=4,
+        evaluation=fdl.Config(EvaluationSettings, every=500, batches=4),
         optimizer=fdl.Partial(
             optim.adamw,
             peak_lr=3e-3,
@@ -53,10 +53,8 @@ def config() -> fdl.Config[Experiment]:
         guard=fdl.Config(Guard),
         mesh=fdl.Config(make_mesh, fsdp=-1),
         steps=1_500,
-        evaluate_every=500,
-        checkpoint_every=250,
-        prompts=("def ", "import ", "class Node"),
-        sample_every=500,
+        checkpoints=fdl.Config(CheckpointSettings, every=250),
+        samples=fdl.Config(SampleSettings, prompts=("def ", "import ", "class Node"), every=500),
     )
 
 
@@ -67,5 +65,5 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
     cfg.model.mlp, cfg.compute.unroll = 128, 2
     cfg.data.sequence_length = cfg.validation.sequence_length = 64
     cfg.steps = 20
-    cfg.evaluate_every = cfg.checkpoint_every = 10
-    cfg.prompts, cfg.sample_every = ("def ",), None
+    cfg.evaluation.every = cfg.checkpoints.every = 10
+    cfg.samples.prompts, cfg.samples.every = ("def ",), None

@@ -22,12 +22,12 @@ def config() -> fdl.Config[Experiment]:
         part.path, part.batch_size, part.sequence_length = "data/chats", 64, 2_048
     cfg.optimizer.peak_lr, cfg.optimizer.weight_decay = 1e-4, 0.0
     cfg.steps = 1_000
-    cfg.evaluate_every = cfg.checkpoint_every = cfg.sample_every = 200
-    cfg.prompts = ("What is the capital of France?", "Write two lines about a river.")
+    cfg.evaluation.every = cfg.checkpoints.every = cfg.samples.every = 200
+    cfg.samples.prompts = ("What is the capital of France?", "Write two lines about a river.")
     return cfg
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
     """New weights at a size for tests, on synthetic data, seconds on a laptop."""
     llama_84m.tiny(cfg)
-    cfg.init_from, cfg.prompts, cfg.sample_every = None, (), None
+    cfg.init_from, cfg.samples.prompts, cfg.samples.every = None, (), None

@@ -36,6 +36,9 @@ class Guard:
         "Robust Statistics", 1981, §5.1). `None` never does. Nothing is skipped so before `window`
         updates were made.
       window: how many losses are recent.
+      stop_after: a run stops when so many updates in a row were skipped.
+      captures: how many skipped updates a run keeps for `python -m runner.replay`; each holds a
+        checkpoint back.
 
     Raises:
       ValueError: for a setting that is not positive.
@@ -43,6 +46,8 @@ class Guard:
 
     spike_deviations: float | None = None
     window: int = 128
+    stop_after: int = 10
+    captures: int = 3
 
     def __post_init__(self) -> None:
         if self.spike_deviations is not None and self.spike_deviations <= 0:

@@ -107,17 +107,7 @@ MAY_IMPORT = {
         "lmlib.compute",
         "lmlib.data",
     },
-    "lmlib.experiment_checks": {
-        "lmlib.evaluate",
-        "lmlib.losses",
-        "lmlib.guard",
-        "lmlib.models",
-        "lmlib.parallel",
-        "lmlib.compute",
-        "lmlib.data",
-    },
     "lmlib.experiment": {
-        "lmlib.experiment_checks",
         "lmlib.hardware",
         "lmlib.adapters",
         "lmlib.recipe",

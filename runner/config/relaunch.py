@@ -17,7 +17,7 @@ from runner.config.text import parameters
 def next_commands(cfg: fdl.Config[Experiment], workdir: Path) -> list[str]:
     """What to try after a run of `cfg` in `workdir`: commands to paste, from the same folder."""
     commands = [relaunch_command(cfg, workdir)]
-    if cfg.prompts:
+    if cfg.samples.prompts:
         commands.insert(0, generate_command(cfg, workdir))
     return commands
 
@@ -33,7 +33,7 @@ def relaunch_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
 def generate_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
     """Continues the first of the run's prompts."""
     trusted = modules_to_trust(cfg)
-    flags = (f"--from={workdir}", *_trusting(trusted), f"--prompt={cfg.prompts[0]}")
+    flags = (f"--from={workdir}", *_trusting(trusted), f"--prompt={cfg.samples.prompts[0]}")
     return _where_found(trusted, python_command("runner.generate", *flags))
 
 

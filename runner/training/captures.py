@@ -42,7 +42,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
 
 
 class Captures:
-    """Captures the first update of each row of skipped ones, `experiment.captures` in all."""
+    """Captures the first update of each row of skipped ones, `experiment.guard.captures` in all."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Captures:
         folder = self._workdir / FOLDER
         names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         taken = [name for name in names if name.isdecimal()]  # others a killed process left
-        return str(step) not in taken and len(taken) < self._experiment.captures
+        return str(step) not in taken and len(taken) < self._experiment.guard.captures
 
     def _write(self, folder: Path, line: Line, rows: dict[str, np.ndarray]) -> None:
         unfinished = folder.with_name(f".{folder.name}.unfinished")

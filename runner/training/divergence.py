@@ -18,7 +18,7 @@ def stop_if_diverged(
     weights as they were, so they show what the skipped ones met.
     """
     in_a_row = line["skipped_in_a_row"]
-    if in_a_row < experiment.stop_after_skipped:
+    if in_a_row < experiment.guard.stop_after:
         return
     saver.settle()
     statistics = layer_statistics(state.whole_model, batch, experiment.mesh, experiment.compute)
@@ -40,6 +40,6 @@ def stop_if_diverged(
         f"{in_a_row} updates in a row were skipped, up to step {line['step']:,} "
         f"({experiment.objective.loss_name} {line['loss']:.4g}, gradient norm "
         f"{line['grad_norm']:.4g}): {found}. {newest} "
-        "with a lower learning rate or another seed of the data, or raise stop_after_skipped.\n"
+        "with a lower learning rate or another seed of the data, or raise guard.stop_after.\n"
         f"{table(statistics)}"
     )

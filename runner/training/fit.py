@@ -204,13 +204,13 @@ class _Run:
             )
 
     def open_checkpoints(self) -> Checkpoints:
-        limits = self.options.limits or Limits()
+        limits, settings = self.options.limits or Limits(), self.experiment.checkpoints
         with user_errors():
             return Checkpoints(
                 self.workdir / "checkpoints",
-                keep=self.experiment.keep_checkpoints,
-                keep_every=self.experiment.keep_checkpoints_every,
-                keep_best=self.experiment.keep_best_checkpoints,
+                keep=settings.keep,
+                keep_every=settings.keep_every,
+                keep_best=settings.keep_best,
                 # Imported weights, of which the frozen ones are read again at every start.
                 keep_steps=() if self.experiment.recipe.trained is None else (WEIGHTS_ALONE,),
                 save_seconds=max(1, round(limits.checkpoint)),
@@ -283,7 +283,7 @@ class _Run:
     def unevaluated(self, step: int) -> bool:
         """Whether an earlier process ended in the evaluation after `step`, which it had saved."""
         experiment = self.experiment
-        due = step % experiment.evaluate_every == 0 or step == experiment.steps
+        due = step % experiment.evaluation.every == 0 or step == experiment.steps
         if experiment.validation is None or not due:
             return False
         lines = read_metrics(self.workdir) if self.primary else []

@@ -94,8 +94,8 @@ class Loop:
 
             last = step == experiment.steps
             stops = self.stop(step) and not last
-            evaluates = step % experiment.evaluate_every == 0 or last
-            saves = step % experiment.checkpoint_every == 0 or last or stops
+            evaluates = step % experiment.evaluation.every == 0 or last
+            saves = step % experiment.checkpoints.every == 0 or last or stops
             samples = self.samples.due(step)
             if evaluates or saves or samples:
                 line = self._read(unread)

@@ -41,8 +41,8 @@ class Samples:
     primary: bool
 
     def due(self, step: int) -> bool:
-        """Whether `step`, not the last, is one of `sample_every`."""
-        every = self.experiment.sample_every
+        """Whether `step`, not the last, is one that `samples.every` names."""
+        every = self.experiment.samples.every
         return every is not None and step % every == 0 and step < self.experiment.steps
 
     def write(self, step: int, model: Any, log: MetricsLog | None = None) -> tuple[str, ...]:
@@ -73,14 +73,14 @@ def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
     Raises:
       ConfigError: if the data has no tokenizer, or one that cannot read the prompts.
     """
-    if not experiment.prompts:
+    if not experiment.samples.prompts:
         return ()
     with agreed(), user_errors():
         data = experiment.data
         codec = data.text_codec() if isinstance(data, HasText) else None
         if codec is None:
             raise ConfigError(f"{type(data).__name__} knows no tokenizer")
-        prompts, stop_ids = asked(data, codec, experiment.prompts)
+        prompts, stop_ids = asked(data, codec, experiment.samples.prompts)
     longest = max(map(len, prompts)) + TOKENS
     generator = Generator(
         model,

@@ -24,7 +24,7 @@ HELD_UP_SECONDS = 1.0  # a save that takes less of training's time is not spoken
 
 
 class Saver:
-    """Saves, and tolerates `experiment.tolerated_failed_saves` failures in a row.
+    """Saves, and tolerates `experiment.checkpoints.tolerated_failures` failures in a row.
 
     After one the run goes on: the checkpoints before stay, and the next save may succeed. Not so
     with several processes: the others wait for one that failed in the middle of their save, so it
@@ -50,6 +50,7 @@ class Saver:
           before_skipped: as the attribute, from the checkpoint that the run goes on from.
         """
         self._experiment = experiment
+        self._settings = experiment.checkpoints
         self._checkpoints = checkpoints
         self._log = log
         self._progress = progress
@@ -117,9 +118,9 @@ class Saver:
 
     def rank(self, step: int, metrics: Mapping[str, float]) -> None:
         """Ranks the checkpoint of `step`, if there is one, by `best_by` of its evaluation's
-        `metrics`: for `keep_best_checkpoints`. Where more is better its negative is kept."""
-        best = metrics[self._experiment.best_by]
-        rank = -best if self._experiment.best_is_highest else best
+        `metrics`: for `keep_best`. Where more is better its negative is kept."""
+        best = metrics[self._settings.best_by]
+        rank = -best if self._settings.best_is_highest else best
         if (error := _error_of(lambda: self._checkpoints.rank(step, rank))) is not None:
             self._tolerate(error)
 
@@ -187,12 +188,12 @@ class Saver:
             raise error
         self._failed += 1
         self._last_error = error
-        tolerated = self._experiment.tolerated_failed_saves
+        tolerated = self._settings.tolerated_failures
         if self._failed > tolerated:
             newest = self._checkpoints.newest()
             raise TrainingStopped(
                 f"{in_words(error)}. Of the saves the last {self._failed} failed, and "
-                f"tolerated_failed_saves is {tolerated}; "
+                f"checkpoints.tolerated_failures is {tolerated}; "
                 + (
                     "there is no checkpoint: the same command begins anew"
                     if newest is None

@@ -26,13 +26,13 @@ class Validation:
     def __init__(self, experiment: Experiment):
         self._sets = experiment.validation_sets
         self._named = isinstance(experiment.validation, Mapping)
-        self._weights = experiment.validation_weights
-        self._batches = experiment.validation_batches
+        self._weights = experiment.evaluation.weights
+        self._batches = experiment.evaluation.batches
         self._evaluator = Evaluator(experiment.mesh, experiment.compute)
         self._suite = _suite(experiment)
 
     def metrics(self, model: Any) -> dict[str, float]:
-        """`Experiment.evaluation_metrics`; losses are over the first `validation_batches` of each
+        """`Experiment.evaluation_metrics`; losses are over the first `evaluation.batches` of each
         set, the same ones each time."""
         found = self._evaluated(model, whole=False)
         lines = {"": self._total(found)}
@@ -47,7 +47,7 @@ class Validation:
 
     def whole(self, model: Any) -> tuple[Validated, dict[str, Validated]]:
         """The total over all batches, and by the names of the sets, if they have some. Of a set
-        that never ends it is over `validation_batches`."""
+        that never ends it is over `evaluation.batches`."""
         found = self._evaluated(model, whole=True)
         by_name = {name: self._validated(name, each) for name, each in found.items()}
         return self._total(found), by_name if self._named else {}
@@ -68,7 +68,7 @@ class Validation:
         return f"{first} of each set"
 
     def _total(self, found: Mapping[str, Evaluation]) -> Validated:
-        """The mean over the sets by `validation_weights`: without them each target counts once,
+        """The mean over the sets by `evaluation.weights`: without them each target counts once,
         and in bits per byte each byte."""
         each = {name: self._validated(name, evaluation) for name, evaluation in found.items()}
         if len(found) == 1:
@@ -110,10 +110,10 @@ class Validation:
 
 
 def _suite(experiment: Experiment) -> SuiteEvaluator | None:
-    if experiment.suite is None:
+    if experiment.evaluation.suite is None:
         return None
     return SuiteEvaluator(
-        experiment.suite,
+        experiment.evaluation.suite,
         Scorer(experiment.mesh, experiment.compute),
         experiment.data.max_token_id + 1,
         experiment.text_codec,

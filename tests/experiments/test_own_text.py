@@ -64,7 +64,7 @@ def test_a_longer_run_has_larger_batches_as_long_as_the_data_fills_them(tmp_path
 
 
 def test_prompts_are_how_held_out_texts_begin(folder):
-    prompts = config(folder).prompts
+    prompts = config(folder).samples.prompts
     assert len(prompts) == len(HELD_OUT)
     for prompt, text in zip(prompts, HELD_OUT, strict=True):
         assert prompt and " ".join(text.split()).startswith(prompt)

@@ -30,7 +30,7 @@ QUANTIZED = "compute.quantized={'projections': 'int8', 'mlp': 'int8'}"
 
 
 def tiny(name, *overrides):
-    settings = ["steps=6", "checkpoint_every=3", "validation=None", "optimizer.peak_lr=1e-2"]
+    settings = ["steps=6", "checkpoints.every=3", "validation=None", "optimizer.peak_lr=1e-2"]
     return configs.load(
         f"experiments/{name}", ["tiny"], [*settings, "compute.dtype=float32", *overrides]
     )

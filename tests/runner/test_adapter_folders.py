@@ -203,8 +203,8 @@ def test_a_run_goes_on_where_adapters_were_brought_in(folder, tmp_path):
     shutil.rmtree(folder)
     cfg = configs.load(str(tmp_path / "run"))
     run = experiment()
-    cfg.data, cfg.validation, cfg.steps, cfg.keep_checkpoints = run.data, None, 4, 1
-    cfg.mesh.fsdp, cfg.checkpoint_every = 1, 1
+    cfg.data, cfg.validation, cfg.steps, cfg.checkpoints.keep = run.data, None, 4, 1
+    cfg.mesh.fsdp, cfg.checkpoints.every = 1, 1
     with pytest.raises(Exception, match="stopped after step 2"):
         fit(cfg, tmp_path / "run", Options(stop=lambda step: step == 2))
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:

@@ -22,7 +22,7 @@ from runner.weights.reference_model import reference_model_of
 from runner.weights.saved_run import Access
 from runner.weights.wanted import Wanted
 
-TWO_STEPS = ("steps=2", "checkpoint_every=2", "data.batch_size=8", "mesh.fsdp=1")
+TWO_STEPS = ("steps=2", "checkpoints.every=2", "data.batch_size=8", "mesh.fsdp=1")
 LLAMA = Path(__file__).parents[1] / "hf" / "golden" / "llama"
 
 
@@ -44,9 +44,9 @@ def distilled(teacher, data):
     cfg = configs.load("experiments/distil", (), [f"teacher={str(teacher)!r}"])
     of_teacher = configs.load(str(teacher))
     cfg.model, cfg.compute = cfg.objective.teacher, of_teacher.compute
-    cfg.data, cfg.validation, cfg.prompts = of_teacher.data, None, ()
+    cfg.data, cfg.validation, cfg.samples.prompts = of_teacher.data, None, ()
     cfg.data.batch_size = 8
-    cfg.mesh.fsdp, cfg.steps, cfg.checkpoint_every = 1, 2, 2
+    cfg.mesh.fsdp, cfg.steps, cfg.checkpoints.every = 1, 2, 2
     return cfg
 
 

@@ -15,7 +15,6 @@ from forked_processes import run_forked
 from sentinels import sentinels
 
 from lmlib.data.synthetic import Synthetic
-from lmlib.guard import Guard
 from lmlib.metrics.log import read_metrics
 from runner import convert, fit
 from runner.config import configs
@@ -37,10 +36,10 @@ def config(*overrides):
         ["tiny"],
         (
             *("model.layers=2", "model.embed=16", "model.mlp=16", "mesh.fsdp=2"),
-            *("optimizer.peak_lr=0.05", "checkpoint_every=4", "validation=None", *overrides),
+            *("optimizer.peak_lr=0.05", "checkpoints.every=4", "validation=None", *overrides),
         ),
     )
-    cfg.guard = fdl.Config(Guard, spike_deviations=0.01, window=2)
+    cfg.guard.spike_deviations, cfg.guard.window = 0.01, 2
     return cfg
 
 
@@ -49,7 +48,7 @@ def captured(tmp_path_factory):
     """The workdir of a run that skipped some updates, and the captures in it, in order."""
     workdir = tmp_path_factory.mktemp("captured")
     (workdir / "captures" / ".1.unfinished").mkdir(parents=True)  # a killed process left it
-    fit(config("captures=1"), workdir)
+    fit(config("guard.captures=1"), workdir)
     folders = [folder for folder in (workdir / "captures").iterdir() if folder.name.isdecimal()]
     return workdir, folders
 
@@ -112,8 +111,8 @@ def test_a_step_that_comes_out_otherwise_is_told(captured, tmp_path):
 
 @pytest.mark.slow
 def test_numbers_that_are_not_finite_are_captured_too(tmp_path):
-    cfg = config("optimizer.peak_lr=1e15", "stop_after_skipped=2")
-    cfg.guard = fdl.Config(Guard)
+    cfg = config("optimizer.peak_lr=1e15", "guard.stop_after=2")
+    cfg.guard.spike_deviations, cfg.guard.window = None, 128
     with pytest.raises(TrainingStopped):
         fit(cfg, tmp_path)
     (folder,) = (tmp_path / "captures").iterdir()
@@ -129,7 +128,7 @@ def test_numbers_that_are_not_finite_are_captured_too(tmp_path):
 def test_a_step_after_weights_that_were_brought_in_is_made_again(tmp_path):
     folder, workdir = ROOT / "tests/hf/golden/llama", tmp_path / "run"
     convert.bring_in(located(str(folder)), workdir)
-    overrides = ["optimizer.peak_lr=1e15", "stop_after_skipped=2", "mesh.fsdp=1"]
+    overrides = ["optimizer.peak_lr=1e15", "guard.stop_after=2", "mesh.fsdp=1"]
     cfg = configs.load("experiments/from_hf", ["tiny"], [f"folder={folder}", *overrides])
     with pytest.raises(TrainingStopped):
         fit(cfg, workdir)

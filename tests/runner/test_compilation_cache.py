@@ -77,7 +77,7 @@ def test_simulated_devices_do_not_wait_for_each_other_in_a_kept_program(tmp_path
     }
     for name in ("compiled", "kept_program"):
         settings = ["mesh.fsdp=4", "mesh.tensor=2", "steps=150"]
-        settings += ["evaluate_every=150", "checkpoint_every=150"]
+        settings += ["evaluation.every=150", "checkpoints.every=150"]
         ended = subprocess.run(
             [
                 *(sys.executable, "-m", "runner", "--fdl_config=experiments/llama_84m"),

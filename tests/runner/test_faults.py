@@ -39,7 +39,7 @@ MOMENTS = (
 @pytest.mark.slow
 def test_killed_ten_times_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path):
     EVERYTHING.prepare(tmp_path)
-    undisturbed = Job(tmp_path, "undisturbed", (STEPS, "keep_checkpoints=1000"))
+    undisturbed = Job(tmp_path, "undisturbed", (STEPS, "checkpoints.keep=1000"))
     attempt = undisturbed.start()
     assert attempt.exit_codes() == [0], attempt.output()
     undisturbed.keep_programs()

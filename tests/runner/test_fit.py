@@ -147,7 +147,7 @@ def start(workdir, output):
     with output.open("w") as file:
         return ForkedProcess(
             *("-m", "runner", "--fdl_config=experiments/llama_84m", "--fiddler=tiny"),
-            *(f"--fdl.{override}" for override in (*MESH, "checkpoint_every=4")),
+            *(f"--fdl.{override}" for override in (*MESH, "checkpoints.every=4")),
             f"--workdir={workdir}",
             stdout=file,
             stderr=file,
@@ -177,7 +177,7 @@ def test_killed_and_resumed_the_run_is_bitwise_the_undisturbed_one(undisturbed, 
     assert (starts[1].seconds["repeated steps"] > 0) == (made > resumed_from)
     # Compared with what a process of the same kind draws: same mesh, same bits.
     assert without_times(read_metrics(workdir)) == without_times(expected.metrics)
-    state = fit(tiny(*MESH, "checkpoint_every=4"), workdir).state
+    state = fit(tiny(*MESH, "checkpoints.every=4"), workdir).state
     assert_same_bits(state, expected.state)
 
 
@@ -297,7 +297,7 @@ def test_the_command_line_profiles_and_dumps(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_diverges_stops_and_names_the_part(tmp_path):
-    cfg = tiny("optimizer.peak_lr=1e15", "stop_after_skipped=3", *SMALL)
+    cfg = tiny("optimizer.peak_lr=1e15", "guard.stop_after=3", *SMALL)
     with pytest.raises(TrainingStopped, match=r"3 updates in a row .* first number .* is in the"):
         fit(cfg, tmp_path)
     lines = read_metrics(tmp_path)

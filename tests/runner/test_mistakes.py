@@ -56,7 +56,9 @@ def scratch(tmp_path_factory):
     content = json.loads((folder / "data" / metadata).read_text()) | {"version": 99}
     (folder / "other_version" / metadata).write_text(json.dumps(content))
 
-    cfg = configs.load("experiments/llama_84m", ["tiny"], (*SMALL, "steps=2", "checkpoint_every=1"))
+    cfg = configs.load(
+        "experiments/llama_84m", ["tiny"], (*SMALL, "steps=2", "checkpoints.every=1")
+    )
     fit(cfg, folder / "old")
     for name in ("newest_damaged", "all_damaged", "no_manifest"):
         shutil.copytree(folder / "old", folder / name)
@@ -221,12 +223,12 @@ PARTS = [
     ("optimizer.peak_lr=-1.0", "peak_lr"),
     ("optimizer.b2=2.0", "b2"),
     ("optimizer.schedule.warmup=7.0", "warmup"),
-    ("validation_batches=None", "validation never ends: set validation_batches"),
-    ("validation_batches=0", "validation_batches must be at least 1, got 0"),
-    ("keep_checkpoints=0", "keep_checkpoints must be at least 1, got 0"),
-    ("keep_checkpoints_every=0", "keep_checkpoints_every must be at least 1, got 0"),
+    ("evaluation.batches=None", "validation never ends: set evaluation.batches"),
+    ("evaluation.batches=0", "evaluation.batches must be at least 1, got 0"),
+    ("checkpoints.keep=0", "checkpoints.keep must be at least 1, got 0"),
+    ("checkpoints.keep_every=0", "checkpoints.keep_every must be at least 1, got 0"),
     ("compute.saved=mlp_gate", """Write "('mlp_gate',)", with both quotes."""),
-    ("captures=-1", "captures must be at least 0, got -1"),
+    ("guard.captures=-1", "guard.captures must be at least 0, got -1"),
     ("seed=-1", "seed must be in [0, 2^32), got -1"),
     (f"seed={2**70}", f"seed must be in [0, 2^32), got {2**70}"),
     (f"steps={10**30}", "steps must be below 2^31"),
@@ -394,7 +396,7 @@ def test_debug_shows_where_a_mistake_was_found(scratch):
     arguments = (*TINY, f"--workdir={scratch / 'new'}", "--fdl.steps=0")
     ended = run_forked("-m", "runner", *arguments, "--debug")
     assert ended.returncode == 2
-    assert "Traceback" in ended.stderr and "lmlib/experiment.py" in ended.stderr
+    assert "Traceback" in ended.stderr and "lmlib/experiment/__init__.py" in ended.stderr
     assert "steps must be at least 1, got 0" in ended.stderr
 
 

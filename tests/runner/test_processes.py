@@ -185,7 +185,7 @@ def test_a_stopped_coordinator_is_named_by_the_others(tmp_path):
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_with_one_checkpoint(tmp_path):
     workdir = tmp_path / "run"
-    names = ("steps", "checkpoint_every", "evaluate_every")
+    names = ("steps", "checkpoints.every", "evaluation.every")
     endless = [f"--fdl.{name}=1_000_000" for name in names]
     run = SeveralProcesses(2, workdir, tmp_path / "outputs", flags=endless)
     run.wait_for_lines(workdir, 3)

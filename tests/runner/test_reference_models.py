@@ -19,7 +19,7 @@ from runner.config import configs
 from runner.errors import ConfigError
 
 LLAMA = Path(__file__).parents[1] / "hf" / "golden" / "llama"
-TWO_STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoint_every=1")
+TWO_STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoints.every=1")
 
 
 def with_teacher(cfg, teacher_from):

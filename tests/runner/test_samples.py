@@ -35,7 +35,7 @@ class WithoutBeginning(Synthetic):
 def tiny(prompts, data):
     small = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1")
     cfg = configs.load("experiments/llama_84m", ["tiny"], ("steps=1", *small))
-    cfg.prompts, cfg.validation = prompts, None
+    cfg.samples.prompts, cfg.validation = prompts, None
     cfg.data = data
     return cfg
 
@@ -101,7 +101,7 @@ def test_a_run_continues_its_prompts(tmp_path, mixed):
 @pytest.mark.slow
 def test_prompts_are_continued_while_training_goes_on(tmp_path):
     cfg = tiny(("one two", "six"), flat_tokens(tmp_path / "data", ByteTokenizer()))
-    cfg.steps, cfg.sample_every = 5, 2
+    cfg.steps, cfg.samples.every = 5, 2
     result = fit(cfg, tmp_path / "run")
     pages = sorted((tmp_path / "run" / "samples").iterdir())
     assert [page.name for page in pages] == ["00000002.txt", "00000004.txt", "00000005.txt"]
@@ -117,8 +117,8 @@ def test_prompts_are_continued_while_training_goes_on(tmp_path):
 
 def test_sampling_without_prompts_is_refused(tmp_path):
     cfg = tiny((), flat_tokens(tmp_path / "data", ByteTokenizer()))
-    cfg.sample_every = 2
-    with pytest.raises(ConfigError, match="sample_every is 2, but there are no prompts"):
+    cfg.samples.every = 2
+    with pytest.raises(ConfigError, match=r"samples\.every is 2, but there are no prompts"):
         fit(cfg, tmp_path / "run")
 
 

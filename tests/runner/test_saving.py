@@ -66,7 +66,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def disturbed(workdir: Path, do: dict[int, str], *overrides: str):
-    cfg = small("checkpoint_every=5", "keep_checkpoints=1", *overrides)
+    cfg = small("checkpoints.every=5", "checkpoints.keep=1", *overrides)
     sizes = {"vocab_size": 512, "batch_size": 8, "sequence_length": 64}
     cfg.data = fdl.Config(Disturbing, str(workdir / "checkpoints"), do, **sizes)
     return cfg
@@ -85,7 +85,7 @@ def test_a_run_goes_on_after_a_save_that_failed(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_too_many_failed_saves_stop_the_run(tmp_path):
-    cfg = disturbed(tmp_path, {13: "away"}, "tolerated_failed_saves=1", "steps=40")
+    cfg = disturbed(tmp_path, {13: "away"}, "checkpoints.tolerated_failures=1", "steps=40")
     with pytest.raises(TrainingStopped, match=r"^cannot save step 20 .*the last 2 failed"):
         fit(cfg, tmp_path)
     (tmp_path / "elsewhere").rename(tmp_path / "checkpoints")
@@ -124,7 +124,7 @@ def test_a_save_in_whose_course_the_lock_is_lost_gives_no_checkpoint(tmp_path, m
 
     monkeypatch.setattr(os, "fsync", lose)
     with pytest.raises(WorkdirLost, match="lock was deleted"):
-        fit(small("steps=4", "checkpoint_every=2"), tmp_path)
+        fit(small("steps=4", "checkpoints.every=2"), tmp_path)
     assert lost
     assert saved_steps(tmp_path / "checkpoints") == []
     assert not (tmp_path / "result.json").exists()
@@ -144,7 +144,7 @@ class BringsBack(Synthetic):
 
 
 def test_a_checkpoint_that_another_run_saves_while_one_begins_is_told(tmp_path):
-    cfg = small("steps=4", "checkpoint_every=2")
+    cfg = small("steps=4", "checkpoints.every=2")
     fit(cfg, tmp_path)
     step, away = tmp_path / "checkpoints" / "4", tmp_path / "elsewhere"
     step.rename(away)
@@ -183,7 +183,12 @@ def breaking_down(of_the_state: bool, *overrides: str):
 
 @pytest.mark.slow
 def test_after_an_infinite_update_every_checkpoint_is_finite_and_the_one_before_stays(tmp_path):
-    settings = ("checkpoint_every=2", "keep_checkpoints=1", "captures=0", "stop_after_skipped=3")
+    settings = (
+        "checkpoints.every=2",
+        "checkpoints.keep=1",
+        "guard.captures=0",
+        "guard.stop_after=3",
+    )
     cfg = breaking_down(False, *settings)
     with pytest.raises(TrainingStopped) as stopped:
         fit(cfg, tmp_path)
@@ -199,7 +204,7 @@ def test_after_an_infinite_update_every_checkpoint_is_finite_and_the_one_before_
 
 
 def test_what_is_kept_from_before_skipped_updates_stays_over_a_restart(tmp_path):
-    settings = ("checkpoint_every=2", "keep_checkpoints=1", "captures=0")
+    settings = ("checkpoints.every=2", "checkpoints.keep=1", "guard.captures=0")
     fit(breaking_down(False, *settings, "steps=8"), tmp_path)
     assert saved_steps(tmp_path / "checkpoints") == [4, 8]
     with pytest.raises(TrainingStopped, match="from before them is step 4: go on from it"):
@@ -209,7 +214,7 @@ def test_what_is_kept_from_before_skipped_updates_stays_over_a_restart(tmp_path)
 
 @pytest.mark.slow
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, capsys):
-    cfg = breaking_down(True, "steps=10", "checkpoint_every=5")
+    cfg = breaking_down(True, "steps=10", "checkpoints.every=5")
     told = r"step 10 is not saved: optimizer\.1\.1 holds numbers that are not finite"
     with pytest.raises(TrainingStopped, match=f"the last checkpoint could not be saved: {told}"):
         fit(cfg, tmp_path)
@@ -234,8 +239,8 @@ class FailingOnce(Synthetic):
 @pytest.mark.parametrize("fails", sentinels([1, 2], lambda fails: fails == 1))
 def test_an_evaluation_that_fails_costs_no_step_and_is_made_by_the_next_start(tmp_path, fails):
     cfg = small("steps=4")
-    cfg.evaluate_every = cfg.checkpoint_every = 2
-    cfg.validation_batches = 1
+    cfg.evaluation.every = cfg.checkpoints.every = 2
+    cfg.evaluation.batches = 1
     sizes = {"vocab_size": 512, "batch_size": 8, "sequence_length": 64}
     cfg.validation = fdl.Config(FailingOnce, fails, **sizes)
     with pytest.raises(RuntimeError, match="out of memory, say"):

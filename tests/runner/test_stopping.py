@@ -12,7 +12,7 @@ from runner.command_line.exit_status import SIGNALLED
 from runner.watch.awake import Awake
 
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: what schedulers are told to start again on
-NEVER_ENDS = ("steps=1_000_000", "evaluate_every=1_000_000", "checkpoint_every=1_000_000")
+NEVER_ENDS = ("steps=1_000_000", "evaluation.every=1_000_000", "checkpoints.every=1_000_000")
 LLAMA = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", "--fdl.validation=None")
 # A source that gives four batches and then nothing more.
 HANGING = """

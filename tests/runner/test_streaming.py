@@ -48,7 +48,7 @@ def streamed(texts: str, **settings: Any) -> fdl.Config[Experiment]:
     cfg.validation = fdl.Config(
         HFStream, texts, tokenizer="bytes", batch_size=8, sequence_length=64, repeat=False
     )
-    cfg.steps, cfg.checkpoint_every, cfg.evaluate_every = 6, 2, 3
+    cfg.steps, cfg.checkpoints.every, cfg.evaluation.every = 6, 2, 3
     cfg.mesh.fsdp = 2
     for setting, value in settings.items():
         setattr(cfg, setting, value)
@@ -237,7 +237,7 @@ def config() -> fdl.Config[Experiment]:
     "A stream."
     cfg = small_experiment.small("mesh.fsdp=-1")
     cfg.data = fdl.Config(KilledOnce, "{texts}", "bytes", 16, 64, shuffle_documents=25)
-    cfg.steps, cfg.checkpoint_every = 10, 2
+    cfg.steps, cfg.checkpoints.every = 10, 2
     return cfg
 """
 

@@ -27,7 +27,7 @@ from runner.inference.teaching import sequences_of, teach
 from runner.plan import cost_of
 
 V, S = 258, 24
-STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoint_every=1")
+STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoints.every=1")
 
 
 @pytest.fixture(scope="module")

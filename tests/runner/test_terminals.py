@@ -110,7 +110,7 @@ def config():
     cfg = llama_84m.config()
     llama_84m.tiny(cfg)
     cfg.data = fdl.Config(FlatTokens, {str(workdir.parent / "data")!r}, "train", 8, 16)
-    cfg.validation, cfg.steps, cfg.prompts = None, 1, ({HOSTILE!r},)
+    cfg.validation, cfg.steps, cfg.samples.prompts = None, 1, ({HOSTILE!r},)
     return cfg
 """)
     run = tmp_path / NAME

@@ -22,7 +22,7 @@ from runner.errors import ConfigError, StoppedEarly
 from runner.inference.loading import load
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
-SMALL = ("validation=None", "mesh.fsdp=1", "steps=4", "checkpoint_every=2")
+SMALL = ("validation=None", "mesh.fsdp=1", "steps=4", "checkpoints.every=2")
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_group_trains_alone_from_new_weights_and_from_another_run(folder, tmp_
 @pytest.mark.slow
 def test_the_405b_at_a_small_size_from_a_folder_to_both_formats(tmp_path):
     """On eight devices: the base comes from disk in bfloat16, a cut run goes on bit for bit."""
-    small = ("mesh.fsdp=4", "mesh.tensor=2", "checkpoint_every=3", "steps=6", "validation=None")
+    small = ("mesh.fsdp=4", "mesh.tensor=2", "checkpoints.every=3", "steps=6", "validation=None")
     cfg = configs.load("experiments/llama_405b_lora", ["tiny"], small)
     base = fdl.build(cfg.model.of)(key=jax.random.key(7))
     hf.save(base, tmp_path / "base", model_type="llama", dtype="bfloat16")
@@ -163,9 +163,9 @@ def test_an_imported_base_stays_in_its_workdir(folder, tmp_path):
     shutil.rmtree(folder)
     cfg = configs.load(str(workdir / "config.json"))
     from_hf.tiny(cfg)
-    cfg.validation, cfg.mesh.fsdp, cfg.steps, cfg.checkpoint_every = None, 1, 4, 1
+    cfg.validation, cfg.mesh.fsdp, cfg.steps, cfg.checkpoints.every = None, 1, 4, 1
     cfg.trainable = {"norms": fdl.Config(Group, paths=("*norm.scale",))}
-    cfg.keep_checkpoints = 1
+    cfg.checkpoints.keep = 1
     with pytest.raises(StoppedEarly):
         fit(cfg, workdir, Options(stop=lambda step: step == 3))
     assert fit(cfg, workdir).summary.steps == 4

@@ -13,12 +13,13 @@ from data_tools.inspect.saved_run import SavedRun
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.mean_loss import Evaluator
-from lmlib.experiment import Experiment
+from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
 from runner import fit
 from runner.config.saved_data import data_text
 from runner.training.report import finished_summary
 from runner.training.validation import Validation
 
+TWO_BATCHES = EvaluationSettings(batches=2)
 WITH_AN_ENDLESS_ONE = "the whole of each set, of one that never ends the first 2 batches"
 
 
@@ -71,14 +72,17 @@ def test_a_part_of_a_split_is_told_from_the_whole(experiment, in_a_split, some, 
         sets[str(number)] = Text(None)
         sets[str(number)].batches = batches
     validation = sets if len(sets) > 1 else sets["0"]
-    found = Validation(dataclasses.replace(experiment, validation=validation, suite=None))
+    found = Validation(
+        dataclasses.replace(experiment, validation=validation, evaluation=TWO_BATCHES)
+    )
     assert (found.seen(whole=False), found.seen(whole=True)) == (some, whole)
 
 
 @pytest.mark.parametrize("weights", [None, {"web": 3.0, "code.py": 1.0}])
 def test_each_set_has_its_metrics_and_all_have_a_total(experiment, evaluated, weights):
     model, alone = evaluated
-    experiment = dataclasses.replace(experiment, validation_weights=weights)
+    evaluation = EvaluationSettings(batches=2, weights=weights)
+    experiment = dataclasses.replace(experiment, evaluation=evaluation)
     experiment.check()
     found = Validation(experiment).metrics(model)
     assert set(found) == set(experiment.evaluation_metrics)
@@ -110,20 +114,25 @@ def test_sets_without_text_have_no_bits_and_nor_has_their_total(experiment, eval
     assert one.evaluation_metrics == ("validation_loss",)
 
 
+def weighted(**weights):
+    return {"evaluation": EvaluationSettings(batches=2, weights=weights)}
+
+
+def ranked_by(metric):
+    return {"checkpoints": CheckpointSettings(best_by=metric)}
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"validation": {}}, "validation names no source"),
         ({"validation": {"a b": Text(None)}}, "validation has the name 'a b'"),
-        ({"validation_batches": None}, r"validation\['web'\] never ends"),
-        (
-            {"validation_weights": {"web": 1.0}},
-            "are of 'web', but validation has 'web', 'code.py'",
-        ),
-        ({"validation_weights": {"web": 0.0, "code.py": 0.0}}, "must be positive numbers"),
-        ({"validation": Text(None), "validation_weights": {"web": 1.0}}, "has no names"),
-        ({"best_by": "validation_los"}, "best_by='validation_los' is no metric of this exp"),
-        ({"best_by": "validation_loss/books"}, "there are validation_loss, validation_loss/web"),
+        ({"evaluation": EvaluationSettings()}, r"validation\['web'\] never ends"),
+        (weighted(web=1.0), "are of 'web', but validation has 'web', 'code.py'"),
+        (weighted(**{"web": 0.0, "code.py": 0.0}), "must be positive numbers"),
+        ({"validation": Text(None), **weighted(web=1.0)}, "has no names"),
+        (ranked_by("validation_los"), r"checkpoints.best_by='validation_los' is no metric of this"),
+        (ranked_by("validation_loss/books"), "there are validation_loss, validation_loss/web"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_trained(experiment, changes, told):
@@ -150,9 +159,9 @@ def test_data_tools_find_each_set_of_a_run(tmp_path):
 @pytest.mark.parametrize("highest", [False, True])
 def test_the_best_checkpoint_by_one_set(tmp_path, highest):
     cfg = config()
-    cfg.steps, cfg.evaluate_every, cfg.checkpoint_every = 6, 1, 1
-    cfg.keep_checkpoints, cfg.keep_best_checkpoints = 1, 1
-    cfg.best_by, cfg.best_is_highest = "validation_loss/code.py", highest
+    cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 6, 1, 1
+    cfg.checkpoints.keep, cfg.checkpoints.keep_best = 1, 1
+    cfg.checkpoints.best_by, cfg.checkpoints.best_is_highest = "validation_loss/code.py", highest
     cfg.validation = {
         name: fdl.Config(Synthetic, vocab_size=512, batch_size=2, sequence_length=16, seed=seed)
         for name, seed in (("web", 1), ("code.py", 2))

@@ -178,9 +178,9 @@ def test_a_run_begins_with_a_folder_however_it_is_named_and_needs_it_no_more(tmp
     folder = tmp_path / "folder"
     shutil.copytree(GOLDEN / "qwen3", folder)
     convert.bring_in(located(str(folder)), tmp_path / "in")
-    cfg = config(folder, "steps=3", "checkpoint_every=2")
+    cfg = config(folder, "steps=3", "checkpoints.every=2")
     first = fit(cfg, tmp_path / "first")
-    named = config(folder, "steps=3", "checkpoint_every=2", "init_from=None")
+    named = config(folder, "steps=3", "checkpoints.every=2", "init_from=None")
     for name, origin in (("folder", folder), ("run", tmp_path / "in")):
         found = fit(named, tmp_path / f"from_{name}", Options(init_from=str(origin)))
         assert losses(found) == losses(first)
@@ -190,7 +190,7 @@ def test_a_run_begins_with_a_folder_however_it_is_named_and_needs_it_no_more(tmp
 
     (folder / "model.safetensors").unlink()
     capsys.readouterr()
-    longer = config(folder, "steps=4", "checkpoint_every=2")
+    longer = config(folder, "steps=4", "checkpoints.every=2")
     again = fit(longer, tmp_path / "first")
     assert losses(again)[:3] == losses(first) and len(again.metrics) == 4
     assert "resuming after step 3" in capsys.readouterr().err

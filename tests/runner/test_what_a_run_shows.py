@@ -31,7 +31,7 @@ def starts(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for steps, held_up in ((4, 1e6), (6, 0.0)):
             patch.setattr(saving, "HELD_UP_SECONDS", held_up)
-            often = ("checkpoint_every=3", "evaluate_every=2", "prefetch_batches=1")
+            often = ("checkpoints.every=3", "evaluation.every=2", "prefetch_batches=1")
             cfg = small(f"steps={steps}", *often)
             cfg.data = fdl.Config(Slow, str(folder / "data"), "train", 4, 16)
             cfg.validation = fdl.Config(FlatTokens, str(folder / "data"), "train", 4, 16)

@@ -63,5 +63,5 @@ def _write_run(folder: Path, vocab: int) -> None:
     data = {"path": str(folder / "data"), "batch_size": 8, "sequence_length": 64}
     cfg.data = fdl.Config(FlatTokens, split="train", **data)
     cfg.validation = fdl.Config(FlatTokens, split="validation", seed=None, epochs=1, **data)
-    cfg.steps, cfg.checkpoint_every = 2, 1
+    cfg.steps, cfg.checkpoints.every = 2, 1
     fit(cfg, folder / "run")

@@ -21,8 +21,8 @@ SMALL = (
     "validation.sequence_length=16",
     "mesh.tensor=2",
     f"steps={STEPS}",
-    "checkpoint_every=5",
-    "evaluate_every=15",
+    "checkpoints.every=5",
+    "evaluation.every=15",
 )
 
 

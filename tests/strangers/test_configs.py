@@ -15,7 +15,7 @@ from strangers import CANARY, ROOT, leave_canary
 
 from data_tools.inspect import SavedRun
 from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import Experiment
+from lmlib.experiment import Experiment, SampleSettings
 from runner.config import configs
 from runner.errors import ConfigError
 
@@ -82,7 +82,9 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def saved(folder: Path) -> Path:
     synthetic = fdl.Config(Synthetic, vocab_size=64, batch_size=2, sequence_length=5)
-    configs.save(fdl.Config(Experiment, data=synthetic, prompts=["a"], steps=3), folder / "run")
+    samples = fdl.Config(SampleSettings, prompts=["a"])
+    cfg = fdl.Config(Experiment, data=synthetic, samples=samples, steps=3)
+    configs.save(cfg, folder / "run")
     return folder / "run" / "config.json"
 
 

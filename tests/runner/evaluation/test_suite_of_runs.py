@@ -1,5 +1,6 @@
 """The suite of a saved run, and the same numbers in the metrics of its training."""
 
+import copy
 import dataclasses
 import json
 import sys
@@ -30,7 +31,8 @@ def folder(tmp_path_factory):
 def test_a_saved_run_scores_what_its_evaluations_wrote(folder, tmp_path):
     loaded = load(str(folder / "run"), mesh=make_mesh())
     assert loaded.cfg is not None
-    cfg = fdl.copy_with(loaded.cfg, suite=fdl.Config(Suite, longest=16))
+    cfg = copy.deepcopy(loaded.cfg)
+    cfg.evaluation.suite = fdl.Config(Suite, longest=16)
     cfg.mesh = fdl.Config(make_mesh)
     configs.save(cfg, tmp_path)
     experiment = fdl.build(configs.load(str(tmp_path / "config.json")))
@@ -44,7 +46,7 @@ def test_a_saved_run_scores_what_its_evaluations_wrote(folder, tmp_path):
     lines = suite_table([(name, found)]).splitlines()
     assert len(lines) == 1 + len(found) and lines[1].startswith("bits_per_byte/prose")
     assert json.loads(suite_json([(name, found)])) == [{"model": name, "results": found}]
-    with pytest.raises(ValueError, match="suite is measured where validation is"):
+    with pytest.raises(ValueError, match=r"evaluation\.suite is measured where validation is"):
         dataclasses.replace(experiment, validation=None).check()
 
 

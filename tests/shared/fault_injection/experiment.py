@@ -19,7 +19,7 @@ from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import Experiment
+from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
 from lmlib.guard import Guard
 from lmlib.losses import DPO, Distillation, NextToken
 from lmlib.models.families.llama import llama
@@ -68,17 +68,14 @@ def config() -> fdl.Config[Experiment]:
             ],
         ),
         validation=fdl.Config(FlatTokens, path=TOKENS, split="validation", seed=None, **size),
-        validation_batches=8,
+        evaluation=fdl.Config(EvaluationSettings, every=EVALUATE_EVERY, batches=8),
         optimizer=fdl.Partial(sometimes_infinite, peak_lr=1e-2),
         mesh=fdl.Config(make_mesh, fsdp=4, tensor=2),
         microbatches=2,
         # So narrow that some updates are skipped: the guard's memory must be restored, too.
-        guard=fdl.Config(Guard, spike_deviations=0.25, window=4),
-        stop_after_skipped=1_000,
+        guard=fdl.Config(Guard, spike_deviations=0.25, window=4, stop_after=1_000),
         steps=STEPS,
-        evaluate_every=EVALUATE_EVERY,
-        checkpoint_every=CHECKPOINT_EVERY,
-        keep_checkpoints=KEEP_CHECKPOINTS,
+        checkpoints=fdl.Config(CheckpointSettings, every=CHECKPOINT_EVERY, keep=KEEP_CHECKPOINTS),
     )
 
 

@@ -1,5 +1,6 @@
 """Whether the parts of an experiment fit each other."""
 
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +13,9 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture
 from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.evaluate.suite.suite import Suite
+from lmlib.experiment.checkpoints import CheckpointSettings
+from lmlib.experiment.evaluation import EvaluationSettings
+from lmlib.experiment.samples import SampleSettings
 from lmlib.guard import Guard
 from lmlib.losses import Objective
 from lmlib.models.matrices.adapted import has_adapters
@@ -24,23 +28,26 @@ _KINDS = {
     "data": Source,
     "mesh": Mesh,
     "guard": Guard,
-    "suite": Suite | None,
+    "evaluation": EvaluationSettings,
+    "evaluation.suite": Suite | None,
+    "checkpoints": CheckpointSettings,
+    "samples": SampleSettings,
 }
 _FROZEN_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _LEAST = {
     "steps": 1,
     "microbatches": 1,
-    "stop_after_skipped": 1,
-    "validation_batches": 1,
-    "evaluate_every": 1,
-    "checkpoint_every": 1,
-    "keep_checkpoints": 1,
-    "keep_checkpoints_every": 1,
-    "keep_best_checkpoints": 0,
-    "tolerated_failed_saves": 0,
-    "captures": 0,
     "prefetch_batches": 1,
-    "sample_every": 1,
+    "guard.stop_after": 1,
+    "guard.captures": 0,
+    "evaluation.every": 1,
+    "evaluation.batches": 1,
+    "checkpoints.every": 1,
+    "checkpoints.keep": 1,
+    "checkpoints.keep_every": 1,
+    "checkpoints.keep_best": 0,
+    "checkpoints.tolerated_failures": 0,
+    "samples.every": 1,
 }
 
 
@@ -51,7 +58,7 @@ def check_experiment(experiment: Any) -> None:
       ValueError: naming the setting, its value, and what would work.
     """
     for name, kind in _KINDS.items():
-        value = getattr(experiment, name)
+        value = operator.attrgetter(name)(experiment)
         if not isinstance(value, kind):
             expected = getattr(kind, "__name__", kind)
             raise ValueError(f"{name} must be of type {expected}, got {value!r}")
@@ -63,17 +70,18 @@ def check_experiment(experiment: Any) -> None:
             f"{validation!r}"
         )
     for name, least in _LEAST.items():
-        value = getattr(experiment, name)
+        value = operator.attrgetter(name)(experiment)
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     if experiment.steps >= 2**31:
         raise ValueError(f"steps must be below 2^31, got {experiment.steps:,}")
     if not 0 <= experiment.seed < 2**32:
         raise ValueError(f"seed must be in [0, 2^32), got {experiment.seed}")
-    if experiment.sample_every is not None and not experiment.prompts:
+    samples = experiment.samples
+    if samples.every is not None and not samples.prompts:
         raise ValueError(
-            f"sample_every is {experiment.sample_every}, but there are no prompts to continue: set "
-            "prompts, or sample_every to None"
+            f"samples.every is {samples.every}, but there are no prompts to continue: set "
+            "samples.prompts, or samples.every to None"
         )
     _check_trainable(experiment)
     model = experiment.recipe.made
@@ -87,7 +95,7 @@ def check_experiment(experiment: Any) -> None:
             f"data ends after {batches} batches, but steps is {steps}: make fewer steps, or let "
             "the data repeat (epochs=None)"
         )
-    if experiment.suite is not None:
+    if experiment.evaluation.suite is not None:
         _check_suite(experiment, model)
     if experiment.validation is not None:
         _check_validation(experiment, model)
@@ -160,7 +168,7 @@ def _check_stored_teacher(experiment: Any, model: Any) -> None:
 
 def _check_suite(experiment: Any, model: Any) -> None:
     if experiment.validation is None:
-        raise ValueError("suite is measured where validation is: set validation too")
+        raise ValueError("evaluation.suite is measured where validation is: set validation too")
     length, compute = experiment.suite_length, experiment.compute
     model.check(length, compute)
     check_batch(experiment.data.batch_size, length, 1, compute.sequence_parallel, experiment.mesh)
@@ -183,23 +191,24 @@ def _check_validation(experiment: Any, model: Any) -> None:
                 f"data was made by {experiment.data.tokenizer}, but {where} by {source.tokenizer}: "
                 "their ids mean different texts; make both with one tokenizer"
             )
-        if experiment.validation_batches is None and source.batches is None:
+        if experiment.evaluation.batches is None and source.batches is None:
             raise ValueError(
-                f"{where} never ends: set validation_batches to the number of batches that "
+                f"{where} never ends: set evaluation.batches to the number of batches that "
                 "each evaluation should see"
             )
-    weights = experiment.validation_weights
+    weights = experiment.evaluation.weights
     if weights is not None:
         if not named or weights.keys() != sets.keys():
             raise ValueError(
-                f"validation_weights are of {', '.join(map(repr, weights))}, but validation "
+                f"evaluation.weights are of {', '.join(map(repr, weights))}, but validation "
                 f"has {', '.join(map(repr, sets)) if named else 'no names'}: name each once"
             )
         if not all(weight >= 0 for weight in weights.values()) or not sum(weights.values()) > 0:
-            raise ValueError(f"validation_weights must be positive numbers, got {weights!r}")
-    if experiment.best_by not in experiment.evaluation_metrics:
+            raise ValueError(f"evaluation.weights must be positive numbers, got {weights!r}")
+    best_by = experiment.checkpoints.best_by
+    if best_by not in experiment.evaluation_metrics:
         raise ValueError(
-            f"best_by={experiment.best_by!r} is no metric of this experiment's evaluations; there "
+            f"checkpoints.best_by={best_by!r} is no metric of this experiment's evaluations; there "
             f"are {', '.join(experiment.evaluation_metrics)}"
         )
 

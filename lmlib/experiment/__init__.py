@@ -13,7 +13,10 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source, teacher_k
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.suite.suite import Suite
-from lmlib.experiment_checks import check_experiment
+from lmlib.experiment.checkpoints import CheckpointSettings
+from lmlib.experiment.checks import check_experiment
+from lmlib.experiment.evaluation import EvaluationSettings
+from lmlib.experiment.samples import SampleSettings
 from lmlib.guard import Guard
 from lmlib.hardware.free_memory import check_fits
 from lmlib.losses import NextToken, Objective
@@ -30,6 +33,8 @@ from lmlib.state import (
     new_model,
 )
 from lmlib.train import trace_step
+
+__all__ = ["CheckpointSettings", "EvaluationSettings", "Experiment", "SampleSettings"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,31 +55,16 @@ class Experiment:
       frozen_dtype: of frozen weights; "int8" keeps matrices in 8 bits. `None`: that of `compute`.
       microbatches: parts of a batch whose gradients are added before one update.
       guard: which updates are skipped.
-      stop_after_skipped: a run stops when so many updates in a row were skipped.
       seed: of the initial weights, in [0, 2^32).
       init_from: whose weights the run begins with: another run's, `RUN` or `RUN@STEP`, or those in
         a folder of Hugging Face's, which may be a name on the Hub; `None`: new ones. Only a run
         that has no checkpoint yet reads them.
       validation: batches to evaluate on, in a fixed order: a source, or several by their names;
         `None` for none.
-      validation_weights: of each named one in the total of all; `None`: the targets counted.
-      validation_batches: how many of them each evaluation sees; `None` for all. After the last
-        step a finite source is seen whole.
-      suite: what each evaluation measures besides `validation`, at the cost of 10,000 to 40,000
-        tokens; `None` for nothing.
-      evaluate_every, checkpoint_every: in steps.
-      keep_checkpoints: how many checkpoints stay, the newest.
-      keep_checkpoints_every: besides, those of every so many steps; `None` for none.
-      keep_best_checkpoints: besides, how many of the best.
-      best_by: the metric that ranks checkpoints, of `evaluation_metrics`.
-      best_is_highest: whether more of it is better.
-      tolerated_failed_saves: how many saves in a row may fail, the disk being full say, before the
-        run stops.
-      captures: how many skipped updates are kept for `python -m runner.replay`; each holds a
-        checkpoint back.
+      evaluation: when and how it is evaluated.
+      checkpoints: when it is saved, and which checkpoints stay.
+      samples: texts that the model continues.
       prefetch_batches: how many batches are read and placed on the devices ahead of their step.
-      prompts: texts that the model continues at the end of the run.
-      sample_every: besides, every so many steps; `None`: not.
     """
 
     model: Callable[..., Any]
@@ -88,25 +78,13 @@ class Experiment:
     frozen_dtype: str | None = None
     microbatches: int = 1
     guard: Guard = Guard()
-    stop_after_skipped: int = 10
     seed: int = 0
     init_from: str | None = None
     validation: Source | Mapping[str, Source] | None = None
-    validation_weights: Mapping[str, float] | None = None
-    validation_batches: int | None = None
-    suite: Suite | None = None
-    evaluate_every: int = 1_000
-    checkpoint_every: int = 1_000
-    keep_checkpoints: int = 3
-    keep_checkpoints_every: int | None = None
-    keep_best_checkpoints: int = 0
-    best_by: str = "validation_loss"
-    best_is_highest: bool = False
-    tolerated_failed_saves: int = 2
-    captures: int = 3
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    samples: SampleSettings = SampleSettings()
     prefetch_batches: int = 2
-    prompts: tuple[str, ...] = ()
-    sample_every: int | None = None
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -156,7 +134,7 @@ class Experiment:
     @property
     def evaluation_metrics(self) -> tuple[str, ...]:
         """The names of what each evaluation adds to the metrics of its step."""
-        sets = self.validation_sets
+        sets, suite = self.validation_sets, self.evaluation.suite
         in_text = {name for name, each in sets.items() if each.bytes_per_target is not None}
         several = sets if isinstance(self.validation, Mapping) else ()
         return (
@@ -164,13 +142,13 @@ class Experiment:
             *(f"validation_loss/{name}" for name in several),
             *(("validation_bits_per_byte",) if sets and len(in_text) == len(sets) else ()),
             *(f"validation_bits_per_byte/{name}" for name in several if name in in_text),
-            *(self.suite.metrics(self.suite_length, self.text_codec) if self.suite else ()),
+            *(suite.metrics(self.suite_length, self.text_codec) if suite else ()),
         )
 
     @property
     def suite_length(self) -> int:
         """Tokens of a sequence of the suite."""
-        return (self.suite or Suite()).length(self.data.sequence_length)
+        return (self.evaluation.suite or Suite()).length(self.data.sequence_length)
 
     @functools.cached_property
     def text_codec(self) -> TextCodec | None:
