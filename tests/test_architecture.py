@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # What each part may import of ours, besides itself; "lmlib" and "runner" stand for all that is in
 # them. A new module of lmlib, a new room of runner, or a new folder of code, gets a line here.
 MAY_IMPORT = {
-    "runner": {"lmlib", "runner"},  # the commands; experiments by name only
+    "runner": {"lmlib", "data_tools", "runner"},  # the commands; experiments by name only
     "runner.errors": {"lmlib"},
     "runner.config": {"lmlib", "runner.errors"},
     "runner.jax_settings": {"lmlib", "runner.errors"},

@@ -14,7 +14,6 @@ from data_tools.inspect.description import (
     samples,
     split_folders,
 )
-from data_tools.inspect.saved_run import SavedRun
 from data_tools.inspect.verification import Damage, verify_split
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "Piece",
     "Row",
     "Sample",
-    "SavedRun",
     "SplitDescription",
     "UnfinishedShard",
     "batch_rows",

@@ -82,13 +82,17 @@ def tell(error: BaseException, debug: bool) -> None:
 
 
 def commands() -> dict[str, Path]:
-    """Each command, as the user types it, and its file: the files directly in `runner`, and the
-    programs of `data_tools`."""
+    """Each command, as the user types it, and its file: the files directly in `runner` that
+    have a `main`, and the programs of `data_tools`."""
     ours = Path(__file__).parents[1]
     theirs = sorted(Path(data_tools.__file__).parent.glob("*/__main__.py"))
     return (
         {"python -m runner": ours / "__main__.py"}
-        | {f"python -m runner.{file.stem}": file for file in sorted(ours.glob("[!_]*.py"))}
+        | {
+            f"python -m runner.{file.stem}": file
+            for file in sorted(ours.glob("[!_]*.py"))
+            if "\ndef main(" in file.read_text("utf-8")
+        }
         | {f"python -m data_tools.{file.parent.name}": file for file in theirs}
     )
 

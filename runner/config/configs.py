@@ -31,7 +31,6 @@ from fiddle.experimental import serialization
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
-from runner.config.saved_data import data_text
 from runner.config.text import flattened, parameters, text_of, with_defaults
 from runner.errors import ConfigError, did_you_mean, in_words
 
@@ -88,7 +87,7 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
 
 
 def saved_files(cfg: fdl.Config) -> dict[str, str]:
-    """The content of config.json (for `load`), config.txt (`flattened`), data.json (`data_text`).
+    """The content of config.json (for `load`) and config.txt (`flattened`).
 
     Defaults are written out: a later run repeats this one even if they have changed since.
 
@@ -102,11 +101,7 @@ def saved_files(cfg: fdl.Config) -> dict[str, str]:
             "this config cannot be saved: it may hold only literals, and functions and classes at "
             f"the top of an importable module. {error}"
         ) from error
-    return {
-        "config.json": text + "\n",
-        "config.txt": flattened(cfg),
-        "data.json": data_text(with_defaults(cfg)),
-    }
+    return {"config.json": text + "\n", "config.txt": flattened(cfg)}
 
 
 def experiments() -> dict[str, Path]:

@@ -13,9 +13,9 @@ import fiddle as fdl
 from fiddle import daglish
 from fiddle.experimental import serialization
 
-from lmlib.data.trusted_names import DATA_NAMES, UntrustedNameError, named_value
 from lmlib.storage.stored_json import parse_json, read_text
 from runner.config.text import nodes, parameters, text_of, with_defaults
+from runner.config.trusted_names import DATA_NAMES, UntrustedNameError, named_value
 from runner.errors import ConfigError, did_you_mean
 
 # What Fiddle makes its JSON of; tests/runner/test_configs.py has it make some.
@@ -128,7 +128,8 @@ class _Policy(serialization.PyrefPolicy):
 
     def allows_import(self, module: str, symbol: str) -> bool:
         name = f"{module}.{symbol}"
-        if not all(part.isidentifier() for part in name.split(".")):
+        parts = name.split(".") if isinstance(symbol, str) else [""]  # a file may say null
+        if not all(part.isidentifier() for part in parts):
             raise ValueError(f"{name!r:.80} is no name of Python's")
         named_value(module, symbol, self._trusted)
         return True

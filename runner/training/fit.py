@@ -97,7 +97,7 @@ def fit(
 
     Args:
       cfg: builds to an `Experiment`; stays as it is.
-      workdir: receives config.json, config.txt, data.json, starts/, metrics.jsonl, tensorboard/,
+      workdir: receives config.json, config.txt, starts/, metrics.jsonl, tensorboard/,
         checkpoints/, run.log, goodput.json, result.json and, where an update was skipped,
         captures/.
       options: settings that change nothing about what it trains; `None`: `Options()`.

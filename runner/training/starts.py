@@ -1,6 +1,6 @@
 """What a run was trained with: the config and the code of every start that made a step.
 
-    workdir/starts/00000/config.json, config.txt, data.json   of that start, to read or launch again
+    workdir/starts/00000/config.json, config.txt   of that start, to read or launch again
                          start.json                           when, from which step, by which code
 
 The files of the config directly in the workdir are those of the newest of these starts.

@@ -1,35 +1,15 @@
 """Batches as the inspect command shows them, against batches taken by hand."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import fiddle as fdl
 import numpy as np
-import pytest
 from byte_texts import BOS, EOS, write_texts
+from forked_processes import run_forked
 
-from data_tools.hf_stream import HFStream
-from data_tools.inspect import (
-    SavedRun,
-    batch_rows,
-    decoder,
-    describe_split,
-    is_masked,
-    row_origins,
-)
+from data_tools.inspect import batch_rows, decoder, describe_split, is_masked
 from data_tools.inspect.report import description_text, row_text
 from lmlib.data import FlatTokens, ShardWriter, Synthetic, TokenizerIdentity
-from lmlib.data.mixture import Mixture, Stage
-from lmlib.experiment import Experiment
-from runner.config import configs
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def test_rows_of_a_batch(tmp_path: Path) -> None:
@@ -102,140 +82,11 @@ def test_text_of_a_conversation_that_is_no_target_is_marked(tmp_path: Path) -> N
     assert re.search(r"content +conversations\n +targets +6, 46.2% of the tokens", described)
 
 
-def save_run(path: Path, workdir: Path, **more) -> Path:
-    data = fdl.Config(
-        FlatTokens, path=str(path), split="train", batch_size=3, sequence_length=9, seed=4, **more
-    )
-    validation = fdl.Config(Synthetic, vocab_size=64, batch_size=2, sequence_length=5)
-    configs.save(fdl.Config(Experiment, data=data, validation=validation, steps=3), workdir)
-    return workdir
-
-
-def test_the_data_of_a_run(tmp_path: Path) -> None:
+def test_the_command_shows_the_batch_of_a_data_set(tmp_path: Path) -> None:
     write_texts(tmp_path / "data")
-    run = SavedRun(save_run(tmp_path / "data", tmp_path / "run", reset_positions=False))
-    assert run.data_sets() == [(tmp_path / "data", "train")]
-    assert run.data_sets("validation") == []
-    expected = FlatTokens(
-        str(tmp_path / "data"), "train", 3, 9, seed=4, reset_positions=False
-    ).batch(2)
-    found = run.source().batch(2)
-    for field in ("tokens", "targets", "segment_ids", "positions", "loss_mask"):
-        np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
-    assert run.source("validation").sequence_length == 5
-    with pytest.raises(ValueError, match="train and validation, not 'test'"):
-        run.source("test")
-
-
-def test_the_data_of_a_run_on_a_mixture(tmp_path: Path) -> None:
-    sources = {}
-    for name in ("code", "prose"):
-        write_texts(tmp_path / name)
-        sources[name] = fdl.Config(
-            FlatTokens, path=str(tmp_path / name), split="train", batch_size=2, sequence_length=6
-        )
-    stages = [fdl.Config(Stage, weights={"code": 1.0, "prose": 3.0})]
-    mixture = fdl.Config(Mixture, sources=sources, stages=stages)
-    configs.save(fdl.Config(Experiment, data=mixture, steps=3), tmp_path)
-    run = SavedRun(tmp_path)
-    assert run.data_sets() == [(tmp_path / "code", "train"), (tmp_path / "prose", "train")]
-    expected = fdl.build(mixture).batch(5)
-    np.testing.assert_array_equal(run.source().batch(5).tokens, expected.tokens)
-
-    # The origins of the rows, found again by comparing them with all sequences of each source.
-    for origin, tokens_S in zip(row_origins(fdl.build(mixture), 5), expected.tokens, strict=True):
-        name, sequence, total = re.fullmatch(r"(\w+), sequence (\d+) of (\d+)", origin).groups()
-        stored = FlatTokens(str(tmp_path / name), "train", int(total), 6, seed=None)
-        np.testing.assert_array_equal(stored.batch(0).tokens[int(sequence)], tokens_S)
-
-
-@pytest.mark.slow
-def test_the_stream_of_a_run_is_brought_to_the_step(tmp_path: Path) -> None:
-    """From the beginning without checkpoints, and with those of two processes."""
-    texts = [{"text": f"{number}:" + "x" * (number * 7 % 31)} for number in range(40)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    data = fdl.Config(HFStream, str(tmp_path / "texts.jsonl"), "bytes", 4, 8, shuffle_documents=9)
-    configs.save(fdl.Config(Experiment, data=data, validation=data, steps=20), tmp_path)
-    run = SavedRun(tmp_path)
-    one = fdl.build(data)
-    expected = [one.batch(step).tokens for step in range(10)]
-    np.testing.assert_array_equal(run.source_at(7).batch(7).tokens, expected[7])
-
-    data.streams = 2
-    two, states = fdl.build(data), {}
-    found = []
-    for step in range(10):
-        found.append(two.batch(step).tokens)
-        states[step + 1] = [two.state(step + 1)]
-    for step in (3, 6):
-        progress = tmp_path / f"checkpoints/{step}/progress"
-        progress.mkdir(parents=True)
-        (progress / "progress.json").write_text(json.dumps({"tokens": 1, "data": states[step]}))
-    for step in (2, 3, 5, 6, 9):
-        np.testing.assert_array_equal(run.source_at(step).batch(step).tokens, found[step])
-        validation = run.source_at(step, "validation").batch(step)  # begins anew each time
-        np.testing.assert_array_equal(validation.tokens, expected[step])
-
-    done = command(tmp_path, ".", "--batch=7", "--rows=1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("step 7: 4 rows of 8 tokens, 1 shown\n\nrow 0: 8 tokens, ")
-    assert "    │ " in done.stdout
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"train": null}', None])
-def test_what_is_no_run_is_refused(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "data.json").write_text(content)
-        with pytest.raises(ValueError, match=r"data\.json is no data\.json that a run"):
-            SavedRun(tmp_path)
-    else:
-        with pytest.raises(FileNotFoundError):
-            SavedRun(tmp_path)
-
-
-class Anything:
-    """What any arguments make; it is no source."""
-
-    def __init__(self, **arguments: object) -> None:
-        made.append(arguments)
-
-
-made: list[dict[str, object]] = []
-
-
-def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
-    """Tuples stay tuples, keys that are no strings stay what they are, and functions are found."""
-    values = {"tuple": (1, (2.5, None)), "dict": {3: [True], "module": "x", "name": "y"}}
-    more = {"list": ["a", 1], "limit": float("inf"), "function": FlatTokens}
-    configs.save(fdl.Config(Experiment, data=fdl.Config(Anything, **values, **more)), tmp_path)
-    with pytest.raises(ValueError, match="has no data for 'train'"):
-        SavedRun(tmp_path, [__name__]).source()
-    assert made == [values | more]
-
-
-def test_what_json_cannot_say_is_refused(tmp_path: Path) -> None:
-    data = fdl.Config(Anything, a={1, 2})
-    configs.save(fdl.Config(Experiment, data=data), tmp_path)
-    with pytest.raises(ValueError, match=r"makes no sense: .*unreadable.*\{1, 2\}"):
-        SavedRun(tmp_path, [__name__]).source()
-
-
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "data_tools.inspect", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "utf-8"},
+    options = ["--batch_size=3", "--sequence_length=9", "--seed=4"]
+    ended = run_forked(
+        "-m", "data_tools.inspect", f"{tmp_path}/data", "--batch=1", "--rows=1", *options
     )
-
-
-def test_the_command_shows_the_batch_of_a_run(tmp_path: Path) -> None:
-    write_texts(tmp_path / "data")
-    save_run(tmp_path / "data", tmp_path / "run")
-    done = command(tmp_path, "run", "--batch=1", "--rows=1")
-    assert (done.returncode, done.stderr) == (0, "")
-    done = command(tmp_path, "run", "--batch=1", "--batch_size=4")
-    assert done.stderr == "inspect: --batch_size is for data sets: a run has its own setting\n"
-    done = command(tmp_path, "run", "--batch=1", "--rows=1")
-    assert done.stdout.startswith("step 1: 3 rows of 9 tokens, 1 shown\n\nrow 0 (sequence ")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("step 1: 3 rows of 9 tokens, 1 shown\n\nrow 0 (sequence ")

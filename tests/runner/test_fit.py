@@ -77,7 +77,6 @@ def test_a_run_describes_itself(undisturbed):
         "checkpoints",
         "config.json",
         "config.txt",
-        "data.json",
         "goodput.json",
         "metrics.jsonl",
         "result.json",

@@ -63,7 +63,6 @@ def test_only_process_0_writes_and_prints(runs, folder):
         "checkpoints",
         "config.json",
         "config.txt",
-        "data.json",
         "goodput.json",
         "logs",
         "metrics.jsonl",

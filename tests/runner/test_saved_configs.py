@@ -136,7 +136,6 @@ def test_the_readable_text_is_saved_and_nothing_unfinished_is_left(experiment, t
     assert sorted(path.name for path in workdir.iterdir()) == [
         "config.json",
         "config.txt",
-        "data.json",
     ]
 
 

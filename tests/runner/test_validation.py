@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from small_experiment import small
 
-from data_tools.inspect.saved_run import SavedRun
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.mean_loss import Evaluator
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
 from runner import fit
-from runner.config.saved_data import data_text
 from runner.training.report import finished_summary
 from runner.training.validation import Validation
 
@@ -138,21 +136,6 @@ def ranked_by(metric):
 def test_what_does_not_fit_is_refused_before_anything_is_trained(experiment, changes, told):
     with pytest.raises(ValueError, match=told):
         dataclasses.replace(experiment, **changes).check()
-
-
-def test_data_tools_find_each_set_of_a_run(tmp_path):
-    cfg = config()
-    cfg.validation = {
-        name: fdl.Config(Synthetic, vocab_size=512, batch_size=rows, sequence_length=8)
-        for name, rows in (("web", 2), ("code", 3))
-    }
-    (tmp_path / "data.json").write_text(data_text(cfg))
-    run = SavedRun(tmp_path)
-    assert run.source("validation/code").batch_size == 3
-    with pytest.raises(ValueError, match=r"several sets.*choose validation/web or validation/code"):
-        run.source("validation")
-    with pytest.raises(ValueError, match="no 'validation' set 'books': it has 'web', 'code'"):
-        run.source("validation/books")
 
 
 @pytest.mark.slow

@@ -1,0 +1,154 @@
+"""Shows the data that a run reads, as its config has it: what it holds, or the batch of a step.
+
+    python -m runner.inspect RUN                 what each data set holds, document lengths, samples
+    python -m runner.inspect RUN --verify        reads everything; status 1 if it is damaged
+    python -m runner.inspect RUN --batch=5000    what the run sees at step 5000, from 0
+
+RUN is a workdir.
+--split          "train", or what it evaluates on: "validation", or "validation/NAME" of several;
+                 unless said all, with --batch "train"
+--rows           with --batch: how many rows to show
+--trust_module   a module of yours that the run's config.json may refer to; repeatable
+`python -m data_tools.inspect DIR` has more ways to look at one data set.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+import jax
+from absl import flags
+
+from data_tools.hf_stream import HFStream
+from data_tools.inspect import split_folders
+from data_tools.inspect.showing import show_batch, show_damage, show_split, usable_decoder
+from lmlib.checkpoint.folders import steps_in
+from lmlib.checkpoint.manifest import read_manifest
+from lmlib.checkpoint.notes import read_notes
+from lmlib.data.batch import Source
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.resumable import Resumable
+from lmlib.data.stored.data_path import data_path
+from lmlib.storage.local_folder import local_folder
+from runner.command_line.command import run
+from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.exit_status import FINISHED
+from runner.config import configs
+from runner.config.text import nodes
+from runner.errors import ConfigError, user_errors
+
+DAMAGED = 1  # exit status of --verify
+
+_SPLIT = flags.DEFINE_string("split", None, "train, validation or validation/NAME")
+_VERIFY = flags.DEFINE_bool("verify", False, "read everything and list all that is damaged")
+_BATCH = flags.DEFINE_integer("batch", None, "show the batch of this step, from 0", lower_bound=0)
+_ROWS = flags.DEFINE_integer("rows", 2, "with --batch: how many to show", lower_bound=1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy with the run
+    if len(arguments) != 1:
+        raise ConfigError("give the workdir of a run; see --help")
+    if _BATCH.value is not None and _VERIFY.value:
+        raise ConfigError("--batch and --verify are two commands: give one of them")
+    if _ROWS.present and _BATCH.value is None:
+        raise ConfigError("--rows is of use with --batch only")
+    with user_errors():
+        workdir = local_folder(arguments[0])
+        cfg = configs.load(str(workdir / "config.json"), trusted=TRUST_MODULE.value)
+        if _BATCH.value is not None:
+            part = _SPLIT.value or "train"
+            source = source_at(workdir, cfg, _BATCH.value, part)
+            show_batch(source, _decoder(cfg, part, source), _BATCH.value, _ROWS.value)
+            return FINISHED
+        parts = [_SPLIT.value] if _SPLIT.value else ["train", "validation"]
+        found = dict.fromkeys(each for part in parts for each in data_sets(cfg, part))
+        if not found:
+            raise ConfigError("the run reads no flat tokens; --batch=STEP shows its batches")
+        folders = [folder for data, split in found for folder in split_folders(data / split)]
+        if _VERIFY.value:
+            return DAMAGED if show_damage(folders) else FINISHED
+        for number, folder in enumerate(folders):
+            print("\n" if number else "", end="")
+            show_split(folder)
+    return FINISHED
+
+
+def data_sets(cfg: fdl.Config, part: str = "train") -> list[tuple[Path, str]]:
+    """The folder and split of each `FlatTokens` that a run of `cfg` reads for `part`, each once."""
+    found = [node for node in nodes(_part(cfg, part)) if fdl.get_callable(node) is FlatTokens]
+
+    def path_of(node: fdl.Buildable) -> Path:
+        path = node.path
+        return data_path(fdl.build(path) if isinstance(path, fdl.Buildable) else path)
+
+    return list(dict.fromkeys((path_of(node), node.split) for node in found))
+
+
+def source_at(workdir: Path, cfg: fdl.Config, step: int, part: str = "train") -> Source:
+    """What the run of `cfg` in `workdir` reads for `part`, about to give the batch of `step`.
+
+    A stream of training data is read from the newest checkpoint up to `step`, or without one from
+    the beginning, with as many streams as in any later checkpoint; where there is none at all, and
+    for each evaluation, it begins as in a run of one process.
+
+    Raises:
+      ValueError, OSError: if the run reads no such part, or its data is not there or damaged.
+    """
+    wanted = _part(cfg, part)
+    if isinstance(wanted, dict):
+        choices = " or ".join(f"{part}/{name}" for name in wanted)
+        raise ConfigError(f"the run has several sets for {part!r}: choose {choices}")
+    source = fdl.build(wanted)
+    if not isinstance(source, Source):
+        raise ConfigError(f"the run has no data for {part!r}")
+    if isinstance(source, Resumable):
+        saved = _saved_states(workdir) if part == "train" else {}
+        begin = max((at for at in saved if at <= step), default=0)
+        if begin in saved:
+            source.restore(begin, saved[begin])
+        elif saved and isinstance(source, HFStream):
+            source.begin_like(next(iter(saved.values())))
+        for passed in range(begin, step):
+            source.batch(passed)
+    return source
+
+
+def _part(cfg: fdl.Config, part: str) -> Any:
+    """The config of the training data, or of what is evaluated on: a source or several by name."""
+    whole, slash, name = part.partition("/")
+    if whole not in ("train", "validation"):
+        raise ConfigError(f"a run has the data train and validation, not {whole!r}")
+    found = getattr(cfg, "data" if whole == "train" else "validation", None)
+    if not slash:
+        return found
+    sets = found if isinstance(found, dict) else {}
+    if name not in sets:
+        names = ", ".join(map(repr, sets)) or "no names"
+        raise ConfigError(f"the run has no {whole!r} set {name!r}: it has {names}")
+    return sets[name]
+
+
+def _saved_states(workdir: Path) -> dict[int, list[dict[str, Any]]]:
+    """The states of the data's streams at each checkpoint."""
+    states = {}
+    for step in steps_in(workdir / "checkpoints"):
+        folder = workdir / "checkpoints" / str(step)
+        notes = read_notes(folder, read_manifest(folder))
+        if "data" in notes:
+            states[step] = notes["data"]
+    return states
+
+
+def _decoder(cfg: fdl.Config, part: str, source: Source) -> Any:
+    """What decodes the ids of `source`; `None` if nothing is known to."""
+    if isinstance(source, HFStream):
+        return source.decode
+    decoders = (usable_decoder(data, source.tokenizer) for data, _ in data_sets(cfg, part))
+    return next(filter(None, decoders), None)
+
+
+if __name__ == "__main__":
+    run(main)
