@@ -6,7 +6,7 @@ from typing import Any
 
 from lmlib.hf.names import Names
 from lmlib.hf.settings import Settings
-from lmlib.models.architecture import Architecture
+from lmlib.models.decoder import Decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,9 @@ class Family:
       build: makes a model; of `lmlib.models.families`.
       names: of its tensors.
       arguments: of `build`, out of a config.json.
-      settings: of a config.json, out of a model; what `arguments` reads.
+      settings: of a config.json, out of a model whose arrays may be shapes; what `arguments` reads.
+        It raises ValueError where the model has parts that the family has not (`lmlib.hf.parts`).
+        Whether the config.json describes the model exactly is checked afterwards.
     """
 
     model_type: str
@@ -27,4 +29,4 @@ class Family:
     build: Callable[..., Any]
     names: Names
     arguments: Callable[[Settings], dict[str, Any]]
-    settings: Callable[[Architecture], dict[str, Any]]
+    settings: Callable[[Decoder], dict[str, Any]]

@@ -5,10 +5,11 @@ reshaping, transposing, splitting and the way to where the weight lies happen on
 weight is kept as is made of it there and then, before the next tensor is read.
 """
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +19,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
-from lmlib.hf.families import described
+from lmlib.hf.families import FAMILIES, described
+from lmlib.hf.family import Family
 from lmlib.hf.finite import check_finite
 from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
-from lmlib.hf.names import Names, Share, check_complete, layer_count, placed
+from lmlib.hf.names import Names, Piece, check_complete, layer_count, placed
+from lmlib.hf.share import Share
 from lmlib.hf.tensor_files import Stored, stored_tensors
 from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import Weight, map_weights
@@ -34,7 +37,12 @@ Progress = Callable[[int, int], None]
 Kept = Callable[[Weight, jax.Array], Any]
 
 
-def load(folder: str | Path, mesh: Mesh | None = None, progress: Progress | None = None) -> Decoder:
+def load(
+    folder: str | Path,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+    families: Sequence[Family] = FAMILIES,
+) -> Decoder:
     """The model of a folder that Hugging Face's `save_pretrained` wrote; float32, laid out as it
     is stored.
 
@@ -42,13 +50,14 @@ def load(folder: str | Path, mesh: Mesh | None = None, progress: Progress | None
       folder: with config.json and safetensors; or its name on the Hub.
       mesh: `None`: one device, for calls without a mesh.
       progress: called with the bytes read and all bytes, after each tensor.
+      families: those that are known, your own among them.
 
     Raises:
       FolderError: if the folder cannot be used, or describes another model than its tensors are.
       LayoutError: if the mesh cannot hold the model.
     """
     folder = local_folder_of(folder)
-    found = described(folder)
+    found = described(folder, families)
     names = found.family.names
     if mesh is not None:
         return load_weights(folder, found.shapes, names, mesh, progress)
@@ -91,24 +100,37 @@ def load_weights(
         _check_tied(folder, there, head, table, mesh)
     places = _places(model, mesh)
     weights: dict[str, Any] = {}
+    parts: dict[tuple[str, int | None], _Parts] = collections.defaultdict(dict)
     total = sum(there[tensor.name].end - there[tensor.name].offset for tensor in wanted)
     read = 0
     for tensor in wanted:
         source = there[tensor.name]
         flat = _read(tensor.name, source, mesh)
-        for path, repetition, share in tensor.pieces:
+        done: list[Any] = []
+        for piece in tensor.pieces:
+            path, repetition, share, fixed = piece
             place = places[path]
-            cut = _cutter(tensor.shape, share, place.layout, place.dtype)
-            array = kept(place.weight, cut(flat))
+            cut = _cutter(tensor.shape, share, place.layout_of(piece), place.dtype)
+            if fixed:
+                own = parts[path, repetition]
+                own[tuple(index for _, index in fixed)] = cut(flat)
+                done += own.values()
+                if len(own) < math.prod(place.shape[axis] for axis, _ in fixed):
+                    continue
+                array = _together(parts.pop((path, repetition)), piece, place)
+            else:
+                array = cut(flat)
+            array = kept(place.weight, array)
             if repetition is None:
                 weights[path] = array
-                continue
-            if path not in weights:
-                weights[path] = jax.tree.map(functools.partial(_stack, place.layers), array)
-            put = functools.partial(_put, layer=np.int32(repetition))
-            weights[path] = jax.tree.map(put, weights[path], array)
+            else:
+                if path not in weights:
+                    weights[path] = jax.tree.map(functools.partial(_stack, place.layers), array)
+                put = functools.partial(_put, layer=np.int32(repetition))
+                weights[path] = jax.tree.map(put, weights[path], array)
+            done.append(weights[path])
         # Else the host would read on, and hold what the devices have not taken yet.
-        jax.block_until_ready([weights[path] for path, _, _ in tensor.pieces])
+        jax.block_until_ready(done)
         read += source.end - source.offset
         if progress is not None:
             progress(read, total)
@@ -137,14 +159,25 @@ def _same(one: jax.Array, other: jax.Array) -> jax.Array:
     return (one == other).all()
 
 
+_Parts = dict[tuple[int, ...], jax.Array]  # of a weight, by indices along the axes that split it
+
+
 class _Place(NamedTuple):
-    """Where a tensor's values go: the weight of one layer, its layout, and how many layers lie in
-    its stack (1: it has none)."""
+    """Where a tensor's values go: the weight of one layer, its shape and layout, and how many
+    layers lie in its stack (1: it has none)."""
 
     weight: Weight
     dtype: np.dtype
+    shape: tuple[int, ...]
     layout: NamedSharding
     layers: int
+
+    def layout_of(self, piece: Piece) -> NamedSharding:
+        """Of the piece, which lacks the axes that its tensor's name enumerates."""
+        if not piece.fixed:
+            return self.layout
+        own = dataclasses.replace(self.weight, axes=piece.share.axes)
+        return NamedSharding(self.layout.mesh, stored(own, piece.share.sizes, self.layout.mesh))
 
 
 def _places(model: Decoder, mesh: Mesh) -> dict[str, _Place]:
@@ -154,11 +187,32 @@ def _places(model: Decoder, mesh: Mesh) -> dict[str, _Place]:
     def visit(weight: Weight, array: Any) -> None:
         stacked = weight.stacked > 0
         own = dataclasses.replace(weight, axes=weight.own_axes)
-        layout = NamedSharding(mesh, stored(own, array.shape[stacked:], mesh))
-        found[weight.path] = _Place(own, array.dtype, layout, array.shape[0] if stacked else 1)
+        shape = array.shape[stacked:]
+        layout = NamedSharding(mesh, stored(own, shape, mesh))
+        layers = array.shape[0] if stacked else 1
+        found[weight.path] = _Place(own, array.dtype, shape, layout, layers)
 
     map_weights(visit, model)
     return found
+
+
+def _together(parts: _Parts, piece: Piece, place: _Place) -> jax.Array:
+    """The weight of one layer, of what several tensors have of it."""
+    axes = tuple(axis for axis, _ in piece.fixed)
+    ordered = [parts[index] for index in sorted(parts)]
+    return _stacker(axes, place.shape, place.layout)(*ordered)
+
+
+@functools.lru_cache(maxsize=256)
+def _stacker(
+    axes: tuple[int, ...], shape: tuple[int, ...], layout: NamedSharding
+) -> Callable[..., jax.Array]:
+    def stack(*parts: jax.Array) -> jax.Array:
+        counts = [shape[axis] for axis in axes]
+        apart = jnp.stack(parts).reshape(*counts, *parts[0].shape)
+        return jax.sharding.reshard(jnp.moveaxis(apart, range(len(axes)), axes), layout)
+
+    return jax.jit(stack)
 
 
 def shares(size: int, mesh: Mesh) -> tuple[int, NamedSharding]:

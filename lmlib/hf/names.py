@@ -3,36 +3,43 @@
     Tensor("self_attn.q_proj.weight", {"attention.query": ("heads head_dim", "embed")})
 
 says that the file's matrix has the rows "heads head_dim" and the columns "embed", where the
-weight's own axes are "embed heads head_dim": reshaping and transposing follow from the names.
-
-Shapes: L layers.
+weight's own axes are "embed heads head_dim" (`lmlib.hf.share`). A file's tensor can hold several
+weights, and a weight can be in several tensors.
 """
 
 import dataclasses
-import math
+import itertools
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
+from lmlib.hf.share import Share
 from lmlib.parallel.axes import Weight, map_weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a folder.
+    """A tensor of a folder, or one for each index of an axis: "experts.{expert}.w1.weight".
 
     Args:
-      name: in the folder; of a layer, what follows the layer's prefix.
+      name: in the folder; of a layer, what follows the layer's prefix. In braces, the axes of ours
+        whose indices are part of the name.
       holds: the axes of each weight in it, by the weight's path (in a layer: within the block); an
         axis of the tensor can be several of ours ("heads head_dim").
       along: the axis along which several weights follow each other.
+      each: an axis of ours, for each of whose indices they do so: with "kv_heads", the query, key
+        and value of one head come before those of the next. `None`: they follow each other once.
     """
 
     name: str
     holds: Mapping[str, tuple[str, ...]]
     along: int = 0
+    each: str | None = None
+
+    @property
+    def enumerated(self) -> tuple[str, ...]:
+        """The axes whose indices are part of the name."""
+        return tuple(axis for _, axis, _, _ in string.Formatter().parse(self.name) if axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,57 +65,35 @@ class Names:
         return next(each.name for each in self.outside if path in each.holds)
 
 
-class Share(NamedTuple):
-    """What of a tensor is a weight's, of one layer.
+class Piece(NamedTuple):
+    """A weight in a tensor.
 
     Args:
-      axes, sizes: of the weight.
-      within: axes of the tensor, each some of the weight's.
-      along, start: the first index of the share, along which axis of the tensor.
+      path: in the model.
+      repetition: the index in its stack; `None`: it is not stacked.
+      share: what of the tensor it is, without the axes below.
+      fixed: the index along each of the weight's own axes that the tensor's name enumerates, by the
+        axis' place.
     """
-
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    within: tuple[str, ...]
-    along: int
-    start: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        size = dict(zip(self.axes, self.sizes, strict=True))
-        return tuple(math.prod(size[axis] for axis in each.split()) for each in self.within)
-
-    def cut(self, tensor: jax.Array) -> jax.Array:
-        """The weight's values out of the tensor."""
-        end = self.start + self.shape[self.along]
-        share = jax.lax.slice_in_dim(tensor, self.start, end, axis=self.along)
-        order = " ".join(self.within).split()
-        split = jnp.reshape(share, [self.sizes[self.axes.index(axis)] for axis in order])
-        return jnp.transpose(split, [order.index(axis) for axis in self.axes])
-
-    def joined(self, weight: jax.Array) -> jax.Array:
-        """The weight's values as they lie in the tensor: the inverse of `cut`."""
-        order = " ".join(self.within).split()
-        turned = jnp.transpose(weight, [self.axes.index(axis) for axis in order])
-        return jnp.reshape(turned, self.shape)
-
-
-class Piece(NamedTuple):
-    """A weight in a tensor: its path in the model, the index in its stack (`None`: it is not
-    stacked), and which share."""
 
     path: str
     repetition: int | None
     share: Share
+    fixed: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def at(self) -> tuple[int | slice, ...]:
+        """Where in the weight its values are, as NumPy counts."""
+        fixed = dict(self.fixed)
+        own = (fixed.get(place, slice(None)) for place in range(max(fixed, default=-1) + 1))
+        return (*(() if self.repetition is None else (self.repetition,)), *own)
 
 
 class Placed(NamedTuple):
-    """A tensor of a folder: its whole shape, and the weights in it, in their order along an
-    axis."""
+    """A tensor of a folder: its whole shape, and the weights in it, in their order."""
 
     name: str
     shape: tuple[int, ...]
-    along: int
     pieces: tuple[Piece, ...]
 
 
@@ -119,18 +104,15 @@ def placed(model: Any, names: Names) -> list[Placed]:
       ValueError: if a weight is in no tensor, or a tensor's axes are not its weights'.
     """
     weights = _weights(model)
-    found = []
+    found: list[Placed] = []
     for tensor in names.outside:
         if all(path in weights for path in tensor.holds):
-            found.append(
-                _placed(tensor, tensor.name, {p: (p, None) for p in tensor.holds}, weights)
-            )
+            found += _placed(tensor, "", {path: (path, None) for path in tensor.holds}, weights)
     for number, (block, repetition) in enumerate(_layers(weights)):
         for tensor in names.layer:
             paths = {path: (f"{block}.{path}", repetition) for path in tensor.holds}
             if all(path in weights for path, _ in paths.values()):
-                name = names.prefix.format(layer=number) + tensor.name
-                found.append(_placed(tensor, name, paths, weights))
+                found += _placed(tensor, names.prefix.format(layer=number), paths, weights)
     held = {piece.path for each in found for piece in each.pieces}
     if lost := sorted(set(weights) - held):
         raise ValueError(f"the family's names have no place for {', '.join(lost)}")
@@ -142,20 +124,33 @@ def layer_count(model: Any) -> int:
     return sum(1 for _ in _layers(_weights(model)))
 
 
-def _weights(model: Any) -> dict[str, tuple[Weight, tuple[int, ...]]]:
-    """With their shapes, by path."""
-    found: dict[str, tuple[Weight, tuple[int, ...]]] = {}
-    map_weights(lambda weight, array: found.update({weight.path: (weight, array.shape)}), model)
+class _Weight(NamedTuple):
+    """The axes and sizes of a layer's weight, and how many are stacked (`None`: it is not)."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    layers: int | None
+
+
+def _weights(model: Any) -> dict[str, _Weight]:
+    """By path."""
+    found: dict[str, _Weight] = {}
+
+    def note(weight: Weight, array: Any) -> None:
+        layers = array.shape[0] if weight.stacked else None
+        found[weight.path] = _Weight(weight.own_axes, array.shape[weight.stacked :], layers)
+
+    map_weights(note, model)
     return found
 
 
-def _layers(weights: Mapping[str, tuple[Weight, tuple[int, ...]]]) -> Iterator[tuple[str, int]]:
+def _layers(weights: Mapping[str, _Weight]) -> Iterator[tuple[str, int]]:
     """The block and the repetition of each layer, in order."""
     blocks: dict[int, dict[str, int]] = {}
-    for path, (_, shape) in weights.items():
-        if path.startswith("stack."):
+    for path, weight in weights.items():
+        if path.startswith("stack.") and weight.layers is not None:
             _, segment, j, _ = path.split(".", 3)
-            blocks.setdefault(int(segment), {})[f"stack.{segment}.{j}"] = shape[0]
+            blocks.setdefault(int(segment), {})[f"stack.{segment}.{j}"] = weight.layers
     for _, pattern in sorted(blocks.items()):
         for repetition in range(next(iter(pattern.values()))):
             yield from ((block, repetition) for block in pattern)
@@ -163,25 +158,44 @@ def _layers(weights: Mapping[str, tuple[Weight, tuple[int, ...]]]) -> Iterator[t
 
 def _placed(
     tensor: Tensor,
-    name: str,
+    prefix: str,
     paths: Mapping[str, tuple[str, int | None]],
-    weights: Mapping[str, tuple[Weight, tuple[int, ...]]],
-) -> Placed:
-    pieces: list[Piece] = []
-    start = 0
+    weights: Mapping[str, _Weight],
+) -> Iterator[Placed]:
+    """The tensor, or one for each index of the axes that its name enumerates."""
+    size = dict[str, int]()
     for own, within in tensor.holds.items():
-        path, repetition = paths[own]
-        weight, shape = weights[path]
-        axes = weight.own_axes
-        if sorted(" ".join(within).split()) != sorted(axes):
-            raise ValueError(f"{name} names the axes {within} for {path}, whose axes are {axes}")
-        sizes = tuple(shape[len(shape) - len(axes) :])
-        share = Share(axes, sizes, tuple(within), tensor.along, start)
-        pieces.append(Piece(path, repetition, share))
-        start += share.shape[tensor.along]
-    whole = list(pieces[0].share.shape)
-    whole[tensor.along] = start
-    return Placed(name, tuple(whole), tensor.along, tuple(pieces))
+        axes, sizes, _ = weights[paths[own][0]]
+        size |= zip(axes, sizes, strict=True)
+        if sorted([*tensor.enumerated, *" ".join(within).split()]) != sorted(axes):
+            named = ", ".join([*tensor.enumerated, *within])
+            raise ValueError(
+                f"{prefix}{tensor.name} names the axes {named} for {paths[own][0]}, whose axes are "
+                f"{', '.join(axes)}"
+            )
+    if tensor.each is not None and tensor.each not in size:
+        raise ValueError(f"{prefix}{tensor.name}: no weight in it has the axis {tensor.each}")
+    groups = 1 if tensor.each is None else size[tensor.each]
+    for indices in itertools.product(*(range(size[axis]) for axis in tensor.enumerated)):
+        at = dict(zip(tensor.enumerated, indices, strict=True))
+        name, pieces, start = prefix + tensor.name.format(**at), list[Piece](), 0
+        for own, within in tensor.holds.items():
+            path, repetition = paths[own]
+            axes = weights[path].axes
+            kept = tuple(axis for axis in axes if axis not in at)
+            sizes = tuple(size[axis] for axis in kept)
+            share = Share(kept, sizes, tuple(within), tensor.along, start, groups)
+            if share.shape[tensor.along] % groups:
+                raise ValueError(
+                    f"{name}: {path} has {share.shape[tensor.along]} for {tensor.each} = {groups}, "
+                    "of which that is no multiple"
+                )
+            fixed = tuple((place, at[axis]) for place, axis in enumerate(axes) if axis in at)
+            pieces.append(Piece(path, repetition, share, fixed))
+            start += share.length
+        whole = list(pieces[0].share.shape)
+        whole[tensor.along] = start * groups
+        yield Placed(name, tuple(whole), tuple(pieces))
 
 
 def check_complete(

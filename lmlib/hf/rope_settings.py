@@ -5,6 +5,7 @@ both are there, `transformers` reads `rope_scaling` alone, and so does this. Wha
 both, for readers that know one of them.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from lmlib.hf.folder import FolderError
@@ -91,6 +92,16 @@ def _turned(settings: Settings, own: Settings, partial: bool) -> float:
             f"{settings.where}: partial_rotary_factor = {turned} is not supported, only {accepted}"
         )
     return turned
+
+
+def turned_share(rotary: Rotary | None, head_dim: int) -> float:
+    """Of a head's coordinates; `int(share * head_dim)` is the number that `rotary` turns, as
+    readers compute it: 30 / 44 * 44 is 29.99…"""
+    if rotary is None:
+        return 1.0
+    share = rotary.head_dim / head_dim
+    exact = int(share * head_dim) == rotary.head_dim
+    return share if exact else math.nextafter(share, 1.0)
 
 
 def _scaling(

@@ -41,11 +41,13 @@ def rounding(model: Any, wanted: Sequence[Placed], dtype: str) -> Rounding:
       ValueError: if a value is beyond what `dtype` has, naming its tensor.
     """
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    apart = {piece.path: tuple(axis for axis, _ in piece.fixed)
+             for tensor in wanted for piece in tensor.pieces}  # fmt: skip
 
     def measure(weight: Weight, array: jax.Array) -> None:
         if jnp.promote_types(array.dtype, dtype) != jnp.dtype(dtype):
-            stacked = weight.stacked > 0
-            found[weight.path] = jax.device_get(_measured(array, dtype, stacked))
+            measured = _measured(array, dtype, weight.stacked > 0, apart[weight.path])
+            found[weight.path] = jax.device_get(measured)
 
     map_weights(measure, model)
     worst = Rounding(dtype, 0.0, None)
@@ -53,7 +55,8 @@ def rounding(model: Any, wanted: Sequence[Placed], dtype: str) -> Rounding:
         for piece in tensor.pieces:
             if piece.path not in found:
                 continue
-            lost, change = (float(of_L[piece.repetition or 0]) for of_L in found[piece.path])
+            at = piece.repetition or 0, *(index for _, index in piece.fixed)
+            lost, change = (float(each[at]) for each in found[piece.path])
             if lost:
                 raise _beyond(tensor.name, lost, dtype)
             if change > worst.largest:
@@ -82,22 +85,23 @@ def _beyond(name: str, value: float, dtype: str) -> ValueError:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _measured(
-    array: Array, dtype: str, stacked: bool
-) -> tuple[Float[Array, "L"], Float[Array, "L"]]:
-    """Of each repetition: the value furthest from 0 of those that `dtype` makes infinite, or 0; and
-    the largest relative change of the others."""
+    array: Array, dtype: str, stacked: bool, apart: tuple[int, ...]
+) -> tuple[Float[Array, "L ..."], Float[Array, "L ..."]]:
+    """Of each repetition, and of each index along its axes `apart`: the value furthest from 0 of
+    those that `dtype` makes infinite, or 0; and the largest relative change of the others."""
 
     def of_one(array: Array) -> tuple[Array, Array]:
         wide = array.astype(jnp.float32)
         rounded = array.astype(dtype).astype(jnp.float32)
+        over = tuple(axis for axis in range(array.ndim) if axis not in apart)
         is_lost = jnp.isfinite(wide) & ~jnp.isfinite(rounded)
         lost = jnp.where(is_lost, wide, 0)
-        most, least = jnp.max(lost), jnp.min(lost)
+        most, least = jnp.max(lost, over), jnp.min(lost, over)
         is_changed = jnp.isfinite(rounded) & (rounded != wide)
         change = jnp.abs(rounded - wide) / jnp.where(is_changed, jnp.abs(wide), 1)
         furthest = jnp.where(-least > most, least, most)
-        return furthest, jnp.max(jnp.where(is_changed, change, 0))
+        return furthest, jnp.max(jnp.where(is_changed, change, 0), over)
 
     return jax.lax.map(of_one, array if stacked else array[None])

@@ -17,12 +17,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lmlib.hf.families import family_of
+from lmlib.hf.families import FAMILIES, family_of
+from lmlib.hf.family import Family
 from lmlib.hf.folder import parsed, read_copied
 from lmlib.hf.hub import TOKENIZER_FILES
 from lmlib.hf.load import Progress, shares
-from lmlib.hf.names import Placed, Share, placed
+from lmlib.hf.names import Placed, placed
 from lmlib.hf.rounding import Rounding, rounding
+from lmlib.hf.share import Share, joined
 from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced, write
 from lmlib.models.decoder import Decoder
 from lmlib.parallel.axes import map_weights
@@ -44,6 +46,7 @@ def save(
     settings: Mapping[str, Any] | None = None,
     file_bytes: int = 5_000_000_000,
     progress: Progress | None = None,
+    families: Sequence[Family] = FAMILIES,
 ) -> Rounding:
     """Writes config.json, generation_config.json, safetensors with their index, and the
     tokenizer's files. With several processes each calls it, and all see the folder. Returns what
@@ -61,6 +64,7 @@ def save(
       settings: more keys of config.json, such as `bos_token_id` and `eos_token_id`.
       file_bytes: about how large a file may become.
       progress: called with the bytes written and all bytes, after each tensor.
+      families: those that are known, your own among them.
 
     Raises:
       ValueError: if no family has such a model, `dtype` is another, or a weight is beyond it.
@@ -72,7 +76,7 @@ def save(
     dtype = dtype or jnp.result_type(*jax.tree.leaves(model)).name
     if dtype not in NAMES_OF_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
-    family, content = family_of(model, model_type)
+    family, content = family_of(model, model_type, families)
     texts = {} if tokenizer is None else _tokenizer_files(Path(tokenizer))
     require_new(folder)
     content |= {
@@ -133,10 +137,14 @@ def _write_all(
     written = 0
     for tensor in wanted:
         target = files[tensor.name]
-        layers = np.array([piece.repetition or 0 for piece in tensor.pieces], np.int32)
-        shares_of = tuple((piece.share, piece.repetition is not None) for piece in tensor.pieces)
-        join = _joiner(tensor.shape, tensor.along, shares_of, target.dtype, mesh)
-        _write_shares(join(layers, *(weights[piece.path] for piece in tensor.pieces)), target)
+        kinds = tuple(
+            (piece.share, piece.repetition is not None, tuple(place for place, _ in piece.fixed))
+            for piece in tensor.pieces
+        )
+        at = [[piece.repetition or 0, *(i for _, i in piece.fixed)] for piece in tensor.pieces]
+        join = _joiner(tensor.shape, kinds, target.dtype, mesh)
+        flat = join(np.array(at, np.int32), *(weights[piece.path] for piece in tensor.pieces))
+        _write_shares(flat, target)
         written += target.end - target.offset
         if progress is not None:
             progress(written, total)
@@ -145,24 +153,40 @@ def _write_all(
 @functools.lru_cache(maxsize=256)
 def _joiner(
     shape: tuple[int, ...],
-    along: int,
-    pieces: tuple[tuple[Share, bool], ...],
+    kinds: tuple[tuple[Share, bool, tuple[int, ...]], ...],
     dtype: np.dtype,
     mesh: Mesh,
 ) -> Callable[..., jax.Array]:
-    """Makes a tensor's padded values of its weights, a contiguous share on each device."""
+    """Makes a tensor's padded values of its weights, a contiguous share on each device.
+
+    Args:
+      kinds: of each weight its share, whether it is stacked, and the axes that have an index.
+    """
     padded, layout = shares(math.prod(shape), mesh)
     whole = NamedSharding(mesh, PartitionSpec())
 
-    def join(layers: jax.Array, *weights: jax.Array) -> jax.Array:
-        parts = []
-        for (share, stacked), weight, layer in zip(pieces, weights, layers, strict=True):
-            own = jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False) if stacked else weight
-            parts.append(share.joined(jax.sharding.reshard(own, whole)))
-        flat = jnp.concatenate(parts, along).astype(dtype).reshape(-1)
+    def join(at: jax.Array, *weights: jax.Array) -> jax.Array:
+        own = []
+        for (_, stacked, places), weight, (layer, *indices) in zip(kinds, weights, at, strict=True):
+            if stacked:
+                weight = jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False)
+            for place, index in reversed([*zip(places, indices, strict=True)]):
+                weight = _taken(weight, place, index)
+            own.append(jax.sharding.reshard(weight, whole))
+        flat = joined([share for share, _, _ in kinds], own).astype(dtype).reshape(-1)
         return jax.sharding.reshard(jnp.pad(flat, (0, padded - flat.size)), layout)
 
     return jax.jit(join)
+
+
+def _taken(x: jax.Array, axis: int, index: jax.Array) -> jax.Array:
+    """`x` at `index` of an axis that may be split: a sum over it, of bits, of which all others are
+    zero. Only what is taken travels."""
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    chosen = jax.lax.broadcasted_iota(jnp.int32, (x.shape[axis],), 0) == index
+    chosen = jnp.expand_dims(chosen, [other for other in range(x.ndim) if other != axis])
+    taken = jnp.sum(jnp.where(chosen, bits, 0), axis, dtype=bits.dtype)
+    return jax.lax.bitcast_convert_type(taken, x.dtype)
 
 
 def _write_shares(flat: jax.Array, target: Stored) -> None:

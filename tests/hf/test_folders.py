@@ -26,11 +26,11 @@ from small_folder import (
 )
 
 from lmlib import Compute, hf
-from lmlib.hf.families import FAMILIES, described, described_by, family_of, phi
+from lmlib.hf.families import FAMILIES, described, described_by, family_of
 from lmlib.hf.folder import FolderError
-from lmlib.hf.names import Share
+from lmlib.hf.rope_settings import turned_share
+from lmlib.hf.share import Share
 from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, stored_tensors, write
-from lmlib.models.architecture import Layer, architecture
 from lmlib.models.differences import differences
 from lmlib.models.families.llama import llama
 from lmlib.models.families.phi import phi3
@@ -106,13 +106,9 @@ def test_an_export_says_its_rope_for_old_and_new_readers_alike(name):
 
 def test_a_turned_share_of_any_head_is_written_so_that_it_is_read_back():
     """Of 44 and 100 coordinates, 30 and 58 were another share."""
-    (family,) = phi.FAMILIES
-    one = architecture(described(GOLDEN / "phi4_mini").shapes)
     for head_dim in range(2, 257):
         for turned in range(2, head_dim + 1, 2):
-            layers = (Layer(None, Rotary(turned)),)
-            written = family.settings(one._replace(head_dim=head_dim, layers=layers))
-            assert int(head_dim * written["partial_rotary_factor"]) == turned
+            assert int(head_dim * turned_share(Rotary(turned), head_dim)) == turned
     make = functools.partial(phi3, 8, 44, 1, 1, 8, turned=0.7)
     model = jax.eval_shape(lambda key: make(key=key), jax.random.key(0))
     assert model.stack[0][0].attention.rotary.head_dim == 30
@@ -257,14 +253,21 @@ def test_cutting_and_joining_are_inverse(data, names):
     ends = sorted(data.draw(st.sets(st.integers(1, len(names)), max_size=2)) | {len(names)})
     within = tuple(" ".join(order[a:b]) for a, b in zip([0, *ends], ends, strict=False))
     along = data.draw(st.integers(0, len(within) - 1))
+    shape = Share(tuple(names), tuple(sizes), within, along, 0).shape
+    groups = data.draw(st.sampled_from([n for n in range(1, 5) if shape[along] % n == 0]))
     before, behind = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
-    share = Share(tuple(names), tuple(sizes), within, along, before)
+    share = Share(tuple(names), tuple(sizes), within, along, before, groups)
     weight = np.arange(np.prod(sizes)).reshape(sizes)
     joined = np.asarray(share.joined(jnp.asarray(weight)))
     width = [(before, behind) if axis == along else (0, 0) for axis in range(len(within))]
-    np.testing.assert_array_equal(
-        share.cut(jnp.asarray(np.pad(joined, width, constant_values=-1))), weight
+    padded = np.concatenate(
+        [
+            np.pad(group, width, constant_values=-1)
+            for group in np.split(joined, groups, axis=along)
+        ],
+        axis=along,
     )
+    np.testing.assert_array_equal(share.cut(jnp.asarray(padded)), weight)
 
 
 @given(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lmlib.hf.families import FAMILIES, described_by
 from lmlib.hf.names import placed
-from lmlib.models.architecture import architecture
 from lmlib.models.differences import differences
 from lmlib.parallel.axes import map_weights
 
@@ -47,7 +46,7 @@ def models(draw):
 def test_declarations_hold_each_weight_once_and_describe_the_model(made):
     family, build = made
     model = jax.eval_shape(build)
-    content = {"model_type": family.model_type, **family.settings(architecture(model))}
+    content = {"model_type": family.model_type, **family.settings(model)}
     again = described_by(content, "config.json")
     assert not list(differences(jax.eval_shape(again.build, jax.random.key(0)), model))
 
@@ -57,14 +56,14 @@ def test_declarations_hold_each_weight_once_and_describe_the_model(made):
     for tensor in tensors:
         end = 0
         for piece in tensor.pieces:  # they follow each other without a gap, and are as wide
-            share, along = piece.share, tensor.along
-            assert (share.along, share.start) == (along, end)
-            end += share.shape[along]
+            share, along = piece.share, piece.share.along
+            assert share.start == end
+            end += share.length
             assert (*share.shape[:along], tensor.shape[along], *share.shape[along + 1 :]) == (
                 tensor.shape
             )
             held[piece.path, piece.repetition] += 1
-        assert end == tensor.shape[tensor.along]
+        assert end * share.groups == tensor.shape[along]
     expected = Counter()
 
     def count(weight, array):

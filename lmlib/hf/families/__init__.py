@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from lmlib.hf.families import gemma, gpt2, llama, olmo, phi, qwen, starcoder
 from lmlib.hf.family import Family
 from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.settings import Settings
-from lmlib.models.architecture import architecture
 from lmlib.models.decoder import Decoder
 from lmlib.models.differences import differences
 
@@ -52,26 +52,28 @@ class Described:
         return self.family.build(**self.arguments, key=key)
 
 
-def described(folder: Path) -> Described:
-    """Reads `folder`/config.json.
+def described(folder: Path, families: Sequence[Family] = FAMILIES) -> Described:
+    """Reads `folder`/config.json, which is one of `families`.
 
     Raises:
       FolderError: if there is none, it has a key or a value that is not known here, or there is
         no such model.
     """
     file = folder / "config.json"
-    found = described_by(read_json(file), str(file))
+    found = described_by(read_json(file), str(file), families)
     found.shapes  # noqa: B018 - refuses sizes that do not go together
     return found
 
 
-def described_by(content: dict[str, Any], where: str) -> Described:
+def described_by(
+    content: dict[str, Any], where: str, families: Sequence[Family] = FAMILIES
+) -> Described:
     """As `described`, of the content of a config.json; whether there is such a model, its `shapes`
     tell."""
     kind = content.get("model_type")
-    family = next((each for each in FAMILIES if each.model_type == kind), None)
+    family = next((each for each in families if each.model_type == kind), None)
     if family is None:
-        known = ", ".join(each.model_type for each in FAMILIES)
+        known = ", ".join(each.model_type for each in families)
         raise FolderError(f"{where}: model_type {kind!r:.200} is not supported; there are {known}")
     settings = Settings(content, where)
     try:
@@ -86,7 +88,9 @@ def described_by(content: dict[str, Any], where: str) -> Described:
     return Described(family, arguments, where)
 
 
-def family_of(model: Decoder, model_type: str | None = None) -> tuple[Family, dict[str, Any]]:
+def family_of(
+    model: Decoder, model_type: str | None = None, families: Sequence[Family] = FAMILIES
+) -> tuple[Family, dict[str, Any]]:
     """The family of a model (arrays or shapes), and the config.json that describes exactly it:
     what is built from that has the same parts, settings and shapes.
 
@@ -96,17 +100,25 @@ def family_of(model: Decoder, model_type: str | None = None) -> tuple[Family, di
     Raises:
       ValueError: if no family has such a model.
     """
-    read = architecture(model)
-    families = [each for each in FAMILIES if model_type in (None, each.model_type)]
-    for family in families:
-        content = {"model_type": family.model_type, **family.settings(read)}
+    chosen = [each for each in families if model_type in (None, each.model_type)]
+    reasons = set[str]()
+    for family in chosen:
         try:
-            shapes = described_by(content, "the model").shapes
-        except FolderError:  # no config.json of this family says such a thing
+            content = {"model_type": family.model_type, **family.settings(model)}
+            shapes = described_by(content, "config.json", [family]).shapes
+        except ValueError as error:  # it has no such part, or no config.json says such a thing
+            reasons.add(str(error))
             continue
-        if not any(differences(shapes, model)):
+        differing = list(differences(shapes, model))
+        if not differing:
             return family, content
+        where, one, other, _ = differing[0]
+        reasons.add(f"its {where} is {other}, where a config.json can say {one}")
     raise ValueError(
-        f"none of {', '.join(each.model_type for each in families)} is this model: it has parts or "
-        "settings that no config.json of theirs describes"
+        f"none of {', '.join(each.model_type for each in chosen)} is this model: "
+        + (
+            reasons.pop()
+            if len(reasons) == 1
+            else "it has parts or settings that no config.json of theirs describes"
+        )
     )

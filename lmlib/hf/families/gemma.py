@@ -7,9 +7,10 @@ from lmlib.hf.families.llama import ATTENTION, MLP, OUTSIDE, shared_settings, si
 from lmlib.hf.family import Family
 from lmlib.hf.folder import FolderError
 from lmlib.hf.names import Names, Tensor
+from lmlib.hf.parts import attentions, head_dim
 from lmlib.hf.rope_settings import read_rope, write_rope
 from lmlib.hf.settings import Settings
-from lmlib.models.architecture import Architecture
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.parts.rope_scaling import Linear, Llama3, Yarn
 
@@ -117,14 +118,15 @@ def _gemma3_arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _settings(model: Architecture) -> dict[str, Any]:
-    windows = [layer.window for layer in model.layers]
+def _settings(model: Decoder) -> dict[str, Any]:
+    mixers = attentions(model)
+    windows, scale = [mixer.window for mixer in mixers], mixers[0].scale
     kinds = [_GLOBAL if window is None else _LOCAL for window in windows]
     shared = shared_settings(model)
     del shared["hidden_act"]
     return shared | {
-        "head_dim": model.head_dim,
-        "query_pre_attn_scalar": model.head_dim if model.scale is None else round(model.scale**-2),
+        "head_dim": head_dim(model),
+        "query_pre_attn_scalar": head_dim(model) if scale is None else round(scale**-2),
         "sliding_window": next((window for window in windows if window is not None), 4_096),
         "layer_types": kinds,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -132,18 +134,18 @@ def _settings(model: Architecture) -> dict[str, Any]:
     }
 
 
-def _gemma2_settings(model: Architecture) -> dict[str, Any]:
+def _gemma2_settings(model: Decoder) -> dict[str, Any]:
     return _settings(model) | {
-        "attn_logit_softcapping": model.attention_cap,
+        "attn_logit_softcapping": attentions(model)[0].soft_cap,
         "final_logit_softcapping": model.logit_cap,
     }
 
 
-def _gemma3_settings(model: Architecture) -> dict[str, Any]:
+def _gemma3_settings(model: Decoder) -> dict[str, Any]:
     ropes = {
-        _GLOBAL if layer.window is None else _LOCAL: write_rope(layer.rotary)
-        for layer in model.layers
-        if layer.rotary is not None
+        _GLOBAL if mixer.window is None else _LOCAL: write_rope(mixer.rotary)
+        for mixer in attentions(model)
+        if mixer.rotary is not None
     }
     # Old files have global layers' rope as other families have theirs, and local layers' base.
     local = {"rope_local_base_freq": ropes[_LOCAL]["rope_theta"]} if _LOCAL in ropes else {}

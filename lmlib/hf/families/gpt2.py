@@ -5,9 +5,14 @@ from typing import Any
 
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
+from lmlib.hf.parts import a, attentions, layers
 from lmlib.hf.settings import LARGEST_EPSILON, MOST_LAYERS, Settings
-from lmlib.models.architecture import Architecture
+from lmlib.models.block import Block
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.gpt2 import gpt2
+from lmlib.models.parts.mlp import MLP
+from lmlib.models.parts.norms import LayerNorm
+from lmlib.models.parts.positions import Positions
 
 _OUTSIDE = (
     Tensor("transformer.wte.weight", {"embedding": ("vocab", "embed")}),
@@ -71,16 +76,17 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _settings(model: Architecture) -> dict[str, Any]:
+def _settings(model: Decoder) -> dict[str, Any]:
+    blocks = layers(model, Block)
     return {
         "vocab_size": model.vocab,
-        "n_embd": model.embed,
-        "n_layer": len(model.layers),
-        "n_head": model.heads,
-        "n_inner": model.mlp,
-        "n_positions": model.positions,
-        "layer_norm_epsilon": model.norm_epsilon,
-        "tie_word_embeddings": model.tied,
+        "n_embd": model.embedding.shape[-1],
+        "n_layer": len(blocks),
+        "n_head": attentions(model)[0].query.shape[-2],
+        "n_inner": a(MLP, blocks[0].mlp).down.shape[-2],
+        "n_positions": a(Positions, model.positions).table.shape[0],
+        "layer_norm_epsilon": a(LayerNorm, model.norm).epsilon,
+        "tie_word_embeddings": model.unembedding is None,
         "activation_function": "gelu_new",
     }
 

@@ -5,11 +5,15 @@ from typing import Any
 
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
+from lmlib.hf.parts import a, attentions, head_dim, layers
 from lmlib.hf.rope_settings import read_rope, write_rope
 from lmlib.hf.settings import LARGEST_EPSILON, MOST_LAYERS, Settings
-from lmlib.models.architecture import Architecture
+from lmlib.models.block import Block
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
 from lmlib.models.families.mistral import mistral
+from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.parts.rope import Rotary
 
 OUTSIDE = (
@@ -58,21 +62,35 @@ def sizes(
 
 
 def shared_settings(
-    model: Architecture, activation: str = "silu", rope_kind: str = "rope_type"
+    model: Decoder,
+    activation: str = "silu",
+    rope_kind: str = "rope_type",
+    norm: type[Any] = RMSNorm,
+    feed_forward: type[Any] = GatedMLP,
 ) -> dict[str, Any]:
-    """The keys that `sizes` reads, and those of rotary positions. `rope_kind`: as of
-    `write_rope`."""
+    """The keys that `sizes` reads, and those of rotary positions.
+
+    Args:
+      activation: the name of the mlp's.
+      rope_kind: as in `write_rope`.
+      norm, feed_forward: the classes that the family has.
+
+    Raises:
+      ValueError: if the model has parts that the family has not.
+    """
+    blocks, mixers = layers(model, Block), attentions(model)
+    rotaries = [mixer.rotary for mixer in mixers if mixer.rotary is not None]
     return {
         "vocab_size": model.vocab,
-        "hidden_size": model.embed,
-        "num_hidden_layers": len(model.layers),
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "intermediate_size": model.mlp,
-        "rms_norm_eps": model.norm_epsilon,
-        "tie_word_embeddings": model.tied,
+        "hidden_size": model.embedding.shape[-1],
+        "num_hidden_layers": len(blocks),
+        "num_attention_heads": mixers[0].query.shape[-2],
+        "num_key_value_heads": mixers[0].key.shape[-2],
+        "intermediate_size": a(feed_forward, blocks[0].mlp).down.shape[-2],
+        "rms_norm_eps": a(norm, model.norm).epsilon,
+        "tie_word_embeddings": model.unembedding is None,
         "hidden_act": activation,
-        **write_rope(model.layers[0].rotary or Rotary(model.head_dim), rope_kind),
+        **write_rope(rotaries[0] if rotaries else Rotary(head_dim(model)), rope_kind),
     }
 
 
@@ -90,8 +108,8 @@ def _llama_arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _llama_settings(model: Architecture) -> dict[str, Any]:
-    own = {"head_dim": model.head_dim, "attention_bias": False, "mlp_bias": False}
+def _llama_settings(model: Decoder) -> dict[str, Any]:
+    own = {"head_dim": head_dim(model), "attention_bias": False, "mlp_bias": False}
     return shared_settings(model) | own
 
 
@@ -105,8 +123,8 @@ def _mistral_arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _mistral_settings(model: Architecture) -> dict[str, Any]:
-    own = {"head_dim": model.head_dim, "sliding_window": model.layers[0].window}
+def _mistral_settings(model: Decoder) -> dict[str, Any]:
+    own = {"head_dim": head_dim(model), "sliding_window": attentions(model)[0].window}
     return shared_settings(model) | own
 
 

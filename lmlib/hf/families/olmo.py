@@ -8,7 +8,7 @@ from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
 from lmlib.hf.rope_settings import read_rope
 from lmlib.hf.settings import Settings
-from lmlib.models.architecture import Architecture
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.olmo import olmo2
 
 _LAYER = (
@@ -32,7 +32,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _settings(model: Architecture) -> dict[str, Any]:
+def _settings(model: Decoder) -> dict[str, Any]:
     return shared_settings(model, rope_kind="type") | {"attention_bias": False}
 
 

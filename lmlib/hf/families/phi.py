@@ -1,15 +1,15 @@
 """Phi-3 and Phi-4, whose folders hold fused projections."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from lmlib.hf.families.llama import NORMS_BEFORE, OUTSIDE, shared_settings, sizes
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
-from lmlib.hf.rope_settings import read_rope
+from lmlib.hf.parts import attentions, head_dim
+from lmlib.hf.rope_settings import read_rope, turned_share
 from lmlib.hf.settings import Settings
-from lmlib.models.architecture import Architecture
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.phi import phi3
 from lmlib.models.parts.rope_scaling import LongRope
 
@@ -45,19 +45,13 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _settings(model: Architecture) -> dict[str, Any]:
-    rotary = model.layers[0].rotary
-    turned = 1.0 if rotary is None else _share(rotary.head_dim, model.head_dim)
+def _settings(model: Decoder) -> dict[str, Any]:
+    first = attentions(model)[0]
+    turned = turned_share(first.rotary, head_dim(model))
     shared = shared_settings(model, rope_kind="type") | {"partial_rotary_factor": turned}
     shared["rope_parameters"] |= {"partial_rotary_factor": turned}
     # Its class would take 32,000 for the id of padding, which the vocabulary may not have.
-    return shared | {"sliding_window": model.layers[0].window, "pad_token_id": None}
-
-
-def _share(part: int, whole: int) -> float:
-    """Of which `int(share * whole)` is `part`, as readers compute it: 30 / 44 * 44 is 29.99…"""
-    share = part / whole
-    return share if int(share * whole) == part else math.nextafter(share, 1.0)
+    return shared | {"sliding_window": first.window, "pad_token_id": None}
 
 
 FAMILIES: Sequence[Family] = (

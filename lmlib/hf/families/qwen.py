@@ -7,9 +7,10 @@ from lmlib.hf.families.llama import names, shared_settings, sizes
 from lmlib.hf.family import Family
 from lmlib.hf.folder import FolderError
 from lmlib.hf.names import Tensor
+from lmlib.hf.parts import attentions, head_dim
 from lmlib.hf.rope_settings import read_rope
 from lmlib.hf.settings import Settings
-from lmlib.models.architecture import Architecture
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.qwen import qwen2, qwen3
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -62,9 +63,9 @@ def _kinds(layers: int, full: int) -> list[str]:
     return [_FULL if layer < full else _SLIDING for layer in range(layers)]
 
 
-def _window_settings(model: Architecture) -> dict[str, Any]:
+def _window_settings(model: Decoder) -> dict[str, Any]:
     """What `_windows` reads."""
-    windows = [layer.window for layer in model.layers]
+    windows = [attention.window for attention in attentions(model)]
     if windows[-1] is None:
         return {"use_sliding_window": False}
     full = windows.count(None)
@@ -85,12 +86,12 @@ def _qwen3_arguments(settings: Settings) -> dict[str, Any]:
     return {**_shared(settings), "head_dim": settings.take("head_dim", 128)}
 
 
-def _qwen2_settings(model: Architecture) -> dict[str, Any]:
+def _qwen2_settings(model: Decoder) -> dict[str, Any]:
     return shared_settings(model) | _window_settings(model)
 
 
-def _qwen3_settings(model: Architecture) -> dict[str, Any]:
-    own = {"head_dim": model.head_dim, "attention_bias": False}
+def _qwen3_settings(model: Decoder) -> dict[str, Any]:
+    own = {"head_dim": head_dim(model), "attention_bias": False}
     return shared_settings(model) | _window_settings(model) | own
 
 

@@ -6,10 +6,13 @@ from typing import Any
 from lmlib.hf.families.llama import ATTENTION, NORMS_BEFORE, OUTSIDE, shared_settings, sizes
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
+from lmlib.hf.parts import attentions
 from lmlib.hf.rope_settings import read_rope
 from lmlib.hf.settings import LARGEST_EPSILON, Settings
-from lmlib.models.architecture import Architecture
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.starcoder import starcoder2
+from lmlib.models.parts.mlp import MLP
+from lmlib.models.parts.norms import LayerNorm
 
 _OUTSIDE = (*OUTSIDE, Tensor("model.norm.bias", {"norm.bias": ("embed",)}))
 _LAYER = (
@@ -47,11 +50,13 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _settings(model: Architecture) -> dict[str, Any]:
-    shared = shared_settings(model, "gelu_pytorch_tanh")
-    del shared["rms_norm_eps"]
-    own = {"norm_epsilon": model.norm_epsilon, "sliding_window": model.layers[0].window}
-    return shared | own | {"use_bias": True}
+def _settings(model: Decoder) -> dict[str, Any]:
+    shared = shared_settings(model, "gelu_pytorch_tanh", norm=LayerNorm, feed_forward=MLP)
+    return shared | {
+        "norm_epsilon": shared.pop("rms_norm_eps"),
+        "sliding_window": attentions(model)[0].window,
+        "use_bias": True,
+    }
 
 
 FAMILIES: Sequence[Family] = (

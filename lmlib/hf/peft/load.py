@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from lmlib.hf.families import family_of
+from lmlib.hf.families import FAMILIES, family_of
+from lmlib.hf.family import Family
 from lmlib.hf.finite import check_finite
 from lmlib.hf.folder import FolderError
-from lmlib.hf.names import Names, Placed, Share, check_complete
+from lmlib.hf.names import Names, Piece, Placed, check_complete
 from lmlib.hf.peft.config import PeftConfig, means, read_config
 from lmlib.hf.peft.modules import TENSORS, Module, modules_of
 from lmlib.hf.peft.whole import Whole, held
+from lmlib.hf.share import Share
 from lmlib.hf.tensor_files import Stored, read_header
 from lmlib.models.decoder import Decoder
 from lmlib.models.matrices.adapted import adapted, has_adapters
@@ -92,7 +94,7 @@ class Adapters:
         shapes, found = dict[str, tuple[int, ...]](), dict[str, np.ndarray]()
         map_weights(lambda w, array: shapes.update({w.path: array.shape}), model)
 
-        def put(path: str, repetition: int | None, share: Share, tensor: np.ndarray) -> None:
+        def put(path: str, piece: Piece, share: Share, tensor: np.ndarray) -> None:
             if path not in shapes:
                 raise FolderError(
                     f"{self.folder} holds {path} itself, which rests in 8 bits here: keep what is "
@@ -100,19 +102,19 @@ class Adapters:
                 )
             if path not in found:
                 found[path] = np.zeros(shapes[path], np.float32)
-            found[path][... if repetition is None else repetition] = share.cut(jnp.asarray(tensor))
+            found[path][piece.at] = share.cut(jnp.asarray(tensor))
 
         for module in self.modules:
             a, b = (self._read(name) for name in module.tensors)
             for place in module.places:
-                path, repetition, _ = place.piece
-                rank = self.sizes[path][0]
-                put(f"{path}.down", repetition, place.down(rank), a)
-                put(f"{path}.up", repetition, place.up(rank), b)
+                piece = place.piece
+                rank = self.sizes[piece.path][0]
+                put(f"{piece.path}.down", piece, place.down(rank), a)
+                put(f"{piece.path}.up", piece, place.up(rank), b)
         for name, tensor in self.whole:
-            for path, repetition, share in tensor.pieces:
-                path = f"{path}.base" if path in self.sizes else path
-                put(path, repetition, share, self._read(name))
+            for piece in tensor.pieces:
+                path = f"{piece.path}.base" if piece.path in self.sizes else piece.path
+                put(path, piece, piece.share, self._read(name))
         return found
 
     def besides(self, base: Any) -> tuple[str, ...]:
@@ -161,7 +163,13 @@ class Adapters:
         return map_weights(fill, model)
 
 
-def load_adapters(folder: str | Path, model: Decoder, *, model_type: str | None = None) -> Decoder:
+def load_adapters(
+    folder: str | Path,
+    model: Decoder,
+    *,
+    model_type: str | None = None,
+    families: Sequence[Family] = FAMILIES,
+) -> Decoder:
     """`model` with the adapters of a folder that PEFT's `save_pretrained` wrote, in float32. They
     lie on the mesh that `model` lies on.
 
@@ -170,7 +178,7 @@ def load_adapters(folder: str | Path, model: Decoder, *, model_type: str | None 
 
     Args:
       model: what they were made for, without adapters.
-      model_type: of its folder, as in `lmlib.hf.save`.
+      model_type, families: of its folder, as in `lmlib.hf.save`.
 
     Raises:
       FolderError: if the folder cannot be used, or is for another model.
@@ -178,7 +186,7 @@ def load_adapters(folder: str | Path, model: Decoder, *, model_type: str | None 
     """
     if has_adapters(model):
         raise ValueError("the model has adapters already: merge them first (`merged`)")
-    family, _ = family_of(model, model_type)
+    family, _ = family_of(model, model_type, families)
     return adapters_in(Path(folder), model, family.names).onto(model)
 
 
@@ -198,7 +206,7 @@ def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
     for module in modules:
         rank, inputs, outputs = config.rank_of(module.name), module.inputs, module.outputs
         shapes = zip(module.tensors, ((rank, inputs), (outputs, rank)), strict=True)
-        wanted += [Placed(name, shape, 0, ()) for name, shape in shapes]
+        wanted += [Placed(name, shape, ()) for name, shape in shapes]
     try:
         whole = held(base, names, {module.name for module in modules}, config, tensors)
         wanted += [each.tensor._replace(name=each.name) for each in whole]

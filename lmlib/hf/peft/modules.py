@@ -7,7 +7,8 @@ of its tensors (`lmlib.hf.names`).
 
 from typing import Any, NamedTuple
 
-from lmlib.hf.names import Names, Piece, Share, placed
+from lmlib.hf.names import Names, Piece, placed
+from lmlib.hf.share import Share
 from lmlib.models.matrices.adapted import can_be_adapted, summed_axes
 from lmlib.parallel.axes import Weight
 from lmlib.parallel.selection import named_weights
@@ -43,7 +44,8 @@ class Place(NamedTuple):
         share = self.piece.share
         kept = {a: n for a, n in zip(share.axes, share.sizes, strict=True) if a not in self.summed}
         within = (share.within[1 - self.inputs], _RANK)
-        return Share((_RANK, *kept), (rank, *kept.values()), within, 0, share.start)
+        axes, sizes = (_RANK, *kept), (rank, *kept.values())
+        return Share(axes, sizes, within, 0, share.start, share.groups)
 
 
 class Module(NamedTuple):
@@ -71,27 +73,33 @@ class Module(NamedTuple):
 
 
 def modules_of(base: Any, names: Names) -> dict[str, Module]:
-    """The modules of a model without adapters, whose arrays may be shapes, by their names. A tied
-    table is not among them: PEFT would adapt it where it embeds alone."""
+    """The modules of a model without adapters, whose arrays may be shapes, by their names: those
+    whose matrix has the inputs of its weights along one axis and their outputs along the other. A
+    tied table is not among them: PEFT would adapt it where it embeds alone."""
     weights, found = named_weights(base), dict[str, Module]()
     tied = base.unembedding is None
     for tensor in placed(base, names):
         own = [weights[piece.path] for piece in tensor.pieces]
-        if len(tensor.shape) != 2 or not all(map(can_be_adapted, own)):
+        if len(tensor.shape) != 2 or not all(map(can_be_adapted, own)) or tensor.pieces[0].fixed:
             continue
         if tied and any("vocab" in weight.axes for weight in own):
             continue
-        places = tuple(
-            _place(piece, weight) for piece, weight in zip(tensor.pieces, own, strict=True)
-        )
-        if len(places) > 1 and any(place.inputs == tensor.along for place in places):
+        found_in = [_place(piece, weight) for piece, weight in zip(tensor.pieces, own, strict=True)]
+        places = tuple(place for place in found_in if place is not None)
+        if len(places) < len(found_in):
+            continue
+        shares_inputs = all(place.inputs != place.piece.share.along for place in places)
+        if not shares_inputs and (len(places) > 1 or places[0].piece.share.groups > 1):
             continue  # weights with inputs of their own
         name = tensor.name.removesuffix(".weight")
         found[name] = Module(name, places, not own[0].declaration.multiplied)
     return found
 
 
-def _place(piece: Piece, weight: Weight) -> Place:
+def _place(piece: Piece, weight: Weight) -> Place | None:
+    """`None` if no axis of the matrix has the weight's inputs and nothing else."""
     summed = summed_axes(weight.declaration, piece.share.axes)
-    inputs = [sorted(axis.split()) for axis in piece.share.within].index(sorted(summed))
-    return Place(piece, summed, inputs)
+    axes = [sorted(axis.split()) for axis in piece.share.within]
+    if sorted(summed) not in axes:
+        return None
+    return Place(piece, summed, axes.index(sorted(summed)))

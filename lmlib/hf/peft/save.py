@@ -13,13 +13,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lmlib.adapters import without_adapters
-from lmlib.hf.families import family_of
+from lmlib.hf.families import FAMILIES, family_of
+from lmlib.hf.family import Family
 from lmlib.hf.names import Placed
 from lmlib.hf.peft.config import FILE, PeftConfig
-from lmlib.hf.peft.modules import TENSORS, Module, Place, modules_of
+from lmlib.hf.peft.modules import TENSORS, Module, modules_of
 from lmlib.hf.peft.whole import Kept, kept
 from lmlib.hf.rounding import in_dtype
 from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, require_new, unfinished_in
+from lmlib.hf.share import joined
 from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
 from lmlib.models.matrices.adapted import Adapted, map_adapted
 from lmlib.models.matrices.int8 import Int8
@@ -38,6 +40,7 @@ def save_adapters(
     trained: Sequence[str],
     model_type: str | None = None,
     dtype: str = "float32",
+    families: Sequence[Family] = FAMILIES,
 ) -> None:
     """Writes the adapters of `model` as PEFT does: adapter_config.json, adapter_model.safetensors.
     With several processes each calls it, and all see the folder.
@@ -54,7 +57,7 @@ def save_adapters(
       trained: weights that are not the base's, by patterns of their paths in the model without
         adapters: ("*norm.scale", "embedding"); () if the adapters alone trained. They are written
         whole (`lmlib.hf.peft.whole`).
-      model_type: of the base, as in `lmlib.hf.save`.
+      model_type, families: of the base, as in `lmlib.hf.save`.
       dtype: of the file: "bfloat16", "float16" or "float32".
 
     Raises:
@@ -66,17 +69,15 @@ def save_adapters(
         raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")
     require_new(folder)
     shapes = shapes_of_base(model)
-    family, _ = family_of(shapes, model_type)
+    family, _ = family_of(shapes, model_type, families)
     modules, adapters = modules_of(shapes, family.names), _adapters(model)
     changed = selected(named_weights(shapes), trained, ())
     whole = kept(shapes, family.names, _adapted(modules, adapters), changed)
     config, tensors = _told(modules, adapters, base, whole), dict[str, np.ndarray]()
     values = {path: (_whole(one.down), _whole(one.up)) for path, one in adapters.items()}
     for module in modules.values():
-        places = [place for place in module.places if place.piece.path in adapters]
-        if places:
-            both = _joined(module, places, values)
-            tensors |= zip(module.tensors, both, strict=True)
+        if any(place.piece.path in adapters for place in module.places):
+            tensors |= zip(module.tensors, _joined(module, values), strict=True)
     given = _values(model, _paths(whole))
     tensors |= {name: _laid(tensor, given) for name, tensor in whole.tensors}
     tensors = {name: in_dtype(name, each, dtype) for name, each in tensors.items()}
@@ -161,11 +162,8 @@ def _values(model: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
 
 def _laid(tensor: Placed, values: Mapping[str, np.ndarray]) -> np.ndarray:
     """The tensor of the folder that holds `values`."""
-    pieces = []
-    for path, repetition, share in tensor.pieces:
-        own = values[path] if repetition is None else values[path][repetition]
-        pieces.append(np.asarray(share.joined(jnp.asarray(own))))
-    return np.concatenate(pieces, tensor.along)
+    own = [jnp.asarray(values[piece.path][piece.at]) for piece in tensor.pieces]
+    return np.asarray(joined([piece.share for piece in tensor.pieces], own))
 
 
 def _told(
@@ -219,26 +217,23 @@ def _named(values: Mapping[str, V], every: Iterable[str]) -> dict[str, V]:
 
 
 def _joined(
-    module: Module, places: Iterable[Place], values: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    module: Module, values: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """lora_A and lora_B: of several weights one's rows of A follow another's, and B has only zeros
     in the rows and columns that are not of the same weight."""
-    rows, blocks = [], []
-    for place in places:
-        path, repetition, _ = place.piece
-        down, up = (
-            jnp.asarray(each if repetition is None else each[repetition]) for each in values[path]
-        )
-        rank = up.shape[0]
-        rows.append(np.asarray(place.down(rank).joined(down)))
+    there = [place for place in module.places if place.piece.path in values]
+    rank = sum(len(values[place.piece.path][1][place.piece.at]) for place in there)
+    rows, blocks, column = [], [], 0
+    for place in module.places:
         share = place.up(rank)
-        blocks.append((share.start, np.asarray(share.joined(up))))
-    a = np.concatenate(rows)
-    b, column = np.zeros((module.outputs, len(a)), np.float32), 0
-    for row, block in blocks:
-        b[row : row + block.shape[0], column : column + block.shape[1]] = block
-        column += block.shape[1]
-    return a, b
+        block = np.zeros(share.sizes, np.float32)
+        if place in there:
+            down, up = (each[place.piece.at] for each in values[place.piece.path])
+            rows.append(np.asarray(place.down(len(up)).joined(jnp.asarray(down))))
+            block[column : column + len(up)] = up
+            column += len(up)
+        blocks.append(jnp.asarray(block))
+    return np.concatenate(rows), np.asarray(joined([p.up(rank) for p in module.places], blocks))
 
 
 def _whole(array: jax.Array) -> np.ndarray:

@@ -1,0 +1,71 @@
+"""How weights lie in a tensor of a folder: reshaping, transposing and splitting follow from the
+names of axes, both ways."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Share(NamedTuple):
+    """What of a tensor is a weight's, of one layer.
+
+    Args:
+      axes, sizes: of the weight.
+      within: axes of the tensor, each some of the weight's.
+      along: the axis of the tensor along which several weights follow each other.
+      start: the first index of the share along it.
+      groups: so many equal parts of that axis each hold a part of every weight; `start` counts
+        within one.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    within: tuple[str, ...]
+    along: int
+    start: int
+    groups: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        size = dict(zip(self.axes, self.sizes, strict=True))
+        return tuple(math.prod(size[axis] for axis in each.split()) for each in self.within)
+
+    @property
+    def length(self) -> int:
+        """Of the share, in one group."""
+        return self.shape[self.along] // self.groups
+
+    def cut(self, tensor: jax.Array) -> jax.Array:
+        """The weight's values out of the tensor."""
+        end, axis = self.start + self.length, self.along + 1
+        share = jax.lax.slice_in_dim(_grouped(tensor, self), self.start, end, axis=axis)
+        order = " ".join(self.within).split()
+        split = jnp.reshape(share, [self.sizes[self.axes.index(axis)] for axis in order])
+        return jnp.transpose(split, [order.index(axis) for axis in self.axes])
+
+    def joined(self, weight: jax.Array) -> jax.Array:
+        """The weight's values as they lie in a tensor that holds no other: the inverse of `cut`."""
+        order = " ".join(self.within).split()
+        ordered = jnp.transpose(weight, [self.axes.index(axis) for axis in order])
+        return jnp.reshape(ordered, self.shape)
+
+
+def joined(shares: Sequence[Share], weights: Sequence[jax.Array]) -> jax.Array:
+    """The tensor that these shares make up, of the values of their weights."""
+    parts = [
+        _grouped(share.joined(weight), share)
+        for share, weight in zip(shares, weights, strict=True)
+    ]  # fmt: skip
+    axis = shares[0].along
+    whole = jnp.concatenate(parts, axis + 1)
+    return jnp.reshape(whole, (*whole.shape[:axis], -1, *whole.shape[axis + 2 :]))
+
+
+def _grouped(tensor: jax.Array, share: Share) -> jax.Array:
+    """With an axis for the groups before that along which weights follow each other."""
+    shape, axis = tensor.shape, share.along
+    length = shape[axis] // share.groups
+    return jnp.reshape(tensor, (*shape[:axis], share.groups, length, *shape[axis + 1 :]))
