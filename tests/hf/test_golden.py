@@ -20,6 +20,7 @@ from hugging_face_families import (
     tensors,
     tokens,
 )
+from jax.sharding import NamedSharding
 from sentinels import sentinels
 
 from lmlib import Compute, hf, make_mesh, whole_rows
@@ -27,8 +28,10 @@ from lmlib.data.batch import Batch
 from lmlib.losses import batch_loss
 from lmlib.optim.optimizer import as_declared
 from lmlib.parallel.axes import map_weights
+from lmlib.parallel.layout import partition
 
 FLOAT32 = Compute(dtype="float32")
+SOME = ("llama_3_1", "gemma3", "gpt2")
 
 
 @functools.cache
@@ -45,24 +48,34 @@ def save(model, name, folder, **settings):
     hf.save(model, folder, model_type=FAMILIES[name][0], dtype="float32", **settings)
 
 
-def mean_loss(model, batch):
-    return batch_loss(model, batch, FLOAT32)[0].minimised / batch.loss_mask.sum()
+def mean_loss(model, batch, compute):
+    return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
 
 
-def batch_of(vocab):
-    ids = tokens(vocab)[1].astype(np.int32)
-    whole = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
+def batch_of(vocab, times):
+    """Several times the same, with the same mean."""
+    ids = np.tile(tokens(vocab)[1].astype(np.int32), (times, 1))
+    whole = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (times * ROWS, LENGTH))
     return Batch(ids[:, :-1], ids[:, 1:], np.zeros_like(whole), whole, np.ones(whole.shape, bool))
+
+
+def mesh_for(name):
+    sizes = {"fsdp": 4, "tensor": 2} if loaded(name).vocab % 2 == 0 else {"fsdp": 8}
+    return make_mesh(**sizes)
 
 
 @functools.cache
 def loss_and_gradients(name):
-    model = loaded(name)
-    with jax.default_matmul_precision("highest"):
-        return jax.jit(jax.value_and_grad(mean_loss))(model, batch_of(model.vocab))
-
-
-SOME = ("llama_3_1", "gemma3", "gpt2")
+    """Of the families' sentinels on one device, of the others on a mesh if there are devices."""
+    several = name not in SOME and jax.device_count() >= 8
+    mesh = mesh_for(name) if several else make_mesh()
+    compute = Compute(dtype="float32", sequence_parallel=several)
+    model = hf.load(GOLDEN / name, mesh)
+    rows = NamedSharding(mesh, partition("batch seq"))
+    batch = jax.device_put(batch_of(model.vocab, times=4 if several else 1), rows)
+    with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
+        found = jax.jit(jax.value_and_grad(mean_loss), static_argnums=2)(model, batch, compute)
+    return jax.device_put(found, jax.devices()[0])
 
 
 @pytest.mark.parametrize(
@@ -141,8 +154,7 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
 @pytest.mark.several_devices
 @pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name == "phi3"))
 def test_on_a_mesh_as_on_one_device(name, tmp_path):
-    sizes = {"fsdp": 4, "tensor": 2} if loaded(name).vocab % 2 == 0 else {"fsdp": 8}
-    model = hf.load(GOLDEN / name, make_mesh(**sizes))
+    model = hf.load(GOLDEN / name, mesh_for(name))
     for found, expected in zip(jax.tree.leaves(model), jax.tree.leaves(loaded(name)), strict=True):
         np.testing.assert_array_equal(found, expected)
     save(model, name, tmp_path / "again", file_bytes=4_000)

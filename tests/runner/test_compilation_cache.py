@@ -1,15 +1,14 @@
 """Compiled programs in the user's cache folder."""
 
 import os
+import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from small_runs import SmallRun
 
-import runner
-
-ROOT = Path(runner.__file__).parents[1]
+from runner.processes.endings import STOPPED
 
 PROGRAM = """
 import jax
@@ -70,23 +69,20 @@ def test_nothing_is_kept_where_the_user_says_so(tmp_path):
 def test_simulated_devices_do_not_wait_for_each_other_in_a_kept_program(tmp_path):
     """JAX 0.10 and 0.11 forget the order of the collectives in it. With this scheduler, and without
     a flag that the command line adds, a run like the second was aborted after 27 to 119 steps."""
-    environment = os.environ | {
+    settings = ("mesh.fsdp=4", "mesh.tensor=2", "steps=150", "checkpoints.every=150")
+    experiment = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", "--fdl.validation=None")
+    environment = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
         "--xla_cpu_enable_concurrency_optimized_scheduler=false --xla_backend_optimization_level=1",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "kept"),
     }
-    for name in ("compiled", "kept_program"):
-        settings = ["mesh.fsdp=4", "mesh.tensor=2", "steps=150"]
-        settings += ["evaluation.every=150", "checkpoints.every=150"]
-        ended = subprocess.run(
-            [
-                *(sys.executable, "-m", "runner", "--fdl_config=experiments/llama_84m"),
-                *("--fiddler=tiny", f"--workdir={tmp_path / name}"),
-                *(f"--fdl.{setting}" for setting in settings),
-            ],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert ended.returncode == 0, ended.stderr
+
+    def begun(name):
+        return SmallRun(tmp_path / name, *settings, experiment=experiment, environment=environment)
+
+    compiling = begun("compiling")
+    compiling.wait_for("step 1/150")
+    compiling.process.send_signal(signal.SIGTERM)
+    assert compiling.exit_code() == STOPPED, compiling.output()
+    with_kept_program = begun("with_kept_program")
+    assert with_kept_program.exit_code() == 0, with_kept_program.output()

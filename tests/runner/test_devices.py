@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import small_experiment
+from forked_processes import PATHS
 from sentinels import sentinels
 
 import runner
 from lmlib.hardware.detection import has_accelerator, has_tpu
 
 ROOT = Path(runner.__file__).parents[1]
-EXPERIMENT = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny")
+EXPERIMENT = (f"--fdl_config={small_experiment.__file__}", "--fdl.validation=None")
 PLUGIN = """
 import sys, jax
 def initialize():
@@ -27,11 +29,10 @@ def stderr_of_a_run(tmp_path, plugin, **environment):
     (tmp_path / "jax_plugins" / plugin).mkdir(parents=True)
     (tmp_path / "jax_plugins" / plugin / "__init__.py").write_text(PLUGIN)
     unset = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    python_path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    small = ["--fdl.steps=1", "--fdl.model.layers=1", "--fdl.validation=None"]
-    experiment = [*EXPERIMENT, *small]
+    python_path = {"PYTHONPATH": f"{PATHS}:{tmp_path}"}
+    arguments = [*EXPERIMENT, "--fdl.steps=1", f"--workdir={tmp_path / 'run'}"]
     ended = subprocess.run(
-        [sys.executable, "-m", "runner", *experiment, f"--workdir={tmp_path / 'run'}"],
+        [sys.executable, "-m", "runner", *arguments],
         env=unset | python_path | {"XLA_FLAGS": ""} | environment,
         capture_output=True,
         text=True,
@@ -99,7 +100,7 @@ def test_plugins_for_two_versions_of_cuda_are_a_mistake(tmp_path, command):
         (tmp_path / "jax_plugins" / name).mkdir(parents=True)
         (tmp_path / "jax_plugins" / name / "__init__.py").write_text(PLUGIN)
     workdir = [f"--workdir={tmp_path / 'run'}"] * (command == ("runner",))
-    python_path = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "JAX_PLATFORMS": "cuda"}
+    python_path = {"PYTHONPATH": f"{PATHS}:{tmp_path}", "JAX_PLATFORMS": "cuda"}
     ended = subprocess.run(
         [sys.executable, "-m", *command, *EXPERIMENT, *workdir],
         env=os.environ | python_path,
@@ -118,7 +119,7 @@ def test_platforms_that_are_not_here_are_a_mistake(tmp_path, platforms):
         pytest.skip("this machine may have that")
     ended = subprocess.run(
         [sys.executable, "-m", "runner", *EXPERIMENT, f"--workdir={tmp_path / 'run'}"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platforms},
+        env=os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": platforms},
         capture_output=True,
         text=True,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from several_processes import SECONDS, STEPS, SeveralProcesses
+from small_runs import EXPERIMENT as SMALL
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
@@ -26,14 +27,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(folder):
-    """Undisturbed runs of 1 and of 4 processes, one after the other."""
-    return {
-        count: SeveralProcesses(
-            count, folder / f"workdir_{count}", folder / f"outputs_{count}"
-        ).finished()
-        for count in (1, 4)
-    }
+def alone(folder):
+    """The workdir of an undisturbed run of one process."""
+    workdir = folder / "workdir_alone"
+    SeveralProcesses(1, workdir, folder / "outputs_alone").finished()
+    return workdir
 
 
 def assert_same_curve(workdir, other):
@@ -49,44 +47,6 @@ def assert_same_line(line, expected):
     for name in line.keys() - set(TIMES):
         tolerance = 0 if name in EXACT else 2e-4
         assert line[name] == pytest.approx(expected[name], rel=tolerance, abs=0), name
-
-
-@pytest.mark.slow
-def test_four_processes_give_the_curve_of_one(runs, folder):
-    assert_same_curve(folder / "workdir_4", folder / "workdir_1")
-
-
-@pytest.mark.slow
-def test_only_process_0_writes_and_prints(runs, folder):
-    one, four = folder / "workdir_1", folder / "workdir_4"
-    assert sorted(path.name for path in four.iterdir()) == [
-        "checkpoints",
-        "config.json",
-        "config.txt",
-        "goodput.json",
-        "logs",
-        "metrics.jsonl",
-        "result.json",
-        "run.log",
-        "stacks",
-        "starts",
-        "tensorboard",
-    ]
-    assert (four / "config.txt").read_text() == (one / "config.txt").read_text()
-    assert len(list((four / "tensorboard").iterdir())) == 1
-    assert f"step {STEPS}/{STEPS}" in runs[4].output(0)
-    assert re.search(r"^training loss ", runs[4].output(0), re.MULTILINE)
-    for process in (1, 2, 3):
-        assert runs[4].output(process) == ""
-
-
-@pytest.mark.slow
-def test_every_process_keeps_a_log(runs, folder):
-    logs = sorted((folder / "workdir_4" / "logs").iterdir())
-    assert [log.name for log in logs] == [f"process_{n:05}.log" for n in range(4)]
-    for process, log in enumerate(logs):
-        assert log.read_text().startswith(f"=== process {process} of 4 on ")
-        assert f"step {STEPS}/{STEPS}" in log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -129,25 +89,78 @@ def test_when_a_process_is_killed_the_others_name_it_and_end(killed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 4])
-def test_other_numbers_of_processes_continue_it_on_the_same_curve(killed, runs, folder, count):
+def test_two_processes_give_the_curve_of_one(killed, alone):
+    """As far as they came; the last line may still have lacked its validation."""
+    _, _, workdir = killed
+    lines, others = read_metrics(workdir)[:-1], read_metrics(alone)
+    for line, expected in zip(lines, others[: len(lines)], strict=True):
+        assert_same_line(line, expected)
+
+
+def go_on(killed, folder, count):
+    """The processes that continued a copy of the killed run, and its workdir."""
     _, _, left = killed
     workdir = folder / f"workdir_continued_{count}"
     shutil.copytree(left, workdir)
-    continued = SeveralProcesses(count, workdir, folder / f"outputs_continued_{count}").finished()
-    assert re.search(rf"resuming after step \d+ of {STEPS}", continued.output(0))
-    assert_same_curve(workdir, folder / "workdir_1")
+    return SeveralProcesses(
+        count, workdir, folder / f"outputs_continued_{count}"
+    ).finished(), workdir
+
+
+@pytest.fixture(scope="module")
+def four(killed, folder):
+    return go_on(killed, folder, 4)
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def continued(killed, folder, request):
+    if request.param == 4:
+        return request.getfixturevalue("four")
+    return go_on(killed, folder, request.param)
+
+
+@pytest.mark.slow
+def test_other_numbers_of_processes_continue_it_on_the_same_curve(continued, alone):
+    run, workdir = continued
+    assert re.search(rf"resuming after step \d+ of {STEPS}", run.output(0))
+    assert_same_curve(workdir, alone)
     # The log of the run before is still there.
     assert (workdir / "logs" / "process_00000.log").read_text().count("=== process 0 of ") == 2
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_curve_of_one(killed, runs, folder):
-    """As far as they came; the last line may still have lacked its validation."""
-    _, _, workdir = killed
-    lines, others = read_metrics(workdir)[:-1], read_metrics(folder / "workdir_1")
-    for line, expected in zip(lines, others[: len(lines)], strict=True):
-        assert_same_line(line, expected)
+def test_only_process_0_writes_and_prints(four, alone):
+    run, workdir = four
+    assert sorted(path.name for path in workdir.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "config.txt",
+        "goodput.json",
+        "logs",
+        "metrics.jsonl",
+        "result.json",
+        "run.log",
+        "stacks",
+        "starts",
+        "tensorboard",
+    ]
+    assert (workdir / "config.txt").read_text() == (alone / "config.txt").read_text()
+    assert len(list((workdir / "tensorboard").iterdir())) == 2  # one of each start
+    assert f"step {STEPS}/{STEPS}" in run.output(0)
+    assert re.search(r"^training loss ", run.output(0), re.MULTILINE)
+    for process in (1, 2, 3):
+        assert run.output(process) == ""
+
+
+@pytest.mark.slow
+def test_every_process_keeps_a_log(four):
+    _, workdir = four
+    logs = sorted((workdir / "logs").iterdir())
+    assert [log.name for log in logs] == [f"process_{n:05}.log" for n in range(4)]
+    for process, log in enumerate(logs):
+        written = log.read_text()
+        assert f"=== process {process} of 4 on " in written
+        assert f"step {STEPS}/{STEPS}" in written
 
 
 @pytest.mark.slow
@@ -185,8 +198,8 @@ def test_a_stopped_coordinator_is_named_by_the_others(tmp_path):
 def test_a_signal_to_one_process_stops_all_with_one_checkpoint(tmp_path):
     workdir = tmp_path / "run"
     names = ("steps", "checkpoints.every", "evaluation.every")
-    endless = [f"--fdl.{name}=1_000_000" for name in names]
-    run = SeveralProcesses(2, workdir, tmp_path / "outputs", flags=endless)
+    endless = [*SMALL, "--fdl.mesh.fsdp=-1", *(f"--fdl.{name}=1_000_000" for name in names)]
+    run = SeveralProcesses(2, workdir, tmp_path / "outputs", experiment=endless)
     run.wait_for_lines(workdir, 3)
     run.running[1].send_signal(signal.SIGTERM)
     assert run.exit_codes() == [STOPPED, STOPPED], run.everything()

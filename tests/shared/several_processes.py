@@ -13,16 +13,18 @@ from lmlib.metrics.log import read_metrics
 STEPS = 30
 HEARTBEAT_SECONDS = 10
 SECONDS = 400  # that the processes may take
-SMALL = (
-    "model.embed=32",
-    "model.layers=1",
-    "compute.dtype=float32",
-    "data.sequence_length=512",  # steps that a kill can come between
-    "validation.sequence_length=16",
-    "mesh.tensor=2",
-    f"steps={STEPS}",
-    "checkpoints.every=5",
-    "evaluation.every=15",
+LLAMA = (
+    "--fdl_config=experiments/llama_84m",
+    "--fiddler=tiny",
+    "--fdl.model.embed=32",
+    "--fdl.model.layers=1",
+    "--fdl.compute.dtype=float32",
+    "--fdl.data.sequence_length=512",  # steps that a kill can come between
+    "--fdl.validation.sequence_length=16",
+    "--fdl.mesh.tensor=2",
+    f"--fdl.steps={STEPS}",
+    "--fdl.checkpoints.every=5",
+    "--fdl.evaluation.every=15",
 )
 
 
@@ -42,6 +44,7 @@ class SeveralProcesses:
         roots=None,
         environments=None,
         fresh=False,
+        experiment=LLAMA,
     ):
         """Starts them.
 
@@ -52,6 +55,7 @@ class SeveralProcesses:
           own: the flags of single processes, by their numbers.
           roots: where single processes take their code from, by their numbers.
           environments: the variables of single processes, in place of the others' or beside them.
+          experiment: its flags.
           fresh: whether `fresh_process` starts the processes, and not only the children that they
             supervise.
         """
@@ -68,10 +72,8 @@ class SeveralProcesses:
         for process in only or range(count):
             root = (roots or {}).get(process, ROOT)
             arguments = [
-                "--fdl_config=experiments/llama_84m",
-                "--fiddler=tiny",
+                *experiment,
                 f"--workdir={workdir}",
-                *(f"--fdl.{override}" for override in SMALL),
                 f"--coordinator={self.address}",
                 f"--num_processes={count}",
                 f"--process_id={process}",

@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import small_experiment
@@ -23,8 +23,9 @@ class SmallRun:
         flags: tuple[str, ...] = (),
         experiment: tuple[str, ...] = EXPERIMENT,
         fresh: bool = False,
+        environment: Mapping[str, str] | None = None,
     ):
-        """Starts it; `fresh`: as `fresh_process` does."""
+        """Starts it; `fresh`: as `fresh_process` does. `environment`: variables of its own."""
         self.workdir = workdir
         workdir.parent.mkdir(parents=True, exist_ok=True)
         self._file = workdir.with_suffix(".output")
@@ -35,7 +36,7 @@ class SmallRun:
                 *("-m", "runner", *arguments),
                 stdout=file,
                 stderr=file,
-                environment={"XLA_FLAGS": UNOPTIMIZED},
+                environment={"XLA_FLAGS": UNOPTIMIZED, **(environment or {})},
             )
 
     def output(self) -> str:
