@@ -4,7 +4,6 @@ its shape annotations checked."""
 import gc
 import os
 import tempfile
-from importlib.metadata import version
 
 import compiled_programs
 import pytest
@@ -49,13 +48,9 @@ def _folder_of_programs(config: pytest.Config) -> str:
 
 def _simulate_devices() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # The second flag keeps the collectives of simulated devices in one order; see xla_flags.py.
     os.environ["XLA_FLAGS"] = (
-        f"--xla_force_host_platform_device_count={DEVICES} "
-        f"--xla_cpu_multi_thread_eigen=false {compiled_programs.UNOPTIMIZED}"
+        f"--xla_force_host_platform_device_count={DEVICES} {compiled_programs.XLA_FLAGS}"
     )
-    if version("jax").startswith("0.10."):  # later ones have no older emitters to choose
-        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

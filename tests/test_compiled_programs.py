@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from compiled_programs import SETTINGS, folder_of_programs, tidy
+from compiled_programs import SETTINGS, XLA_FLAGS, folder_of_programs, tidy
+
+from runner.jax_settings.xla_flags import keep_cpus_in_order, overlap_communication
 
 # Compiles the same at two places, and with another name, and tells how many programs are kept.
 COMPILING = """
@@ -50,6 +52,14 @@ def test_a_program_written_in_part_is_deleted(tmp_path, left):
 def test_they_are_in_the_users_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert folder_of_programs().is_relative_to(tmp_path)
+
+
+def test_a_run_adds_no_flag():
+    """With one more it would compile by itself what the tests have compiled."""
+    environment = {"XLA_FLAGS": XLA_FLAGS}
+    overlap_communication(environment)
+    keep_cpus_in_order(several_processes=True, environment=environment)
+    assert environment["XLA_FLAGS"] == XLA_FLAGS
 
 
 def test_another_name_of_a_scope_is_another_program_and_another_line_is_not(tmp_path):

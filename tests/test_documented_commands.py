@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from compiled_programs import UNOPTIMIZED
+from compiled_programs import XLA_FLAGS
 from documented_blocks import PAGES, ROOT, Block, blocks, words
 from documented_world import make_world
 from forked_processes import Ended, run_forked
@@ -59,6 +59,7 @@ SHORTER = (
     (r"--vocab_size=\d+", "--vocab_size=300"),
     (r"(-m data_tools\.pretokenize)(?!.*--(?:workers|ray))", r"\1 --workers=0"),
     (r"fsdp=8", "fsdp=1"),
+    (r"in \(1e-3, 3e-3\)", "in (1e-3,)"),
     (r"sequence_length=1024", "sequence_length=64"),
 )  # fmt: skip
 INSTALLS = "it installs packages, or needs one that is not there"
@@ -218,7 +219,7 @@ def run_command(command: str, folder: Path) -> Ended:
     environment, split = words(command)
     environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **environment}
     if split[:2] == ["python", "-m"]:
-        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {UNOPTIMIZED}"
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {XLA_FLAGS}"
         return run_forked(*split[1:], cwd=folder, environment=environment)
     done = subprocess.run(
         ["bash", "-ec", command], cwd=folder, env=os.environ | environment,
@@ -247,7 +248,7 @@ def test_a_page_runs(page, world, tmp_path):
     run = [as_here(page, text) for text in python if not begins_with(text, left_out)]
     script = folder / "blocks_of_the_page.py"
     script.write_text("\n\n".join([IN_HAND.get(page, ""), *run]))
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "XLA_FLAGS": UNOPTIMIZED}
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "XLA_FLAGS": XLA_FLAGS}
     if run and (ended := run_forked(script, cwd=folder, environment=paths)).returncode:
         wrong.append(f"the Python of {page}\n{ended.stderr[-1500:]}")
     assert not wrong, "\n\n".join(wrong)

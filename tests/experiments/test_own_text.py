@@ -10,6 +10,7 @@ from pathlib import Path
 import fiddle as fdl
 import jax
 import pytest
+from compiled_programs import XLA_FLAGS
 from own_texts import HELD_OUT, write_own_texts
 
 from runner.config import configs
@@ -93,7 +94,11 @@ def test_what_does_not_do_is_said_in_a_sentence(folder, tmp_path):
 @pytest.mark.slow
 def test_each_command_prints_the_next_one_until_the_model_speaks(tmp_path):
     """In folders whose names have to be quoted, and in an environment that is not activated."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "XLA_FLAGS": ""}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PATH": "/usr/bin:/bin",
+        "XLA_FLAGS": XLA_FLAGS,
+    }
     texts = tmp_path / "it's mine" / "some texts"
     texts.mkdir(parents=True)
     for number in range(8):

@@ -5,6 +5,7 @@ import shutil
 import socket
 
 import pytest
+from compiled_programs import XLA_FLAGS
 from forked_processes import ROOT
 from several_processes import SeveralProcesses
 
@@ -15,7 +16,7 @@ START = (
     "start all processes with the same code, packages, experiment, fiddlers, overrides and flags"
 )
 # What `SeveralProcesses` gives each of two.
-FOUR_DEVICES = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+FOUR_DEVICES = f"--xla_force_host_platform_device_count=4 {XLA_FLAGS}"
 
 
 @pytest.mark.parametrize(

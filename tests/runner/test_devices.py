@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import small_experiment
+from compiled_programs import XLA_FLAGS
 from forked_processes import PATHS
 from sentinels import sentinels
 
@@ -33,7 +34,7 @@ def stderr_of_a_run(tmp_path, plugin, **environment):
     arguments = [*EXPERIMENT, "--fdl.steps=1", f"--workdir={tmp_path / 'run'}"]
     ended = subprocess.run(
         [sys.executable, "-m", "runner", *arguments],
-        env=unset | python_path | {"XLA_FLAGS": ""} | environment,
+        env=unset | python_path | {"XLA_FLAGS": XLA_FLAGS} | environment,
         capture_output=True,
         text=True,
     )

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from compiled_programs import UNOPTIMIZED
+from compiled_programs import XLA_FLAGS
 from forked_processes import ROOT
 from small_runs import EXPERIMENT
 
@@ -141,7 +141,7 @@ def test_a_run_goes_on_though_nobody_reads_its_output(tmp_path, closing):
     ended = subprocess.run(
         ["bash", "-c", script, "bash", *command, *settings],
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": UNOPTIMIZED},
+        env={**os.environ, "XLA_FLAGS": XLA_FLAGS},
         timeout=240,
     )
     assert ended.returncode == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import user_model
-from compiled_programs import UNOPTIMIZED
+from compiled_programs import XLA_FLAGS
 from forked_processes import run_forked
 
 from runner.config import configs
@@ -100,7 +100,7 @@ def test_without_a_learning_rate_it_is_the_seed_that_changes(tmp_path):
 @pytest.mark.slow
 def test_the_command_works_when_it_is_pasted(experiment, tmp_path):
     first = (f"--fdl_config={experiment}", "--fdl.steps", "2", f"--workdir={tmp_path / 'a run'}")
-    environment = {"XLA_FLAGS": UNOPTIMIZED}
+    environment = {"XLA_FLAGS": XLA_FLAGS}
     shown = run_forked("-m", "runner", *first, cwd=tmp_path, environment=environment)
     assert shown.returncode == 0, shown.stderr
     command = shown.stdout.partition("try next")[2].splitlines()[0].strip()

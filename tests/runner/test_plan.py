@@ -4,7 +4,7 @@ import json
 
 import pytest
 from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
-from compiled_programs import UNOPTIMIZED
+from compiled_programs import XLA_FLAGS
 from forked_processes import run_forked
 
 from runner.command_line.exit_status import FINISHED, MISTAKE
@@ -30,7 +30,7 @@ SMALL = (
 
 
 # As on a user's machine: nothing says how many devices to simulate, or which to use.
-UNTOLD = {"XLA_FLAGS": UNOPTIMIZED, "JAX_PLATFORMS": None}
+UNTOLD = {"XLA_FLAGS": XLA_FLAGS, "JAX_PLATFORMS": None}
 
 
 @pytest.mark.slow

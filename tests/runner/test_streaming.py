@@ -12,7 +12,7 @@ from typing import Any
 
 import fiddle as fdl
 import pytest
-from compiled_programs import UNOPTIMIZED
+from compiled_programs import XLA_FLAGS
 from forked_processes import Ended, ForkedProcess, fresh_process, run_forked
 from small_experiment import small
 from states import assert_same_bits
@@ -170,7 +170,6 @@ def run_two(program: str, *arguments: str, start: Any = ForkedProcess) -> list[t
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    flags = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
     with contextlib.ExitStack() as ends:
         outputs = [ends.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
         processes = [
@@ -178,7 +177,7 @@ def run_two(program: str, *arguments: str, start: Any = ForkedProcess) -> list[t
                 *("-c", program, str(port), str(process), *arguments),
                 stdout=output,
                 stderr=output,
-                environment={"XLA_FLAGS": f"{flags} {UNOPTIMIZED}"},
+                environment={"XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}"},
             )
             for process, output in enumerate(outputs)
         ]

@@ -5,14 +5,29 @@ their operations too, which tests read, and not by the lines of the code that th
 """
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import zstandard
 
 LARGEST = 2 * 2**30  # bytes of all of them: what all tests compile on several versions of JAX
-# XLA's flags for programs that run once or twice: they compile in half the time, each in one piece,
-# since another test keeps the other core busy.
-UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+# Programs that run once or twice: so they compile in half the time, each in one piece, since another
+# test keeps the other core busy. JAX 0.10 has older emitters to choose, which take less.
+_UNOPTIMIZED = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    *["--xla_cpu_use_fusion_emitters=false"] * version("jax").startswith("0.10."),
+)
+# What runs add, for GPUs and for several devices. The tests' own processes have it too: JAX takes a
+# program from the folder if it was compiled under the same flags, whatever they are for.
+_OF_RUNS = (
+    "--xla_cpu_multi_thread_eigen=false",
+    "--xla_gpu_enable_latency_hiding_scheduler=true",
+    "--xla_gpu_enable_pipelined_all_gather=true",
+    "--xla_gpu_enable_pipelined_reduce_scatter=true",
+    "--xla_gpu_enable_pipelined_all_reduce=true",
+)
+XLA_FLAGS = " ".join([*_UNOPTIMIZED, *_OF_RUNS])
 _CHECKED = "checked"  # a file as old as the last look at what was written
 
 SETTINGS = {

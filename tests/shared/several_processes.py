@@ -5,7 +5,7 @@ import subprocess
 import time
 
 import pytest
-from compiled_programs import UNOPTIMIZED
+from compiled_programs import XLA_FLAGS
 from forked_processes import ROOT, ForkedProcess, fresh_process, paths_of
 
 from lmlib.metrics.log import read_metrics
@@ -64,7 +64,7 @@ class SeveralProcesses:
             self.address = f"localhost:{free.getsockname()[1]}"
         environment = {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count} {UNOPTIMIZED}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // count} {XLA_FLAGS}",
         }
         outputs.mkdir(parents=True)
         self.files = [outputs / str(process) for process in range(count)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import small_experiment
-from compiled_programs import UNOPTIMIZED
+from compiled_programs import XLA_FLAGS
 from forked_processes import ForkedProcess, fresh_process
 
 SECONDS = 240.0  # that anything may take
@@ -36,7 +36,7 @@ class SmallRun:
                 *("-m", "runner", *arguments),
                 stdout=file,
                 stderr=file,
-                environment={"XLA_FLAGS": UNOPTIMIZED, **(environment or {})},
+                environment={"XLA_FLAGS": XLA_FLAGS, **(environment or {})},
             )
 
     def output(self) -> str:

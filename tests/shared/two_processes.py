@@ -5,7 +5,7 @@ import os
 import socket
 from tempfile import TemporaryFile
 
-from compiled_programs import UNOPTIMIZED
+from compiled_programs import XLA_FLAGS
 from forked_processes import ROOT, ForkedProcess
 
 SECONDS = 400  # that they may take
@@ -19,9 +19,7 @@ def run_two(code: str, *arguments: object) -> list[str]:
         port = free.getsockname()[1]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        # The second flag keeps the collectives of a process's devices in one order.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
-        f"--xla_cpu_multi_thread_eigen=false {UNOPTIMIZED}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}",
     }
     children, lines = [], []
     with contextlib.ExitStack() as ends:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_texts import BOS, EOS, write_ids
-from compiled_programs import UNOPTIMIZED
+from compiled_programs import XLA_FLAGS
 from run_on_bytes import write_run_on_bytes
 from small_tokenizer import write_tokenizer_folder
 
@@ -134,7 +134,7 @@ Generator(run.model, rows=1, length=8)([ids], 2)
 
 def test_on_one_device_nothing_needs_a_mesh(run):
     """Not even code of the user's own, such as a gradient."""
-    env = {**os.environ, "XLA_FLAGS": UNOPTIMIZED}
+    env = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
     command = [sys.executable, "-c", ON_ONE_DEVICE, str(run[0])]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
