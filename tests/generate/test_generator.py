@@ -114,10 +114,9 @@ def test_long_prompts_give_the_same_in_groups_as_alone():
     """A CPU takes two of these at a time, since more would not stay in its cache."""
     lengths = (600, 5, 520)
     prompts = [[n * n % V for n in range(length, 2 * length)] for length in lengths]
-    together = Generator(model(), compute=FLOAT32, rows=4, length=640)(prompts, 6, GREEDY)
-    single = Generator(model(), compute=FLOAT32, rows=1, length=640)
-    for prompt, (made,) in zip(prompts, together, strict=True):
-        ((alone,),) = single([prompt], 6, GREEDY)
+    long = Generator(model(), compute=FLOAT32, rows=4, length=640)
+    for prompt, (made,) in zip(prompts, long(prompts, 6, GREEDY), strict=True):
+        ((alone,),) = long([prompt], 6, GREEDY)
         assert made.tokens == alone.tokens
         np.testing.assert_allclose(made.logprobs, alone.logprobs, atol=1e-5)
 

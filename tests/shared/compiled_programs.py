@@ -11,8 +11,8 @@ from pathlib import Path
 import zstandard
 
 LARGEST = 2 * 2**30  # bytes of all of them: what all tests compile on several versions of JAX
-# Programs that run once or twice: so they compile in half the time, each in one piece, since another
-# test keeps the other core busy. JAX 0.10 has older emitters to choose, which take less.
+# For programs that run once or twice: they compile in half the time, each in one piece, since
+# another test keeps the other core busy. JAX 0.10 has older emitters to choose, which take less.
 _UNOPTIMIZED = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
