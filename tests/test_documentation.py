@@ -1,4 +1,4 @@
-"""Names of files, and of what is in them, in docs/architecture.md and in README's table exist."""
+"""Links of all pages lead somewhere, and names in those about the code exist."""
 
 import ast
 import functools
@@ -9,15 +9,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE = ROOT / "docs/architecture.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 README = ROOT / "README.md"
-TABLE = "## Where things are"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 # A file, perhaps with the name of something in it: `lmlib/train.py:step`, `tests/update.py`.
 FILE = re.compile(r"(?<![\w./-])((?:[\w-]+/)*[\w-]+\.(?:py|md))(?::([A-Za-z_][\w.]*\w|\w))?")
 FOLDER = re.compile(r"(?<![\w./-])((?:[\w-]+/)+)(?![\w.*-])")
 CODE = re.compile(r"`([^`\n]+)`")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
-LINK = re.compile(r"\[[^\]]*\]\(([\w./-]+)\)")
+LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.*)", re.MULTILINE)
 
 
 @functools.cache
@@ -71,25 +73,55 @@ def unknown_words(text: str) -> list[str]:
     ]
 
 
-def table_of_places(readme: str) -> str:
-    rows = readme.partition(TABLE)[2].partition("\n\nImports")[0]
-    assert rows.count("\n|") > 10  # or this test sees nothing
-    return rows
+def linked_from(page: Path) -> set[Path]:
+    return {page.parent / name for name, _ in LINK.findall(page.read_text(encoding="utf-8"))}
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for name, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        target = page.parent / name if name else page
+        if not target.is_file() or (anchor and anchor not in anchors(target)):
+            broken.append(f"{name}#{anchor}" if anchor else name)
+    return broken
 
 
 def test_the_tour_names_what_exists():
-    text = ARCHITECTURE.read_text(encoding="utf-8")
-    linked = re.sub(LINK, "", text)
-    assert len(FILE.findall(linked)) > 60  # or this test sees nothing
-    assert not absent(linked)
-    assert not unknown_words(linked)
-    assert not [name for name in LINK.findall(text) if not (ARCHITECTURE.parent / name).exists()]
+    text = re.sub(LINK, "", ARCHITECTURE.read_text(encoding="utf-8"))
+    assert len(FILE.findall(text)) > 60  # or this test sees nothing
+    assert not absent(text)
+    assert not unknown_words(text)
 
 
-def test_readme_says_where_things_are():
-    text = README.read_text(encoding="utf-8")
-    assert not absent(table_of_places(text))
-    assert not [name for name in LINK.findall(text) if not (ROOT / name).exists()]
+def test_contributors_find_the_files_that_are_named():
+    text = re.sub(LINK, "", CONTRIBUTING.read_text(encoding="utf-8"))
+    assert len(FILE.findall(text)) > 10  # or this test sees nothing
+    assert not absent(text)
+
+
+def test_links_lead_somewhere():
+    wrong = {page.name: broken_links(page) for page in (README, CONTRIBUTING, *PAGES)}
+    assert not {page: links for page, links in wrong.items() if links}
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One, two\n[a](page.md) [b](#one-two) [c](no.md) [d](#two) [e](https://e.org)"
+    )
+    assert broken_links(page) == ["no.md", "#two"]
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs/index.md"])
+def test_every_page_is_linked_from(page):
+    linked = {each.resolve() for each in linked_from(page)}
+    assert {*PAGES, CONTRIBUTING} - {page} <= linked
 
 
 @pytest.mark.parametrize(

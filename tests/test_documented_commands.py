@@ -67,11 +67,7 @@ HUB = "it reads from Hugging Face's Hub"
 LONG = "it compiles for absent hardware, for minutes"
 # Commands that do not run here, by how they begin.
 NOT_RUN = {
-    "README.md": {
-        "python3 -m venv .venv": INSTALLS,
-        "pip install": INSTALLS,
-        "python -m runner.plan": LONG,
-    },
+    "README.md": {"python3 -m venv .venv": INSTALLS},
     "docs/data.md": {
         "python -m data_tools.pretokenize --dataset=allenai/c4": HUB,
         "python -m data_tools.pretokenize --dataset=/shared/text": "it is for SLURM and Ray",
@@ -91,10 +87,12 @@ NOT_RUN = {
         "python -m runner.convert --from=RUN --to=PEFT_DIR": "test_adapter_folders.py has adapters",
         "python -m runner.convert --from=PEFT_DIR": "test_adapter_folders.py has adapters",
     },
+    "docs/install.md": {"python3 -m venv .venv": INSTALLS},
     "docs/multihost.md": {
         "export JAX_PLATFORMS=cpu": "test_processes.py starts several",
         "#!/bin/bash": "it is for SLURM",
     },
+    "docs/notebook.md": {"python -m runner --fdl_config=experiments/quickstart": "README.md does"},
     "docs/performance.md": {"pip install": INSTALLS, "python -m runner.plan": LONG},
     "docs/scaling.md": {"pip install": INSTALLS},
     "docs/your-own-architecture.md": {"python -m runner.plan": LONG},
@@ -104,7 +102,7 @@ EXCERPTS = {
     "docs/huggingface.md": (
         "def block(", "_LAYER = (", "def _arguments(", "FAMILIES: ", "*starcoder", '"starcoder2"',
     ),
-    "README.md": ("class GatedMLP(",),
+    "docs/running.md": ("class GatedMLP(",),
 }  # fmt: skip
 NOT_RUN_PYTHON = {
     "docs/data.md": {"from data_tools.hf_stream": HUB},
@@ -181,8 +179,9 @@ def test_what_is_listed_as_not_run_is_there():
         assert not [each for each in listed if not any(s.startswith(each) for s in shown)]
 
 
-def test_readmes_excerpt_is_of_the_code():
-    (block,) = [b for b in python_of("README.md") if begins_with(b.text, EXCERPTS["README.md"])]
+def test_the_excerpt_of_a_part_is_of_the_code():
+    page = "docs/running.md"
+    (block,) = [b for b in python_of(page) if begins_with(b.text, EXCERPTS[page])]
     assert set(block.text.splitlines()) <= set(
         (ROOT / "lmlib/models/parts/mlp.py").read_text(encoding="utf-8").splitlines()
     )

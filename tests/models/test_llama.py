@@ -114,7 +114,7 @@ def influence(inputs):
     x_BSE = model.embedding[tokens_BS]
     direction_V = jax.random.normal(jax.random.key(5), (V,))
     _, pullback = jax.vjp(lambda x: logits_of(x) @ direction_V, x_BSE)
-    # One after the other, not batched: see README's known traps.
+    # One after the other, not batched: see docs/install.md.
     one_hot = jnp.eye(B * S).reshape(B * S, B, S)
     jacobian = jax.lax.map(lambda arriving: pullback(arriving)[0], one_hot)
     return np.linalg.norm(np.asarray(jacobian).reshape(B, S, B, S, E), axis=-1)
