@@ -16,10 +16,11 @@ from lmlib.hardware.free_memory import check_fits_host
 class Window(NamedTuple):
     """A piece of a document.
 
-    document: its number.
-    ids: the inputs and, one after them, the last target.
-    first: the first input whose target counts; those before are context alone.
-    offset: where the first of `ids` is in its document.
+    Attributes:
+      document: its number.
+      ids: the inputs and, one after them, the last target.
+      first: the first input whose target counts; those before are context alone.
+      offset: where the first of `ids` is in its document.
     """
 
     document: int

@@ -12,9 +12,11 @@ from lmlib.generate.steps import NOTHING, Made, State
 class Generated(NamedTuple):
     """A continuation.
 
-    tokens: the new ones; the last is a stop id if that ended it.
-    logprobs: of each, in nats, under the model's own distribution: before temperature and the like.
-    stopped: whether a stop id or `Stream.stop` ended it; else there were `max_tokens`.
+    Attributes:
+      tokens: the new ones; the last is a stop id if that ended it.
+      logprobs: of each, in nats, under the model's own distribution, before temperature and the
+        like.
+      stopped: whether a stop id or `Stream.stop` ended it; else there were `max_tokens`.
     """
 
     tokens: list[int]

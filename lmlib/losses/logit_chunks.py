@@ -27,12 +27,13 @@ _CHUNK_BYTES_ELSEWHERE = 2**30
 class ChunkLogits(NamedTuple):
     """This device's share of the logits of a chunk of tokens, and what its devices know together.
 
-    logits_NV: capped, float32 at least.
-    is_target_NV: one in each row is true, on the device whose share has the target.
-    highest_N: the largest logit.
-    exponentials_NV: exp(logits - highest).
-    normaliser_N: Σ exponentials over the whole vocabulary.
-    cross_entropy_N: -log p(target), nats.
+    Attributes:
+      logits_NV: capped, float32 at least.
+      is_target_NV: one in each row is true, on the device whose share has the target.
+      highest_N: the largest logit.
+      exponentials_NV: exp(logits - highest).
+      normaliser_N: Σ exponentials over the whole vocabulary.
+      cross_entropy_N: -log p(target), nats.
     """
 
     logits_NV: Float[Array, "n v"]

@@ -13,8 +13,9 @@ _OF_FIRST_VALUES = {"embedding_deviation", "residual_scale", "first"}
 class Difference(NamedTuple):
     """What two models do not have alike, in words.
 
-    where: its path in both, `stack.0.0.attention.rotary.theta`.
-    of_weights: whether weights of the one do not fit the other; else it is a setting.
+    Attributes:
+      where: its path in both, `stack.0.0.attention.rotary.theta`.
+      of_weights: whether weights of the one do not fit the other; else it is a setting.
     """
 
     where: str

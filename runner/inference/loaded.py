@@ -31,8 +31,9 @@ USUAL = Sampling(temperature=0.8, top_p=0.95)
 class TokenLoss(NamedTuple):
     """How a token was predicted from those before it.
 
-    text: what the token adds to the text; a character of several tokens comes with its last one.
-    nats: -log p of the token.
+    Attributes:
+      text: what the token adds to the text; a character of several tokens comes with its last one.
+      nats: -log p of the token.
     """
 
     id: int

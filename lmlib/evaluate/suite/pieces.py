@@ -12,9 +12,10 @@ from lmlib.data.splitmix64 import hash_words
 class Piece(NamedTuple):
     """A document.
 
-    measure: what it is a part of, such as "copying/8".
-    ids: the inputs and, one after them, the last target.
-    first: the first input whose target counts.
+    Attributes:
+      measure: what it is a part of, such as "copying/8".
+      ids: the inputs and, one after them, the last target.
+      first: the first input whose target counts.
     """
 
     measure: str
