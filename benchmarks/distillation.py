@@ -24,12 +24,12 @@ _WORKDIR = flags.DEFINE_string("workdir", "/tmp/students", "of the students' run
 
 
 def loss(seed: int, fiddlers: Sequence[str]) -> float:
-    """The validation loss of a student."""
+    """The cross-entropy of a student on the validation split, nats per token."""
     overrides = [f"teacher={_TEACHER.value}", f"seed={seed}", "samples.prompts=()"]
     cfg = configs.load("experiments/distil", fiddlers, overrides)
     summary = fit(cfg, Path(_WORKDIR.value, "_".join([*fiddlers, f"seed_{seed}"]))).summary
-    assert summary.validation_loss is not None
-    return summary.validation_loss
+    name = "validation_loss" if "alone" in fiddlers else "validation_cross_entropy"
+    return summary.validation[name].value
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ from lmlib import optim, train
 from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.evaluate.mean_loss import Evaluator
+from lmlib.evaluate.validation import Evaluator
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
 from lmlib.models.rematerialization import ACTIVATIONS

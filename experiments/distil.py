@@ -49,9 +49,9 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
 
 
 def stored(cfg: fdl.Config[Experiment]) -> None:
-    """From what `python -m runner.teach` stored of a teacher, who is not computed any more."""
+    """From what `python -m runner.teach` stored: the teacher is not computed any more."""
     cfg.objective = fdl.Config(Distillation, weight=0.9)
-    cfg.data.teacher = "/tmp/taught"
+    cfg.data.teacher, cfg.validation.teacher = "/tmp/taught/train", "/tmp/taught/validation"
 
 
 def alone(cfg: fdl.Config[Experiment]) -> None:

@@ -34,8 +34,8 @@ def step(state: State, batch: Batch, training: Training) -> tuple[State, Metrics
     Metrics, float32 unless said: `loss` and what else the objective reports, on average;
     `grad_norm` before clipping, `parameter_norm` of what trains, before the update, `update_norm`,
     0 if it is not made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this
-    batch, `skipped_updates` in all, `skipped_in_a_row`, and `empty_batches`, in all, which had
-    nothing to count.
+    batch, and the count of `Objective.units` if those are others, `skipped_updates` in all,
+    `skipped_in_a_row`, and `empty_batches`, in all, which had nothing to count.
 
     Raises:
       LayoutError: if the mesh cannot split the weights or the batch.
@@ -75,7 +75,7 @@ def step(state: State, batch: Batch, training: Training) -> tuple[State, Metrics
     with jax.named_scope("optimizer"):
         new_state, metrics = _updated(state, count, reported["loss"], gradients, training)
     tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
-    return new_state, {**reported, **metrics, "tokens": tokens}
+    return new_state, {**reported, **metrics, "tokens": tokens, objective.units: count}
 
 
 def _updated(

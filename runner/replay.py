@@ -24,7 +24,7 @@ from lmlib.checkpoint.folders import steps_in
 from lmlib.data.batch import Batch, place
 from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
-from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
+from lmlib.inspect.layer_statistics import first_offender, table
 from lmlib.parallel.layout import partition
 from lmlib.state import State
 from lmlib.terminal.table import columns
@@ -38,6 +38,7 @@ from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.training.captures import Capture, read_batch, read_capture
+from runner.training.divergence import statistics_of
 from runner.watch.progress import Progress
 from runner.weights.notes import WEIGHTS_ALONE
 from runner.weights.reading import completed, weights_of
@@ -81,7 +82,7 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
             speed = rows.tokens.size / seconds
             progress.update(step, loss=loss, seconds=seconds, tokens_per_second=speed)
     batch = jax.tree.map(lambda field: jax.device_put(field, sharding), rows)
-    statistics = layer_statistics(state.whole_model, batch, experiment.mesh, experiment.compute)
+    statistics = statistics_of(experiment, state, batch)
     _, metrics = compiled(state, batch)
     again = {name: value.item() for name, value in jax.device_get(metrics).items()}
 

@@ -1,11 +1,13 @@
-"""Writes what a teacher says of the training data, for students that learn without it.
+"""Writes what a teacher says of the data, for students that learn without it.
 
     python -m runner.teach --from=TEACHER --fdl_config=experiments/NAME --fdl.data.teacher=FOLDER
 
 --from         a run, WORKDIR or WORKDIR@STEP, a folder of Hugging Face's, or its name on the Hub
---fdl_config   the student's experiment; its data says what the teacher reads: each sequence of the
-               split once, in the order they are stored in. --fiddler and --fdl.x=… as for training
---out          the folder; unless said, data.teacher of the experiment
+--fdl_config   the student's experiment; its data and validation say what the teacher reads: each
+               sequence of a split once, in the order they are stored in. --fiddler and --fdl.x=…
+               are those of training
+--out          the folder for data alone; without it data.teacher and validation.teacher of the
+               experiment name a folder each
 --k            ids that are listed of each token, the likeliest: 32 unless said
 --batch_size   sequences at a time; unless said, as many as in the experiment's batches
 --dtype        to compute in; unless said, the run's, of a folder float32
@@ -20,7 +22,7 @@ from collections.abc import Sequence
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
-from lmlib.data.stored.teacher import USUAL_K
+from lmlib.data.stored.teacher import USUAL_K, TeacherMetadata
 from lmlib.terminal.quantities import bytes_text
 from runner.command_line.command import run
 from runner.command_line.config_flags import (
@@ -34,7 +36,7 @@ from runner.command_line.exit_status import FINISHED, STOPPED
 from runner.command_line.init_from import INIT_FROM
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.inference.loading import load
-from runner.inference.teaching import sequences_of, teach
+from runner.inference.teaching import sequences_of, teach, unfinished
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
@@ -59,9 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     check_devices()
     cfg = chosen_config()
     with user_errors():
-        data, stored_at = sequences_of(cfg, _BATCH_SIZE.value)
-    if (out := _OUT.value or stored_at) is None:
-        raise ConfigError("give --out, or set data.teacher: the folder to write")
+        wanted = sequences_of(cfg, _BATCH_SIZE.value, _OUT.value)
     loaded = load(
         _FROM.value,
         dtype=_DTYPE.value,
@@ -69,20 +69,26 @@ def main(arguments: Sequence[str]) -> int:
         init_from=INIT_FROM.value,
         show=_show,
     )
-    try:
-        with user_errors(), chosen_sizes("give a smaller --batch_size"):
-            metadata = teach(loaded, data, out, _K.value, _show)
-    except KeyboardInterrupt:
-        _show("stopped; the same command goes on")
-        return STOPPED
+    for out, data in (unfinished(wanted) or wanted).items():
+        try:
+            with user_errors(), chosen_sizes("give a smaller --batch_size"):
+                metadata = teach(loaded, data, out, _K.value, _show)
+        except KeyboardInterrupt:
+            _show("stopped; the same command goes on")
+            return STOPPED
+        print(_told(out, metadata))
+    return FINISHED
+
+
+def _told(out: str, metadata: TeacherMetadata) -> str:
     numbers = metadata.sequences.sequences * metadata.row_elements
     id_bytes = 2 if metadata.vocab_size <= 2**16 else 4
-    print(
+    return (
         f"{out} lists {metadata.k} ids for each token of {metadata.sequences.sequences:,} "
-        f"sequences, {bytes_text(numbers * (id_bytes + 2))}; students read it with "
-        f"data.teacher={out!r} and Distillation(teacher=None)"
+        f"sequences of the split {metadata.sequences.split}, "
+        f"{bytes_text(numbers * (id_bytes + 2))}; students read it with teacher={out!r} of that "
+        "data and Distillation(teacher=None)"
     )
-    return FINISHED
 
 
 def _show(line: str) -> None:

@@ -53,7 +53,7 @@ SHORTER = (
     (r"--fdl\.steps=\d+", "--fdl.steps=4"),
     (r"--profile=20:24", "--profile=2:3"),
     (r"(--fdl_config=experiments/\w+)(?!.*--fiddler=tiny)", r"\1 --fiddler=tiny"),
-    (r"(--fiddler=stored)", r"\1 --fdl.data.teacher=taught"),
+    (r"(--fiddler=stored)", r"\1 --fdl.data.teacher=taught --fdl.validation.teacher=taught2"),
     (r"(--fdl_config=tmp/.*)", r"\1 --fdl.steps=1 --fdl.data.batch_size=8 --fdl.validation=None "
      "--fdl.data.sequence_length=16"),
     (r"--vocab_size=\d+", "--vocab_size=300"),

@@ -18,7 +18,7 @@ from lmlib import optim, train
 from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate.mean_loss import Evaluator
+from lmlib.evaluate.validation import Evaluator
 from lmlib.generate import GREEDY, generate
 from lmlib.inspect.layer_statistics import layer_statistics
 from lmlib.losses import NextToken, batch_loss

@@ -1,5 +1,6 @@
-"""Evaluation weighs every token once."""
+"""Validation weighs every token, or every pair, once."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -13,7 +14,8 @@ from sentinels import sentinels
 
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate.mean_loss import Evaluation, Evaluator
+from lmlib.evaluate.validation import Evaluator, bits_per_byte
+from lmlib.losses import DPO, Distillation
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
 from lmlib.parallel.mesh import make_mesh
@@ -40,15 +42,42 @@ def test_the_loss_is_the_mean_over_all_valid_tokens(mesh):
         for b, s in np.argwhere(batch.loss_mask):
             total -= log_p[b, s, batch.targets[b, s]]
             count += 1
-    assert evaluation.tokens == count
+    assert evaluation.count == count
     assert evaluation.loss == pytest.approx(total / count, rel=1e-6)
+
+
+class Uneven(Synthetic):
+    """Rows without a target, more of them from batch to batch."""
+
+    def batch(self, step, rows=slice(None)):
+        batch = super().batch(step, rows)
+        kept_B1 = (np.arange(self.batch_size)[rows] >= 3 * step)[:, None]
+        return dataclasses.replace(batch, loss_mask=batch.loss_mask & kept_B1)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [DPO(reference_from="another"), Distillation(make, "another", temperature=2.0)],
+    ids=lambda objective: objective.loss_name,
+)
+def test_an_objective_is_validated_by_its_own_metrics(objective):
+    """Three batches are as one of all their rows, with dropout off, beside the reference model."""
+    data, mesh, reference = Uneven(V, 8, 16, seed=1), make_mesh(), make(key=jax.random.key(1))
+    evaluate = Evaluator(mesh, FLOAT32, objective)
+    found = evaluate(laid_out(weights(), mesh), data, 3, laid_out(reference, mesh))
+    whole = jax.tree.map(lambda *parts: np.concatenate(parts), *map(data.batch, range(3)))
+    sums = jax.jit(functools.partial(objective.sums, compute=FLOAT32))(weights(), reference, whole)
+    assert found.count == int(objective.count(whole))
+    assert set(found.metrics) == set(sums.reported)
+    for name, total in sums.reported.items():
+        assert found.metrics[name] == pytest.approx(float(total) / found.count, rel=1e-5), name
 
 
 MANY_BATCHES = """
 import functools, jax
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate.mean_loss import Evaluator
+from lmlib.evaluate.validation import Evaluator
 from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
@@ -75,7 +104,7 @@ def test_simulated_devices_evaluate_more_batches_than_xla_lets_wait():
 
 
 def test_bits_per_byte():
-    assert Evaluation(loss=math.log(2) * 6, tokens=1).bits_per_byte(3.0) == pytest.approx(2.0)
+    assert bits_per_byte(math.log(2) * 6, 3.0) == pytest.approx(2.0)
 
 
 def test_nothing_to_evaluate_is_an_error():

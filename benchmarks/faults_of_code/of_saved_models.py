@@ -63,10 +63,9 @@ MUTATIONS = (
     ),
     Mutation(
         "validation is a mean of means",
-        "lmlib/evaluate/mean_loss.py",
-        "return Evaluation(sum(float(loss) for loss in losses) / tokens, tokens)",
-        "means = [float(loss) / int(count) for loss, count in zip(losses, counts, strict=True)]\n"
-        "        return Evaluation(sum(means) / len(means), tokens)",
+        "lmlib/evaluate/validation.py",
+        "sum(float(each[name]) for each in sums)",
+        "sum(float(each[name]) / int(n) for each, n in zip(sums, counts)) * count / len(counts)",
         "tests/test_evaluate.py",
     ),
     Mutation(

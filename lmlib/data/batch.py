@@ -71,16 +71,31 @@ class Source(Protocol):
 
 @runtime_checkable
 class Taught(Protocol):
-    """A source whose batches may have what a teacher said of them."""
+    """A source whose batches may hold what a teacher said of their tokens."""
 
     @property
     def teacher_k(self) -> int | None:
         """How many ids a teacher listed for each token; None if there is no teacher."""
 
 
+@runtime_checkable
+class Paired(Protocol):
+    """A source that says whether its documents are pairs."""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether documents are pairs of a chosen and a rejected answer, each pair in one row, its
+        segments an odd number and the next."""
+
+
 def teacher_k(source: Source) -> int | None:
-    """As `Taught.teacher_k`, of any source."""
+    """`Taught.teacher_k` of any source."""
     return source.teacher_k if isinstance(source, Taught) else None
+
+
+def holds_pairs(source: Source) -> bool | None:
+    """`Paired.pairs` of any source; None if it does not say."""
+    return source.pairs if isinstance(source, Paired) else None
 
 
 def place(source: Source, step: int, sharding: jax.sharding.NamedSharding) -> Batch:

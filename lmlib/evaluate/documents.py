@@ -44,7 +44,7 @@ class DocumentsEvaluation:
 
     Attributes:
       targets: tokens that were predicted, each once.
-      bytes, characters: of the documents' texts; `None` if unknown, as what is per each.
+      bytes, characters: of the documents' texts; `None`, like the bits per each, if unknown.
       loss: nats per target.
       perplexity: exp(loss), its standard error by the delta method.
       by_position: by the number of inputs before each target in its window, in powers of two.
@@ -200,7 +200,7 @@ def _evaluation(sums: _Sums) -> DocumentsEvaluation:
 
 
 def _buckets(length: int) -> np.ndarray:
-    """Of each position: 0–1, 2–3, 4–7, … are buckets 0, 1, 2, …"""
+    """The bucket of each position: 0–1, 2–3, 4–7, … are buckets 0, 1, 2, …"""
     exponents = np.frexp(np.maximum(np.arange(length), 1).astype(np.float64))[1]
     return exponents.astype(np.int64) - 1
 

@@ -1,12 +1,12 @@
 """A ratio of sums over documents, such as nats per token, with its standard error.
 
-Documents are what is independent of each other, not their tokens. Of n documents with numerators
-y and denominators x the ratio is R = Σy / Σx, and its standard error
+Documents are independent of each other, tokens of one document are not. The ratio of n documents
+with numerators y and denominators x is R = Σy / Σx, and its standard error
 
     sqrt(n / (n - 1) · Σ (y - R x)²) / Σx
 
 (Cochran, Sampling Techniques, 3rd edition 1977, §6.4, of an infinite population; for means over
-tokens this is a clustered standard error, as of Miller 2024, arXiv:2411.00640, §2.2).
+tokens this is the clustered standard error of Miller 2024, arXiv:2411.00640, §2.2).
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Token losses of batches that the host has, as NumPy arrays that every process has."""
+"""Token losses of batches on the host, returned to every process as NumPy arrays."""
 
 import functools
 

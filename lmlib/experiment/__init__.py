@@ -13,6 +13,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source, teacher_k
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.suite.suite import Suite
+from lmlib.evaluate.validation import validation_metrics
 from lmlib.experiment.checkpoints import CheckpointSettings
 from lmlib.experiment.checks import check_experiment
 from lmlib.experiment.evaluation import EvaluationSettings
@@ -134,16 +135,10 @@ class Experiment:
     @property
     def evaluation_metrics(self) -> tuple[str, ...]:
         """The names of what each evaluation adds to the metrics of its step."""
-        sets, suite = self.validation_sets, self.evaluation.suite
-        in_text = {name for name, each in sets.items() if each.bytes_per_target is not None}
-        several = sets if isinstance(self.validation, Mapping) else ()
-        return (
-            *(("validation_loss",) if sets else ()),
-            *(f"validation_loss/{name}" for name in several),
-            *(("validation_bits_per_byte",) if sets and len(in_text) == len(sets) else ()),
-            *(f"validation_bits_per_byte/{name}" for name in several if name in in_text),
-            *(suite.metrics(self.suite_length, self.text_codec) if suite else ()),
-        )
+        named = isinstance(self.validation, Mapping)
+        suite = self.evaluation.suite
+        names = suite.metrics(self.suite_length, self.text_codec) if suite else ()
+        return (*validation_metrics(self.objective, self.validation_sets, named), *names)
 
     @property
     def suite_length(self) -> int:

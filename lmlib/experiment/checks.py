@@ -2,20 +2,19 @@
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import Mesh
 
 from lmlib.compute import Compute
-from lmlib.data.batch import Source, teacher_k
-from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.mixture import Mixture
+from lmlib.data.batch import Source
 from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.experiment.checkpoints import CheckpointSettings
 from lmlib.experiment.evaluation import EvaluationSettings
 from lmlib.experiment.samples import SampleSettings
+from lmlib.experiment.sources import check_source, validation_sources
 from lmlib.guard import Guard
 from lmlib.losses import Objective
 from lmlib.models.matrices.adapted import has_adapters
@@ -52,7 +51,7 @@ _LEAST = {
 
 
 def check_experiment(experiment: Any) -> None:
-    """As `lmlib.experiment.Experiment.check`, of an experiment.
+    """What `lmlib.experiment.Experiment.check` does.
 
     Raises:
       ValueError: naming the setting, its value, and what would work.
@@ -88,7 +87,7 @@ def check_experiment(experiment: Any) -> None:
     check_protocol(model)
     check_model(model, experiment.mesh)
     _check_objective(experiment, model)
-    _check_source(experiment, "data", experiment.data, model, experiment.microbatches)
+    check_source(experiment, "data", experiment.data, model, experiment.microbatches)
     batches, steps = experiment.data.batches, experiment.steps
     if batches is not None and batches < steps:
         raise ValueError(
@@ -132,38 +131,7 @@ def _check_objective(experiment: Any, model: Any) -> None:
     if reference_model is not None:
         check_protocol(reference_model)
         check_model(reference_model, experiment.mesh)
-        reference_model.check(experiment.data.sequence_length, experiment.compute)
-    objective = experiment.objective
-    objective.check(model, reference_model, experiment.recipe.trained)
-    for part in _flat_tokens(experiment.data):
-        if part.pairs != objective.compares_pairs:
-            raise ValueError(
-                f"data holds {'pairs of answers' if part.pairs else 'no pairs of answers'}, and "
-                f"{type(objective).__name__} {'needs them' if objective.compares_pairs else 'none'}"
-                ": python -m data_tools.prepare_chats makes either; --pairs is for lmlib.losses.DPO"
-            )
-    _check_stored_teacher(experiment, model)
-
-
-def _check_stored_teacher(experiment: Any, model: Any) -> None:
-    """Whether batches have what a teacher said where the objective needs it, and nowhere else."""
-    needed = experiment.objective.reads_stored_teacher
-    if needed != (teacher_k(experiment.data) is not None):
-        objective = type(experiment.objective).__name__
-        raise ValueError(
-            f"{objective} without a teacher needs data with what one said: set data.teacher to a "
-            "folder that python -m runner.teach makes"
-            if needed
-            else f"data has what a teacher said, and {objective} reads none of it: leave "
-            "data.teacher out, or take lmlib.losses.Distillation without a teacher"
-        )
-    for part in _flat_tokens(experiment.data):
-        if part.teacher is not None and part.teacher.vocab_size != model.vocab:
-            raise ValueError(
-                f"the stored teacher's vocabulary has {part.teacher.vocab_size:,} ids and the "
-                f"model's {model.vocab:,}: a student has the vocabulary of its teacher, padding "
-                "included"
-            )
+    experiment.objective.check(model, reference_model, experiment.recipe.trained)
 
 
 def _check_suite(experiment: Any, model: Any) -> None:
@@ -179,13 +147,13 @@ def _check_validation(experiment: Any, model: Any) -> None:
     sets = experiment.validation_sets
     if not sets:
         raise ValueError("validation names no source: give it one, or None for none")
-    for name, source in sets.items():
+    for name in sets:
         if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
             raise ValueError(
                 f"validation has the name {name!r}: a name is of letters, digits, _, . and -"
             )
-        where = f"validation[{name!r}]" if named else "validation"
-        _check_source(experiment, where, source, model, 1)
+    for where, source in validation_sources(experiment).items():
+        check_source(experiment, where, source, model, 1)
         if tokenizers_differ(experiment.data.tokenizer, source.tokenizer):
             raise ValueError(
                 f"data was made by {experiment.data.tokenizer}, but {where} by {source.tokenizer}: "
@@ -211,42 +179,3 @@ def _check_validation(experiment: Any, model: Any) -> None:
             f"checkpoints.best_by={best_by!r} is no metric of this experiment's evaluations; there "
             f"are {', '.join(experiment.evaluation_metrics)}"
         )
-
-
-def _check_source(
-    experiment: Any, name: str, source: Source, model: Any, microbatches: int
-) -> None:
-    if source.max_token_id >= model.vocab:
-        raise ValueError(
-            f"{name} has token ids up to {source.max_token_id}, but the model's vocabulary ends"
-            f" at {model.vocab - 1}; set vocab to {source.max_token_id + 1} or more, or use the"
-            " data set's own tokenizer"
-        )
-    _check_length(name, source)
-    model.check(source.sequence_length, experiment.compute)
-    check_batch(
-        source.batch_size,
-        source.sequence_length,
-        microbatches,
-        experiment.compute.sequence_parallel,
-        experiment.mesh,
-    )
-
-
-def _check_length(name: str, source: Source) -> None:
-    """Refuses sequences that are longer than all the data, before anything of that size is made."""
-    for part in _flat_tokens(source):
-        if part.sequence_length >= part.tokens:
-            raise ValueError(
-                f"{name} makes sequences of {part.sequence_length:,} tokens and has "
-                f"{part.tokens:,} tokens in all: set sequence_length to {part.tokens - 1:,} or less"
-            )
-
-
-def _flat_tokens(source: Source) -> Iterator[FlatTokens]:
-    """Those that a source reads."""
-    if isinstance(source, Mixture):
-        for part in source.sources.values():
-            yield from _flat_tokens(part)
-    elif isinstance(source, FlatTokens):
-        yield source

@@ -1,4 +1,4 @@
-"""How large everything is, layer by layer: where numbers stop being finite, and where they grow.
+"""Magnitudes layer by layer: where numbers grow, and where they stop being finite.
 
 Shapes: B batch, S sequence, E embed, L layers.
 """
@@ -16,19 +16,22 @@ from jaxtyping import Array
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.losses import batch_loss
+from lmlib.losses import NextToken, Objective
+from lmlib.losses.features import features
 from lmlib.models.matrices.int8 import Int8
 from lmlib.models.protocol import Layer, Model, Part
 from lmlib.terminal.table import columns
 
+NEXT_TOKEN = NextToken()
+
 
 class PartStatistics(NamedTuple):
-    """Of one part of a model: "embedding", "layer 3", "norm". What is not finite shows as NaN or
-    infinity.
+    """Magnitudes of one part of a model: "embedding", "layer 3", "norm". Where numbers are not
+    finite, they are NaN or infinity.
 
-    output: root mean square of the residual stream after it; `None` where that was not observed,
-      as in a model without layers.
-    weights, gradients: Euclidean norms; a matrix that rests in 8 bits has no gradient.
+    output: root mean square of the residual stream after the part; `None` where it is not observed,
+      in a model without layers for example.
+    weights, gradients: Euclidean norms; a matrix that is stored in 8 bits has no gradient.
     """
 
     name: str
@@ -38,18 +41,36 @@ class PartStatistics(NamedTuple):
 
 
 class LayerStatistics(NamedTuple):
-    """Of one batch: parts in the order of the forward pass, and the cross-entropy of the next
-    token, nats per token, whatever is minimised."""
+    """Magnitudes of a model on one batch.
+
+    parts: in the order of the forward pass.
+    loss: what the objective minimises, on average over the units that it counts; nats.
+    loss_name: its name in texts.
+    """
 
     parts: tuple[PartStatistics, ...]
     loss: float
+    loss_name: str
 
 
-def layer_statistics(model: Model, batch: Batch, mesh: Mesh, compute: Compute) -> LayerStatistics:
-    """Runs `batch` (on the devices) forward and backward once."""
+def layer_statistics(
+    model: Model,
+    batch: Batch,
+    mesh: Mesh,
+    compute: Compute,
+    objective: Objective = NEXT_TOKEN,
+    reference_model: Model | None = None,
+) -> LayerStatistics:
+    """Runs `batch` (on the devices) forward and backward once, nothing dropped at random.
+
+    Args:
+      objective: whose gradients are measured.
+      reference_model: the one that `objective` needs.
+    """
     with jax.set_mesh(mesh):
-        measure = jax.jit(functools.partial(_measured, compute=compute))
-        loss, outputs, weights, gradients = jax.device_get(measure(model, batch))
+        measure = jax.jit(functools.partial(_measured, compute=compute, objective=objective))
+        found = jax.device_get(measure(model, reference_model, batch))
+    loss, outputs, weights, gradients = found
     first, after_layers = (None, None) if outputs is None else (float(outputs[0][0]), outputs[1])
     before: list[PartStatistics] = []
     layers: dict[int, PartStatistics] = {}
@@ -64,24 +85,30 @@ def layer_statistics(model: Model, batch: Batch, mesh: Mesh, compute: Compute) -
                 output = None if after_layers is None else float(after_layers[i])
                 layers[i] = PartStatistics(f"layer {i}", output, float(w), float(g))
     parts = (*before, *(layers[i] for i in sorted(layers)), *after)
-    return LayerStatistics(parts, float(loss))
+    return LayerStatistics(parts, float(loss), objective.loss_name)
 
 
-def _measured(model: Model, batch: Batch, compute: Compute) -> tuple[Array, Any, Any, Any]:
+def _measured(
+    model: Model,
+    reference_model: Model | None,
+    batch: Batch,
+    compute: Compute,
+    objective: Objective,
+) -> tuple[Array, Any, Any, Any]:
     in_floats, in_8_bits = eqx.partition(model, lambda leaf: not _rests(leaf), is_leaf=_rests)
 
-    def loss(in_floats: Model) -> tuple[Array, Any]:
+    def loss(in_floats: Model) -> Array:
         model = eqx.combine(in_floats, in_8_bits, is_leaf=_rests)
-        sums, outputs = batch_loss(model, batch, compute, observe=_root_mean_squares)
-        tokens = jnp.maximum(jnp.sum(batch.loss_mask, dtype=jnp.int32), 1)
-        return sums.minimised / tokens, outputs
+        sums = objective.sums(model, reference_model, batch, compute)
+        return sums.minimised / jnp.maximum(objective.count(batch), 1)
 
-    (value, outputs), gradients = jax.value_and_grad(loss, has_aux=True)(in_floats)
+    value, gradients = jax.value_and_grad(loss)(in_floats)
+    outputs = features(model, batch, compute, observe=_root_mean_squares).observed
     return value, outputs, [*map(_norm, model.parts())], [*map(_norm, gradients.parts())]
 
 
 def _root_mean_squares(layer: Layer) -> tuple[Array, Array]:
-    """Of the residual stream before and after the layer."""
+    """Those of the residual stream before and after the layer."""
     before, after = (
         jnp.sqrt(jnp.mean(jnp.square(x_BSE.astype(jnp.float32))))
         for x_BSE in (layer.before, layer.after)
@@ -103,7 +130,7 @@ def _norm(part: Part) -> Array:
 
 
 def _rests(leaf: Any) -> bool:
-    """Whether it is a matrix in 8 bits."""
+    """Whether it is a matrix that is stored in 8 bits."""
     return isinstance(leaf, Int8)
 
 
@@ -117,7 +144,7 @@ def first_offender(statistics: LayerStatistics) -> str | None:
         yield from (
             (f"the output of {part.name}", part.output) for part in parts if part.output is not None
         )
-        yield "the cross-entropy of the next token", statistics.loss
+        yield f"the {statistics.loss_name}", statistics.loss
         yield from ((f"the gradient of {part.name}", part.gradients) for part in reversed(parts))
 
     return next((what for what, value in found() if not math.isfinite(value)), None)
@@ -135,4 +162,4 @@ def table(statistics: LayerStatistics) -> str:
         )
         for part in statistics.parts
     ]
-    return columns([*rows, ("cross-entropy", f"{statistics.loss:.4g}", "", "")])
+    return columns([*rows, (statistics.loss_name, f"{statistics.loss:.4g}", "", "")])

@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, E embed, F embed of the teacher, V vocab, N tokens 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from lmlib.losses.fused import LogitSettings, TokenLoss, TokenLosses, fused_loss
 from lmlib.losses.listed_divergence import ListedDivergence
 from lmlib.losses.logit_chunks import ChunkLogits, logits_alone
 from lmlib.losses.next_token import CrossEntropy
-from lmlib.losses.objective import LossSums, Objective, ReferenceModel, check_fraction
+from lmlib.losses.objective import LossSums, Metric, Objective, ReferenceModel, check_fraction
 from lmlib.models.protocol import Model
 from lmlib.parallel.layout import along, reshard
 from lmlib.parallel.local import pmax, psum
@@ -29,25 +29,27 @@ from lmlib.parallel.local import pmax, psum
 class Distillation(Objective):
     """(1 - weight) · cross-entropy + weight · T² · KL(teacher ‖ student), for each valid target.
 
-    Both distributions of the divergence are softmaxes of logits / T; T² keeps its gradient as large
-    at every T (Hinton et al. 2015, arXiv:1503.02531, §2). The teacher computes as the student does,
-    without dropout, and has no gradient. Its logits are made a chunk of tokens at a time.
+    Both distributions of the divergence are softmaxes of logits / T; the factor T² makes the size
+    of its gradient independent of T (Hinton et al. 2015, arXiv:1503.02531, §2). The teacher uses
+    the student's compute settings without dropout and has no gradient. Its logits are made a chunk
+    of tokens at a time.
 
-    Without a `teacher` the batches have what one said of them, the k likeliest ids of each token
-    and their log-probabilities: the divergence is then `ListedDivergence`'s, over those and one
-    outcome for all other ids. So the student learns how likely the others are together, which the
-    k alone would leave open. T is 1: at any other, that outcome's probability is not known.
+    Without a `teacher` the batches hold what a teacher said: the k likeliest ids after each token
+    and their log-probabilities. The divergence is then `ListedDivergence`, over those k and one
+    outcome for all other ids, whose probability the k alone would leave open. T must be 1, since
+    the probability of that outcome is known at no other temperature.
 
-    Reports `loss`, that mixture, and in nats per token `cross_entropy`, -log p(target) of the
-    student, and `divergence`, the KL at temperature T, without T².
+    Reports `loss`, that mixture; `cross_entropy`, -log p(target) of the student; and `divergence`,
+    the KL at temperature T without the factor T². All are in nats per token.
 
     Args:
       teacher: `teacher(key=…)` makes the teacher, a model of the student's vocabulary; `None`: the
-        data has what a teacher said, as `FlatTokens(teacher=…)` does.
-      teacher_from: whose weights it has, as `Experiment.init_from`; `None`: new ones, for trials.
+        data holds what a teacher said, for example `FlatTokens(teacher=…)`.
+      teacher_from: where the teacher's weights come from, in the form of `Experiment.init_from`;
+        `None`: they are new, for trials.
       temperature: T.
       weight: of the divergence.
-      dropout: of the student, as in `NextToken`.
+      dropout: of the student; see `NextToken`.
 
     Raises:
       ValueError: if `temperature` is not positive, or not 1 without a teacher; `teacher_from` is
@@ -83,17 +85,22 @@ class Distillation(Objective):
         return self.teacher is None
 
     @property
+    def metrics(self) -> Mapping[str, Metric]:
+        weight = self.weight * self.temperature**2
+        terms = f"{1 - self.weight:g} · cross-entropy + {weight:g} · divergence"
+        return {
+            "loss": Metric(f"nats per token ({terms})"),
+            "cross_entropy": Metric("nats per token", shown=True),
+            "divergence": Metric("nats per token", shown=True),
+        }
+
+    @property
     def loss_name(self) -> str:
         return "distillation loss"
 
     @property
-    def loss_unit(self) -> str:
-        weight = self.weight * self.temperature**2
-        return f"{1 - self.weight:g} · cross-entropy + {weight:g} · divergence, in nats per token"
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        return "cross_entropy", "divergence"
+    def cross_entropy(self) -> str | None:
+        return "cross_entropy"
 
     def check(self, model: Any, reference_model: Any, trained: Set[str] | None) -> None:
         if reference_model is not None and reference_model.vocab != model.vocab:
@@ -141,8 +148,8 @@ class Distillation(Objective):
         if reference_model is None:
             if batch.teacher_ids is None or batch.teacher_log_probabilities is None:
                 raise ValueError(
-                    "Distillation without a teacher needs batches with what one said, as "
-                    "FlatTokens(teacher=…) makes them"
+                    "Distillation without a teacher needs batches with what one said: take "
+                    "FlatTokens(teacher=…)"
                 )
             listed = batch.teacher_ids, batch.teacher_log_probabilities
             return ListedDivergence(self.weight, model.vocab), tuple(map(jnp.asarray, listed)), ()

@@ -4,7 +4,7 @@ Shapes: B batch, S sequence.
 """
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from lmlib.data.batch import Batch
 from lmlib.losses.features import features
 from lmlib.losses.fused import LogitSettings, fused_loss
 from lmlib.losses.next_token import CrossEntropy
-from lmlib.losses.objective import LossSums, Objective, ReferenceModel
+from lmlib.losses.objective import LossSums, Metric, Objective, ReferenceModel
 from lmlib.losses.token_losses import losses_of_features, token_losses
 from lmlib.models.protocol import Model
 from lmlib.parallel.selection import named_weights
@@ -25,8 +25,8 @@ from lmlib.parallel.selection import named_weights
 
 @dataclasses.dataclass(frozen=True)
 class DPO(Objective):
-    """Direct preference optimisation: -log σ(β · m) for each pair of responses, where m is by how
-    much more than the reference the model prefers the chosen response to the rejected one:
+    """Direct preference optimisation: -log σ(β · m) for each pair of responses. The margin m is the
+    model's preference for the chosen response over the rejected one, minus the reference's:
 
         m = log π(chosen) - log π_ref(chosen) - log π(rejected) + log π_ref(rejected)
 
@@ -35,18 +35,18 @@ class DPO(Objective):
 
     A pair is two segments of a row, one after the other: segments 1 and 2, 3 and 4, …; the odd one
     is the chosen one. `Batch.loss_mask` marks the targets of the responses. A pair without a marked
-    target in each of its segments does not count. Nothing is dropped at random, in adapters
-    neither: what policy and reference dropped differently would count as preference.
+    target in each of its segments does not count. There is no dropout, also not in adapters: a
+    difference in what model and reference drop would count as preference.
 
     Reports, on average over pairs: `loss`, nats; `reward_margin`, β · m; `reward_accuracy`, the
     share of pairs with m > 0; `chosen_log_probability` and `rejected_log_probability`, nats, of the
     model, summed over a response.
 
     Args:
-      reference_from: whose weights the reference has, as `Experiment.init_from`; it is of the
-        trained model's architecture, without adapters. `None`: it is the trained model with its
-        adapters switched off, which costs no memory.
-      beta: β, how much a preference over the reference weighs.
+      reference_from: where the reference's weights come from, in the form of
+        `Experiment.init_from`; it has the trained model's architecture without adapters. `None`:
+        the reference is the trained model with its adapters switched off, which costs no memory.
+      beta: β, the weight of the margin.
       label_smoothing: ε.
 
     Raises:
@@ -70,16 +70,22 @@ class DPO(Objective):
         return None if self.reference_from is None else ReferenceModel(None, self.reference_from)
 
     @property
+    def metrics(self) -> Mapping[str, Metric]:
+        return {
+            "loss": Metric("nats per pair"),
+            "reward_margin": Metric("nats per pair", shown=True),
+            "reward_accuracy": Metric("of pairs", shown=True),
+            "chosen_log_probability": Metric("nats per response"),
+            "rejected_log_probability": Metric("nats per response"),
+        }
+
+    @property
     def loss_name(self) -> str:
         return "DPO loss"
 
     @property
-    def loss_unit(self) -> str:
-        return "nats per pair"
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        return "reward_margin", "reward_accuracy"
+    def units(self) -> str:
+        return "pairs"
 
     @property
     def compares_pairs(self) -> bool:
@@ -139,7 +145,7 @@ class DPO(Objective):
     def _loss(
         self, nats_BS: Array, reference_nats_BS: Array, pairs: "_Pairs"
     ) -> tuple[Array, dict[str, Array]]:
-        """Of all pairs; `nats_BS`: -log p of each target, 0 where there is none."""
+        """The sums over pairs; `nats_BS`: -log p of each target, 0 where there is none."""
         log_probabilities, gains = pairs.totals(-nats_BS, reference_nats_BS - nats_BS)
         margin_BS = self.beta * (gains.chosen_BS - gains.rejected_BS)
         smoothing = self.label_smoothing
@@ -206,7 +212,7 @@ def _pairs(batch: Batch) -> _Pairs:
 def _sums_so_far(
     values: Float[Array, "n b s"], begins_BS: Bool[Array, "b s"]
 ) -> Float[Array, "n b s"]:
-    """Of each token the sum over its pair up to it. No scatter, whose bits may differ each time."""
+    """For each token the sum over its pair up to it. A scatter's bits could differ each time."""
 
     def joined(one: tuple[Array, Array], next_: tuple[Array, Array]) -> tuple[Array, Array]:
         (sums, begun), (values, begins) = one, next_

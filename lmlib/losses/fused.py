@@ -39,8 +39,8 @@ class TokenLosses(NamedTuple):
 
 @runtime_checkable
 class TokenLoss(Protocol):
-    """A loss of a token's logits; hashable, as a frozen dataclass is. It runs on each device, which
-    has a share of the vocabulary: see `lmlib.parallel.local`."""
+    """A loss of a token's logits; hashable, a frozen dataclass for example. It runs on each device,
+    which has a share of the vocabulary: see `lmlib.parallel.local`."""
 
     def __call__(
         self, logits: ChunkLogits, tokens: tuple[Array, ...], tables: tuple[Array, ...]

@@ -78,7 +78,7 @@ class ListedDivergence:
 
 
 class _Others(NamedTuple):
-    """Of the ids that are not listed: log Σ exp logits, and each one's share of that sum."""
+    """log Σ exp logits of the ids that are not listed, and the share of each in that sum."""
 
     log_sum_N: Float[Array, "n"]
     shares_NV: Float[Array, "n v"]

@@ -5,6 +5,7 @@ Shapes: B batch, S sequence, V vocab, N tokens of a chunk.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from lmlib.data.batch import Batch
 from lmlib.losses.features import features
 from lmlib.losses.fused import LogitSettings, TokenLosses, fused_loss
 from lmlib.losses.logit_chunks import ChunkLogits
-from lmlib.losses.objective import LossSums, Objective, check_fraction
+from lmlib.losses.objective import LossSums, Metric, Objective, check_fraction
 from lmlib.models.protocol import Model, Observe
 
 
@@ -43,6 +44,14 @@ class NextToken(Objective):
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must not be negative or infinite, got {self.z_loss}")
         check_fraction("dropout", self.dropout)
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        return {"loss": Metric("nats per token")}
+
+    @property
+    def cross_entropy(self) -> str | None:
+        return "loss"
 
     def sums(
         self,

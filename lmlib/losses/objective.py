@@ -1,7 +1,7 @@
-"""What an objective is: what an experiment minimises, as sums over the units that it counts."""
+"""What an experiment minimises: sums over the units that an objective counts."""
 
 import abc
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,18 +16,31 @@ class LossSums(NamedTuple):
     """Sums over the units of a batch or of a part of one; any split adds up to the same.
 
     minimised: what has a gradient, the model's own losses included; nats.
-    reported: metrics by name, "loss" among them; they have no gradient.
+    reported: the metrics of `Objective.metrics`, by name; they have no gradient.
     """
 
     minimised: Float[Array, ""]
     reported: dict[str, Float[Array, ""]]
 
 
+class Metric(NamedTuple):
+    """What is known of a number that an objective reports.
+
+    unit: of its average over what the objective counts; it follows the number in texts.
+    shown: whether a run's progress shows it beside the loss.
+    """
+
+    unit: str
+    shown: bool = False
+
+
 class ReferenceModel(NamedTuple):
     """A frozen model that an objective compares with: the reference of DPO, or a teacher.
 
-    model: `model(key=…)` makes it; `None`: it is as the trained one is without adapters.
-    weights_from: whose weights it has, as `Experiment.init_from`; `None`: new ones, for trials.
+    model: `model(key=…)` makes it; `None`: it has the trained model's architecture without
+      adapters.
+    weights_from: where its weights come from, in the form of `Experiment.init_from`; `None`: they
+      are new, for trials.
     """
 
     model: Callable[..., Any] | None
@@ -46,19 +59,28 @@ class Objective(abc.ABC):
         return None
 
     @property
+    @abc.abstractmethod
+    def metrics(self) -> Mapping[str, Metric]:
+        """The metrics that `sums` reports, by name, "loss" first.
+
+        Validation measures the same ones, under the names `validation_loss` and so on.
+        """
+
+    @property
     def loss_name(self) -> str:
-        """What the `loss` that it reports is called where it is shown."""
+        """The name of its `loss` in texts."""
         return "loss"
 
     @property
-    def loss_unit(self) -> str:
-        """In what `loss` is: a unit, or the formula where it is a sum of several."""
-        return "nats per token"
+    def units(self) -> str:
+        """The name of what `count` counts, and of the step's metric that has the count."""
+        return "tokens"
 
     @property
-    def shown(self) -> tuple[str, ...]:
-        """Which of what it reports a run's progress shows beside the loss."""
-        return ()
+    def cross_entropy(self) -> str | None:
+        """The metric that is -log p(target) in nats per valid target, from which bits per byte
+        follow; `None`: there is none."""
+        return None
 
     @property
     def compares_pairs(self) -> bool:
@@ -79,13 +101,12 @@ class Objective(abc.ABC):
         return  # most objectives can
 
     def flops_per_token(self, model: Any, sequence_length: int, causal: bool) -> float:
-        """Analytic FLOPs for a token besides those of training `model`; arrays may be shapes. See
-        `Model.flops_per_token`."""
+        """Analytic FLOPs for a token in addition to those of training `model`, whose arrays may be
+        shapes. See `Model.flops_per_token`."""
         return 0.0
 
     def count(self, batch: Batch) -> Int32[Array, ""]:
-        """The units of a batch over which sums are averaged: its valid targets, unless a loss says
-        otherwise."""
+        """How many `units` a batch has, by which sums are divided: by default its valid targets."""
         return jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
     @abc.abstractmethod

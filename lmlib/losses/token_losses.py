@@ -39,7 +39,7 @@ def token_losses(
 def losses_of_features(
     model: Model, h_BSE: Float[Array, "b s embed"], batch: Batch, compute: Compute
 ) -> tuple[Float[Array, "b s"], Bool[Array, "b s"]]:
-    """As `token_losses`, of the features that `model` makes of `batch`."""
+    """`token_losses` of the features that `model` makes of `batch`."""
     targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
     arguments = h_BSE, model.unembedding_EV, targets_BS, loss_mask_BS
     split = is_split(h_BSE)

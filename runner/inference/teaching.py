@@ -3,7 +3,8 @@
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import fiddle as fdl
 import jax
@@ -12,8 +13,9 @@ from jax.sharding import NamedSharding
 
 from lmlib.data.batch import TOKEN_BYTES, place
 from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import tokenizers_differ
-from lmlib.data.stored.teacher import TeacherMetadata
+from lmlib.data.stored.teacher import FILE_NAME, TeacherMetadata
 from lmlib.data.stored.teacher_writer import TeacherWriter
 from lmlib.hardware.free_memory import check_fits_host
 from lmlib.losses.likeliest import likeliest_tokens
@@ -26,25 +28,50 @@ from runner.inference.loaded import Loaded
 _TOLD_SECONDS = 10.0
 
 
-def sequences_of(cfg: fdl.Config, batch_size: int | None) -> tuple[FlatTokens, str | None]:
-    """The data of an experiment's config, each sequence once and in order, and its `teacher`; in
-    batches of at least `batch_size` that the devices divide.
+def sequences_of(
+    cfg: fdl.Config, batch_size: int | None, out: str | None = None
+) -> dict[str, FlatTokens]:
+    """What the teacher of an experiment's config reads, by the folders for what it says: `data` by
+    `out`, or else all of `data` and `validation` that name a `teacher`. Each sequence comes once
+    and in order, in batches of at least `batch_size` that the devices divide.
 
     Raises:
-      ConfigError: if it is not flat tokens.
+      ConfigError: if that is not flat tokens, or no folder is named.
       ValueError, OSError: if it cannot be opened.
     """
-    data = copy.deepcopy(cfg.data)
-    if not isinstance(data, fdl.Buildable) or fdl.get_callable(data) is not FlatTokens:
+    validation = getattr(cfg, "validation", None)
+    sets = validation.values() if isinstance(validation, Mapping) else [validation]
+    read = [cfg.data, *sets] if out is None else [cfg.data]
+    if not _is_flat_tokens(cfg.data):
         raise ConfigError(
             "data must be FlatTokens, whose sequences have numbers; of a mixture, teach each part "
             "with an experiment of its own"
         )
-    stored_at = data.teacher
-    data.teacher, data.seed, data.epochs = None, None, 1
-    devices = jax.device_count()
-    data.batch_size = -(-(batch_size or data.batch_size) // devices) * devices
-    return fdl.build(data), stored_at
+    found: dict[str, FlatTokens] = {}
+    for each in filter(_is_flat_tokens, read):
+        data = copy.deepcopy(each)
+        folder = out or data.teacher
+        data.teacher, data.seed, data.epochs = None, None, 1
+        devices = jax.device_count()
+        data.batch_size = -(-(batch_size or data.batch_size) // devices) * devices
+        if folder is not None:
+            found[folder] = fdl.build(data)
+    if not found:
+        raise ConfigError("give --out, or set data.teacher: the folder to write")
+    return found
+
+
+def _is_flat_tokens(source: Any) -> bool:
+    return isinstance(source, fdl.Buildable) and fdl.get_callable(source) is FlatTokens
+
+
+def unfinished(folders: Mapping[str, FlatTokens]) -> dict[str, FlatTokens]:
+    """Those that still lack sequences."""
+    return {
+        folder: data
+        for folder, data in folders.items()
+        if not (data_path(folder) / FILE_NAME).exists()
+    }
 
 
 def teach(

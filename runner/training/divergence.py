@@ -1,8 +1,13 @@
-"""Stops a run whose updates are skipped one after the other, and says where its numbers break."""
+"""Stops a run whose updates are skipped in a row, and says where numbers stop being finite."""
 
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
-from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
+from lmlib.inspect.layer_statistics import (
+    LayerStatistics,
+    first_offender,
+    layer_statistics,
+    table,
+)
 from lmlib.state import State
 from runner.errors import TrainingStopped
 from runner.training.recorder import Line
@@ -12,16 +17,16 @@ from runner.training.saving import Saver
 def stop_if_diverged(
     experiment: Experiment, line: Line, state: State, batch: Batch, saver: Saver
 ) -> None:
-    """Raises TrainingStopped if `line` tells of too many skipped updates in a row.
+    """Raises TrainingStopped if `line` has too many skipped updates in a row.
 
     Every process must call it. `state` and `batch` are the newest: a skipped update leaves the
-    weights as they were, so they show what the skipped ones met.
+    weights unchanged, so that they are those of the skipped updates.
     """
     in_a_row = line["skipped_in_a_row"]
     if in_a_row < experiment.guard.stop_after:
         return
     saver.settle()
-    statistics = layer_statistics(state.whole_model, batch, experiment.mesh, experiment.compute)
+    statistics = statistics_of(experiment, state, batch)
     offender = first_offender(statistics)
     if offender is None and experiment.guard.spike_deviations is None:
         offender = "the optimizer's update"
@@ -42,4 +47,16 @@ def stop_if_diverged(
         f"{line['grad_norm']:.4g}): {found}. {newest} "
         "with a lower learning rate or another seed of the data, or raise guard.stop_after.\n"
         f"{table(statistics)}"
+    )
+
+
+def statistics_of(experiment: Experiment, state: State, batch: Batch) -> LayerStatistics:
+    """`layer_statistics` by the gradients of what the experiment minimises."""
+    return layer_statistics(
+        state.whole_model,
+        batch,
+        experiment.mesh,
+        experiment.compute,
+        experiment.objective,
+        state.reference_model,
     )

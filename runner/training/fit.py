@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Experiment
+from lmlib.experiment.sources import check_first_rows
 from lmlib.inspect.description import describe
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.metrics.log import MetricsLog, missing_lines, read_metrics
@@ -126,6 +127,7 @@ def fit(
         experiment = fdl.build(cfg)
         experiment.check()
         experiment.check_memory()
+        check_first_rows(experiment)
     config = dict(line.partition(" = ")[::2] for line in flattened(cfg).splitlines())
     require_same({"the config": config, "the command": options.of_the_command()})
     shown = primary if options.reports is None else options.reports
@@ -303,7 +305,8 @@ class _Run:
 
     def summarise(self, state: State, goodput: GoodputLog) -> Summary:
         """Writes result.json before it samples: a run does not fail for want of samples."""
-        totals = from_first(totals_of(read_metrics(self.workdir)) if self.primary else None)
+        units = self.experiment.objective.units
+        totals = from_first(totals_of(read_metrics(self.workdir), units) if self.primary else None)
         if totals is None:
             raise ConfigError(f"{self.workdir} has a finished checkpoint but no metrics.jsonl")
         summary = summarise(self.experiment, state, totals, self.validation)

@@ -133,11 +133,11 @@ class Loop:
             return
         self.saver.settle()
         with self.phases.during(Phase.EVALUATION):
-            metrics = self.validation.metrics(state.whole_model)
+            metrics = self.validation.metrics(state)
         self.lock.check()
         # First, since a line that has them says that the evaluation is done.
         self.saver.rank(step, metrics)
-        self.recorder.add(step, metrics, self.validation.seen(whole=False))
+        self.recorder.add(step, metrics, self.validation.text(metrics))
 
     def _read(self, made: _Dispatched) -> Line:
         if made.line is None:

@@ -35,7 +35,9 @@ class Recorder:
         self._positions = data.batch_size * data.sequence_length
         self._flops_per_token = experiment.flops_per_token(causal=False)
         self._devices = list(experiment.mesh.devices.flat)
-        self._objective = experiment.objective
+        metrics = experiment.objective.metrics
+        self._loss_name = experiment.objective.loss_name
+        self._shown = [name for name, metric in metrics.items() if metric.shown]
         self._log = log
         self._progress = progress
         self._goodput = goodput
@@ -84,24 +86,15 @@ class Recorder:
             seconds=line["step_seconds"],
             tokens_per_second=line["tokens_per_second"],
             mfu=line["mfu"],
-            others={name: line[name] for name in self._objective.shown},
-            loss_name=self._objective.loss_name,
+            others={name: line[name] for name in self._shown},
+            loss_name=self._loss_name,
         )
 
-    def add(self, step: int, metrics: dict[str, float], seen: str) -> None:
-        """Adds what an evaluation of `seen` found to the newest line, that of `step`."""
+    def add(self, step: int, metrics: dict[str, float], found: str) -> None:
+        """Adds the metrics of an evaluation to the newest line, that of `step`, and shows what it
+        `found` in words."""
         self._log.add(step, metrics)
-        self._progress.validated(
-            step,
-            metrics["validation_loss"],
-            metrics.get("validation_bits_per_byte"),
-            seen,
-            {
-                name.partition("/")[2]: value
-                for name, value in metrics.items()
-                if name.startswith("validation_loss/")
-            },
-        )
+        self._progress.validated(step, found)
 
     def sample(self, step: int, samples: Samples, model: Any) -> None:
         """Continues the prompts, and shows the first of them."""

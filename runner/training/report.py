@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,26 @@ from runner.watch.goodput import Goodput
 
 FILE_NAME = "result.json"
 LOSS_STEPS = 50
-_SUMMED = {"loss", "valid_tokens", "step_seconds", "tokens"}
+_SUMMED = {"loss", "step_seconds", "tokens"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A number, and the unit that follows it in texts."""
+
+    value: float
+    unit: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """The numbers of a finished run; `None` where there is nothing to measure.
 
-    `training_loss` is the mean over the last 50 steps, each token counting once, of what the
-    objective calls `loss_name` and gives in `loss_unit`. `validation_loss`, in nats per token, is
-    over `validated_on`: the whole of a finite validation set; of several named ones it is their
-    mean, and `validation_sets` has each.
-    `gzip_bits_per_byte` is what `gzip -9` needs for the validation texts, each alone. `goodput`
-    tells where the wall time went.
+    `training_loss` is the mean over the last 50 steps, each token or pair counting once, of what
+    the objective calls `loss_name` and gives in `loss_unit`. `validation` has the metrics of
+    `Experiment.evaluation_metrics` by name, without the suite's, over `validated_on`: the whole of
+    each finite validation set. `gzip_bits_per_byte` is what `gzip -9` needs for the validation
+    texts, each alone. `goodput` tells where the wall time went.
     """
 
     steps: int
@@ -41,17 +48,19 @@ class Summary:
     tokens_per_second: float
     mfu: float | None
     training_loss: float
-    validation_loss: float | None
-    validation_bits_per_byte: float | None
-    gzip_bits_per_byte: float | None
-    samples: tuple[str, ...]
-    loss_name: str = "loss"
-    loss_unit: str = "nats per token"
+    loss_name: str
+    loss_unit: str
+    samples: tuple[str, ...] = ()
+    validation: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
     validated_on: str | None = None
+    gzip_bits_per_byte: float | None = None
     goodput: Goodput | None = None
-    validation_sets: Mapping[str, Mapping[str, float | None]] = dataclasses.field(
-        default_factory=dict
-    )
+
+    @property
+    def validation_loss(self) -> float | None:
+        """In `loss_unit`; of several validation sets their mean."""
+        measured = self.validation.get("validation_loss")
+        return None if measured is None else measured.value
 
     def save(self, workdir: Path) -> None:
         """Writes result.json, whole or not at all."""
@@ -59,15 +68,7 @@ class Summary:
 
     def text(self, workdir: Path, next_commands: Sequence[str]) -> str:
         """The table that a run ends with, and commands to try next."""
-        optional = {
-            "MFU": self.mfu and f"{self.mfu:.1%}",
-            "validation loss": self.validation_loss
-            and f"{self.validation_loss:.4f} nats per token, over {self.validated_on}",
-            "validation bits per byte": self.validation_bits_per_byte
-            and f"{self.validation_bits_per_byte:.3f}",
-            "gzip -9 on the same texts": self.gzip_bits_per_byte
-            and f"{self.gzip_bits_per_byte:.3f} bits per byte",
-        }
+        gzip = self.gzip_bits_per_byte
         rows = [
             ("parameters", count_text(self.parameters)),
             ("tokens seen", count_text(self.tokens)),
@@ -76,11 +77,9 @@ class Summary:
                 f"training {self.loss_name}",
                 f"{self.training_loss:.4f} {self.loss_unit}, last {LOSS_STEPS} steps",
             ),
-            *((name, value) for name, value in optional.items() if value),
-            *(
-                (f"validation loss, {name}", _loss_text(each["loss"], each["bits_per_byte"]))
-                for name, each in self.validation_sets.items()
-            ),
+            *([("MFU", f"{self.mfu:.1%}")] if self.mfu else []),
+            *self._validation_rows(),
+            *([("gzip -9 on the same texts", f"{gzip:.3f} bits per byte")] if gzip else []),
             ("the run's files", str(workdir)),
             *(("" if i else "try next", command) for i, command in enumerate(next_commands)),
         ]
@@ -88,10 +87,17 @@ class Summary:
         times = [] if self.goodput is None else [self.goodput.text(), ""]
         return "\n".join([*samples, *times, columns(rows)])
 
-
-def _loss_text(loss: float | None, bits_per_byte: float | None) -> str:
-    bits = "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
-    return f"{loss:.4f} nats per token{bits}"
+    def _validation_rows(self) -> Iterator[tuple[str, str]]:
+        for name, each in self.validation.items():
+            metric, _, of = name.removeprefix("validation_").partition("/")
+            words = self.loss_name if metric == "loss" else metric.replace("_", " ")
+            over = f", over {self.validated_on}" if name == "validation_loss" else ""
+            yield (
+                f"validation {words}{of and f', {of}'}",
+                f"{each.value:.3f}"
+                if words == each.unit
+                else f"{each.value:.4f} {each.unit}{over}",
+            )
 
 
 def finished_summary(workdir: Path, steps: int) -> Summary | None:
@@ -112,22 +118,30 @@ def finished_summary(workdir: Path, steps: int) -> Summary | None:
 
 def from_json(saved: Mapping[str, Any]) -> Summary:
     """The summary whose `dataclasses.asdict` was written as JSON and read back."""
-    goodput = saved["goodput"] and Goodput(**saved["goodput"])
-    return Summary(**{**saved, "samples": tuple(saved["samples"]), "goodput": goodput})
+    return Summary(
+        **{
+            **saved,
+            "samples": tuple(saved["samples"]),
+            "validation": {name: Measured(**each) for name, each in saved["validation"].items()},
+            "goodput": saved["goodput"] and Goodput(**saved["goodput"]),
+        }
+    )
 
 
-def totals_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What a summary needs of the lines of metrics.jsonl; `None` if no line has it."""
-    metrics = [line for line in metrics if line.keys() >= _SUMMED]
+def totals_of(metrics: Sequence[Mapping[str, Any]], units: str) -> dict[str, Any] | None:
+    """What a summary needs of the lines of metrics.jsonl; `None` if no line has it. The mean of the
+    loss weighs each line by its count of the objective's `units`."""
+    weight = "valid_tokens" if units == "tokens" else units
+    metrics = [line for line in metrics if line.keys() >= {*_SUMMED, weight}]
     if not metrics:
         return None
     recent = metrics[-LOSS_STEPS:]
-    loss = sum(line["loss"] * line["valid_tokens"] for line in recent)
+    loss = sum(line["loss"] * line[weight] for line in recent)
     return {
         "steps": len(metrics),
         "seconds": sum(line["step_seconds"] for line in metrics),
         "tokens": metrics[-1]["tokens"],
-        "training_loss": loss / max(sum(line["valid_tokens"] for line in recent), 1),
+        "training_loss": loss / max(sum(line[weight] for line in recent), 1),
     }
 
 
@@ -149,21 +163,17 @@ def summarise(
         tokens_per_second=tokens_per_second,
         mfu=mfu(flops, tokens_per_second, list(experiment.mesh.devices.flat)),
         training_loss=totals["training_loss"],
-        validation_loss=None,
-        validation_bits_per_byte=None,
-        gzip_bits_per_byte=None,
-        samples=(),
         loss_name=experiment.objective.loss_name,
-        loss_unit=experiment.objective.loss_unit,
+        loss_unit=experiment.objective.metrics["loss"].unit,
     )
     if validation is None:
         return summary
-    total, by_name = validation.whole(state.whole_model)
+    units = validation.units
     return dataclasses.replace(
         summary,
-        validation_loss=total.loss,
-        validation_bits_per_byte=total.bits_per_byte,
+        validation={
+            name: Measured(value, units[name]) for name, value in validation.whole(state).items()
+        },
         validated_on=validation.seen(whole=True),
         gzip_bits_per_byte=validation.gzip_bits_per_byte,
-        validation_sets={name: dataclasses.asdict(each) for name, each in by_name.items()},
     )

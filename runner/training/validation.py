@@ -1,59 +1,67 @@
-"""Validation as an experiment sets it: in part while training goes on, whole at its end."""
+"""Validation of a run: on a part of each set while training goes on, on the whole at its end."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from lmlib.data.batch import Source
 from lmlib.data.flat_tokens import FlatTokens
-from lmlib.evaluate.mean_loss import Evaluation, Evaluator
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.suite.suite import SuiteEvaluator
+from lmlib.evaluate.validation import Evaluation, Evaluator, bits_per_byte, validation_metrics
 from lmlib.experiment import Experiment
-
-
-@dataclasses.dataclass(frozen=True)
-class Validated:
-    """A loss in nats per token, and in bits per byte where the data is made of text."""
-
-    loss: float
-    bits_per_byte: float | None
+from lmlib.state import State
 
 
 class Validation:
-    """Evaluates on an experiment's validation sets."""
+    """Evaluates on an experiment's validation sets, by the metrics of its objective."""
 
     def __init__(self, experiment: Experiment):
         self._sets = experiment.validation_sets
         self._named = isinstance(experiment.validation, Mapping)
         self._weights = experiment.evaluation.weights
         self._batches = experiment.evaluation.batches
-        self._evaluator = Evaluator(experiment.mesh, experiment.compute)
+        self._objective = experiment.objective
+        self._evaluator = Evaluator(experiment.mesh, experiment.compute, experiment.objective)
         self._suite = _suite(experiment)
 
-    def metrics(self, model: Any) -> dict[str, float]:
-        """`Experiment.evaluation_metrics`; losses are over the first `evaluation.batches` of each
-        set, the same ones each time."""
-        found = self._evaluated(model, whole=False)
-        lines = {"": self._total(found)}
-        if self._named:
-            lines |= {f"/{name}": self._validated(name, each) for name, each in found.items()}
-        metrics: dict[str, float] = {}
-        for name, each in lines.items():
-            metrics[f"validation_loss{name}"] = each.loss
-            if each.bits_per_byte is not None:
-                metrics[f"validation_bits_per_byte{name}"] = each.bits_per_byte
-        return metrics if self._suite is None else {**metrics, **self._suite(model)}
+    @property
+    def units(self) -> Mapping[str, str]:
+        """The unit of each metric by its name, without those of the suite."""
+        return validation_metrics(self._objective, self._sets, self._named)
 
-    def whole(self, model: Any) -> tuple[Validated, dict[str, Validated]]:
-        """The total over all batches, and by the names of the sets, if they have some. Of a set
-        that never ends it is over `evaluation.batches`."""
-        found = self._evaluated(model, whole=True)
-        by_name = {name: self._validated(name, each) for name, each in found.items()}
-        return self._total(found), by_name if self._named else {}
+    def metrics(self, state: State) -> dict[str, float]:
+        """`Experiment.evaluation_metrics`, over the first `evaluation.batches` batches of each set,
+        the same ones each time."""
+        metrics = self._measured(state, whole=False)
+        return metrics if self._suite is None else {**metrics, **self._suite(state.whole_model)}
+
+    def whole(self, state: State) -> dict[str, float]:
+        """The same metrics over all batches of each set, without the suite's. A set that never ends
+        is seen up to `evaluation.batches`."""
+        return self._measured(state, whole=True)
+
+    def text(self, metrics: Mapping[str, float]) -> str:
+        """One line for what `metrics` found: the loss, the metrics shown beside it, bits per byte,
+        each with its unit, and what they are over."""
+        objective = self._objective
+        shown = [name for name, metric in objective.metrics.items() if metric.shown]
+        names = {"loss": objective.loss_name, **{name: name.replace("_", " ") for name in shown}}
+        parts = [
+            f"{words} {metrics[f'validation_{name}']:.4f} {objective.metrics[name].unit}"
+            f"{self._each(metrics, name)}"
+            for name, words in names.items()
+        ]
+        if (bits := metrics.get("validation_bits_per_byte")) is not None:
+            parts.append(f"{bits:.3f} bits per byte")
+        return f"validation {'  '.join(parts)}  over {self.seen(whole=False)}"
+
+    def _each(self, metrics: Mapping[str, float], metric: str) -> str:
+        if not self._named:
+            return ""
+        each = (f"{name} {metrics[f'validation_{metric}/{name}']:.4f}" for name in self._sets)
+        return f" ({', '.join(each)})"
 
     def seen(self, whole: bool) -> str:
-        """What `whole`, or else `metrics`, evaluates on, in words."""
+        """The batches that `whole`, or else `metrics`, evaluates on, in words."""
         ends = [source.batches for source in self._sets.values()]
         parts = [self._count(source, whole) for source in self._sets.values()]
         everything = "the whole split" if len(ends) == 1 else "the whole of each set"
@@ -67,33 +75,50 @@ class Validation:
             return f"{everything}, of one that never ends {first}"
         return f"{first} of each set"
 
-    def _total(self, found: Mapping[str, Evaluation]) -> Validated:
-        """The mean over the sets by `evaluation.weights`: without them each target counts once,
-        and in bits per byte each byte."""
-        each = {name: self._validated(name, evaluation) for name, evaluation in found.items()}
-        if len(found) == 1:
-            return next(iter(each.values()))
-        tokens = {name: float(evaluation.tokens) for name, evaluation in found.items()}
-        loss = _mean({name: one.loss for name, one in each.items()}, self._weights or tokens)
-        bits = {n: one.bits_per_byte for n, one in each.items() if one.bits_per_byte is not None}
-        if len(bits) < len(each):
-            return Validated(loss, None)
-        in_bytes = {n: count * (self._sets[n].bytes_per_target or 0) for n, count in tokens.items()}
-        return Validated(loss, _mean(bits, self._weights or in_bytes))
-
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """What `gzip -9` needs for the same texts, if that was measured; of a single set."""
-        if len(self._sets) > 1:
+        """What `gzip -9` needs for the texts of a single set, if that was measured, and if the
+        objective has bits per byte to compare with."""
+        if len(self._sets) > 1 or self._objective.cross_entropy is None:
             return None
         (source,) = self._sets.values()
         return source.gzip_bits_per_byte if isinstance(source, FlatTokens) else None
 
-    def _evaluated(self, model: Any, whole: bool) -> dict[str, Evaluation]:
-        return {
-            name: self._evaluator(model, source, self._count(source, whole))
+    def _measured(self, state: State, whole: bool) -> dict[str, float]:
+        model, reference_model = state.whole_model, state.reference_model
+        found = {
+            name: self._evaluator(model, source, self._count(source, whole), reference_model)
             for name, source in self._sets.items()
         }
+        metrics: dict[str, float] = {}
+        for metric in self._objective.metrics:
+            values = {name: each.metrics[metric] for name, each in found.items()}
+            counts = {name: float(each.count) for name, each in found.items()}
+            metrics |= self._lines(f"validation_{metric}", values, counts)
+        return metrics | self._bits_per_byte(found)
+
+    def _bits_per_byte(self, found: Mapping[str, Evaluation]) -> dict[str, float]:
+        nats, name = self._objective.cross_entropy, "validation_bits_per_byte"
+        in_text = {
+            name: source.bytes_per_target
+            for name, source in self._sets.items()
+            if source.bytes_per_target is not None
+        }
+        if nats is None or not in_text:
+            return {}
+        bits = {each: bits_per_byte(found[each].metrics[nats], in_text[each]) for each in in_text}
+        sizes = {each: found[each].count * in_text[each] for each in in_text}
+        return self._lines(name, bits, sizes)
+
+    def _lines(
+        self, metric: str, values: Mapping[str, float], counts: Mapping[str, float]
+    ) -> dict[str, float]:
+        """A metric of each set, if they have names, after its total: the mean by
+        `evaluation.weights`, without them by `counts`. A total needs the values of all sets."""
+        each = {f"{metric}/{name}": value for name, value in values.items()} if self._named else {}
+        if len(values) < len(self._sets):
+            return each
+        return {metric: _mean(values, self._weights or counts), **each}
 
     def _count(self, source: Source, whole: bool) -> int:
         """The batches of `source` that are evaluated, none past its end."""
@@ -102,11 +127,6 @@ class Validation:
             assert some is not None  # Experiment.check saw to it
             return some
         return end if whole or some is None else min(some, end)
-
-    def _validated(self, name: str, evaluation: Evaluation) -> Validated:
-        in_bytes = self._sets[name].bytes_per_target
-        bits = None if in_bytes is None else evaluation.bits_per_byte(in_bytes)
-        return Validated(evaluation.loss, bits)
 
 
 def _suite(experiment: Experiment) -> SuiteEvaluator | None:
@@ -122,4 +142,6 @@ def _suite(experiment: Experiment) -> SuiteEvaluator | None:
 
 
 def _mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    if len(values) == 1:  # to the bit
+        return next(iter(values.values()))
     return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())

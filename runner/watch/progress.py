@@ -68,11 +68,11 @@ class Progress:
         others: Mapping[str, float] | None = None,
         loss_name: str = "loss",
     ) -> None:
-        """Records that `step` is done; writes unless a line was written just before. `others` are
-        shown after the loss, which is called `loss_name`, by name.
+        """Records that `step` is done; writes unless a line was written just before. After the
+        loss, under `loss_name`, come the metrics of `others` by name.
 
-        Time left is that of the steps since the first update, so compilation is not in it; at the
-        first it is guessed from that step's own `seconds`.
+        The time left follows from the steps since the first update, so compilation is not in it; at
+        the first update it is guessed from that step's own `seconds`.
         """
         now = self._clock()
         if self._first is None:
@@ -102,20 +102,8 @@ class Progress:
             self._redrawn_at = now
             self._write(f"{CLEAR_LINE}{self._fitting()}")
 
-    def validated(
-        self,
-        step: int,
-        loss: float,
-        bits_per_byte: float | None,
-        seen: str,
-        losses: Mapping[str, float] | None = None,
-    ) -> None:
-        """Shows what validation found after `step`, on a line of its own: `loss` in nats per token
-        over `seen`; `losses` are those of its sets, by name."""
-        bits = "" if bits_per_byte is None else f"  {bits_per_byte:.3f} bits per byte"
-        each = ", ".join(f"{name} {value:.4f}" for name, value in (losses or {}).items())
-        sets = f" ({each})" if each else ""
-        found = f"validation loss {loss:.4f} nats per token{sets}{bits}  over {seen}"
+    def validated(self, step: int, found: str) -> None:
+        """Shows what validation `found` after `step`, on a line of its own."""
         self.message(f"step {step:,}/{self._steps:,}  {found}")
 
     def message(self, text: str) -> None:

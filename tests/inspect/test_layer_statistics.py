@@ -14,7 +14,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
-from lmlib.losses import batch_loss
+from lmlib.losses import DPO, batch_loss
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
 from lmlib.models.matrices.int8 import Int8, in_int8
@@ -80,6 +80,29 @@ def test_each_layer_is_measured(tied, sizes):
     assert [part.name for part in found.parts] == ["embedding", *layers, *head]
     assert first_offender(found) is None
     assert table(found).count("\n") == 1 + LAYERS + 2 + (not tied)
+
+
+def test_gradients_are_those_of_what_is_minimised():
+    objective, mesh, model = DPO(reference_from="another"), make_mesh(), weights(False)
+    reference = llama(**SIZES, tied=False, key=jax.random.key(1))
+    batch = place(Synthetic(64, 4, 16), 0, NamedSharding(mesh, partition("batch seq")))
+    placed = laid_out(model, mesh), batch, mesh, FLOAT32, objective
+    found = layer_statistics(*placed, laid_out(reference, mesh))
+
+    def per_pair(model):
+        sums = objective.sums(model, reference, BATCH, FLOAT32)
+        return sums.minimised / objective.count(BATCH)
+
+    loss, gradients = jax.jit(jax.value_and_grad(per_pair))(model)
+    assert found.loss == pytest.approx(float(loss), rel=1e-5)
+    parts = {part.name: part.gradients for part in found.parts}
+    for name in ("embedding", "norm", "unembedding"):
+        assert parts[name] == pytest.approx(norm(getattr(gradients, name)), rel=1e-4), name
+    assert table(found).splitlines()[-1].startswith("DPO loss")
+
+    reference = eqx.tree_at(lambda m: m.norm.scale, reference, reference.norm.scale * jnp.nan)
+    found = layer_statistics(*placed, laid_out(reference, mesh))
+    assert first_offender(found) == "the DPO loss"
 
 
 def broken(where, value: float) -> str | None:

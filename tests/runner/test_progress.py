@@ -148,10 +148,9 @@ def test_a_step_that_was_validated_gets_a_line_of_its_own():
             for step in range(1, 7):
                 progress.update(step, loss=2.0, seconds=1.0, tokens_per_second=10.0)
                 if step == 5:
-                    progress.validated(5, 2.34567, 1.5, "the first 2 of 7 batches")
+                    progress.validated(5, "validation loss 2.3457 nats per token  over 2 batches")
             progress.close()
-        line = "step 5/9  validation loss 2.3457 nats per token  1.500 bits per byte"
-        line += "  over the first 2 of 7 batches"
+        line = "step 5/9  validation loss 2.3457 nats per token  over 2 batches"
         assert plain.getvalue().splitlines()[3:] == [line]
         shown = screen(written(stream, master))
         assert shown[0].startswith(line) and len(shown) == 3  # above the live line, and it stays

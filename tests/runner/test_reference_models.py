@@ -1,6 +1,7 @@
 """Runs whose objective needs a second model: where it comes from, and that it stays the same."""
 
 import copy
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from states import assert_same_bits
 
 from lmlib import hf
 from lmlib.checkpoint import Checkpoints
+from lmlib.data.synthetic import Synthetic
 from lmlib.losses import DPO, Distillation
 from runner import fit
 from runner.config import configs
@@ -34,6 +36,8 @@ def config(seed=0, fsdp=1, tensor=1):
     overrides = (*TWO_STEPS, f"seed={seed}", f"mesh.fsdp={fsdp}", f"mesh.tensor={tensor}")
     cfg = configs.load("experiments/llama_84m", ["tiny"], overrides)
     cfg.model = fdl.Partial(Bigram, vocab=512, embed=8)
+    cfg.validation = fdl.Config(Synthetic, vocab_size=512, batch_size=8, sequence_length=16, seed=1)
+    cfg.evaluation.batches, cfg.evaluation.every = 1, 2
     return with_teacher(cfg, None)
 
 
@@ -72,9 +76,17 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit_and_refuses_another(mesh, tmp_
     log = (tmp_path / "run" / "run.log").read_text()
     assert f"divergence {lines[1]['divergence']:.4f}" in log
     assert f"distillation loss {lines[1]['loss']:.4f}  cross entropy" in log
-    unit = "0.5 · cross-entropy + 0.5 · divergence, in nats per token"
+    unit = "nats per token (0.5 · cross-entropy + 0.5 · divergence)"
+    rows = whole.summary.text(tmp_path, "").splitlines()
     row = f"{whole.summary.training_loss:.4f} {unit}, last 50 steps"
-    assert f"training distillation loss  {row}" in whole.summary.text(tmp_path, "")
+    assert any(re.fullmatch(f"training distillation loss +{re.escape(row)}", each) for each in rows)
+    last = whole.metrics[-1]
+    half = (last["validation_cross_entropy"] + last["validation_divergence"]) / 2
+    assert last["validation_loss"] == pytest.approx(half, rel=1e-6)
+    assert f"validation distillation loss {last['validation_loss']:.4f} {unit}  cross" in log
+    assert f"divergence {last['validation_divergence']:.4f} nats per token  over the first" in log
+    row = f"validation distillation loss  {last['validation_loss']:.4f} {unit}, over the first 1 "
+    assert any(each.startswith(row) for each in rows)
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert not any("reference_model" in name for name in checkpoints.verify(2).arrays)
 
@@ -123,3 +135,4 @@ def test_a_reference_is_read_as_a_teacher_is(tmp_path):
     # Both programs round on their own: float32 of sums of log p, which are about 10.
     assert first["reward_margin"] == pytest.approx(0, abs=1e-6)
     assert second["reward_margin"] != 0
+    assert 0 < first["pairs"] < first["valid_tokens"]

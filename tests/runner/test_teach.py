@@ -1,5 +1,6 @@
 """A teacher's likeliest ids, written by the command, teach as the teacher itself does."""
 
+import copy
 import dataclasses
 import functools
 import shutil
@@ -70,7 +71,7 @@ def teacher():
 def taught(data, teacher):
     """All ids are listed."""
     folder = str(data.parent / "taught")
-    sequences, stored_at = sequences_of(student(data, folder), batch_size=None)
+    ((stored_at, sequences),) = sequences_of(student(data, folder), batch_size=None).items()
     assert stored_at == folder
     metadata = teach(teacher, sequences, folder, k=V)
     assert metadata == read_metadata(data.parent / "taught")
@@ -126,7 +127,9 @@ def test_what_does_not_fit_is_refused(data, teacher, taught):
     for cfg, message in cases:
         with pytest.raises(ValueError, match=message):
             fdl.build(cfg).check()
-    sequences, _ = sequences_of(student(data), None)
+    with pytest.raises(ConfigError, match="give --out"):
+        sequences_of(student(data), None)
+    sequences = sequences_of(student(data), None, "out")["out"]
     with pytest.raises(ValueError, match="knows 258 ids, but k is 259"):
         teach(teacher, sequences, str(data.parent / "none"), k=259)
     with pytest.raises(FileExistsError, match="finished"):
@@ -147,6 +150,9 @@ def test_a_plan_needs_no_teacher_that_is_written(data):
 def test_the_command_writes_what_a_student_reads(tmp_path):
     run, _ = write_run_on_bytes(tmp_path)
     cfg = student(tmp_path / "data", str(tmp_path / "taught"))
+    cfg.validation = copy.copy(cfg.data)
+    cfg.validation.packed, cfg.validation.epochs = False, 1
+    cfg.validation.teacher = str(tmp_path / "taught_validation")
     cfg.model = configs.load(str(run)).model
     configs.save(cfg, tmp_path / "student")
     flags = [f"--from={run}", f"--fdl_config={tmp_path / 'student'}"]
@@ -154,4 +160,7 @@ def test_the_command_writes_what_a_student_reads(tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert "lists 4 ids for each token" in ended.stdout
     assert run_forked("-m", "runner.teach", *flags).returncode != 0  # it is finished
-    fit(cfg, tmp_path / "learned")
+    unit = "nats per token (0.3 · cross-entropy + 0.7 · divergence)"
+    summary = fit(cfg, tmp_path / "learned").summary
+    assert summary.validation["validation_loss"].unit == unit
+    assert summary.validation["validation_divergence"].value > 0

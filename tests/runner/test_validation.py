@@ -11,10 +11,12 @@ from small_experiment import small
 
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.data.synthetic import Synthetic
-from lmlib.evaluate.mean_loss import Evaluator
+from lmlib.evaluate.validation import Evaluator
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
+from lmlib.losses import DPO
+from lmlib.state import new_model
 from runner import fit
-from runner.training.report import finished_summary
+from runner.training.report import finished_summary, totals_of
 from runner.training.validation import Validation
 
 TWO_BATCHES = EvaluationSettings(batches=2)
@@ -45,11 +47,11 @@ def experiment() -> Experiment:
 
 @pytest.fixture(scope="module")
 def evaluated(experiment):
-    """The model, and each set evaluated alone."""
-    model = experiment.initial_state().model
+    """The state, and each set evaluated alone."""
+    state = experiment.initial_state()
     evaluate = Evaluator(experiment.mesh, experiment.compute)
     sets = experiment.validation_sets.items()
-    return model, {name: evaluate(model, source, 2) for name, source in sets}
+    return state, {name: evaluate(state.model, source, 2) for name, source in sets}
 
 
 @pytest.mark.parametrize(
@@ -78,11 +80,11 @@ def test_a_part_of_a_split_is_told_from_the_whole(experiment, in_a_split, some, 
 
 @pytest.mark.parametrize("weights", [None, {"web": 3.0, "code.py": 1.0}])
 def test_each_set_has_its_metrics_and_all_have_a_total(experiment, evaluated, weights):
-    model, alone = evaluated
+    state, alone = evaluated
     evaluation = EvaluationSettings(batches=2, weights=weights)
     experiment = dataclasses.replace(experiment, evaluation=evaluation)
     experiment.check()
-    found = Validation(experiment).metrics(model)
+    found = Validation(experiment).metrics(state)
     assert set(found) == set(experiment.evaluation_metrics)
     in_bytes = {"web": 4.0, "code.py": 2.5}
     for name, one in alone.items():
@@ -90,7 +92,7 @@ def test_each_set_has_its_metrics_and_all_have_a_total(experiment, evaluated, we
         bits = one.loss / math.log(2) / in_bytes[name]
         assert found[f"validation_bits_per_byte/{name}"] == pytest.approx(bits)
     losses = [alone[name].loss for name in in_bytes]
-    tokens = np.array([alone[name].tokens for name in in_bytes])
+    tokens = np.array([alone[name].count for name in in_bytes])
     sizes = tokens * np.array(list(in_bytes.values()))
     bits = [found[f"validation_bits_per_byte/{name}"] for name in in_bytes]
     by_tokens, by_bytes = (tokens, sizes) if weights is None else ([3, 1], [3, 1])
@@ -120,10 +122,44 @@ def ranked_by(metric):
     return {"checkpoints": CheckpointSettings(best_by=metric)}
 
 
+def test_preferences_are_validated_and_ranked_as_what_they_are(experiment):
+    experiment = dataclasses.replace(
+        experiment,
+        objective=DPO(reference_from="a run", beta=10.0),
+        checkpoints=CheckpointSettings(best_by="validation_reward_accuracy", best_is_highest=True),
+    )
+    experiment.check()
+    recipe = experiment.reference_recipe
+    state = experiment.initial_state(
+        reference_model=new_model(recipe.make, experiment.mesh, recipe.made)
+    )
+    validation = Validation(experiment)
+    found = validation.metrics(state)
+    assert set(found) == set(experiment.evaluation_metrics) == set(validation.units)
+    pairs, losses = [], []
+    for name, source in experiment.validation_sets.items():
+        batches = [source.batch(step) for step in range(2)]
+        pairs.append(sum(int(experiment.objective.count(batch)) for batch in batches))
+        losses.append(found[f"validation_loss/{name}"])
+    assert found["validation_loss"] == pytest.approx(np.average(losses, weights=pairs))
+    text = validation.text(found)
+    web, code = (f"{loss:.4f}" for loss in losses)
+    each = f" nats per pair (web {web}, code.py {code})  reward margin "
+    assert text.startswith(f"validation DPO loss {found['validation_loss']:.4f}{each}")
+    assert f"reward accuracy {found['validation_reward_accuracy']:.4f} of pairs (web " in text
+    told = "there are validation_loss, validation_loss/web, .*validation_reward_accuracy"
+    with pytest.raises(ValueError, match=told):
+        dataclasses.replace(experiment, **ranked_by("validation_bits_per_byte")).check()
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"validation": {}}, "validation names no source"),
+        (
+            {"validation": Synthetic(512, 2, 16, teacher_k=2)},
+            "validation has what a teacher said, and NextToken reads none of it",
+        ),
         ({"validation": {"a b": Text(None)}}, "validation has the name 'a b'"),
         ({"evaluation": EvaluationSettings()}, r"validation\['web'\] never ends"),
         (weighted(web=1.0), "are of 'web', but validation has 'web', 'code.py'"),
@@ -136,6 +172,16 @@ def ranked_by(metric):
 def test_what_does_not_fit_is_refused_before_anything_is_trained(experiment, changes, told):
     with pytest.raises(ValueError, match=told):
         dataclasses.replace(experiment, **changes).check()
+
+
+def test_the_training_loss_weighs_what_the_objective_counts():
+    line = {"step_seconds": 1.0, "tokens": 30}
+    lines = [
+        {**line, "loss": 1.0, "valid_tokens": 20, "pairs": 1},
+        {**line, "loss": 4.0, "valid_tokens": 10, "pairs": 2},
+    ]
+    found = [totals_of(lines, units)["training_loss"] for units in ("tokens", DPO().units)]
+    assert found == [2.0, 3.0]
 
 
 @pytest.mark.slow
@@ -161,8 +207,10 @@ def test_the_best_checkpoint_by_one_set(tmp_path, highest):
     assert (tmp_path / "run.log").read_text().count("code.py ") >= 6
     summary = finished_summary(tmp_path, 6)
     assert summary == result.summary
-    assert summary.validation_sets.keys() == {"web", "code.py"}
-    assert summary.validation_sets["web"]["loss"] == result.metrics[-1]["validation_loss/web"]
+    names = ("validation_loss", "validation_loss/web", "validation_loss/code.py")
+    assert tuple(summary.validation) == names
     assert "validation loss, code.py" in summary.text(tmp_path, "")
-    content = json.loads((tmp_path / "result.json").read_text())
-    assert content["validation_loss"] == result.metrics[-1]["validation_loss"]
+    content = json.loads((tmp_path / "result.json").read_text())["validation"]
+    for name in names:
+        value = result.metrics[-1][name]
+        assert content[name] == {"value": value, "unit": "nats per token"}

@@ -15,7 +15,7 @@ from run_on_bytes import write_run_on_bytes
 from lmlib.data import ShardWriter
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
-from lmlib.evaluate.mean_loss import Evaluator
+from lmlib.evaluate.validation import Evaluator
 from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError
 from runner.evaluation.data_sets import data_set, validation_of
@@ -98,7 +98,7 @@ def test_of_conversations_the_answers_count(tmp_path, loaded):
     assert found.data.endswith("train, answers") and found.evaluation.bits_per_byte is None
     source = FlatTokens(str(tmp_path), "train", 2, 24, seed=None)
     in_training = Evaluator(loaded.mesh, loaded.compute)(loaded.model, source, source.batches or 1)
-    assert in_training.tokens == 8
+    assert in_training.count == 8
     assert found.evaluation.loss.value == pytest.approx(in_training.loss, rel=1e-5)
 
 

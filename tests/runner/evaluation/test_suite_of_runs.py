@@ -6,6 +6,8 @@ import json
 import sys
 
 import fiddle as fdl
+import jax
+import jax.numpy as jnp
 import pytest
 from forked_processes import run_forked
 from run_on_bytes import write_run_on_bytes
@@ -37,7 +39,8 @@ def test_a_saved_run_scores_what_its_evaluations_wrote(folder, tmp_path):
     configs.save(cfg, tmp_path)
     experiment = fdl.build(configs.load(str(tmp_path / "config.json")))
     experiment.check()
-    written = Validation(experiment).metrics(loaded.model)
+    state = experiment.initial_state(jax.tree.map(jnp.copy, loaded.model))
+    written = Validation(experiment).metrics(state)
     assert set(written) == set(experiment.evaluation_metrics)
     name, found = measure_suite(loaded, Suite(longest=16))
     assert found == {name: value for name, value in written.items() if "suite/" in name}

@@ -100,6 +100,7 @@ def dpo(cfg: fdl.Config[Experiment]) -> None:
     cfg.data = fdl.Config(
         FlatTokens, path=TOKENS, split="pairs", batch_size=BATCH, sequence_length=SEQUENCE
     )
+    cfg.validation = copy.copy(cfg.data)
 
 
 def distillation(cfg: fdl.Config[Experiment]) -> None:
@@ -115,6 +116,7 @@ def stored_teacher(cfg: fdl.Config[Experiment]) -> None:
     cfg.objective = fdl.Config(Distillation, dropout=0.1)
     cfg.data = cfg.data.sources["long"]
     cfg.data.teacher = TAUGHT
+    cfg.validation = copy.copy(cfg.data)
 
 
 def sometimes_infinite(steps: int, peak_lr: float) -> optim.Optimizer:

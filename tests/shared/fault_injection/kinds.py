@@ -37,7 +37,7 @@ EVERYTHING = Kind("everything at once", None)
 KINDS = (
     Kind("pretraining", "pretraining"),
     Kind("LoRA on int8", "lora_on_int8", base=True),
-    Kind("DPO", "dpo", ("pairs", "validation"), base=True),
+    Kind("DPO", "dpo", ("pairs",), base=True),
     Kind("distillation", "distillation", base=True),
-    Kind("stored teacher", "stored_teacher", ("long", "validation"), teacher=True),
+    Kind("stored teacher", "stored_teacher", ("long",), teacher=True),
 )
