@@ -14,16 +14,11 @@ needs of the folder no more than its config.json; RUN/config.json needs nothing 
 
 import fiddle as fdl
 
-from lmlib import optim
-from lmlib.compute import Compute
-from lmlib.data.flat_tokens import FlatTokens
-from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
-from lmlib.guard import Guard
+from experiments.base.pretraining import few_steps as tiny  # noqa: F401, a fiddler
+from experiments.base.pretraining import pretraining
+from lmlib.experiment import Experiment
 from lmlib.hf.families import described
 from lmlib.hf.hub import local_folder_of
-from lmlib.losses import NextToken
-from lmlib.parallel.mesh import make_mesh
 
 
 def config(folder: str, tokens: str = "data/c4") -> fdl.Config[Experiment]:
@@ -32,48 +27,13 @@ def config(folder: str, tokens: str = "data/c4") -> fdl.Config[Experiment]:
     tokens: a data set with the splits train and validation, made with the folder's tokenizer.
     """
     found = described(local_folder_of(folder, weights=False))
-    return fdl.Config(
-        Experiment,
-        model=fdl.Partial(found.family.build, **found.arguments),
-        init_from=folder,
-        compute=fdl.Config(Compute),
-        objective=fdl.Config(NextToken),
-        data=fdl.Config(
-            FlatTokens, path=tokens, split="train", batch_size=256, sequence_length=2_048
-        ),
-        validation=fdl.Config(
-            FlatTokens,
-            path=tokens,
-            split="validation",
-            batch_size=256,
-            sequence_length=2_048,
-            seed=None,
-            epochs=1,
-        ),
-        evaluation=fdl.Config(EvaluationSettings, batches=4),
-        optimizer=fdl.Partial(
-            optim.adamw,
-            peak_lr=3e-5,
-            schedule=fdl.Partial(optim.warmup_cosine, warmup=0.05, end=0.1),
-            b1=0.9,
-            b2=0.95,
-            weight_decay=0.1,
-        ),
-        guard=fdl.Config(Guard),
-        mesh=fdl.Config(make_mesh, fsdp=-1),
+    cfg = pretraining(
+        fdl.Partial(found.family.build, **found.arguments),
+        tokens=tokens,
         steps=2_000,
-        checkpoints=fdl.Config(CheckpointSettings),
-        samples=fdl.Config(SampleSettings),
+        sequence_length=2_048,
+        peak_lr=3e-5,
     )
-
-
-def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """Some short steps on synthetic data; the model stays the folder's."""
-    vocab = cfg.model.vocab
-    cfg.data = fdl.Config(Synthetic, vocab_size=vocab, batch_size=8, sequence_length=64)
-    cfg.validation = fdl.Config(
-        Synthetic, vocab_size=vocab, batch_size=8, sequence_length=64, seed=1
-    )
-    cfg.evaluation.batches = 2
-    cfg.steps = 20
-    cfg.evaluation.every = cfg.checkpoints.every = 10
+    cfg.init_from = folder
+    cfg.optimizer.schedule.warmup = 0.05
+    return cfg

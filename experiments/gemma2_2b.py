@@ -9,20 +9,18 @@ Sequences are longer than the window.
 
 import fiddle as fdl
 
-from experiments import llama_3_2_1b
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.gemma import gemma2
 
+tiny = tiny_with(kv_heads=2, head_dim=16, window=16, period=2)
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_3_2_1b.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         gemma2, vocab=256_000, embed=2_304, layers=26, heads=8, kv_heads=4, head_dim=256, mlp=9_216,
         window=4_096, period=2,
     )  # fmt: skip
-    cfg.data.path = cfg.validation.path = "data/c4_gemma2"
-    for source in (cfg.data, cfg.validation):
-        source.batch_size, source.sequence_length = 128, 8_192
-    cfg.steps = 50_000
-    return cfg
+    return pretraining(
+        model, tokens="data/c4_gemma2", steps=50_000, batch_size=128, sequence_length=8_192
+    )

@@ -9,18 +9,16 @@ experiments/llama_3_2_1b.py.
 
 import fiddle as fdl
 
-from experiments import llama_3_2_1b
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.gemma import gemma3
 
+tiny = tiny_with(kv_heads=2, head_dim=16, window=16, period=2)
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_3_2_1b.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         gemma3, vocab=262_144, embed=1_152, layers=26, heads=4, kv_heads=1, head_dim=256, mlp=6_912,
         window=512, period=6,
     )  # fmt: skip
-    cfg.data.path = cfg.validation.path = "data/c4_gemma3"
-    cfg.steps = 19_000
-    return cfg
+    return pretraining(model, tokens="data/c4_gemma3", steps=19_000)

@@ -10,20 +10,22 @@ table 2.1) for this size.
 
 import fiddle as fdl
 
-from experiments import llama_3_2_1b
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.gpt2 import gpt2
 
+tiny = tiny_with(positions=64)
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_3_2_1b.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         gpt2, vocab=50_257, embed=768, layers=12, heads=12, mlp=3_072, positions=1_024,
     )  # fmt: skip
-    cfg.data.path = cfg.validation.path = "data/c4_gpt2"
-    for source in (cfg.data, cfg.validation):
-        source.batch_size, source.sequence_length = 512, 1_024
-    cfg.optimizer.peak_lr = 6e-4
-    cfg.steps = 4_700
-    return cfg
+    return pretraining(
+        model,
+        tokens="data/c4_gpt2",
+        steps=4_700,
+        batch_size=512,
+        sequence_length=1_024,
+        peak_lr=6e-4,
+    )

@@ -8,25 +8,19 @@ parameter (Hoffmann et al. 2022, arXiv:2203.15556, table 3); the peak learning r
 
 import fiddle as fdl
 
-from experiments import llama_84m
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 from lmlib.models.parts.rope_scaling import Llama3
 
+tiny = tiny_with(kv_heads=2)
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_84m.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         llama, vocab=128_256, embed=2_048, layers=16, heads=32, kv_heads=8, mlp=8_192,
         rope_theta=500_000.0,
         rope_scaling=fdl.Config(Llama3, factor=32.0, low=1.0, high=4.0, original=8_192),
         tied=True,
     )  # fmt: skip
-    for source in (cfg.data, cfg.validation):
-        source.path = "data/c4_llama3"
-        source.batch_size, source.sequence_length = 256, 4_096
-    cfg.evaluation.batches = 4
-    cfg.optimizer.peak_lr = 3e-4
-    cfg.steps = 23_600
-    return cfg
+    return pretraining(model, tokens="data/c4_llama3", steps=23_600)

@@ -12,21 +12,24 @@ Shape, tokenizer, sequence length and peak learning rate of Grattafiori et al. 2
 
 import fiddle as fdl
 
-from experiments import llama_84m
-from experiments.llama_84m import fast as fast
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import fast as fast
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
+from lmlib.models.families.llama import llama
+
+tiny = tiny_with(kv_heads=2, head_dim=16)
 
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_84m.config()
-    cfg.model.vocab, cfg.model.embed, cfg.model.layers = 128_256, 4_096, 32
-    cfg.model.heads, cfg.model.kv_heads, cfg.model.mlp = 32, 8, 14_336
-    cfg.model.rope_theta = 500_000.0
-    for source in (cfg.data, cfg.validation):
-        source.path = "data/c4_llama3"
-        source.batch_size, source.sequence_length = 512, 8_192
-    cfg.evaluation.batches = 2
-    cfg.optimizer.peak_lr = 3e-4
-    cfg.steps = 38_000
-    return cfg
+    model = fdl.Partial(
+        llama, vocab=128_256, embed=4_096, layers=32, heads=32, kv_heads=8, head_dim=128,
+        mlp=14_336, rope_theta=500_000.0,
+    )  # fmt: skip
+    return pretraining(
+        model,
+        tokens="data/c4_llama3",
+        steps=38_000,
+        batch_size=512,
+        sequence_length=8_192,
+        validation_batches=2,
+    )

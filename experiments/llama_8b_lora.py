@@ -11,7 +11,7 @@ the adapters along stands in docs/finetuning.md.
 
 import fiddle as fdl
 
-from experiments import llama_84m
+from experiments.base.pretraining import tiny_base, tiny_with
 from lmlib import optim
 from lmlib.adapters import lora
 from lmlib.compute import Compute
@@ -23,6 +23,8 @@ from lmlib.models.families.llama import llama
 from lmlib.models.parts.rope_scaling import Llama3
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
+
+tiny = tiny_base(tiny_with(kv_heads=2))
 
 
 def config() -> fdl.Config[Experiment]:
@@ -60,11 +62,3 @@ def config() -> fdl.Config[Experiment]:
         checkpoints=fdl.Config(CheckpointSettings, every=100),
         samples=fdl.Config(SampleSettings),
     )
-
-
-def tiny(cfg: fdl.Config[Experiment]) -> None:
-    """The same experiment at a size for tests: a small base with new weights, synthetic data."""
-    model, cfg.model = cfg.model, cfg.model.of
-    llama_84m.tiny(cfg)
-    model.of, cfg.model = cfg.model, model
-    cfg.init_from = None

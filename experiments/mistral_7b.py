@@ -9,20 +9,18 @@ experiments/llama_3_2_1b.py. Sequences are longer than the window.
 
 import fiddle as fdl
 
-from experiments import llama_3_2_1b
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.mistral import mistral
 
+tiny = tiny_with(kv_heads=2, window=16)
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_3_2_1b.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         mistral, vocab=32_000, embed=4_096, layers=32, heads=32, kv_heads=8, mlp=14_336,
         window=4_096,
     )  # fmt: skip
-    cfg.data.path = cfg.validation.path = "data/c4_mistral"
-    for source in (cfg.data, cfg.validation):
-        source.batch_size, source.sequence_length = 512, 8_192
-    cfg.steps = 34_500
-    return cfg
+    return pretraining(
+        model, tokens="data/c4_mistral", steps=34_500, batch_size=512, sequence_length=8_192
+    )

@@ -9,17 +9,15 @@ experiments/llama_3_2_1b.py.
 
 import fiddle as fdl
 
-from experiments import llama_3_2_1b
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.olmo import olmo2
 
+tiny = tiny_with()
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_3_2_1b.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         olmo2, vocab=100_352, embed=2_048, layers=16, heads=16, mlp=8_192,
     )  # fmt: skip
-    cfg.data.path = cfg.validation.path = "data/c4_olmo2"
-    cfg.steps = 28_000
-    return cfg
+    return pretraining(model, tokens="data/c4_olmo2", steps=28_000)

@@ -9,18 +9,15 @@ experiments/llama_3_2_1b.py.
 
 import fiddle as fdl
 
-from experiments import llama_3_2_1b
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.phi import phi3
 
+tiny = tiny_with(window=16)
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_3_2_1b.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         phi3, vocab=32_064, embed=3_072, layers=32, heads=32, mlp=8_192, window=2_047,
     )  # fmt: skip
-    cfg.data.path = cfg.validation.path = "data/c4_phi3"
-    cfg.data.batch_size = cfg.validation.batch_size = 512
-    cfg.steps = 36_000
-    return cfg
+    return pretraining(model, tokens="data/c4_phi3", steps=36_000, batch_size=512)

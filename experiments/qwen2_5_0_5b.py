@@ -8,17 +8,15 @@ Sizes of Qwen/Qwen2.5-0.5B's config.json. Data as in experiments/llama_84m.py wi
 
 import fiddle as fdl
 
-from experiments import llama_3_2_1b
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.qwen import qwen2
 
+tiny = tiny_with(kv_heads=2)
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_3_2_1b.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         qwen2, vocab=151_936, embed=896, layers=24, heads=14, kv_heads=2, mlp=4_864, tied=True,
     )  # fmt: skip
-    cfg.data.path = cfg.validation.path = "data/c4_qwen2"
-    cfg.steps = 9_400
-    return cfg
+    return pretraining(model, tokens="data/c4_qwen2", steps=9_400)

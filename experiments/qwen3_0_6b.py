@@ -9,18 +9,16 @@ experiments/llama_3_2_1b.py.
 
 import fiddle as fdl
 
-from experiments import llama_3_2_1b
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.qwen import qwen3
 
+tiny = tiny_with(kv_heads=2, head_dim=16)
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_3_2_1b.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         qwen3, vocab=151_936, embed=1_024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp=3_072,
         tied=True,
     )  # fmt: skip
-    cfg.data.path = cfg.validation.path = "data/c4_qwen3"
-    cfg.steps = 11_400
-    return cfg
+    return pretraining(model, tokens="data/c4_qwen3", steps=11_400)

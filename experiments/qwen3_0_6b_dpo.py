@@ -11,7 +11,7 @@ docs/finetuning.md has the forms of preferences.jsonl.
 import fiddle as fdl
 
 from experiments import qwen3_0_6b_lora
-from experiments.llama_8b_lora import tiny as tiny
+from experiments.qwen3_0_6b_lora import tiny as tiny
 from lmlib.experiment import Experiment
 from lmlib.losses import DPO
 

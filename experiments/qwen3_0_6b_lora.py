@@ -10,8 +10,10 @@ All else as in experiments/llama_8b_lora.py.
 import fiddle as fdl
 
 from experiments import llama_8b_lora, qwen3_0_6b
-from experiments.llama_8b_lora import tiny as tiny
+from experiments.base.pretraining import tiny_base
 from lmlib.experiment import Experiment
+
+tiny = tiny_base(qwen3_0_6b.tiny)
 
 
 def config() -> fdl.Config[Experiment]:

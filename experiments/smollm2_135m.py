@@ -9,20 +9,16 @@ experiments/llama_3_2_1b.py. The peak learning rate is that of experiments/gpt2_
 
 import fiddle as fdl
 
-from experiments import llama_3_2_1b
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 
+tiny = tiny_with(kv_heads=2)
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_3_2_1b.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         llama, vocab=49_152, embed=576, layers=30, heads=9, kv_heads=3, mlp=1_536,
         rope_theta=100_000.0, tied=True,
     )  # fmt: skip
-    cfg.data.path = cfg.validation.path = "data/c4_smollm2"
-    cfg.data.batch_size = cfg.validation.batch_size = 128
-    cfg.optimizer.peak_lr = 6e-4
-    cfg.steps = 5_100
-    return cfg
+    return pretraining(model, tokens="data/c4_smollm2", steps=5_100, batch_size=128, peak_lr=6e-4)

@@ -11,7 +11,7 @@ docs/finetuning.md has the forms of chats.jsonl.
 
 import fiddle as fdl
 
-from experiments import llama_84m, smollm2_135m
+from experiments import smollm2_135m
 from lmlib.experiment import Experiment
 
 
@@ -29,5 +29,5 @@ def config() -> fdl.Config[Experiment]:
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
     """New weights at a size for tests, on synthetic data, seconds on a laptop."""
-    llama_84m.tiny(cfg)
+    smollm2_135m.tiny(cfg)
     cfg.init_from, cfg.samples.prompts, cfg.samples.every = None, (), None

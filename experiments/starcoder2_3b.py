@@ -9,20 +9,18 @@ experiments/llama_3_2_1b.py. Sequences are longer than the window.
 
 import fiddle as fdl
 
-from experiments import llama_3_2_1b
-from experiments.llama_84m import tiny as tiny
+from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment
 from lmlib.models.families.starcoder import starcoder2
 
+tiny = tiny_with(kv_heads=2, window=16)
+
 
 def config() -> fdl.Config[Experiment]:
-    cfg = llama_3_2_1b.config()
-    cfg.model = fdl.Partial(
+    model = fdl.Partial(
         starcoder2, vocab=49_152, embed=3_072, layers=30, heads=24, kv_heads=2, mlp=12_288,
         rope_theta=999_999.4420358813, window=4_096,
     )  # fmt: skip
-    cfg.data.path = cfg.validation.path = "data/c4_starcoder2"
-    for source in (cfg.data, cfg.validation):
-        source.batch_size, source.sequence_length = 128, 8_192
-    cfg.steps = 58_000
-    return cfg
+    return pretraining(
+        model, tokens="data/c4_starcoder2", steps=58_000, batch_size=128, sequence_length=8_192
+    )

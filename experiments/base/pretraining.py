@@ -1,0 +1,109 @@
+"""Pretraining of a model on flat tokens, whatever its family is; and the same at a size for tests.
+
+Experiments say their model, their data and how long they train.
+"""
+
+from collections.abc import Callable
+
+import fiddle as fdl
+
+from lmlib import optim
+from lmlib.compute import Compute
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.synthetic import Synthetic
+from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
+from lmlib.guard import Guard
+from lmlib.losses import NextToken
+from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.parallel.mesh import make_mesh
+
+Fiddler = Callable[[fdl.Config[Experiment]], None]
+
+
+def pretraining(
+    model: fdl.Partial,
+    *,
+    tokens: str,
+    steps: int,
+    batch_size: int = 256,
+    sequence_length: int = 4_096,
+    peak_lr: float = 3e-4,
+    validation_batches: int = 4,
+) -> fdl.Config[Experiment]:
+    """An experiment that trains `model` with AdamW; its learning rate warms up for a tenth of the
+    steps and falls to a tenth along a cosine.
+
+    Args:
+      tokens: a data set with the splits train and validation.
+      batch_size, sequence_length: of training and validation alike.
+      validation_batches: of each evaluation but the last.
+    """
+    data = {"path": tokens, "batch_size": batch_size, "sequence_length": sequence_length}
+    return fdl.Config(
+        Experiment,
+        model=model,
+        compute=fdl.Config(Compute),
+        objective=fdl.Config(NextToken),
+        data=fdl.Config(FlatTokens, split="train", **data),
+        validation=fdl.Config(FlatTokens, split="validation", seed=None, epochs=1, **data),
+        evaluation=fdl.Config(EvaluationSettings, batches=validation_batches),
+        optimizer=fdl.Partial(
+            optim.adamw,
+            peak_lr=peak_lr,
+            schedule=fdl.Partial(optim.warmup_cosine, warmup=0.1, end=0.1),
+            b1=0.9,
+            b2=0.95,
+            weight_decay=0.1,
+        ),
+        guard=fdl.Config(Guard),
+        mesh=fdl.Config(make_mesh, fsdp=-1),
+        steps=steps,
+        checkpoints=fdl.Config(CheckpointSettings),
+        samples=fdl.Config(SampleSettings),
+    )
+
+
+def few_steps(cfg: fdl.Config[Experiment]) -> None:
+    """Some short steps on synthetic data; the model stays as it is."""
+    data = {"vocab_size": cfg.model.vocab, "batch_size": 8, "sequence_length": 64}
+    cfg.data = fdl.Config(Synthetic, **data)
+    cfg.validation = fdl.Config(Synthetic, seed=1, **data)
+    cfg.evaluation.batches = 2
+    cfg.steps = 20
+    cfg.evaluation.every = cfg.checkpoints.every = 10
+
+
+def tiny_with(**sizes: int) -> Fiddler:
+    """A fiddler `tiny`, which also sets those `sizes` that not every family has."""
+
+    def tiny(cfg: fdl.Config[Experiment]) -> None:
+        """The same experiment at a size for tests: synthetic data, seconds on a laptop."""
+        model = cfg.model
+        model.vocab, model.embed, model.layers, model.heads, model.mlp = 512, 64, 2, 4, 128
+        for name, size in sizes.items():
+            setattr(model, name, size)
+        few_steps(cfg)
+
+    return tiny
+
+
+def tiny_base(tiny_of_base: Fiddler) -> Fiddler:
+    """A fiddler `tiny` of adapters on a model that `tiny_of_base` makes small."""
+
+    def tiny(cfg: fdl.Config[Experiment]) -> None:
+        """The same experiment at a size for tests: a small base with new weights, synthetic
+        data."""
+        model, cfg.model = cfg.model, cfg.model.of
+        tiny_of_base(cfg)
+        model.of, cfg.model = cfg.model, model
+        cfg.init_from = None
+
+    return tiny
+
+
+def fast(cfg: fdl.Config[Experiment]) -> None:
+    """For devices with room for every activation: nothing is computed twice, layers are unrolled,
+    logits are bfloat16."""
+    cfg.compute.saved = ACTIVATIONS
+    cfg.compute.unroll = cfg.model.layers
+    cfg.compute.logits_dtype = "bfloat16"
