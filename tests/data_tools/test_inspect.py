@@ -223,8 +223,8 @@ def test_the_status_of_the_command(tmp_path: Path) -> None:
     ("arguments", "message"),
     sentinels(
         [
-            ("", "give one data set, split, or workdir of a run; see --help"),
-            ("data other", "give one data set, split, or workdir of a run; see --help"),
+            ("", "give one data set or split; see --help"),
+            ("data other", "give one data set or split; see --help"),
             ("other", "there is no folder other"),
             ("other.json", "there is no folder other.json"),
             ("data --batch=-1", "flag --batch=-1: -1 is not a non-negative integer"),
