@@ -29,13 +29,12 @@ from absl import app, flags
 
 from data_tools.standard_library import standard_library
 from lmlib import optim, train
-from lmlib.compute import Compute
+from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.batch import place
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.evaluate.validation import Evaluator
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
-from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.models.weights import Random
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import partition
@@ -109,7 +108,7 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
     """The validation loss of each scheme, for each seed."""
     path = standard_library(vocab_size=_VOCAB)
     of = functools.partial(FlatTokens, path, batch_size=_BATCH, sequence_length=_SEQUENCE)
-    data, mesh, compute = of(split="train"), make_mesh(), Compute("float32", saved=ACTIVATIONS)
+    data, mesh, compute = of(split="train"), make_mesh(), Compute("float32", saved=EVERYTHING)
     evaluate, validation = Evaluator(mesh, compute), of(split="validation", seed=None, epochs=1)
     training = Training(optim.adamw(_STEPS.value, rate), mesh, compute)
     make = functools.partial(llama, _VOCAB, width, depth, max(2, width // 32), 3 * width, tied=tied)

@@ -19,13 +19,12 @@ over 262,144. Wider models get lower learning rates. The prompts are how held-ou
 import fiddle as fdl
 
 from lmlib import optim
-from lmlib.compute import Compute
+from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
 from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
-from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 
 _STEPS = 4_000
@@ -73,7 +72,7 @@ def config(
         model=fdl.Partial(
             llama, vocab=vocab, embed=embed, layers=layers, heads=layers, mlp=mlp, tied=True
         ),
-        compute=fdl.Config(Compute, saved=ACTIVATIONS),
+        compute=fdl.Config(Compute, saved=EVERYTHING),
         objective=fdl.Config(NextToken),
         data=fdl.Config(FlatTokens, split="train", **data),
         validation=fdl.Config(FlatTokens, split="validation", seed=None, epochs=1, **data),

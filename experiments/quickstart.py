@@ -9,13 +9,12 @@ import fiddle as fdl
 
 from data_tools.standard_library import standard_library
 from lmlib import optim
-from lmlib.compute import Compute
+from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
 from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
-from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 
 
@@ -32,7 +31,7 @@ def config() -> fdl.Config[Experiment]:
             mlp=640,
             tied=True,
         ),
-        compute=fdl.Config(Compute, dtype="float32", saved=ACTIVATIONS, unroll=4),
+        compute=fdl.Config(Compute, dtype="float32", saved=EVERYTHING, unroll=4),
         objective=fdl.Config(NextToken),
         data=fdl.Config(FlatTokens, path=path, split="train", batch_size=4, sequence_length=128),
         validation=fdl.Config(

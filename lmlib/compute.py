@@ -1,9 +1,11 @@
 """How a model is computed. Nothing here changes what the model is."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
+
+EVERYTHING = ("everything",)  # of `Compute.saved`: all activations that the layers name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,8 +17,8 @@ class Compute:
       attention: which kernel, of those in `lmlib.models.attend`; "auto" takes the best there is.
       quantized: products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or "float8", as
         in `lmlib.models.matrices.quantized`.
-      saved: activations kept for the backward pass, by their names in
-        `lmlib.models.rematerialization`; it computes the others again.
+      saved: activations kept for the backward pass, by the names that layers give them
+        (`lmlib.models.layer.Names`), or `EVERYTHING`; it computes the others again.
       offloaded: more of them, kept in the host's memory.
       unroll: repetitions of a pattern of layers in each turn of the scan over layers; more than
         there are means no loop.
@@ -55,6 +57,11 @@ class Compute:
     def precision(self, kind: str) -> str | None:
         """Of the products of layers of this kind; `None` where they are not quantized."""
         return (self.quantized or {}).get(kind)
+
+    def kept(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Which of the activations that layers name the device keeps."""
+        everything = tuple(name for name in names if name not in self.offloaded)
+        return everything if self.saved == EVERYTHING else self.saved
 
     @property
     def residual(self) -> str:

@@ -96,16 +96,24 @@ class Recipe:
 
 
 class Parts(NamedTuple):
-    """A model twice, with `None` in place of what is in the other one."""
+    """One model split into three trees, with `None` in each where the weight is in another.
+
+    trained: weights with a gradient.
+    buffers: weights without one that the model updates itself; `None`: there are none.
+    frozen: weights that stay as they are; `None`: there are none.
+    """
 
     trained: Any
+    buffers: Any
     frozen: Any
 
 
 def parted(model: Any, trained: Set[str] | None) -> Parts:
-    """`model` as what trains, the weights whose paths are in `trained`, and the rest; `None`:
-    everything trains, and `frozen` is `None`."""
-    if trained is None:
-        return Parts(model, None)
-    mask = map_weights(lambda weight, _: weight.path in trained, model)
-    return Parts(*eqx.partition(model, mask))
+    """`model` by what becomes of its weights; those whose paths are not in `trained` are frozen.
+    `None`: none are."""
+    changes = map_weights(lambda weight, _: trained is None or weight.path in trained, model)
+    has_gradient = map_weights(lambda weight, _: weight.declaration.gradient, model)
+    changing, frozen = eqx.partition(model, changes)
+    gradient, buffers = eqx.partition(changing, has_gradient)
+    there = [bool(jax.tree.leaves(part)) for part in (buffers, frozen)]
+    return Parts(gradient, buffers if there[0] else None, None if trained is None else frozen)

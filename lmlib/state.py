@@ -55,7 +55,9 @@ class State(eqx.Module):
       model: the weights that train, float32; `None` in place of others.
       key: stays the same: what is random in a step is drawn from it, the step and the microbatch,
         never from what happened before.
-      frozen: the model's other weights, which stay as they are; `None`: there are none.
+      buffers: its weights without a gradient, which the model updates itself; `None`: there are
+        none.
+      frozen: its other weights, which stay as they are; `None`: there are none.
       reference_model: the frozen model that the objective needs, in the compute dtype; `None`: it
         needs none.
     """
@@ -65,6 +67,7 @@ class State(eqx.Module):
     optimizer: optax.OptState
     guard: GuardState
     key: Key[Array, ""]
+    buffers: Any = None
     frozen: Any = None
     reference_model: Any = None
 
@@ -75,7 +78,8 @@ class State(eqx.Module):
 
     def whole(self, trained: Any) -> Any:
         """The model with `trained` in place of `model`."""
-        return trained if self.frozen is None else eqx.combine(trained, self.frozen)
+        parts = trained, self.buffers, self.frozen
+        return eqx.combine(*(part for part in parts if part is not None))
 
     @property
     def changing(self) -> "State":
@@ -121,6 +125,7 @@ def fresh_state(model: Any, training: Training) -> State:
         guard=training.guard.init(),
         # Folded, since a model is commonly made from the seed's own key.
         key=fold(jax.random.key(training.seed), "steps"),
+        buffers=parts.buffers,
         frozen=parts.frozen,
     )
 

@@ -4,7 +4,7 @@ Shapes: B batch, M microbatches, S sequence.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from lmlib.data.batch import Batch
 from lmlib.guard import choose
+from lmlib.losses import LossSums
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import shardings, spec
 from lmlib.state import State, Training
@@ -29,9 +30,12 @@ def step(state: State, batch: Batch, training: Training) -> tuple[State, Metrics
     update that the guard finds unsound, and that of a batch without anything to count, is not made:
     weights, moments and the learning rate's schedule stay where they are.
     Random layers draw from `state.key`, folded with the step and then with the microbatch's index.
-    Frozen weights have no gradient and no moments, and stay in their buffers.
+    Frozen weights have no gradient and no moments, and are not copied. Weights without a gradient
+    that the model updates itself change with an update that is made.
 
-    Metrics, float32 unless said: `loss` and what else the objective reports, on average;
+    Metrics, float32 unless said: `loss` and what else the objective reports, on average; what the
+    model reports, on average over all tokens but padding, of which the objective's `model_losses`
+    are minimised too; what the optimizer says of its state;
     `grad_norm` before clipping, `parameter_norm` of what trains, before the update, `update_norm`,
     0 if it is not made, `learning_rate`, and, int32, `tokens`, the valid target tokens of this
     batch, and the count of `Objective.units` if those are others, `skipped_updates` in all,
@@ -39,6 +43,7 @@ def step(state: State, batch: Batch, training: Training) -> tuple[State, Metrics
 
     Raises:
       LayoutError: if the mesh cannot split the weights or the batch.
+      ValueError: if the model reports under a name that the objective has.
     """
     mesh, compute, objective = training.mesh, training.compute, training.objective
     microbatches = training.microbatches
@@ -49,17 +54,23 @@ def step(state: State, batch: Batch, training: Training) -> tuple[State, Metrics
     divisor = jnp.maximum(count, 1).astype(jnp.float32)
     step_key = jax.random.fold_in(state.key, state.step)
 
-    def part_loss(trained: Any, index: Array | int, part: Batch) -> tuple[Array, dict[str, Array]]:
+    positions = jnp.maximum(jnp.sum(batch.segment_ids > 0, dtype=jnp.int32), 1)
+
+    def part_loss(trained: Any, index: Array | int, part: Batch) -> tuple[Array, _Reported]:
         # Nothing asks for the gradient of what is frozen, so XLA leaves its products out.
         model = state.whole(trained)
         key = jax.random.fold_in(step_key, index)
         sums = objective.sums(model, state.reference_model, part, compute, key)
-        reported = {name: each / divisor for name, each in sums.reported.items()}
-        return sums.minimised / divisor, reported
+        minimised = sums.minimised / divisor
+        of_model = _of_model(sums, positions)
+        for name, coefficient in objective.model_losses.items():
+            minimised += coefficient * of_model[name]
+        metrics = {name: each / divisor for name, each in sums.reported.items()}
+        return minimised, _Reported(of_model | metrics, sums.model.tallies)
 
     gradient = jax.grad(part_loss, has_aux=True)
 
-    def accumulate(gradients: Any, indexed: tuple[Array, Batch]) -> tuple[Any, dict[str, Array]]:
+    def accumulate(gradients: Any, indexed: tuple[Array, Batch]) -> tuple[Any, _Reported]:
         part_gradients, reported = gradient(state.model, *indexed)
         return jax.tree.map(jnp.add, gradients, part_gradients), reported
 
@@ -71,17 +82,34 @@ def step(state: State, batch: Batch, training: Training) -> tuple[State, Metrics
         parts = jnp.arange(microbatches), split(batch, microbatches)
         with jax.named_scope("microbatches"):
             gradients, reported = jax.lax.scan(accumulate, nothing, parts)
-        reported = {name: jnp.sum(each_M) for name, each_M in reported.items()}
+        reported = jax.tree.map(lambda each_M: jnp.sum(each_M, axis=0), reported)
     with jax.named_scope("optimizer"):
-        new_state, metrics = _updated(state, count, reported["loss"], gradients, training)
+        new_state, metrics = _updated(state, count, reported, gradients, training)
     tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
-    return new_state, {**reported, **metrics, "tokens": tokens, objective.units: count}
+    return new_state, {**reported.metrics, **metrics, "tokens": tokens, objective.units: count}
+
+
+class _Reported(NamedTuple):
+    """Of a microbatch, what adds up to that of the whole batch."""
+
+    metrics: Metrics
+    tallies: Any
+
+
+def _of_model(sums: LossSums, positions: Array) -> Metrics:
+    """What the model reports, for each of the batch's `positions` that are no padding."""
+    of_model = {**sums.model.losses, **sums.model.statistics}
+    taken = [name for name in of_model if name in sums.reported]
+    if taken:
+        raise ValueError(f"the model and the objective both report {', '.join(taken)}: rename one")
+    return {name: each.astype(jnp.float32) / positions for name, each in of_model.items()}
 
 
 def _updated(
-    state: State, count: Array, loss: Array, gradients: Any, training: Training
+    state: State, count: Array, reported: _Reported, gradients: Any, training: Training
 ) -> tuple[State, Metrics]:
     """The state after the update that `gradients` ask for, and what there is to say of it."""
+    loss = reported.metrics["loss"]
     optimizer, guard = training.optimizer, training.guard
     grad_norm = optax.global_norm(gradients)
     updates, moments = optimizer.transformation.update(gradients, state.optimizer, state.model)
@@ -89,6 +117,7 @@ def _updated(
     made, guarded = guard.judge(state.guard, loss, grad_norm, update_norm, count)
     updates_made = state.step - state.guard.skipped - state.guard.empty_batches
     metrics = {
+        **optimizer.metrics(moments),
         "grad_norm": grad_norm,
         "parameter_norm": optax.global_norm(state.model),
         "update_norm": jnp.where(made, update_norm, 0),
@@ -103,10 +132,23 @@ def _updated(
         optimizer=choose(made, moments, state.optimizer),
         guard=guarded,
         key=state.key,
+        buffers=choose(made, _updated_buffers(state, reported.tallies), state.buffers),
         frozen=state.frozen,
         reference_model=state.reference_model,
     )
     return new_state, metrics
+
+
+def _updated_buffers(state: State, tallies: Any) -> Any:
+    """The model's weights without a gradient, after a step whose whole batch gave `tallies`."""
+    if state.buffers is None:
+        return None
+
+    def moved(new: Array | None, old: Array | None) -> Array | None:
+        return None if old is None else jax.sharding.reshard(new, jax.typeof(old).sharding.spec)
+
+    new = state.buffers.updated(tallies)
+    return jax.tree.map(moved, new, state.buffers, is_leaf=lambda leaf: leaf is None)
 
 
 def split(batch: Batch, microbatches: int) -> Batch:

@@ -98,7 +98,13 @@ MAY_IMPORT = {
         "lmlib.compute",
         "lmlib.data",
     },
-    "lmlib.train": {"lmlib.state", "lmlib.guard", "lmlib.parallel", "lmlib.data"},
+    "lmlib.train": {
+        "lmlib.state",
+        "lmlib.losses",
+        "lmlib.guard",
+        "lmlib.parallel",
+        "lmlib.data",
+    },
     "lmlib.evaluate": {
         "lmlib.hardware",
         "lmlib.losses",
@@ -146,6 +152,7 @@ MAY_IMPORT = {
         "lmlib.train",
         "lmlib.models",
         "lmlib.parallel",
+        "lmlib.compute",
         "lmlib.data",
         "lmlib.hardware",
         "lmlib.terminal",

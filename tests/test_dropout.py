@@ -15,7 +15,7 @@ from llama_reference import reference_logits
 from sentinels import sentinels
 
 from lmlib import optim, train
-from lmlib.compute import Compute
+from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.validation import Evaluator
@@ -25,7 +25,6 @@ from lmlib.losses import NextToken, batch_loss
 from lmlib.models.families.llama import llama
 from lmlib.models.parts.dropout import dropout
 from lmlib.models.protocol import Context, whole_rows
-from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.models.weights import fold
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
@@ -248,7 +247,7 @@ def test_every_mesh_drops_the_same(mesh_name):
     np.testing.assert_allclose(losses, advance("1", begin("1"), 6)[1], rtol=1e-4)
 
 
-@pytest.mark.parametrize("settings", sentinels([{"saved": ACTIVATIONS, "unroll": L}, {}], bool))
+@pytest.mark.parametrize("settings", sentinels([{"saved": EVERYTHING, "unroll": L}, {}], bool))
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(settings):
     """The backward pass computes the layers again; differences, which are the reference, do not."""
     with jax.enable_x64(True):

@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 
-from lmlib.compute import Compute
+from lmlib.compute import EVERYTHING, Compute
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
-from lmlib.models.rematerialization import ACTIVATIONS
 from runner.config.configs import load
 
 
@@ -67,7 +66,7 @@ class Size:
 
     def compute(self, precision: str) -> Compute:
         """How lmlib computes it."""
-        saved = () if self.recomputed else ACTIVATIONS
+        saved = () if self.recomputed else EVERYTHING
         settings = {"dtype": precision, "saved": saved, **self.changes}
         return dataclasses.replace(self.computed, **settings)
 

@@ -8,13 +8,12 @@ from collections.abc import Callable
 import fiddle as fdl
 
 from lmlib import optim
-from lmlib.compute import Compute
+from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
 from lmlib.losses import NextToken
-from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.mesh import make_mesh
 
 Fiddler = Callable[[fdl.Config[Experiment]], None]
@@ -104,6 +103,6 @@ def tiny_base(tiny_of_base: Fiddler) -> Fiddler:
 def fast(cfg: fdl.Config[Experiment]) -> None:
     """For devices with room for every activation: nothing is computed twice, layers are unrolled,
     logits are bfloat16."""
-    cfg.compute.saved = ACTIVATIONS
+    cfg.compute.saved = EVERYTHING
     cfg.compute.unroll = cfg.model.layers
     cfg.compute.logits_dtype = "bfloat16"

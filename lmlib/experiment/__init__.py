@@ -22,7 +22,7 @@ from lmlib.guard import Guard
 from lmlib.hardware.free_memory import check_fits
 from lmlib.losses import NextToken, Objective
 from lmlib.optim.optimizer import Optimizer
-from lmlib.optim.trainable import Groups, decays_by, flops_per_token, with_groups
+from lmlib.optim.trainable import Groups, decays_by, flops_per_token, with_rates
 from lmlib.recipe import Recipe
 from lmlib.state import (
     State,
@@ -118,12 +118,11 @@ class Experiment:
 
     def _made_optimizer(self) -> Optimizer:
         made = self.optimizer(self.steps)
-        if self.trainable is None:
-            return made
-        if any(group.decays is not None for group in self.trainable.values()):
-            decays = decays_by(self.trainable, self.recipe.shapes, made.decays)
+        groups = self.trainable or {}
+        if any(group.decays is not None for group in groups.values()):
+            decays = decays_by(groups, self.recipe.shapes, made.decays)
             made = self.optimizer(self.steps, decays=decays)  # type: ignore[call-arg]
-        return with_groups(made, self.recipe.shapes, self.trainable)
+        return with_rates(made, self.recipe.shapes, self.trainable)
 
     @property
     def validation_sets(self) -> dict[str, Source]:

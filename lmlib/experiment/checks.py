@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lmlib.compute import Compute
@@ -18,7 +20,7 @@ from lmlib.experiment.sources import check_source, validation_sources
 from lmlib.guard import Guard
 from lmlib.losses import Objective
 from lmlib.models.matrices.adapted import has_adapters
-from lmlib.models.protocol import check_protocol
+from lmlib.models.protocol import check_protocol, whole_rows
 from lmlib.parallel.check import check_batch, check_model
 
 _KINDS = {
@@ -87,6 +89,7 @@ def check_experiment(experiment: Any) -> None:
     check_protocol(model)
     check_model(model, experiment.mesh)
     _check_objective(experiment, model)
+    _check_model_losses(experiment)
     check_source(experiment, "data", experiment.data, model, experiment.microbatches)
     batches, steps = experiment.data.batches, experiment.steps
     if batches is not None and batches < steps:
@@ -132,6 +135,21 @@ def _check_objective(experiment: Any, model: Any) -> None:
         check_protocol(reference_model)
         check_model(reference_model, experiment.mesh)
     experiment.objective.check(model, reference_model, experiment.recipe.trained)
+
+
+def _check_model_losses(experiment: Any) -> None:
+    wanted = experiment.objective.model_losses
+    if not wanted:
+        return
+    tokens_BS = jnp.zeros((1, experiment.data.sequence_length), jnp.int32)
+    context = whole_rows(tokens_BS, experiment.compute)
+    trunk = jax.eval_shape(lambda model: model.trunk(tokens_BS, context), experiment.recipe.shapes)
+    for name in wanted:
+        if name not in trunk.reports.losses:
+            reported = ", ".join(trunk.reports.losses) or "no losses"
+            raise ValueError(
+                f"objective.model_losses has {name!r}, but the model reports {reported}"
+            )
 
 
 def _check_suite(experiment: Any, model: Any) -> None:

@@ -19,7 +19,7 @@ from lmlib.data.batch import Batch
 from lmlib.losses import NextToken, Objective
 from lmlib.losses.features import features
 from lmlib.models.matrices.int8 import Int8
-from lmlib.models.protocol import Layer, Model, Part
+from lmlib.models.protocol import LayerCall, Model, Part
 from lmlib.terminal.table import columns
 
 NEXT_TOKEN = NextToken()
@@ -107,11 +107,11 @@ def _measured(
     return value, outputs, [*map(_norm, model.parts())], [*map(_norm, gradients.parts())]
 
 
-def _root_mean_squares(layer: Layer) -> tuple[Array, Array]:
+def _root_mean_squares(call: LayerCall) -> tuple[Array, Array]:
     """Those of the residual stream before and after the layer."""
     before, after = (
         jnp.sqrt(jnp.mean(jnp.square(x_BSE.astype(jnp.float32))))
-        for x_BSE in (layer.before, layer.after)
+        for x_BSE in (call.before, call.after)
     )
     return before, after
 

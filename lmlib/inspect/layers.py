@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.block import WeightingMixer
-from lmlib.models.protocol import Context, Layer, Model, Observe, Trunk
+from lmlib.models.layer import AttendingLayer
+from lmlib.models.protocol import Context, LayerCall, Model, Observe, Trunk
 from lmlib.parallel.layout import reshard
 
 
@@ -18,8 +18,8 @@ def residual_stream(
 ) -> Float[Array, "b depth s embed"]:
     """The residual stream before the first layer, then after each."""
 
-    def before(layer: Layer) -> Array:
-        return reshard(layer.before, "batch seq embed")
+    def before(call: LayerCall) -> Array:
+        return reshard(call.before, "batch seq embed")
 
     trunk = _observed(model, batch, compute, before)
     last_BSE = reshard(trunk.x_BSE, "batch seq embed")
@@ -32,14 +32,13 @@ def attention_weights(
     """The attention weights of each layer, as `lmlib.models.attend.attention_weights` defines
     them."""
 
-    def weights(layer: Layer) -> Array:
-        mixer = layer.block.attention
-        if not isinstance(mixer, WeightingMixer):
+    def weights(call: LayerCall) -> Array:
+        if not isinstance(call.layer, AttendingLayer):
             raise ValueError(
-                f"{type(mixer).__name__} shows no attention weights: it lacks the method `weights` "
-                "of lmlib.models.block.WeightingMixer"
+                f"{type(call.layer).__name__} shows no attention weights: it lacks the method "
+                "`attention_weights` of lmlib.models.layer.AttendingLayer"
             )
-        return mixer.weights(layer.block.attention_input(layer.before), layer.context)
+        return call.layer.attention_weights(call.before, call.context)
 
     return jnp.moveaxis(_observed(model, batch, compute, weights).observed, 0, 1)
 

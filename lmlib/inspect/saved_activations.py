@@ -59,7 +59,7 @@ def saved_activations(experiment: Experiment) -> SavedActivations:
     with jax.set_mesh(mesh):
         loss = functools.partial(batch_loss, compute=experiment.compute)
         traced = jax.make_jaxpr(loss)(model, batch)
-    kept = {*ALWAYS_KEPT, *experiment.compute.saved}
+    kept = {*ALWAYS_KEPT, *experiment.compute.kept(model.names.saved)}
     return SavedActivations(
         SavedActivation(
             name=name,

@@ -139,7 +139,7 @@ class Distillation(Objective):
                 tokens,
                 tables,
             )
-        return sums._replace(minimised=sums.minimised + found.losses)
+        return sums._replace(model=found.reports)
 
     def _taught(
         self, model: Model, reference_model: Model | None, batch: Batch, compute: Compute

@@ -140,7 +140,7 @@ class DPO(Objective):
             )
         # The weighted sum has the gradient of the loss, not its value.
         minimised = loss + (sums.minimised - jax.lax.stop_gradient(sums.minimised))
-        return LossSums(minimised + found.losses, reported)
+        return LossSums(minimised, reported, found.reports)
 
     def _loss(
         self, nats_BS: Array, reference_nats_BS: Array, pairs: "_Pairs"

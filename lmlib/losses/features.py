@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.protocol import Context, Model, Observe
+from lmlib.models.protocol import Context, Model, Observe, Reports
 from lmlib.parallel.layout import COMPUTE
 
 
@@ -20,12 +20,12 @@ class Features(NamedTuple):
     """What a loss needs of a model's forward pass.
 
     h_BSE: what the unembedding multiplies, in the compute dtype.
-    losses: the model's own losses, summed, nats; 0 for most.
+    reports: what the model says of its tokens; all but padding count.
     observed: what `observe` made of each layer (`Context.observe`).
     """
 
     h_BSE: Float[Array, "b s embed"]
-    losses: Float[Array, ""] | int
+    reports: Reports
     observed: Any
 
 
@@ -42,11 +42,19 @@ def features(
     tokens_BS, positions_BS, segment_ids_BS = map(
         jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids)
     )
-    context = Context(positions_BS, segment_ids_BS, compute, key, dropout, observe=observe)
+    context = Context(
+        positions_BS,
+        segment_ids_BS,
+        compute,
+        key,
+        dropout,
+        counts_BS=segment_ids_BS > 0,
+        observe=observe,
+    )
     trunk = model.trunk(tokens_BS, context)
     # What is kept for the backward pass is the gradient of these, which is as large.
     h_BSE = checkpoint_name(model.features(trunk.x_BSE, context), "loss_gradient")
-    return Features(h_BSE, sum(trunk.losses.values()), trunk.observed)
+    return Features(h_BSE, trunk.reports, trunk.observed)
 
 
 def is_split(h_BSE: Float[Array, "b s embed"]) -> bool:

@@ -90,7 +90,7 @@ def batch_loss(
             targets_BS,
             loss_mask_BS,
         )
-    return sums._replace(minimised=sums.minimised + found.losses), found.observed
+    return sums._replace(model=found.reports), found.observed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What an experiment minimises: sums over the units that an objective counts."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
@@ -9,18 +10,20 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.protocol import Model
+from lmlib.models.protocol import NO_REPORTS, Model, Reports
 
 
 class LossSums(NamedTuple):
     """Sums over the units of a batch or of a part of one; any split adds up to the same.
 
-    minimised: what has a gradient, the model's own losses included; nats.
+    minimised: what has a gradient; nats.
     reported: the metrics of `Objective.metrics`, by name; they have no gradient.
+    model: what the model reports, summed over all tokens but padding.
     """
 
     minimised: Float[Array, ""]
     reported: dict[str, Float[Array, ""]]
+    model: Reports = NO_REPORTS
 
 
 class Metric(NamedTuple):
@@ -47,11 +50,18 @@ class ReferenceModel(NamedTuple):
     weights_from: str | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective(abc.ABC):
     """What an experiment minimises; `NextToken` is the usual one.
 
     Implementations are frozen dataclasses: an objective is part of a config.
+
+    Args:
+      model_losses: coefficients of losses that the model itself reports, by name, for each token:
+        `{"router_balance": 0.01}`. Others that it reports are metrics alone.
     """
+
+    model_losses: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def reference_model(self) -> ReferenceModel | None:

@@ -1,10 +1,9 @@
-"""A decoder block: a mixer of positions, then an mlp, each added to the residual stream.
+"""Layers of two parts: a mixer of positions and an mlp, each added to the residual stream.
 
 Shapes: B batch, S sequence, E embed.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,58 +12,73 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lmlib.compute import Compute
+from lmlib.models.layer import (
+    CachedMixer,
+    FeedForward,
+    Mixer,
+    Norm,
+    Updating,
+    WeightingMixer,
+)
 from lmlib.models.parts.dropout import dropout
-from lmlib.models.protocol import Context
-from lmlib.models.weights import product_flops
+from lmlib.models.parts.rope import Rotary
+from lmlib.models.protocol import Context, Names, Reports, joined
 from lmlib.parallel.layout import share
 
-Norm = Callable[[Array], Array]
-Losses = dict[str, Array]
 
+class TwoParts(eqx.Module):
+    """What the layers of this file share: all of a `lmlib.models.layer.Layer` but its call."""
 
-@runtime_checkable
-class Mixer(Protocol):
-    """What a block asks of its attention, or of what stands in its place. One with an attribute
-    `rotary` finds that `Rotary`'s table in `context.turns`."""
+    attention_norm: eqx.AbstractVar[Norm | None]
+    attention: eqx.AbstractVar[Mixer]
+    mlp_norm: eqx.AbstractVar[Norm | None]
+    mlp: eqx.AbstractVar[FeedForward]
 
-    def __call__(self, x_BSE: Array, context: Context, cache: Any = None) -> tuple[Array, Any]:
-        """What is added to the residual stream, laid out as `context.compute.residual` names, and
-        the new cache; x is whole along `seq`."""
+    def attention_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
+        """What attention is given of the residual stream."""
+        # `share` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
+        h_BSE = share(_normed(self.attention_norm, x_BSE), "batch seq embed")
+        return checkpoint_name(h_BSE, "attention_input")
+
+    def mlp_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
+        """What the mlp is given of the residual stream."""
+        h_BSE = share(_normed(self.mlp_norm, x_BSE), "batch seq embed")
+        return checkpoint_name(h_BSE, "mlp_input")
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Forward and backward, besides those of its weights."""
+        parts = self.attention, self.mlp
+        return sum(part.flops_per_token(sequence_length, causal) for part in parts)
 
     def check(self, sequence_length: int, compute: Compute) -> None:
-        """Raises ValueError for what it cannot compute."""
+        self.attention.check(sequence_length, compute)
+        self.mlp.check(sequence_length, compute)
 
-
-@runtime_checkable
-class CachedMixer(Mixer, Protocol):
-    """A mixer that goes on from a cache."""
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        rotary = getattr(self.attention, "rotary", None)
+        return () if rotary is None else (rotary,)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        """Of one layer, as `lmlib.models.protocol.Cached` says, but with the rows along the first
-        axis."""
+        if not isinstance(self.attention, CachedMixer):
+            return None
+        return self.attention.empty_cache(rows, length, dtype)
+
+    def attention_weights(self, x_BSE: Array, context: Context) -> Array:
+        """See `lmlib.models.layer.AttendingLayer`."""
+        if not isinstance(self.attention, WeightingMixer):
+            raise ValueError(
+                f"{type(self.attention).__name__} shows no attention weights: it lacks the method "
+                "`weights` of lmlib.models.layer.WeightingMixer"
+            )
+        return self.attention.weights(self.attention_input(x_BSE), context)
+
+    def updated(self, tallies: Any) -> Any:
+        """See `lmlib.models.layer.Updating`; the mlp's tallies."""
+        assert isinstance(self.mlp, Updating)
+        return eqx.tree_at(lambda layer: layer.mlp, self, self.mlp.updated(tallies))
 
 
-@runtime_checkable
-class WeightingMixer(Mixer, Protocol):
-    """A mixer that takes weighted means of positions, and shows the weights."""
-
-    def weights(self, x_BSE: Array, context: Context) -> Array:
-        """[b, heads, s, t]: how much each position (s) takes from each (t), of the same x as a
-        call."""
-
-
-@runtime_checkable
-class FeedForward(Protocol):
-    """What a block asks of its mlp."""
-
-    def __call__(self, x_BSE: Array, context: Context) -> tuple[Array, Losses]:
-        """As of `Mixer`, and sums for the loss, as in `Trunk.losses`."""
-
-
-class Block(eqx.Module):
+class Block(TwoParts):
     """x + after(attention(before(x))), then the same with the mlp; each norm may be absent.
 
     With norms before, pre-norm (Xiong et al. 2020, arXiv:2002.04745); with norms after as in OLMo 2
@@ -104,29 +118,57 @@ class Block(eqx.Module):
 
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
-    ) -> tuple[Float[Array, "b s embed"], Losses, Any]:
-        """The residual stream, sums for the loss, and the new cache."""
-        h_BSE = checkpoint_name(self.attention_input(x_BSE), "attention_input")
-        h_BSE, cache = self.attention(h_BSE, context, cache)
+    ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
+        """See `lmlib.models.layer.Layer`."""
+        h_BSE, cache = self.attention(self.attention_input(x_BSE), context, cache)
         h_BSE = _normed(self.attention_after_norm, h_BSE)
         x_BSE = added(x_BSE, h_BSE, self.residual_multiplier, "attention", context)
         x_BSE = checkpoint_name(x_BSE, "attention_residual")
-        h_BSE = share(_normed(self.mlp_norm, x_BSE), "batch seq embed")
-        h_BSE = checkpoint_name(h_BSE, "mlp_input")
-        h_BSE, losses = self.mlp(h_BSE, context)
+        h_BSE, reports = self.mlp(self.mlp_input(x_BSE), context)
         h_BSE = _normed(self.mlp_after_norm, h_BSE)
         x_BSE = added(x_BSE, h_BSE, self.residual_multiplier, "mlp", context)
-        return x_BSE, losses, cache
+        return x_BSE, reports, cache
 
-    def attention_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
-        """What attention is given of the residual stream."""
-        # `share` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
-        return share(_normed(self.attention_norm, x_BSE), "batch seq embed")
+    @property
+    def names(self) -> Names:
+        before_attention = Names(("attention_input",))
+        before_mlp = Names(("attention_residual", "mlp_input"))
+        return joined(before_attention, self.attention.names, before_mlp, self.mlp.names)
 
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Forward and backward, of one layer."""
-        attention = self.attention.flops_per_token(sequence_length, causal)
-        return attention + product_flops(self.attention) + product_flops(self.mlp)
+
+class ParallelBlock(TwoParts):
+    """x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own, which may be absent
+    (GPT-NeoX: Black et al. 2022, arXiv:2204.06745, §2.1). What is added is dropped as in `Block`.
+    """
+
+    attention_norm: Norm | None
+    attention: Mixer
+    mlp_norm: Norm | None
+    mlp: FeedForward
+
+    def __init__(
+        self,
+        attention: Mixer,
+        mlp: FeedForward,
+        attention_norm: Norm | None = None,
+        mlp_norm: Norm | None = None,
+    ):
+        self.attention, self.mlp = attention, mlp
+        self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
+
+    def __call__(
+        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
+    ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
+        """See `lmlib.models.layer.Layer`."""
+        attended_BSE, cache = self.attention(self.attention_input(x_BSE), context, cache)
+        h_BSE, reports = self.mlp(self.mlp_input(x_BSE), context)
+        x_BSE = added(x_BSE, attended_BSE, 1.0, "attention", context)
+        return added(x_BSE, h_BSE, 1.0, "mlp", context), reports, cache
+
+    @property
+    def names(self) -> Names:
+        before_attention, before_mlp = Names(("attention_input",)), Names(("mlp_input",))
+        return joined(before_attention, self.attention.names, before_mlp, self.mlp.names)
 
 
 def added(x_BSE: Array, h_BSE: Array, multiplier: float, name: str, context: Context) -> Array:

@@ -3,7 +3,7 @@
 Shapes: B batch, S sequence, E embed, V vocab.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,12 +14,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
+from lmlib.models.layer import Norm
 from lmlib.models.matrices.adapted import whole
 from lmlib.models.parts.dropout import dropout
 from lmlib.models.parts.embedding import embedded
 from lmlib.models.parts.head import logits
 from lmlib.models.parts.positions import Positions
-from lmlib.models.protocol import Context, Part, Trunk, whole_rows
+from lmlib.models.protocol import Context, Names, Part, Trunk, joined, whole_rows
 from lmlib.models.rematerialization import policy
 from lmlib.models.stack import (
     Segment,
@@ -29,14 +30,14 @@ from lmlib.models.stack import (
     run_stack,
     stack_cache,
     stack_flops_per_token,
+    stack_names,
     stack_parts,
     stack_switches,
+    updated_stack,
 )
 from lmlib.models.weights import fan_in, first_values, normal, weight
 from lmlib.parallel.layout import gather, reshard
 from lmlib.parallel.mesh import on_mesh_of
-
-Norm = Callable[[Array], Array]
 
 
 def table_values(embed: int, tied: bool) -> tuple[float, float]:
@@ -158,7 +159,17 @@ class Decoder(eqx.Module):
             h_BSE = x_BSE if self.norm is None else gather(self.norm, compute.dtype)(x_BSE)
             return _scaled(h_BSE, self.logits_scale)
 
-        return jax.checkpoint(normed, policy=policy(compute.saved, compute.offloaded))(x_BSE)
+        return jax.checkpoint(normed, policy=policy(compute, ()))(x_BSE)
+
+    @property
+    def names(self) -> Names:
+        """See `Model.names`."""
+        return joined(Names(scopes=("embed",)), stack_names(self.stack))
+
+    def updated(self, tallies: Any) -> "Decoder":
+        """See `lmlib.models.layer.Updating`."""
+        stack = updated_stack(self.stack, tallies)
+        return eqx.tree_at(lambda model: model.stack, self, stack)
 
     @property
     def vocab(self) -> int:

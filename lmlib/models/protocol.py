@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.parts.rope import Rotary, Turns
@@ -31,6 +31,8 @@ class Context:
       dropout: rate at which what blocks add to the residual stream is dropped, with a key.
       lengths_B: of each row's text so far, in calls that have a part of it beside a cache; `None`:
         documents are whole.
+      counts_BS: which positions count in what layers report; `None`: all.
+      wanted_BS: the tokens of which `Trunk.x_BSE` is wanted, at most one in each row; `None`: all.
       turns: the rotary tables of these positions, by their settings; the stack makes them.
       observe: is called in each layer; what it returns comes back in `Trunk.observed`.
     """
@@ -41,8 +43,17 @@ class Context:
     key: PRNGKeyArray | None = None
     dropout: float = 0.0
     lengths_B: Int32[Array, "b"] | None = None
+    counts_BS: Bool[Array, "b s"] | None = None
+    wanted_BS: Bool[Array, "b s"] | None = None
     turns: Mapping[Rotary, Turns] = dataclasses.field(default_factory=dict)
     observe: "Observe | None" = None
+
+    def total(self, x_BS: Float[Array, "b s ..."]) -> Float[Array, "..."]:
+        """The float32 sum over the positions that count, for `Reports`."""
+        if self.counts_BS is not None:
+            counts_BS = jnp.reshape(self.counts_BS, (*x_BS.shape[:2], *(1,) * (x_BS.ndim - 2)))
+            x_BS = jnp.where(counts_BS, x_BS, 0)
+        return jnp.sum(x_BS, axis=(0, 1), dtype=jnp.float32)
 
 
 def whole_rows(tokens_BS: Int32[Array, "b s"], compute: Compute) -> Context:
@@ -51,36 +62,77 @@ def whole_rows(tokens_BS: Int32[Array, "b s"], compute: Compute) -> Context:
     return Context(positions_BS, jnp.zeros_like(tokens_BS), compute)
 
 
-class Layer(NamedTuple):
+class LayerCall(NamedTuple):
     """A layer as it is computed.
 
-    block: a `lmlib.models.block.Block`, its weights gathered in the compute dtype.
+    layer: a `lmlib.models.layer.Layer`, its weights gathered in the compute dtype.
     before, after: the residual stream.
     context: of this call, with the rotary tables.
     """
 
-    block: Any
+    layer: Any
     before: Float[Array, "b s embed"]
     after: Float[Array, "b s embed"]
     context: Context
 
 
-Observe = Callable[[Layer], Any]
+Observe = Callable[[LayerCall], Any]
+
+
+class Names(NamedTuple):
+    """Names that a part gives to what it computes, in the order of computing.
+
+    saved: activations that the backward pass may keep (`jax.ad_checkpoint.checkpoint_name`).
+    scopes: of its operations (`jax.named_scope`), whose time and FLOPs are told apart.
+    """
+
+    saved: tuple[str, ...] = ()
+    scopes: tuple[str, ...] = ()
+
+
+def joined(*names: Names) -> Names:
+    """All of them in their order, each once."""
+    return Names(
+        tuple(dict.fromkeys(name for each in names for name in each.saved)),
+        tuple(dict.fromkeys(name for each in names for name in each.scopes)),
+    )
+
+
+class Reports(NamedTuple):
+    """What layers say of their tokens besides the residual stream.
+
+    Each value is a sum over the positions that count (`Context.counts_BS`) of something that
+    depends on the position's own row alone. So sums over microbatches and over devices are those
+    of the whole batch.
+
+    losses: what an objective may minimise, by name (`Objective.model_losses`); scalars. A router's
+      balance for example.
+    statistics: what is watched, by name; scalars, without gradient.
+    tallies: what state without a gradient is updated from, in any tree
+      (`lmlib.models.layer.Updating`).
+    """
+
+    losses: dict[str, Float[Array, ""]]
+    statistics: dict[str, Float[Array, ""]]
+    tallies: Any = None
+
+
+NO_REPORTS = Reports({}, {})
 
 
 class Trunk(NamedTuple):
     """What the layers make of tokens.
 
     x_BSE: the residual stream after the last layer, in the compute dtype, laid out as
-      `compute.residual` names.
-    losses: sums over tokens, in nats, that are minimised besides the cross-entropy, by name; a
-      router's balance for example. Empty for most models.
+      `compute.residual` names; of each row's wanted token alone, or zeros, where the context says
+      which and the model leaves out the others.
+    reports: of all layers; losses and statistics are means over the layers that report them.
     cache: what a later call needs to go on after these tokens; `None` if none was given.
     observed: what `context.observe` returned, stacked in the order of the layers.
     """
 
     x_BSE: Float[Array, "b s embed"]
-    losses: dict[str, Float[Array, ""]]
+    reports: Reports = NO_REPORTS
     cache: Any = None
     observed: Any = None
 
@@ -129,6 +181,10 @@ class Model(Protocol):
         (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). `causal` counts of attention only
         what the mask leaves; of experts only the active ones count."""
 
+    @property
+    def names(self) -> Names:
+        """Of activations that can be kept, and of scopes, in the order of the forward pass."""
+
     def parts(self) -> tuple[Part, ...]:
         """All weights, each in one part, in the order of the forward pass."""
 
@@ -168,6 +224,7 @@ _PURPOSES = {
     "trunk": "makes the residual stream of tokens, in every step",
     "features": "makes of the residual stream what the unembedding multiplies",
     "flops_per_token": "is what MFU and plan count",
+    "names": "says which activations can be kept for the backward pass",
     "parts": "names the weights in statistics and tables",
     "check": "refuses what cannot be computed before anything compiles",
 }

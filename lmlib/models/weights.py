@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -105,6 +105,10 @@ def weight(
     multiplied: bool | None = None,
     decays: bool | None = None,
     rules: Rules | None = None,
+    summed: Sequence[str] | None = None,
+    dtype: str | None = None,
+    learning_rate: float = 1.0,
+    gradient: bool = True,
 ) -> Any:
     """Declares a field that holds a weight.
 
@@ -117,17 +121,27 @@ def weight(
         biases, which start as constants, do not decay whatever their shape.
       rules: where axis names of its own lie, if the tables in `lmlib.parallel.layout` do not have
         them: `{"position": None}` keeps the axis whole.
+      summed: the axes that products sum over. `None`: those of `fan_in`.
+      dtype: in which it is used, whatever `Compute.dtype` is: "float32" for a router or a decay
+        rate.
+      learning_rate: factor of the optimizer's.
+      gradient: False for state that the module's own `updated` changes once a step, from tallies
+        (`lmlib.models.layer.Updating`). It has no moments and does not decay.
     """
 
     def declared(owner: Any) -> Declaration:
         values = first if isinstance(first, FirstValues) else first(owner)
         random = isinstance(values, Random)
-        summed = isinstance(values, Random) and bool(values.summed)
+        of_products = values.summed if isinstance(values, Random) else ()
         return Declaration(
             first=values,
-            multiplied=summed if multiplied is None else multiplied,
+            multiplied=bool(of_products) if multiplied is None else multiplied,
             decays=random if decays is None else decays,
             rules=rules or {},
+            summed=of_products if summed is None else tuple(summed),
+            dtype=dtype,
+            learning_rate=learning_rate,
+            gradient=gradient,
         )
 
     return eqx.field(metadata={METADATA: declared})

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import equinox as eqx
 import optax
+from jaxtyping import Array
 
 from lmlib.parallel.axes import Weight, map_weights
 
@@ -13,13 +14,25 @@ MakeSchedule = Callable[[float, int], optax.Schedule]
 Decays = Callable[[Weight], bool]
 
 
+def nothing_more(state: optax.OptState) -> dict[str, Array]:
+    """No metrics but those of every optimizer."""
+    return {}
+
+
 class Optimizer(NamedTuple):
-    """A gradient transformation, the learning rate that it uses at each step, and which weights
-    it decays, from what they declare."""
+    """How gradients become updates.
+
+    Attributes:
+      transformation: makes updates of gradients.
+      learning_rate: that it uses at each step.
+      decays: which weights it decays, from what they declare.
+      metrics: float32 scalars by name, of the transformation's state after a step.
+    """
 
     transformation: optax.GradientTransformation
     learning_rate: optax.Schedule
     decays: Decays
+    metrics: Callable[[optax.OptState], dict[str, Array]] = nothing_more
 
 
 def as_declared(weight: Weight) -> bool:

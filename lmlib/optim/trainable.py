@@ -121,20 +121,29 @@ def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, cau
     return flops
 
 
-def with_groups(optimizer: Optimizer, model: Any, groups: Groups) -> Optimizer:
-    """`optimizer` with the learning rates of `groups`: its updates are multiplied."""
-    group_of = grouped(model, groups)
-    if all(group.learning_rate == 1 for group in groups.values()):
+def with_rates(optimizer: Optimizer, model: Any, groups: Groups | None) -> Optimizer:
+    """`optimizer` with the learning rates that weights declare and that `groups` have: its updates
+    are multiplied by both."""
+    weights = named_weights(model)
+    rates = {path: one.declaration.learning_rate for path, one in weights.items()}
+    if groups is not None:
+        for path, group in grouped(model, groups).items():
+            rates[path] *= groups[group].learning_rate
+    if set(rates.values()) == {1.0}:
         return optimizer
 
     def scaled(updates: Any, state: optax.EmptyState, model: Any = None) -> tuple[Any, Any]:
         def scale(weight: Weight, update: Array) -> Array:
-            return update * groups[group_of[weight.path]].learning_rate
+            rate = rates[weight.path]
+            return update if rate == 1 else update * rate
 
         return map_weights(scale, updates), state
 
-    by_group = optax.GradientTransformation(lambda model: optax.EmptyState(), scaled)
-    return optimizer._replace(transformation=optax.chain(optimizer.transformation, by_group))
+    by_weight = optax.GradientTransformation(lambda model: optax.EmptyState(), scaled)
+    return optimizer._replace(
+        transformation=optax.chain(optimizer.transformation, by_weight),
+        metrics=lambda state: optimizer.metrics(state[0]),
+    )
 
 
 def decays_by(groups: Groups, model: Any, otherwise: Decays) -> Decays:

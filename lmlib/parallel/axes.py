@@ -34,12 +34,20 @@ class Declaration:
         scales, biases and tables that are looked up are not.
       decays: whether weight decay shrinks it.
       rules: layouts of axis names that the tables in `lmlib.parallel.layout` do not have.
+      summed: the axes that products sum over.
+      dtype: in which it is used; `None`: that of `Compute`.
+      learning_rate: factor of the optimizer's.
+      gradient: whether it has one; without, its module's `updated` changes it.
     """
 
     first: Any = None
     multiplied: bool = False
     decays: bool = False
     rules: Rules = dataclasses.field(default_factory=dict)
+    summed: tuple[str, ...] = ()
+    dtype: str | None = None
+    learning_rate: float = 1.0
+    gradient: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

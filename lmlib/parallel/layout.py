@@ -187,7 +187,8 @@ def share(x: jax.Array, axes: str | Axes) -> jax.Array:
 
 
 def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
-    """`module` with each weight cast to `dtype`, then moved from `STORED` to `COMPUTE`.
+    """`module` with each weight cast to `dtype`, or to what it declares, then moved from `STORED`
+    to `COMPUTE`.
 
     Weights of integers are moved as they are; then the modules that hold them, which have a method
     `in_use`, make an array of `dtype` of them, not before `after` is there.
@@ -202,7 +203,7 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
 
     def to_compute(weight: Weight, array: jax.Array) -> jax.Array:
         if jnp.issubdtype(array.dtype, jnp.floating):
-            array = array.astype(dtype)
+            array = array.astype(weight.declaration.dtype or dtype)
         if mesh.empty:
             return array
         moves = _moves(weight, array.shape, mesh)

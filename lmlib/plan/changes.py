@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from jax.sharding import Mesh
 
 from lmlib.experiment import Experiment
-from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.parallel.layout import along, pieces
 from lmlib.parallel.other_meshes import with_fewer_copies, with_smaller_parts
 from lmlib.plan.memory import LargeArray, Memory
@@ -85,14 +84,12 @@ def _fewer_sequences(experiment: Experiment) -> Change | None:
 
 def _less_kept(experiment: Experiment, memory: Memory) -> Change | None:
     """Without the largest of what is kept by choice."""
-    chosen = {each.name: each for each in memory.saved if each.name in ACTIVATIONS}
-    kept = {
-        name: chosen[name].bytes_per_device for name in experiment.compute.saved if name in chosen
-    }
+    names = experiment.compute.kept(experiment.recipe.made.names.saved)
+    kept = {each.name: each.bytes_per_device for each in memory.saved if each.name in names}
     if not kept:
         return None
     largest = max(kept, key=lambda name: kept[name])
-    others = tuple(name for name in experiment.compute.saved if name != largest)
+    others = tuple(name for name in names if name != largest)
     return Change((saved_flag(others),), keeping(experiment, others))
 
 

@@ -8,11 +8,11 @@ lmlib.plan.traffic reads off the compiled program.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lmlib.hardware.specifications import Accelerator
 from lmlib.plan.flops import Matmul
-from lmlib.plan.scopes import OTHER, PHASES, SCOPES
+from lmlib.plan.scopes import OTHER, PHASES
 from lmlib.plan.traffic import Traffic
 
 # What large bf16 matmuls reach of the peak. GPUs lower their clock under such load: H100s reach
@@ -60,12 +60,16 @@ def loop_of(phase: str, in_layers: bool) -> str:
 
 
 def compute_time(
-    matmuls: Iterable[Matmul], traffic: Iterable[Traffic], accelerator: Accelerator
+    matmuls: Iterable[Matmul],
+    traffic: Iterable[Traffic],
+    accelerator: Accelerator,
+    scopes: Sequence[str],
 ) -> tuple[ScopeTime, ...]:
     """By scope, phase and loop, in the order of the model.
 
     Args:
       accelerator: its peak in bfloat16 and its memory's bandwidth are known.
+      scopes: that are told apart, in their order.
     """
     sums: dict[tuple[str, str, bool], _Sums] = {}
     bandwidth = (accelerator.memory_bandwidth or math.inf) * MEMORY_EFFICIENCY
@@ -81,7 +85,7 @@ def compute_time(
         own = sums.setdefault((moved.scope, moved.phase, moved.in_layers), _Sums())
         own.bytes += moved.bytes
         own.seconds += moved.bytes / bandwidth
-    order = [(phase, scope) for phase in PHASES for scope in (*SCOPES, OTHER)]
+    order = [(phase, scope) for phase in PHASES for scope in (*scopes, OTHER)]
     return tuple(
         ScopeTime(*key, own.flops, own.bytes, own.seconds, own.limit)
         for key, own in sorted(sums.items(), key=lambda item: order.index((item[0][1], item[0][0])))

@@ -113,7 +113,7 @@ def estimate(
     peak = accelerator.flops.get("bfloat16")
     if peak is None or accelerator.memory_bandwidth is None:
         return None
-    scopes = compute_time(flops.counted.matmuls, traffic, accelerator)
+    scopes = compute_time(flops.counted.matmuls, traffic, accelerator, flops.counted.scopes)
     compute = {loop: math.fsum(one.seconds for one in scopes if one.loop == loop) for loop in LOOPS}
     sent = communication_time(collectives, compute, mesh, accelerator)
     if sent is None:

@@ -8,12 +8,12 @@ Shapes: M rows, N columns, K contracted.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from lmlib.plan.scopes import OTHER, PHASES, SCOPES, phase, scope
+from lmlib.plan.scopes import OTHER, PHASES, phase, scope
 from lmlib.terminal.table import columns
 
 
@@ -47,9 +47,10 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class StepFlops:
-    """Every matmul of a step. `str()` gives a table by scope and phase."""
+    """Every matmul of a step. `str()` gives a table by scope, in their order, and phase."""
 
     matmuls: tuple[Matmul, ...]
+    scopes: tuple[str, ...]
 
     @property
     def total(self) -> float:
@@ -66,7 +67,7 @@ class StepFlops:
             phases_of[one.phase] += one.flops
         phases = [name for name in PHASES if self.of(name)]
         rows = [("scope", *(f"{name} (TFLOP)" for name in phases), "together (TFLOP)", "share")]
-        for name in (*SCOPES, OTHER):
+        for name in (*self.scopes, OTHER):
             if name in by_scope:
                 found = by_scope[name]
                 share = sum(found.values()) / self.total
@@ -119,19 +120,20 @@ def _in_tera(flops: list[float]) -> list[str]:
     return [f"{each / 1e12:,.3f}" for each in (*flops, sum(flops))]
 
 
-def count_flops(step: Any) -> StepFlops:
+def count_flops(step: Any, scopes: Sequence[str]) -> StepFlops:
     """The matmuls of a traced step.
 
     Args:
       step: its jaxpr, as `jax.make_jaxpr(step)(state, batch)` or
         `jax.jit(step).trace(state, batch).jaxpr` give it, traced under the mesh.
+      scopes: that are told apart, as `lmlib.plan.scopes.scopes_of` lists a model's.
     """
     equal: dict[tuple[Any, ...], Matmul] = {}
-    for one in _matmuls(getattr(step, "jaxpr", step), _Place("", 1, 1)):
+    for one in _matmuls(getattr(step, "jaxpr", step), _Place("", 1, 1, tuple(scopes))):
         kind = (one.scope, one.phase, one.in_layers, one.operation, one.dtype, one.sizes)
         before = equal.get(kind)
         equal[kind] = one if before is None else _together(before, one)
-    return StepFlops(tuple(equal.values()))
+    return StepFlops(tuple(equal.values()), tuple(scopes))
 
 
 def _together(first: Matmul, second: Matmul) -> Matmul:
@@ -146,12 +148,13 @@ def _together(first: Matmul, second: Matmul) -> Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """The names around a jaxpr, how often it runs, and how many devices run it on their own
-    shards (1 where types give global shapes)."""
+    """The names around a jaxpr, how often it runs, how many devices run it on their own shards (1
+    where types give global shapes), and which scopes are told apart."""
 
     names: str
     times: int
     devices: int
+    scopes: tuple[str, ...] = ()
 
 
 def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
@@ -201,7 +204,7 @@ def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
 
 def _counted(equation: Any, work: "_Work", place: _Place) -> Matmul:
     return Matmul(
-        scope=scope(place.names),
+        scope=scope(place.names, place.scopes),
         phase=phase(place.names),
         in_layers="layers" in place.names,
         operation=equation.primitive.name,

@@ -24,6 +24,7 @@ from lmlib.plan.estimate import Estimate, estimate
 from lmlib.plan.flops import FlopsPerToken, count_flops
 from lmlib.plan.memory import Memory, OutOfMemory, memory, out_of_memory
 from lmlib.plan.program import read_program
+from lmlib.plan.scopes import scopes_of
 from lmlib.plan.targets import Target
 from lmlib.plan.traffic import traffic
 from lmlib.state import State
@@ -140,10 +141,11 @@ def plan(
     seconds = time.perf_counter() - began
     tell(f"compiled in {seconds:.0f} s; reading the program")
     mesh, data, model = experiment.mesh, experiment.data, step.state.whole_model
+    scopes = scopes_of(model)
     flops = FlopsPerToken(
         analytic=experiment.flops_per_token(causal=False),
         analytic_causal=experiment.flops_per_token(causal=True),
-        counted=count_flops(step.traced.jaxpr),
+        counted=count_flops(step.traced.jaxpr, scopes),
         tokens=data.batch_size * data.sequence_length,
     )
     program = sent = expected = None
@@ -152,7 +154,7 @@ def plan(
         program = read_program(result.as_text() or "")
         sent = collectives(program, mesh)
         warnings = communication_warnings(sent, model, mesh, log.text)
-        expected = estimate(flops, traffic(program), sent, target.accelerator, mesh)
+        expected = estimate(flops, traffic(program, scopes), sent, target.accelerator, mesh)
     return Report(
         target=str(target),
         mesh=dict(mesh.shape),

@@ -6,18 +6,25 @@ control flow ("while/body"), and the named scopes that the model and the step pu
 """
 
 import re
+from collections.abc import Sequence
 
-# Named scopes of lmlib around what it computes.
-SCOPES = ("embed", "projections", "attention", "mlp", "loss", "optimizer")
+from lmlib.models.protocol import Model
+
+OF_THE_STEP = ("loss", "optimizer")  # scopes around what is not the model's
 OTHER = "other"  # norms, residual sums and all else outside those scopes
 PHASES = ("forward", "recomputation", "backward", "update")
 # Named scopes around loops, and one turn of such a loop.
 TURNS = {"layers": "layer", "microbatches": "microbatch", "loss": "chunk of the loss"}
 
 
-def scope(names: str) -> str:
-    """The innermost of `SCOPES` in `names`, or `OTHER`."""
-    found = [name for name in re.findall(r"\w+", names) if name in SCOPES]
+def scopes_of(model: Model) -> tuple[str, ...]:
+    """All scopes of a step that trains `model`, in the order of computing."""
+    return (*model.names.scopes, *OF_THE_STEP)
+
+
+def scope(names: str, scopes: Sequence[str]) -> str:
+    """The innermost of `scopes` in `names`, or `OTHER`."""
+    found = [name for name in re.findall(r"\w+", names) if name in scopes]
     return found[-1] if found else OTHER
 
 

@@ -10,9 +10,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lmlib.compute import EVERYTHING
 from lmlib.experiment import Experiment
 from lmlib.inspect.saved_activations import saved_activations
-from lmlib.models.rematerialization import ACTIVATIONS
 from lmlib.plan.changes import keeping, microbatch_counts, microbatches_flag, saved_flag
 from lmlib.plan.flops import count_flops
 from lmlib.plan.planner import Report, compilable, plan, traced_step
@@ -260,7 +260,7 @@ def policies(experiment: Experiment) -> tuple[Policy, ...]:
         others = tuple(other for other in saved if other != name)
         return (counted(others) - counted(saved)) / sizes[name], -sizes[name]
 
-    saved = tuple(name for name in ACTIVATIONS if name in sizes)
+    saved = tuple(sizes)
     bounds = {name: worth(name, saved) for name in saved}
     found = [saved]
     while saved:
@@ -275,15 +275,14 @@ def policies(experiment: Experiment) -> tuple[Policy, ...]:
 
 def _sizes(experiment: Experiment) -> dict[str, int]:
     """Bytes of each name on each device, of those that the model has and does not offload."""
-    offloaded = experiment.compute.offloaded
-    names = tuple(name for name in ACTIVATIONS if name not in offloaded)
-    sizes: dict[str, int] = {}
-    for kept in saved_activations(keeping(experiment, names)):
-        if kept.name in names:
-            sizes[kept.name] = sizes.get(kept.name, 0) + kept.bytes_per_device
-    return sizes
+    everything = keeping(experiment, EVERYTHING)
+    sizes = dict.fromkeys(everything.compute.kept(experiment.recipe.made.names.saved), 0)
+    for kept in saved_activations(everything):
+        if kept.name in sizes:
+            sizes[kept.name] += kept.bytes_per_device
+    return {name: size for name, size in sizes.items() if size > 0}
 
 
 def _recomputed_flops(experiment: Experiment, saved: tuple[str, ...]) -> float:
     step = traced_step(keeping(experiment, saved))
-    return count_flops(step.traced.jaxpr).of("recomputation")
+    return count_flops(step.traced.jaxpr, ()).of("recomputation")

@@ -55,7 +55,7 @@ class Traffic:
     bytes: int
 
 
-def traffic(program: Program) -> tuple[Traffic, ...]:
+def traffic(program: Program, scopes: Sequence[str]) -> tuple[Traffic, ...]:
     """By scope, phase and loop, in the order of the schedule."""
     totals: dict[tuple[str, str, bool], int] = {}
     for one, place in scheduled(program):
@@ -63,7 +63,7 @@ def traffic(program: Program) -> tuple[Traffic, ...]:
             continue
         moved = bytes_moved(one, place.computation, program)
         if moved:
-            key = origin(one, place)
+            key = origin(one, place, scopes)
             totals[key] = totals.get(key, 0) + moved * place.times
     return tuple(Traffic(*key, total) for key, total in totals.items())
 
@@ -75,14 +75,14 @@ def scheduled(program: Program) -> Iterator[tuple[Instruction, Place]]:
             yield one, place
 
 
-def origin(one: Instruction, place: Place) -> tuple[str, str, bool]:
+def origin(one: Instruction, place: Place, scopes: Sequence[str]) -> tuple[str, str, bool]:
     """Scope and phase, as lmlib.plan.scopes names them, and whether it is in the loop over layers.
 
     An instruction without a name of its own belongs to the loop around it.
     """
     names = one.op_name or (place.loops[-1].op_name if place.loops else "")
     around = "/".join(loop.op_name for loop in place.loops)
-    return scope(names), phase(names), "layers" in f"{around}/{names}"
+    return scope(names, scopes), phase(names), "layers" in f"{around}/{names}"
 
 
 def multiplies(one: Instruction, program: Program) -> bool:

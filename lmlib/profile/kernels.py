@@ -7,6 +7,7 @@ bytes over bandwidth (Williams et al. 2009).
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 
 from lmlib.hardware.specifications import Accelerator
 from lmlib.plan.compute_time import FLOAT32_RATE
@@ -57,7 +58,7 @@ class Work:
         return max(self.flops / peak, self.bytes / accelerator.memory_bandwidth)
 
 
-def works(program: Program) -> dict[str, Work]:
+def works(program: Program, scopes: Sequence[str]) -> dict[str, Work]:
     """The instructions that a run executes by themselves, by name."""
     found = {}
     for one, place in scheduled(program):
@@ -72,7 +73,7 @@ def works(program: Program) -> dict[str, Work]:
             found[one.name] = Work(
                 one.name,
                 _operation(one),
-                *origin(one, place),
+                *origin(one, place, scopes),
                 sends=sends(one, program),
                 calls=frozenset(inside if one.opcode != "fusion" else ()),
                 flops=flops,

@@ -19,7 +19,7 @@ from lmlib.hardware.specifications import Accelerator
 from lmlib.plan.compute_time import ScopeTime, compute_time
 from lmlib.plan.flops import Matmul
 from lmlib.plan.program import read_program
-from lmlib.plan.scopes import OTHER, PHASES, SCOPES
+from lmlib.plan.scopes import OTHER, PHASES
 from lmlib.plan.traffic import traffic
 from lmlib.profile.kernels import Work, works
 from lmlib.profile.trace import Execution, TraceError
@@ -62,6 +62,7 @@ class StepProfile:
     """
 
     kernels: tuple[Kernel, ...]
+    scopes: tuple[str, ...]
     steps: int
     devices: int
     step_seconds: float
@@ -115,7 +116,9 @@ class StepProfile:
         together = math.fsum(measured.values())
         rows = [["scope", "phase", "in", "ms", "share"]]
         rows[0] += ["plan's ms", "÷ plan's"] if expected else []
-        order = [(phase, name) for phase in (*PHASES, "") for name in (*SCOPES, OTHER, COLLECTIVES)]
+        order = [
+            (phase, name) for phase in (*PHASES, "") for name in (*self.scopes, OTHER, COLLECTIVES)
+        ]
         for key in sorted(measured, key=lambda key: order.index((key[1], key[0]))):
             name, phase, in_layers = key
             row = [name, phase, "layers" if in_layers else "step" if phase else ""]
@@ -142,6 +145,7 @@ def step_profile(
     executions: Iterable[Execution],
     program_text: str,
     steps: int,
+    scopes: Sequence[str],
     accelerator: Accelerator | None = None,
     matmuls: Sequence[Matmul] | None = None,
 ) -> StepProfile:
@@ -151,6 +155,7 @@ def step_profile(
       executions: of the trace; those of other programs are left out.
       program_text: of the step, `compiled.as_text()`.
       steps: how often the trace has it, whole.
+      scopes: that are told apart (`lmlib.plan.scopes.scopes_of`).
       accelerator: what ran it, for what a kernel takes at best.
       matmuls: of the traced step (`lmlib.plan.flops.count_flops`), for what `runner.plan` expects.
 
@@ -159,7 +164,7 @@ def step_profile(
     """
     program = read_program(program_text)
     name = re.match(r"HloModule ([\w.\-]+)", program_text)
-    known = works(program)
+    known = works(program, scopes)
     own = [
         one
         for one in executions
@@ -185,9 +190,10 @@ def step_profile(
     if accelerator is not None and accelerator.memory_bandwidth is None:
         accelerator = None
     elif accelerator is not None and matmuls is not None:
-        expected = compute_time(matmuls, traffic(program), accelerator)
+        expected = compute_time(matmuls, traffic(program, scopes), accelerator, scopes)
     return StepProfile(
         kernels=tuple(sorted(kernels, key=lambda one: -one.seconds)),
+        scopes=tuple(scopes),
         steps=steps,
         devices=len(devices),
         step_seconds=math.fsum(whole for whole, _ in spans) / runs,

@@ -9,6 +9,7 @@ import jax
 from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import accelerator
 from lmlib.plan.flops import count_flops
+from lmlib.plan.scopes import scopes_of
 from lmlib.profile.step_profile import step_profile
 from lmlib.profile.trace import TraceError, newest_trace, read_trace
 from lmlib.storage.whole_file import write_whole
@@ -80,12 +81,12 @@ def where_the_time_went(
     assert program is not None  # XLA's programs have a text
     device = experiment.mesh.devices.flat[0]
     known = accelerator(device.device_kind)
-    matmuls = None
+    scopes, matmuls = scopes_of(experiment.recipe.made), None
     if known is not None and known.flops:
-        matmuls = count_flops(experiment.trace_step().jaxpr).matmuls
+        matmuls = count_flops(experiment.trace_step().jaxpr, scopes).matmuls
     try:
         executions = read_trace(newest_trace(folder), device.platform)
-        profile = step_profile(executions, program, steps, known, matmuls)
+        profile = step_profile(executions, program, steps, scopes, known, matmuls)
     except (TraceError, OSError) as error:
         return f"WARNING: where the time went is not known: {error}"
     file = folder / "kernels.txt"

@@ -10,10 +10,9 @@ import pytest
 from llama_reference import reference_logits
 from sentinels import sentinels
 
-from lmlib.compute import Compute
+from lmlib.compute import EVERYTHING, Compute
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
-from lmlib.models.rematerialization import ACTIVATIONS
 
 V, E, L, H, K, D, F, B, S = 61, 32, 3, 4, 2, 8, 48, 2, 24
 
@@ -141,7 +140,7 @@ def test_what_is_saved_changes_no_gradient(inputs):
 
     reference = jax.tree.leaves(gradients(saved=()))
     variants = [  # unrolled too in tests/models/test_stack.py
-        {"saved": ACTIVATIONS},
+        {"saved": EVERYTHING},
         {"offloaded": ("attention", "mlp_gate")},
         {"saved": ("query",), "offloaded": ("mlp_up",)},
     ]

@@ -20,6 +20,7 @@ from lmlib.models.parts.head import capped
 from lmlib.models.parts.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared, silu
 from lmlib.models.parts.norms import LayerNorm, RMSNorm
 from lmlib.models.parts.rope import Rotary
+from lmlib.models.protocol import NO_REPORTS
 
 B, S, E, F, H, K, D = 2, 5, 8, 12, 4, 2, 6
 key = jax.random.key(0)
@@ -90,9 +91,9 @@ def test_mlps(activation):
     definition, x = ACTIVATIONS[activation], wide(x_BSE)
     gated = moved(GatedMLP(E, F, activation, key=key))
     w = wide(gated)
-    found, losses = gated(x_BSE, context)
+    found, reports = gated(x_BSE, context)
     assert_close(found, (definition(x @ w.gate) * (x @ w.up)) @ w.down)
-    assert losses == {}
+    assert reports == NO_REPORTS
     plain = moved(MLP(E, F, activation, key=key))
     w = wide(plain)
     expected = definition(x @ w.up + w.up_bias) @ w.down + w.down_bias
@@ -163,12 +164,12 @@ def test_norms_after_what_a_block_adds():
     mlp, norm = GatedMLP(E, F, key=key), moved(RMSNorm(embed=E, key=key))
     attention = Attention(E, H, K, D, key=key)
     block = Block(attention, mlp, attention_after_norm=norm, mlp_after_norm=norm)
-    found, losses, cache = block(x_BSE, context)
+    found, reports, cache = block(x_BSE, context)
     added = wide(attention(x_BSE, context)[0])
     middle = wide(x_BSE) + rms(added, wide(norm.scale))
     added = wide(mlp(jnp.asarray(middle, jnp.float32), context)[0])
     assert_close(found, middle + rms(added, wide(norm.scale)))
-    assert losses == {} and cache is None
+    assert reports == NO_REPORTS and cache is None
 
 
 def test_what_a_block_adds_is_multiplied():

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -14,12 +14,13 @@ from jaxtyping import Array, Float
 from sentinels import sentinels
 
 from lmlib import Compute, batch_loss, llama, make_mesh, whole_rows
+from lmlib.compute import EVERYTHING
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.block import Block
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.rematerialization import ACTIVATIONS
+from lmlib.models.protocol import Names, Reports
 from lmlib.models.stack import Segment, depth, make_stack, run_stack, stack_parts
 from lmlib.models.weights import fan_in, first_values, fold, weight
 from lmlib.parallel.layout import partition, shardings
@@ -80,10 +81,10 @@ expected_gradients = functools.cache(lambda layers: gradients(layers, {}))
         (1, 6, {"query", "mlp_up"}, MESHES[1], False),
         (4, 2, {"attention"}, MESHES[2], True),
         (4, 4, {"mlp_gate", "mlp_hidden", "value"}, MESHES[0], False),
-        (5, 1, set(ACTIVATIONS), MESHES[1], True),
+        (5, 1, EVERYTHING, MESHES[1], True),
         (5, 2, {"attention_input", "mlp_input"}, MESHES[0], False),
         (5, 2, {"attention_input", "mlp_input"}, MESHES[1], True),
-        (5, 3, set(ACTIVATIONS), MESHES[2], False),
+        (5, 3, EVERYTHING, MESHES[2], False),
         (5, 6, set(), MESHES[2], True),
     ],
 )
@@ -101,6 +102,8 @@ def test_every_unrolling_of_every_depth_gives_the_same_gradients(
 
 class TokenShift(eqx.Module):
     """A mixer with a cache: each position gets the one before it; the cache is the last one."""
+
+    names: ClassVar[Names] = Names()
 
     shifted: Float[Array, "embed embed"] = weight(fan_in("embed"))
 
@@ -124,7 +127,17 @@ class CostlyMLP(eqx.Module):
 
     def __call__(self, x_BSE, context):
         y_BSE, _ = self.inner(x_BSE, context)
-        return y_BSE, {"squares": jnp.sum(jnp.square(y_BSE))}
+        return y_BSE, Reports({"squares": jnp.sum(jnp.square(y_BSE))}, {})
+
+    def flops_per_token(self, sequence_length, causal):
+        return self.inner.flops_per_token(sequence_length, causal)
+
+    def check(self, sequence_length, compute):
+        self.inner.check(sequence_length, compute)
+
+    @property
+    def names(self):
+        return self.inner.names
 
 
 E = 8
@@ -171,15 +184,15 @@ def test_patterns_run_in_the_order_of_their_layers(stack, unroll):
     found = jax.jit(lambda stack: run_stack(stack, x_BSE, context))(stack)
     sums, cost = [jnp.sum(x_BSE)], 0.0
     for block in blocks_in_order(stack):
-        x_BSE, losses, _ = block(x_BSE, context)
+        x_BSE, reports, _ = block(x_BSE, context)
         sums.append(jnp.sum(x_BSE))
-        cost += losses["squares"]
+        cost += reports.losses["squares"]
     assert depth(stack) == 8 == len(sums) - 1
     np.testing.assert_allclose(found.x_BSE, x_BSE, rtol=1e-5, atol=1e-5)
     before, after = found.observed
     np.testing.assert_allclose(before, np.array(sums[:-1]), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(after, np.array(sums[1:]), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found.losses["squares"], cost, rtol=1e-5)
+    np.testing.assert_allclose(found.reports.losses["squares"], cost / 8, rtol=1e-5)
 
 
 def test_a_cache_goes_on_where_the_last_call_ended(stack):

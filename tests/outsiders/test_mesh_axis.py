@@ -3,34 +3,28 @@ All experts are computed, each on its own devices, and mixed. Nothing of lmlib i
 
 import functools
 
-import equinox as eqx
 import jax
-import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
+from outsider_runs import SIZES, check_outsider, experiment
 
-from lmlib import Compute, Experiment, make_mesh, optim
-from lmlib.checkpoint import Checkpoints
-from lmlib.data.batch import place
-from lmlib.data.synthetic import Synthetic
 from lmlib.models.families.llama import llama
+from lmlib.models.layer import SimplePart
 from lmlib.models.product import product
+from lmlib.models.protocol import NO_REPORTS
 from lmlib.models.weights import fan_in, first_values, weight
 from lmlib.parallel.axes import LayoutError
-from lmlib.parallel.layout import partition, reshard
+from lmlib.parallel.layout import reshard
 
 pytestmark = pytest.mark.several_devices
-
-source = Synthetic(vocab_size=64, batch_size=16, sequence_length=16)
-STEPS = 6
 
 
 def experts(along, tokens):
     """A class of experts along a mesh axis; `tokens` splits the batch that they are given."""
     rules = {"expert": along, "choice": None}
 
-    class Experts(eqx.Module):
+    class Experts(SimplePart):
         router: Float[Array, "embed choice"] = weight(fan_in("embed"), rules=rules)
         up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules=rules)
         down: Float[Array, "expert mlp embed"] = weight(fan_in("mlp"), rules=rules)
@@ -52,7 +46,7 @@ def experts(along, tokens):
             h_BSXF = jax.nn.silu(product("bse,xef->bsxf", x_BSE, self.up)) * share_BSX[..., None]
             out = None if whole else PartitionSpec(tokens, None, None)
             y_BSE = product("bsxf,xfe->bse", h_BSXF, self.down, out_sharding=out)
-            return reshard(y_BSE, context.compute.residual), {}
+            return reshard(y_BSE, context.compute.residual), NO_REPORTS
 
     return Experts
 
@@ -61,27 +55,9 @@ UNKNOWN = experts("expert", ("data", "fsdp"))
 OVER_FSDP = experts("fsdp", "data")
 
 
-def experiment(feed_forward, **mesh):
-    sizes = {"vocab": 64, "embed": 32, "layers": 2, "heads": 4, "mlp": 16}
-    return Experiment(
-        model=functools.partial(llama, **sizes, feed_forward=feed_forward),
-        data=source,
-        optimizer=functools.partial(optim.adamw, peak_lr=1e-2),
-        mesh=make_mesh(**mesh),
-        steps=STEPS,
-        compute=Compute(dtype="float32"),
-    )
-
-
-def curve(run, state, first=0, save=lambda step, state: None):
-    run.check()
-    step, losses = run.trace_step().lower().compile(), []
-    rows = NamedSharding(run.mesh, partition("batch seq"))
-    for i in range(first, STEPS):
-        state, metrics = step(state, place(source, i, rows))
-        losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        save(i + 1, state)
-    return losses
+def run_of(feed_forward, **mesh):
+    model = functools.partial(llama, **SIZES, layers=2, heads=4, mlp=16, feed_forward=feed_forward)
+    return experiment(model, mesh)
 
 
 @pytest.mark.parametrize(
@@ -94,27 +70,16 @@ def curve(run, state, first=0, save=lambda step, state: None):
 )
 def test_experts_train_as_on_one_device_and_resume_bit_for_bit(feed_forward, mesh, tmp_path):
     one = {"others": {axis: 1 for axis in mesh.get("others", {})}}
-    alone, run = experiment(feed_forward, **one), experiment(feed_forward, **mesh)
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-
-        def save(step, state):
-            if step == 3:
-                checkpoints.save(step, state, {})
-
-        losses = curve(run, run.initial_state(), save=save)
-    np.testing.assert_allclose(losses, curve(alone, alone.initial_state()), rtol=2e-5)
-    with Checkpoints(tmp_path, read_only=True) as checkpoints:
-        again = checkpoints.restore_newest(run.abstract_state()).state
-    assert curve(run, again, 3) == losses[3:]
+    check_outsider(run_of(feed_forward, **mesh), run_of(feed_forward, **one), tmp_path)
 
 
 def test_what_lies_over_fsdp_in_use_rests_there_too():
-    ((block,),) = experiment(OVER_FSDP, fsdp=2, tensor=2).abstract_state().model.stack
+    ((block,),) = run_of(OVER_FSDP, fsdp=2, tensor=2).abstract_state().model.stack
     assert block.mlp.up.sharding.spec == PartitionSpec(None, "fsdp", None, "tensor")
     assert block.mlp.router.sharding.spec == PartitionSpec(None, "fsdp", None)
 
 
 def test_two_axes_of_a_weight_along_one_of_the_mesh_are_refused():
-    run = experiment(experts("tensor", "data"), tensor=2)
+    run = run_of(experts("tensor", "data"), tensor=2)
     with pytest.raises(LayoutError, match=r"stack.0.0.mlp.up: axes 'expert' and 'mlp' .* 'tensor'"):
         run.check()

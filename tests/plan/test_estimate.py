@@ -21,6 +21,8 @@ from lmlib.plan.traffic import Traffic, traffic
 
 pytestmark = pytest.mark.several_devices
 
+SCOPES = ("embed", "projections", "attention", "mlp", "loss", "optimizer")
+
 H100 = ACCELERATORS["h100"]
 MEMORY = H100.memory_bandwidth * compute_time.MEMORY_EFFICIENCY
 
@@ -42,7 +44,7 @@ def sent(bytes_sent, overlaps, phase="forward", kind="all-gather", count=10):
 
 def estimated(matmuls=(), moved=(), collectives=(), accelerator=H100, tokens=1_000):
     mesh = make_mesh(fsdp=8)
-    flops = FlopsPerToken(3e9, 2e9, StepFlops(tuple(matmuls)), tokens)
+    flops = FlopsPerToken(3e9, 2e9, StepFlops(tuple(matmuls), SCOPES), tokens)
     return estimate(flops, moved, collectives, accelerator, mesh)
 
 
@@ -185,7 +187,7 @@ def test_traffic_of_a_compiled_program_is_what_its_arrays_hold():
             return jnp.cos(x)
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((size,), (7, size))]
-    found = traffic(read_program(jax.jit(step).lower(*shapes).compile().as_text()))
+    found = traffic(read_program(jax.jit(step).lower(*shapes).compile().as_text()), SCOPES)
     moved = {(one.scope, one.in_layers): one.bytes for one in found}
     assert moved["optimizer", False] == 2 * size * 4
     # Each turn reads x and a row, and writes x; besides, the loop's counter moves.

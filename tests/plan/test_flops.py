@@ -18,11 +18,13 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
 from lmlib.state import Training, abstract_batch, abstract_state
 
+SCOPES = ("embed", "projections", "attention", "mlp", "loss", "optimizer")
+
 M, K, N = 6, 10, 14
 
 
 def counted(function, *arguments):
-    return count_flops(jax.make_jaxpr(function)(*arguments))
+    return count_flops(jax.make_jaxpr(function)(*arguments), SCOPES)
 
 
 def shapes(*each, dtype=jnp.float32):

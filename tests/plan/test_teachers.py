@@ -47,7 +47,7 @@ def test_a_teacher_costs_its_forward_pass():
     added = taught.flops_per_token(causal=False) - experiment().flops_per_token(causal=False)
     assert added == pytest.approx(forward)
     steps = (each.trace_step() for each in (taught, experiment()))
-    counted = [count_flops(step.jaxpr).total for step in steps]
+    counted = [count_flops(step.jaxpr, ()).total for step in steps]
     assert counted[0] - counted[1] == pytest.approx(forward * ROWS * LENGTH)
 
 

@@ -35,7 +35,7 @@ def compiled_for(target: str, options: dict[str, bool]) -> tuple[float, str]:
         ]
         traced = jax.jit(jax.value_and_grad(loss)).trace(*shapes)
         text = traced.lower().compile(compiler_options=options).as_text()
-    return count_flops(traced.jaxpr).total, text
+    return count_flops(traced.jaxpr, ()).total, text
 
 
 @pytest.mark.parametrize("library", [False, True], ids=["triton", "cublas"])
@@ -43,7 +43,7 @@ def test_a_program_multiplies_as_much_as_the_step_that_was_traced(library):
     expected, text = compiled_for("h100:1x1", {"xla_gpu_enable_triton_gemm": not library})
     assert ("__cublas$" in text) is library
     program = read_program(text)
-    found = works(program)
+    found = works(program, ())
     flops = sum((found[one.name].flops or 0) * place.times for one, place in scheduled(program))
     assert flops == expected == 3 * LAYERS * 2 * BATCH * SIZE**2
     products = [one for one in found.values() if one.flops]
@@ -57,7 +57,7 @@ def test_a_program_multiplies_as_much_as_the_step_that_was_traced(library):
 def test_of_convolutions_on_tpus_nothing_is_made_up():
     program = read_program(compiled_for("v5e:2x2", {})[1])
     products = [
-        works(program)[one.name] for one, _ in scheduled(program) if multiplies(one, program)
+        works(program, ())[one.name] for one, _ in scheduled(program) if multiplies(one, program)
     ]
     assert products and {one.flops for one in products} == {None}
 
@@ -79,7 +79,7 @@ ENTRY %main (x.1: f32[8]) -> f32[8] {{
   ROOT %cosine.1 = f32[8]{{0}} cosine(%x.1), metadata={{op_name="{op_name}"}}
 }}
 """)
-    assert works(program)["cosine.1"].operation == operation
+    assert works(program, ())["cosine.1"].operation == operation
 
 
 def work(flops=0.0, bytes_moved=1, dtype="", sends=False) -> Work:

@@ -17,6 +17,8 @@ from lmlib.plan.flops import count_flops
 from lmlib.profile.step_profile import SHOWN, StepProfile, step_profile
 from lmlib.profile.trace import Execution, TraceError, newest_trace, read_trace
 
+SCOPES = ("embed", "projections", "attention", "mlp", "loss", "optimizer")
+
 pytestmark = pytest.mark.several_devices
 
 STEPS, LAYERS, SIZE, BATCH = 3, 5, 256, 64
@@ -62,7 +64,7 @@ def run(tmp_path_factory):
 
 
 def profile_of(run: Traced, **known) -> StepProfile:
-    return step_profile(run.executions, run.text, STEPS, **known)
+    return step_profile(run.executions, run.text, STEPS, SCOPES, **known)
 
 
 def test_every_matmul_of_every_layer_device_and_step_is_counted_once(run):
@@ -73,7 +75,7 @@ def test_every_matmul_of_every_layer_device_and_step_is_counted_once(run):
     assert sum(one.times for one in products) == 3 * LAYERS
     flops = sum(one.work.flops * one.times for one in products)
     assert flops == 3 * LAYERS * 2 * (BATCH // 8) * SIZE**2
-    assert flops == count_flops(run.traced.jaxpr).total / 8
+    assert flops == count_flops(run.traced.jaxpr, SCOPES).total / 8
     assert {(one.work.scope, one.work.in_layers) for one in products} == {("mlp", True)}
     assert {one.work.phase for one in products} == {"forward", "backward"}
     assert {one.work.operation for one in products} == {"dot_general"}
@@ -84,7 +86,7 @@ def test_the_loop_and_what_is_in_it_do_not_both_count(run):
     loops = {one.instruction for one in run.executions if one.instruction.startswith("while")}
     assert loops and not loops & names
     without = [one for one in run.executions if one.instruction in loops]
-    profile = step_profile(without, run.text, STEPS)
+    profile = step_profile(without, run.text, STEPS, SCOPES)
     # Where a trace has the loop alone, as a graph that the host launched at once, the loop counts.
     assert {one.work.name for one in profile.kernels} == loops
     assert profile.busy_seconds > 0
@@ -114,7 +116,7 @@ def test_collectives_have_a_line_of_their_own(run):
 
 
 def test_on_known_devices_the_roofline_and_the_plan_stand_beside_what_was_measured(run):
-    matmuls = count_flops(run.traced.jaxpr).matmuls
+    matmuls = count_flops(run.traced.jaxpr, SCOPES).matmuls
     profile = profile_of(run, accelerator=H100, matmuls=matmuls)
     product = next(one for one in profile.kernels if one.work.flops)
     bytes_at_least = (2 * (BATCH // 8) * SIZE + SIZE**2) * 4
@@ -150,7 +152,7 @@ def test_kernels_of_unrolled_layers_stand_together(tmp_path):
     with jax.profiler.trace(tmp_path):
         jax.block_until_ready(unrolled(w_LEE, x_BE))
     executions = read_trace(newest_trace(tmp_path), jax.default_backend())
-    profile = step_profile(executions, unrolled.as_text(), steps=1)
+    profile = step_profile(executions, unrolled.as_text(), 1, SCOPES)
     products = [one for one in profile.kernels if one.work.flops]
     assert len(products) == LAYERS
     ((count, together),) = [each for each in profile.alike if each[1].work.flops]
@@ -164,7 +166,7 @@ def test_a_trace_of_another_program_is_refused(run):
     others = [one for one in run.executions if not one.program.startswith("jit_loss")]
     assert others
     with pytest.raises(TraceError, match="no execution of the step's instructions"):
-        step_profile(others, run.text, STEPS)
+        step_profile(others, run.text, STEPS, SCOPES)
 
 
 def test_folders_without_a_trace_and_damaged_traces_are_refused(tmp_path):
@@ -187,7 +189,7 @@ def test_the_idle_time_is_when_nothing_ran(intervals):
         Execution("device", "", "cosine.1", float(start), float(length))
         for start, length in intervals
     ]
-    profile = step_profile(executions, one_kernel(), steps=1)
+    profile = step_profile(executions, one_kernel(), 1, SCOPES)
     busy = {second for start, length in intervals for second in range(start, start + length)}
     assert profile.busy_seconds == len(busy)
     assert profile.step_seconds == max(busy) + 1 - min(busy)

@@ -5,7 +5,7 @@ import jax
 from jaxtyping import Array, Float
 
 from lmlib.models.parts.embedding import embedded
-from lmlib.models.protocol import Part, Trunk
+from lmlib.models.protocol import Names, Part, Trunk
 from lmlib.models.weights import fan_in, first_values, normal, weight
 
 
@@ -20,11 +20,12 @@ class Bigram(eqx.Module):
 
     def trunk(self, tokens_BS, context, cache=None):
         compute = context.compute
-        return Trunk(embedded(self.table_VE, tokens_BS, compute.dtype, compute.residual), {})
+        return Trunk(embedded(self.table_VE, tokens_BS, compute.dtype, compute.residual))
 
     def features(self, x_BSE, context):
         return x_BSE
 
+    names = Names(scopes=("embed",))
     logit_cap = None
     vocab = property(lambda self: self.table_VE.shape[0])
     unembedding_EV = property(lambda self: self.head_EV)

@@ -21,6 +21,7 @@ from lmlib.models.stack import (
     run_stack,
     stack_cache,
     stack_flops_per_token,
+    stack_names,
     stack_parts,
 )
 from lmlib.models.weights import first_values, fold, normal, weight
@@ -73,6 +74,10 @@ class Learned(eqx.Module):
     def flops_per_token(self, sequence_length, causal):
         head = 6.0 * self.tokens_VE.size
         return head + stack_flops_per_token(self.stack, sequence_length, causal)
+
+    @property
+    def names(self):
+        return stack_names(self.stack)
 
     def parts(self):
         before = Part("tokens", self.tokens_VE), Part("positions", self.positions)

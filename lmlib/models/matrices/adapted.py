@@ -99,7 +99,8 @@ class Adapted(eqx.Module):
         taken = any(rules[axis] == rules[DOWN_RANK] for axis in self.summed)
         rules = {**self.declaration.rules, **({DOWN_RANK: None} if taken else {})}
         first = Random(3**-0.5, self.summed) if down else zeros
-        return Declaration(first, multiplied=True, decays=True, rules=rules)
+        summed = self.summed if down else (UP_RANK,)
+        return Declaration(first, multiplied=True, decays=True, rules=rules, summed=summed)
 
 
 def adapted(

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, K kv
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -14,14 +15,13 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, attention_weights, check_attention
 from lmlib.models.attend.options import Options
+from lmlib.models.layer import Norm
 from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
 from lmlib.models.parts.rope import Rotary, rotate
 from lmlib.models.product import product
-from lmlib.models.protocol import Context
-from lmlib.models.weights import fan_in, first_values, fold, weight, zeros
+from lmlib.models.protocol import Context, Names
+from lmlib.models.weights import fan_in, first_values, fold, product_flops, weight, zeros
 from lmlib.parallel.layout import spec
-
-Norm = Callable[[Array], Array]
 
 
 class Attention(eqx.Module):
@@ -45,6 +45,10 @@ class Attention(eqx.Module):
     Raises:
       ValueError: if `kv_heads` does not divide `heads`.
     """
+
+    names: ClassVar[Names] = Names(
+        saved=("query", "key", "value", "attention"), scopes=("projections", "attention")
+    )
 
     rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
@@ -180,7 +184,7 @@ class Attention(eqx.Module):
         return empty_cache(rows, min(self.window or length, length), kv_heads, head_dim, dtype)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Of the two products of activations, forward and backward: 12 · heads · head_dim · keys.
+        """Of its weights, and of the two products of activations: 12 · heads · head_dim · keys.
 
         `keys` is the sequence's length or the window's, or if `causal` how many a position sees on
         average, about half: what a kernel that skips masked blocks computes.
@@ -189,7 +193,7 @@ class Attention(eqx.Module):
         keys = float(min(self.window or sequence_length, sequence_length))
         if causal:
             keys -= keys**2 / (2 * sequence_length)
-        return 12 * heads * head_dim * keys
+        return product_flops(self) + 12 * heads * head_dim * keys
 
     def check(self, sequence_length: int, compute: Compute) -> None:
         """Raises ValueError if `compute.attention` is unknown or cannot compute these sizes, or

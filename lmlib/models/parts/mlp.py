@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, E embed, F mlp.
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from lmlib.models.layer import SimplePart
 from lmlib.models.product import product
-from lmlib.models.protocol import Context
+from lmlib.models.protocol import NO_REPORTS, Context, Names, Reports
 from lmlib.models.weights import fan_in, first_values, weight, zeros
 from lmlib.parallel.layout import spec
 
@@ -39,7 +41,7 @@ def relu_squared(x: Array) -> Array:
     return jnp.square(jax.nn.relu(x))
 
 
-class GatedMLP(eqx.Module):
+class GatedMLP(SimplePart):
     """down(activation(gate x) · up x) (Shazeer 2020, arXiv:2002.05202, eq. 6); with silu, SwiGLU.
 
     Args:
@@ -47,6 +49,8 @@ class GatedMLP(eqx.Module):
       activation: of the gate.
       residual_scale: of the first values of `down`; see `lmlib.models.weights.residual_scale`.
     """
+
+    names: ClassVar[Names] = Names(saved=("mlp_gate", "mlp_up", "mlp_hidden"), scopes=("mlp",))
 
     activation: Activation = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
@@ -71,7 +75,7 @@ class GatedMLP(eqx.Module):
     @jax.named_scope("mlp")
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context
-    ) -> tuple[Float[Array, "b s embed"], dict[str, Array]]:
+    ) -> tuple[Float[Array, "b s embed"], Reports]:
         """Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which
         the last product is summed over `tensor` (a psum or a reduce-scatter)."""
         precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
@@ -79,10 +83,10 @@ class GatedMLP(eqx.Module):
         gate_BSF = checkpoint_name(gate_BSF, "mlp_gate")
         up_BSF = checkpoint_name(product("bse,ef->bsf", x_BSE, self.up, precision), "mlp_up")
         hidden_BSF = checkpoint_name(self.activation(gate_BSF) * up_BSF, "mlp_hidden")
-        return product("bsf,fe->bse", hidden_BSF, self.down, precision, residual), {}
+        return product("bsf,fe->bse", hidden_BSF, self.down, precision, residual), NO_REPORTS
 
 
-class MLP(eqx.Module):
+class MLP(SimplePart):
     """down(activation(up x)), each product with a bias if `bias` (Vaswani et al. 2017,
     arXiv:1706.03762, eq. 2).
 
@@ -92,6 +96,8 @@ class MLP(eqx.Module):
       bias: whether there are biases.
       residual_scale: of the first values of `down`, as in `GatedMLP`.
     """
+
+    names: ClassVar[Names] = Names(saved=("mlp_up", "mlp_hidden"), scopes=("mlp",))
 
     activation: Activation = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
@@ -119,7 +125,7 @@ class MLP(eqx.Module):
     @jax.named_scope("mlp")
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context
-    ) -> tuple[Float[Array, "b s embed"], dict[str, Array]]:
+    ) -> tuple[Float[Array, "b s embed"], Reports]:
         """Layouts: as in `GatedMLP`."""
         precision, residual = context.compute.precision("mlp"), spec(context.compute.residual)
         up_BSF = product("bse,ef->bsf", x_BSE, self.up, precision)
@@ -127,4 +133,4 @@ class MLP(eqx.Module):
         up_BSF = checkpoint_name(up_BSF, "mlp_up")
         hidden_BSF = checkpoint_name(self.activation(up_BSF), "mlp_hidden")
         y_BSE = product("bsf,fe->bse", hidden_BSF, self.down, precision, residual)
-        return (y_BSE if self.down_bias is None else y_BSE + self.down_bias), {}
+        return (y_BSE if self.down_bias is None else y_BSE + self.down_bias), NO_REPORTS

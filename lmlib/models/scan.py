@@ -1,0 +1,177 @@
+"""The only scan over layers: the repetitions of a pattern of them, and what each layer gives.
+
+Shapes: B batch, S sequence, E embed, R repetitions of a pattern, T turns of the loop, U repetitions
+in a turn.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Key, PRNGKeyArray
+
+from lmlib.models.layer import Layer
+from lmlib.models.matrices.adapted import with_keys
+from lmlib.models.protocol import Context, LayerCall, Reports
+from lmlib.models.rematerialization import policy
+from lmlib.models.weights import fold
+from lmlib.parallel.layout import gather
+
+
+class Repeated(NamedTuple):
+    """Layers that follow each other, one for each place in a pattern; arrays are stacked along R.
+
+    layers: their weights.
+    keys: a key for each repetition; `None` where nothing is random.
+    caches: of earlier calls; `None` where there are none.
+    """
+
+    layers: tuple[Layer, ...]
+    keys: tuple[Key[Array, "R"] | None, ...]
+    caches: tuple[Any, ...]
+
+
+class Given(NamedTuple):
+    """What a layer gives besides the residual stream."""
+
+    reports: Reports
+    cache: Any
+    observed: Any
+
+
+def run(
+    context: Context,
+    x_BSE: Float[Array, "b s embed"],
+    repeated: Repeated,
+    repeats: int,
+    names: Sequence[str],
+) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
+    """The residual stream after all repetitions, and what each layer of the pattern gives, stacked
+    along R. `names`: of the activations that may be kept.
+
+    `context.compute.unroll` repetitions make one turn of the loop, and those that are left over
+    follow it; this is not left to `jax.lax.scan`, which cannot split what is saved in a `reduced`
+    layout. There is no loop of one turn, whose body XLA's TPU compiler would run twice.
+    """
+    one = functools.partial(_one, context, names)
+    unroll = context.compute.unroll
+    turns = repeats // unroll
+    if turns < 2:
+        return _in_a_row(functools.partial(one, False), x_BSE, repeated, repeats)
+    looped_one = functools.partial(one, True)
+    if unroll == 1:
+        # Slices go as they are into what is computed again: JAX would keep reshaped ones, and so a
+        # copy of all weights, for the backward pass.
+        return jax.lax.scan(looped_one, x_BSE, repeated)
+    looped = turns * unroll
+    head_R, tail_R = _split(repeated, looped, repeats)
+    turns_TU = jax.tree.map(lambda w_R: reshaped(w_R, 1, (turns, unroll)), head_R)
+    x_BSE, out_TU = jax.lax.scan(
+        lambda x_BSE, parts_U: _in_a_row(looped_one, x_BSE, parts_U, unroll), x_BSE, turns_TU
+    )
+    out_R = jax.tree.map(lambda y_TU: reshaped(y_TU, 2, (looped,)), out_TU)
+    if looped == repeats:
+        return x_BSE, out_R
+    left = repeats - looped
+    x_BSE, out_tail = _in_a_row(functools.partial(one, False), x_BSE, tail_R, left)
+    return x_BSE, jax.tree.map(lambda *each: jnp.concatenate(each), out_R, out_tail)
+
+
+def _in_a_row(
+    one: Callable[..., Any], x_BSE: Array, repeated_R: Any, repeats: int
+) -> tuple[Array, Any]:
+    """Some repetitions without a loop."""
+    outs = []
+    for repeated in _unstacked(repeated_R, repeats):
+        x_BSE, out = one(x_BSE, repeated)
+        outs.append(out)
+    return x_BSE, jax.tree.map(lambda *each: jnp.stack(each), *outs)
+
+
+def _one(
+    context: Context, names: Sequence[str], looped: bool, x_BSE: Array, repeated: Repeated
+) -> tuple[Array, tuple[Given, ...]]:
+    """One repetition of a pattern."""
+    # Inside a loop nothing can merge the recomputation with the forward pass, so CSE is safe.
+    run_layer = jax.checkpoint(
+        functools.partial(_layer, context),
+        policy=policy(context.compute, names),
+        prevent_cse=not looped,
+    )
+    outs = []
+    for layer, key, cache in zip(*repeated, strict=True):
+        x_BSE, out = run_layer(x_BSE, layer, key, cache)
+        outs.append(out)
+    return x_BSE, tuple(outs)
+
+
+def _layer(
+    context: Context, x_BSE: Array, layer: Layer, key: PRNGKeyArray | None, cache: Any
+) -> tuple[Array, Given]:
+    """One layer, as it is computed again in the backward pass."""
+    x_BSE = checkpoint_name(x_BSE, "layer_input")
+    layer = gather(layer, context.compute.dtype, after=x_BSE)
+    if key is not None:
+        layer = with_keys(layer, fold(key, "adapters"))
+    key = key if context.dropout > 0 else None
+    context = dataclasses.replace(context, key=key)
+    y_BSE, reports, cache = layer(x_BSE, context, cache)
+    observed = context.observe and context.observe(LayerCall(layer, x_BSE, y_BSE, context))
+    return y_BSE, Given(reports, cache, observed)
+
+
+def _unstacked(tree_R: Any, repeats: int) -> list[Any]:
+    """A tree for each index of the leading axis."""
+    if repeats == 1:
+        return [jax.tree.map(lambda x_R: jnp.squeeze(x_R, 0), tree_R)]
+
+    def pieces(x_R: Array) -> list[Array]:
+        if jnp.issubdtype(x_R.dtype, jax.dtypes.prng_key):
+            return list(x_R)
+        # Backward, pieces of a split are concatenated; those of an index would be padded and added.
+        return [jnp.squeeze(x, 0) for x in jax.lax.split(x_R, (1,) * repeats)]
+
+    leaves, structure = jax.tree.flatten(tree_R)
+    columns = [pieces(leaf) for leaf in leaves]
+    return [
+        jax.tree.unflatten(structure, [column[i] for column in columns]) for i in range(repeats)
+    ]
+
+
+def _split(tree_R: Any, at: int, repeats: int) -> tuple[Any, Any]:
+    """The first `at` repetitions, and the others."""
+    if at == repeats:
+        return tree_R, None
+
+    def both(x_R: Array) -> tuple[Array, Array]:
+        if jnp.issubdtype(x_R.dtype, jax.dtypes.prng_key):
+            return x_R[:at], x_R[at:]
+        first, second = jax.lax.split(x_R, (at, repeats - at))
+        return first, second
+
+    leaves, structure = jax.tree.flatten(tree_R)
+    first, second = zip(*map(both, leaves), strict=True)
+    return jax.tree.unflatten(structure, first), jax.tree.unflatten(structure, second)
+
+
+def reshaped(x: Array, leading: int, sizes: tuple[int, ...]) -> Array:
+    """`x` with `sizes` for its first axes, which are whole; the others lie as they did. (JAX alone
+    forgets how an axis of size 1 lies.)"""
+    layout = None
+    if not jax.sharding.get_abstract_mesh().empty:
+        others = jax.typeof(x).sharding.spec.partitions[leading:]
+        layout = PartitionSpec(*(None,) * len(sizes), *others)
+    return jnp.reshape(x, (*sizes, *x.shape[leading:]), out_sharding=layout)
+
+
+def stacked(x: Array, repeats: int) -> Array:
+    """Copies of `x` along a new leading axis."""
+    layout = None
+    if not jax.sharding.get_abstract_mesh().empty:
+        layout = PartitionSpec(None, *jax.typeof(x).sharding.spec.partitions)
+    return jnp.broadcast_to(x, (repeats, *x.shape), out_sharding=layout)

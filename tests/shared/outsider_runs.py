@@ -1,0 +1,59 @@
+"""Trains experiments that use modules from outside of lmlib: on a mesh and on one device, whole and
+resumed. Shapes of batches and models are as small as eight devices allow."""
+
+import functools
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from lmlib import Compute, Experiment, make_mesh, optim
+from lmlib.checkpoint import Checkpoints
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.parallel.layout import partition
+
+SOURCE = Synthetic(vocab_size=64, batch_size=16, sequence_length=16)
+FLOAT32 = Compute(dtype="float32")
+SIZES = {"vocab": 64, "embed": 32}
+STEPS = 6
+EIGHT = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def experiment(model, mesh=EIGHT, compute=FLOAT32, **settings):
+    settings = {"optimizer": functools.partial(optim.adamw, peak_lr=1e-2)} | settings
+    return Experiment(
+        model=model, data=SOURCE, mesh=make_mesh(**mesh), steps=STEPS, compute=compute, **settings
+    )
+
+
+def trained(run, state, first=0, save=lambda step, state: None):
+    """The metrics of each step from `first` on, and the last state."""
+    run.check()
+    step, metrics = run.trace_step().lower().compile(), []
+    rows = NamedSharding(run.mesh, partition("batch seq"))
+    for i in range(first, STEPS):
+        state, of_step = step(state, place(SOURCE, i, rows))
+        metrics.append({name: float(value) for name, value in of_step.items()})
+        save(i + 1, state)
+    return metrics, state
+
+
+def check_outsider(run, alone, workdir, rtol=2e-5):
+    """That `run` trains as `alone`, the same on one device, and resumes bit for bit. Returns the
+    metrics of its steps and its last state."""
+    with Checkpoints(workdir, keep=1) as checkpoints:
+
+        def save(step, state):
+            if step == 3:
+                checkpoints.save(step, state.changing, {})
+
+        metrics, state = trained(run, run.initial_state(), save=save)
+    expected, _ = trained(alone, alone.initial_state())
+    for ours, theirs in zip(metrics, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            np.testing.assert_allclose(value, theirs[name], rtol=rtol, atol=1e-6, err_msg=name)
+    with Checkpoints(workdir, read_only=True) as checkpoints:
+        again = checkpoints.restore_newest(run.abstract_state().changing).state
+    assert trained(run, again, 3)[0] == metrics[3:]
+    return metrics, state
