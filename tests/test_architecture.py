@@ -124,6 +124,7 @@ MAY_IMPORT = {
         "lmlib.models",
         "lmlib.optim",
         "lmlib.guard",
+        "lmlib.metrics",
         "lmlib.parallel",
         "lmlib.compute",
         "lmlib.data",

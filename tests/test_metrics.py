@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from lmlib.metrics.log import MetricsLog, mfu, read_metrics
+from lmlib.metrics.tensorboard import TensorBoard
 
 
 def strict_lines(workdir: Path) -> list[dict]:
@@ -59,7 +60,7 @@ def test_lines_are_on_disk_at_once_and_read_back(tmp_path):
 
 
 def test_what_is_known_later_is_added_to_the_newest_line(tmp_path):
-    with MetricsLog(tmp_path, resume_step=None) as log:
+    with MetricsLog(tmp_path, resume_step=None, sinks=[TensorBoard]) as log:
         log.write(1, {"loss": 3.25})
         log.write(2, {"loss": 3.0})
         log.add(2, {"validation_loss": math.nan, "bits": 1.5, "mfu": None})
@@ -75,7 +76,7 @@ def test_what_is_known_later_is_added_to_the_newest_line(tmp_path):
 
 
 def test_what_is_not_finite_stays_strict_json_and_comes_back(tmp_path):
-    with MetricsLog(tmp_path, resume_step=None) as log:
+    with MetricsLog(tmp_path, resume_step=None, sinks=[TensorBoard]) as log:
         log.write(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "loss": 1.0})
     (line,) = strict_lines(tmp_path)
     assert line == {"step": 1, "nan": "NaN", "up": "Infinity", "down": "-Infinity", "loss": 1.0}
@@ -93,7 +94,7 @@ def test_no_log_has_no_metrics(tmp_path):
 def test_a_fresh_start_keeps_the_lines_of_the_runs_before_apart(tmp_path):
     first, kept = tmp_path / "metrics.jsonl.1", []
     for loss in (4.0, 3.0, 2.0):
-        with MetricsLog(tmp_path, resume_step=None) as log:
+        with MetricsLog(tmp_path, resume_step=None, sinks=[TensorBoard]) as log:
             kept.append(log.set_aside)
             log.write(0, {"loss": loss})
             log.write(1, {"loss": loss})
@@ -150,10 +151,10 @@ def test_a_file_in_another_runs_place_is_left_alone(tmp_path):
 
 
 def test_resuming_purges_tensorboard_from_the_next_step(tmp_path):
-    with MetricsLog(tmp_path, resume_step=None) as log:
+    with MetricsLog(tmp_path, resume_step=None, sinks=[TensorBoard]) as log:
         for step in (1, 2, 3):
             log.write(step, {"loss": 5.0})
-    with MetricsLog(tmp_path, resume_step=2) as log:
+    with MetricsLog(tmp_path, resume_step=2, sinks=[TensorBoard]) as log:
         log.write(3, {"loss": 4.0})
     assert scalars(tmp_path) == [(1, "loss", 5.0), (2, "loss", 5.0), (3, "loss", 4.0)]
 

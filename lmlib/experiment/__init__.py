@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from lmlib.data.batch import Batch, Source, teacher_k
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.evaluate.validation import validation_metrics
+from lmlib.experiment.actions import Action, Every, Moment
 from lmlib.experiment.checkpoints import CheckpointSettings
 from lmlib.experiment.checks import check_experiment
 from lmlib.experiment.evaluation import EvaluationSettings
@@ -21,6 +22,7 @@ from lmlib.experiment.samples import SampleSettings
 from lmlib.guard import Guard
 from lmlib.hardware.free_memory import check_fits
 from lmlib.losses import NextToken, Objective
+from lmlib.metrics.sinks import MakeSink
 from lmlib.optim.optimizer import Optimizer
 from lmlib.optim.trainable import Groups, decays_by, flops_per_token, with_rates
 from lmlib.recipe import Recipe
@@ -35,7 +37,15 @@ from lmlib.state import (
 )
 from lmlib.train import trace_step
 
-__all__ = ["CheckpointSettings", "EvaluationSettings", "Experiment", "SampleSettings"]
+__all__ = [
+    "Action",
+    "CheckpointSettings",
+    "EvaluationSettings",
+    "Every",
+    "Experiment",
+    "Moment",
+    "SampleSettings",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +75,8 @@ class Experiment:
       evaluation: when and how it is evaluated.
       checkpoints: when it is saved, and which checkpoints stay.
       samples: texts that the model continues.
+      actions: what else it does every so many steps; acts in order, after all of the above.
+      sinks: make what gets its metrics besides metrics.jsonl and TensorBoard.
       prefetch_batches: how many batches are read and placed on the devices ahead of their step.
     """
 
@@ -85,6 +97,8 @@ class Experiment:
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
     samples: SampleSettings = SampleSettings()
+    actions: Sequence[Every] = ()
+    sinks: Sequence[MakeSink] = ()
     prefetch_batches: int = 2
 
     @functools.cached_property

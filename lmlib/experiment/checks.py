@@ -13,6 +13,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Source
 from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.evaluate.suite.suite import Suite
+from lmlib.experiment.actions import Every
 from lmlib.experiment.checkpoints import CheckpointSettings
 from lmlib.experiment.evaluation import EvaluationSettings
 from lmlib.experiment.samples import SampleSettings
@@ -70,6 +71,10 @@ def check_experiment(experiment: Any) -> None:
             f"validation must be of type {Source | None}, or a mapping of names to such, got "
             f"{validation!r}"
         )
+    if wrong := [each for each in experiment.actions if not isinstance(each, Every)]:
+        raise ValueError(f"actions must each be an Every(steps, action), got {wrong[0]!r}")
+    if wrong := [each for each in experiment.sinks if not callable(each)]:
+        raise ValueError(f"sinks must each be a function that makes a sink, got {wrong[0]!r}")
     for name, least in _LEAST.items():
         value = operator.attrgetter(name)(experiment)
         if value is not None and value < least:

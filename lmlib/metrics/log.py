@@ -1,9 +1,8 @@
-"""The metrics of a run: `metrics.jsonl`, TensorBoard's copy of it, and MFU.
+"""The metrics of a run: `metrics.jsonl`, which sinks get copies of, and MFU.
 
 `metrics.jsonl` holds one JSON object a line, `{"step": 10, "loss": 3.25, …}`, each step once and in
 order however often the run was killed. Strict JSON has no NaN: what is not finite is the string
-"NaN", "Infinity" or "-Infinity", which `float()` reads and `read_metrics` turns back. TensorBoard's
-copy leaves it out.
+"NaN", "Infinity" or "-Infinity", which `float()` reads and `read_metrics` turns back.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lmlib.hardware.specifications import peak_flops
-from lmlib.metrics.tensorboard import TensorBoard
+from lmlib.metrics.sinks import MakeSink, Sinks
 from lmlib.storage.appended_file import AppendedFile, set_aside
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import make_folder
@@ -52,7 +51,7 @@ def mfu(
 
 
 class MetricsLog:
-    """Appends to `workdir/metrics.jsonl` and `workdir/tensorboard/`.
+    """Appends to `workdir/metrics.jsonl`, and then gives sinks the same.
 
     Every line is with the operating system when `write` returns, unless the storage fails: then it
     is kept, and tried again with the next line. For a resumed run to miss no step, `flush` a step's
@@ -68,6 +67,8 @@ class MetricsLog:
         resume_step: int | None,
         enabled: bool = True,
         lost: Callable[[str], None] | None = None,
+        sinks: Sequence[MakeSink] = (),
+        tell: Callable[[str], None] = print,
     ):
         """Opens the log, first dropping lines of steps that will be made again.
 
@@ -78,6 +79,8 @@ class MetricsLog:
             lines is then renamed to metrics.jsonl.1, or the next number that is free.
           enabled: False on all processes but one; then nothing is read or written.
           lost: as in `AppendedFile`.
+          sinks: make what gets copies.
+          tell: is told of a sink that fails.
 
         Attributes:
           missing: which steps up to `resume_step` have no line, in words; `None` if all have.
@@ -99,7 +102,7 @@ class MetricsLog:
             self.set_aside = set_aside(path)
         lines = "".join(f"{to_json(entry)}\n" for entry in entries)
         self._file = AppendedFile(path, lines, lost)
-        self._tensorboard = TensorBoard(folder / "tensorboard", last + 1)
+        self._sinks = Sinks(sinks, folder, last + 1, tell)
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
         """Appends a line; metrics that are `None` are left out of it.
@@ -114,9 +117,7 @@ class MetricsLog:
             return
         present = {name: value for name, value in metrics.items() if value is not None}
         self._file.append(f"{to_json({'step': step, **present})}\n".encode())
-        self._tensorboard.write(
-            step, {name: value for name, value in present.items() if math.isfinite(value)}
-        )
+        self._sinks.write(step, present)
 
     def add(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
         """Adds metrics to the newest line, that of `step`: those that are known only later."""
@@ -125,14 +126,12 @@ class MetricsLog:
             return
         end = f", {to_json(present)[1:]}\n".encode()  # in the place of the line's own "}\n"
         self._file.append(end, over=2)
-        self._tensorboard.write(
-            step, {name: value for name, value in present.items() if math.isfinite(value)}
-        )
+        self._sinks.write(step, present)
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Shows a text in TensorBoard; metrics.jsonl does not have it."""
+        """Gives a text to sinks that take some; metrics.jsonl does not have it."""
         if self._enabled:
-            self._tensorboard.write_text(step, name, text)
+            self._sinks.write_text(step, name, text)
 
     def flush(self) -> None:
         """Raises OSError, naming the file, if there are lines that it still does not take."""
@@ -150,7 +149,7 @@ class MetricsLog:
     def close(self) -> None:
         """Raises OSError, as `flush` does, once all is closed."""
         if self._enabled:
-            self._tensorboard.close()
+            self._sinks.close()
             self._file.close()
 
     def __enter__(self) -> "MetricsLog":

@@ -1,7 +1,8 @@
-"""A run's metrics as event files for TensorBoard: a copy, which a run can do without."""
+"""A run's metrics as event files for TensorBoard."""
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tensorboardX import summary
@@ -12,54 +13,42 @@ FLUSH_SECONDS = 10.0
 
 
 class TensorBoard:
-    """Writes scalars into the event files of a folder.
+    """The `lmlib.metrics.sinks.Sink` that writes into the event files of WORKDIR/tensorboard.
 
-    Where the storage fails, writing ends: the numbers are in `metrics.jsonl` too, and no run should
-    fail for want of their copy. (The `SummaryWriter` of tensorboardX would wait for ever then.)
+    What is not finite is left out. Every method raises OSError where the storage fails. (The
+    `SummaryWriter` of tensorboardX would wait for ever then.)
     """
 
-    def __init__(self, folder: Path, first_step: int):
-        """Makes the folder; hides what earlier files there have from `first_step` on."""
+    def __init__(self, workdir: Path, first_step: int):
+        """Hides what earlier event files of the run have from `first_step` on."""
+        folder = workdir / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        # Files are named by the second: a run resumed within one would overwrite its own.
+        # The absolute path: a relative one such as gs:run would be taken for a bucket.
+        self._events = EventsWriter(str(folder.absolute() / "events"), f".{first_step}")
         self._flushed_at = time.monotonic()
-        self._events: EventsWriter | None = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Files are named by the second: a run resumed within one would overwrite its own.
-            # The absolute path: a relative one such as gs:run would be taken for a bucket.
-            self._events = EventsWriter(str(folder.absolute() / "events"), f".{first_step}")
-        except OSError:
-            return
-        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        start = SessionLog(status=SessionLog.START)
+        self._events.write_event(Event(step=first_step, session_log=start))
 
-    def write(self, step: int, scalars: Mapping[str, float | int]) -> None:
-        """Adds the scalars, all finite, of a step."""
-        for name, value in scalars.items():
-            self._add(
-                Event(wall_time=time.time(), step=step, summary=summary.scalar(name, float(value)))
-            )
+    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                self._add(step, summary.scalar(name, float(value)))
         self._flush_now_and_then()
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Adds a text of a step, shown as it is: indented, Markdown takes it for code."""
         shown = "\n".join(f"    {line}" for line in text.splitlines())
-        self._add(Event(wall_time=time.time(), step=step, summary=summary.text(name, shown)))
+        self._add(step, summary.text(name, shown))
         self._flush_now_and_then()
+
+    def close(self) -> None:
+        self._events.close()
+
+    def _add(self, step: int, shown: summary.Summary) -> None:
+        self._events.write_event(Event(wall_time=time.time(), step=step, summary=shown))
 
     def _flush_now_and_then(self) -> None:
         if time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
             self._flushed_at = time.monotonic()
-            self._do(lambda events: events.flush())
-
-    def close(self) -> None:
-        self._do(lambda events: events.close())
-        self._events = None
-
-    def _add(self, event: Event) -> None:
-        self._do(lambda events: events.write_event(event))
-
-    def _do(self, write: Callable[[EventsWriter], object]) -> None:
-        if self._events is not None:
-            try:
-                write(self._events)
-            except OSError:
-                self._events = None
+            self._events.flush()

@@ -14,11 +14,12 @@ from jax.sharding import NamedSharding
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.prefetch import Prefetch
-from lmlib.experiment import Experiment
+from lmlib.experiment import Every, Experiment
 from lmlib.experiment.sources import check_first_rows
 from lmlib.inspect.description import describe
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.metrics.log import MetricsLog, missing_lines, read_metrics
+from lmlib.metrics.tensorboard import TensorBoard
 from lmlib.parallel.layout import partition
 from lmlib.state import State
 from lmlib.storage.local_folder import local_folder
@@ -49,6 +50,7 @@ from runner.training.compiled_step import (
 )
 from runner.training.loop import Loop
 from runner.training.options import Options
+from runner.training.periodic import Evaluating, Sampling, Saving, others
 from runner.training.recorder import Recorder
 from runner.training.report import (
     Summary,
@@ -227,7 +229,7 @@ class _Run:
         repeated = max([goodput.furthest, *(line["step"] for line in read_metrics(workdir)[-1:])])
         self.lock.check()  # the log begins with a file of its own
         with (
-            MetricsLog(workdir, beginning.step or None, self.primary, self._lost_metrics) as log,
+            self._metrics_log(beginning.step) as log,
             # Prefetching begins here, so that it goes on while the step compiles.
             self._prefetch(beginning.step) as batches,
         ):
@@ -240,7 +242,6 @@ class _Run:
             self.lock.check()
             if self.options.dump_hlo and self.primary:
                 progress.message(dump_program(compiled, workdir))
-            profiler = self._profiler(compiled)
             recorder = Recorder(experiment, log, progress, goodput, beginning.tokens)
             origin = beginning.initialised_from
             saver = Saver(
@@ -256,26 +257,35 @@ class _Run:
                 },
                 beginning.before_skipped,
             )
-            loop = Loop(
-                experiment=experiment,
-                compiled=compiled,
-                batches=batches,
-                validation=self.validation,
-                samples=self.samples,
-                recorder=recorder,
-                saver=saver,
-                captures=Captures(experiment, workdir, saver, self.lock, origin),
-                profiler=profiler,
-                phases=self.phases,
-                lock=self.lock,
-                first=beginning.step + 1,
-                begun=self.start.record if self.primary else lambda step: None,
-                repeated=repeated,
-                unevaluated=self.unevaluated(beginning.step),
-                stop=self.options.stop,
-            )
-            with profiler:
-                return loop.run(beginning.state)
+            saving = Saving(saver, batches)
+            validation, evaluating = self.validation, None
+            if validation is not None:
+                evaluating = Evaluating(validation, saver, self.lock, progress)
+            sampling = Sampling(self.samples, log, experiment.steps)
+            with self._profiler(compiled) as profiler:
+                return Loop(
+                    experiment=experiment,
+                    workdir=workdir,
+                    make_step=profiler.traced(compiled),
+                    batches=batches,
+                    saving=Every(experiment.checkpoints.every, saving, at_end=True),
+                    actions=others(experiment, evaluating, sampling, self.options.actions),
+                    unfinished=evaluating if self.unevaluated(beginning.step) else None,
+                    recorder=recorder,
+                    saver=saver,
+                    captures=Captures(experiment, workdir, saver, self.lock, origin),
+                    phases=self.phases,
+                    lock=self.lock,
+                    first=beginning.step + 1,
+                    begun=self.start.record if self.primary else lambda step: None,
+                    repeated=repeated,
+                    stop=self.options.stop,
+                ).run(beginning.state)
+
+    def _metrics_log(self, step: int) -> MetricsLog:
+        sinks = (TensorBoard, *self.experiment.sinks, *self.options.sinks)
+        tell = self.progress.message
+        return MetricsLog(self.workdir, step or None, self.primary, self._lost_metrics, sinks, tell)
 
     def _lost_metrics(self, what: str) -> None:
         """Called before metrics.jsonl is put back; raises WorkdirLost if it is another run's."""

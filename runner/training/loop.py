@@ -1,25 +1,24 @@
 """The loop over steps: dispatch a step, then read the metrics of the one before."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
+import numpy as np
 
-from lmlib import train
 from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
-from lmlib.experiment import Experiment
+from lmlib.experiment import Action, Every, Experiment, Moment
 from lmlib.state import State
+from lmlib.train import Metrics
 from runner.errors import StoppedEarly
 from runner.processes.lock import WorkdirLock
 from runner.training.captures import Captures
 from runner.training.divergence import stop_if_diverged
 from runner.training.recorder import Line, Recorder
-from runner.training.samples import Samples
 from runner.training.saving import Saver
-from runner.training.validation import Validation
 from runner.watch.phases import Phase, Phases
-from runner.watch.profiling import Profiler
 
 
 @dataclasses.dataclass
@@ -28,7 +27,7 @@ class _Dispatched:
 
     step: int
     batch: Batch
-    metrics: train.Metrics
+    metrics: Metrics
     data_wait_seconds: float
     line: Line | None = None
 
@@ -38,34 +37,35 @@ class Loop:
     """Makes a step of each batch.
 
     The metrics of a step are on disk before its checkpoint is, so that a resumed run finds a line
-    for every step that it does not make again. The checkpoint is whole before its state is
-    evaluated, so that an evaluation that fails costs no step: the next process makes it. The state
-    of a `Resumable` source goes into the checkpoint, that of every process.
+    for every step that it does not make again. The checkpoint is whole before other actions see its
+    state, so that an evaluation that fails costs no step: the next process makes it.
 
     Args:
-      compiled: `state, metrics = compiled(state, batch)`.
+      make_step: `state, metrics = make_step(number, state, batch)`.
+      saving: due when the run stops, too.
+      actions: the others, in the order in which they act.
+      unfinished: what an earlier process left undone after the step before `first`.
       first: the first step that this process makes.
       begun: called with that step once it is made.
       repeated: the last step that an earlier process of the run made.
-      unevaluated: whether the state to begin with is still to be evaluated.
       stop: whether to stop after a step, saved; the same answer on all processes.
     """
 
     experiment: Experiment
-    compiled: jax.stages.Compiled
+    workdir: Path
+    make_step: Callable[[int, State, Batch], tuple[State, Metrics]]
     batches: Prefetch
-    validation: Validation | None
-    samples: Samples
+    saving: Every
+    actions: Sequence[Every]
+    unfinished: Action | None
     recorder: Recorder
     saver: Saver
     captures: Captures
-    profiler: Profiler
     phases: Phases
     lock: WorkdirLock
     first: int
     begun: Callable[[int], None]
     repeated: int
-    unevaluated: bool
     stop: Callable[[int], bool]
 
     def run(self, state: State) -> State:
@@ -76,43 +76,36 @@ class Loop:
           TrainingStopped: if updates or saves fail one after the other.
           WorkdirLost: if the workdir is no longer this run's.
         """
-        experiment = self.experiment
         unread: _Dispatched | None = None
-        if self.unevaluated:
-            self._evaluate(self.first - 1, state)
+        if self.unfinished is not None:
+            self._act(self.unfinished, self.first - 1, state, {})
         self.recorder.restart_clock()
         while (item := self._next_batch(unread)) is not None:
             step, batch = item
             self.phases.enter(Phase.REPEATED if step <= self.repeated else Phase.STEP)
-            self.profiler.before(step, wait_for=state)
-            state, metrics = self.compiled(state, batch)
-            self.profiler.after(step, wait_for=metrics)
+            state, metrics = self.make_step(step, state, batch)
             if unread is not None:
                 # Read while this step runs, so that the devices never wait for the host.
                 self._finish(self._read(unread), unread.batch, state)
             unread = _Dispatched(step, batch, metrics, self.batches.wait_seconds)
 
-            last = step == experiment.steps
+            last = step == self.experiment.steps
             stops = self.stop(step) and not last
-            evaluates = step % experiment.evaluation.every == 0 or last
-            saves = step % experiment.checkpoints.every == 0 or last or stops
-            samples = self.samples.due(step)
-            if evaluates or saves or samples:
+            saves = self.saving.due(step, last) or stops
+            due = [each.action for each in self.actions if each.due(step, last)]
+            if saves or due:
                 line = self._read(unread)
                 self._finish(line, batch, state)
                 unread = None
                 if saves:
-                    self.saver.save(line, state, self.batches.state)
-                if evaluates:
-                    self._evaluate(step, state)
-                if samples:
-                    with self.phases.during(Phase.EVALUATION):
-                        self.recorder.sample(step, self.samples, state.whole_model)
+                    self.saving.action(self._moment(step, state, line))
+                for action in due:
+                    self._act(action, step, state, line)
                 if stops:
                     self.saver.finish()
                     raise StoppedEarly(
-                        f"stopped after step {step:,} of {experiment.steps:,}, as a signal asked; "
-                        "its checkpoint is whole, and the same command goes on from there"
+                        f"stopped after step {step:,} of {self.experiment.steps:,}, as a signal "
+                        "asked; its checkpoint is whole, and the same command goes on from there"
                     )
                 self.recorder.restart_clock()
         self.saver.finish()
@@ -127,17 +120,20 @@ class Loop:
             item = next(self.batches, None)
         return None if item is None else (item[0] + 1, item[1])
 
-    def _evaluate(self, step: int, state: State) -> None:
-        """Adds what validation says of `state` to the line of `step`."""
-        if self.validation is None:
-            return
+    def _act(self, action: Action, step: int, state: State, line: Line) -> None:
+        """Acts once the checkpoint of the step is whole, and adds what comes of it to the line."""
         self.saver.settle()
         with self.phases.during(Phase.EVALUATION):
-            metrics = self.validation.metrics(state)
+            found = action(self._moment(step, state, line)) or {}
+        metrics = {name: np.asarray(each).item() for name, each in jax.device_get(found).items()}
+        if known := metrics.keys() & {"step", *line}:
+            raise ValueError(f"{action!r} returns {sorted(known)[0]!r}, which the step has already")
         self.lock.check()
-        # First, since a line that has them says that the evaluation is done.
-        self.saver.rank(step, metrics)
-        self.recorder.add(step, metrics, self.validation.text(metrics))
+        self.recorder.add(step, metrics)
+        line.update(metrics)
+
+    def _moment(self, step: int, state: State, line: Line) -> Moment:
+        return Moment(step, state, line, self.workdir, self.recorder.message)
 
     def _read(self, made: _Dispatched) -> Line:
         if made.line is None:

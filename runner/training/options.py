@@ -1,10 +1,15 @@
 """Settings of a run that change nothing about what it trains."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runner.watch.limits import Limits
+
+if TYPE_CHECKING:  # which imports JAX
+    from lmlib.experiment import Every
+    from lmlib.metrics.sinks import MakeSink
 
 
 def never(step: int) -> bool:
@@ -25,6 +30,8 @@ class Options:
       allowed_changes: "data", "model": what may have changed since the run stopped.
       save_compiled: a file to write the compiled step to.
       compiled: a file to take it from instead of compiling; loading it can run any code.
+      actions: as in `Experiment`, after its own; the same on all processes.
+      sinks: as in `Experiment`, besides its own.
       limits: this process ends if something takes longer; `None`: it never does.
       trusted: modules that the config.json of a run with other adapters may refer to.
       stop: called with the number of each step; if true the run saves a checkpoint and ends. It
@@ -41,6 +48,8 @@ class Options:
     allowed_changes: Collection[str] = ()
     save_compiled: Path | None = None
     compiled: Path | None = None
+    actions: Sequence["Every"] = ()
+    sinks: Sequence["MakeSink"] = ()
     limits: Limits | None = None
     trusted: Collection[str] = ()
     stop: Callable[[int], bool] = never

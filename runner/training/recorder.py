@@ -1,6 +1,7 @@
 """From the device metrics of a step to a line of metrics.jsonl and of the terminal."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,7 +9,6 @@ import jax
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import MetricsLog, mfu
 from lmlib.train import Metrics
-from runner.training.samples import Samples
 from runner.watch.goodput import GoodputLog
 from runner.watch.progress import Progress
 
@@ -90,14 +90,6 @@ class Recorder:
             loss_name=self._loss_name,
         )
 
-    def add(self, step: int, metrics: dict[str, float], found: str) -> None:
-        """Adds the metrics of an evaluation to the newest line, that of `step`, and shows what it
-        `found` in words."""
+    def add(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Adds metrics to the newest line, that of `step`."""
         self._log.add(step, metrics)
-        self._progress.validated(step, found)
-
-    def sample(self, step: int, samples: Samples, model: Any) -> None:
-        """Continues the prompts, and shows the first of them."""
-        texts = samples.write(step, model, self._log)
-        if texts:
-            self.message(f"sampled after step {step:,}: {texts[0]!r:.200}")

@@ -40,11 +40,6 @@ class Samples:
     tell: Callable[[str], None]
     primary: bool
 
-    def due(self, step: int) -> bool:
-        """Whether `step`, not the last, is one that `samples.every` names."""
-        every = self.experiment.samples.every
-        return every is not None and step % every == 0 and step < self.experiment.steps
-
     def write(self, step: int, model: Any, log: MetricsLog | None = None) -> tuple[str, ...]:
         """The texts, which are then in WORKDIR/samples/STEP.txt and in `log` too; every process
         must call it."""

@@ -16,7 +16,7 @@ class Phase(enum.StrEnum):
     DATA = "data wait"
     STEP = "steps"
     REPEATED = "repeated steps"  # made before by a process that ended before it saved them
-    EVALUATION = "evaluation"
+    EVALUATION = "evaluation"  # samples and a user's own actions, too
     CHECKPOINT = "checkpoint"  # what saving holds training up for
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -13,6 +13,8 @@ from lmlib.plan.scopes import scopes_of
 from lmlib.profile.step_profile import step_profile
 from lmlib.profile.trace import TraceError, newest_trace, read_trace
 from lmlib.storage.whole_file import write_whole
+
+S = TypeVar("S")
 
 
 class Profiler:
@@ -35,6 +37,18 @@ class Profiler:
         self._steps = steps or range(0)
         self._written = written
         self._traced: int | None = None
+
+    def traced(self, make: Callable[..., tuple[S, Any]]) -> Callable[..., tuple[S, Any]]:
+        """`made, metrics = make(state, batch)` with the number of the step as its first argument,
+        traced if it is one of the steps."""
+
+        def call(step: int, state: S, batch: Any) -> tuple[S, Any]:
+            self.before(step, wait_for=state)
+            state, metrics = make(state, batch)
+            self.after(step, wait_for=metrics)
+            return state, metrics
+
+        return call
 
     def before(self, step: int, wait_for: Any) -> None:
         """Begins the trace if `step` is the first of the steps, or a resumed run's first of them,

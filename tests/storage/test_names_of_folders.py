@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import MetricsLog
+from lmlib.metrics.tensorboard import TensorBoard
 from lmlib.storage.local_folder import local_folder
 
 STATE = {"weight": jnp.arange(6.0).reshape(3, 2)}
@@ -56,7 +57,7 @@ def test_a_url_is_refused(url, tmp_path, monkeypatch):
 
 def test_a_folder_that_begins_like_a_url_holds_metrics(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with MetricsLog("gs:run", None) as log:
+    with MetricsLog("gs:run", None, sinks=[TensorBoard]) as log:
         log.write(1, {"loss": 3.0})
     assert sorted(os.listdir("gs:run")) == ["metrics.jsonl", "tensorboard"]
     assert len(os.listdir("gs:run/tensorboard")) == 1

@@ -1,0 +1,67 @@
+"""What a run does every so many steps besides training."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from lmlib.state import State
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A run after a step, as an action sees it.
+
+    Attributes:
+      step: the updates made so far, skipped ones included.
+      state: after the step, on its mesh. The next step takes its buffers: what an action keeps, it
+        copies.
+      metrics: the line of the step in metrics.jsonl, with what earlier actions have added to it.
+      workdir: of the run.
+      tell: shows a line above the progress.
+    """
+
+    step: int
+    state: State
+    metrics: Mapping[str, Any]
+    workdir: Path
+    tell: Callable[[str], None]
+
+
+@runtime_checkable
+class Action(Protocol):
+    """Called by every process, between two steps, while no step is on its way.
+
+    If it is due with a checkpoint, that is saved first: what an action raises ends the run, and
+    costs no step. A process that is killed in between leaves it undone.
+    """
+
+    def __call__(self, now: Moment) -> Mapping[str, Any] | None:
+        """Acts; what it returns, numbers or JAX scalars, is added to the metrics of the step.
+
+        All processes must return the same names.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Every:
+    """An action after every so many steps.
+
+    Args:
+      at_end: after the last step too.
+
+    Raises:
+      ValueError: if `steps` is not positive.
+    """
+
+    steps: int
+    action: Action
+    at_end: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"Every needs at least 1 step, got {self.steps}")
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether to act after `step`; `last`: it is the run's last."""
+        return step % self.steps == 0 or (self.at_end and last)

@@ -1,0 +1,89 @@
+"""Where a run's metrics go besides metrics.jsonl, which alone a run needs."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes a run's metrics; on process 0 alone, between steps.
+
+    What it raises ends no run: that is told, and the sink gets nothing more. What takes it long
+    holds training up.
+    """
+
+    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Takes the metrics of a step, which may be NaN or infinite, in the order of steps.
+
+        An evaluation after a step, or an action, adds more to it: another call with that step.
+        """
+
+    def close(self) -> None:
+        """The run ends, well or not."""
+
+
+@runtime_checkable
+class TakesTexts(Protocol):
+    """A sink that shows texts too, such as samples."""
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Takes a text of a step."""
+
+
+MakeSink = Callable[[Path, int], Sink]
+"""`make(workdir, first_step)`: the sink of a run in `workdir`. What an earlier start gave it from
+`first_step` on will be given again, for those steps are made again."""
+
+
+class Sinks:
+    """Several sinks; one that fails is told of, once, and left out from then on."""
+
+    def __init__(
+        self,
+        makers: Sequence[MakeSink],
+        workdir: Path,
+        first_step: int,
+        tell: Callable[[str], None],
+    ):
+        self._tell = tell
+        self._open: list[Sink] = []
+        for make in makers:
+            with self._told(make):
+                self._open.append(make(workdir, first_step))
+
+    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        self._each(lambda sink: sink.write(step, metrics))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Gives the text to those that take texts."""
+
+        def write(sink: Sink) -> None:
+            if isinstance(sink, TakesTexts):
+                sink.write_text(step, name, text)
+
+        self._each(write)
+
+    def close(self) -> None:
+        self._each(lambda sink: sink.close())
+        self._open = []
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        sound = []
+        for sink in self._open:
+            with self._told(type(sink)):
+                act(sink)
+                sound.append(sink)
+        self._open = sound
+
+    @contextlib.contextmanager
+    def _told(self, sink: object) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            name = getattr(sink, "__name__", None) or repr(sink)
+            self._tell(
+                f"WARNING: {name} gets no more metrics: {type(error).__name__}: {error}; "
+                "metrics.jsonl has them"
+            )
