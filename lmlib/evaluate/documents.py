@@ -17,9 +17,10 @@ from lmlib.models.protocol import Model
 class Document(NamedTuple):
     """A document to evaluate.
 
-    ids: token ids, with what frames it.
-    bytes, characters: of its text, in UTF-8 and in Unicode code points; `None` if unknown.
-    is_target: bool, which of the ids count; `None`: all. The first never does.
+    Attributes:
+      ids: token ids, with what frames it.
+      bytes, characters: of its text, in UTF-8 and in Unicode code points; `None` if unknown.
+      is_target: bool, which of the ids count; `None`: all. The first never does.
     """
 
     ids: np.ndarray

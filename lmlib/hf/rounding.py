@@ -19,9 +19,10 @@ from lmlib.parallel.axes import Weight, map_weights
 class Rounding(NamedTuple):
     """How a file's values differ from the weights.
 
-    dtype: of the file.
-    largest: |rounded - value| / |value|, the largest of all values; 0: every value is kept.
-    tensor: the one that holds that value; `None` if every value is kept.
+    Attributes:
+      dtype: of the file.
+      largest: |rounded - value| / |value|, the largest of all values; 0: every value is kept.
+      tensor: the one that holds that value; `None` if every value is kept.
     """
 
     dtype: str

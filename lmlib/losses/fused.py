@@ -27,9 +27,10 @@ _EVERYWHERE = PartitionSpec()
 class TokenLosses(NamedTuple):
     """What a `TokenLoss` says of the tokens of a chunk.
 
-    minimised_N: nats.
-    reported: numbers to report, by name.
-    dlogits_NV: the gradient of `minimised_N` with respect to this device's logits.
+    Attributes:
+      minimised_N: nats.
+      reported: numbers to report, by name.
+      dlogits_NV: the gradient of `minimised_N` with respect to this device's logits.
     """
 
     minimised_N: Float[Array, "n"]
@@ -52,10 +53,11 @@ class TokenLoss(Protocol):
 class LogitSettings(NamedTuple):
     """How logits are made of features.
 
-    cap: as `Model.logit_cap`.
-    chunk: tokens whose logits a device holds at a time; `None`: see
-      `lmlib.losses.logit_chunks.chunks`.
-    dtype: of the logits, or that of the features if it is wider; softmax is in float32 at least.
+    Attributes:
+      cap: as `Model.logit_cap`.
+      chunk: tokens whose logits a device holds at a time; `None`: see
+        `lmlib.losses.logit_chunks.chunks`.
+      dtype: of the logits, or that of the features if it is wider; softmax is in float32 at least.
     """
 
     cap: float | None = None
