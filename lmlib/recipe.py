@@ -98,9 +98,10 @@ class Recipe:
 class Parts(NamedTuple):
     """One model split into three trees, with `None` in each where the weight is in another.
 
-    trained: weights with a gradient.
-    buffers: weights without one that the model updates itself; `None`: there are none.
-    frozen: weights that stay as they are; `None`: there are none.
+    Attributes:
+      trained: weights with a gradient.
+      buffers: weights without one that the model updates itself; `None`: there are none.
+      frozen: weights that stay as they are; `None`: there are none.
     """
 
     trained: Any

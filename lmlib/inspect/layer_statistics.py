@@ -29,9 +29,10 @@ class PartStatistics(NamedTuple):
     """Magnitudes of one part of a model: "embedding", "layer 3", "norm". Where numbers are not
     finite, they are NaN or infinity.
 
-    output: root mean square of the residual stream after the part; `None` where it is not observed,
-      in a model without layers for example.
-    weights, gradients: Euclidean norms; a matrix that is stored in 8 bits has no gradient.
+    Attributes:
+      output: root mean square of the residual stream after the part; `None` where it is not
+        observed, in a model without layers for example.
+      weights, gradients: Euclidean norms; a matrix that is stored in 8 bits has no gradient.
     """
 
     name: str
@@ -43,9 +44,10 @@ class PartStatistics(NamedTuple):
 class LayerStatistics(NamedTuple):
     """Magnitudes of a model on one batch.
 
-    parts: in the order of the forward pass.
-    loss: what the objective minimises, on average over the units that it counts; nats.
-    loss_name: its name in texts.
+    Attributes:
+      parts: in the order of the forward pass.
+      loss: what the objective minimises, on average over the units that it counts; nats.
+      loss_name: its name in texts.
     """
 
     parts: tuple[PartStatistics, ...]

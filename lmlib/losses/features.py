@@ -19,9 +19,10 @@ from lmlib.parallel.layout import COMPUTE
 class Features(NamedTuple):
     """What a loss needs of a model's forward pass.
 
-    h_BSE: what the unembedding multiplies, in the compute dtype.
-    reports: what the model says of its tokens; all but padding count.
-    observed: what `observe` made of each layer (`Context.observe`).
+    Attributes:
+      h_BSE: what the unembedding multiplies, in the compute dtype.
+      reports: what the model says of its tokens; all but padding count.
+      observed: what `observe` made of each layer (`Context.observe`).
     """
 
     h_BSE: Float[Array, "b s embed"]

@@ -16,9 +16,10 @@ from lmlib.models.protocol import NO_REPORTS, Model, Reports
 class LossSums(NamedTuple):
     """Sums over the units of a batch or of a part of one; any split adds up to the same.
 
-    minimised: what has a gradient; nats.
-    reported: the metrics of `Objective.metrics`, by name; they have no gradient.
-    model: what the model reports, summed over all tokens but padding.
+    Attributes:
+      minimised: what has a gradient; nats.
+      reported: the metrics of `Objective.metrics`, by name; they have no gradient.
+      model: what the model reports, summed over all tokens but padding.
     """
 
     minimised: Float[Array, ""]
@@ -29,8 +30,9 @@ class LossSums(NamedTuple):
 class Metric(NamedTuple):
     """What is known of a number that an objective reports.
 
-    unit: of its average over what the objective counts; it follows the number in texts.
-    shown: whether a run's progress shows it beside the loss.
+    Attributes:
+      unit: of its average over what the objective counts; it follows the number in texts.
+      shown: whether a run's progress shows it beside the loss.
     """
 
     unit: str
@@ -40,10 +42,11 @@ class Metric(NamedTuple):
 class ReferenceModel(NamedTuple):
     """A frozen model that an objective compares with: the reference of DPO, or a teacher.
 
-    model: `model(key=…)` makes it; `None`: it has the trained model's architecture without
-      adapters.
-    weights_from: where its weights come from, in the form of `Experiment.init_from`; `None`: they
-      are new, for trials.
+    Attributes:
+      model: `model(key=…)` makes it; `None`: it has the trained model's architecture without
+        adapters.
+      weights_from: where its weights come from, in the form of `Experiment.init_from`; `None`: they
+        are new, for trials.
     """
 
     model: Callable[..., Any] | None

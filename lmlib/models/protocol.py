@@ -65,9 +65,10 @@ def whole_rows(tokens_BS: Int32[Array, "b s"], compute: Compute) -> Context:
 class LayerCall(NamedTuple):
     """A layer as it is computed.
 
-    layer: a `lmlib.models.layer.Layer`, its weights gathered in the compute dtype.
-    before, after: the residual stream.
-    context: of this call, with the rotary tables.
+    Attributes:
+      layer: a `lmlib.models.layer.Layer`, its weights gathered in the compute dtype.
+      before, after: the residual stream.
+      context: of this call, with the rotary tables.
     """
 
     layer: Any
@@ -82,8 +83,9 @@ Observe = Callable[[LayerCall], Any]
 class Names(NamedTuple):
     """Names that a part gives to what it computes, in the order of computing.
 
-    saved: activations that the backward pass may keep (`jax.ad_checkpoint.checkpoint_name`).
-    scopes: of its operations (`jax.named_scope`), whose time and FLOPs are told apart.
+    Attributes:
+      saved: activations that the backward pass may keep (`jax.ad_checkpoint.checkpoint_name`).
+      scopes: of its operations (`jax.named_scope`), whose time and FLOPs are told apart.
     """
 
     saved: tuple[str, ...] = ()
@@ -105,11 +107,12 @@ class Reports(NamedTuple):
     depends on the position's own row alone. So sums over microbatches and over devices are those
     of the whole batch.
 
-    losses: what an objective may minimise, by name (`Objective.model_losses`); scalars. A router's
-      balance for example.
-    statistics: what is watched, by name; scalars, without gradient.
-    tallies: what state without a gradient is updated from, in any tree
-      (`lmlib.models.layer.Updating`).
+    Attributes:
+      losses: what an objective may minimise, by name (`Objective.model_losses`); scalars. A
+        router's balance for example.
+      statistics: what is watched, by name; scalars, without gradient.
+      tallies: what state without a gradient is updated from, in any tree
+        (`lmlib.models.layer.Updating`).
     """
 
     losses: dict[str, Float[Array, ""]]
@@ -123,12 +126,13 @@ NO_REPORTS = Reports({}, {})
 class Trunk(NamedTuple):
     """What the layers make of tokens.
 
-    x_BSE: the residual stream after the last layer, in the compute dtype, laid out as
-      `compute.residual` names; of each row's wanted token alone, or zeros, where the context says
-      which and the model leaves out the others.
-    reports: of all layers; losses and statistics are means over the layers that report them.
-    cache: what a later call needs to go on after these tokens; `None` if none was given.
-    observed: what `context.observe` returned, stacked in the order of the layers.
+    Attributes:
+      x_BSE: the residual stream after the last layer, in the compute dtype, laid out as
+        `compute.residual` names; of each row's wanted token alone, or zeros, where the context says
+        which and the model leaves out the others.
+      reports: of all layers; losses and statistics are means over the layers that report them.
+      cache: what a later call needs to go on after these tokens; `None` if none was given.
+      observed: what `context.observe` returned, stacked in the order of the layers.
     """
 
     x_BSE: Float[Array, "b s embed"]
@@ -140,9 +144,10 @@ class Trunk(NamedTuple):
 class Part(NamedTuple):
     """A piece of a model in the order of the forward pass, for statistics and tables.
 
-    name: "embedding", "layers", "norm"; several parts may be called "layers".
-    weights: the arrays, in any tree.
-    layers: which layers these are, where arrays are stacked along a leading axis; else `None`.
+    Attributes:
+      name: "embedding", "layers", "norm"; several parts may be called "layers".
+      weights: the arrays, in any tree.
+      layers: which layers these are, where arrays are stacked along a leading axis; else `None`.
     """
 
     name: str

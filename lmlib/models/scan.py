@@ -26,9 +26,10 @@ from lmlib.parallel.layout import gather
 class Repeated(NamedTuple):
     """Layers that follow each other, one for each place in a pattern; arrays are stacked along R.
 
-    layers: their weights.
-    keys: a key for each repetition; `None` where nothing is random.
-    caches: of earlier calls; `None` where there are none.
+    Attributes:
+      layers: their weights.
+      keys: a key for each repetition; `None` where nothing is random.
+      caches: of earlier calls; `None` where there are none.
     """
 
     layers: tuple[Layer, ...]
