@@ -62,7 +62,8 @@ def test_its_layers_show_what_those_of_transformers_do(name):
     scale = np.abs(activations).max()
     np.testing.assert_allclose(activations[:-1], theirs["activations"][:-1], atol=1e-5 * scale)
     normed = model.features(jnp.asarray(activations[-1:]), whole_rows(jnp.array([ids]), FLOAT32))
-    np.testing.assert_allclose(normed[0], theirs["activations"][-1], rtol=1e-4, atol=1e-4)
+    expected = theirs["activations"][-1] * model.logits_scale
+    np.testing.assert_allclose(normed[0], expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(inspector.attention(ids), theirs["attention"], atol=1e-5)
 
 

@@ -103,6 +103,26 @@ FAMILIES = {
     ),
     "gpt2": ("gpt2", _GPT2),
     "starcoder2": ("starcoder2", SIZES | {"sliding_window": 9, "attention_dropout": 0.1}),
+    "smollm3": (
+        "smollm3",
+        SIZES
+        | {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    ),
+    "granite": (
+        "granite",
+        SIZES
+        | {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 5.0,
+        },
+    ),
 }
 # Without those that differ from another in constants of their rope alone, which neither gradients
 # nor names nor adapters know of.

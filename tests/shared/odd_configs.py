@@ -123,10 +123,32 @@ READ = {
         {"rope_parameters": {_GLOBAL: _BASE}, "rope_scaling": _LINEAR},
         {"rope_parameters": {_GLOBAL: _LINEAR | {"rope_theta": 500.0}}},
     ),
+    "layers without rotary positions, each so many-th": (
+        "smollm3",
+        {"no_rope_layers": ..., "no_rope_layer_interval": 2},
+        {"no_rope_layers": [1, 0, 1, 0]},
+    ),
+    "more layers without rotary positions than layers": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 1, 0, 0]},
+        {"no_rope_layers": [1, 0, 1, 0]},
+    ),
+    "a window that no layer has": (
+        "smollm3",
+        {"layer_types": ..., "use_sliding_window": False},
+        {"layer_types": ..., "use_sliding_window": True, "sliding_window": None},
+    ),
 }  # fmt: skip
 
 # The golden folder, the keys, and how the refusal goes on behind the file's name.
 REFUSED = [
+    ("smollm3", {"no_rope_layers": [1, 0, 1]}, ": no_rope_layers = [1, 0, 1] is not supported"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 2]}, ": no_rope_layers = [1, 0, 1, 2] is not"),
+    ("smollm3", {"layer_types": [_LOCAL] * 3}, f": layer_types = ['{_LOCAL}', "),
+    ("smollm3", {"use_sliding_window": False}, ": use_sliding_window = False is not supported"),
+    ("smollm3", {"sliding_window": ...}, " has no sliding_window"),
+    ("granite", {"logits_scaling": 1e-320}, ": logits_scale must be positive, got inf"),
+    ("granite", {"residual_multiplier": 0}, ": residual_multiplier = 0 makes no sense"),
     ("llama", {"rope_parameters": {"rope_theta": None}}, ": rope_theta = None is no float"),
     ("llama", {"rope_parameters": ..., "rope_theta": None}, ": rope_theta = None is no float"),
     ("gemma3", {"rope_parameters": ..., "rope_local_base_freq": None}, "rope_theta = None is no"),

@@ -133,6 +133,32 @@ PUBLISHED = {
             "vocab_size": 50257,
         },
     ),
+    "smollm3_3b": (
+        3_075_098_624,
+        {
+            "model_type": "smollm3", "attention_bias": False, "hidden_act": "silu",
+            "hidden_size": 2048, "intermediate_size": 11008,
+            "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+            "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16,
+            "num_hidden_layers": 36, "num_key_value_heads": 4, "pad_token_id": 128004,
+            "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False,
+            "vocab_size": 128256,
+        },
+    ),
+    "granite_2b": (
+        2_533_531_648,
+        {
+            "model_type": "granite", "attention_bias": False, "attention_dropout": 0.1,
+            "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "hidden_act": "silu",
+            "hidden_size": 2048, "intermediate_size": 8192, "logits_scaling": 8.0,
+            "max_position_embeddings": 4096, "mlp_bias": False, "num_attention_heads": 32,
+            "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0,
+            "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
+            "rope_theta": 10000, "tie_word_embeddings": True, "vocab_size": 49155,
+        },
+    ),
     "starcoder2_3b": (
         3_030_371_328,
         {

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jaxtyping import PRNGKeyArray
 
-from lmlib.hf.families import gemma, gpt2, llama, olmo, phi, qwen, starcoder
+from lmlib.hf.families import gemma, gpt2, granite, llama, olmo, phi, qwen, smollm, starcoder
 from lmlib.hf.family import Family
 from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.settings import Settings
@@ -24,6 +24,8 @@ FAMILIES: tuple[Family, ...] = (
     *phi.FAMILIES,
     *gpt2.FAMILIES,
     *starcoder.FAMILIES,
+    *smollm.FAMILIES,
+    *granite.FAMILIES,
 )
 
 
