@@ -10,7 +10,7 @@
              remembered. Unless said, what is typed is a chat where there is a template
 --tokens     ids in place of a prompt, as 1,2,3; repeatable
 --prompts    a file of JSON objects, one in a line, with a "prompt", "messages" or "tokens" each
---out        their answers, likewise; a file that was begun goes on
+--out        the file for their answers, JSON lines too; one that was begun goes on
 --max_tokens, --temperature (0: always the likeliest token), --top_k, --top_p, --min_p,
 --repetition_penalty, --samples, --seed, --stop (a string that ends an answer; repeatable)
 --rows       of --prompts: answers that are made together

@@ -34,11 +34,11 @@ _KINDS = {
 
 class Rope(NamedTuple):
     """Base of the wavelengths, what changes them for longer sequences, and which share of a head's
-    coordinates is turned."""
+    coordinates is rotated."""
 
     theta: float
     scaling: Scaling | None
-    turned: float
+    rotary_fraction: float
 
 
 def read_rope(
@@ -68,33 +68,34 @@ def read_rope(
     base = own.nullable("rope_theta", settings.nullable("rope_theta", theta, float), float)
     if base is None:
         raise FolderError(f"{settings.where}: rope_theta = None is no float")
-    turned = _turned(settings, own, partial)
+    fraction = _rotary_fraction(settings, own, partial)
     longest, original = (
         settings.take("max_position_embeddings", None),
         settings.take(_ORIGINAL, None),
     )
     scaling = _scaling(own, kind, base, longest, original)
     own.done()
-    return Rope(base, scaling, turned)
+    return Rope(base, scaling, fraction)
 
 
-def _turned(settings: Settings, own: Settings, partial: bool) -> float:
+def _rotary_fraction(settings: Settings, own: Settings, partial: bool) -> float:
     outside = settings.take("partial_rotary_factor", None, float)
     inside = own.take("partial_rotary_factor", outside, float)
     if outside not in (None, inside):
         raise FolderError(
             f"{settings.where}: partial_rotary_factor = {outside}, but {own.where} has {inside}"
         )
-    turned = 1.0 if inside is None else inside
-    if turned > 1 or (turned < 1 and not partial):
+    fraction = 1.0 if inside is None else inside
+    if fraction > 1 or (fraction < 1 and not partial):
         accepted = "shares up to 1.0" if partial else "1.0"
         raise FolderError(
-            f"{settings.where}: partial_rotary_factor = {turned} is not supported, only {accepted}"
+            f"{settings.where}: partial_rotary_factor = {fraction} is not supported, only "
+            f"{accepted}"
         )
-    return turned
+    return fraction
 
 
-def turned_share(rotary: Rotary | None, head_dim: int) -> float:
+def rotary_fraction_of(rotary: Rotary | None, head_dim: int) -> float:
     """Of a head's coordinates; `int(share * head_dim)` is the number that `rotary` turns, as
     readers compute it: 30 / 44 * 44 is 29.99…"""
     if rotary is None:

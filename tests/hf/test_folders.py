@@ -28,7 +28,7 @@ from small_folder import (
 from lmlib import Compute, hf
 from lmlib.hf.families import FAMILIES, described, described_by, family_of
 from lmlib.hf.folder import FolderError
-from lmlib.hf.rope_settings import turned_share
+from lmlib.hf.rope_settings import rotary_fraction_of
 from lmlib.hf.share import Share
 from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, stored_tensors, write
 from lmlib.models.differences import differences
@@ -104,12 +104,12 @@ def test_an_export_says_its_rope_for_old_and_new_readers_alike(name):
         assert not list(differences(found, model)), without
 
 
-def test_a_turned_share_of_any_head_is_written_so_that_it_is_read_back():
+def test_a_rotary_fraction_of_any_head_is_written_so_that_it_is_read_back():
     """Of 44 and 100 coordinates, 30 and 58 were another share."""
     for head_dim in range(2, 257):
         for turned in range(2, head_dim + 1, 2):
-            assert int(head_dim * turned_share(Rotary(turned), head_dim)) == turned
-    make = functools.partial(phi3, 8, 44, 1, 1, 8, turned=0.7)
+            assert int(head_dim * rotary_fraction_of(Rotary(turned), head_dim)) == turned
+    make = functools.partial(phi3, 8, 44, 1, 1, 8, rotary_fraction=0.7)
     model = jax.eval_shape(lambda key: make(key=key), jax.random.key(0))
     assert model.stack[0][0].attention.rotary.head_dim == 30
     assert family_of(model, "phi3")[1]["hidden_size"] == 44

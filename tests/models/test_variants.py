@@ -16,14 +16,14 @@ SIZES = {"vocab": 16, "embed": 8, "layers": 1, "heads": 2, "mlp": 8}
 def test_a_variant_has_the_parameters_of_its_family_but_for_those_it_names():
     own = dict(inspect.signature(mistral).parameters)
     theirs = dict(inspect.signature(llama).parameters)
-    without = ["rope_scaling", "turned", "attention", "feed_forward"]
+    without = ["rope_scaling", "rotary_fraction", "attention", "feed_forward"]
     assert [*own] == [name for name in theirs if name not in without]
     assert own.pop("window").default == 4_096
     assert all(parameter == theirs[name] for name, parameter in own.items())
-    with pytest.raises(TypeError, match="turned"):
-        fdl.Partial(mistral, turned=0.5)
-    with pytest.raises(TypeError, match="turned"):
-        mistral(**SIZES, turned=0.5, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="rotary_fraction"):
+        fdl.Partial(mistral, rotary_fraction=0.5)
+    with pytest.raises(TypeError, match="rotary_fraction"):
+        mistral(**SIZES, rotary_fraction=0.5, key=jax.random.key(0))
 
 
 def test_its_arguments_come_by_name_or_by_place():

@@ -7,7 +7,7 @@ from lmlib.hf.families.llama import NORMS_BEFORE, OUTSIDE, shared_settings, size
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
 from lmlib.hf.parts import attentions, head_dim
-from lmlib.hf.rope_settings import read_rope, turned_share
+from lmlib.hf.rope_settings import read_rope, rotary_fraction_of
 from lmlib.hf.settings import Settings
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.phi import phi3
@@ -41,15 +41,15 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "window": settings.take("sliding_window", None),
-        "turned": rope.turned,
+        "rotary_fraction": rope.rotary_fraction,
     }
 
 
 def _settings(model: Decoder) -> dict[str, Any]:
     first = attentions(model)[0]
-    turned = turned_share(first.rotary, head_dim(model))
-    shared = shared_settings(model, rope_kind="type") | {"partial_rotary_factor": turned}
-    shared["rope_parameters"] |= {"partial_rotary_factor": turned}
+    fraction = rotary_fraction_of(first.rotary, head_dim(model))
+    shared = shared_settings(model, rope_kind="type") | {"partial_rotary_factor": fraction}
+    shared["rope_parameters"] |= {"partial_rotary_factor": fraction}
     # Its class would take 32,000 for the id of padding, which the vocabulary may not have.
     return shared | {"sliding_window": first.window, "pad_token_id": None}
 

@@ -41,7 +41,7 @@ def gemma2(
     logits capped; layers with a window in turn with layers without.
 
     Args:
-      vocab, embed, layers, heads, kv_heads, head_dim, mlp, rope_theta, norm_epsilon, tied: as of
+      vocab, embed, layers, heads, kv_heads, head_dim, mlp, rope_theta, norm_epsilon, tied: as in
         `llama`.
       query_scale: scores are multiplied by its power -1/2.
       window: positions that a local layer attends to.

@@ -33,7 +33,7 @@ def llama(
     norm_epsilon: float = 1e-5,
     tied: bool = False,
     window: int | Sequence[int | None] | None = None,
-    turned: float = 1.0,
+    rotary_fraction: float = 1.0,
     attention: Callable[..., Any] = Attention,
     feed_forward: Callable[..., Any] = GatedMLP,
     *,
@@ -50,7 +50,7 @@ def llama(
       tied: one table embeds and unembeds.
       window: positions that each one attends to, itself and those before it; `None` for all. Or
         one for each layer.
-      turned: share of each head's coordinates that rotary positions turn.
+      rotary_fraction: share of each head's coordinates that have rotary positions.
       attention, feed_forward: make the parts of a block, to change one of them:
         `functools.partial(GatedMLP, activation=gelu)`.
       key: seed of the weights.
@@ -63,7 +63,7 @@ def llama(
     kv_heads, head_dim = head_sizes(
         embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
     )
-    rotary = Rotary(int(head_dim * turned), rope_theta, rope_scaling)
+    rotary = Rotary(int(head_dim * rotary_fraction), rope_theta, rope_scaling)
     windows = [window] * layers if window is None or isinstance(window, int) else [*window]
     if len(windows) != layers:
         raise ValueError(f"window has {len(windows)} values for {layers} layers")

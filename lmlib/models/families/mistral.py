@@ -7,7 +7,7 @@ from lmlib.models.families.llama import llama
 from lmlib.models.families.variants import variant
 
 
-@variant(llama, without="rope_scaling turned attention feed_forward")
+@variant(llama, without="rope_scaling rotary_fraction attention feed_forward")
 def mistral(*, window: int | None = 4_096, **others: Any) -> Decoder:
     """Mistral (§2): Llama whose layers all attend to a window. Arguments as in `llama`; later
     versions have no window."""

@@ -11,5 +11,5 @@ from lmlib.models.families.variants import variant
 @variant(llama, without="head_dim attention feed_forward")
 def phi3(*, window: int | None = None, **others: Any) -> Decoder:
     """Phi-3 and Phi-4 (§2): Llama in all its math. Arguments as in `llama`: `rope_scaling` is a
-    `LongRope` in long contexts (Phi-3.5, Phi-4 mini), and `turned` 3/4 of Phi-4 mini."""
+    `LongRope` in long contexts (Phi-3.5, Phi-4 mini), and `rotary_fraction` 3/4 of Phi-4 mini."""
     return llama(window=window, **others)

@@ -11,7 +11,7 @@ from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
 
 
-@variant(llama, without="head_dim turned attention feed_forward")
+@variant(llama, without="head_dim rotary_fraction attention feed_forward")
 def qwen2(
     *,
     layers: int,
@@ -35,7 +35,7 @@ def qwen2(
     )  # fmt: skip
 
 
-@variant(llama, without="turned attention feed_forward")
+@variant(llama, without="rotary_fraction attention feed_forward")
 def qwen3(
     *,
     layers: int,
