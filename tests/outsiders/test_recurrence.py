@@ -1,0 +1,89 @@
+"""A mixer that is a recurrence, with its state as cache: h ← a · h + (1 - a) · x W, where each
+channel has a decay rate of its own in float32 (Orvieto et al. 2023, arXiv:2303.06349, without its
+complex numbers). Nothing of lmlib is edited."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float
+from outsider_runs import EIGHT, FLOAT32, SIZES, check_outsider, experiment
+
+from lmlib import whole_rows
+from lmlib.generate import GREEDY, generate
+from lmlib.models.block import Block
+from lmlib.models.decoder import Decoder
+from lmlib.models.layer import SimplePart
+from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.parts.norms import RMSNorm
+from lmlib.models.product import product
+from lmlib.models.stack import Segment
+from lmlib.models.weights import fan_in, first_values, fold, ones, weight
+from lmlib.parallel.layout import reshard, spec
+
+pytestmark = pytest.mark.several_devices
+
+
+class Recurrence(SimplePart):
+    decay: Float[Array, "channel"] = weight(
+        ones, rules={"channel": None}, dtype="float32", learning_rate=0.1
+    )
+    read: Float[Array, "embed mlp"] = weight(fan_in("embed"))
+    write: Float[Array, "mlp embed"] = weight(fan_in("mlp"))
+
+    def __init__(self, embed, channels, *, key):
+        sizes = {"embed": embed, "mlp": channels, "channel": channels}
+        for name in ("decay", "read", "write"):
+            setattr(self, name, first_values(self, name, key, **sizes))
+
+    def __call__(self, x_BSE, context, cache=None):
+        a_C = jax.nn.sigmoid(self.decay)
+        h_BSC = reshard(product("bse,ec->bsc", x_BSE, self.read), "batch seq whole_vocab")
+        # A document begins anew, and padding at a row's end changes nothing.
+        goes_on_BS1 = (context.positions_BS != 0)[..., None]
+        counts_BS1 = (context.positions_BS >= 0)[..., None]
+        gate_BSC = jnp.where(counts_BS1, a_C * goes_on_BS1, 1.0)
+        h_BSC = jnp.where(counts_BS1, (1 - a_C) * h_BSC, 0.0)
+        if cache is not None:
+            h_BSC = h_BSC.at[:, 0].add(gate_BSC[:, 0] * cache)
+
+        def after(first, second):
+            return first[0] * second[0], second[0] * first[1] + second[1]
+
+        _, h_BSC = jax.lax.associative_scan(after, (gate_BSC, h_BSC), axis=1)
+        out = spec(context.compute.residual)
+        y_BSE = product(
+            "bsc,ce->bse", reshard(h_BSC, "batch seq mlp"), self.write, out_sharding=out
+        )
+        return y_BSE, None if cache is None else h_BSC[:, -1]
+
+    def empty_cache(self, rows, length, dtype):
+        return jnp.zeros((rows, *self.decay.shape), dtype)
+
+
+def recurrent(key):
+    def layer(key):
+        norm = functools.partial(RMSNorm, embed=embed, key=key)
+        mlp = GatedMLP(embed, 16, key=fold(key, "mlp"))
+        return Block(Recurrence(embed, 24, key=fold(key, "mixer")), mlp, norm(), norm())
+
+    embed = SIZES["embed"]
+    return Decoder(**SIZES, segments=[Segment([layer], 2)], key=key)
+
+
+def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
+    check_outsider(experiment(recurrent, EIGHT), experiment(recurrent, {}), tmp_path)
+
+
+def test_generation_with_its_cache_is_the_whole_pass():
+    model = jax.jit(recurrent)(jax.random.key(0))
+    prompts = [[5, 9, 11, 2, 7], [3, 1]]
+    found = generate(model, prompts, 6, GREEDY, compute=FLOAT32)
+    for prompt, (row,) in zip(prompts, found, strict=True):
+        text = [*prompt, *row.tokens]
+        tokens_BS = jnp.array([text])
+        logits_SV = model(tokens_BS, whole_rows(tokens_BS, FLOAT32))[0]
+        expected = np.argmax(logits_SV[len(prompt) - 1 : -1], axis=-1)
+        np.testing.assert_array_equal(row.tokens, expected)
