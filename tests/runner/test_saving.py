@@ -131,14 +131,15 @@ def test_a_save_in_whose_course_the_lock_is_lost_gives_no_checkpoint(tmp_path, m
 
 
 class BringsBack(Synthetic):
-    """Renames a folder when a batch is first asked for: as the data is checked at a start."""
+    """Renames a folder when a batch after the first is asked for: it is compared with the notes of
+    the checkpoint, which has been chosen by then."""
 
     def __init__(self, renamed: str, to: str, **settings: int):
         super().__init__(**settings)
         self._renamed, self._to = Path(renamed), to
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        if self._renamed.exists():
+        if step > 0 and self._renamed.exists():
             self._renamed.rename(self._to)
         return super().batch(step, rows)
 
@@ -230,9 +231,11 @@ class FailingOnce(Synthetic):
         self._fails, self._evaluations = fails, 0
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        self._evaluations += step == 0
-        if self._evaluations == self._fails:
-            raise RuntimeError("out of memory, say")
+        is_whole = len(range(self.batch_size)[rows]) == self.batch_size
+        if step == 0 and is_whole:  # else its first rows are checked
+            self._evaluations += 1
+            if self._evaluations == self._fails:
+                raise RuntimeError("out of memory, say")
         return super().batch(step, rows)
 
 
