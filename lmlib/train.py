@@ -61,12 +61,9 @@ def step(state: State, batch: Batch, training: Training) -> tuple[State, Metrics
         model = state.whole(trained)
         key = jax.random.fold_in(step_key, index)
         sums = objective.sums(model, state.reference_model, part, compute, key)
-        minimised = sums.minimised / divisor
-        of_model = _of_model(sums, positions)
-        for name, coefficient in objective.model_losses.items():
-            minimised += coefficient * of_model[name]
         metrics = {name: each / divisor for name, each in sums.reported.items()}
-        return minimised, _Reported(of_model | metrics, sums.model.tallies)
+        reported = _Reported(_of_model(sums, positions) | metrics, sums.model.tallies)
+        return objective.minimised(sums, divisor, positions), reported
 
     gradient = jax.grad(part_loss, has_aux=True)
 

@@ -102,7 +102,9 @@ def _measured(
     def loss(in_floats: Model) -> Array:
         model = eqx.combine(in_floats, in_8_bits, is_leaf=_rests)
         sums = objective.sums(model, reference_model, batch, compute)
-        return sums.minimised / jnp.maximum(objective.count(batch), 1)
+        positions = jnp.sum(batch.segment_ids > 0, dtype=jnp.int32)
+        counts = (jnp.maximum(each, 1) for each in (objective.count(batch), positions))
+        return objective.minimised(sums, *counts)
 
     value, gradients = jax.value_and_grad(loss)(in_floats)
     outputs = features(model, batch, compute, observe=_root_mean_squares).observed

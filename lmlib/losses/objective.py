@@ -122,6 +122,18 @@ class Objective(abc.ABC):
         """How many `units` a batch has, by which sums are divided: by default its valid targets."""
         return jnp.sum(batch.loss_mask, dtype=jnp.int32)
 
+    def minimised(self, sums: LossSums, count: Array, positions: Array) -> Float[Array, ""]:
+        """What `sums`, of a batch or of a part of one, add to what a step minimises.
+
+        Args:
+          count: of the whole batch, at least 1.
+          positions: tokens of the whole batch that are no padding, at least 1.
+        """
+        total = sums.minimised / count
+        for name, coefficient in self.model_losses.items():
+            total += coefficient * (sums.model.losses[name].astype(jnp.float32) / positions)
+        return total
+
     @abc.abstractmethod
     def sums(
         self,

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from outsider_runs import EIGHT, SIZES, SOURCE, check_outsider, experiment, trained
 
 from lmlib import Compute, NextToken
+from lmlib.inspect.layer_statistics import layer_statistics
 from lmlib.models.families.llama import llama
 from lmlib.models.layer import SimplePart
 from lmlib.models.product import product
@@ -100,6 +101,17 @@ def test_a_skipped_update_leaves_the_bias_and_a_coefficient_may_change():
     metrics, state = trained(run, run.initial_state())
     assert metrics[-1]["skipped_updates"] == len(metrics) and not biases(state).any()
     assert metrics[0]["router_z"] > 0  # reported, and not minimised
+
+
+def test_layer_statistics_are_of_all_that_is_minimised():
+    run = run_of({})
+    state, batch = run.initial_state(), jax.tree.map(jnp.asarray, SOURCE.batch(0))
+    objectives = NextToken(), NextToken(model_losses={"router_z": 0.5})
+    of = functools.partial(layer_statistics, state.whole_model, batch, run.mesh, run.compute)
+    without, found = (of(objective).loss for objective in objectives)
+    metrics, _ = trained(run, state)
+    assert without == pytest.approx(metrics[0]["loss"], rel=1e-5)
+    assert found - without == pytest.approx(metrics[0]["router_z"] / 2, rel=1e-4)
 
 
 def test_only_active_experts_count_and_unknown_losses_are_refused():
