@@ -35,14 +35,35 @@ MUTATIONS = (
         "a step is evaluated before it is saved",
         "runner/training/loop.py",
         "                if saves:\n"
-        "                    self.saver.save(line, state, self.batches.state)\n"
-        "                if evaluates:\n"
-        "                    self._evaluate(step, state)\n",
-        "                if evaluates:\n"
-        "                    self._evaluate(step, state)\n"
+        "                    self.saving.action(self._moment(step, state, line))\n"
+        "                for action in due:\n"
+        "                    self._act(action, step, state, line)\n",
+        "                for action in due:\n"
+        "                    self._act(action, step, state, line)\n"
         "                if saves:\n"
-        "                    self.saver.save(line, state, self.batches.state)\n",
+        "                    self.saving.action(self._moment(step, state, line))\n",
         "tests/runner/test_validation.py tests/runner/test_saving.py",
+    ),
+    Mutation(
+        "a resumed run gives a sink the step of its checkpoint no more",
+        "lmlib/metrics/log.py",
+        "Sinks(sinks, folder, last + 1, tell)",
+        "Sinks(sinks, folder, last, tell)",
+        "tests/outsiders/test_sink_of_metrics.py",
+    ),
+    Mutation(
+        "a sink that fails ends the run",
+        "lmlib/metrics/sinks.py",
+        "except Exception as error:",
+        "except OSError as error:",
+        "tests/outsiders/test_sink_of_metrics.py",
+    ),
+    Mutation(
+        "an action that is due at the end is left out",
+        "lmlib/experiment/actions.py",
+        "return step % self.steps == 0 or (self.at_end and last)",
+        "return step % self.steps == 0",
+        "tests/outsiders/test_periodic_action.py",
     ),
     Mutation(
         "an override of 1.5 for a whole number is cut to 1",
