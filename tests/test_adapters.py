@@ -47,7 +47,8 @@ def adapted(**settings):
 
 
 def parts(model):
-    return parted(model, grouped(model, adapters()).keys())
+    trained, _, frozen = parted(model, grouped(model, adapters()).keys())
+    return trained, frozen
 
 
 def loss(trained, frozen, batch, compute=FLOAT32, key=None):

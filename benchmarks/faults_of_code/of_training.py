@@ -90,7 +90,7 @@ MUTATIONS = (
     Mutation(
         "a group's learning rate is ignored",
         "lmlib/optim/trainable.py",
-        "return update * groups[group_of[weight.path]].learning_rate",
+        "return update if rate == 1 else update * rate",
         "return update",
         "tests/optim/test_trainable.py",
     ),
