@@ -120,7 +120,7 @@ def _in_tera(flops: list[float]) -> list[str]:
     return [f"{each / 1e12:,.3f}" for each in (*flops, sum(flops))]
 
 
-def count_flops(step: Any, scopes: Sequence[str]) -> StepFlops:
+def count_flops(step: Any, scopes: Sequence[str] = ()) -> StepFlops:
     """The matmuls of a traced step.
 
     Args:

@@ -4,7 +4,8 @@
         state, metrics = compiled(state, batch)
         jax.block_until_ready(metrics)
     executions = read_trace(newest_trace(folder), jax.default_backend())
-    print(step_profile(executions, compiled.as_text(), steps=1))
+    scopes = scopes_of(state.whole_model)
+    print(step_profile(executions, compiled.as_text(), steps=1, scopes=scopes))
 
 docs/performance.md tells how to read it.
 """
@@ -145,7 +146,7 @@ def step_profile(
     executions: Iterable[Execution],
     program_text: str,
     steps: int,
-    scopes: Sequence[str],
+    scopes: Sequence[str] = (),
     accelerator: Accelerator | None = None,
     matmuls: Sequence[Matmul] | None = None,
 ) -> StepProfile:
