@@ -306,7 +306,7 @@ OTHERS = [
         ),
         "give a smaller --batch_size",
     ),
-    ("runner.generate", ("--from={old}@7", "--tokens=1"), "no checkpoint at step 7"),
+    ("runner.generate", ("--from={old}@7", "--tokens=1"), "no whole checkpoint at step 7"),
     ("runner.generate", ("--from={scratch}/nowhere", "--tokens=1"), "nowhere is no folder"),
     (
         "runner.generate",
