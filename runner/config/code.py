@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import subprocess
 import sys
@@ -44,9 +45,9 @@ def code_files(cfg: fdl.Config, experiment: Path | None) -> dict[str, str]:
     elsewhere = {file.resolve() for file in (*_named(cfg), *([experiment] if experiment else ()))}
     elsewhere = {file for file in elsewhere if not _is_in(file, [*ours.values(), *_INSTALLED])}
     folders = {file.parent for file in elsewhere}
-    loaded = set(_loaded())
-    near = {folder for folder in {file.parent for file in loaded} if folder.resolve() in folders}
-    beside = {file.resolve() for file in loaded if file.parent in near}
+    loaded = {file: os.path.dirname(file) for file in _loaded()}  # of thousands: no paths
+    near = {folder for folder in {*loaded.values()} if Path(folder).resolve() in folders}
+    beside = {Path(file).resolve() for file, folder in loaded.items() if folder in near}
     found |= {f"{file.parent.name}/{file.name}": file for file in sorted(elsewhere | beside)}
     return {name: _digest(file) for name, file in found.items() if file.is_file()}
 
@@ -89,11 +90,11 @@ def _named(cfg: fdl.Config) -> Iterator[Path]:
             yield Path(file)
 
 
-def _loaded() -> Iterator[Path]:
+def _loaded() -> Iterator[str]:
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py"):
-            yield Path(file)
+            yield file
 
 
 def _folders_of(package: str) -> list[str]:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from bigram import Bigram
+from cut_short import cut_short
 from states import assert_same_bits
 
 from lmlib import hf
@@ -47,13 +48,6 @@ def config_of_folder(teacher):
     return with_teacher(configs.load("experiments/from_hf", ["tiny"], overrides), str(teacher))
 
 
-def without_the_last(workdir, to):
-    """The workdir of a run that was killed before its second checkpoint."""
-    shutil.copytree(workdir, to)
-    shutil.rmtree(to / "checkpoints" / "2")
-    return to
-
-
 REFUSED = "compares with other weights than those"
 
 
@@ -62,7 +56,7 @@ REFUSED = "compares with other weights than those"
 )
 def test_a_run_with_a_teacher_resumes_bit_for_bit_and_refuses_another(mesh, tmp_path):
     whole = fit(config(**mesh), tmp_path / "run")
-    killed = without_the_last(tmp_path / "run", tmp_path / "killed")
+    killed = cut_short(tmp_path / "run", 1, tmp_path / "killed")
     with pytest.raises(ConfigError, match=REFUSED):
         fit(config(seed=1, **mesh), killed)
     resumed = fit(config(**mesh), killed)
@@ -100,14 +94,14 @@ def test_the_teacher_of_a_folder_is_read_again_at_each_start(tmp_path):
     leaves = map(jax.tree.leaves, (whole.state.reference_model, hf.load(folder)))
     for one, other in zip(*leaves, strict=True):
         np.testing.assert_array_equal(one, other)
-    resumed = fit(cfg, without_the_last(tmp_path / "run", tmp_path / "killed"))
+    resumed = fit(cfg, cut_short(tmp_path / "run", 1, tmp_path / "killed"))
     assert_same_bits(resumed.state, whole.state)
 
     changed = jax.tree.map(lambda x: x * 1.001, hf.load(folder))
     shutil.rmtree(folder)
     hf.save(changed, folder)
     with pytest.raises(ConfigError, match=REFUSED):
-        fit(cfg, without_the_last(tmp_path / "run", tmp_path / "refused"))
+        fit(cfg, cut_short(tmp_path / "run", 1, tmp_path / "refused"))
 
 
 @pytest.mark.slow
