@@ -54,8 +54,9 @@ def _simulate_devices() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Backwards: the files of tests/data, all short, come last, when a process may have none left.
-    items.sort(key=lambda item: item.path, reverse=True)
+    # Backwards, since long files come late in the alphabet; those of tests/data, all short, come
+    # last, when a process may have none left.
+    items.sort(key=lambda item: (item.path.parent.name != "data", item.path), reverse=True)
     if not config.getoption("--real-devices"):
         return
     import jax

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
-from outsider_runs import EIGHT, SIZES, SOURCE, check_outsider, experiment, trained
+from outsider_runs import EIGHT, SIZES, SOURCE, check_outsider, compiled, experiment, trained
 
 from lmlib import Compute, NextToken
 from lmlib.inspect.layer_statistics import layer_statistics
@@ -98,7 +98,7 @@ def test_experts_train_as_on_one_device_and_resume_bit_for_bit(tmp_path):
 
 def test_a_skipped_update_leaves_the_bias_and_a_coefficient_may_change():
     run = run_of({}, objective=NextToken(z_loss=3e38))
-    metrics, state = trained(run, run.initial_state())
+    metrics, state = trained(run, compiled(run), run.initial_state())
     assert metrics[-1]["skipped_updates"] == len(metrics) and not biases(state).any()
     assert metrics[0]["router_z"] > 0  # reported, and not minimised
 
@@ -109,7 +109,7 @@ def test_layer_statistics_are_of_all_that_is_minimised():
     objectives = NextToken(), NextToken(model_losses={"router_z": 0.5})
     of = functools.partial(layer_statistics, state.whole_model, batch, run.mesh, run.compute)
     without, found = (of(objective).loss for objective in objectives)
-    metrics, _ = trained(run, state)
+    metrics, _ = trained(run, compiled(run), state)
     assert without == pytest.approx(metrics[0]["loss"], rel=1e-5)
     assert found - without == pytest.approx(metrics[0]["router_z"] / 2, rel=1e-4)
 

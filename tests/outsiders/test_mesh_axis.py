@@ -64,7 +64,8 @@ def run_of(feed_forward, **mesh):
     ("feed_forward", "mesh"),
     [
         (UNKNOWN, {"fsdp": 2, "tensor": 2, "others": {"expert": 2}}),
-        (OVER_FSDP, {"data": 2, "fsdp": 2, "tensor": 2}),
+        # By default the test below asks where these lie.
+        pytest.param(OVER_FSDP, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=["an axis of its own", "over fsdp"],
 )

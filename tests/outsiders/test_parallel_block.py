@@ -61,6 +61,7 @@ def parallel(key):
     return Decoder(**SIZES, segments=[Segment([Together], LAYERS)], norm=norm, key=key)
 
 
+@pytest.mark.slow  # by default test_experts.py trains a layer from outside
 def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
     check_outsider(experiment(parallel, EIGHT), experiment(parallel, {}), tmp_path)
 

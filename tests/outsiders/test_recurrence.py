@@ -73,6 +73,7 @@ def recurrent(key):
     return Decoder(**SIZES, segments=[Segment([layer], 2)], key=key)
 
 
+@pytest.mark.slow  # by default test_experts.py trains a layer from outside
 def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
     check_outsider(experiment(recurrent, EIGHT), experiment(recurrent, {}), tmp_path)
 

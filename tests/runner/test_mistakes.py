@@ -12,6 +12,7 @@ from forked_processes import run_forked
 from sentinels import sentinels
 
 from runner import fit
+from runner.command_line.command import tell
 from runner.config import configs
 from runner.errors import ConfigError, user_errors
 
@@ -353,7 +354,7 @@ OTHERS = [
 ALL = [
     *(("runner", *mistake) for mistake in RUNNER),
     *OTHERS,
-    *(("runner", setting(override), message) for override, message in PARTS),
+    *(("runner", setting(override), message) for override, message in PARTS[:2]),
 ]
 
 
@@ -363,10 +364,8 @@ def test_there_are_many_of_them():
 
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
-    # Every fourth one, and data that is missing; of parts, refused in one place, two.
-    sentinels(
-        ALL, lambda mistake: mistake in ALL[: 8 - len(PARTS) : 4] or "pretokenize" in mistake[2]
-    ),
+    # Every fourth one, and data that is missing.
+    sentinels(ALL, lambda mistake: mistake in ALL[::4] or "pretokenize" in mistake[2]),
     ids=[f"{module} {' '.join(arguments[-2:])}" for module, arguments, _ in ALL],
 )
 def test_a_mistake_is_told_in_one_line_and_changes_nothing(
@@ -389,6 +388,18 @@ def test_a_mistake_is_told_in_one_line_and_changes_nothing(
     assert sum(line.startswith(start) for line in ended.stderr.splitlines()) == 1, shown
     assert "Traceback" not in shown
     assert files_of(scratch) == files
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("override", "message"), PARTS[2:])
+def test_parts_that_do_not_fit_are_told_so_without_a_process(tmp_path, capsys, override, message):
+    """They are all refused in one place."""
+    with pytest.raises(ConfigError) as raised:
+        fit(configs.load(TINY[0].partition("=")[2], ["tiny"], [override]), tmp_path / "new")
+    tell(raised.value, debug=False)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ") and message in last
     assert list(tmp_path.iterdir()) == []
 
 

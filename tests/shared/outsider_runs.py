@@ -26,10 +26,14 @@ def experiment(model, mesh=EIGHT, compute=FLOAT32, **settings):
     )
 
 
-def trained(run, state, first=0, save=lambda step, state: None):
-    """The metrics of each step from `first` on, and the last state."""
+def compiled(run):
     run.check()
-    step, metrics = run.trace_step().lower().compile(), []
+    return run.trace_step().lower().compile()
+
+
+def trained(run, step, state, first=0, save=lambda step, state: None):
+    """The metrics of each compiled `step` from `first` on, and the last state."""
+    metrics = []
     rows = NamedSharding(run.mesh, partition("batch seq"))
     for i in range(first, STEPS):
         state, of_step = step(state, place(SOURCE, i, rows))
@@ -41,19 +45,20 @@ def trained(run, state, first=0, save=lambda step, state: None):
 def check_outsider(run, alone, workdir, rtol=2e-5):
     """That `run` trains as `alone`, the same on one device, and resumes bit for bit. Returns the
     metrics of its steps and its last state."""
+    step = compiled(run)
     with Checkpoints(workdir, keep=1) as checkpoints:
 
         def save(step, state):
             if step == 3:
                 checkpoints.save(step, state.changing, {})
 
-        metrics, state = trained(run, run.initial_state(), save=save)
-    expected, _ = trained(alone, alone.initial_state())
+        metrics, state = trained(run, step, run.initial_state(), save=save)
+    expected, _ = trained(alone, compiled(alone), alone.initial_state())
     for ours, theirs in zip(metrics, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
             np.testing.assert_allclose(value, theirs[name], rtol=rtol, atol=1e-6, err_msg=name)
     with Checkpoints(workdir, read_only=True) as checkpoints:
         again = checkpoints.restore_newest(run.abstract_state().changing).state
-    assert trained(run, again, 3)[0] == metrics[3:]
+    assert trained(run, step, again, 3)[0] == metrics[3:]
     return metrics, state

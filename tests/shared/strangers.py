@@ -1,11 +1,10 @@
 """Files from a stranger, opened where it shows if they run anything or allocate what they claim."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from forked_processes import run_forked
 
 ROOT = Path(__file__).parents[2]
 CANARY = "canary"  # a file that appears where a stranger's code was run
@@ -48,13 +47,11 @@ def outcomes(
       megabytes: that may be allocated besides what was in use after `imports`.
     """
     program = _PROGRAM.format(imports=imports, call=call, megabytes=megabytes)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
+    done = run_forked(
+        *("-c", program),
+        piped=json.dumps(cases),
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
+        environment={"HF_HUB_OFFLINE": "1", "HOME": str(folder)},
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert done.returncode == 0, f"after {lines[-1:]}: {done.stderr[-2000:]}"
