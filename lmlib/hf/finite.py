@@ -1,4 +1,4 @@
-"""Tensors with values that are not finite: infinite or no number."""
+"""Tensors with values that cannot be weights: no floats, infinite or no number."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from lmlib.hf.folder import FolderError
-from lmlib.hf.tensor_files import Stored
+from lmlib.hf.tensor_files import DTYPES, Stored
 
 _AT_ONCE = 1 << 22  # values
 
@@ -21,8 +21,14 @@ def check_finite(name: str, source: Stored, values: ArrayLike) -> None:
       values: all of it, wherever they lie.
 
     Raises:
-      FolderError: naming the tensor, how many values are not finite, and the first of them.
+      FolderError: naming the tensor, how many values are not finite, and the first of them; or its
+        dtype, if that is none of floats.
     """
+    if source.dtype not in DTYPES.values():
+        raise FolderError(
+            f"{source.file}: {name} has values of {source.dtype}, but weights are floats: "
+            f"{', '.join(DTYPES)}"
+        )
     if bool(_all_finite(values)):
         return
     count, first, value = 0, 0, np.float32(0)

@@ -52,6 +52,7 @@ class Names:
       prefix: of the layers' names, with `{layer}` for the layer's number.
       base: what names of all but the head begin with; folders of a trunk alone leave it out.
       without_effect: ends of further names that a folder may hold, which mean nothing.
+      modules: names in the class, by which PEFT goes, of tensors that have another in a folder.
     """
 
     outside: Sequence[Tensor]
@@ -59,6 +60,7 @@ class Names:
     prefix: str = "model.layers.{layer}."
     base: str = "model."
     without_effect: tuple[str, ...] = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def tensor_of(self, path: str) -> str:
         """The tensor that holds a weight which is of no layer."""

@@ -46,6 +46,8 @@ def read_rope(
     theta: float | None = 10_000.0,
     scalings: tuple[type, ...] = (Linear, Dynamic, Llama3, Yarn),
     partial: bool = False,
+    fraction: float = 1.0,
+    keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
 ) -> Rope:
     """Rotary positions, as old and new files write them.
 
@@ -53,6 +55,8 @@ def read_rope(
       theta: where they do not say; `None` is refused there.
       scalings: that the family has.
       partial: whether the family can turn a share of a head's coordinates.
+      fraction: that share, where they do not say.
+      keys: of the base and the share outside of `rope_parameters`.
 
     Raises:
       FolderError: if they say something else, or contradict themselves.
@@ -65,10 +69,10 @@ def read_rope(
     known = ["default", *(name for name, made in _KINDS.items() if made in scalings)]
     if kind not in known:
         raise FolderError(f"{own.where} is not supported, only {', '.join(known)}")
-    base = own.nullable("rope_theta", settings.nullable("rope_theta", theta, float), float)
+    base = own.nullable("rope_theta", settings.nullable(keys[0], theta, float), float)
     if base is None:
         raise FolderError(f"{settings.where}: rope_theta = None is no float")
-    fraction = _rotary_fraction(settings, own, partial)
+    fraction = _rotary_fraction(settings, own, partial, fraction, keys[1])
     longest, original = (
         settings.take("max_position_embeddings", None),
         settings.take(_ORIGINAL, None),
@@ -78,20 +82,17 @@ def read_rope(
     return Rope(base, scaling, fraction)
 
 
-def _rotary_fraction(settings: Settings, own: Settings, partial: bool) -> float:
-    outside = settings.take("partial_rotary_factor", None, float)
+def _rotary_fraction(
+    settings: Settings, own: Settings, partial: bool, default: float, key: str
+) -> float:
+    outside = settings.take(key, None, float)
     inside = own.take("partial_rotary_factor", outside, float)
     if outside not in (None, inside):
-        raise FolderError(
-            f"{settings.where}: partial_rotary_factor = {outside}, but {own.where} has {inside}"
-        )
-    fraction = 1.0 if inside is None else inside
+        raise FolderError(f"{settings.where}: {key} = {outside}, but {own.where} has {inside}")
+    fraction = default if inside is None else inside
     if fraction > 1 or (fraction < 1 and not partial):
         accepted = "shares up to 1.0" if partial else "1.0"
-        raise FolderError(
-            f"{settings.where}: partial_rotary_factor = {fraction} is not supported, only "
-            f"{accepted}"
-        )
+        raise FolderError(f"{settings.where}: {key} = {fraction} is not supported, only {accepted}")
     return fraction
 
 

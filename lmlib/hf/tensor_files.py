@@ -26,6 +26,8 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# And of tensors that are no weights: GPT-NeoX' folders hold the causal mask.
+_KNOWN = DTYPES | {"BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGEST_HEADER = 32 << 20  # bytes; those of the largest models have 20 MB
 _LARGEST_INDEX = 32 << 20
@@ -159,11 +161,11 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[int, int, np.dtype, tuple
         raise FolderError(
             f"{path}: the header's entry of {name:.80} is damaged: {reprlib.repr(entry)}"
         )
-    if not isinstance(kind, str) or kind not in DTYPES:
+    if not isinstance(kind, str) or kind not in _KNOWN:
         raise FolderError(
             f"{path}: {name} has dtype {reprlib.repr(kind)}; there are {', '.join(DTYPES)}"
         )
-    return first, last, DTYPES[kind], tuple(shape)
+    return first, last, _KNOWN[kind], tuple(shape)
 
 
 def laid_out(
@@ -233,7 +235,7 @@ def synced(files: Iterable[Path]) -> None:
 
 
 def _header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in _KNOWN.items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in tensors.items():

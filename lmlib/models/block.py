@@ -162,8 +162,9 @@ class ParallelBlock(TwoParts):
         """See `lmlib.models.layer.Layer`."""
         attended_BSE, cache = self.attention(self.attention_input(x_BSE), context, cache)
         h_BSE, reports = self.mlp(self.mlp_input(x_BSE), context)
-        x_BSE = added(x_BSE, attended_BSE, 1.0, "attention", context)
-        return added(x_BSE, h_BSE, 1.0, "mlp", context), reports, cache
+        # Both together first: their sum is smaller than the stream, and rounds less.
+        h_BSE = _dropped(attended_BSE, "attention", context) + _dropped(h_BSE, "mlp", context)
+        return x_BSE + h_BSE, reports, cache
 
     @property
     def names(self) -> Names:
@@ -174,8 +175,12 @@ class ParallelBlock(TwoParts):
 def added(x_BSE: Array, h_BSE: Array, multiplier: float, name: str, context: Context) -> Array:
     """The residual stream with multiplier · h, of which elements are dropped as the context says;
     `name`: of what adds, for the key of the elements."""
-    h_BSE = dropout(h_BSE, context.dropout, context.key, name, context.compute.residual)
+    h_BSE = _dropped(h_BSE, name, context)
     return x_BSE + (h_BSE if multiplier == 1 else h_BSE * jnp.asarray(multiplier, h_BSE.dtype))
+
+
+def _dropped(h_BSE: Array, name: str, context: Context) -> Array:
+    return dropout(h_BSE, context.dropout, context.key, name, context.compute.residual)
 
 
 def _normed(norm: Norm | None, x_BSE: Array) -> Array:

@@ -26,12 +26,15 @@ from small_folder import (
 )
 
 from lmlib import Compute, hf
+from lmlib.hf.activations import ACTIVATIONS
 from lmlib.hf.families import FAMILIES, described, described_by, family_of
+from lmlib.hf.families.gpt_neox import family as gpt_neox_family
 from lmlib.hf.folder import FolderError
 from lmlib.hf.rope_settings import rotary_fraction_of
 from lmlib.hf.share import Share
 from lmlib.hf.tensor_files import DTYPES, begin_files, laid_out, stored_tensors, write
 from lmlib.models.differences import differences
+from lmlib.models.families.gpt_neox import gpt_neox
 from lmlib.models.families.llama import llama
 from lmlib.models.families.phi import phi3
 from lmlib.models.parts.attention import Attention
@@ -96,7 +99,10 @@ def test_an_export_says_its_rope_for_old_and_new_readers_alike(name):
     """Either spelling alone says all of it."""
     model = described(GOLDEN / name).shapes
     _, content = family_of(model, FOLDERS[name][0])
-    old = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+    old = (
+        "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor",
+        "rotary_emb_base", "rotary_pct",
+    )  # fmt: skip
     for without in (("rope_parameters",), old):
         rest = {key: each for key, each in content.items() if key not in without}
         assert rest != content or name == "gpt2"
@@ -240,6 +246,33 @@ def test_a_damaged_or_hostile_file_is_refused(folder, how, told):
     with pytest.raises(FolderError) as error:
         hf.load(folder)
     assert told in str(error.value) and str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.bool_])
+def test_a_mask_is_passed_over_but_is_no_weight(tmp_path, dtype):
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / "gpt_neox" / file, tmp_path)
+    mask, bias = "gpt_neox.layers.0.attention.bias", "gpt_neox.layers.0.attention.dense.bias"
+    rewritten(tmp_path, lambda held: held | {mask: np.ones((1, 1, 4, 4), dtype)})
+    assert_same_weights(hf.load(tmp_path), hf.load(GOLDEN / "gpt_neox"))
+    rewritten(tmp_path, lambda held: held | {bias: np.ones(16, dtype)})
+    with pytest.raises(FolderError, match=rf"{bias} has values of {dtype.__name__[:4]}"):
+        hf.load(tmp_path)
+
+
+def test_a_caller_gives_an_activation_a_name():
+    def cubed(x):
+        return x**3
+
+    model = jax.eval_shape(
+        lambda key: gpt_neox(8, 8, 1, 1, activation=cubed, key=key), jax.random.key(0)
+    )
+    mine = gpt_neox_family(ACTIVATIONS | {"cubed": cubed})
+    family, content = family_of(model, families=[mine])
+    assert family is mine and content["hidden_act"] == "cubed"
+    assert described_by(content, "config.json", [mine]).arguments["activation"] is cubed
+    with pytest.raises(ValueError, match=r"no name for the activation .*cubed"):
+        family_of(model, "gpt_neox")
 
 
 axes = st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True)

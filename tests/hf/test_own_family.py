@@ -21,14 +21,16 @@ from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor, placed
 from lmlib.hf.rope_settings import read_rope
 from lmlib.models.families.llama import llama
+from lmlib.models.layer import SimplePart
 from lmlib.models.matrices.adapted import map_adapted
+from lmlib.models.protocol import NO_REPORTS
 from lmlib.models.weights import fan_in, first_values, weight
 
 X = 3
 RULES = {"expert": "data"}
 
 
-class Experts(eqx.Module):
+class Experts(SimplePart):
     """The mean of plain mlps."""
 
     up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules=RULES)
@@ -40,7 +42,7 @@ class Experts(eqx.Module):
 
     def __call__(self, x_BSE, context):
         h_BSXF = jax.nn.relu(jnp.einsum("bse,xef->bsxf", x_BSE, self.up))
-        return jnp.einsum("bsxf,fxe->bse", h_BSXF, self.down) / X, {}
+        return jnp.einsum("bsxf,fxe->bse", h_BSXF, self.down) / X, NO_REPORTS
 
 
 MERGED = Tensor(

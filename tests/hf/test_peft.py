@@ -137,7 +137,7 @@ def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
     turned = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     changed = 0
     for tensor, values in found.items():
-        module = tensor.removesuffix(".weight")
+        module = tensor.removesuffix(".weight").replace("embed_out", "lm_head")
         key = f"base_model.model.{module}.lora_A.weight"
         expected = before[tensor]
         if key in pairs:
@@ -155,7 +155,7 @@ def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
 def test_what_is_written_is_read_again(name, tmp_path):
     """In some layers alone, and not in all matrices of them."""
     kind = FAMILIES[name][0]
-    paths = ("stack.0.0.*.query",) if kind in ("phi3", "gpt2") else ("stack.0.0.*",)
+    paths = ("stack.0.0.*.query",) if kind in ("phi3", "gpt2", "gpt_neox") else ("stack.0.0.*",)
     model = adapted(name, rank=2, alpha=5.0, paths=paths, dropout=0.25)
     hf.save_adapters(model, tmp_path / "out", model_type=kind, trained=())
     again = hf.load_adapters(tmp_path / "out", base_of(name), model_type=kind)
@@ -312,7 +312,9 @@ def test_peft_computes_the_same_of_what_is_written_here(peft, name, stabilized, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "stabilized"), ALTERNATING)
 def test_of_what_peft_writes_lmlib_computes_the_same(peft, name, stabilized, tmp_path):
-    targets = ["q_proj", "v_proj", "down_proj", "qkv_proj", "c_attn", "c_proj"]
+    targets = [
+        "q_proj", "v_proj", "down_proj", "qkv_proj", "c_attn", "c_proj", "query_key_value", "dense",
+    ]  # fmt: skip
     model = peft.adapted(
         name, r=4, lora_alpha=6, use_rslora=stabilized, target_modules=targets,
         rank_pattern={"down_proj": 3}, alpha_pattern={"c_proj": 5, "v_proj": 7},
@@ -342,6 +344,7 @@ BESIDES = {
         ["transformer.wpe", "ln_f", "attn.c_proj", "mlp"],
     ),
     "starcoder2": (("*query",), ("*norm.bias", "*_bias"), ["norm", "self_attn.k_proj"]),
+    "gpt_neox": (("*query",), ("unembedding", "*_bias"), ["lm_head", "mlp.dense_h_to_4h"]),
 }
 
 
@@ -365,7 +368,9 @@ def test_peft_computes_the_same_of_what_trained_besides_adapters(peft, name, tmp
 def test_of_what_peft_trained_besides_adapters_lmlib_computes_the_same(peft, name, tmp_path):
     model = peft.adapted(
         name, r=3, lora_alpha=5, modules_to_save=BESIDES[name][2],
-        target_modules=["o_proj" if name == "phi3" else "c_attn" if name == "gpt2" else "q_proj"],
+        target_modules=[
+            {"phi3": "o_proj", "gpt2": "c_attn", "gpt_neox": "query_key_value"}.get(name, "q_proj")
+        ],
         bias="lora_only", ensure_weight_tying=name == "llama_tied_one_head",
     )  # fmt: skip
     model.save_pretrained(tmp_path)

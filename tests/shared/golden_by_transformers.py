@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 from hugging_face_families import ADAMW, KEPT, tokens
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 def random_model(kind: str, keys: dict[str, Any]) -> Any:
@@ -60,6 +60,10 @@ def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     )
     loss.backward()
     names = dict(model.named_parameters())
+    saved = load_file(folder / "model.safetensors").keys()
+    # Where a folder has another name than the class: embed_out.weight for lm_head.weight.
+    for own, name in zip(names.keys() - saved, saved - names.keys(), strict=True):
+        names[name] = names.pop(own)
     gradients = {name: weight.grad.contiguous() for name, weight in names.items()}
     decaying = [weight for weight in names.values() if weight.ndim > 1]
     others = [weight for weight in names.values() if weight.ndim == 1]

@@ -57,6 +57,8 @@ _GPT2 = {
     "eos_token_id": 2,
 }
 
+_NEOX = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"}
+
 # By name of the golden folder: model_type, and keys of the config.
 FAMILIES = {
     "llama": ("llama", SIZES),
@@ -111,6 +113,18 @@ FAMILIES = {
             "no_rope_layers": [1, 0, 1, 0],
             "use_sliding_window": True,
             "sliding_window": 9,
+        },
+    ),
+    "gpt_neox": ("gpt_neox", _NEOX | {"rotary_pct": 0.5, "hidden_dropout": 0.1}),
+    "gpt_neox_in_turn": (
+        "gpt_neox",
+        _NEOX
+        | {
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_fast",
+            "rotary_pct": 1.0,
+            "rotary_emb_base": 500.0,
+            "tie_word_embeddings": True,
         },
     ),
     "granite": (

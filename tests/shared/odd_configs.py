@@ -123,6 +123,11 @@ READ = {
         {"rope_parameters": {_GLOBAL: _BASE}, "rope_scaling": _LINEAR},
         {"rope_parameters": {_GLOBAL: _LINEAR | {"rope_theta": 500.0}}},
     ),
+    "rotary positions in GPT-NeoX' own words": (
+        "gpt_neox",
+        {"rope_parameters": ..., "rotary_emb_base": 500.0},
+        {"rope_parameters": _BASE | {"partial_rotary_factor": 0.25}},
+    ),
     "layers without rotary positions, each so many-th": (
         "smollm3",
         {"no_rope_layers": ..., "no_rope_layer_interval": 2},
@@ -142,6 +147,9 @@ READ = {
 
 # The golden folder, the keys, and how the refusal goes on behind the file's name.
 REFUSED = [
+    ("gpt_neox", {"hidden_act": "mine"}, ": hidden_act = 'mine' is not supported, only 'gelu' or "),
+    ("gpt_neox", {"rope_theta": 77.0}, ": rope_theta = 77.0 is not supported, only 10000.0"),
+    ("gpt_neox", {"rotary_pct": 0.25}, ": rotary_pct = 0.25, but config.json: rope_parameters of"),
     ("smollm3", {"no_rope_layers": [1, 0, 1]}, ": no_rope_layers = [1, 0, 1] is not supported"),
     ("smollm3", {"no_rope_layers": [1, 0, 1, 2]}, ": no_rope_layers = [1, 0, 1, 2] is not"),
     ("smollm3", {"layer_types": [_LOCAL] * 3}, f": layer_types = ['{_LOCAL}', "),

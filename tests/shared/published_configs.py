@@ -133,6 +133,16 @@ PUBLISHED = {
             "vocab_size": 50257,
         },
     ),
+    "pythia_70m": (
+        70_426_624,
+        {
+            "model_type": "gpt_neox", "classifier_dropout": 0.1, "hidden_act": "gelu",
+            "hidden_size": 512, "intermediate_size": 2048, "layer_norm_eps": 1e-05,
+            "max_position_embeddings": 2048, "num_attention_heads": 8, "num_hidden_layers": 6,
+            "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
+            "use_parallel_residual": True, "vocab_size": 50304,
+        },
+    ),
     "smollm3_3b": (
         3_075_098_624,
         {

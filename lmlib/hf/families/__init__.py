@@ -9,7 +9,18 @@ from typing import Any
 import jax
 from jaxtyping import PRNGKeyArray
 
-from lmlib.hf.families import gemma, gpt2, granite, llama, olmo, phi, qwen, smollm, starcoder
+from lmlib.hf.families import (
+    gemma,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    olmo,
+    phi,
+    qwen,
+    smollm,
+    starcoder,
+)
 from lmlib.hf.family import Family
 from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.settings import Settings
@@ -26,6 +37,7 @@ FAMILIES: tuple[Family, ...] = (
     *starcoder.FAMILIES,
     *smollm.FAMILIES,
     *granite.FAMILIES,
+    *gpt_neox.FAMILIES,
 )
 
 

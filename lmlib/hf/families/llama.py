@@ -67,18 +67,19 @@ def shared_settings(
     rope_kind: str = "rope_type",
     norm: type[Any] = RMSNorm,
     feed_forward: type[Any] = GatedMLP,
+    layer: type[Any] = Block,
 ) -> dict[str, Any]:
     """The keys that `sizes` reads, and those of rotary positions.
 
     Args:
       activation: the name of the mlp's.
       rope_kind: as in `write_rope`.
-      norm, feed_forward: the classes that the family has.
+      norm, feed_forward, layer: the classes that the family has.
 
     Raises:
       ValueError: if the model has parts that the family has not.
     """
-    blocks, mixers = layers(model, Block), attentions(model)
+    blocks, mixers = layers(model, layer), attentions(model, layer)
     rotaries = [mixer.rotary for mixer in mixers if mixer.rotary is not None]
     return {
         "vocab_size": model.vocab,
@@ -90,7 +91,7 @@ def shared_settings(
         "rms_norm_eps": a(norm, model.norm).epsilon,
         "tie_word_embeddings": model.unembedding is None,
         "hidden_act": activation,
-        **write_rope(rotaries[0] if rotaries else Rotary(head_dim(model)), rope_kind),
+        **write_rope(rotaries[0] if rotaries else Rotary(head_dim(model, layer)), rope_kind),
     }
 
 

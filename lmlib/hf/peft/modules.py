@@ -7,7 +7,7 @@ of its tensors (`lmlib.hf.names`).
 
 from typing import Any, NamedTuple
 
-from lmlib.hf.names import Names, Piece, placed
+from lmlib.hf.names import Names, Piece, Placed, placed
 from lmlib.hf.share import Share
 from lmlib.models.matrices.adapted import can_be_adapted, summed_axes
 from lmlib.parallel.axes import Weight
@@ -78,7 +78,7 @@ def modules_of(base: Any, names: Names) -> dict[str, Module]:
     tied table is not among them: PEFT would adapt it where it embeds alone."""
     weights, found = named_weights(base), dict[str, Module]()
     tied = base.unembedding is None
-    for tensor in placed(base, names):
+    for tensor in tensors_in_class(base, names):
         own = [weights[piece.path] for piece in tensor.pieces]
         if len(tensor.shape) != 2 or not all(map(can_be_adapted, own)) or tensor.pieces[0].fixed:
             continue
@@ -94,6 +94,14 @@ def modules_of(base: Any, names: Names) -> dict[str, Module]:
         name = tensor.name.removesuffix(".weight")
         found[name] = Module(name, places, not own[0].declaration.multiplied)
     return found
+
+
+def tensors_in_class(base: Any, names: Names) -> list[Placed]:
+    """The tensors of a folder, by the names that they have in the class."""
+    return [
+        tensor._replace(name=names.modules.get(tensor.name, tensor.name))
+        for tensor in placed(base, names)
+    ]
 
 
 def _place(piece: Piece, weight: Weight) -> Place | None:

@@ -8,9 +8,9 @@ PEFT saves modules, not tensors: a norm with its bias, a matrix with its own. A 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lmlib.hf.names import Names, Placed, placed
+from lmlib.hf.names import Names, Placed
 from lmlib.hf.peft.config import PeftConfig
-from lmlib.hf.peft.modules import PREFIX
+from lmlib.hf.peft.modules import PREFIX, tensors_in_class
 
 
 class Whole(NamedTuple):
@@ -35,10 +35,11 @@ class Whole(NamedTuple):
 def tensors_of(base: Any, names: Names, adapted: Collection[str]) -> list[Whole]:
     """Every tensor of `base`, whose arrays may be shapes and whose modules `adapted` have adapters.
     A tied table is there twice: PEFT has a module for each of its uses."""
-    tensors = placed(base, names)
+    tensors = tensors_in_class(base, names)
     if base.unembedding is None:
         table = next(each for each in tensors if each.pieces[0].path == "embedding")
-        tensors.append(table._replace(name=names.tensor_of("unembedding")))
+        head = names.tensor_of("unembedding")
+        tensors.append(table._replace(name=names.modules.get(head, head)))
     found = []
     for each in tensors:
         module, _, kind = each.name.rpartition(".")

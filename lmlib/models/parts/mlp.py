@@ -27,8 +27,10 @@ def silu(x: Array) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    """x · Φ(x), with the error function (arXiv:1606.08415, §2)."""
-    return jax.nn.gelu(x, approximate=False)
+    """x · Φ(x), with the error function (arXiv:1606.08415, §2), in float32 at least: bfloat16 would
+    round within the function."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jax.nn.gelu(wide, approximate=False).astype(x.dtype)
 
 
 def gelu_tanh(x: Array) -> Array:
