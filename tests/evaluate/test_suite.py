@@ -17,7 +17,7 @@ from lmlib.evaluate.suite.pieces import RandomIds
 from lmlib.evaluate.suite.suite import Suite, SuiteEvaluator, in_context_slope
 from lmlib.evaluate.suite.texts import TEXTS
 from lmlib.models.families.llama import llama
-from lmlib.models.protocol import Trunk, whole_rows
+from lmlib.models.protocol import Names, Trunk, whole_rows
 from lmlib.parallel.layout import creator
 from lmlib.parallel.mesh import make_mesh
 
@@ -32,6 +32,7 @@ class Copier(eqx.Module):
     sure: float
     vocab = V
     logit_cap = None
+    names = Names()
 
     @property
     def unembedding_EV(self):
@@ -47,7 +48,7 @@ class Copier(eqx.Module):
         last_BS = jnp.max(jnp.where(same_BST, place_S, -2), axis=-1)
         one_hot_BTV = (tokens_BS[:, :, None] == jnp.arange(V)).astype(jnp.float32)
         after_BST = (last_BS[:, :, None] + 1 == place_S).astype(jnp.float32)
-        return Trunk(jnp.einsum("bst,btv->bsv", after_BST, one_hot_BTV), {})
+        return Trunk(jnp.einsum("bst,btv->bsv", after_BST, one_hot_BTV))
 
     def features(self, x_BSE, context):
         return x_BSE
