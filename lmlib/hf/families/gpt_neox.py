@@ -69,11 +69,11 @@ def _arguments(settings: Settings, activations: Activations) -> dict[str, Any]:
     settings.only("rope_theta", rope.theta)  # transformers reads neither of these
     settings.only("partial_rotary_factor", rope.rotary_fraction)
     return {
-        "vocab": settings.take("vocab_size", 50_432),
-        "embed": settings.take("hidden_size", 6_144),
-        "layers": settings.take("num_hidden_layers", 44, most=MOST_LAYERS),
-        "heads": settings.take("num_attention_heads", 64),
-        "mlp": settings.take("intermediate_size", 24_576),
+        "vocab": settings.take("vocab_size"),
+        "embed": settings.take("hidden_size"),
+        "layers": settings.take("num_hidden_layers", most=MOST_LAYERS),
+        "heads": settings.take("num_attention_heads"),
+        "mlp": settings.take("intermediate_size"),
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "rotary_fraction": rope.rotary_fraction,
