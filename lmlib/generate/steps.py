@@ -181,7 +181,7 @@ def _chosen(
 ) -> tuple[State, Array, Array]:
     """The state with a further token in each row that has not stopped, that token, and its
     log-probability."""
-    logits_BV = logits_of(weights.unembedding_EV, weights.model.logit_cap, h_BE, compute)
+    logits_BV = logits_of(weights.unembedding_EV(), weights.model.logit_cap, h_BE, compute)
     logits_BV = reshard(logits_BV, "batch whole_vocab")
     rows, table = partition("batch"), partition("batch whole_vocab")
     position_B = state.position_B + 1

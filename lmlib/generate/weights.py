@@ -21,9 +21,8 @@ class Weights(NamedTuple):
     model: Model
     table_EV: Float[Array, "embed vocab"] | None
 
-    @property
     def unembedding_EV(self) -> Float[Array, "embed vocab"]:
-        return self.model.unembedding_EV if self.table_EV is None else self.table_EV
+        return self.model.unembedding_EV() if self.table_EV is None else self.table_EV
 
 
 def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) -> Weights:
@@ -47,7 +46,7 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) 
     def made(model: Model) -> Weights:
         model = unstacked(model)
         model = map_weights(placed, map_weights(in_int8, model) if int8 else model)
-        table_EV = model.unembedding_EV
+        table_EV = model.unembedding_EV()
         tied = not any(table_EV is leaf for leaf in jax.tree.leaves(model))
         # A CPU would transpose a tied one for every token.
         return Weights(model, table_EV if tied and platform() == "cpu" else None)

@@ -133,7 +133,7 @@ class Distillation(Objective):
                 loss,
                 how,
                 found.h_BSE,
-                model.unembedding_EV,
+                model.unembedding_EV(),
                 targets_BS,
                 loss_mask_BS,
                 tokens,
@@ -155,7 +155,7 @@ class Distillation(Objective):
             return ListedDivergence(self.weight, model.vocab), tuple(map(jnp.asarray, listed)), ()
         teacher = jax.lax.stop_gradient(reference_model)
         h_BSF = reshard(features(teacher, batch, compute).h_BSE, "batch seq embed")
-        table_FV = reshard(teacher.unembedding_EV.astype(h_BSF.dtype), "embed vocab")
+        table_FV = reshard(teacher.unembedding_EV().astype(h_BSF.dtype), "embed vocab")
         loss = Divergence(self.temperature, self.weight, teacher.logit_cap, compute.logits_dtype)
         return loss, (h_BSF,), (table_FV,)
 

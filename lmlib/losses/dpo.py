@@ -134,7 +134,7 @@ class DPO(Objective):
                 CrossEntropy(),
                 LogitSettings(model.logit_cap, compute.loss_chunk, compute.logits_dtype),
                 found.h_BSE,
-                model.unembedding_EV,
+                model.unembedding_EV(),
                 jnp.asarray(batch.targets),
                 weights_BS,
             )

@@ -36,7 +36,7 @@ def likeliest_tokens(
     local = functools.partial(_local_likeliest, compute, model.logit_cap, k, split)
     outputs = partition("batch seq"), partition("batch seq")
     on_devices = on_each_device(local, inputs(split)[:3], outputs, tracked=False)
-    return on_devices(h_BSE, model.unembedding_EV, jnp.asarray(batch.targets))
+    return on_devices(h_BSE, model.unembedding_EV(), jnp.asarray(batch.targets))
 
 
 def _local_likeliest(

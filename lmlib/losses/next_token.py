@@ -86,7 +86,7 @@ def batch_loss(
             CrossEntropy(objective.z_loss),
             how,
             found.h_BSE,
-            model.unembedding_EV,
+            model.unembedding_EV(),
             targets_BS,
             loss_mask_BS,
         )

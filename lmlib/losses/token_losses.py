@@ -41,7 +41,7 @@ def losses_of_features(
 ) -> tuple[Float[Array, "b s"], Bool[Array, "b s"]]:
     """`token_losses` of the features that `model` makes of `batch`."""
     targets_BS, loss_mask_BS = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
-    arguments = h_BSE, model.unembedding_EV, targets_BS, loss_mask_BS
+    arguments = h_BSE, model.unembedding_EV(), targets_BS, loss_mask_BS
     split = is_split(h_BSE)
     local = functools.partial(_local_losses, compute, model.logit_cap, split)
     outputs = partition("batch seq"), partition("batch seq")

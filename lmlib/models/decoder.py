@@ -175,7 +175,6 @@ class Decoder(eqx.Module):
     def vocab(self) -> int:
         return self.embedding.shape[0]
 
-    @property
     def unembedding_EV(self) -> Float[Array, "embed vocab"]:
         """See `Model.unembedding_EV`."""
         return whole(self.embedding).T if self.unembedding is None else whole(self.unembedding)

@@ -168,7 +168,6 @@ class Model(Protocol):
     def logit_cap(self) -> float | None:
         """c, where logits z become c · tanh(z / c); `None` where they stay."""
 
-    @property
     def unembedding_EV(self) -> Float[Array, "embed vocab"]:
         """What makes logits of features, as it is stored; of a tied model the table's transpose."""
 
@@ -241,9 +240,9 @@ def check_protocol(model: Any) -> None:
     Raises:
       ValueError: naming what is missing and what it is for.
     """
-    # Not hasattr(), which would compute properties, and shapes have no `unembedding_EV`.
-    there = dir(model)
-    missing = [f"{name}, which {_PURPOSES[name]}" for name in _PURPOSES if name not in there]
+    missing = [
+        f"{name}, which {what}" for name, what in _PURPOSES.items() if not hasattr(model, name)
+    ]
     if missing:
         raise ValueError(
             f"{type(model).__name__} is no lmlib.models.protocol.Model: it lacks "

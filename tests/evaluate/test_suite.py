@@ -34,7 +34,6 @@ class Copier(eqx.Module):
     logit_cap = None
     names = Names()
 
-    @property
     def unembedding_EV(self):
         return self.sure * jnp.eye(V)
 

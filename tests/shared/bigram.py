@@ -28,7 +28,9 @@ class Bigram(eqx.Module):
     names = Names(scopes=("embed",))
     logit_cap = None
     vocab = property(lambda self: self.table_VE.shape[0])
-    unembedding_EV = property(lambda self: self.head_EV)
+
+    def unembedding_EV(self):
+        return self.head_EV
 
     def flops_per_token(self, sequence_length, causal):
         return 6.0 * self.head_EV.size

@@ -69,7 +69,9 @@ class Learned(eqx.Module):
 
     logit_cap = None
     vocab = property(lambda self: self.tokens_VE.shape[0])
-    unembedding_EV = property(lambda self: self.tokens_VE.T)
+
+    def unembedding_EV(self):
+        return self.tokens_VE.T
 
     def flops_per_token(self, sequence_length, causal):
         head = 6.0 * self.tokens_VE.size

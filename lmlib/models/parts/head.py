@@ -16,7 +16,7 @@ def logits(
 ) -> Float[Array, "... vocab"]:
     """Logits of the next token, float32 (float64 if computed so), the vocabulary split over
     `tensor`. The loss does not come through here: it makes a few at a time."""
-    return logits_of(model.unembedding_EV, model.logit_cap, features, compute)
+    return logits_of(model.unembedding_EV(), model.logit_cap, features, compute)
 
 
 def logits_of(
