@@ -151,7 +151,7 @@ def abstract_state(make_model: Callable[[], eqx.Module], training: Training) -> 
 def abstract_batch(
     batch_size: int, sequence_length: int, mesh: Mesh, teacher_k: int | None = None
 ) -> Batch:
-    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k`: as of a source."""
+    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k`: see `Taught`."""
 
     def blank() -> Batch:
         integers = jnp.zeros((batch_size, sequence_length), jnp.int32)

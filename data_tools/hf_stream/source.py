@@ -65,7 +65,7 @@ class HFStream:
     """
 
     batches = None  # how many is known only after reading
-    bytes_per_target = None  # likewise
+    bytes_per_target = None  # known only after reading, too
 
     def __init__(
         self,

@@ -14,8 +14,8 @@ from lmlib.compute import Compute
 from lmlib.generate.whole_sequences import TokensSoFar
 from lmlib.hardware.free_memory import check_fits
 from lmlib.models.protocol import Cached, Model
+from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import reshard
-from lmlib.parallel.local import platform
 
 
 def empty(model: Model, rows: int, length: int, compute: Compute) -> Any:

@@ -21,8 +21,8 @@ from lmlib.generate.steps import NOTHING, Chooser, Made, State, first_token, nex
 from lmlib.generate.stream import Generated, Stream
 from lmlib.models.protocol import Model, Switching
 from lmlib.parallel.axes import Axes
+from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import COMPUTE, partition, pieces
-from lmlib.parallel.local import platform
 from lmlib.parallel.mesh import mesh_of
 
 Prompt = Sequence[int]
@@ -30,7 +30,7 @@ ROUND = 64  # tokens at most between two looks at what was made
 _SHORTEST_CHUNK = 16
 _TOKENS_IN_CACHE = 1_024  # of a chunk, whose activations then stay in the cache of a CPU's core
 _STOP_IDS = 8  # programs are compiled for multiples of so many
-_LENGTHS = 64  # likewise, in `generate`
+_LENGTHS = 64  # caches made by `generate` are a multiple of so many tokens long
 
 
 class Generator:

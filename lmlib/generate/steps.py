@@ -17,8 +17,8 @@ from lmlib.generate.weights import Weights
 from lmlib.generate.whole_sequences import TokensSoFar, recomputed
 from lmlib.models.parts.head import logits_of
 from lmlib.models.protocol import Context, Model
+from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import partition, reshard
-from lmlib.parallel.local import on_each_device
 
 NOTHING = -1  # in place of a token, of a row that has stopped
 

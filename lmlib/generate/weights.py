@@ -11,8 +11,8 @@ from lmlib.models.matrices.int8 import in_int8
 from lmlib.models.protocol import Model
 from lmlib.models.stack import unstacked
 from lmlib.parallel.axes import Weight, map_weights
-from lmlib.parallel.layout import gathered, stored
-from lmlib.parallel.local import platform
+from lmlib.parallel.collectives import platform
+from lmlib.parallel.layout import gathered_partition, stored
 
 
 class Weights(NamedTuple):
@@ -39,7 +39,7 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) 
             array = array.astype(dtype)
         if mesh is None:
             return array
-        layout = (gathered if whole else stored)(weight, array.shape, mesh)
+        layout = (gathered_partition if whole else stored)(weight, array.shape, mesh)
         return jax.sharding.reshard(array, layout)
 
     @jax.jit

@@ -97,7 +97,7 @@ def _rotary_fraction(
 
 
 def rotary_fraction_of(rotary: Rotary | None, head_dim: int) -> float:
-    """Of a head's coordinates; `int(share * head_dim)` is the number that `rotary` turns, as
+    """Of a head's coordinates; `int(share * head_dim)` is the number that `rotary` rotates, as
     readers compute it: 30 / 44 * 44 is 29.99…"""
     if rotary is None:
         return 1.0

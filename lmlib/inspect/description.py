@@ -1,4 +1,4 @@
-"""A table of every parameter: shape, layout, memory, what trains, decay and first values."""
+"""A table of every parameter: shape, layout, memory, what trains, decay and initial values."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ EVERYTHING = "yes"  # the group of all weights, where nothing is frozen
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     """One weight. `axes` and `shape` align; stacked layers lead, as `layer`. `group` is that
-    in which it trains; `None`: it is frozen. `first_values` is "zeros", "ones" or a standard
+    in which it trains; `None`: it is frozen. `initial_values` is "zeros", "ones" or a standard
     deviation."""
 
     path: str
@@ -29,7 +29,7 @@ class Parameter:
     bytes_per_device: int
     group: str | None
     decays: bool
-    first_values: str
+    initial_values: str
 
     @property
     def size(self) -> int:
@@ -44,7 +44,7 @@ class Parameter:
             f"{self.bytes_per_device:,}",
             "frozen" if self.group is None else self.group,
             "yes" if self.decays else "no",
-            self.first_values,
+            self.initial_values,
         )
 
 
@@ -78,7 +78,7 @@ class Description:
 
     def __str__(self) -> str:
         header = (
-            "parameter", "shape", "layout", "bytes per device", "trains", "decay", "first values",
+            "parameter", "shape", "layout", "bytes per device", "trains", "decay", "initial values",
         )  # fmt: skip
         rows = [header, *(parameter.cells() for parameter in self.parameters)]
         return f"{columns(rows)}\n{self.short()}"
@@ -115,7 +115,7 @@ def describe(
                 bytes_per_device=math.prod(local) * array.dtype.itemsize,
                 group=EVERYTHING if groups is None else groups.get(weight.path),
                 decays=(groups is None or weight.path in groups) and decays(weight),
-                first_values=weight.declaration.first.text(sizes),
+                initial_values=weight.declaration.initial.text(sizes),
             )
         )
 

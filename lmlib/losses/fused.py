@@ -16,10 +16,17 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.losses.features import is_split
-from lmlib.losses.logit_chunks import ChunkLogits, chunk_logits, chunks, gathered, inputs, visited
+from lmlib.losses.logit_chunks import (
+    ChunkLogits,
+    chunk_logits,
+    chunks,
+    gather_inputs,
+    inputs,
+    visited,
+)
 from lmlib.losses.objective import LossSums
+from lmlib.parallel.collectives import on_each_device, psum, psum_scatter, psum_to_storage
 from lmlib.parallel.layout import STORED, along, partition
-from lmlib.parallel.local import on_each_device, psum, psum_scatter, psum_to_storage
 
 _EVERYWHERE = PartitionSpec()
 
@@ -41,7 +48,7 @@ class TokenLosses(NamedTuple):
 @runtime_checkable
 class TokenLoss(Protocol):
     """A loss of a token's logits; hashable, a frozen dataclass for example. It runs on each device,
-    which has a share of the vocabulary: see `lmlib.parallel.local`."""
+    which has a share of the vocabulary: see `lmlib.parallel.collectives`."""
 
     def __call__(
         self, logits: ChunkLogits, tokens: tuple[Array, ...], tables: tuple[Array, ...]
@@ -142,7 +149,7 @@ _sums.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _local_sums(call: _Call, h_BSE: Array, table_EV: Array, *others: Array) -> LossSums:
-    h_BSE, table_EV = gathered(call.split, h_BSE, table_EV)
+    h_BSE, table_EV = gather_inputs(call.split, h_BSE, table_EV)
 
     def visit(nothing: None, chunk: tuple[Array, ...]) -> tuple[None, LossSums]:
         return None, _chunk_sums(call, table_EV, chunk, others)[0]
@@ -155,7 +162,7 @@ def _local_gradients(
     call: _Call, asked: int, h_BSE: Array, table_EV: Array, *others: Array
 ) -> tuple[LossSums, tuple[Array, ...]]:
     """The sums, and the first `asked` gradients of those of features and table."""
-    h_BSE, whole_EV = gathered(call.split, h_BSE, table_EV)
+    h_BSE, whole_EV = gather_inputs(call.split, h_BSE, table_EV)
     wide = jnp.promote_types(h_BSE.dtype, jnp.float32)
 
     def visit(

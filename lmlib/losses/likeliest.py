@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int32
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features, is_split
-from lmlib.losses.logit_chunks import chunk_logits, chunks, gathered, inputs, visited
+from lmlib.losses.logit_chunks import chunk_logits, chunks, gather_inputs, inputs, visited
 from lmlib.models.protocol import Model
+from lmlib.parallel.collectives import all_gather, axis_index, on_each_device
 from lmlib.parallel.layout import along, partition
-from lmlib.parallel.local import all_gather, axis_index, on_each_device
 
 
 def likeliest_tokens(
@@ -48,7 +48,7 @@ def _local_likeliest(
     table_EV: Array,
     targets_BS: Array,
 ) -> tuple[Array, Array]:
-    h_BSE, table_EV = gathered(split, h_BSE, table_EV)
+    h_BSE, table_EV = gather_inputs(split, h_BSE, table_EV)
     V = table_EV.shape[1]
 
     def visit(nothing: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:

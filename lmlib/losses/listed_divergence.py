@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int32
 from lmlib.losses.fused import TokenLosses
 from lmlib.losses.logit_chunks import ChunkLogits
 from lmlib.losses.next_token import CrossEntropy
+from lmlib.parallel.collectives import axis_index, pmax, psum
 from lmlib.parallel.layout import along
-from lmlib.parallel.local import axis_index, pmax, psum
 
 
 @dataclasses.dataclass(frozen=True)

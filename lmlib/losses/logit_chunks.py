@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.models.parts.head import capped
+from lmlib.parallel.collectives import all_gather, axis_index, platform, pmax, psum
 from lmlib.parallel.layout import STORED, along, partition
-from lmlib.parallel.local import all_gather, axis_index, platform, pmax, psum
 
 # Logits of a chunk in float32: what a CPU core's cache can about hold, and what a device's memory
 # does not notice.
@@ -51,7 +51,7 @@ def inputs(split: bool) -> tuple[PartitionSpec, ...]:
     return features, partition("embed vocab", STORED), tokens, tokens
 
 
-def gathered(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
+def gather_inputs(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
     """The features over the whole sequence, and the table over the whole of embed in their dtype
     (all-gathers over `tensor`, if `split`, and over `fsdp`)."""
     h_BSE = all_gather(h_BSE, along("seq_parallel"), axis=1) if split else h_BSE

@@ -14,14 +14,14 @@ from lmlib.losses.features import features, is_split
 from lmlib.losses.logit_chunks import (
     chunk_logits,
     chunks,
-    gathered,
+    gather_inputs,
     inputs,
     visited,
     vocabulary_ids,
 )
 from lmlib.models.protocol import Model
+from lmlib.parallel.collectives import on_each_device, pmax
 from lmlib.parallel.layout import along, partition
-from lmlib.parallel.local import on_each_device, pmax
 
 
 def token_losses(
@@ -57,7 +57,7 @@ def _local_losses(
     targets_BS: Array,
     loss_mask_BS: Array,
 ) -> tuple[Array, Array]:
-    h_BSE, table_EV = gathered(split, h_BSE, table_EV)
+    h_BSE, table_EV = gather_inputs(split, h_BSE, table_EV)
 
     def visit(nothing: None, chunk: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, Array]]:
         h_NE, targets_N, loss_mask_N = chunk

@@ -35,7 +35,7 @@ from lmlib.models.stack import (
     stack_switches,
     updated_stack,
 )
-from lmlib.models.weights import fan_in, first_values, normal, weight
+from lmlib.models.weights import fan_in, initial_values, normal, weight
 from lmlib.parallel.layout import gather, reshard
 from lmlib.parallel.mesh import on_mesh_of
 
@@ -45,7 +45,7 @@ def table_values(embed: int, tied: bool) -> tuple[float, float]:
     start with standard deviation 1. A tied table embeds and unembeds: the norm between its two uses
     makes up for their difference.
 
-    benchmarks/first_values.py chose them, with residual writes / √(2 · layers): nats per token of
+    benchmarks/initial_values.py chose them, with residual writes / √(2 · layers): nats per token of
     held-out text after 200 steps of 512 tokens, the better of two rates, the mean of three seeds
     (their standard deviation is 0.03, the median over all runs).
 
@@ -73,7 +73,7 @@ class Decoder(eqx.Module):
       norm: after the last layer; may be absent.
       tied: one table embeds and unembeds.
       logit_cap: c, where logits z become c · tanh(z / c); `None` where they stay.
-      embedding_deviation: standard deviation of the embedding's first values.
+      embedding_deviation: standard deviation of the embedding's initial values.
       embedding_scale: what embedded tokens are multiplied by.
       logits_scale: what features are multiplied by before the unembedding, and so logits.
       positions: learned ones, added to embedded tokens; `None`: there are none.
@@ -108,10 +108,10 @@ class Decoder(eqx.Module):
         self.logit_cap, self.logits_scale, self.positions = logit_cap, logits_scale, positions
         self.embedding_deviation, self.embedding_scale = embedding_deviation, embedding_scale
         sizes = {"vocab": vocab, "embed": embed}
-        self.embedding = first_values(self, "embedding", key, **sizes)
+        self.embedding = initial_values(self, "embedding", key, **sizes)
         self.stack = make_stack(segments, key)
         self.norm = norm
-        self.unembedding = None if tied else first_values(self, "unembedding", key, **sizes)
+        self.unembedding = None if tied else initial_values(self, "unembedding", key, **sizes)
 
     def __call__(
         self, tokens_BS: Int32[Array, "b s"], context: Context | None = None

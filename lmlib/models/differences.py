@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Settings of first values alone: with the same weights the models are the same.
-_OF_FIRST_VALUES = {"embedding_deviation", "residual_scale", "first"}
+# Settings of initial values alone: with the same weights the models are the same.
+_OF_INITIAL_VALUES = {"embedding_deviation", "residual_scale", "initial"}
 
 
 class Difference(NamedTuple):
@@ -26,10 +26,10 @@ class Difference(NamedTuple):
 
 def differences(one: Any, other: Any, where: str = "") -> Iterator[Difference]:
     """All that differs between two models, whose arrays may be shapes. Values of arrays are not
-    compared, nor settings of first values."""
+    compared, nor settings of initial values."""
     parts, others = _parts(one), _parts(other)
     if type(one) is type(other) and parts and parts.keys() == others.keys():
-        for name in (name for name in parts if name not in _OF_FIRST_VALUES):
+        for name in (name for name in parts if name not in _OF_INITIAL_VALUES):
             yield from differences(parts[name], others[name], f"{where}.{name}".removeprefix("."))
     elif _compared(one) != _compared(other):
         yield Difference(where, _text(one), _text(other), _has_weights(one) or _has_weights(other))

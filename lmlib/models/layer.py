@@ -44,7 +44,7 @@ class Layer(Protocol):
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
-        """Those whose tables it finds in `context.turns`."""
+        """Those whose tables it finds in `context.rotations`."""
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
         """What `Cached.empty_cache` says, for one layer, with the rows along the first axis; `None`
@@ -89,7 +89,7 @@ class SimplePart(eqx.Module):
 @runtime_checkable
 class Mixer(Protocol):
     """What a block asks of its attention, or of what stands in its place. One with an attribute
-    `rotary` finds that `Rotary`'s table in `context.turns`."""
+    `rotary` finds that `Rotary`'s table in `context.rotations`."""
 
     def __call__(self, x_BSE: Array, context: Context, cache: Any = None) -> tuple[Array, Any]:
         """What is added to the residual stream, laid out as `context.compute.residual` names, and

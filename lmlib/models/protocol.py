@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.parts.rope import Rotary, Turns
+from lmlib.models.parts.rope import Rotary, Rotations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Context:
         documents are whole.
       counts_BS: which positions count in what layers report; `None`: all.
       wanted_BS: the tokens of which `Trunk.x_BSE` is wanted, at most one in each row; `None`: all.
-      turns: the rotary tables of these positions, by their settings; the stack makes them.
+      rotations: the rotary tables of these positions, by their settings; the stack makes them.
       observe: is called in each layer; what it returns comes back in `Trunk.observed`.
     """
 
@@ -45,7 +45,7 @@ class Context:
     lengths_B: Int32[Array, "b"] | None = None
     counts_BS: Bool[Array, "b s"] | None = None
     wanted_BS: Bool[Array, "b s"] | None = None
-    turns: Mapping[Rotary, Turns] = dataclasses.field(default_factory=dict)
+    rotations: Mapping[Rotary, Rotations] = dataclasses.field(default_factory=dict)
     observe: "Observe | None" = None
 
     def total(self, x_BS: Float[Array, "b s ..."]) -> Float[Array, "..."]:
@@ -157,7 +157,7 @@ class Part(NamedTuple):
 
 @runtime_checkable
 class Model(Protocol):
-    """A decoder of tokens. Its arrays are weights: each names its axes, declares its first values
+    """A decoder of tokens. Its arrays are weights: each names its axes, declares its initial values
     (`lmlib.models.weights`), is float32, and lies as `lmlib.parallel.layout.stored` says."""
 
     @property

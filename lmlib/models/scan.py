@@ -1,7 +1,7 @@
 """The only scan over layers: the repetitions of a pattern of them, and what each layer gives.
 
-Shapes: B batch, S sequence, E embed, R repetitions of a pattern, T turns of the loop, U repetitions
-in a turn.
+Shapes: B batch, S sequence, E embed, R repetitions of a pattern, T iterations of the loop,
+U repetitions in an iteration.
 """
 
 import dataclasses
@@ -61,19 +61,19 @@ def run(
     """
     one = functools.partial(_one, context, names)
     unroll = context.compute.unroll
-    turns = repeats // unroll
-    if turns < 2:
+    iterations = repeats // unroll
+    if iterations < 2:
         return _in_a_row(functools.partial(one, False), x_BSE, repeated, repeats)
     looped_one = functools.partial(one, True)
     if unroll == 1:
         # Slices go as they are into what is computed again: JAX would keep reshaped ones, and so a
         # copy of all weights, for the backward pass.
         return jax.lax.scan(looped_one, x_BSE, repeated)
-    looped = turns * unroll
+    looped = iterations * unroll
     head_R, tail_R = _split(repeated, looped, repeats)
-    turns_TU = jax.tree.map(lambda w_R: reshaped(w_R, 1, (turns, unroll)), head_R)
+    parts_TU = jax.tree.map(lambda w_R: reshaped(w_R, 1, (iterations, unroll)), head_R)
     x_BSE, out_TU = jax.lax.scan(
-        lambda x_BSE, parts_U: _in_a_row(looped_one, x_BSE, parts_U, unroll), x_BSE, turns_TU
+        lambda x_BSE, parts_U: _in_a_row(looped_one, x_BSE, parts_U, unroll), x_BSE, parts_TU
     )
     out_R = jax.tree.map(lambda y_TU: reshaped(y_TU, 2, (looped,)), out_TU)
     if looped == repeats:

@@ -20,14 +20,14 @@ from lmlib.compute import Compute
 from lmlib.models.layer import Layer
 from lmlib.models.matrices.adapted import drops
 from lmlib.models.matrices.quantized import check_quantized
-from lmlib.models.parts.rope import Rotary, Turns
+from lmlib.models.parts.rope import Rotary, Rotations
 from lmlib.models.protocol import Context, Names, Part, Reports, Trunk, joined
 from lmlib.models.rematerialization import check_names
 from lmlib.models.scan import Given, Repeated, reshaped, run, stacked
 from lmlib.models.weights import fold
 from lmlib.parallel.axes import M
+from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import gather
-from lmlib.parallel.local import platform
 
 Pattern = tuple[Layer, ...]
 Stack = tuple[Pattern, ...]
@@ -88,7 +88,7 @@ def run_stack(
     keys_L = None
     if context.key is not None and (context.dropout > 0 or drops(stack)):
         keys_L = _layer_keys(context.key, range(depth(stack)))
-    context = dataclasses.replace(context, key=None, turns=_turns(stack, context))
+    context = dataclasses.replace(context, key=None, rotations=_rotations(stack, context))
     names = stack_names(stack).saved
     given: list[tuple[Given, ...]] = []
     first = 0
@@ -153,7 +153,7 @@ def stack_cache(stack: Stack, rows: int, length: int, dtype: DTypeLike) -> Any:
 
 
 def stack_switches(stack: Stack) -> tuple[int, ...]:
-    """As of `lmlib.models.protocol.Switching`."""
+    """See `lmlib.models.protocol.Switching.switches`."""
     switches = {rotary.switch for rotary in _rotaries(stack)}
     return tuple(sorted(switch for switch in switches if switch is not None))
 
@@ -228,13 +228,13 @@ def check_stack(stack: Stack, sequence_length: int, compute: Compute) -> None:
             _one_of(layer).check(sequence_length, compute)
 
 
-def _turns(stack: Stack, context: Context) -> dict[Any, Any]:
+def _rotations(stack: Stack, context: Context) -> dict[Any, Any]:
     """The rotary tables of all layers, each made once, outside of the loop."""
     rotaries = _rotaries(stack)
 
-    def tables() -> list[Turns]:
+    def tables() -> list[Rotations]:
         dtype, lengths_B = context.compute.dtype, context.lengths_B
-        return [rotary.turns(context.positions_BS, dtype, lengths_B) for rotary in rotaries]
+        return [rotary.rotations(context.positions_BS, dtype, lengths_B) for rotary in rotaries]
 
     on_one_cpu = platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
     if context.lengths_B is None or not on_one_cpu:
@@ -267,7 +267,7 @@ def _wanted(x_BSE: Array, context: Context) -> tuple[Array, Context]:
         context,
         positions_BS=of(context.positions_BS + 1) - 1,
         segment_ids_BS=of(context.segment_ids_BS),
-        turns={rotary: Turns(*map(of, turns)) for rotary, turns in context.turns.items()},
+        rotations={rotary: Rotations(*map(of, each)) for rotary, each in context.rotations.items()},
         wanted_BS=None,
     )
 

@@ -1,9 +1,9 @@
-"""A weight is declared once: its axes in its annotation, its first values beside it.
+"""A weight is declared once: its axes in its annotation, its initial values beside it.
 
     class SwiGLU(eqx.Module):
         gate: Float[Array, "embed mlp"] = weight(fan_in("embed"))
 
-From that follow its shape, layout, first values, whether it decays, and its line in `describe`.
+From that follow its shape, layout, initial values, whether it decays, and its line in `describe`.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ from lmlib.parallel.axes import (
     declaration,
     map_weights,
 )
+from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import quick_to_compile
-from lmlib.parallel.local import platform
 
 # Standard deviation of twice the sum of four uniform 16-bit integers.
 BELL_DEVIATION = math.sqrt(2**2 * 4 * (2**32 - 1) / 12)
 
 
 @runtime_checkable
-class FirstValues(Protocol):
+class InitialValues(Protocol):
     """What a weight starts with, given the size of each of its named axes."""
 
     def make(self, key: PRNGKeyArray, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Array:
@@ -100,7 +100,7 @@ def residual_scale(layers: int) -> float:
 
 
 def weight(
-    first: FirstValues | Callable[[Any], FirstValues],
+    initial: InitialValues | Callable[[Any], InitialValues],
     *,
     multiplied: bool | None = None,
     decays: bool | None = None,
@@ -113,11 +113,11 @@ def weight(
     """Declares a field that holds a weight.
 
     Args:
-      first: its first values, or what makes them of the module, whose settings they depend on:
+      initial: its initial values, or what makes them of the module, whose settings they depend on:
         `weight(lambda mlp: fan_in("mlp", scale=mlp.residual_scale))`.
       multiplied: whether it is an operand of `lmlib.models.product.product`. `None`: if its first
         values are `fan_in` over some axes.
-      decays: whether weight decay shrinks it. `None`: if its first values are random; scales and
+      decays: whether weight decay shrinks it. `None`: if its initial values are random; scales and
         biases, which start as constants, do not decay whatever their shape.
       rules: where axis names of its own lie, if the tables in `lmlib.parallel.layout` do not have
         them: `{"position": None}` keeps the axis whole.
@@ -130,11 +130,11 @@ def weight(
     """
 
     def declared(owner: Any) -> Declaration:
-        values = first if isinstance(first, FirstValues) else first(owner)
+        values = initial if isinstance(initial, InitialValues) else initial(owner)
         random = isinstance(values, Random)
         of_products = values.summed if isinstance(values, Random) else ()
         return Declaration(
-            first=values,
+            initial=values,
             multiplied=bool(of_products) if multiplied is None else multiplied,
             decays=random if decays is None else decays,
             rules=rules or {},
@@ -147,12 +147,12 @@ def weight(
     return eqx.field(metadata={METADATA: declared})
 
 
-def first_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> Float[Array, "..."]:
-    """The first value of `owner.field`, float32, as it is declared.
+def initial_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> Float[Array, "..."]:
+    """The initial values of `owner.field`, float32, as it is declared.
 
     Args:
       owner: a module's class, or a module in its `__init__`, once the settings are there on which
-        its axes and first values depend.
+        its axes and initial values depend.
       key: of the owner; the field's name is folded in.
       sizes: of the axes, by name; others may be among them.
 
@@ -168,7 +168,7 @@ def first_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> Flo
                 f"got {sizes.get(axis)}"
             )
     shape = tuple(sizes[axis] for axis in axes)
-    return declaration(owner, field).first.make(fold(key, field), shape, sizes)
+    return declaration(owner, field).initial.make(fold(key, field), shape, sizes)
 
 
 def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:

@@ -29,7 +29,7 @@ class Declaration:
     """What a field says of its array besides the axes; see `lmlib.models.weights.weight`.
 
     Args:
-      first: makes the first values.
+      initial: makes the initial values.
       multiplied: whether the array is an operand of `lmlib.models.product.product`, as a matrix is;
         scales, biases and tables that are looked up are not.
       decays: whether weight decay shrinks it.
@@ -40,7 +40,7 @@ class Declaration:
       gradient: whether it has one; without, its module's `updated` changes it.
     """
 
-    first: Any = None
+    initial: Any = None
     multiplied: bool = False
     decays: bool = False
     rules: Rules = dataclasses.field(default_factory=dict)
@@ -117,7 +117,7 @@ def declaration(owner: Any, field: str) -> Declaration:
     if METADATA in metadata:
         return metadata[METADATA](owner)
     raise LayoutError(
-        f"{kind.__name__}.{field} holds an array but declares no first values; declare them, for "
+        f"{kind.__name__}.{field} holds an array but declares no initial values; declare them, for "
         "example `= weight(fan_in('embed'))` of lmlib.models.weights"
     )
 

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from lmlib.parallel.axes import LAYER, Axes, LayoutError, M, Rules, Weight, map_weights
-from lmlib.parallel.local import on_each_device
+from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.mesh_axes import COPIES, PARTS, STORAGE, TOKENS, MeshAxes, names_of
 
 COMPUTE: Rules = {
@@ -90,7 +90,7 @@ def in_use(weight: Weight) -> PartitionSpec:
 
 
 def along(axis: str, rules: Rules = COMPUTE) -> MeshAxes:
-    """The axes of the mesh that split a named axis: for the collectives of `parallel.local`."""
+    """The axes of the mesh that split a named axis: for `parallel.collectives`."""
     return rules[axis]
 
 
@@ -144,7 +144,9 @@ def _spread(
         places[longest] = both if len(both) > 1 else both[0]
 
 
-def gathered(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def gathered_partition(
+    weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
     """How a weight lies where each device keeps all that it multiplies: `gather` has nothing to
     send. Elements that it repeats are kept once."""
     return _moves(weight, shape, mesh).whole
@@ -207,7 +209,7 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
         if mesh.empty:
             return array
         moves = _moves(weight, array.shape, mesh)
-        return _gathered(moves._replace(given=jax.typeof(array).sharding.spec), array)
+        return _move(moves._replace(given=jax.typeof(array).sharding.spec), array)
 
     def rests(node: Any) -> bool:
         return hasattr(node, "in_use")
@@ -257,7 +259,7 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(moves: _Moves, array: jax.Array) -> jax.Array:
+def _move(moves: _Moves, array: jax.Array) -> jax.Array:
     # Else XLA would turn a whole stack of layers for the sake of the all-gather of one. Each device
     # constrains its own shard: the partitioner of JAX 0.10 would gather the array for it.
     rows_first = Layout(tuple(range(array.ndim)))
@@ -273,7 +275,7 @@ def _gathered(moves: _Moves, array: jax.Array) -> jax.Array:
 
 
 def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
-    return _gathered(moves, array), None
+    return _move(moves, array), None
 
 
 def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
@@ -291,7 +293,7 @@ def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     return (jax.sharding.reshard(gradient, moves.given),)
 
 
-_gathered.defvjp(_forward, _backward)
+_move.defvjp(_forward, _backward)
 
 
 def creator(make: Callable[[], M], mesh: Mesh, made: M | None = None) -> Callable[[], M]:

@@ -202,7 +202,7 @@ class WorkdirLock:
 def wait_for_lock(
     workdir: Path, seconds: float = 0.0, abandoned_seconds: float = ABANDONED_SECONDS
 ) -> None:
-    """Returns when no run goes on in `workdir`; of what lies there only a dead run's lock goes.
+    """Returns when no run goes on in `workdir`; removes only a dead run's lock.
 
     Args:
       seconds: how long to wait for the end of a run. A lock whose owner cannot be asked for, since

@@ -131,7 +131,7 @@ def test_dynamic_scaling_is_none_up_to_the_length_of_training(folder):
     with pytest.raises(ValueError, match=told):
         model.check(9, Compute())
     with pytest.raises(ValueError, match=told):
-        model.stack[0][0].attention.rotary.turns(jnp.zeros((1, 9), jnp.int32), jnp.float32)
+        model.stack[0][0].attention.rotary.rotations(jnp.zeros((1, 9), jnp.int32), jnp.float32)
     _, written = family_of(model)
     assert written["rope_parameters"] == dynamic and written["max_position_embeddings"] == 8
     change(folder, max_position_embeddings=...)

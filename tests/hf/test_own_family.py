@@ -24,7 +24,7 @@ from lmlib.models.families.llama import llama
 from lmlib.models.layer import SimplePart
 from lmlib.models.matrices.adapted import map_adapted
 from lmlib.models.protocol import NO_REPORTS
-from lmlib.models.weights import fan_in, first_values, weight
+from lmlib.models.weights import fan_in, initial_values, weight
 
 X = 3
 RULES = {"expert": "data"}
@@ -38,7 +38,7 @@ class Experts(SimplePart):
 
     def __init__(self, embed, mlp, residual_scale, *, key):
         for field in ("up", "down"):
-            setattr(self, field, first_values(self, field, key, expert=X, embed=embed, mlp=mlp))
+            setattr(self, field, initial_values(self, field, key, expert=X, embed=embed, mlp=mlp))
 
     def __call__(self, x_BSE, context):
         h_BSXF = jax.nn.relu(jnp.einsum("bse,xef->bsxf", x_BSE, self.up))

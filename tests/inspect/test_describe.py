@@ -28,10 +28,10 @@ def test_every_parameter_has_a_row_that_its_arrays_bear_out():
         assert row.path == jax.tree_util.keystr(path, simple=True, separator=".")
         assert row.shape == leaf.shape
         assert row.bytes_per_device == leaf.addressable_shards[0].data.nbytes
-        if row.first_values == "ones":
+        if row.initial_values == "ones":
             assert np.all(np.asarray(leaf) == 1)
         else:
-            assert np.std(np.asarray(leaf)) == pytest.approx(float(row.first_values), rel=0.03)
+            assert np.std(np.asarray(leaf)) == pytest.approx(float(row.initial_values), rel=0.03)
         assert row.decays == ("norm" not in row.path)
     assert table.size == sum(leaf.size for _, leaf in leaves)
     assert table.bytes_per_device == sum(

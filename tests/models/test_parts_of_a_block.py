@@ -29,7 +29,7 @@ context = whole_rows(jnp.zeros((B, S), jnp.int32), Compute(dtype="float32"))
 
 
 def moved(module):
-    """With every array off its first values, so that none can be left out unnoticed."""
+    """With every array off its initial values, so that none can be left out unnoticed."""
     leaves, structure = jax.tree.flatten(module)
     keys = jax.random.split(jax.random.key(2), len(leaves))
     return jax.tree.unflatten(
@@ -105,7 +105,7 @@ def test_mlps(activation):
 
 
 def attention_reference(w, x, scale, cap, window, norm_axes, rotary):
-    """Query, key and value with biases, then norms, then turns, head by head."""
+    """Query, key and value with biases, then norms, then rotations, head by head."""
     q = np.einsum("bse,ehd->bshd", x, w.query) + w.query_bias
     k = np.einsum("bse,ekd->bskd", x, w.key) + w.key_bias
     v = np.einsum("bse,ekd->bskd", x, w.value) + w.value_bias
@@ -151,8 +151,10 @@ def test_attention_with_every_option(axes, rotary):
             key=key,
         )
     )  # fmt: skip
-    turns = {} if rotary is None else {rotary: rotary.turns(context.positions_BS, "float32")}
-    given = type(context)(**{**vars(context), "turns": turns})
+    rotations = (
+        {} if rotary is None else {rotary: rotary.rotations(context.positions_BS, "float32")}
+    )
+    given = type(context)(**{**vars(context), "rotations": rotations})
     found, cache = attention(x_BSE, given)
     assert cache is None
     count = len(axes.split())

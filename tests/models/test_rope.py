@@ -25,8 +25,8 @@ def reference(positions, factors):
     return 1.2 * np.cos(angle_SD), 1.2 * np.sin(angle_SD)
 
 
-def assert_turns(turns, row, positions, factors):
-    for found, expected in zip(turns, reference(positions, factors), strict=True):
+def assert_rotations(rotations, row, positions, factors):
+    for found, expected in zip(rotations, reference(positions, factors), strict=True):
         np.testing.assert_allclose(found[row, :, 0], expected, atol=1e-6)
 
 
@@ -34,7 +34,9 @@ def test_yarns_ramp_goes_from_one_whole_pair_to_another():
     """Of 64 pairs with base 10,000 over 4,096 positions, pair 20.94 turns 32 times and pair 45.03
     once: up to 20 they stay, from 46 on they are divided."""
     rotary = Rotary(128, 10_000.0, Yarn(16.0, 10_000.0, 4_096))
-    cos, sin = (table[0, 0, 0] for table in rotary.turns(jnp.ones((1, 1), jnp.int32), "float32"))
+    cos, sin = (
+        table[0, 0, 0] for table in rotary.rotations(jnp.ones((1, 1), jnp.int32), "float32")
+    )
     divided_D = np.clip((np.arange(64) - 20) / (46 - 20), 0, 1)
     expected_D = 10_000.0 ** (-np.arange(64) / 64) * (1 - divided_D + divided_D / 16)
     np.testing.assert_allclose(np.arctan2(sin, cos), expected_D, rtol=1e-5)
@@ -43,7 +45,7 @@ def test_yarns_ramp_goes_from_one_whole_pair_to_another():
 def test_a_document_is_turned_as_long_or_as_short_from_its_first_token_on():
     for length, factors in ((5, SHORT), (6, LONG)):
         positions_BS = jnp.arange(length, dtype=jnp.int32)[None]
-        assert_turns(ROTARY.turns(positions_BS, "float32"), 0, range(length), factors)
+        assert_rotations(ROTARY.rotations(positions_BS, "float32"), 0, range(length), factors)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2}], ids=str)
@@ -52,20 +54,20 @@ def test_documents_of_a_row_are_turned_as_if_each_were_alone(mesh):
     row = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
     rows = np.stack([row, np.arange(21, dtype=np.int32)])
     with jax.set_mesh(make_mesh(**mesh)):
-        turns = jax.jit(functools.partial(ROTARY.turns, dtype="float32"))(rows)
+        rotations = jax.jit(functools.partial(ROTARY.rotations, dtype="float32"))(rows)
         each = jax.jit(document_lengths)(rows)
     np.testing.assert_array_equal(each, [np.repeat(lengths, lengths), [21] * 21])
     ends = np.cumsum(lengths)
     for start, end in zip([0, *ends], ends, strict=False):
-        alone = tuple(table[:, start:end] for table in turns)
-        assert_turns(alone, 0, range(end - start), LONG if end - start > 5 else SHORT)
+        alone = tuple(table[:, start:end] for table in rotations)
+        assert_rotations(alone, 0, range(end - start), LONG if end - start > 5 else SHORT)
 
 
 def test_of_a_part_of_a_text_the_length_is_told():
     positions_BS = jnp.broadcast_to(jnp.arange(3, 6, dtype=jnp.int32), (2, 3))
-    turns = ROTARY.turns(positions_BS, "float32", jnp.array([5, 9], jnp.int32))
-    assert_turns(turns, 0, [3, 4, 5], SHORT)
-    assert_turns(turns, 1, [3, 4, 5], LONG)
+    rotations = ROTARY.rotations(positions_BS, "float32", jnp.array([5, 9], jnp.int32))
+    assert_rotations(rotations, 0, [3, 4, 5], SHORT)
+    assert_rotations(rotations, 1, [3, 4, 5], LONG)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.protocol import Names, Reports
 from lmlib.models.stack import Segment, depth, make_stack, run_stack, stack_parts
-from lmlib.models.weights import fan_in, first_values, fold, weight
+from lmlib.models.weights import fan_in, fold, initial_values, weight
 from lmlib.parallel.layout import partition, shardings
 from lmlib.state import abstract_model
 
@@ -145,7 +145,7 @@ E = 8
 
 def shifting(key):
     norm = RMSNorm(embed=E, key=key)
-    mixer = TokenShift(first_values(TokenShift, "shifted", key, embed=E))
+    mixer = TokenShift(initial_values(TokenShift, "shifted", key, embed=E))
     return Block(mixer, CostlyMLP(GatedMLP(E, 12, key=fold(key, "mlp"))), norm, norm)
 
 

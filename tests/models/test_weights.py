@@ -1,4 +1,4 @@
-"""First values: their distribution, and that their bits depend on nothing but key and shape."""
+"""Initial values: their distribution, and that their bits depend on nothing but key and shape."""
 
 import functools
 
@@ -13,7 +13,7 @@ from linear import Linear
 from lmlib import llama
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.weights import bell, fan_in, first_values, fold, normal, ones, weight, zeros
+from lmlib.models.weights import bell, fan_in, fold, initial_values, normal, ones, weight, zeros
 from lmlib.parallel.axes import LayoutError, axis_names, map_weights
 
 
@@ -40,7 +40,7 @@ def test_the_bits_are_those_of_exact_integers():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_first_values_of_llama(tied):
+def test_initial_values_of_llama(tied):
     """As `llama` says: matrices by fan-in, what each of 3 layers writes twice / √6."""
     sizes = {"vocab": 1_000, "embed": 64, "heads": 8, "head_dim": 16, "mlp": 256}
     make = functools.partial(llama, layers=3, tied=tied, key=jax.random.key(0), **sizes)
@@ -73,7 +73,7 @@ class Experts(eqx.Module):
 
 def test_experts_do_not_count_into_the_fan_in():
     sizes = {"expert": 8, "embed": 64, "mlp": 256}
-    down = first_values(Experts, "down", jax.random.key(0), **sizes)
+    down = initial_values(Experts, "down", jax.random.key(0), **sizes)
     assert down.shape == (8, 256, 64)
     assert float(down.std()) == pytest.approx(256**-0.5, rel=0.01)
 
@@ -85,7 +85,9 @@ def declarations(module):
 
 
 def test_what_decays_and_what_is_multiplied_follows_for_every_kind_of_weight():
-    make = functools.partial(first_values, Experts, key=jax.random.key(0), expert=2, embed=4, mlp=6)
+    make = functools.partial(
+        initial_values, Experts, key=jax.random.key(0), expert=2, embed=4, mlp=6
+    )
     experts = Experts(*(make(field=field) for field in ("up", "down", "bias", "gain")))
     attention = Attention(
         8, 2, 2, 4, bias=True, output_bias=True, key=jax.random.key(0),
@@ -141,7 +143,7 @@ class Undeclared(eqx.Module):
 
 
 def test_a_weight_that_declares_nothing_is_refused_by_name():
-    with pytest.raises(LayoutError, match=r"Undeclared.scale .*declares no first values; declare"):
+    with pytest.raises(LayoutError, match=r"Undeclared.scale .*declares no initial values"):
         declarations(Undeclared(jnp.ones(3)))
 
 

@@ -20,7 +20,7 @@ from lmlib.models.families.llama import llama
 from lmlib.models.layer import SimplePart
 from lmlib.models.product import product
 from lmlib.models.protocol import Names, Reports
-from lmlib.models.weights import fan_in, first_values, product_flops, weight, zeros
+from lmlib.models.weights import fan_in, initial_values, product_flops, weight, zeros
 from lmlib.optim import Optimizer, as_declared
 from lmlib.parallel.layout import spec
 
@@ -42,7 +42,7 @@ class Experts(SimplePart):
     def __init__(self, embed, mlp, residual_scale, *, key):
         sizes = {"embed": embed, "mlp": mlp, "expert": EXPERTS, "choice": EXPERTS}
         for name in ("router", "bias", "up", "down"):
-            setattr(self, name, first_values(self, name, key, **sizes))
+            setattr(self, name, initial_values(self, name, key, **sizes))
 
     def __call__(self, x_BSE, context):
         with jax.named_scope("router"):

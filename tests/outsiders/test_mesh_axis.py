@@ -13,7 +13,7 @@ from lmlib.models.families.llama import llama
 from lmlib.models.layer import SimplePart
 from lmlib.models.product import product
 from lmlib.models.protocol import NO_REPORTS
-from lmlib.models.weights import fan_in, first_values, weight
+from lmlib.models.weights import fan_in, initial_values, weight
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.layout import reshard
 
@@ -31,9 +31,9 @@ def experts(along, tokens):
 
         def __init__(self, embed, mlp, residual_scale, *, key):
             sizes = {"embed": embed, "mlp": mlp, "expert": 4, "choice": 4}
-            self.router = first_values(self, "router", key, **sizes)
-            self.up = first_values(self, "up", key, **sizes)
-            self.down = first_values(self, "down", key, **sizes)
+            self.router = initial_values(self, "router", key, **sizes)
+            self.up = initial_values(self, "up", key, **sizes)
+            self.down = initial_values(self, "down", key, **sizes)
 
         def __call__(self, x_BSE, context):
             # The choices are given out as the experts lie.

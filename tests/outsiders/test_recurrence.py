@@ -20,7 +20,7 @@ from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.product import product
 from lmlib.models.stack import Segment
-from lmlib.models.weights import fan_in, first_values, fold, ones, weight
+from lmlib.models.weights import fan_in, fold, initial_values, ones, weight
 from lmlib.parallel.layout import reshard, spec
 
 pytestmark = pytest.mark.several_devices
@@ -36,7 +36,7 @@ class Recurrence(SimplePart):
     def __init__(self, embed, channels, *, key):
         sizes = {"embed": embed, "mlp": channels, "channel": channels}
         for name in ("decay", "read", "write"):
-            setattr(self, name, first_values(self, name, key, **sizes))
+            setattr(self, name, initial_values(self, name, key, **sizes))
 
     def __call__(self, x_BSE, context, cache=None):
         a_C = jax.nn.sigmoid(self.decay)

@@ -69,7 +69,7 @@ class Container(eqx.Module):
     weights: list[Array]
 
 
-def test_arrays_without_axis_names_or_first_values_are_refused():
+def test_arrays_without_axis_names_or_initial_values_are_refused():
     with pytest.raises(LayoutError, match=r"Unannotated.weight holds an array but names no axes"):
         map_weights(lambda *_: None, Unannotated(jnp.ones(3)))
     with pytest.raises(LayoutError, match=r"Undeclared.scale holds an array but declares no first"):

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from lmlib.models.parts.embedding import embedded
 from lmlib.models.protocol import Names, Part, Trunk
-from lmlib.models.weights import fan_in, first_values, normal, weight
+from lmlib.models.weights import fan_in, initial_values, normal, weight
 
 
 class Bigram(eqx.Module):
@@ -15,8 +15,8 @@ class Bigram(eqx.Module):
 
     def __init__(self, vocab, embed, *, key):
         sizes = {"vocab": vocab, "embed": embed}
-        self.table_VE = first_values(self, "table_VE", key, **sizes)
-        self.head_EV = first_values(self, "head_EV", jax.random.fold_in(key, 1), **sizes)
+        self.table_VE = initial_values(self, "table_VE", key, **sizes)
+        self.head_EV = initial_values(self, "head_EV", jax.random.fold_in(key, 1), **sizes)
 
     def trunk(self, tokens_BS, context, cache=None):
         compute = context.compute

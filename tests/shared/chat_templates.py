@@ -53,7 +53,7 @@ TEMPLATES = {
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """,
-    # Turns that must alternate, no system's message of its own, the assistant by another name.
+    # Rotations that must alternate, no system's message of its own, the assistant by another name.
     "gemma": """\
 {{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}

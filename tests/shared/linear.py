@@ -4,7 +4,7 @@ import equinox as eqx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.product import product
-from lmlib.models.weights import fan_in, first_values, weight, zeros
+from lmlib.models.weights import fan_in, initial_values, weight, zeros
 
 
 class Linear(eqx.Module):
@@ -25,8 +25,8 @@ class Linear(eqx.Module):
         self, inputs: str, outputs: str, bias: bool = False, *, key: PRNGKeyArray, **sizes: int
     ):
         self.inputs, self.outputs = inputs, outputs
-        self.matrix = first_values(self, "matrix", key, **sizes)
-        self.bias = first_values(self, "bias", key, **sizes) if bias else None
+        self.matrix = initial_values(self, "matrix", key, **sizes)
+        self.bias = initial_values(self, "bias", key, **sizes) if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         summed = len(self.inputs.split())

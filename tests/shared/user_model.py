@@ -24,7 +24,7 @@ from lmlib.models.stack import (
     stack_names,
     stack_parts,
 )
-from lmlib.models.weights import first_values, fold, normal, weight
+from lmlib.models.weights import fold, initial_values, normal, weight
 from lmlib.parallel.layout import gather, reshard, spec
 
 
@@ -52,8 +52,8 @@ class Learned(eqx.Module):
         sizes = {"vocab": vocab, "embed": embed, "position": positions}
         self.stack = make_stack([Segment([block], layers)], key)
         self.norm = LayerNorm(embed=embed, key=key)
-        self.positions = Positions(first_values(Positions, "table_PE", key, **sizes))
-        self.tokens_VE = first_values(Learned, "tokens_VE", key, **sizes)
+        self.positions = Positions(initial_values(Positions, "table_PE", key, **sizes))
+        self.tokens_VE = initial_values(Learned, "tokens_VE", key, **sizes)
 
     def trunk(self, tokens_BS, context, cache=None):
         compute = context.compute

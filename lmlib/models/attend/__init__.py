@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend import blockwise, cudnn, plain, splash
 from lmlib.models.attend.options import Options
+from lmlib.parallel.collectives import on_each_device, platform
 from lmlib.parallel.layout import partition
-from lmlib.parallel.local import on_each_device, platform
 
 IMPLEMENTATIONS = {
     "cudnn": cudnn.attend,

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.models.attend.options import Options
-from lmlib.parallel.local import platform
+from lmlib.parallel.collectives import platform
 
 Pair = tuple[Array, Array]
 Carry = tuple[Array, Array, Array]

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend.options import Options
-from lmlib.parallel.local import platform
+from lmlib.parallel.collectives import platform
 
 _LANES = 128  # of a TPU's vector unit: tiles are multiples of it
 _LARGEST_TILE = 512

@@ -124,7 +124,7 @@ def _gemma(
     tied: bool,
     key: PRNGKeyArray,
 ) -> Decoder:
-    """What writes to the residual stream is normed, so its first values need no scale for depth;
+    """What writes to the residual stream is normed, so its initial values need no scale for depth;
     √embed makes a tied table's two uses alike."""
 
     def norm(key: PRNGKeyArray) -> RMSNorm:

@@ -32,8 +32,8 @@ def gpt_neox(
     key: PRNGKeyArray,
 ) -> Decoder:
     """GPT-NeoX (§2.1). Where it departs from Llama: attention and mlp side by side, LayerNorm,
-    biases everywhere, no grouped heads, a share of each head's coordinates turned, and gelu between
-    two products. Arguments as in `llama`; `mlp` is 4 · embed by default.
+    biases everywhere, no grouped heads, a share of each head's coordinates rotated, and gelu
+    between two products. Arguments as in `llama`; `mlp` is 4 · embed by default.
 
     Args:
       parallel: whether attention and mlp are given the same residual stream, rather than the mlp

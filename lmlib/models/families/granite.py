@@ -41,7 +41,7 @@ def granite(
     Args:
       embedding_scale: of embedded tokens.
       residual_multiplier: of what attention and mlp add to the residual stream, instead of the
-        smaller first values that other families have in deep models.
+        smaller initial values that other families have in deep models.
       attention_scale: of scores; `None`: 1 / head_dim.
       logits_scale: of logits.
 
@@ -68,8 +68,8 @@ def granite(
     deviation, last_scale = table_values(embed, tied)
     last_scale *= (embedding_scale if tied else 1.0) / logits_scale
 
-    def norm(key: PRNGKeyArray, first: float = 1.0) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, first=first, embed=embed, key=key)
+    def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
+        return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
     def block(key: PRNGKeyArray) -> Block:
         return Block(

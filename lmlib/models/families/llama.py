@@ -70,8 +70,8 @@ def llama(
     scale = residual_scale(layers)
     deviation, last_scale = table_values(embed, tied)
 
-    def norm(key: PRNGKeyArray, first: float = 1.0) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, first=first, embed=embed, key=key)
+    def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
+        return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
     def block(window: int | None, key: PRNGKeyArray) -> Block:
         return Block(

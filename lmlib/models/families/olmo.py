@@ -33,7 +33,7 @@ def olmo2(
     """OLMo 2 (§3.1): Llama with norms after attention and mlp instead of before them, and with
     norms of queries and keys over all heads together. Arguments as in `llama`.
 
-    What layers write is normed, so its first values need no scale for depth.
+    What layers write is normed, so its initial values need no scale for depth.
     """
     kv_heads, head_dim = head_sizes(
         embed, heads, kv_heads, None, vocab=vocab, layers=layers, mlp=mlp
@@ -41,8 +41,8 @@ def olmo2(
     rotary = Rotary(head_dim, rope_theta, rope_scaling)
     deviation, last_scale = table_values(embed, tied)
 
-    def norm(key: PRNGKeyArray, first: float = 1.0) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, first=first, embed=embed, key=key)
+    def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
+        return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
     def block(key: PRNGKeyArray) -> Block:
         return Block(

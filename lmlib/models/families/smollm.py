@@ -57,8 +57,8 @@ def smollm3(
     rotary, scale = Rotary(head_dim, rope_theta, rope_scaling), residual_scale(layers)
     deviation, last_scale = table_values(embed, tied)
 
-    def norm(key: PRNGKeyArray, first: float = 1.0) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, first=first, embed=embed, key=key)
+    def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
+        return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
     def block(rotary: Rotary | None, window: int | None, key: PRNGKeyArray) -> Block:
         return Block(

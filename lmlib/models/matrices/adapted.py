@@ -93,14 +93,14 @@ class Adapted(eqx.Module):
         return base.astype(wide) + self.scale * added
 
     def low_rank(self, down: bool) -> Declaration:
-        """Of `down` or `up`. The first values are those of PEFT: `down` has variance 1 / (3 ·
+        """Of `down` or `up`. The initial values are those of PEFT: `down` has variance 1 / (3 ·
         fan_in), `up` is zero, so that an adapted model starts as its base."""
         rules = {**COMPUTE, **self.declaration.rules}
         taken = any(rules[axis] == rules[DOWN_RANK] for axis in self.summed)
         rules = {**self.declaration.rules, **({DOWN_RANK: None} if taken else {})}
-        first = Random(3**-0.5, self.summed) if down else zeros
+        initial = Random(3**-0.5, self.summed) if down else zeros
         summed = self.summed if down else (UP_RANK,)
-        return Declaration(first, multiplied=True, decays=True, rules=rules, summed=summed)
+        return Declaration(initial, multiplied=True, decays=True, rules=rules, summed=summed)
 
 
 def adapted(
@@ -137,10 +137,10 @@ def adapted(
     )  # fmt: skip
 
     def made(field: str, axes: tuple[str, ...]) -> Array:
-        first = empty.low_rank(field == "down").first
+        initial = empty.low_rank(field == "down").initial
         every = sizes | {DOWN_RANK: rank, UP_RANK: rank}
         shape = (*lead, *(every[axis] for axis in axes))
-        return first.make(fold(fold(key, weight.path), field), shape, every)
+        return initial.make(fold(fold(key, weight.path), field), shape, every)
 
     down = made("down", tuple(names["down"].split()))
     return dataclasses.replace(empty, down=down, up=made("up", (UP_RANK, *kept)))
@@ -153,8 +153,8 @@ def can_be_adapted(weight: Weight) -> bool:
 
 def summed_axes(declaration: Declaration, axes: Sequence[str]) -> tuple[str, ...]:
     """Of a weight's axes, those that products sum over; of a table that is looked up, the first."""
-    assert isinstance(declaration.first, Random)
-    return declaration.first.summed or (axes[0],)
+    assert isinstance(declaration.initial, Random)
+    return declaration.initial.summed or (axes[0],)
 
 
 def is_adapted(node: Any) -> bool:

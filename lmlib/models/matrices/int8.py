@@ -25,7 +25,7 @@ class Int8(eqx.Module):
 
     values: Array = eqx.field(metadata={METADATA: lambda self: self.declaration})
     scale: Float[Array, "..."] = eqx.field(
-        metadata={METADATA: lambda self: dataclasses.replace(self.declaration, first=ones)}
+        metadata={METADATA: lambda self: dataclasses.replace(self.declaration, initial=ones)}
     )
     axis_names: dict[str, str] = eqx.field(static=True)
     declaration: Declaration = eqx.field(static=True)
@@ -53,8 +53,8 @@ def in_int8(weight: Weight, array: Array) -> Any:
     declared = weight.declaration
     if not declared.multiplied or "vocab" in weight.axes:
         return array
-    assert isinstance(declared.first, Random)
-    summed = declared.first.summed
+    assert isinstance(declared.initial, Random)
+    summed = declared.initial.summed
     places = tuple(i for i, axis in enumerate(weight.axes) if axis in summed)
     values, scale = _rounded(array, summed=places, dtype=jax.numpy.int8)
     names = weight.own_axes
@@ -68,7 +68,7 @@ def in_int8(weight: Weight, array: Array) -> Any:
         },
         dataclasses.replace(
             declared,
-            first=Random(declared.first.deviation(sizes)),
+            initial=Random(declared.initial.deviation(sizes)),
             multiplied=False,  # what is made of it is
             rules={**declared.rules, _ONE: None},
         ),

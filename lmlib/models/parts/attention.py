@@ -20,7 +20,7 @@ from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, 
 from lmlib.models.parts.rope import Rotary, rotate
 from lmlib.models.product import product
 from lmlib.models.protocol import Context, Names
-from lmlib.models.weights import fan_in, first_values, fold, product_flops, weight, zeros
+from lmlib.models.weights import fan_in, fold, initial_values, product_flops, weight, zeros
 from lmlib.parallel.layout import spec
 
 
@@ -30,17 +30,17 @@ class Attention(eqx.Module):
 
     Args:
       embed, heads, kv_heads, head_dim: sizes.
-      rotary: turns queries and keys by their positions; `None` does not.
+      rotary: rotates queries and keys by their positions; `None` does not.
       window: positions that each one attends to, itself and those before it; `None`: all.
       scale: of the products; `None`: head_dim^-1/2.
       soft_cap: c, where a score s becomes c · tanh(s / c) before the mask; `None`: s stays.
       bias: whether query, key and value have biases.
       output_bias: whether the output has one.
-      norm: makes the norms of queries and keys before they are turned, called with `key` and the
+      norm: makes the norms of queries and keys before they are rotated, called with `key` and the
         sizes of heads and head_dim: `RMSNorm` with axes "head_dim", for each head alone, or with
         "heads head_dim" (of keys: "kv_heads head_dim"). `None`: there are none.
       key_norm: makes the norm of keys; `None`: `norm` does.
-      residual_scale: of the output's first values; see `lmlib.models.weights.residual_scale`.
+      residual_scale: of the output's initial values; see `lmlib.models.weights.residual_scale`.
 
     Raises:
       ValueError: if `kv_heads` does not divide `heads`.
@@ -96,7 +96,7 @@ class Attention(eqx.Module):
         sizes = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
         def first(field: str) -> Array:
-            return first_values(self, field, key, **sizes)
+            return initial_values(self, field, key, **sizes)
 
         self.query, self.key, self.value = first("query"), first("key"), first("value")
         self.output = first("output")
@@ -172,9 +172,9 @@ class Attention(eqx.Module):
             q_BSHD = q_BSHD if self.query_norm is None else self.query_norm(q_BSHD)
             k_BTKD = k_BTKD if self.key_norm is None else self.key_norm(k_BTKD)
             if self.rotary is not None:
-                turns, interleaved = context.turns[self.rotary], self.rotary.interleaved
-                q_BSHD = rotate(q_BSHD, turns, interleaved)
-                k_BTKD = rotate(k_BTKD, turns, interleaved)
+                rotations, interleaved = context.rotations[self.rotary], self.rotary.interleaved
+                q_BSHD = rotate(q_BSHD, rotations, interleaved)
+                k_BTKD = rotate(k_BTKD, rotations, interleaved)
             q_BSHD, k_BTKD = checkpoint_name(q_BSHD, "query"), checkpoint_name(k_BTKD, "key")
         return q_BSHD, k_BTKD, v_BTKD
 

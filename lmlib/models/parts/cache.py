@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.models.attend.options import Options
+from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import COMPUTE, partition, repeats, reshard
-from lmlib.parallel.local import on_each_device
 
 _KEYS, _VALUES = "batch kv_heads head_dim slot", "batch kv_heads slot head_dim"
 

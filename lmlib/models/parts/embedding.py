@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from lmlib.parallel.layout import STORED, along, partition
-from lmlib.parallel.local import (
+from lmlib.parallel.collectives import (
     all_gather,
     all_to_all,
     axis_index,
@@ -16,6 +15,7 @@ from lmlib.parallel.local import (
     psum,
     psum_scatter,
 )
+from lmlib.parallel.layout import STORED, along, partition
 
 
 def embedded(

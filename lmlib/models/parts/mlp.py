@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.models.layer import SimplePart
 from lmlib.models.product import product
 from lmlib.models.protocol import NO_REPORTS, Context, Names, Reports
-from lmlib.models.weights import fan_in, first_values, weight, zeros
+from lmlib.models.weights import fan_in, initial_values, weight, zeros
 from lmlib.parallel.layout import spec
 
 Activation = Callable[[Array], Array]
@@ -49,7 +49,7 @@ class GatedMLP(SimplePart):
     Args:
       embed, mlp: sizes.
       activation: of the gate.
-      residual_scale: of the first values of `down`; see `lmlib.models.weights.residual_scale`.
+      residual_scale: of the initial values of `down`; see `lmlib.models.weights.residual_scale`.
     """
 
     names: ClassVar[Names] = Names(saved=("mlp_gate", "mlp_up", "mlp_hidden"), scopes=("mlp",))
@@ -70,9 +70,9 @@ class GatedMLP(SimplePart):
         key: PRNGKeyArray,
     ):
         self.activation, self.residual_scale = activation, residual_scale
-        self.gate = first_values(self, "gate", key, embed=embed, mlp=mlp)
-        self.up = first_values(self, "up", key, embed=embed, mlp=mlp)
-        self.down = first_values(self, "down", key, embed=embed, mlp=mlp)
+        self.gate = initial_values(self, "gate", key, embed=embed, mlp=mlp)
+        self.up = initial_values(self, "up", key, embed=embed, mlp=mlp)
+        self.down = initial_values(self, "down", key, embed=embed, mlp=mlp)
 
     @jax.named_scope("mlp")
     def __call__(
@@ -96,7 +96,7 @@ class MLP(SimplePart):
       embed, mlp: sizes.
       activation: between the two products.
       bias: whether there are biases.
-      residual_scale: of the first values of `down`, as in `GatedMLP`.
+      residual_scale: of the initial values of `down`, as in `GatedMLP`.
     """
 
     names: ClassVar[Names] = Names(saved=("mlp_up", "mlp_hidden"), scopes=("mlp",))
@@ -119,10 +119,10 @@ class MLP(SimplePart):
         key: PRNGKeyArray,
     ):
         self.activation, self.residual_scale = activation, residual_scale
-        self.up = first_values(self, "up", key, embed=embed, mlp=mlp)
-        self.up_bias = first_values(self, "up_bias", key, mlp=mlp) if bias else None
-        self.down = first_values(self, "down", key, embed=embed, mlp=mlp)
-        self.down_bias = first_values(self, "down_bias", key, embed=embed) if bias else None
+        self.up = initial_values(self, "up", key, embed=embed, mlp=mlp)
+        self.up_bias = initial_values(self, "up_bias", key, mlp=mlp) if bias else None
+        self.down = initial_values(self, "down", key, embed=embed, mlp=mlp)
+        self.down_bias = initial_values(self, "down_bias", key, embed=embed) if bias else None
 
     @jax.named_scope("mlp")
     def __call__(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.weights import Constant, first_values, ones, weight, zeros
+from lmlib.models.weights import Constant, initial_values, ones, weight, zeros
 
 
 class RMSNorm(eqx.Module):
@@ -19,29 +19,29 @@ class RMSNorm(eqx.Module):
         head alone; "heads head_dim" for all heads together.
       epsilon: added to the mean square.
       offset: added to the scale. With 1, as in Gemma, the scale starts at zero.
-      first: what x / rms(x) is multiplied by before any training.
+      initial: what x / rms(x) is multiplied by before any training.
       key: unused, as the scale starts as a constant; here for all parts to be made alike.
       sizes: of the axes, by name.
     """
 
-    scale: Float[Array, "..."] = weight(lambda self: Constant(self.first - self.offset))
+    scale: Float[Array, "..."] = weight(lambda self: Constant(self.initial - self.offset))
     axes: str = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
     offset: float = eqx.field(static=True)
-    first: float = eqx.field(static=True)
+    initial: float = eqx.field(static=True)
 
     def __init__(
         self,
         axes: str = "embed",
         epsilon: float = 1e-5,
         offset: float = 0.0,
-        first: float = 1.0,
+        initial: float = 1.0,
         *,
         key: PRNGKeyArray,
         **sizes: int,
     ):
-        self.axes, self.epsilon, self.offset, self.first = axes, epsilon, offset, first
-        self.scale = first_values(self, "scale", key, **sizes)
+        self.axes, self.epsilon, self.offset, self.initial = axes, epsilon, offset, initial
+        self.scale = initial_values(self, "scale", key, **sizes)
 
     def __call__(self, x_N: Float[Array, "..."]) -> Float[Array, "..."]:
         wide_N = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32))
@@ -81,8 +81,8 @@ class LayerNorm(eqx.Module):
         **sizes: int,
     ):
         self.axes, self.epsilon = axes, epsilon
-        self.scale = first_values(self, "scale", key, **sizes)
-        self.bias = first_values(self, "bias", key, **sizes) if bias else None
+        self.scale = initial_values(self, "scale", key, **sizes)
+        self.bias = initial_values(self, "bias", key, **sizes) if bias else None
 
     def __call__(self, x_N: Float[Array, "..."]) -> Float[Array, "..."]:
         wide_N = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32))

@@ -7,7 +7,7 @@ import equinox as eqx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.protocol import Context
-from lmlib.models.weights import first_values, normal, weight
+from lmlib.models.weights import initial_values, normal, weight
 from lmlib.parallel.layout import reshard, spec
 
 
@@ -22,7 +22,7 @@ class Positions(eqx.Module):
     table: Float[Array, "position embed"] = weight(normal(0.02), rules={"position": None})
 
     def __init__(self, position: int, embed: int, *, key: PRNGKeyArray):
-        self.table = first_values(self, "table", key, position=position, embed=embed)
+        self.table = initial_values(self, "table", key, position=position, embed=embed)
 
     def __call__(self, context: Context) -> Float[Array, "b s embed"]:
         """Of the context's positions, laid out as `context.compute.residual` names."""

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32
 from lmlib.models.parts.rope_scaling import Length, LongRope, Scaling
 
 
-class Turns(NamedTuple):
+class Rotations(NamedTuple):
     """Cosine and sine of each position's angle for each pair of coordinates, the same for all
     heads."""
 
@@ -25,11 +25,11 @@ class Turns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Settings from which a table of turns follows.
+    """Settings from which a table of rotations follows.
 
     Args:
-      head_dim: coordinates that are turned, the first ones of a head.
-      theta: base of the wavelengths: pair i turns by position · theta^(-2i / head_dim) radians
+      head_dim: coordinates that are rotated, the first ones of a head.
+      theta: base of the wavelengths: pair i rotates by position · theta^(-2i / head_dim) radians
         (eq. 15).
       scaling: changes these for longer sequences; `None` does not.
       interleaved: whether pair i is of the coordinates (2i, 2i + 1), as in the article and in
@@ -53,7 +53,7 @@ class Rotary:
         if isinstance(self.scaling, LongRope) and len(self.scaling.short) != self.head_dim // 2:
             raise ValueError(
                 f"LongRope has factors for {len(self.scaling.short)} pairs, but "
-                f"{self.head_dim // 2} pairs of a head's coordinates are turned"
+                f"{self.head_dim // 2} pairs of a head's coordinates are rotated"
             )
 
     @property
@@ -61,12 +61,12 @@ class Rotary:
         """See `Scaling.switch`."""
         return None if self.scaling is None else self.scaling.switch
 
-    def turns(
+    def rotations(
         self,
         positions_BS: Int32[Array, "b s"],
         dtype: DTypeLike,
         lengths_B: Int32[Array, "b"] | None = None,
-    ) -> Turns:
+    ) -> Rotations:
         """The table of `positions_BS`, in float32 at least; wider if `dtype` is.
 
         Args:
@@ -85,7 +85,7 @@ class Rotary:
             frequency_D = self.scaling.frequencies(frequency_D, length)
             amplitude = self.scaling.amplitude
         angle_BS1D = positions_BS[:, :, None, None] * frequency_D
-        return Turns(amplitude * jnp.cos(angle_BS1D), amplitude * jnp.sin(angle_BS1D))
+        return Rotations(amplitude * jnp.cos(angle_BS1D), amplitude * jnp.sin(angle_BS1D))
 
     def _length(self, positions_BS: Array, lengths_B: Array | None) -> Length:
         """Of each token's document, where it counts."""
@@ -117,13 +117,13 @@ def document_lengths(positions_BS: Int32[Array, "b s"]) -> Int32[Array, "b s"]:
 
 
 def rotate(
-    x_BSHD: Float[Array, "b s h d"], turns: Turns, interleaved: bool = False
+    x_BSHD: Float[Array, "b s h d"], rotations: Rotations, interleaved: bool = False
 ) -> Float[Array, "b s h d"]:
-    """`x` with each pair of coordinates turned (eq. 34), computed in the table's dtype.
+    """`x` with each pair of coordinates rotated (eq. 34), computed in the table's dtype.
 
     Pairs are as in `Rotary`. Coordinates beyond those of the table stay.
     """
-    cos_BS1D, sin_BS1D = turns
+    cos_BS1D, sin_BS1D = rotations
     D = cos_BS1D.shape[-1]
     wide_BSHD = x_BSHD.astype(cos_BS1D.dtype)
     if interleaved:
@@ -132,10 +132,10 @@ def rotate(
     else:
         ends = [D] if x_BSHD.shape[-1] == 2 * D else [D, 2 * D]
         first_BSHD, second_BSHD, *rest = jnp.split(wide_BSHD, ends, axis=-1)
-    turned = [
+    rotated = [
         first_BSHD * cos_BS1D - second_BSHD * sin_BS1D,
         second_BSHD * cos_BS1D + first_BSHD * sin_BS1D,
     ]
     if interleaved:
-        turned = [jnp.stack(turned, axis=-1).reshape(*x_BSHD.shape[:-1], 2 * D)]
-    return jnp.concatenate((*turned, *rest), axis=-1).astype(x_BSHD.dtype)
+        rotated = [jnp.stack(rotated, axis=-1).reshape(*x_BSHD.shape[:-1], 2 * D)]
+    return jnp.concatenate((*rotated, *rest), axis=-1).astype(x_BSHD.dtype)

@@ -1,6 +1,6 @@
-"""Which first values train best: schemes beside each other, over sizes, rates and seeds.
+"""Which initial values train best: schemes beside each other, over sizes, rates and seeds.
 
-    python benchmarks/first_values.py [--widths=32,64,128] [--depths=2,6] [--seeds=3] [--steps=200]
+    python benchmarks/initial_values.py [--widths=32,64,128] [--depths=2,6] [--seeds=3]
 
 Trains small Llamas on the Python standard library's sources and prints the validation loss of each
 scheme, in nats per token: the mean over seeds at the better of the rates.
@@ -74,7 +74,7 @@ _VOCAB, _BATCH, _SEQUENCE = 1_024, 8, 64
 
 
 def scaled(model: Decoder, name: str) -> Decoder:
-    """`model` with first values of the scheme `name`, whatever it was made with."""
+    """`model` with initial values of the scheme `name`, whatever it was made with."""
     scheme, embed = SCHEMES[name], model.embedding.shape[1]
     layers = model.stack[0][0].mlp.down.shape[0]
 
