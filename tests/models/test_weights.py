@@ -106,10 +106,10 @@ def test_what_decays_and_what_is_multiplied_follows_for_every_kind_of_weight():
     assert {path for path, how in found.items() if how.multiplied} == matrices
     assert {path for path, how in found.items() if how.decays} == matrices
     # Biases and scales of two axes, a scale that starts at zero, random values that say so.
-    assert found["bias"].first == found["attention.query_bias"].first == zeros
-    assert found["attention.query_norm.scale"].first == ones
-    assert found["gemma.scale"].first == zeros
-    assert found["gain"].first == normal(0.1)
+    assert found["bias"].initial == found["attention.query_bias"].initial == zeros
+    assert found["attention.query_norm.scale"].initial == ones
+    assert found["gemma.scale"].initial == zeros
+    assert found["gain"].initial == normal(0.1)
     tables = declarations(jax.eval_shape(lambda: llama_of_one_layer()))
     assert tables["embedding"].decays and not tables["embedding"].multiplied
 
