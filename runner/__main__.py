@@ -39,12 +39,12 @@ from runner.command_line.steps_range import steps_range
 from runner.command_line.workdir import chosen_workdir
 from runner.config import configs
 from runner.errors import user_errors
+from runner.monitoring.limits import Limits
 from runner.processes.launch import Processes
 from runner.processes.lock import wait_for_lock
 from runner.processes.stopping import StopSignals
 from runner.processes.supervisor import Connection, supervise
 from runner.training.options import Options
-from runner.watch.limits import Limits
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for everything that the run writes")
 _ALLOW_OTHER_FILES = flags.DEFINE_bool(

@@ -64,7 +64,7 @@ from runner.command_line.new_folder import made_whole
 from runner.config import configs
 from runner.config.references import HuggingFace, Saved, located
 from runner.errors import ConfigError, user_errors
-from runner.watch.transfer import told
+from runner.monitoring.transfer import told
 from runner.weights.model_folder import ModelFolder
 from runner.weights.notes import WEIGHTS_ALONE, frozen_note
 from runner.weights.reading import model_of, own_weights

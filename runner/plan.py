@@ -43,7 +43,7 @@ from runner.config import configs
 from runner.errors import ConfigError, user_errors
 from runner.jax_settings.devices import check_one_cuda_plugin
 from runner.jax_settings.xla_flags import overlap_communication
-from runner.watch.telling import Telling
+from runner.monitoring.telling import Telling
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
 _SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")

@@ -37,9 +37,9 @@ from runner.errors import ConfigError, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.monitoring.progress import Progress
 from runner.training.captures import Capture, read_batch, read_capture
 from runner.training.divergence import statistics_of
-from runner.watch.progress import Progress
 from runner.weights.notes import WEIGHTS_ALONE
 from runner.weights.reading import completed, weights_of
 from runner.weights.reference_model import reference_model_of

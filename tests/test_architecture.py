@@ -1,8 +1,8 @@
 """Imports point one way. The table is the architecture; the code is checked against it, unimported.
 
 runner ──▶ experiments (by name) ──▶ lmlib          data_tools ──▶ lmlib.data
-inside runner: errors ──▶ config ──▶ command_line ──▶ processes, watch ──▶ weights ──▶ inference
-               ──▶ evaluation and training ──▶ the commands
+inside runner: errors ──▶ config ──▶ command_line ──▶ processes, monitoring ──▶ weights
+               ──▶ inference ──▶ evaluation and training ──▶ the commands
 inside lmlib: parallel, compute ──▶ models ──▶ optim, losses ──▶ recipe, guard ──▶ train, evaluate
               ──▶ experiment ──▶ generate, inspect ──▶ plan ──▶ profile
 """
@@ -29,13 +29,13 @@ MAY_IMPORT = {
     "runner.absent_hardware": {"lmlib", "runner.config", "runner.errors"},
     "runner.command_line": {"lmlib", "data_tools", "runner.config", "runner.errors"},
     "runner.processes": {"lmlib", "runner.command_line", "runner.errors"},
-    "runner.watch": {"lmlib", "runner.command_line", "runner.errors"},
+    "runner.monitoring": {"lmlib", "runner.command_line", "runner.errors"},
     "runner.weights": {
         "lmlib",
         "runner.config",
         "runner.errors",
         "runner.processes",
-        "runner.watch",
+        "runner.monitoring",
     },
     "runner.inference": {
         "lmlib",
@@ -59,7 +59,7 @@ MAY_IMPORT = {
         "runner.errors",
         "runner.jax_settings",
         "runner.processes",
-        "runner.watch",
+        "runner.monitoring",
         "runner.weights",
     },
     "experiments": {"lmlib", "data_tools"},
@@ -73,6 +73,7 @@ MAY_IMPORT = {
     "lmlib.checkpoint": {"lmlib.storage"},
     "lmlib.hardware": {"lmlib.terminal"},
     "lmlib.metrics": {"lmlib.hardware", "lmlib.storage"},
+    "lmlib.runs": {"lmlib.metrics", "lmlib.storage"},
     "lmlib.parallel": set(),
     "lmlib.compute": set(),
     "lmlib.models": {"lmlib.parallel", "lmlib.compute"},
@@ -346,7 +347,7 @@ def test_imports_are_seen_however_they_are_written(source, expected):
             "runner.weights.notes",
             "runner.config may not import runner.weights",
         ),
-        ("runner.watch.limits", "runner.plan", "runner.watch may not import runner"),
+        ("runner.monitoring.limits", "runner.plan", "runner.monitoring may not import runner"),
         ("lmlib.data", "data_tools", "lmlib.data may not import data_tools"),
     ],
 )

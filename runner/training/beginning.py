@@ -15,10 +15,10 @@ from lmlib.state import State
 from lmlib.storage.stored_json import read_text
 from runner.config.text import changed_paths, difference, flattened
 from runner.errors import ConfigError, TrainingStopped, user_errors
+from runner.monitoring.phases import Phase, Phases
+from runner.monitoring.progress import Progress
 from runner.training import data_probe
 from runner.training.options import Options
-from runner.watch.phases import Phase, Phases
-from runner.watch.progress import Progress
 from runner.weights.notes import WEIGHTS_ALONE, check_notes
 from runner.weights.reading import completed, weights_of
 from runner.weights.reference_model import check_reference_model, reference_model_of

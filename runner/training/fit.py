@@ -29,6 +29,13 @@ from runner.config.text import flattened
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, flags_of_the_run, may_wait_for_ever
+from runner.monitoring.goodput import GoodputLog
+from runner.monitoring.limits import Limits
+from runner.monitoring.phases import Phase, Phases
+from runner.monitoring.profiling import Profiler, where_the_time_went
+from runner.monitoring.program_dump import dump_program
+from runner.monitoring.progress import Progress
+from runner.monitoring.watchdog import Watchdog
 from runner.processes.agreement import (
     agreed,
     ends_other_processes,
@@ -63,13 +70,6 @@ from runner.training.samples import Samples
 from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
-from runner.watch.goodput import GoodputLog
-from runner.watch.limits import Limits
-from runner.watch.phases import Phase, Phases
-from runner.watch.profiling import Profiler, where_the_time_went
-from runner.watch.program_dump import dump_program
-from runner.watch.progress import Progress
-from runner.watch.watchdog import Watchdog
 from runner.weights.notes import WEIGHTS_ALONE, frozen_note, reference_note
 
 _SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"

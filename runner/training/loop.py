@@ -13,12 +13,12 @@ from lmlib.experiment import Action, Every, Experiment, Moment
 from lmlib.state import State
 from lmlib.train import Metrics
 from runner.errors import StoppedEarly
+from runner.monitoring.phases import Phase, Phases
 from runner.processes.lock import WorkdirLock
 from runner.training.captures import Captures
 from runner.training.divergence import stop_if_diverged
 from runner.training.recorder import Line, Recorder
 from runner.training.saving import Saver
-from runner.watch.phases import Phase, Phases
 
 
 @dataclasses.dataclass

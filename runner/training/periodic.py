@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Every, Experiment, Moment
 from lmlib.metrics.log import MetricsLog
+from runner.monitoring.progress import Progress
 from runner.processes.lock import WorkdirLock
 from runner.training.samples import Samples
 from runner.training.saving import Saver
 from runner.training.validation import Validation
-from runner.watch.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import MetricsLog, mfu
 from lmlib.train import Metrics
-from runner.watch.goodput import GoodputLog
-from runner.watch.progress import Progress
+from runner.monitoring.goodput import GoodputLog
+from runner.monitoring.progress import Progress
 
 Line = dict[str, Any]  # a metric that is None is not written
 

@@ -15,8 +15,8 @@ from lmlib.storage.stored_json import read_json
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import count_text
 from lmlib.terminal.table import columns
+from runner.monitoring.goodput import Goodput
 from runner.training.validation import Validation
-from runner.watch.goodput import Goodput
 
 FILE_NAME = "result.json"
 LOSS_STEPS = 50

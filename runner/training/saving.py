@@ -15,10 +15,10 @@ from lmlib.metrics.log import MetricsLog
 from lmlib.state import State
 from lmlib.terminal.quantities import duration_text
 from runner.errors import TrainingStopped, in_words
+from runner.monitoring.phases import Phase, Phases
+from runner.monitoring.progress import Progress
 from runner.training.data_probe import probe
 from runner.training.recorder import Line
-from runner.watch.phases import Phase, Phases
-from runner.watch.progress import Progress
 
 HELD_UP_SECONDS = 1.0  # a save that takes less of training's time is not spoken of
 

@@ -13,8 +13,8 @@ from lmlib.hf.load import load_weights
 from lmlib.hf.peft import Adapters, adapters_in
 from runner.config.references import HuggingFace, base_of
 from runner.errors import user_errors
+from runner.monitoring.transfer import told
 from runner.processes.agreement import agreed
-from runner.watch.transfer import told
 from runner.weights.texts import FILE, KnownTexts, tokenizer_of
 from runner.weights.wanted import Wanted
 

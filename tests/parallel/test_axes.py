@@ -72,7 +72,9 @@ class Container(eqx.Module):
 def test_arrays_without_axis_names_or_initial_values_are_refused():
     with pytest.raises(LayoutError, match=r"Unannotated.weight holds an array but names no axes"):
         map_weights(lambda *_: None, Unannotated(jnp.ones(3)))
-    with pytest.raises(LayoutError, match=r"Undeclared.scale holds an array but declares no initial"):
+    with pytest.raises(
+        LayoutError, match=r"Undeclared.scale holds an array but declares no initial"
+    ):
         map_weights(lambda *_: None, Undeclared(jnp.ones(3)))
     with pytest.raises(LayoutError, match=r"weights.0 lies in a container"):
         map_weights(lambda *_: None, Container([jnp.ones(3)]))

@@ -15,8 +15,8 @@ from lmlib.checkpoint import Checkpoints
 from runner import Options, fit
 from runner.config import configs
 from runner.errors import ConfigError
+from runner.monitoring.progress import Progress
 from runner.training.beginning import check_config
-from runner.watch.progress import Progress
 
 
 @pytest.fixture(scope="module")

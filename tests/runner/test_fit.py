@@ -18,7 +18,7 @@ from lmlib.metrics.log import read_metrics
 from runner import Options, fit
 from runner.config import configs
 from runner.errors import ConfigError, TrainingStopped
-from runner.watch.goodput import read_starts
+from runner.monitoring.goodput import read_starts
 
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")
 ROOT = Path(configs.__file__).parents[2]

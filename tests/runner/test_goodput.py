@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from runner.watch.goodput import NOT_RUNNING, Goodput, GoodputLog, Start, read_starts, total
-from runner.watch.phases import Phase, Phases
+from runner.monitoring.goodput import NOT_RUNNING, Goodput, GoodputLog, Start, read_starts, total
+from runner.monitoring.phases import Phase, Phases
 
 FIRST = Start(100.0, 160.0, 40, {"start-up": 10.0, "compile": 20.0, "steps": 30.0})
 SECOND = Start(

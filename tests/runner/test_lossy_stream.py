@@ -11,7 +11,7 @@ from small_runs import EXPERIMENT
 
 from lmlib.metrics.log import read_metrics
 from runner.command_line.lossy_stream import LossyStream
-from runner.watch.watchdog import stacks_file
+from runner.monitoring.watchdog import stacks_file
 
 LINES = 20_000  # more than the pipes hold
 
@@ -152,9 +152,9 @@ def test_a_run_goes_on_though_nobody_reads_its_output(tmp_path, closing):
 HANGING = """
 import os, sys, threading
 from pathlib import Path
-from runner.watch.phases import Phase, Phases
-from runner.watch.limits import Limits
-from runner.watch.watchdog import Watchdog, stacks_file
+from runner.monitoring.phases import Phase, Phases
+from runner.monitoring.limits import Limits
+from runner.monitoring.watchdog import Watchdog, stacks_file
 
 os.set_blocking(2, False)
 try:

@@ -13,7 +13,7 @@ from lmlib import Experiment, adamw, llama, make_mesh
 from lmlib.data.synthetic import Synthetic
 from runner.command_line.steps_range import steps_range
 from runner.errors import ConfigError
-from runner.watch.profiling import Profiler, where_the_time_went
+from runner.monitoring.profiling import Profiler, where_the_time_went
 
 
 @pytest.mark.parametrize(

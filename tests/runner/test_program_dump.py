@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from runner.watch.program_dump import dump_program
+from runner.monitoring.program_dump import dump_program
 
 
 @pytest.fixture(scope="module")

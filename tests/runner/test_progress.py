@@ -13,7 +13,7 @@ from typing import TextIO
 
 import pytest
 
-from runner.watch.progress import Progress
+from runner.monitoring.progress import Progress
 
 
 class Clock:

@@ -4,7 +4,7 @@ import io
 import threading
 
 from lmlib.plan.planner import stderr_kept
-from runner.watch.telling import Telling
+from runner.monitoring.telling import Telling
 
 
 class Seen(io.StringIO):

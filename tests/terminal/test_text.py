@@ -84,8 +84,8 @@ BARS = """
 import sys
 from tqdm import tqdm
 from lmlib.terminal.text import guard_terminals
-from runner.watch.progress import Progress
-from runner.watch.telling import Telling
+from runner.monitoring.progress import Progress
+from runner.monitoring.telling import Telling
 
 guard_terminals()
 for _ in tqdm(range(2), desc="files"):

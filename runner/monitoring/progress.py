@@ -8,8 +8,8 @@ from typing import TextIO
 
 from lmlib.terminal.quantities import count_text
 from runner.errors import WorkdirLost
-from runner.watch.live_line import CLEAR_LINE, fitting
-from runner.watch.run_log import RunLog
+from runner.monitoring.live_line import CLEAR_LINE, fitting
+from runner.monitoring.run_log import RunLog
 
 BAR_WIDTH = 20
 REDRAW_SECONDS = 0.1  # of the live line

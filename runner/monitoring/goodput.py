@@ -16,7 +16,7 @@ from lmlib.storage.stored_json import read_json
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import duration_text
 from lmlib.terminal.table import columns
-from runner.watch.phases import Phase, Phases
+from runner.monitoring.phases import Phase, Phases
 
 FILE_NAME = "goodput.json"
 NOT_RUNNING = "not running"

@@ -7,7 +7,7 @@ import time
 from typing import Self, TextIO
 
 from lmlib.terminal.text import text_stream
-from runner.watch.live_line import CLEAR_LINE, fitting
+from runner.monitoring.live_line import CLEAR_LINE, fitting
 
 REDRAW_SECONDS = 1.0  # of the line on a terminal
 LINE_SECONDS = 10.0  # between lines elsewhere

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from runner.watch.phases import Phase
+from runner.monitoring.phases import Phase
 
 
 @dataclasses.dataclass(frozen=True)

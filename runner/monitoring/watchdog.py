@@ -17,9 +17,9 @@ from pathlib import Path
 import jax
 
 from runner.command_line.exit_status import FAILED
-from runner.watch.awake import Awake
-from runner.watch.limits import Limits
-from runner.watch.phases import Phase, Phases
+from runner.monitoring.awake import Awake
+from runner.monitoring.limits import Limits
+from runner.monitoring.phases import Phase, Phases
 
 LONGEST_WAIT = 1.0  # seconds between two looks
 LAST_WORDS_SECONDS = 10.0  # that a process which ends may take to say why

@@ -1,0 +1,6 @@
+"""Runs as they lie on the disk: what was set, what was measured, how it ended. Needs no JAX."""
+
+from lmlib.runs.frame import runs
+from lmlib.runs.run import Run, find_runs, read_run
+
+__all__ = ["Run", "find_runs", "read_run", "runs"]

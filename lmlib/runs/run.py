@@ -1,0 +1,126 @@
+"""One run's folder, read without JAX and without importing what its config names."""
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lmlib.metrics.log import FILE_NAME as METRICS
+from lmlib.metrics.log import read_metrics
+from lmlib.storage.stored_json import read_json, read_text
+
+SETTINGS = "config.txt"
+RESULT = "result.json"
+_SETTING = re.compile(r"(?P<path>[^ =:]+)(?: = |: )(?P<value>.*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run has left so far. Each file is read when it is first asked for, and kept.
+
+    Args:
+      path: its workdir.
+    """
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @functools.cached_property
+    def settings(self) -> Mapping[str, str]:
+        """Every parameter of its config by path, `{"optimizer.peak_lr": "0.003"}`, as text; of
+        what is a callable, its name."""
+        lines = read_text(self.path / SETTINGS).splitlines()[1:]  # the first names the root
+        found = (_SETTING.fullmatch(line) for line in lines)
+        return {match["path"]: match["value"] for match in found if match}
+
+    @functools.cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, in the order of steps."""
+        return read_metrics(self.path)
+
+    @functools.cached_property
+    def result(self) -> dict[str, Any] | None:
+        """result.json: the numbers of the final table; `None` before the run has finished.
+
+        Raises ValueError, naming the file, if it is damaged.
+        """
+        file = self.path / RESULT
+        if not file.exists():
+            return None
+        try:
+            found = read_json(file)
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged ({error})") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{file} is damaged: it holds no object")
+        return found
+
+    @property
+    def finished(self) -> bool:
+        return self.result is not None
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """The steps that measured `metric`, and what they measured."""
+        lines = [line for line in self.metrics if metric in line]
+        return [line["step"] for line in lines], [float(line[metric]) for line in lines]
+
+    def last(self, metric: str) -> float | None:
+        """What the last step that measured `metric` found; `None` if none did."""
+        _, values = self.series(metric)
+        return values[-1] if values else None
+
+
+def read_run(workdir: str | os.PathLike[str]) -> Run:
+    """The run in `workdir`.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    path = Path(workdir)
+    if not _is_run(path):
+        raise ValueError(f"{path} is no run's workdir: it has no {SETTINGS} or no {METRICS}")
+    return Run(path)
+
+
+def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
+    """The runs in `places`: workdirs, or folders that hold some, such as a sweep's, at any depth.
+
+    Raises:
+      ValueError: naming a place that has none.
+    """
+    found: dict[Path, Run] = {}
+    for place in map(Path, places):
+        below = [place] if _is_run(place) else sorted(_below(place))
+        if not below:
+            raise ValueError(f"there is no run in {place}")
+        found |= {path: Run(path) for path in below}
+    return list(found.values())
+
+
+def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
+    """The settings that are not alike in all `runs`, by path: the text that each run has, `None`
+    where it has no such setting."""
+    every = [run.settings for run in runs]
+    paths = dict.fromkeys(path for settings in every for path in settings)
+    found = {path: tuple(settings.get(path) for settings in every) for path in paths}
+    return {path: values for path, values in found.items() if len(set(values)) > 1}
+
+
+def _is_run(path: Path) -> bool:
+    return (path / SETTINGS).is_file() and (path / METRICS).is_file()
+
+
+def _below(folder: Path) -> list[Path]:
+    """The workdirs below `folder`; nothing in a workdir is looked at."""
+    found = []
+    for path, folders, _ in os.walk(folder):
+        if _is_run(Path(path)):
+            found.append(Path(path))
+            folders.clear()
+    return found

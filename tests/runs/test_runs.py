@@ -1,0 +1,68 @@
+"""Runs are read from their folders, as the files say."""
+
+import json
+import math
+
+import pytest
+
+from lmlib.runs import find_runs, read_run, runs
+from lmlib.runs.run import difference
+
+CONFIG = """lmlib.experiment.Experiment
+model: lmlib.models.families.llama.llama (partial)
+model.embed = 64
+optimizer.peak_lr = {rate}
+steps = 2
+"""
+
+
+def leave_run(folder, rate, losses=(3.5, 2.5), result=None):
+    folder.mkdir(parents=True)
+    (folder / "config.txt").write_text(CONFIG.format(rate=rate))
+    lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    if result is not None:
+        (folder / "result.json").write_text(result)
+
+
+def test_a_run_says_what_was_set_and_measured(tmp_path):
+    leave_run(tmp_path / "a", 0.001, (3.5, "NaN"), '{"steps": 2}')
+    run = read_run(tmp_path / "a")
+    assert run.settings["optimizer.peak_lr"] == "0.001"
+    assert run.settings["model"] == "lmlib.models.families.llama.llama (partial)"
+    steps, losses = run.series("loss")
+    assert steps == [1, 2] and losses[0] == 3.5 and math.isnan(losses[1])
+    assert run.last("validation_loss") is None
+    assert run.finished and run.result == {"steps": 2}
+
+
+def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):
+    leave_run(tmp_path / "sweep/b", 0.002)
+    leave_run(tmp_path / "sweep/a", 0.001)
+    leave_run(tmp_path / "sweep/a/profile/inner", 0.003)
+    found = find_runs([tmp_path / "sweep", tmp_path / "sweep/a"])
+    assert [run.name for run in found] == ["a", "b"]
+    assert difference(found) == {"optimizer.peak_lr": ("0.001", "0.002")}
+
+
+def test_a_place_without_runs_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"there is no run in {tmp_path}"):
+        find_runs([tmp_path])
+    with pytest.raises(ValueError, match="is no run's workdir"):
+        read_run(tmp_path)
+
+
+def test_damage_is_named(tmp_path):
+    leave_run(tmp_path / "a", 0.001, result="[1]")
+    with pytest.raises(ValueError, match=r"result.json is damaged: it holds no object"):
+        _ = read_run(tmp_path / "a").result
+
+
+def test_a_table_has_what_differs_and_the_last_values(tmp_path):
+    pytest.importorskip("pandas")
+    leave_run(tmp_path / "a", 0.001, result="{}")
+    leave_run(tmp_path / "b", 0.002, (4.0,))
+    table = runs(tmp_path)
+    assert list(table["optimizer.peak_lr"]) == [0.001, 0.002]
+    assert list(table["loss"]) == [2.5, 4.0] and list(table["finished"]) == [True, False]
+    assert list(runs(tmp_path, steps=True)["step"]) == [1, 2, 1]
