@@ -35,6 +35,9 @@ def models(draw):
         "window": None if family.model_type == "llama" else draw(st.integers(1, 9)),
         "period": draw(st.integers(1, 4)),
         "positions": draw(st.integers(1, 9)),
+        "rotary_fraction": draw(st.sampled_from([1.0, 2 / head_dim]))
+        if family.model_type in ("phi3", "gpt_neox")
+        else 1.0,
     }
     return family, functools.partial(
         family.build, **{k: v for k, v in sizes.items() if k in known}, key=jax.random.key(0)

@@ -237,7 +237,7 @@ REFUSED = [
     (
         "phi3_long_rope",
         {"partial_rotary_factor": ..., "rope_parameters": _LONG},
-        ": LongRope has factors for 3 pairs, but 4 pairs of a head's coordinates are turned",
+        ": LongRope has factors for 3 pairs, but 4 pairs of a head's coordinates are rotated",
     ),
     (
         "phi3_long_rope",
@@ -261,6 +261,11 @@ REFUSED = [
     ),
     ("llama", {"num_key_value_heads": 3}, ": heads = 4 must be a multiple of kv_heads = 3"),
     ("llama", {"head_dim": 3}, ": head_dim must be even for rotary positions, got 3"),
+    (
+        "gpt_neox",
+        {"num_attention_heads": 8},
+        ": rotary_fraction = 0.5 of head_dim = 2 is 1 coordinates to rotate: it takes an even",
+    ),
     ("llama", {"rms_norm_eps": -1e-6}, ": rms_norm_eps = -1e-06 makes no sense"),
     ("llama", {"rms_norm_eps": float("inf")}, ": rms_norm_eps = inf makes no sense"),
     ("llama", {"rms_norm_eps": 10**400}, "makes no sense"),

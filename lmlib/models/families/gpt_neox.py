@@ -39,10 +39,19 @@ def gpt_neox(
       parallel: whether attention and mlp are given the same residual stream, rather than the mlp
         one with what attention adds.
       activation: of the mlp.
+
+    Raises:
+      ValueError: naming sizes that do not fit each other.
     """
     mlp = 4 * embed if mlp is None else mlp
     _, head_dim = head_sizes(embed, heads, None, None, vocab=vocab, layers=layers, mlp=mlp)
-    rotary = Rotary(int(head_dim * rotary_fraction), rope_theta, rope_scaling)
+    rotated = int(head_dim * rotary_fraction)
+    if rotated < 2 or rotated % 2:
+        raise ValueError(
+            f"rotary_fraction = {rotary_fraction} of head_dim = {head_dim} is {rotated} coordinates "
+            "to rotate: it takes an even number, at least 2"
+        )
+    rotary = Rotary(rotated, rope_theta, rope_scaling)
     scale = residual_scale(layers)
 
     def norm(key: PRNGKeyArray) -> LayerNorm:
