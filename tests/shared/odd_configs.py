@@ -264,7 +264,7 @@ REFUSED = [
     (
         "gpt_neox",
         {"num_attention_heads": 8},
-        ": rotary_fraction = 0.5 of head_dim = 2 is 1 coordinates to rotate: it takes an even",
+        ": rotary_fraction = 0.5 of head_dim = 2 is 1 coordinates",
     ),
     ("llama", {"rms_norm_eps": -1e-6}, ": rms_norm_eps = -1e-06 makes no sense"),
     ("llama", {"rms_norm_eps": float("inf")}, ": rms_norm_eps = inf makes no sense"),

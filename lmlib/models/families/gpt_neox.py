@@ -48,8 +48,8 @@ def gpt_neox(
     rotated = int(head_dim * rotary_fraction)
     if rotated < 2 or rotated % 2:
         raise ValueError(
-            f"rotary_fraction = {rotary_fraction} of head_dim = {head_dim} is {rotated} coordinates "
-            "to rotate: it takes an even number, at least 2"
+            f"rotary_fraction = {rotary_fraction} of head_dim = {head_dim} is {rotated} "
+            "coordinates to rotate: it takes an even number, at least 2"
         )
     rotary = Rotary(rotated, rope_theta, rope_scaling)
     scale = residual_scale(layers)
