@@ -14,7 +14,8 @@ from lmlib.models.matrices.adapted import has_adapters, with_bases, without_adap
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.optim.trainable import Groups, grouped
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.layout import quick_to_compile, stored
+from lmlib.parallel.creation import quick_to_compile
+from lmlib.parallel.layout import stored
 
 
 @dataclasses.dataclass(frozen=True)

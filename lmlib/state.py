@@ -19,7 +19,8 @@ from lmlib.losses import NextToken, Objective
 from lmlib.models.weights import fold
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.axes import M, map_weights
-from lmlib.parallel.layout import creator, partition, shardings, stored
+from lmlib.parallel.creation import creator
+from lmlib.parallel.layout import partition, shardings, stored
 from lmlib.recipe import parted
 
 

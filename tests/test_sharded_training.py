@@ -17,7 +17,8 @@ from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses import batch_loss
 from lmlib.models.families.llama import llama
-from lmlib.parallel.layout import creator, partition, shardings
+from lmlib.parallel.creation import creator
+from lmlib.parallel.layout import partition, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import (
     Training,

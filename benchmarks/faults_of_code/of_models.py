@@ -12,7 +12,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a repeated head gets the gradient of one copy",
-        "lmlib/parallel/layout.py",
+        "lmlib/parallel/gathering.py",
         "gradient = jnp.sum(gradient.reshape(apart), axis + 1)",
         "gradient = jnp.take(gradient.reshape(apart), 0, axis + 1)",
         "tests/parallel/test_repeated_heads.py",

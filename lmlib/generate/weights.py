@@ -12,7 +12,8 @@ from lmlib.models.protocol import Model
 from lmlib.models.stack import unstacked
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.collectives import platform
-from lmlib.parallel.layout import gathered_partition, stored
+from lmlib.parallel.gathering import gathered_partition
+from lmlib.parallel.layout import stored
 
 
 class Weights(NamedTuple):

@@ -36,7 +36,8 @@ from lmlib.models.stack import (
     updated_stack,
 )
 from lmlib.models.weights import fan_in, initial_values, normal, weight
-from lmlib.parallel.layout import gather, reshard
+from lmlib.parallel.gathering import gather
+from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import on_mesh_of
 
 

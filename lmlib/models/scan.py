@@ -20,7 +20,7 @@ from lmlib.models.matrices.adapted import with_keys
 from lmlib.models.protocol import Context, LayerCall, Reports
 from lmlib.models.rematerialization import policy
 from lmlib.models.weights import fold
-from lmlib.parallel.layout import gather
+from lmlib.parallel.gathering import gather
 
 
 class Repeated(NamedTuple):

@@ -27,7 +27,7 @@ from lmlib.models.scan import Given, Repeated, reshaped, run, stacked
 from lmlib.models.weights import fold
 from lmlib.parallel.axes import M
 from lmlib.parallel.collectives import platform
-from lmlib.parallel.layout import gather
+from lmlib.parallel.gathering import gather
 
 Pattern = tuple[Layer, ...]
 Stack = tuple[Pattern, ...]

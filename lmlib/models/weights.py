@@ -30,7 +30,7 @@ from lmlib.parallel.axes import (
     map_weights,
 )
 from lmlib.parallel.collectives import platform
-from lmlib.parallel.layout import quick_to_compile
+from lmlib.parallel.creation import quick_to_compile
 
 # Standard deviation of twice the sum of four uniform 16-bit integers.
 BELL_DEVIATION = math.sqrt(2**2 * 4 * (2**32 - 1) / 12)

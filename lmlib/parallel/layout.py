@@ -1,26 +1,21 @@
-"""Axis names to mesh axes: where every array lives, and how it moves.
+"""Axis names to mesh axes: where every array lives.
 
 A weight names its axes in its annotation (`Float[Array, "embed mlp"]`). Two tables say which mesh
-axes split each name. They differ where FSDP acts: a weight rests in `STORED`, and `gather` moves it
-to `COMPUTE` just before use; its gradient moves back. Names that the tables do not have get their
-rule where the weight is declared. Without a mesh (no `jax.set_mesh`) nothing is
-placed and the same model runs on one device.
+axes split each name. They differ where FSDP acts: a weight rests in `STORED`, and
+`lmlib.parallel.gathering.gather` moves it to `COMPUTE` just before use; its gradient moves back.
+Names that the tables do not have get their rule where the weight is declared. Without a mesh (no
+`jax.set_mesh`) nothing is placed and the same model runs on one device.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from lmlib.parallel.axes import LAYER, Axes, LayoutError, M, Rules, Weight, map_weights
-from lmlib.parallel.collectives import on_each_device
-from lmlib.parallel.mesh_axes import COPIES, PARTS, STORAGE, TOKENS, MeshAxes, names_of
+from lmlib.parallel.axes import LAYER, Axes, LayoutError, Rules, Weight
+from lmlib.parallel.mesh_axes import PARTS, STORAGE, MeshAxes, names_of
 
 COMPUTE: Rules = {
     "batch": ("data", "fsdp"),
@@ -113,17 +108,17 @@ def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
     it takes in use, as experts may. A matrix that has no `embed`, as one of an adapter's two, is
     split over `fsdp` along another axis."""
     computed, rules = in_use(weight), {**STORED, **weight.declaration.rules}
-    taken = _mesh_axes(computed)
+    taken = mesh_axes_of(computed)
     places = []
     for axis, size, used in zip(weight.axes, shape, computed, strict=True):
         place = used if taken.intersection(names_of(rules[axis])) else rules[axis]
         places.append(None if repeats(axis, size, rules, mesh) > 1 else place)
-    if weight.declaration.multiplied and not set(STORAGE) & _mesh_axes(places):
+    if weight.declaration.multiplied and not set(STORAGE) & mesh_axes_of(places):
         _spread(places, weight, shape, mesh)
     return PartitionSpec(*places)
 
 
-def _mesh_axes(places: Iterable[MeshAxes]) -> set[str]:
+def mesh_axes_of(places: Iterable[MeshAxes]) -> set[str]:
     return {name for place in places for name in names_of(place)}
 
 
@@ -142,26 +137,6 @@ def _spread(
         longest = max(divided, key=lambda i: held[i])
         both = (*names_of(places[longest]), *STORAGE)
         places[longest] = both if len(both) > 1 else both[0]
-
-
-def gathered_partition(
-    weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
-) -> PartitionSpec:
-    """How a weight lies where each device keeps all that it multiplies: `gather` has nothing to
-    send. Elements that it repeats are kept once."""
-    return _moves(weight, shape, mesh).whole
-
-
-def shard_shapes(
-    weight: Weight, shape: Sequence[int], mesh: Mesh
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What each device holds of a weight between its uses, and what it multiplies."""
-    moves = _moves(weight, shape, mesh)
-    used = tuple(size * times for size, times in zip(shape, moves.repeats, strict=True))
-    return (
-        NamedSharding(mesh, moves.stored).shard_shape(tuple(shape)),
-        NamedSharding(mesh, moves.computed).shard_shape(used),
-    )
 
 
 def spec(axes: str | Axes) -> PartitionSpec | None:
@@ -186,142 +161,6 @@ def share(x: jax.Array, axes: str | Axes) -> jax.Array:
     """
     target = spec(axes)
     return x if target is None else jax.sharding.reshard(x, target.update(reduced={*PARTS}))
-
-
-def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
-    """`module` with each weight cast to `dtype`, or to what it declares, then moved from `STORED`
-    to `COMPUTE`.
-
-    Weights of integers are moved as they are; then the modules that hold them, which have a method
-    `in_use`, make an array of `dtype` of them, not before `after` is there.
-
-    This is FSDP's all-gather. The cast comes first, so that bf16 travels. Backward the gradient of
-    a weight that is multiplied, of which each device has the part that its own tokens give, is
-    summed and split over `fsdp` (a reduce-scatter), and what is left of it is summed over `data` (a
-    psum), all in `dtype`. Nothing is summed over an axis that splits the weight in use, as experts
-    may lie along one. The gradients of others, which are small, JAX sums at once.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-
-    def to_compute(weight: Weight, array: jax.Array) -> jax.Array:
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            array = array.astype(weight.declaration.dtype or dtype)
-        if mesh.empty:
-            return array
-        moves = _moves(weight, array.shape, mesh)
-        return _move(moves._replace(given=jax.typeof(array).sharding.spec), array)
-
-    def rests(node: Any) -> bool:
-        return hasattr(node, "in_use")
-
-    return jax.tree.map(
-        lambda node: node.in_use(dtype, after) if rests(node) else node,
-        map_weights(to_compute, module),
-        is_leaf=rests,
-    )
-
-
-class _Moves(NamedTuple):
-    """The layouts that a weight passes through to its use, and its gradient on the way back."""
-
-    given: PartitionSpec  # where it is; as `stored`, but in a notebook it may lie in another way
-    stored: PartitionSpec
-    whole: PartitionSpec  # as `computed`, but whole along the axes that are repeated
-    computed: PartitionSpec
-    copies: PartitionSpec  # as `stored`, but split along the axes that are repeated
-    repeats: tuple[int, ...]  # of each element, for each axis
-    summed: frozenset[str]  # axes of the mesh over which devices' own gradients are added up
-
-
-def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _Moves:
-    rules = {**COMPUTE, **weight.declaration.rules}
-    times = tuple(
-        repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)
-    )
-    at_rest, computed = stored(weight, shape, mesh), in_use(weight)
-    multiplied = weight.declaration.multiplied
-
-    def chosen(repeated: PartitionSpec | None, others: PartitionSpec) -> PartitionSpec:
-        places = [None] * len(times) if repeated is None else repeated
-        return PartitionSpec(
-            *(a if n > 1 else b for n, a, b in zip(times, places, others, strict=True))
-        )
-
-    return _Moves(
-        given=at_rest,
-        stored=at_rest,
-        whole=chosen(None, computed),
-        computed=computed,
-        copies=chosen(computed, at_rest),
-        repeats=times,
-        summed=frozenset(TOKENS) - _mesh_axes(computed) if multiplied else frozenset(),
-    )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _move(moves: _Moves, array: jax.Array) -> jax.Array:
-    # Else XLA would turn a whole stack of layers for the sake of the all-gather of one. Each device
-    # constrains its own shard: the partitioner of JAX 0.10 would gather the array for it.
-    rows_first = Layout(tuple(range(array.ndim)))
-    constrained = on_each_device(
-        lambda shard: with_layout_constraint(shard, rows_first), (moves.given,), moves.given
-    )
-    array = constrained(array)
-    if moves.whole != moves.computed:
-        array = jax.sharding.reshard(array, moves.whole)
-        for axis, times in enumerate(moves.repeats):
-            array = jnp.repeat(array, times, axis) if times > 1 else array
-    return jax.sharding.reshard(array, moves.computed.update(reduced=moves.summed))
-
-
-def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
-    return _move(moves, array), None
-
-
-def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    over_copies = moves.summed.intersection(COPIES)
-    if over_copies:
-        gradient = jax.sharding.reshard(gradient, moves.copies.update(unreduced=over_copies))
-    gradient = jax.sharding.reshard(gradient, moves.copies)
-    if moves.copies != moves.stored:
-        gradient = jax.sharding.reshard(gradient, moves.stored)
-        for axis, times in enumerate(moves.repeats):
-            if times > 1:  # the gradients of an element's copies add up to its own
-                size = gradient.shape[axis] // times
-                apart = (*gradient.shape[:axis], size, times, *gradient.shape[axis + 1 :])
-                gradient = jnp.sum(gradient.reshape(apart), axis + 1)
-    return (jax.sharding.reshard(gradient, moves.given),)
-
-
-_move.defvjp(_forward, _backward)
-
-
-def creator(make: Callable[[], M], mesh: Mesh, made: M | None = None) -> Callable[[], M]:
-    """`make` compiled to build its weights on `mesh` in the stored layout, none ever whole.
-
-    Call it under `jax.set_mesh(mesh)`. Random numbers do not depend on the layout: the values are
-    the same bits on every mesh. `made`: the shapes of what `make` makes, where they are known.
-    """
-    model = jax.eval_shape(make) if made is None else made
-    specs = map_weights(lambda weight, array: stored(weight, array.shape, mesh), model)
-    layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    return jax.jit(
-        jax.sharding.auto_axes(make, out_sharding=specs),
-        out_shardings=layout,
-        compiler_options=quick_to_compile(model, mesh.devices.flat[0].platform),
-    )
-
-
-def quick_to_compile(model: Any, platform: str) -> dict[str, int]:
-    """For `compiler_options` of the program that makes `model`, which runs once.
-
-    On CPUs LLVM takes long to compile random numbers. Its level 1 makes them as fast as its highest
-    one does; for few numbers not even that is worth its time.
-    """
-    if platform != "cpu":
-        return {}
-    few = sum(leaf.size for leaf in jax.tree.leaves(model)) < 2**22
-    return {"xla_backend_optimization_level": 0 if few else 1}
 
 
 def shardings(tree: Any) -> Any:

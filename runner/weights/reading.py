@@ -25,8 +25,8 @@ from lmlib.experiment import Experiment
 from lmlib.models.matrices.adapted import has_adapters
 from lmlib.optim.trainable import Group
 from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.creation import creator
 from lmlib.parallel.fingerprint import fingerprint
-from lmlib.parallel.layout import creator
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Recipe, parted
 from lmlib.state import State, abstract_model

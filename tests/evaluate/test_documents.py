@@ -16,7 +16,7 @@ from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.windows import Packing, windows
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import whole_rows
-from lmlib.parallel.layout import creator
+from lmlib.parallel.creation import creator
 from lmlib.parallel.mesh import make_mesh
 
 V, S = 32, 16

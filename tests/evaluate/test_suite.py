@@ -18,7 +18,7 @@ from lmlib.evaluate.suite.suite import Suite, SuiteEvaluator, in_context_slope
 from lmlib.evaluate.suite.texts import TEXTS
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Names, Trunk, whole_rows
-from lmlib.parallel.layout import creator
+from lmlib.parallel.creation import creator
 from lmlib.parallel.mesh import make_mesh
 
 FLOAT32 = Compute(dtype="float32")

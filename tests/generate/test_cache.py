@@ -19,7 +19,8 @@ from lmlib.models.parts.head import logits
 from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.models.protocol import Context
 from lmlib.models.stack import unstacked
-from lmlib.parallel.layout import creator, reshard
+from lmlib.parallel.creation import creator
+from lmlib.parallel.layout import reshard
 
 FLOAT32 = Compute(dtype="float32")
 ROWS, LENGTH = 4, 40  # windows in these families are 9, so a ring wraps four times

@@ -23,7 +23,8 @@ from lmlib.models.matrices.quantized import FORMATS, rounded
 from lmlib.models.product import product
 from lmlib.models.protocol import whole_rows
 from lmlib.models.weights import fan_in, weight
-from lmlib.parallel.layout import gather, partition, shardings
+from lmlib.parallel.gathering import gather
+from lmlib.parallel.layout import partition, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, abstract_model, initial_state
 

@@ -6,7 +6,8 @@ from jaxtyping import Array, Float
 
 from lmlib.models.weights import fan_in, weight, zeros
 from lmlib.parallel.axes import LayoutError, axis_names, map_weights
-from lmlib.parallel.layout import COMPUTE, STORED, gather, partition
+from lmlib.parallel.gathering import gather
+from lmlib.parallel.layout import COMPUTE, STORED, partition
 
 
 class Inner(eqx.Module):

@@ -15,7 +15,9 @@ from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
-from lmlib.parallel.layout import creator, gather, partition, shardings
+from lmlib.parallel.creation import creator
+from lmlib.parallel.gathering import gather
+from lmlib.parallel.layout import partition, shardings
 from lmlib.state import Training, abstract_model, fresh_state
 
 pytestmark = pytest.mark.several_devices

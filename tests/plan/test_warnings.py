@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lmlib.models.families.llama import llama
-from lmlib.parallel.layout import gather
+from lmlib.parallel.gathering import gather
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.communication.collectives import collectives
 from lmlib.plan.communication.warnings import communication_warnings

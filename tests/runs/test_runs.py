@@ -59,7 +59,6 @@ def test_damage_is_named(tmp_path):
 
 
 def test_a_table_has_what_differs_and_the_last_values(tmp_path):
-    pytest.importorskip("pandas")
     leave_run(tmp_path / "a", 0.001, result="{}")
     leave_run(tmp_path / "b", 0.002, (4.0,))
     table = runs(tmp_path)

@@ -25,7 +25,8 @@ from lmlib.models.stack import (
     stack_parts,
 )
 from lmlib.models.weights import fold, initial_values, normal, weight
-from lmlib.parallel.layout import gather, reshard, spec
+from lmlib.parallel.gathering import gather
+from lmlib.parallel.layout import reshard, spec
 
 
 class Positions(eqx.Module):

@@ -19,7 +19,7 @@ class Int8(eqx.Module):
     """values · scale, with a scale for each slice that a product sums over, as
     `lmlib.models.matrices.quantized.rounded` makes them; each element is off by at most scale / 2.
 
-    It lies on the mesh as the weight would. `lmlib.parallel.layout.gather` moves the 8 bits and
+    It lies on the mesh as the weight would. `lmlib.parallel.gathering.gather` moves the 8 bits and
     makes numbers of them where they are used.
     """
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from lmlib.parallel.axes import Weight, map_weights
-from lmlib.parallel.layout import shard_shapes
+from lmlib.parallel.gathering import shard_shapes
 from lmlib.parallel.mesh_axes import STORAGE
 from lmlib.plan.communication.collectives import Collective
 from lmlib.plan.program import ArrayType
@@ -122,7 +122,7 @@ def _gathered_stacks(
                 f"{one.name} gathers the weights of all layers at once ({paths}): "
                 f"{one.bytes:,} bytes on each device over {_axes(one)}, where FSDP gathers one "
                 "layer at a time. Gather inside the scan over layers, not before it "
-                "(lmlib.parallel.layout.gather), or keep XLA from moving the gather out of the "
+                "(lmlib.parallel.gathering.gather), or keep XLA from moving the gather out of the "
                 "loop.",
                 one.bytes_sent_per_step,
             )

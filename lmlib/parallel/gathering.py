@@ -1,0 +1,144 @@
+"""A weight moves from `STORED` to `COMPUTE` for its use, and its gradient back: FSDP."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from lmlib.parallel.axes import M, Weight, map_weights
+from lmlib.parallel.collectives import on_each_device
+from lmlib.parallel.layout import COMPUTE, in_use, mesh_axes_of, repeats, stored
+from lmlib.parallel.mesh_axes import COPIES, TOKENS
+
+
+def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
+    """`module` with each weight cast to `dtype`, or to what it declares, then moved from `STORED`
+    to `COMPUTE`.
+
+    Weights of integers are moved as they are; then the modules that hold them, which have a method
+    `in_use`, make an array of `dtype` of them, not before `after` is there.
+
+    This is FSDP's all-gather. The cast comes first, so that bf16 travels. Backward the gradient of
+    a weight that is multiplied, of which each device has the part that its own tokens give, is
+    summed and split over `fsdp` (a reduce-scatter), and what is left of it is summed over `data` (a
+    psum), all in `dtype`. Nothing is summed over an axis that splits the weight in use, as experts
+    may lie along one. The gradients of others, which are small, JAX sums at once.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def to_compute(weight: Weight, array: jax.Array) -> jax.Array:
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            array = array.astype(weight.declaration.dtype or dtype)
+        if mesh.empty:
+            return array
+        moves = _moves(weight, array.shape, mesh)
+        return _move(moves._replace(given=jax.typeof(array).sharding.spec), array)
+
+    def rests(node: Any) -> bool:
+        return hasattr(node, "in_use")
+
+    return jax.tree.map(
+        lambda node: node.in_use(dtype, after) if rests(node) else node,
+        map_weights(to_compute, module),
+        is_leaf=rests,
+    )
+
+
+class _Moves(NamedTuple):
+    """The layouts that a weight passes through to its use, and its gradient on the way back."""
+
+    given: PartitionSpec  # where it is; as `stored`, but in a notebook it may lie in another way
+    stored: PartitionSpec
+    whole: PartitionSpec  # as `computed`, but whole along the axes that are repeated
+    computed: PartitionSpec
+    copies: PartitionSpec  # as `stored`, but split along the axes that are repeated
+    repeats: tuple[int, ...]  # of each element, for each axis
+    summed: frozenset[str]  # axes of the mesh over which devices' own gradients are added up
+
+
+def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _Moves:
+    rules = {**COMPUTE, **weight.declaration.rules}
+    times = tuple(
+        repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)
+    )
+    at_rest, computed = stored(weight, shape, mesh), in_use(weight)
+    multiplied = weight.declaration.multiplied
+
+    def chosen(repeated: PartitionSpec | None, others: PartitionSpec) -> PartitionSpec:
+        places = [None] * len(times) if repeated is None else repeated
+        return PartitionSpec(
+            *(a if n > 1 else b for n, a, b in zip(times, places, others, strict=True))
+        )
+
+    return _Moves(
+        given=at_rest,
+        stored=at_rest,
+        whole=chosen(None, computed),
+        computed=computed,
+        copies=chosen(computed, at_rest),
+        repeats=times,
+        summed=frozenset(TOKENS) - mesh_axes_of(computed) if multiplied else frozenset(),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _move(moves: _Moves, array: jax.Array) -> jax.Array:
+    # Else XLA would turn a whole stack of layers for the sake of the all-gather of one. Each device
+    # constrains its own shard: the partitioner of JAX 0.10 would gather the array for it.
+    rows_first = Layout(tuple(range(array.ndim)))
+    constrained = on_each_device(
+        lambda shard: with_layout_constraint(shard, rows_first), (moves.given,), moves.given
+    )
+    array = constrained(array)
+    if moves.whole != moves.computed:
+        array = jax.sharding.reshard(array, moves.whole)
+        for axis, times in enumerate(moves.repeats):
+            array = jnp.repeat(array, times, axis) if times > 1 else array
+    return jax.sharding.reshard(array, moves.computed.update(reduced=moves.summed))
+
+
+def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
+    return _move(moves, array), None
+
+
+def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    over_copies = moves.summed.intersection(COPIES)
+    if over_copies:
+        gradient = jax.sharding.reshard(gradient, moves.copies.update(unreduced=over_copies))
+    gradient = jax.sharding.reshard(gradient, moves.copies)
+    if moves.copies != moves.stored:
+        gradient = jax.sharding.reshard(gradient, moves.stored)
+        for axis, times in enumerate(moves.repeats):
+            if times > 1:  # the gradients of an element's copies add up to its own
+                size = gradient.shape[axis] // times
+                apart = (*gradient.shape[:axis], size, times, *gradient.shape[axis + 1 :])
+                gradient = jnp.sum(gradient.reshape(apart), axis + 1)
+    return (jax.sharding.reshard(gradient, moves.given),)
+
+
+_move.defvjp(_forward, _backward)
+
+
+def gathered_partition(
+    weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+    """How a weight lies where each device keeps all that it multiplies: `gather` has nothing to
+    send. Elements that it repeats are kept once."""
+    return _moves(weight, shape, mesh).whole
+
+
+def shard_shapes(
+    weight: Weight, shape: Sequence[int], mesh: Mesh
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What each device holds of a weight between its uses, and what it multiplies."""
+    moves = _moves(weight, shape, mesh)
+    used = tuple(size * times for size, times in zip(shape, moves.repeats, strict=True))
+    return (
+        NamedSharding(mesh, moves.stored).shard_shape(tuple(shape)),
+        NamedSharding(mesh, moves.computed).shard_shape(used),
+    )
