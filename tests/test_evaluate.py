@@ -55,6 +55,29 @@ class Uneven(Synthetic):
         return dataclasses.replace(batch, loss_mask=batch.loss_mask & kept_B1)
 
 
+class OneTargetLess(Synthetic):
+    """The same tokens; a single place is no target."""
+
+    def batch(self, step, rows=slice(None)):
+        batch = super().batch(step, rows)
+        mask_BS = batch.loss_mask.copy()
+        if step == 1 and rows.start in (None, 0):
+            mask_BS[0, 3] = False
+        return dataclasses.replace(batch, loss_mask=mask_BS)
+
+
+def test_batches_are_told_apart_by_all_that_they_hold_on_any_mesh():
+    less, found = OneTargetLess(V, 8, 16), []
+    parted = [{"data": 2, "fsdp": 2, "tensor": 2}] if jax.device_count() == 8 else []
+    for sizes in ({"data": 1}, *parted):
+        mesh = make_mesh(**sizes)
+        evaluate, model = Evaluator(mesh, FLOAT32), laid_out(weights(), mesh)
+        digests = [evaluate(model, each, 2).digest for each in (source, less)]
+        found.append([*digests, evaluate(model, source, 1).digest])
+    assert len(set(found[0])) == 3
+    assert all(each == found[0] for each in found)
+
+
 @pytest.mark.parametrize(
     "objective",
     [DPO(reference_from="another"), Distillation(make, "another", temperature=2.0)],

@@ -2,18 +2,22 @@
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float64, Int32, Int64, UInt32
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source
 from lmlib.data.prefetch import Prefetch
 from lmlib.losses import NextToken, Objective
 from lmlib.models.protocol import Model
+from lmlib.parallel.fingerprint import sums_of_bits
 from lmlib.parallel.layout import partition
 
 NEXT_TOKEN = NextToken()
@@ -21,10 +25,26 @@ NEXT_TOKEN = NextToken()
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Metrics of an objective, on average over `count` of its units: tokens or pairs."""
+    """What an objective measured on batches of one source.
 
-    metrics: Mapping[str, float]
-    count: int
+    Args:
+      sums: of each metric, over the units of each batch (N).
+      counts: of units, tokens or pairs, in each batch; not all 0.
+      digest: of all that the batches hold, in their order; the same on every mesh.
+    """
+
+    sums: Mapping[str, Float64[np.ndarray, "N"]]
+    counts: Int64[np.ndarray, "N"]
+    digest: str
+
+    @property
+    def count(self) -> int:
+        return int(self.counts.sum())
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, float]:
+        """The metrics on average over all units."""
+        return {name: sum(each.tolist()) / self.count for name, each in self.sums.items()}
 
     @property
     def loss(self) -> float:
@@ -38,11 +58,12 @@ def evaluation_step(
     batch: Batch,
     compute: Compute,
     objective: Objective,
-) -> tuple[dict[str, Array], Int32[Array, ""]]:
-    """The sums of the objective's metrics over a batch, nothing dropped at random, and the count of
-    its units."""
+) -> tuple[dict[str, Array], Int32[Array, ""], UInt32[Array, "fields 2"]]:
+    """The sums of the objective's metrics over a batch, nothing dropped at random, the count of
+    its units, and what tells it from other batches."""
     reported = objective.sums(model, reference_model, batch, compute).reported
-    return {name: reported[name] for name in objective.metrics}, objective.count(batch)
+    bits = jnp.stack([sums_of_bits(field) for field in jax.tree.leaves(batch)])
+    return {name: reported[name] for name in objective.metrics}, objective.count(batch), bits
 
 
 class Evaluator:
@@ -58,7 +79,7 @@ class Evaluator:
         self._objective = objective
         everywhere = NamedSharding(mesh, PartitionSpec())
         step = functools.partial(evaluation_step, compute=compute, objective=objective)
-        self._step = jax.jit(step, out_shardings=(everywhere, everywhere))
+        self._step = jax.jit(step, out_shardings=(everywhere, everywhere, everywhere))
 
     def __call__(
         self, model: Model, source: Source, batches: int, reference_model: Model | None = None
@@ -73,21 +94,24 @@ class Evaluator:
         """
         rows = NamedSharding(self._mesh, partition("batch seq"))
         with jax.set_mesh(self._mesh), Prefetch(source, rows, 0, batches) as placed:
-            found: list[tuple[dict[str, Array], Array]] = []
+            found: list[tuple[dict[str, Array], Array, Array]] = []
             for _, batch in placed:
                 found.append(self._step(model, reference_model, batch))
                 jax.block_until_ready(found[-2:][0])
-        sums, counts = zip(*jax.device_get(found), strict=True)
-        count = sum(int(each) for each in counts)
-        if count == 0:
+        sums, counts, bits = zip(*jax.device_get(found), strict=True)
+        names = self._objective.metrics
+        evaluation = Evaluation(
+            {name: np.array([each[name] for each in sums], np.float64) for name in names},
+            np.array(counts, np.int64),
+            hashlib.sha256(np.stack(bits).astype("<u4").tobytes()).hexdigest()[:32],
+        )
+        if evaluation.count == 0:
             raise ValueError(
                 f"{type(self._objective).__name__} has nothing to measure in {batches:,} "
                 "validation batches: every position is masked"
                 + (", or belongs to no pair" if self._objective.compares_pairs else "")
             )
-        # Summed in float64.
-        totals = {name: sum(float(each[name]) for each in sums) for name in self._objective.metrics}
-        return Evaluation({name: total / count for name, total in totals.items()}, count)
+        return evaluation
 
 
 def bits_per_byte(nats_per_target: float, bytes_per_target: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lmlib.metrics.log import FILE_NAME as METRICS
 from lmlib.metrics.log import read_metrics
+from lmlib.runs.validation import StoredValidation, read_validation
 from lmlib.storage.stored_json import read_json, read_text
 
 SETTINGS = "config.txt"
@@ -60,6 +61,14 @@ class Run:
         if not isinstance(found, dict):
             raise ValueError(f"{file} is damaged: it holds no object")
         return found
+
+    @functools.cached_property
+    def validation(self) -> StoredValidation | None:
+        """validation.json: the last validation, batch by batch; `None` if there is none.
+
+        Raises ValueError, naming the file, if it is damaged.
+        """
+        return read_validation(self.path)
 
     @property
     def finished(self) -> bool:

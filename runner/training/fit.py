@@ -101,8 +101,8 @@ def fit(
     Args:
       cfg: builds to an `Experiment`; stays as it is.
       workdir: receives config.json, config.txt, starts/, metrics.jsonl, tensorboard/,
-        checkpoints/, run.log, goodput.json, result.json and, where an update was skipped,
-        captures/.
+        checkpoints/, run.log, goodput.json, result.json, validation.json and, where an update was
+        skipped, captures/.
       options: settings that change nothing about what it trains; `None`: `Options()`.
 
     Raises:
@@ -314,15 +314,18 @@ class _Run:
         return saved and from_json(saved)
 
     def summarise(self, state: State, goodput: GoodputLog) -> Summary:
-        """Writes result.json before it samples: a run does not fail for want of samples."""
+        """Writes validation.json and result.json before it samples: a run does not fail for want of
+        samples."""
         units = self.experiment.objective.units
         totals = from_first(totals_of(read_metrics(self.workdir), units) if self.primary else None)
         if totals is None:
             raise ConfigError(f"{self.workdir} has a finished checkpoint but no metrics.jsonl")
-        summary = summarise(self.experiment, state, totals, self.validation)
+        summary, by_batch = summarise(self.experiment, state, totals, self.validation)
         summary = dataclasses.replace(summary, goodput=goodput.total())
         self.lock.check()
         if self.primary:
+            if by_batch is not None:
+                by_batch.save(self.workdir)
             summary.save(self.workdir)
         if samples := self.samples.write(self.experiment.steps, state.whole_model):
             summary = dataclasses.replace(summary, samples=samples, goodput=goodput.total())

@@ -10,6 +10,7 @@ import jax
 
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import mfu
+from lmlib.runs.validation import StoredValidation
 from lmlib.state import State
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.whole_file import write_whole
@@ -39,7 +40,8 @@ class Summary:
     the objective calls `loss_name` and gives in `loss_unit`. `validation` has the metrics of
     `Experiment.evaluation_metrics` by name, without the suite's, over `validated_on`: the whole of
     each finite validation set. `gzip_bits_per_byte` is what `gzip -9` needs for the validation
-    texts, each alone. `goodput` tells where the wall time went.
+    texts, each alone. `goodput` tells where the wall time went. `flops_per_token` is analytic, of a
+    position of a training step, without the causal saving.
     """
 
     steps: int
@@ -55,6 +57,7 @@ class Summary:
     validated_on: str | None = None
     gzip_bits_per_byte: float | None = None
     goodput: Goodput | None = None
+    flops_per_token: float | None = None
 
     @property
     def validation_loss(self) -> float | None:
@@ -150,8 +153,9 @@ def summarise(
     state: State,
     totals: Mapping[str, Any],
     validation: Validation | None,
-) -> Summary:
-    """Evaluates the final state, and puts that and `totals_of` together; without samples."""
+) -> tuple[Summary, StoredValidation | None]:
+    """Evaluates the final state, and puts that and `totals_of` together, without samples; and what
+    each validation batch added to it."""
     data = experiment.data
     positions = totals["steps"] * data.batch_size * data.sequence_length
     tokens_per_second = positions / totals["seconds"]
@@ -165,15 +169,16 @@ def summarise(
         training_loss=totals["training_loss"],
         loss_name=experiment.objective.loss_name,
         loss_unit=experiment.objective.metrics["loss"].unit,
+        flops_per_token=flops,
     )
     if validation is None:
-        return summary
+        return summary, None
     units = validation.units
-    return dataclasses.replace(
+    metrics, by_batch = validation.whole(state)
+    summary = dataclasses.replace(
         summary,
-        validation={
-            name: Measured(value, units[name]) for name, value in validation.whole(state).items()
-        },
+        validation={name: Measured(value, units[name]) for name, value in metrics.items()},
         validated_on=validation.seen(whole=True),
         gzip_bits_per_byte=validation.gzip_bits_per_byte,
     )
+    return summary, by_batch

@@ -8,6 +8,7 @@ from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.suite.suite import SuiteEvaluator
 from lmlib.evaluate.validation import Evaluation, Evaluator, bits_per_byte, validation_metrics
 from lmlib.experiment import Experiment
+from lmlib.runs.validation import StoredSet, StoredValidation
 from lmlib.state import State
 
 
@@ -20,6 +21,7 @@ class Validation:
         self._weights = experiment.evaluation.weights
         self._batches = experiment.evaluation.batches
         self._objective = experiment.objective
+        self._last = experiment.steps
         self._evaluator = Evaluator(experiment.mesh, experiment.compute, experiment.objective)
         self._suite = _suite(experiment)
 
@@ -31,13 +33,19 @@ class Validation:
     def metrics(self, state: State) -> dict[str, float]:
         """`Experiment.evaluation_metrics`, over the first `evaluation.batches` batches of each set,
         the same ones each time."""
-        metrics = self._measured(state, whole=False)
+        metrics = self._metrics(self._measured(state, whole=False))
         return metrics if self._suite is None else {**metrics, **self._suite(state.whole_model)}
 
-    def whole(self, state: State) -> dict[str, float]:
-        """The same metrics over all batches of each set, without the suite's. A set that never ends
-        is seen up to `evaluation.batches`."""
-        return self._measured(state, whole=True)
+    def whole(self, state: State) -> tuple[dict[str, float], StoredValidation]:
+        """The same metrics over all batches of each set, without the suite's, and what they are
+        made of. A set that never ends is seen up to `evaluation.batches`."""
+        found = self._measured(state, whole=True)
+        stored = StoredValidation(
+            step=self._last,
+            cross_entropy=self._objective.cross_entropy,
+            sets={name: self._stored(name, each) for name, each in found.items()},
+        )
+        return self._metrics(found), stored
 
     def text(self, metrics: Mapping[str, float]) -> str:
         """One line for what `metrics` found: the loss, the metrics shown beside it, bits per byte,
@@ -84,12 +92,20 @@ class Validation:
         (source,) = self._sets.values()
         return source.gzip_bits_per_byte if isinstance(source, FlatTokens) else None
 
-    def _measured(self, state: State, whole: bool) -> dict[str, float]:
+    def _measured(self, state: State, whole: bool) -> dict[str, Evaluation]:
         model, reference_model = state.whole_model, state.reference_model
-        found = {
+        return {
             name: self._evaluator(model, source, self._count(source, whole), reference_model)
             for name, source in self._sets.items()
         }
+
+    def _stored(self, name: str, found: Evaluation) -> StoredSet:
+        weight = None if self._weights is None else float(self._weights[name])
+        return StoredSet(
+            found.digest, self._sets[name].bytes_per_target, weight, found.counts, found.sums
+        )
+
+    def _metrics(self, found: Mapping[str, Evaluation]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for metric in self._objective.metrics:
             values = {name: each.metrics[metric] for name, each in found.items()}

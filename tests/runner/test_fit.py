@@ -83,6 +83,7 @@ def test_a_run_describes_itself(undisturbed):
         "run.log",
         "starts",
         "tensorboard",
+        "validation.json",
     ]
     assert "optimizer.peak_lr = 0.003" in (workdir / "config.txt").read_text()
     assert list((workdir / "tensorboard").glob("events.*"))

@@ -143,6 +143,7 @@ def test_only_process_0_writes_and_prints(four, alone):
         "stacks",
         "starts",
         "tensorboard",
+        "validation.json",
     ]
     assert (workdir / "config.txt").read_text() == (alone / "config.txt").read_text()
     assert len(list((workdir / "tensorboard").iterdir())) == 2  # one of each start

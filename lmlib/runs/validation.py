@@ -1,0 +1,118 @@
+"""`validation.json`: what the validation at the end of a run measured, batch by batch.
+
+    {"step": 26000,
+     "cross_entropy": "loss",
+     "sets": {"validation": {"digest": "3f…", "bytes_per_target": 4.31, "weight": null,
+                             "counts": [65472, …], "sums": {"loss": [201884.9, …]}}}}
+
+A metric's mean is the sum of its `sums` over that of `counts`, to the bit that `result.json` has of
+up to `MOST` batches. Of more, neighbours are added up in equal groups. `digest` tells whether two
+runs were measured on the same batches. What is not finite is a string, as in metrics.jsonl.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from lmlib.storage.stored_json import read_json
+from lmlib.storage.whole_file import write_whole
+
+FILE_NAME = "validation.json"
+MOST = 4_096  # entries for each metric of a set: 100 KB
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredSet:
+    """What was measured on one validation set, in N batches or groups of neighbouring ones.
+
+    Args:
+      digest: of all that the batches hold, in their order.
+      bytes_per_target: of text; `None` if it is none.
+      weight: of the set in the total of all; `None`: its count.
+      counts: of the objective's units, tokens or pairs.
+      sums: of each metric over these units.
+    """
+
+    digest: str
+    bytes_per_target: float | None
+    weight: float | None
+    counts: Int64[np.ndarray, "N"]
+    sums: Mapping[str, Float64[np.ndarray, "N"]]
+
+    @property
+    def text_bytes(self) -> int | None:
+        """UTF-8 bytes of the text, which does not depend on the tokenizer."""
+        if self.bytes_per_target is None:
+            return None
+        return round(self.bytes_per_target * int(self.counts.sum()))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "digest": self.digest,
+            "bytes_per_target": self.bytes_per_target,
+            "weight": self.weight,
+            "counts": _grouped(self.counts).tolist(),
+            "sums": {
+                name: [each if math.isfinite(each) else str(each) for each in _grouped(sums)]
+                for name, sums in self.sums.items()
+            },
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredValidation:
+    """What was measured on each set, by its name, after `step`; `cross_entropy` is the metric from
+    which bits per byte follow, `None` if there is none."""
+
+    step: int
+    cross_entropy: str | None
+    sets: Mapping[str, StoredSet]
+
+    def save(self, workdir: str | os.PathLike[str]) -> None:
+        """Writes validation.json, whole or not at all."""
+        sets = {name: each.as_json() for name, each in self.sets.items()}
+        content = {"step": self.step, "cross_entropy": self.cross_entropy, "sets": sets}
+        write_whole(Path(workdir, FILE_NAME), json.dumps(content, allow_nan=False) + "\n")
+
+
+def read_validation(workdir: str | os.PathLike[str]) -> StoredValidation | None:
+    """What the run in `workdir` left; `None` if there is no such file.
+
+    Raises:
+      ValueError: naming the file, if it is damaged.
+    """
+    file = Path(workdir, FILE_NAME)
+    if not file.exists():
+        return None
+    try:
+        saved = read_json(file)
+        sets = {str(name): _set(each) for name, each in saved["sets"].items()}
+        return StoredValidation(int(saved["step"]), saved["cross_entropy"], sets)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{file} is damaged ({error!r:.200})") from error
+
+
+def _set(saved: Mapping[str, Any]) -> StoredSet:
+    counts = np.array(saved["counts"], np.int64)
+    sums = {str(name): np.array(each, np.float64) for name, each in saved["sums"].items()}
+    shapes = {each.shape for each in (counts, *sums.values())}
+    if shapes != {(counts.size,)} or counts.min(initial=0) < 0 or counts.sum() < 1:
+        raise ValueError("counts and sums do not fit each other")
+    in_bytes, weight = (
+        None if saved[name] is None else float(saved[name])
+        for name in ("bytes_per_target", "weight")
+    )
+    return StoredSet(str(saved["digest"]), in_bytes, weight, counts, sums)
+
+
+def _grouped(values: np.ndarray) -> np.ndarray:
+    """At most `MOST` sums of as many neighbours each; the last may have fewer."""
+    size = -(-len(values) // MOST)
+    return values if size < 2 else np.add.reduceat(values, np.arange(0, len(values), size))
