@@ -21,12 +21,8 @@ from lmlib.models.attend.options import Options
 from lmlib.parallel.collectives import on_each_device, platform
 from lmlib.parallel.layout import partition
 
-IMPLEMENTATIONS = {
-    "cudnn": cudnn.attend,
-    "splash": splash.attend,
-    "blockwise": blockwise.attend,
-    "plain": plain.attend,
-}
+# Each has `attend`, and `problem` if there are sizes that it cannot compute.
+IMPLEMENTATIONS = {"cudnn": cudnn, "splash": splash, "blockwise": blockwise, "plain": plain}
 
 
 def attend(
@@ -64,7 +60,7 @@ def attend(
         partition("batch seq kv_heads head_dim"),
     )
     mixed_BSHD = on_each_device(
-        functools.partial(IMPLEMENTATIONS[implementation], options=options),
+        functools.partial(IMPLEMENTATIONS[implementation].attend, options=options),
         inputs=(heads, kv_heads, kv_heads, partition("batch seq")),
         outputs=heads,
         tracked=False,
@@ -120,10 +116,8 @@ def problem(
     soft_cap: float | None = None,
 ) -> str | None:
     """Why an implementation cannot compute attention of these sizes, if it cannot."""
-    limited = {"cudnn": cudnn.problem, "splash": splash.problem}
-    if implementation not in limited:
-        return None
-    return limited[implementation](sequence_length, head_dim, dtype, soft_cap)
+    limits = getattr(IMPLEMENTATIONS.get(implementation), "problem", None)
+    return None if limits is None else limits(sequence_length, head_dim, dtype, soft_cap)
 
 
 def chosen(q_BSHD: Float[Array, "b s heads head_dim"], soft_cap: float | None = None) -> str:

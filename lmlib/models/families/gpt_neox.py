@@ -5,7 +5,7 @@ from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block, ParallelBlock
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.sizes import head_sizes
+from lmlib.models.families.sizes import head_sizes, rotated_coordinates
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, Activation, gelu
 from lmlib.models.parts.norms import LayerNorm
@@ -45,13 +45,7 @@ def gpt_neox(
     """
     mlp = 4 * embed if mlp is None else mlp
     _, head_dim = head_sizes(embed, heads, None, None, vocab=vocab, layers=layers, mlp=mlp)
-    rotated = int(head_dim * rotary_fraction)
-    if rotated < 2 or rotated % 2:
-        raise ValueError(
-            f"rotary_fraction = {rotary_fraction} of head_dim = {head_dim} is {rotated} "
-            "coordinates to rotate: it takes an even number, at least 2"
-        )
-    rotary = Rotary(rotated, rope_theta, rope_scaling)
+    rotary = Rotary(rotated_coordinates(head_dim, rotary_fraction), rope_theta, rope_scaling)
     scale = residual_scale(layers)
 
     def norm(key: PRNGKeyArray) -> LayerNorm:

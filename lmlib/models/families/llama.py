@@ -10,7 +10,7 @@ from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder, table_values
-from lmlib.models.families.sizes import head_sizes
+from lmlib.models.families.sizes import head_sizes, rotated_coordinates
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
@@ -63,7 +63,7 @@ def llama(
     kv_heads, head_dim = head_sizes(
         embed, heads, kv_heads, head_dim, vocab=vocab, layers=layers, mlp=mlp
     )
-    rotary = Rotary(int(head_dim * rotary_fraction), rope_theta, rope_scaling)
+    rotary = Rotary(rotated_coordinates(head_dim, rotary_fraction), rope_theta, rope_scaling)
     windows = [window] * layers if window is None or isinstance(window, int) else [*window]
     if len(windows) != layers:
         raise ValueError(f"window has {len(windows)} values for {layers} layers")

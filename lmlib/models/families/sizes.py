@@ -24,3 +24,18 @@ def head_sizes(
     if head_dim is None and embed % heads:
         raise ValueError(f"embed = {embed} must be a multiple of heads = {heads}, or give head_dim")
     return kv_heads, embed // heads if head_dim is None else head_dim
+
+
+def rotated_coordinates(head_dim: int, fraction: float) -> int:
+    """How many coordinates of a head have rotary positions, the share `fraction` of them.
+
+    Raises:
+      ValueError: if that is a part of a head that no pairs fill.
+    """
+    rotated = int(head_dim * fraction)
+    if fraction != 1 and (rotated < 2 or rotated % 2):
+        raise ValueError(
+            f"rotary_fraction = {fraction} of head_dim = {head_dim} is {rotated} coordinates to "
+            "rotate: it takes an even number, at least 2"
+        )
+    return rotated
