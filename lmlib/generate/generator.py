@@ -19,6 +19,7 @@ from lmlib.generate import caches, weights
 from lmlib.generate.sampling import Rules, Sampling, numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, Made, State, first_token, next_tokens, prefill
 from lmlib.generate.stream import Generated, Stream
+from lmlib.models.precision import usual_dtype
 from lmlib.models.protocol import Model, Switching
 from lmlib.parallel.axes import Axes
 from lmlib.parallel.collectives import platform
@@ -316,12 +317,6 @@ class Generator:
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
-
-
-def usual_dtype() -> str:
-    """In which this machine generates fast: bfloat16, but float32 on CPUs, which would convert
-    every weight for every token."""
-    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 @functools.partial(jax.jit, static_argnums=2)

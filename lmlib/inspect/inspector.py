@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.inspect.layers import attention_weights, residual_stream
+from lmlib.inspect.layers import attention_weights, logit_lens, residual_stream
 from lmlib.losses.features import features
 from lmlib.losses.token_losses import token_losses
 from lmlib.models.parts.head import logits
@@ -73,6 +73,16 @@ class Inspector:
           ValueError: as `logits`, or if the model shows nothing of its layers.
         """
         return self._seen(residual_stream, ids)[:, : len(ids)]
+
+    def logit_lens(self, ids: Sequence[int]) -> Float[np.ndarray, "depth s vocab"]:
+        """The logits that the model would give of each of `activations`, if its layers ended there:
+        the last ones are `logits` (nostalgebraist 2020, "interpreting GPT: the logit lens"). The
+        array has 4 bytes for each depth, token and id of the vocabulary, on every device.
+
+        Raises:
+          ValueError: as `activations`.
+        """
+        return self._seen(logit_lens, ids)[:, : len(ids)]
 
     def attention(self, ids: Sequence[int]) -> Float[np.ndarray, "layers heads s t"]:
         """How much each token (s) takes from each (t): not less than 0, nothing from later ones,

@@ -1,7 +1,10 @@
 """What happens in the layers, for whoever looks: `Context.observe` sees each of them.
 
-Shapes: B batch, S sequence (queries), T sequence (keys), L layers, E embed, H heads.
+Shapes: B batch, S sequence (queries), T sequence (keys), L layers, D depth (layers and one),
+E embed, H heads.
 """
+
+import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,6 +12,7 @@ from jaxtyping import Array, Float
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.models.layer import AttendingLayer
+from lmlib.models.parts.head import logits
 from lmlib.models.protocol import Context, LayerCall, Model, Observe, Trunk
 from lmlib.parallel.layout import reshard
 
@@ -24,6 +28,19 @@ def residual_stream(
     trunk = _observed(model, batch, compute, before)
     last_BSE = reshard(trunk.x_BSE, "batch seq embed")
     return jnp.moveaxis(jnp.concatenate([trunk.observed, last_BSE[None]]), 0, 1)
+
+
+def logit_lens(model: Model, batch: Batch, compute: Compute) -> Float[Array, "b depth s vocab"]:
+    """The logits of each of `residual_stream`, as if it were the last."""
+    context = _context(batch, compute)
+    stream_BDSE = residual_stream(model, batch, compute)
+
+    def seen(x_BSE: Array) -> Array:
+        h_BSE = model.features(reshard(x_BSE, compute.residual), context)
+        return logits(model, reshard(h_BSE, "batch seq embed"), compute)
+
+    depths = range(stream_BDSE.shape[1])
+    return jnp.stack([seen(stream_BDSE[:, depth]) for depth in depths], axis=1)
 
 
 def attention_weights(
@@ -44,14 +61,15 @@ def attention_weights(
 
 
 def _observed(model: Model, batch: Batch, compute: Compute, observe: Observe) -> Trunk:
-    tokens_BS, positions_BS, segment_ids_BS = map(
-        jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids)
-    )
-    context = Context(positions_BS, segment_ids_BS, compute, observe=observe)
-    trunk = model.trunk(tokens_BS, context)
+    context = dataclasses.replace(_context(batch, compute), observe=observe)
+    trunk = model.trunk(jnp.asarray(batch.tokens), context)
     if trunk.observed is None:
         raise ValueError(
             f"{type(model).__name__} shows nothing of its layers: it has none, or its trunk does "
             "not run them by lmlib.models.stack.run_stack"
         )
     return trunk
+
+
+def _context(batch: Batch, compute: Compute) -> Context:
+    return Context(jnp.asarray(batch.positions), jnp.asarray(batch.segment_ids), compute)

@@ -20,6 +20,7 @@ from lmlib.models.parts.dropout import dropout
 from lmlib.models.parts.embedding import embedded
 from lmlib.models.parts.head import logits
 from lmlib.models.parts.positions import Positions
+from lmlib.models.precision import usual_dtype
 from lmlib.models.protocol import Context, Names, Part, Trunk, joined, whole_rows
 from lmlib.models.rematerialization import policy
 from lmlib.models.stack import (
@@ -118,10 +119,11 @@ class Decoder(eqx.Module):
         self, tokens_BS: Int32[Array, "b s"], context: Context | None = None
     ) -> Float[Array, "b s vocab"]:
         """Logits of the next token; see `lmlib.models.parts.head.logits`. Without a context each
-        row is one document, and `Compute()` says how. The mesh that the weights lie on is set
-        unless one is; it must divide the rows."""
+        row is one document, computed in float32 on CPUs and in bfloat16 elsewhere, as
+        `lmlib.generate` does. The mesh that the weights lie on is set unless one is; it must divide
+        the rows."""
         with on_mesh_of(self.embedding):
-            context = context or whole_rows(tokens_BS, Compute())
+            context = context or whole_rows(tokens_BS, Compute(dtype=usual_dtype()))
             h_BSE = self.features(self.trunk(tokens_BS, context).x_BSE, context)
             return logits(self, reshard(h_BSE, "batch seq embed"), context.compute)
 

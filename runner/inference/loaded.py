@@ -108,6 +108,10 @@ class Loaded:
         """The residual stream before the first layer, then after each."""
         return self._inspector.activations(self.ids(text))
 
+    def logit_lens(self, text: str | Sequence[int]) -> Float[np.ndarray, "depth s vocab"]:
+        """The logits that each of `activations` would give, if the layers ended there."""
+        return self._inspector.logit_lens(self.ids(text))
+
     def attention(self, text: str | Sequence[int]) -> Float[np.ndarray, "layers heads s t"]:
         """How much each token (s) takes from each (t), in each head of each layer."""
         return self._inspector.attention(self.ids(text))

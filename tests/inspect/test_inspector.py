@@ -48,10 +48,13 @@ def expected():
     seen, row = defaultdict(list), np.zeros((1, len(IDS)), int)
     positions = np.arange(len(IDS))[None]
     (logits,) = reference_logits(weights, [IDS], positions, row, 10_000.0, 1e-5, seen=seen)
-    return {"logits": logits, **{name: np.stack(each) for name, each in seen.items()}}
+    found = {"logits": logits, **{name: np.stack(each) for name, each in seen.items()}}
+    x_DSE = found["activations"]
+    normed_DSE = x_DSE / np.sqrt((x_DSE**2).mean(-1, keepdims=True) + 1e-5) * weights.norm.scale
+    return {**found, "logit_lens": normed_DSE @ weights.unembedding}
 
 
-@pytest.mark.parametrize("what", ["logits", "activations", "attention"])
+@pytest.mark.parametrize("what", ["logits", "activations", "attention", "logit_lens"])
 def test_it_is_what_the_equations_say(inspector, expected, what):
     found = getattr(inspector, what)(IDS)
     assert type(found) is np.ndarray and found.dtype == np.float32
@@ -69,7 +72,7 @@ def test_a_tokens_loss_is_minus_its_log_probability(inspector, expected):
 def test_a_model_is_called_without_setting_its_mesh(model, expected):
     tokens_BS = jnp.array([IDS] * 4, jnp.int32)
     found = np.asarray(model(tokens_BS), np.float32)
-    np.testing.assert_allclose(found, [expected["logits"]] * 4, rtol=0.1, atol=0.1)  # bfloat16
+    np.testing.assert_allclose(found, [expected["logits"]] * 4, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(

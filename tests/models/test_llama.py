@@ -66,7 +66,7 @@ def test_without_a_context_a_row_is_one_document(inputs):
     tokens_BS, _, _ = inputs
     model = initial()
     positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
-    given = Context(positions_BS, jnp.ones((B, S), jnp.int32), Compute())
+    given = Context(positions_BS, jnp.ones((B, S), jnp.int32), Compute(dtype="float32"))
     np.testing.assert_array_equal(model(tokens_BS), model(tokens_BS, given))
 
 
