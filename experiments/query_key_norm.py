@@ -1,0 +1,33 @@
+"""Query/key norm, yes or no, 600 steps of 1,024 tokens; 1.2e12 FLOPs, 1 minute on 2 CPU cores.
+
+    python -m runner --fdl_config=experiments/query_key_norm --workdir=/tmp/query_key_norm
+
+A question in one file: do they lower the validation loss, at two widths? docs/research.md goes from
+here to a verdict. The text is Python's sources, as in the quickstart.
+"""
+
+import fiddle as fdl
+
+from experiments import quickstart
+from lmlib.experiment import Experiment
+from lmlib.models.parts.attention import Attention
+from lmlib.models.parts.norms import RMSNorm
+
+_VOCAB = 1_024
+
+
+def config(embed: int = 64, query_key_norm: bool = False) -> fdl.Config[Experiment]:
+    """Args:
+    embed: width; heads have 32 coordinates.
+    query_key_norm: whether queries and keys are normed, each head alone, before they are rotated
+      (Henry et al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442, §2).
+    """
+    cfg = quickstart.config()
+    cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
+    cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // 32, 5 * embed // 2
+    if query_key_norm:
+        cfg.model.attention = fdl.Partial(Attention, norm=fdl.Partial(RMSNorm, "head_dim"))
+    cfg.data.batch_size = 8
+    cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 600, 200, 200
+    cfg.samples.prompts, cfg.samples.every = (), None
+    return cfg
