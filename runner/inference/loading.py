@@ -1,6 +1,7 @@
 """Finding a model and restoring it onto this machine's devices, with its texts' codec."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -23,7 +24,7 @@ from runner.weights.saved_run import Access, SavedRun, use_run
 
 
 def load(
-    reference: str,
+    reference: str | os.PathLike[str],
     *,
     mesh: Mesh | None = None,
     dtype: str | None = None,
@@ -67,7 +68,7 @@ def load(
         )
 
     with agreed(), user_errors():
-        found = located(reference)
+        found = located(os.fspath(reference))
         if isinstance(found, HuggingFace):
             if init_from is not None and not holds_adapters(found.folder):
                 show(f"--init_from={init_from} is ignored: {found.name} holds the whole model")

@@ -93,7 +93,7 @@ def test_a_run_whose_mesh_is_not_there(run):
 
 
 def test_what_a_run_makes_of_a_text_on_several_devices(run):
-    found = load(str(run[0]))
+    found = load(Path(run[0]))
     text = "hé!"
     ids = found.ids(text)
     rows = jnp.array([ids] * found.mesh.size)
