@@ -125,7 +125,7 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
             batch = abstract_batch(_BATCH, _SEQUENCE, mesh)
             step = train.trace_step(state, batch, training).lower().compile()
         for batch in batches:
-            state, _ = step(state, batch)
+            state, _ = step(state, batch, training.hyperparameters)
         found.setdefault(scheme, []).append(evaluate(state.model, validation, 32).loss)
     return found
 

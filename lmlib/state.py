@@ -17,6 +17,7 @@ from lmlib.data.batch import Batch
 from lmlib.guard import Guard, GuardState
 from lmlib.losses import NextToken, Objective
 from lmlib.models.weights import fold
+from lmlib.optim.hyperparameters import Hyperparameters, arrays_of
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.axes import M, map_weights
 from lmlib.parallel.creation import creator
@@ -46,6 +47,11 @@ class Training:
     microbatches: int = 1
     seed: int = 0
     trained: Set[str] | None = None
+
+    @functools.cached_property
+    def hyperparameters(self) -> Hyperparameters:
+        """The optimizer's numbers as arrays on every device, for `lmlib.train.step`."""
+        return arrays_of(self.optimizer.hyperparameters, self.mesh)
 
 
 class State(eqx.Module):

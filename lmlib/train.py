@@ -1,4 +1,4 @@
-"""The training step: a pure function from state and batch to state and metrics.
+"""The training step: a pure function from state, batch and hyperparameters to state and metrics.
 
 Shapes: B batch, M microbatches, S sequence.
 """
@@ -15,6 +15,7 @@ from jaxtyping import Array
 from lmlib.data.batch import Batch
 from lmlib.guard import choose
 from lmlib.losses import LossSums
+from lmlib.optim.hyperparameters import Hyperparameters, abstract_arrays_of, with_arrays
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import shardings, spec
 from lmlib.state import State, Training
@@ -22,8 +23,10 @@ from lmlib.state import State, Training
 Metrics = dict[str, Array]
 
 
-def step(state: State, batch: Batch, training: Training) -> tuple[State, Metrics]:
-    """One update from one global batch.
+def step(
+    state: State, batch: Batch, hyperparameters: Hyperparameters, training: Training
+) -> tuple[State, Metrics]:
+    """One update from one global batch, with the optimizer's numbers in `hyperparameters`.
 
     The loss is the sum over what the objective counts, valid target tokens say, divided by their
     count in the whole batch, so neither microbatches nor devices nor uneven masks change it. An
@@ -81,7 +84,7 @@ def step(state: State, batch: Batch, training: Training) -> tuple[State, Metrics
             gradients, reported = jax.lax.scan(accumulate, nothing, parts)
         reported = jax.tree.map(lambda each_M: jnp.sum(each_M, axis=0), reported)
     with jax.named_scope("optimizer"):
-        new_state, metrics = _updated(state, count, reported, gradients, training)
+        new_state, metrics = _updated(state, count, reported, gradients, hyperparameters, training)
     tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
     return new_state, {**reported.metrics, **metrics, "tokens": tokens, objective.units: count}
 
@@ -103,13 +106,20 @@ def _of_model(sums: LossSums, positions: Array) -> Metrics:
 
 
 def _updated(
-    state: State, count: Array, reported: _Reported, gradients: Any, training: Training
+    state: State,
+    count: Array,
+    reported: _Reported,
+    gradients: Any,
+    hyperparameters: Hyperparameters,
+    training: Training,
 ) -> tuple[State, Metrics]:
     """The state after the update that `gradients` ask for, and what there is to say of it."""
     loss = reported.metrics["loss"]
     optimizer, guard = training.optimizer, training.guard
+    given = with_arrays(optimizer.hyperparameters, hyperparameters)
+    transformation = optax.with_extra_args_support(optimizer.transformation)
     grad_norm = optax.global_norm(gradients)
-    updates, moments = optimizer.transformation.update(gradients, state.optimizer, state.model)
+    updates, moments = transformation.update(gradients, state.optimizer, state.model, **given)
     update_norm = optax.global_norm(updates)
     made, guarded = guard.judge(state.guard, loss, grad_norm, update_norm, count)
     updates_made = state.step - state.guard.skipped - state.guard.empty_batches
@@ -118,7 +128,7 @@ def _updated(
         "grad_norm": grad_norm,
         "parameter_norm": optax.global_norm(state.model),
         "update_norm": jnp.where(made, update_norm, 0),
-        "learning_rate": jnp.asarray(optimizer.learning_rate(updates_made), jnp.float32),
+        "learning_rate": jnp.asarray(optimizer.learning_rate(updates_made, **given), jnp.float32),
         "skipped_updates": guarded.skipped,
         "skipped_in_a_row": guarded.skipped_in_a_row,
         "empty_batches": guarded.empty_batches,
@@ -166,13 +176,15 @@ def split(batch: Batch, microbatches: int) -> Batch:
 def trace_step(state: State, batch: Batch, training: Training) -> jax.stages.Traced:
     """`step` traced for `state` and `batch`, which may be abstract.
 
-    Lowered and compiled, it is called as `state, metrics = compiled(state, batch)`. The old state
-    is donated: its buffers become the new one's.
+    Lowered and compiled, it is called as `state, metrics = compiled(state, batch, hyperparameters)`
+    with those of `Training.hyperparameters`, of this optimizer or of one that differs in its
+    numbers alone. The old state is donated: its buffers become the new one's.
     """
     everywhere = NamedSharding(training.mesh, PartitionSpec())
+    hyperparameters = abstract_arrays_of(training.optimizer.hyperparameters, training.mesh)
     with jax.set_mesh(training.mesh):
         return jax.jit(
             functools.partial(step, training=training),
             donate_argnums=0,
             out_shardings=(shardings(state), everywhere),
-        ).trace(state, batch)
+        ).trace(state, batch, hyperparameters)

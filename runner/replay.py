@@ -72,18 +72,21 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
     """Shows the step; whether its numbers are those of the run."""
     state, made = _begin(capture, experiment)
     compiled = experiment.trace_step().lower().compile()
+    hyperparameters = experiment.training.hyperparameters
     sharding = NamedSharding(experiment.mesh, partition("batch seq"))
     with Progress(capture.step - 1) as progress:
         for step in range(made + 1, capture.step):
             began = time.perf_counter()
-            state, metrics = compiled(state, place(experiment.data, step - 1, sharding))
+            state, metrics = compiled(
+                state, place(experiment.data, step - 1, sharding), hyperparameters
+            )
             loss = float(metrics["loss"])
             seconds = time.perf_counter() - began
             speed = rows.tokens.size / seconds
             progress.update(step, loss=loss, seconds=seconds, tokens_per_second=speed)
     batch = jax.tree.map(lambda field: jax.device_put(field, sharding), rows)
     statistics = statistics_of(experiment, state, batch)
-    _, metrics = compiled(state, batch)
+    _, metrics = compiled(state, batch, hyperparameters)
     again = {name: value.item() for name, value in jax.device_get(metrics).items()}
 
     print(f"step {capture.step:,}, whose update was skipped:\n")

@@ -102,6 +102,7 @@ MAY_IMPORT = {
     "lmlib.train": {
         "lmlib.state",
         "lmlib.losses",
+        "lmlib.optim",
         "lmlib.guard",
         "lmlib.parallel",
         "lmlib.data",

@@ -151,13 +151,13 @@ def lowered_step(mesh_name, rate=RATE):
     objective = NextToken(dropout=rate)
     training = Training(optimizer, mesh, compute, objective, microbatches=2)
     state, batch = abstract_state(make, training), abstract_batch(B, S, mesh)
-    return train.trace_step(state, batch, training).lower(), mesh
+    return train.trace_step(state, batch, training).lower(), training
 
 
 @functools.cache
 def compiled_step(mesh_name):
-    lowered, mesh = lowered_step(mesh_name)
-    return lowered.compile(), mesh
+    lowered, training = lowered_step(mesh_name)
+    return lowered.compile(), training
 
 
 def begin(mesh_name, seed=0):
@@ -166,12 +166,12 @@ def begin(mesh_name, seed=0):
 
 def advance(mesh_name, state, steps, batch=None):
     """The state after `steps` more steps, and their losses; `batch` instead of each step's own."""
-    compiled, mesh = compiled_step(mesh_name)
-    rows, losses = NamedSharding(mesh, partition("batch seq")), []
+    compiled, training = compiled_step(mesh_name)
+    rows, losses = NamedSharding(training.mesh, partition("batch seq")), []
     first = int(state.step)
     for step in range(first, first + steps):
         index = step if batch is None else batch
-        state, metrics = compiled(state, place(source, index, rows))
+        state, metrics = compiled(state, place(source, index, rows), training.hyperparameters)
         losses.append(float(metrics["loss"]))
     return state, np.array(losses)
 

@@ -117,7 +117,9 @@ def tiny_step(optimizer: Optimizer):
     rows = jax.tree.map(lambda leaf: leaf.sharding, blank)
 
     def step(state, batch):
-        state, metrics = compiled(state, jax.tree.map(jax.device_put, batch, rows))
+        state, metrics = compiled(
+            state, jax.tree.map(jax.device_put, batch, rows), training.hyperparameters
+        )
         return state, jax.device_get(metrics)
 
     return step, state
@@ -161,7 +163,7 @@ def test_a_skipped_update_changes_nothing_but_its_count():
         jax.tree.map(lambda leaf: leaf.sharding, abstract_batch(8, 16, mesh)),
     )
     compiled = train.trace_step(state, batch, training).lower().compile()
-    state, metrics = compiled(state, batch)
+    state, metrics = compiled(state, batch, {})
     metrics = jax.device_get(metrics)
     assert (int(metrics["skipped_updates"]), int(metrics["skipped_in_a_row"])) == (0, 0)
     assert metrics["update_norm"] > 0
@@ -172,7 +174,7 @@ def test_a_skipped_update_changes_nothing_but_its_count():
     state = eqx.tree_at(lambda tree: tree.model.norm.scale, state, broken)
     before = jax.device_get((state.model, state.optimizer))
     for skipped in (1, 2):
-        state, metrics = compiled(state, batch)
+        state, metrics = compiled(state, batch, {})
         metrics = jax.device_get(metrics)
         assert not np.isfinite(metrics["loss"])
         assert int(metrics["skipped_updates"]) == int(metrics["skipped_in_a_row"]) == skipped

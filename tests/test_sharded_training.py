@@ -119,7 +119,7 @@ def test_loss_and_gradients_equal_those_of_one_device(mesh_name, variant):
 def compiled_step(state, optimizer, mesh, compute=FLOAT32, microbatches=1):
     batch = abstract_batch(source.batch_size, source.sequence_length, mesh)
     training = Training(optimizer, mesh, compute, microbatches=microbatches)
-    return train.trace_step(state, batch, training).lower().compile()
+    return train.trace_step(state, batch, training).lower().compile(), training.hyperparameters
 
 
 @functools.cache
@@ -128,10 +128,10 @@ def curve(mesh_name, variant, microbatches=1, steps=20):
     optimizer = optim.adamw(steps, peak_lr=1e-2)
     tied, compute = VARIANTS[variant]
     state = first_state(weights(tied), optimizer, mesh)
-    compiled = compiled_step(state, optimizer, mesh, compute, microbatches)
+    compiled, numbers = compiled_step(state, optimizer, mesh, compute, microbatches)
     losses = []
     for step in range(steps):
-        state, metrics = compiled(state, place(source, step, rows(mesh)))
+        state, metrics = compiled(state, place(source, step, rows(mesh)), numbers)
         losses.append(float(metrics["loss"]))
     return np.array(losses)
 
@@ -172,19 +172,18 @@ def step_of_a_tied_model():
     mesh = make_mesh(fsdp=4, tensor=2)
     optimizer = optim.adamw(10, peak_lr=1e-2)
     state = abstract_state(model_maker(tied=True), Training(optimizer, mesh))
-    return compiled_step(state, optimizer, mesh), optimizer, mesh
+    return *compiled_step(state, optimizer, mesh), optimizer, mesh
 
 
 def test_the_state_is_donated_and_every_sharding_is_named():
-    compiled, optimizer, mesh = step_of_a_tied_model()
-    state_shardings, batch_shardings = compiled.input_shardings[0]
-    for sharding in jax.tree.leaves((state_shardings, batch_shardings, compiled.output_shardings)):
+    compiled, numbers, optimizer, mesh = step_of_a_tied_model()
+    for sharding in jax.tree.leaves((compiled.input_shardings[0], compiled.output_shardings)):
         assert isinstance(sharding, NamedSharding)
         assert sharding.mesh.axis_names == ("data", "fsdp", "tensor")
     state, placed = first_state(weights(True), optimizer, mesh), place(source, 0, rows(mesh))
-    new_state, _ = compiled(state, placed)
+    new_state, _ = compiled(state, placed, numbers)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new_state, placed)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new_state, placed, numbers)))
     aliased = compiled.memory_analysis().alias_size_in_bytes
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(new_state))
     assert aliased >= held
@@ -201,11 +200,11 @@ def test_the_abstract_state_is_the_state():
 
 
 def test_a_tied_table_is_one_leaf_and_stays_one():
-    compiled, optimizer, mesh = step_of_a_tied_model()
+    compiled, numbers, optimizer, mesh = step_of_a_tied_model()
     state = first_state(weights(True), optimizer, mesh)
     shapes = [leaf.shape for leaf in jax.tree.leaves(state.model)]
     assert shapes.count((128, 64)) == 1
     assert (64, 128) not in shapes
-    new_state, _ = compiled(state, place(source, 0, rows(mesh)))
+    new_state, _ = compiled(state, place(source, 0, rows(mesh)), numbers)
     assert [leaf.shape for leaf in jax.tree.leaves(new_state.model)] == shapes
     assert new_state.model.unembedding is None

@@ -55,7 +55,7 @@ def gradient_and_metrics(mask_BS, microbatches, z_loss=0.0, **mesh):
     compiled, mesh = compiled_step(microbatches, z_loss, **mesh)
     rows = NamedSharding(mesh, partition("batch seq"))
     batch = jax.tree.map(lambda x: jax.device_put(x, rows), batch_with(mask_BS))
-    state, metrics = compiled(first_state(initial_model(), descent, mesh), batch)
+    state, metrics = compiled(first_state(initial_model(), descent, mesh), batch, {})
     before, after = jax.tree.leaves(initial_model()), jax.tree.leaves(state.model)
     gradient = [one - np.asarray(other) for one, other in zip(before, after, strict=True)]
     return gradient, jax.device_get(metrics)
@@ -171,10 +171,11 @@ def test_grad_norm_is_taken_before_clipping():
     optimizer = optim.adamw(10, 1e-3, clip_norm=1e-3)
     state = first_state(initial_model(), optimizer, mesh)
     blank = abstract_batch(B, S, mesh)
-    compiled = train.trace_step(state, blank, Training(optimizer, mesh, FLOAT32)).lower().compile()
+    training = Training(optimizer, mesh, FLOAT32)
+    compiled = train.trace_step(state, blank, training).lower().compile()
     rows = NamedSharding(mesh, partition("batch seq"))
     batch = jax.tree.map(lambda x: jax.device_put(x, rows), source.batch(0))
-    state, metrics = compiled(state, batch)
+    state, metrics = compiled(state, batch, training.hyperparameters)
     assert metrics["grad_norm"] > 0.1
     assert int(state.step) == 1
 

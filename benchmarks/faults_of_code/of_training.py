@@ -68,9 +68,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the first step learns nothing",
-        "lmlib/optim/optimizer.py",
-        "warmup = optax.linear_schedule(peak_lr / (rising + 1), peak_lr, rising)",
-        "warmup = optax.linear_schedule(0.0, peak_lr, rising)",
+        "lmlib/optim/schedules.py",
+        "risen = jnp.minimum((step + 1.0) / (self.rising + 1.0), 1.0)",
+        "risen = jnp.minimum(step / jnp.maximum(self.rising, 1), 1.0)",
         "tests/optim/test_optim.py",
     ),
     Mutation(

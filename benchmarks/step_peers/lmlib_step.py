@@ -35,12 +35,15 @@ class LmlibStep:
         batch = abstract_batch(size.batch, size.sequence, mesh)
         traced = train.trace_step(self._state, batch, training)
         self._step = traced.lower().compile()
+        self._hyperparameters = training.hyperparameters
         self._batches = jax.device_put(work.batches, NamedSharding(mesh, partition("batch seq")))
 
     def run(self, steps: range) -> list[float]:
         losses = []
         for step in steps:
-            self._state, metrics = self._step(self._state, self._batches[step])
+            self._state, metrics = self._step(
+                self._state, self._batches[step], self._hyperparameters
+            )
             losses.append(metrics["loss"])
         jax.block_until_ready(self._state)
         return [float(loss) for loss in losses]

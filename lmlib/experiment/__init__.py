@@ -217,7 +217,8 @@ class Experiment:
         return new_model(recipe.make, self.mesh, recipe.made)
 
     def trace_step(self) -> jax.stages.Traced:
-        """The train step, as every command traces it: `state, metrics = step(state, batch)`."""
+        """The train step, as every command traces it: `state, metrics = step(state, batch,
+        training.hyperparameters)`."""
         return trace_step(self.abstract_state(), self.abstract_batch(), self.training)
 
     def check(self) -> None:

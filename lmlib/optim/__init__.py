@@ -1,10 +1,8 @@
 """Optimizers, schedules, and which weights train at which rate."""
 
-from lmlib.optim.optimizer import (
-    Optimizer,
-    adamw,
-    as_declared,
-    decay_mask,
+from lmlib.optim.optimizer import Optimizer, adamw, as_declared, decay_mask
+from lmlib.optim.schedules import (
+    Schedule,
     warmup_constant,
     warmup_cosine,
     warmup_linear,
@@ -13,6 +11,7 @@ from lmlib.optim.optimizer import (
 
 __all__ = [
     "Optimizer",
+    "Schedule",
     "adamw",
     "as_declared",
     "decay_mask",

@@ -1,17 +1,20 @@
-"""A compiled step in a file: one host compiles, the others start without.
+"""The compiled step of a run, which may lie in a file: one host compiles, the others start without.
 
 Such a file is a program: loading it can run any code, as starting a program can. Take it only from
 where you would take a program from. What it was compiled for is read and compared first, so that a
 file that does not belong to the run is refused; that guards against mistakes, not against malice.
 
-The file: a line that names the format; a line of JSON with `identity`, the names of the step's
-`metrics` and the `sha256` of the rest; the rest, which JAX has written, with `pickle`.
+The file: a line that names the format; a line of JSON with `identity`, the `config` as text and the
+`sha256` of the rest; the rest, which JAX has written, with `pickle`.
 """
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,13 +26,15 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from lmlib.data.batch import Batch
-from lmlib.state import State
+from lmlib.experiment import Experiment
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import write_whole
-from runner.config.code import code_digest
+from lmlib.terminal.quantities import bytes_text, duration_text
 from runner.config.text import changed_paths, flattened
 from runner.errors import ConfigError
+from runner.monitoring.progress import Progress
+from runner.processes.agreement import agreed
+from runner.training.options import Options
 
 _FORMAT = b"lmlib compiled step, format 1\n"
 _LONGEST_HEADER = 2**24
@@ -37,27 +42,86 @@ _LONGEST_HEADER = 2**24
 Identity = dict[str, str]
 
 
-def identity_of(cfg: fdl.Config, mesh: Mesh, state: State, batch: Batch) -> Identity:
-    """What must be the same for a compiled step to be taken: names to readable values.
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """The train step of `experiment`, made of `cfg`: traced once, and compiled as `options` say.
 
     Args:
-      state, batch: arrays, or `ShapeDtypeStruct`s with shardings.
+      primary: whether this process writes files.
     """
+
+    cfg: fdl.Config[Experiment]
+    experiment: Experiment
+    options: Options
+    progress: Progress
+    primary: bool
+
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        return self.experiment.trace_step().lower()
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        return identity_of(self.lowered, self.experiment.mesh)
+
+    def check(self) -> None:
+        """Raises ConfigError if it is to be taken out of a file, and that holds another."""
+        if self.options.compiled is not None:
+            if self.options.save_compiled is not None:
+                raise ConfigError("give --compiled or --save_compiled, not both")
+            check_compiled(self.options.compiled, self.identity, flattened(self.cfg))
+
+    def compiled(self) -> jax.stages.Compiled:
+        options, config = self.options, flattened(self.cfg)
+        began = time.perf_counter()
+        if options.compiled is None:
+            self.progress.message("compiling the step")
+        done = "compiled the step"
+        if options.compiled is not None:
+            with agreed():
+                compiled = load_compiled(options.compiled, self.lowered, self.identity, config)
+            done = f"took the compiled step out of {options.compiled}"
+        elif options.save_compiled is not None:
+            with compiled_anew():
+                compiled = self.lowered.compile()
+        else:
+            compiled = options.compile(self.lowered, self.experiment.mesh)
+        self.progress.message(f"{done} in {duration_text(time.perf_counter() - began)}")
+        memory = compiled.memory_analysis()
+        if memory is not None:  # not every platform says
+            self.progress.message(
+                f"on each device it needs {bytes_text(memory.argument_size_in_bytes)} for state "
+                f"and batch and {bytes_text(memory.temp_size_in_bytes)} for temporaries"
+            )
+        if options.save_compiled is not None:
+            with agreed():
+                if self.primary:
+                    save_compiled(compiled, options.save_compiled, self.identity, config)
+            self.progress.message(f"wrote the compiled step to {options.save_compiled}")
+        return compiled
+
+
+def identity_of(step: jax.stages.Lowered, mesh: Mesh) -> Identity:
+    """What must be the same for a compiled step to be taken: names to readable values. The program
+    is what differs if anything does that the step computes; hyperparameters are no part of it."""
     device = mesh.devices.flat[0]
-    laid_out = [
-        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path((state, batch))
+    arguments = [
+        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(step.args_info)
     ]
     return {
-        "config": flattened(cfg),
-        "code": code_digest(cfg),
+        "program": _digest(step.as_text()),
         "jax": f"{jax.__version__} with jaxlib {jaxlib.__version__}",
         "platform": device.client.platform_version,
         "devices": f"{mesh.devices.size} of kind {device.device_kind}",
         "processes": str(jax.process_count()),
         "mesh": f"{dict(mesh.shape)} of devices {[each.id for each in mesh.devices.flat]}",
-        "arguments": hashlib.sha256("\n".join(laid_out).encode()).hexdigest(),
+        "arguments": _digest("\n".join(arguments)),
     }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -75,23 +139,23 @@ def compiled_anew() -> Iterator[None]:
 
 
 def save_compiled(
-    compiled: jax.stages.Compiled, path: str | os.PathLike[str], identity: Identity
+    compiled: jax.stages.Compiled, path: str | os.PathLike[str], identity: Identity, config: str
 ) -> None:
-    """Writes a step `(state, batch) -> (state, metrics)`, whole or not at all.
+    """Writes a step, whole or not at all. It must have been compiled in `compiled_anew`.
 
-    It must have been compiled in `compiled_anew`.
+    Args:
+      config: as text, for the sentence that refuses it to another run.
 
     Raises:
       ConfigError: if JAX or the disk refuses.
     """
     try:
-        content, _, outputs = serialize_executable.serialize(compiled)
+        content, _, _ = serialize_executable.serialize(compiled)
     except Exception as error:  # JAX's or XLA's
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"--save_compiled: JAX cannot save this program: {reason}") from error
-    _, metrics = jax.tree.unflatten(outputs, range(outputs.num_leaves))
     digest = hashlib.sha256(content).hexdigest()
-    header = {"identity": identity, "metrics": list(metrics), "sha256": digest}
+    header = {"identity": identity, "config": config, "sha256": digest}
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,19 +164,19 @@ def save_compiled(
         raise ConfigError(f"--save_compiled={path}: {error}") from error
 
 
-def check_compiled(path: str | os.PathLike[str], identity: Identity) -> None:
+def check_compiled(path: str | os.PathLike[str], identity: Identity, config: str) -> None:
     """Raises ConfigError unless `path` was saved with `identity`; none of its code is run."""
     with _opened(path) as file:
-        _read_header(file, path, identity)
+        _read_header(file, path, identity, config)
 
 
 def load_compiled(
-    path: str | os.PathLike[str], identity: Identity, state: State, batch: Batch
+    path: str | os.PathLike[str], step: jax.stages.Lowered, identity: Identity, config: str
 ) -> jax.stages.Compiled:
     """What `save_compiled` wrote, which may be code; see this module.
 
     Args:
-      identity: of the run, its state and its batch, which may be abstract.
+      step: what it replaces, and its identity.
 
     Raises:
       ConfigError: if it was saved with another `identity`, which names what differs; if the file is
@@ -120,15 +184,12 @@ def load_compiled(
         case.
     """
     with _opened(path) as file:
-        header = _read_header(file, path, identity)
+        header = _read_header(file, path, identity, config)
         content = file.read()
     if hashlib.sha256(content).hexdigest() != header["sha256"]:
         raise _refused(path, "is damaged")
-    outputs = state, dict.fromkeys(header["metrics"], 0)
     try:
-        return serialize_executable.deserialize_and_load(
-            content, jax.tree.structure(((state, batch), {})), jax.tree.structure(outputs)
-        )
+        return serialize_executable.deserialize_and_load(content, step.in_tree, step.out_tree)
     except Exception as error:  # JAX's, XLA's and pickle's
         reason = str(error).partition("\n")[0]
         raise _refused(path, f"cannot be loaded by JAX here: {reason}") from error
@@ -144,16 +205,18 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _read_header(
-    file: BinaryIO, path: str | os.PathLike[str], identity: Identity
+    file: BinaryIO, path: str | os.PathLike[str], identity: Identity, config: str
 ) -> dict[str, Any]:
     if file.readline(len(_FORMAT)) != _FORMAT:
         raise _refused(path, "is no compiled step, or of another version")
     try:
         header = parse_json(file.readline(_LONGEST_HEADER))
-        saved = dict(header["identity"])
+        saved, saved_config = dict(header["identity"]), str(header["config"])
     except (ValueError, TypeError, KeyError) as error:
         raise _refused(path, "is damaged") from error
     if differing := _differences(saved, identity):
+        if changed := changed_paths(saved_config, config):
+            differing.append(f"the config differs in {', '.join(changed)}")
         raise _refused(path, f"was compiled for another run: {'; '.join(differing)}")
     return header
 
@@ -170,9 +233,7 @@ def _differences(saved: Identity, wanted: Identity) -> list[str]:
         before, now = saved.get(name, "nothing"), wanted.get(name, "nothing")
         if before == now:
             continue
-        if name == "config":
-            found.append(f"the config differs in {', '.join(changed_paths(before, now))}")
-        elif name in ("code", "arguments", "platform"):
+        if name in ("program", "arguments", "platform"):
             found.append(f"the {name} differ{'s' * (name != 'arguments')}")
         else:
             found.append(f"{name} {before}, here {now}")

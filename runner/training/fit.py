@@ -13,6 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from lmlib.checkpoint import Checkpoints
+from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Every, Experiment
 from lmlib.experiment.sources import check_first_rows
@@ -23,7 +24,8 @@ from lmlib.metrics.tensorboard import TensorBoard
 from lmlib.parallel.layout import partition
 from lmlib.state import State
 from lmlib.storage.local_folder import local_folder
-from lmlib.terminal.quantities import bytes_text, duration_text
+from lmlib.terminal.quantities import bytes_text
+from lmlib.train import Metrics
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import flattened
 from runner.errors import ConfigError, chosen_sizes, user_errors
@@ -47,14 +49,7 @@ from runner.processes.agreement import (
 from runner.processes.lock import WorkdirLock
 from runner.training.beginning import Beginning, begin, check_config, check_newest
 from runner.training.captures import Captures
-from runner.training.compiled_step import (
-    Identity,
-    check_compiled,
-    compiled_anew,
-    identity_of,
-    load_compiled,
-    save_compiled,
-)
+from runner.training.compiled_step import StepProgram
 from runner.training.loop import Loop
 from runner.training.options import Options
 from runner.training.periodic import Evaluating, Sampling, Saving, others
@@ -146,7 +141,7 @@ def fit(
         run.announce()
         beginning = begin(experiment, workdir / "checkpoints", options, progress, phases)
         with agreed():
-            run.check_compiled(beginning.state)
+            run.program.check()
         phases.enter(Phase.STARTUP)
         # Before this line, and whatever the user's mistake, nothing is written that stays.
         with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
@@ -188,6 +183,10 @@ class _Run:
     @functools.cached_property
     def validation(self) -> Validation | None:
         return None if self.experiment.validation is None else Validation(self.experiment)
+
+    @functools.cached_property
+    def program(self) -> StepProgram:
+        return StepProgram(self.cfg, self.experiment, self.options, self.progress, self.primary)
 
     @property
     def samples(self) -> Samples:
@@ -238,7 +237,7 @@ class _Run:
             if log.set_aside is not None:
                 progress.message(f"the metrics of the run before are kept in {log.set_aside}")
             with self.phases.during(Phase.COMPILE):
-                compiled = self._compile(beginning.state)
+                compiled = self.program.compiled()
             self.lock.check()
             if self.options.dump_hlo and self.primary:
                 progress.message(dump_program(compiled, workdir))
@@ -262,11 +261,16 @@ class _Run:
             if validation is not None:
                 evaluating = Evaluating(validation, saver, self.lock, progress)
             sampling = Sampling(self.samples, log, experiment.steps)
+            hyperparameters = experiment.training.hyperparameters
+
+            def make_step(state: State, batch: Batch) -> tuple[State, Metrics]:
+                return compiled(state, batch, hyperparameters)
+
             with self._profiler(compiled) as profiler:
                 return Loop(
                     experiment=experiment,
                     workdir=workdir,
-                    make_step=profiler.traced(compiled),
+                    make_step=profiler.traced(make_step),
                     batches=batches,
                     saving=Every(experiment.checkpoints.every, saving, at_end=True),
                     actions=others(experiment, evaluating, sampling, self.options.actions),
@@ -348,43 +352,3 @@ class _Run:
             self.progress.message(where_the_time_went(folder, compiled, self.experiment, steps))
 
         return Profiler(folder, steps if self.primary else None, written=tell)
-
-    def check_compiled(self, state: State) -> None:
-        if self.options.compiled is not None:
-            if self.options.save_compiled is not None:
-                raise ConfigError("give --compiled or --save_compiled, not both")
-            check_compiled(self.options.compiled, self._identity(state))
-
-    def _compile(self, state: State) -> jax.stages.Compiled:
-        options = self.options
-        began = time.perf_counter()
-        if options.compiled is None:
-            self.progress.message("compiling the step")
-        done = "compiled the step"
-        if options.compiled is not None:
-            batch = self.experiment.abstract_batch()
-            with agreed():
-                compiled = load_compiled(options.compiled, self._identity(state), state, batch)
-            done = f"took the compiled step out of {options.compiled}"
-        elif options.save_compiled is not None:
-            with compiled_anew():
-                compiled = self.experiment.trace_step().lower().compile()
-        else:
-            compiled = self.experiment.trace_step().lower().compile()
-        self.progress.message(f"{done} in {duration_text(time.perf_counter() - began)}")
-        memory = compiled.memory_analysis()
-        if memory is not None:  # not every platform says
-            self.progress.message(
-                f"on each device it needs {bytes_text(memory.argument_size_in_bytes)} for state "
-                f"and batch and {bytes_text(memory.temp_size_in_bytes)} for temporaries"
-            )
-        if options.save_compiled is not None:
-            with agreed():
-                if self.primary:
-                    save_compiled(compiled, options.save_compiled, self._identity(state))
-            self.progress.message(f"wrote the compiled step to {options.save_compiled}")
-        return compiled
-
-    def _identity(self, state: State) -> Identity:
-        experiment = self.experiment
-        return identity_of(self.cfg, experiment.mesh, state, experiment.abstract_batch())

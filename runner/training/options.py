@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING
 from runner.monitoring.limits import Limits
 
 if TYPE_CHECKING:  # which imports JAX
+    from jax.sharding import Mesh
+    from jax.stages import Compiled, Lowered
+
     from lmlib.experiment import Every
     from lmlib.metrics.sinks import MakeSink
 
 
 def never(step: int) -> bool:
     return False
+
+
+def compiled_for_this_run(step: "Lowered", mesh: "Mesh") -> "Compiled":
+    return step.compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Options:
       allowed_changes: "data", "model": what may have changed since the run stopped.
       save_compiled: a file to write the compiled step to.
       compiled: a file to take it from instead of compiling; loading it can run any code.
+      compile: compiles the step for a mesh; a caller that makes several runs may keep programs.
       actions: as in `Experiment`, after its own; the same on all processes.
       sinks: as in `Experiment`, besides its own.
       limits: this process ends if something takes longer; `None`: it never does.
@@ -48,6 +56,7 @@ class Options:
     allowed_changes: Collection[str] = ()
     save_compiled: Path | None = None
     compiled: Path | None = None
+    compile: Callable[["Lowered", "Mesh"], "Compiled"] = compiled_for_this_run
     actions: Sequence["Every"] = ()
     sinks: Sequence["MakeSink"] = ()
     limits: Limits | None = None

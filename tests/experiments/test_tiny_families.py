@@ -53,7 +53,9 @@ def losses_of_steps(name, *overrides):
     state = experiment.initial_state(jax.device_put(initial(name), layout, may_alias=False))
     step, found = experiment.trace_step().lower().compile(), []
     for number in range(experiment.steps):
-        state, metrics = step(state, place(experiment.data, number, rows))
+        state, metrics = step(
+            state, place(experiment.data, number, rows), experiment.training.hyperparameters
+        )
         found.append(float(metrics["loss"]))
     return found
 

@@ -141,7 +141,7 @@ def test_a_step_follows_the_definition(mesh, microbatches, chunk):
         state = initial_state(model, training).with_reference_model(reference_model)
         before = jax.device_get(jax.tree.leaves(state.model))
         step = functools.partial(train.step, training=training)
-        after, metrics = jax.jit(step)(state, placed)
+        after, metrics = jax.jit(step)(state, placed, {})
         assert int(jax.jit(OBJECTIVE.count)(placed)) == count
     assert {name: float(metrics[name]) for name in means} == pytest.approx(means, rel=1e-5)
     assert metrics["tokens"] == batch().loss_mask.sum()

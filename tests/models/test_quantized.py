@@ -263,7 +263,7 @@ def losses(quantized, mesh, **settings):
     found = []
     for index in range(3):
         batch = place(source, index, NamedSharding(mesh, partition("batch seq")))
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, training.hyperparameters)
         found.append(float(metrics["loss"]))
     return found
 

@@ -130,12 +130,12 @@ def test_its_gradients_are_the_same_on_every_mesh(mesh_name, sequence_parallel):
 def test_it_trains_and_resumes_bit_for_bit(tmp_path):
     run = experiment(MESHES["all"], sequence_parallel=True)
     run.check()
-    step = run.trace_step().lower().compile()
+    step, numbers = run.trace_step().lower().compile(), run.training.hyperparameters
     rows = NamedSharding(run.mesh, partition("batch seq"))
     state, losses = run.initial_state(), []
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         for i in range(20):
-            state, metrics = step(state, place(source, i, rows))
+            state, metrics = step(state, place(source, i, rows), numbers)
             losses.append(float(metrics["loss"]))
             if i == 9:
                 checkpoints.save(10, state, {})
@@ -143,7 +143,7 @@ def test_it_trains_and_resumes_bit_for_bit(tmp_path):
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         again = checkpoints.restore_newest(run.abstract_state()).state
     for i in range(10, 20):
-        again, metrics = step(again, place(source, i, rows))
+        again, metrics = step(again, place(source, i, rows), numbers)
         assert float(metrics["loss"]) == losses[i]
 
 

@@ -37,7 +37,9 @@ def stepped(made):
     before = made.initial_state()
     kept = jax.tree.map(np.asarray, before.whole_model)
     batch = jax.tree.map(jnp.asarray, made.data.batch(0))
-    after, metrics = made.trace_step().lower().compile()(before, batch)
+    after, metrics = (
+        made.trace_step().lower().compile()(before, batch, made.training.hyperparameters)
+    )
     return kept, after, metrics
 
 

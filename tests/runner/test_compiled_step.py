@@ -43,15 +43,24 @@ def test_another_process_takes_it_and_trains_to_the_same_bits(saved):
 
 
 @pytest.mark.slow
+def test_a_run_of_another_length_and_rate_takes_it_too(saved, tmp_path):
+    flags = ("--fdl.optimizer.peak_lr=1e-4", "--fdl.optimizer.weight_decay=0.0", "--fdl.steps=4")
+    done = run(tmp_path / "compiled", *flags, "--fdl.seed=1", f"--compiled={saved / 'step'}")
+    assert done.returncode == 0, done.stderr
+    assert run(tmp_path / "anew", *flags, "--fdl.seed=1").returncode == 0
+    assert losses(tmp_path / "compiled") == losses(tmp_path / "anew")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
         (
-            ("--fdl.optimizer.peak_lr=1e-4", "--fdl.model.embed=32"),
-            "was compiled for another run: the arguments differ; the config differs in "
-            "model.embed, optimizer.peak_lr",
+            ("--fdl.optimizer.b1=0.8", "--fdl.model.embed=32"),
+            "was compiled for another run: the arguments differ; the program differs; the config "
+            "differs in model.embed, optimizer.b1",
         ),
-        (("--fdl.mesh.fsdp=4",), "the config differs in mesh.fsdp; devices 8 of kind cpu, here 4"),
+        (("--fdl.mesh.fsdp=4",), "devices 8 of kind cpu, here 4"),
     ],
 )
 def test_that_of_another_config_is_refused(saved, tmp_path, flags, told):

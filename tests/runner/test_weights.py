@@ -20,7 +20,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.hf.families import described
 from lmlib.models.matrices.int8 import in_int8
-from lmlib.optim.optimizer import warmup_constant
+from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh

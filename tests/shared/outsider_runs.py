@@ -36,7 +36,7 @@ def trained(run, step, state, first=0, save=lambda step, state: None):
     metrics = []
     rows = NamedSharding(run.mesh, partition("batch seq"))
     for i in range(first, STEPS):
-        state, of_step = step(state, place(SOURCE, i, rows))
+        state, of_step = step(state, place(SOURCE, i, rows), run.training.hyperparameters)
         metrics.append({name: float(value) for name, value in of_step.items()})
         save(i + 1, state)
     return metrics, state
