@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lmlib.models.protocol import Context, whole_rows
     from lmlib.optim.optimizer import adamw
     from lmlib.parallel.mesh import make_mesh
+    from lmlib.state import Training, new_state
+    from lmlib.train import make_step
 
 __all__ = [
     "DPO",
@@ -33,11 +35,14 @@ __all__ = [
     "Inspector",
     "NextToken",
     "Sampling",
+    "Training",
     "adamw",
     "batch_loss",
     "describe",
     "llama",
     "make_mesh",
+    "make_step",
+    "new_state",
     "whole_rows",
 ]
 
@@ -52,11 +57,14 @@ _HOMES = {
     "Inspector": "lmlib.inspect",
     "NextToken": "lmlib.losses",
     "Sampling": "lmlib.generate",
+    "Training": "lmlib.state",
     "adamw": "lmlib.optim.optimizer",
     "batch_loss": "lmlib.losses",
     "describe": "lmlib.inspect.description",
     "llama": "lmlib.models.families.llama",
     "make_mesh": "lmlib.parallel.mesh",
+    "make_step": "lmlib.train",
+    "new_state": "lmlib.state",
     "whole_rows": "lmlib.models.protocol",
 }
 

@@ -4,6 +4,7 @@ Shapes: B batch, M microbatches, S sequence.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from lmlib.guard import choose
 from lmlib.losses import LossSums
 from lmlib.optim.hyperparameters import Hyperparameters, abstract_arrays_of, with_arrays
 from lmlib.parallel.check import check_batch, check_model
-from lmlib.parallel.layout import shardings, spec
+from lmlib.parallel.layout import partition, shardings, spec
 from lmlib.state import State, Training
 
 Metrics = dict[str, Array]
@@ -188,3 +189,23 @@ def trace_step(state: State, batch: Batch, training: Training) -> jax.stages.Tra
             donate_argnums=0,
             out_shardings=(shardings(state), everywhere),
         ).trace(state, batch, hyperparameters)
+
+
+def make_step(training: Training) -> Callable[[State, Batch], tuple[State, Metrics]]:
+    """`step` for loops by hand, as `state, metrics = step(state, batch)`: compiled when it is first
+    called, and again for batches of another shape.
+
+    The old state is donated: its buffers become the new one's. Batches may be NumPy's, as a source
+    gives them; they are laid out over the mesh first.
+    """
+    rows = NamedSharding(training.mesh, partition("batch seq"))
+    compiled = jax.jit(functools.partial(step, training=training), donate_argnums=0)
+
+    def call(state: State, batch: Batch) -> tuple[State, Metrics]:
+        B, S = batch.tokens.shape
+        compute, mesh = training.compute, training.mesh
+        check_batch(B, S, training.microbatches, compute.sequence_parallel, mesh)
+        with jax.set_mesh(mesh):
+            return compiled(state, jax.device_put(batch, rows), training.hyperparameters)
+
+    return call

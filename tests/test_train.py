@@ -15,15 +15,15 @@ from sentinels import sentinels
 
 from lmlib import optim, train
 from lmlib.compute import Compute
-from lmlib.data.batch import Batch
+from lmlib.data.batch import Batch, place
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
 from lmlib.optim.optimizer import Optimizer
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import partition, shardings
 from lmlib.parallel.mesh import make_mesh
-from lmlib.state import Training, abstract_batch, abstract_state
+from lmlib.state import Training, abstract_batch, abstract_state, new_state
 
 B, S, V = 8, 12, 40
 make = functools.partial(llama, vocab=V, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
@@ -194,3 +194,23 @@ def test_z_loss_pulls_the_normaliser_down_and_is_not_reported_as_loss():
     expected = jax.jit(jax.grad(mean_square))(initial_model())
     for one, other, pull in zip(with_z, plain, jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one - other, 0.1 * pull, rtol=1e-3, atol=1e-5)
+
+
+def test_a_loop_by_hand_makes_the_bits_of_the_compiled_step():
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    training = Training(optim.adamw(steps=3, peak_lr=1e-2), mesh, FLOAT32, microbatches=2)
+    compiled = train.trace_step(
+        abstract_state(make, training), abstract_batch(B, S, mesh), training
+    )
+    compiled = compiled.lower().compile()
+    by_hand, compiled_state = (new_state(make, training) for _ in range(2))
+    step, rows = train.make_step(training), NamedSharding(mesh, partition("batch seq"))
+    for number in range(3):
+        by_hand, metrics = step(by_hand, source.batch(number))
+        placed = place(source, number, rows)
+        compiled_state, expected = compiled(compiled_state, placed, training.hyperparameters)
+        assert jax.device_get(metrics) == jax.device_get(expected)
+    assert shardings(by_hand) == shardings(compiled_state)
+    jax.tree.map(np.testing.assert_array_equal, by_hand.model, compiled_state.model)
+    with pytest.raises(ValueError, match="batch"):
+        step(by_hand, Synthetic(vocab_size=V, batch_size=3, sequence_length=S).batch(0))
