@@ -206,7 +206,7 @@ def test_matrices_in_8_bits_give_what_their_rounded_values_give(mesh):
     def round_as_defined(weight, array):
         if not weight.declaration.multiplied or "vocab" in weight.axes:
             return array
-        summed = tuple(weight.axes.index(axis) for axis in weight.declaration.first.summed)
+        summed = tuple(weight.axes.index(axis) for axis in weight.declaration.initial.summed)
         scale = np.abs(array).max(summed, keepdims=True) / 127
         return jnp.asarray(np.round(array / scale) * scale, jnp.float32)
 

@@ -1,0 +1,48 @@
+"""Runs notebooks and keeps in them what they show.
+
+    python notebooks/run.py [notebooks/NAME.ipynb …]     all, unless some are named
+
+`pip install -e '.[notebooks]'` brings what it needs.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+HERE = Path(__file__).parent
+SECONDS = 900  # of a cell at most
+_FOLDER = re.compile(r"/tmp/tmp\w+")  # another one each time
+
+
+def ran(notebook: Path) -> nbformat.NotebookNode:
+    """The notebook as it is after all its cells have run, in order, in a new kernel.
+
+    What goes to stderr, progress for the most part, is left out.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: with the traceback of a cell that fails.
+    """
+    found = nbformat.read(notebook, as_version=4)
+    folder = {"metadata": {"path": str(HERE.parent)}}
+    NotebookClient(found, timeout=SECONDS, kernel_name="python3", resources=folder).execute()
+    for cell in found.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [each for each in cell.outputs if each.get("name") != "stderr"]
+            for output in cell.outputs:
+                if "text" in output:
+                    output.text = _FOLDER.sub("/tmp/work", output.text)
+    return found
+
+
+def main(names: list[str]) -> None:
+    for notebook in map(Path, names) if names else sorted(HERE.glob("*.ipynb")):
+        nbformat.write(ran(notebook), notebook)
+        print(f"{notebook}: {notebook.stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
