@@ -25,16 +25,14 @@ import jax
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
-from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
-from lmlib.optim.trainable import flops_per_token
 from lmlib.plan import targets
 from lmlib.plan.advice import advise
-from lmlib.plan.cost import Cost
 from lmlib.plan.planner import plan, section, stderr_kept, versions
 from lmlib.plan.search import search
 from lmlib.plan.targets import Target
 from runner.absent_hardware import kept_plans
+from runner.absent_hardware.cost import cost_of
 from runner.absent_hardware.stand_ins import built, without_data
 from runner.command_line.command import first_lines, listed, run
 from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
@@ -71,22 +69,6 @@ def main(arguments: Sequence[str]) -> int:
         report = _report(cfg, target, tell)
     _show(report)
     return FINISHED
-
-
-def cost_of(cfg: fdl.Config[Experiment]) -> Cost:
-    """What the run of `cfg` costs; of its data it needs the sizes alone."""
-    cfg = without_data(cfg)
-    batch_size, sequence_length = cfg.data.batch_size, cfg.data.sequence_length
-    make_model = fdl.build(cfg.model)
-    model = jax.eval_shape(lambda: make_model(key=jax.random.key(0)))
-    groups = None if cfg.trainable is None else fdl.build(cfg.trainable)
-    objective = fdl.build(cfg.objective)
-
-    def flops(causal: bool) -> float:
-        of_training = flops_per_token(model, groups, sequence_length, causal)
-        return of_training + objective.flops_per_token(model, sequence_length, causal)
-
-    return Cost(cfg.steps, batch_size * sequence_length, flops(causal=False), flops(causal=True))
 
 
 def _target() -> Target:

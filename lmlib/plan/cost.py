@@ -37,10 +37,7 @@ class Cost:
     @property
     def time(self) -> str:
         """Two digits: "5,800 H100-hours at 40 % MFU"."""
-        peak = _ACCELERATOR.flops["bfloat16"]
-        hours = self.steps * self.tokens * self.flops_per_token / (peak * _MFU) / 3600
-        amount, unit = (hours, "hours") if hours >= 1 else (hours * 60, "minutes")
-        return f"{float(f'{amount:.2g}'):,.10g} H100-{unit} at {_MFU * 100:.0f} % MFU"
+        return time_of(self.steps * self.tokens * self.flops_per_token)
 
     def __str__(self) -> str:
         return (
@@ -50,3 +47,10 @@ class Cost:
 
     def _total(self, flops_per_token: float) -> str:
         return f"{self.steps * self.tokens * flops_per_token:.1e}".replace("e+", "e")
+
+
+def time_of(flops: float) -> str:
+    """As `Cost.time`, of so many FLOPs."""
+    hours = flops / (_ACCELERATOR.flops["bfloat16"] * _MFU) / 3600
+    amount, unit = (hours, "hours") if hours >= 1 else (hours * 60, "minutes")
+    return f"{float(f'{amount:.2g}'):,.10g} H100-{unit} at {_MFU * 100:.0f} % MFU"

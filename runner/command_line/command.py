@@ -83,9 +83,11 @@ def tell(error: BaseException, debug: bool) -> None:
 
 def commands() -> dict[str, Path]:
     """Each command, as the user types it, and its file: the files directly in `runner` that
-    have a `main`, and the programs of `data_tools`."""
+    have a `main`, its rooms that are programs, and the programs of `data_tools`."""
     ours = Path(__file__).parents[1]
-    theirs = sorted(Path(data_tools.__file__).parent.glob("*/__main__.py"))
+    rooms, theirs = (
+        sorted(folder.glob("*/__main__.py")) for folder in (ours, Path(data_tools.__file__).parent)
+    )
     return (
         {"python -m runner": ours / "__main__.py"}
         | {
@@ -93,6 +95,7 @@ def commands() -> dict[str, Path]:
             for file in sorted(ours.glob("[!_]*.py"))
             if "\ndef main(" in file.read_text("utf-8")
         }
+        | {f"python -m runner.{file.parent.name}": file for file in rooms}
         | {f"python -m data_tools.{file.parent.name}": file for file in theirs}
     )
 

@@ -32,11 +32,12 @@ def fiddlers_listed() -> str:
     return listed("fiddlers", configs.fiddlers(reference)) if reference else ""
 
 
-def chosen_config() -> fdl.Config:
-    """Raises ConfigError for whatever the user can have got wrong."""
+def chosen_config(more_overrides: Sequence[str] = ()) -> fdl.Config:
+    """With `more_overrides` after those of the command line. Raises ConfigError for whatever the
+    user can have got wrong."""
     return configs.load(
         flags.FLAGS.fdl_config,
         flags.FLAGS.fiddler,
-        flags.FLAGS.fdl_set,
+        [*flags.FLAGS.fdl_set, *more_overrides],
         trusted=TRUST_MODULE.value,
     )

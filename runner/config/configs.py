@@ -130,6 +130,19 @@ def fiddlers(reference: str) -> dict[str, str]:
     return {name: line for name, (_, line) in _fiddlers(_experiment(reference)).items()}
 
 
+def yielded(reference: str, name: str) -> list[Any] | None:
+    """What the function `name` of an experiment yields, called without arguments; `None` if there
+    is none. Raises `ConfigError` as `load` does, and if the function fails."""
+    if reference.endswith(".json") or os.path.isdir(reference):
+        return None
+    module = _experiment(reference)
+    function = getattr(module, name, None)
+    if not callable(function):
+        return None
+    with _user_code(f"{name}() of {module.__name__}"):
+        return list(function())
+
+
 def _experiment(reference: str) -> types.ModuleType:
     shipped = experiments()
     name = reference.removesuffix(".py").replace(".", "/")

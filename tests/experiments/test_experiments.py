@@ -11,10 +11,10 @@ from sentinels import sentinels
 from lmlib.hf.families import FAMILIES, described_by
 from lmlib.models.differences import differences
 from runner import fit
+from runner.absent_hardware.cost import cost_of
 from runner.command_line.command import first_line
 from runner.config import configs
 from runner.config.text import flattened
-from runner.plan import cost_of
 
 LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b")
 ON_CPUS = {  # on 2 cores

@@ -35,6 +35,8 @@ def test_help_lists_every_command_and_every_experiment_with_its_first_line():
     }
     assert not any("runner.errors" in line for line in lines)
     assert {"python -m runner.plan", "python -m runner.replay"} < set(files)
+    files |= {f"python -m runner.{f.parent.name}": f for f in FOLDER.glob("*/__main__.py")}
+    assert "python -m runner.sweep" in files
     files |= {"python -m runner": FOLDER / "__main__.py"} | configs.experiments()
     prepares = {f"python -m data_tools.{name}": file for name, file in data_programs().items()}
     assert "python -m data_tools.pretokenize" in prepares

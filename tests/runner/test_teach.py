@@ -20,12 +20,12 @@ from lmlib.data.stored.teacher import read_metadata
 from lmlib.losses import Distillation, NextToken
 from lmlib.parallel.mesh import make_mesh
 from runner import fit
+from runner.absent_hardware.cost import cost_of
 from runner.absent_hardware.stand_ins import without_data
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
 from runner.inference.teaching import sequences_of, teach
-from runner.plan import cost_of
 
 V, S = 258, 24
 STEPS = ("compute.dtype=float32", "validation=None", "steps=2", "checkpoints.every=1")

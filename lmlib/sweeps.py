@@ -1,0 +1,85 @@
+"""Which points a sweep has: settings by the paths that they have in a config.
+
+    def sweep():
+        return product(axis("optimizer.peak_lr", 1e-3, 3e-3), axis("seed", 0, 1, 2))
+
+in an experiment's file is what `python -m runner.sweep` trains. A sweep is a list of points, and
+what is here makes lists of lists.
+"""
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Point = dict[str, Any]
+Points = list[Point]
+
+
+def axis(path: str, *values: Any) -> Points:
+    """A point for each of `values`, literals of Python, of the parameter at `path`.
+
+    Raises:
+      ValueError: if there are none.
+    """
+    if not values:
+        raise ValueError(f"axis({path!r}) has no values")
+    return [{path: value} for value in values]
+
+
+def product(*sweeps: Iterable[Point]) -> Points:
+    """Every point of each with every point of the others; the last changes fastest.
+
+    Raises:
+      ValueError: naming a path that two of them set.
+    """
+    return [_together(points) for points in itertools.product(*sweeps)]
+
+
+def zipped(*sweeps: Sequence[Point]) -> Points:
+    """The first points of all together, then the second ones.
+
+    Raises:
+      ValueError: if one has more points than another, or naming a path that two of them set.
+    """
+    sizes = [len(sweep) for sweep in sweeps]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"zipped needs as many points of each, and they have {sizes}")
+    return [_together(points) for points in zip(*sweeps, strict=True)]
+
+
+def chain(*sweeps: Iterable[Point]) -> Points:
+    """The points of one after those of the other, each once."""
+    found: Points = []
+    for point in itertools.chain(*sweeps):
+        if not any(_same(point, other) for other in found):
+            found.append(point)
+    return found
+
+
+def sample(sweep: Iterable[Point], count: int, seed: int = 0) -> Points:
+    """`count` different places of `sweep`, in its order: of a fine grid, a random search. The same
+    for the same `seed`.
+
+    Raises:
+      ValueError: if it has fewer points.
+    """
+    points = list(sweep)
+    if not 0 < count <= len(points):
+        raise ValueError(f"sample takes 1 to {len(points)} of these points, not {count}")
+    chosen = sorted(random.Random(seed).sample(range(len(points)), count))
+    return [points[place] for place in chosen]
+
+
+def _together(points: Iterable[Point]) -> Point:
+    whole: Point = {}
+    for point in points:
+        if twice := whole.keys() & point.keys():
+            raise ValueError(f"{sorted(twice)[0]} is set twice; use chain for one after the other")
+        whole |= point
+    return whole
+
+
+def _same(one: Point, other: Point) -> bool:
+    """Whether they set the same; 1 and True are two values."""
+    return one.keys() == other.keys() and all(repr(one[path]) == repr(other[path]) for path in one)

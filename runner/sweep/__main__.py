@@ -1,0 +1,207 @@
+"""Trains many points of an experiment, each a run in a folder of its own.
+
+    python -m runner.sweep --fdl_config=experiments/quickstart --fiddler=tiny \\
+        --axis=optimizer.peak_lr=1e-3,3e-3 --axis=seed=0,1,2 --workdir=/tmp/sweep
+
+--fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`: what all points have
+--axis=x.y=1,2   values of a parameter; repeatable: every value with every other
+--points=NAME    a function of the experiment that yields points; `sweep` if no --axis is given
+--dry_run        shows the points, their tokens, FLOPs and time; trains nothing
+--at_once=N      processes at the same time; without it one point after the other, in this process
+--through=…      what each point's command runs through: 'ssh host {command}'
+--slurm          writes an array job instead; --submit gives it to sbatch
+--halving=0.25,0.5   after these fractions of the steps, only the better half goes on
+-- --flag=…      flags of `python -m runner` for each point
+The same command goes on where it stopped, and leaves out what has finished. Points: docs/sweeps.md.
+"""
+
+from collections.abc import Sequence
+
+import fiddle as fdl
+import jax
+from absl import flags
+from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
+
+from lmlib.plan.cost import Cost
+from runner.absent_hardware.cost import cost_of
+from runner.command_line.command import DEBUG, first_lines, listed, run
+from runner.command_line.config_flags import (
+    TRUST_MODULE,
+    check_chosen,
+    chosen_config,
+    fiddlers_listed,
+)
+from runner.command_line.exit_status import FAILED, FINISHED, STOPPED
+from runner.command_line.lossy_stream import lossy_standard_streams
+from runner.config import configs
+from runner.config.text import flattened
+from runner.errors import ConfigError
+from runner.jax_settings.devices import check_devices, choose_devices
+from runner.jax_settings.xla_flags import keep_cpus_in_order, overlap_communication
+from runner.processes.lock import WorkdirLock
+from runner.sweep import slurm
+from runner.sweep.commands import check_through, command_of, through
+from runner.sweep.folder import Point, Sweep, checked_folder, planned
+from runner.sweep.halving import halved, parsed_rungs
+from runner.sweep.in_turn import InTurn
+from runner.sweep.names import Settings
+from runner.sweep.points import check_paths, overrides_of, points_of
+from runner.sweep.side_by_side import SideBySide
+from runner.sweep.tables import costs_text, results_text
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "folder for the sweep, and its runs in it")
+_AXIS = flags.DEFINE_multi_string(
+    "axis", [], "values of a parameter, optimizer.peak_lr=1e-3,3e-3; repeatable"
+)
+_POINTS = flags.DEFINE_string("points", None, "the experiment's function that yields points")
+_ADD_POINTS = flags.DEFINE_bool("add_points", False, "add these points to a sweep that is there")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "show the points and what they cost; train nothing")
+_AT_ONCE = flags.DEFINE_integer(
+    "at_once", None, "processes, or tasks of SLURM, at the same time", lower_bound=1
+)
+_THROUGH = flags.DEFINE_string(
+    "through", None, "what each command runs through: words around {command}, {name}, {slot}"
+)
+_SLURM = flags.DEFINE_bool("slurm", False, "write an array job of SLURM; train nothing here")
+_SBATCH = flags.DEFINE_multi_string(
+    "sbatch", [], "a flag of sbatch's for that job, --gres=gpu:1; repeatable"
+)
+_SUBMIT = flags.DEFINE_bool("submit", False, "with --slurm: give the job to sbatch")
+_HALVING = flags.DEFINE_string(
+    "halving", None, "fractions of the steps after which the better half goes on: 0.25,0.5"
+)
+_GRACE_SECONDS = flags.DEFINE_integer(
+    "grace_seconds", 600, "from SIGTERM or SIGINT to the end, saved or not", lower_bound=1
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    lossy_standard_streams()
+    _check_flags(arguments)
+    folder = checked_folder(_WORKDIR.value)
+    reference = flags.FLAGS.fdl_config
+    settings = points_of(reference, _POINTS.value, _AXIS.value)
+    check_paths(settings, flags.FLAGS.fdl_set)
+    in_turn = not (_AT_ONCE.value or _THROUGH.value or arguments)
+    if _DRY_RUN.value or _SLURM.value or not in_turn:
+        jax.config.update("jax_platforms", "cpu")  # the devices are for the runs
+    for each in settings:  # before anything is trained
+        _config_of(each)
+    sweep = planned(
+        folder, reference, settings, lambda each: flattened(_config_of(each)), _ADD_POINTS.value
+    )
+    if _DRY_RUN.value:
+        print(costs_text(sweep.points, [_cost_of(each) for each in sweep.points]))
+        return FINISHED
+    if _SLURM.value:
+        return _write_array(sweep, arguments)
+    with WorkdirLock(folder):
+        sweep.write()
+        return _train(sweep) if in_turn else _train_in_processes(sweep, arguments)
+
+
+def _check_flags(arguments: Sequence[str]) -> None:
+    check_chosen(
+        [each for each in arguments if not each.startswith("--")], "experiments/quickstart"
+    )
+    if _THROUGH.value is not None:
+        check_through(_THROUGH.value)
+    if _SUBMIT.value:
+        slurm.check_sbatch()
+    if not _SLURM.value and (_SUBMIT.value or _SBATCH.value):
+        raise ConfigError("--submit and --sbatch are for --slurm: give that too")
+    if _HALVING.value is not None:
+        parsed_rungs(_HALVING.value)
+        if _SLURM.value or _AT_ONCE.value or _THROUGH.value or arguments:
+            raise ConfigError(
+                "--halving compares points on the way, which this process trains itself: leave "
+                "out --at_once, --through, --slurm and flags of the runs"
+            )
+
+
+def _config_of(settings: Settings) -> fdl.Config:
+    return chosen_config(overrides_of(settings))
+
+
+def _cost_of(point: Point) -> Cost | None:
+    """`None` for what the config does not say."""
+    try:
+        return cost_of(_config_of(point.settings))
+    except ConfigError:
+        return None
+
+
+def _train(sweep: Sweep) -> int:
+    """One point after the other, in this process."""
+    choose_devices()
+    overlap_communication()
+    keep_cpus_in_order(several_processes=False)
+    file = configs.experiment_file(flags.FLAGS.fdl_config)
+    training = InTurn(_config_of, file, _GRACE_SECONDS.value, DEBUG.value)
+    check_devices()
+    chosen: Sequence[Point] = sweep.points
+    if _HALVING.value is not None:
+        chosen = halved(
+            sweep.points,
+            lambda point: _config_of(point.settings).steps,
+            parsed_rungs(_HALVING.value),
+            training.train,
+            print,
+        )
+    return _ended(sweep, chosen, training.train(chosen), training.failures)
+
+
+def _train_in_processes(sweep: Sweep, arguments: Sequence[str]) -> int:
+    def command(point: Point, slot: int) -> list[str]:
+        return _words(point, slot, arguments)
+
+    training = SideBySide(_AT_ONCE.value or 1, command, _GRACE_SECONDS.value)
+    return _ended(sweep, sweep.points, training.train(sweep.points), training.failures)
+
+
+def _write_array(sweep: Sweep, arguments: Sequence[str]) -> int:
+    points = [each for each in sweep.points if not each.finished]
+    if not points:
+        return _ended(sweep, sweep.points, True, {})
+    sweep.write()
+    commands = [_words(point, number, arguments) for number, point in enumerate(points)]
+    text = slurm.script(sweep.folder, commands, _AT_ONCE.value, _SBATCH.value)
+    file = slurm.write_script(sweep.folder, text)
+    print(f"wrote {file}, with a task for each of {len(points)} points")
+    if _SUBMIT.value:
+        slurm.submit(file)
+    else:
+        print(f"try next   sbatch {file}")
+    return FINISHED
+
+
+def _words(point: Point, slot: int, arguments: Sequence[str]) -> list[str]:
+    given = flags.FLAGS
+    experiment = [
+        f"--fdl_config={given.fdl_config}",
+        *(f"--fiddler={each}" for each in given.fiddler),
+        *(f"--fdl.{each}" for each in given.fdl_set),
+        *(f"--trust_module={each}" for each in TRUST_MODULE.value),
+    ]
+    words = command_of(point, experiment, arguments)
+    return words if _THROUGH.value is None else through(_THROUGH.value, words, point, slot)
+
+
+def _ended(sweep: Sweep, chosen: Sequence[Point], whole: bool, failures: dict[str, str]) -> int:
+    """Shows what came of it. `whole`: training was not asked to stop."""
+    print(f"\n{results_text(sweep.points, failures)}")
+    if not whole:
+        print("\nstopped as a signal asked; the same command goes on")
+        return STOPPED
+    finished = sum(each.finished for each in chosen)
+    if finished < len(chosen) or failures:
+        print(f"\n{finished} of {len(chosen)} finished; the same command tries the others again")
+        return FAILED
+    return FINISHED
+
+
+if __name__ == "__main__":
+    # absl shows the module's docstring as --help.
+    __doc__ += listed("experiments", first_lines(configs.experiments()))
+    run(main, more_help=fiddlers_listed)

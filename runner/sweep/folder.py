@@ -1,0 +1,180 @@
+"""A sweep's folder: `sweep.json` says what it is, and each point is a run in a folder below.
+
+{"format": 1, "experiment": "experiments/quickstart", "config": "…",
+ "points": [{"name": "peak_lr=0.001,seed=0", "settings": {"optimizer.peak_lr": "0.001", …}}, …]}
+
+`config` is the text of the first point's, from which another experiment is known; `experiment` is
+for readers.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lmlib.runs.run import Run
+from lmlib.storage.local_folder import local_folder
+from lmlib.storage.stored_json import read_json
+from lmlib.storage.whole_file import make_folder, write_whole
+from runner.command_line.paths import check_can_be_made
+from runner.config.text import changed_paths
+from runner.errors import ConfigError, user_errors
+from runner.sweep.names import Settings, is_safe, names_of
+
+FILE_NAME = "sweep.json"
+OUTPUT = "output"  # the folder of what the points' processes wrote
+_FORMAT = 1
+_SHOWN = 3  # names in a sentence
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A run of a sweep.
+
+    Args:
+      workdir: its folder, which has its name.
+      settings: what it has besides the experiment's own, by path, as text.
+    """
+
+    workdir: Path
+    settings: Settings
+
+    @property
+    def name(self) -> str:
+        return self.workdir.name
+
+    @property
+    def run(self) -> Run:
+        return Run(self.workdir)
+
+    @property
+    def finished(self) -> bool:
+        try:
+            return self.run.finished
+        except (OSError, ValueError):  # damaged: the run makes it again
+            return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What `sweep.json` says.
+
+    Args:
+      experiment: as --fdl_config has it.
+      config: of the first point, as text.
+    """
+
+    folder: Path
+    experiment: str
+    config: str
+    points: tuple[Point, ...]
+
+    def write(self) -> None:
+        points = [{"name": each.name, "settings": dict(each.settings)} for each in self.points]
+        content = {
+            "format": _FORMAT,
+            "experiment": self.experiment,
+            "config": self.config,
+            "points": points,
+        }
+        make_folder(self.folder)
+        write_whole(self.folder / FILE_NAME, json.dumps(content, indent=1) + "\n")
+
+
+def checked_folder(path: str | None) -> Path:
+    """The folder that --workdir names, absent, empty or a sweep's; raises ConfigError for others.
+    It is absolute: commands that go elsewhere name it too."""
+    if not path:
+        raise ConfigError("give --workdir, the folder for the sweep and its runs")
+    with user_errors():
+        folder = local_folder(path).absolute()
+        check_can_be_made(folder)
+        if not folder.exists() or (folder / FILE_NAME).exists():
+            return folder
+        if not folder.is_dir():
+            raise ConfigError(f"--workdir={folder} is a file; name a folder")
+        if names := sorted(each.name for each in folder.iterdir() if each.name[0] != "."):
+            raise ConfigError(
+                f"--workdir={folder} holds {', '.join(names[:_SHOWN])}, and no {FILE_NAME}: use "
+                "another folder"
+            )
+    return folder
+
+
+def planned(
+    folder: Path,
+    experiment: str,
+    points: Sequence[Settings],
+    config_of: Callable[[Settings], str],
+    add: bool,
+) -> Sweep:
+    """The sweep of `points` in `folder`, with the names that are there already. Writes nothing.
+
+    Args:
+      config_of: the text of a point's config.
+      add: whether a sweep that is there takes new points, and keeps those that are left out now.
+
+    Raises:
+      ConfigError: saying what differs, if another sweep is there, or sweep.json is damaged.
+    """
+    before = read_sweep(folder) if (folder / FILE_NAME).exists() else None
+    if before is None:
+        return Sweep(folder, experiment, config_of(points[0]), tuple(_named(folder, points, ())))
+    config = config_of(before.points[0].settings)
+    if config != before.config:
+        changed = changed_paths(before.config, config) or ["what it is made of"]
+        raise ConfigError(
+            f"{folder} has the runs of another sweep, whose experiment ({before.experiment}) "
+            f"differs in {', '.join(changed)}: give another --workdir, or the same settings"
+        )
+    known = [dict(each.settings) for each in before.points]
+    new = _named(folder, [each for each in points if each not in known], before.points)
+    gone = [each for each in before.points if each.settings not in points]
+    if (new or gone) and not add:
+        told = [f"is missing {_listed(gone)}"] * bool(gone) + [f"has {_listed(new)}"] * bool(new)
+        raise ConfigError(
+            f"{folder} is a sweep of {len(known)} points, and this command {' and '.join(told)}: "
+            "give the same points, --add_points for those of both, or another --workdir"
+        )
+    return dataclasses.replace(before, points=(*before.points, *new))
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """Raises ConfigError if there is no sweep in `folder`, or it is damaged."""
+    file = folder / FILE_NAME
+    try:
+        content = read_json(file)
+        if content["format"] != _FORMAT:
+            raise ValueError(
+                f"its format is {content['format']!r:.40}, and this program's {_FORMAT}"
+            )
+        points = [Point(folder / _name(each), _settings(each)) for each in content["points"]]
+        if not points:
+            raise ValueError("it has no points")
+        return Sweep(folder, str(content["experiment"]), str(content["config"]), tuple(points))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read, or is damaged: {error!r:.200}") from error
+
+
+def _name(point: dict[str, object]) -> str:
+    name = point["name"]
+    if not isinstance(name, str) or not is_safe(name):
+        raise ValueError(f"{name!r:.80} is no name of a point")
+    return name
+
+
+def _settings(point: dict[str, object]) -> Settings:
+    settings = point["settings"]
+    if not isinstance(settings, dict):
+        raise TypeError(f"{settings!r:.80} are no settings")
+    return {str(path): str(text) for path, text in settings.items()}
+
+
+def _named(folder: Path, points: Sequence[Settings], others: Sequence[Point]) -> list[Point]:
+    names = names_of(points, [each.name for each in others])
+    return [Point(folder / name, dict(each)) for name, each in zip(names, points, strict=True)]
+
+
+def _listed(points: Sequence[Point]) -> str:
+    more = f" and {len(points) - _SHOWN} more" if len(points) > _SHOWN else ""
+    return ", ".join(each.name for each in points[:_SHOWN]) + more

@@ -1,0 +1,77 @@
+"""Successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943): the worse half stops early.
+
+Every point keeps the schedule of its whole run: what is compared is the training loss on the way,
+so points that learn slowly at first, by a small learning rate or a long warm-up, are at a
+disadvantage. What has stopped keeps its checkpoint, and goes on without --halving.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from runner.errors import ConfigError
+from runner.sweep.folder import Point
+
+LOSS_STEPS = 50  # whose mean loss is compared
+
+
+def parsed_rungs(text: str) -> list[float]:
+    """The fractions of "0.25,0.5"; raises ConfigError unless they rise between 0 and 1."""
+    try:
+        rungs = [float(each) for each in text.split(",")]
+    except ValueError:
+        rungs = []
+    rising = all(one < other for one, other in zip([0.0, *rungs], [*rungs, 1.0], strict=True))
+    if not rungs or not rising:
+        raise ConfigError(
+            f"--halving={text}: write the fractions of the steps after which the better half goes "
+            "on, rising, between 0 and 1: 0.25,0.5"
+        )
+    return rungs
+
+
+def rung_step(fraction: float, steps: int) -> int:
+    return max(1, round(fraction * steps))
+
+
+def halved(
+    points: Sequence[Point],
+    steps: Callable[[Point], int],
+    rungs: Sequence[float],
+    train: Callable[[Sequence[Point], Callable[[Point], int]], bool],
+    tell: Callable[[str], None],
+) -> list[Point]:
+    """The points that are left after all `rungs`; none if `train` did not come to its end.
+
+    Args:
+      steps: of a point's whole run.
+      train: trains points until their step, and returns whether it was not asked to stop; a point
+        that fails has no line of that step.
+    """
+    left = list(points)
+    for fraction in rungs:
+        until = {each.name: rung_step(fraction, steps(each)) for each in points}
+
+        def last(point: Point, until: Mapping[str, int] = until) -> int:
+            return until[point.name]
+
+        behind = [each for each in left if _loss(each, until[each.name]) is None]
+        if not train(behind, last):
+            return []
+        losses = {each.name: _loss(each, until[each.name]) for each in left}
+        compared = [each for each in left if losses[each.name] is not None]
+        compared.sort(key=lambda each: losses[each.name] or 0.0)
+        kept = math.ceil(len(compared) / 2)
+        tell(f"after {fraction:.4g} of the steps the better {kept} of {len(compared)} go on")
+        left = compared[:kept]
+    return left
+
+
+def _loss(point: Point, step: int) -> float | None:
+    """The mean loss of the steps up to `step`; `None` if that was not made. What is no number is
+    worse than any."""
+    lines = point.run.metrics
+    if not lines or lines[-1]["step"] < step:
+        return None
+    losses = [line["loss"] for line in lines if step - LOSS_STEPS < line["step"] <= step]
+    mean = sum(losses) / len(losses)
+    return mean if math.isfinite(mean) else math.inf

@@ -1,0 +1,114 @@
+"""The points of a sweep, from an experiment's own function and from `--axis` flags."""
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from lmlib import sweeps
+from runner.config import configs
+from runner.config.overrides import BAD_LITERAL
+from runner.errors import ConfigError
+from runner.sweep.names import Settings
+
+FUNCTION = "sweep"  # of an experiment's file, unless another is named
+_OPENS, _CLOSES, _QUOTES = "([{", ")]}", "'\""
+
+
+def points_of(reference: str, function: str | None, axes: Sequence[str]) -> list[Settings]:
+    """Every point that `function` of the experiment `reference` yields, with every one of `axes`,
+    texts such as `optimizer.peak_lr=1e-3,3e-3`; each once. Without a `function` it is `sweep`, if
+    there are no axes.
+
+    Raises:
+      ConfigError: if there is no such function, it fails or yields no points, or an axis is none.
+    """
+    parts = [_axis(text) for text in axes]
+    if function is not None or not axes:
+        parts.insert(0, _own(reference, function or FUNCTION))
+    try:
+        points = sweeps.chain(sweeps.product(*parts))
+    except ValueError as error:
+        raise ConfigError(f"{error}: leave out an --axis, or give --points") from error
+    return [{path: str(text) for path, text in point.items()} for point in points]
+
+
+def _own(reference: str, name: str) -> sweeps.Points:
+    found = configs.yielded(reference, name)
+    if found is None:
+        raise ConfigError(
+            f"{reference} has no function {name}(): give it one that yields the points, as in "
+            "docs/sweeps.md, or give --axis=optimizer.peak_lr=1e-3,3e-3"
+        )
+    if not found:
+        raise ConfigError(f"{name}() of {reference} yields no points")
+    return [_as_text(point, f"{name}() of {reference}") for point in found]
+
+
+def _as_text(point: Any, where: str) -> sweeps.Point:
+    if not isinstance(point, dict) or not all(isinstance(path, str) for path in point):
+        raise ConfigError(
+            f"{where} yields {point!r:.200}; a point is a dictionary of paths, such as "
+            '{"optimizer.peak_lr": 1e-3}'
+        )
+    return {path: _literal(value, f"{where}: {path}") for path, value in point.items()}
+
+
+def _literal(value: Any, where: str) -> str:
+    text = repr(value)
+    try:
+        if ast.literal_eval(text) == value:
+            return text
+    except BAD_LITERAL:
+        pass
+    raise ConfigError(
+        f"{where} is {text:.200}, which is no literal of Python: write a number, a text, or a "
+        "tuple, list or dictionary of these"
+    )
+
+
+def _axis(text: str) -> sweeps.Points:
+    path, equals, values = text.partition("=")
+    path = path.strip().removeprefix("fdl.").removeprefix("--fdl.")
+    found = [_normal(value) for value in _split(values)]
+    if not (path and equals) or not all(found):
+        raise ConfigError(f"--axis={text}: write it as --axis=optimizer.peak_lr=1e-3,3e-3")
+    return sweeps.chain(sweeps.axis(path, *found))
+
+
+def _normal(text: str) -> str:
+    """`1e-3` as 0.001: two ways to write a value are one point."""
+    text = text.strip()
+    try:
+        return repr(ast.literal_eval(text))
+    except BAD_LITERAL:
+        return text
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts between commas that lie in no brackets and no quotes."""
+    part, depth, quote = "", 0, ""
+    for character in text:
+        if character == "," and not depth and not quote:
+            yield part
+            part = ""
+            continue
+        part += character
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        else:
+            depth += (character in _OPENS) - (character in _CLOSES)
+    yield part
+
+
+def overrides_of(settings: Settings) -> list[str]:
+    """As `--fdl.…` has them."""
+    return [f"{path}={text}" for path, text in settings.items()]
+
+
+def check_paths(points: Iterable[Settings], overrides: Sequence[str]) -> None:
+    """Raises ConfigError if a flag sets what the points do: which of the two holds?"""
+    fixed = {override.partition("=")[0].strip() for override in overrides}
+    for path in sorted({path for point in points for path in point} & fixed):
+        raise ConfigError(f"--fdl.{path}=… sets what the sweep does: leave out one of the two")

@@ -1,0 +1,168 @@
+"""`python -m runner.sweep`: points are runs like any other, and a sweep goes on where it ended."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from compiled_programs import XLA_FLAGS
+from forked_processes import Ended, ForkedProcess, run_forked
+from small_runs import EXPERIMENT, SECONDS
+
+from runner.command_line.exit_status import FAILED, FINISHED, MISTAKE, STOPPED
+
+AXES = ("--axis=optimizer.peak_lr=1e-3,1e-2", "--axis=seed=0,1")
+ENVIRONMENT = {"XLA_FLAGS": XLA_FLAGS}
+
+
+def sweep(workdir: Path, *flags: str, steps: int = 3) -> Ended:
+    given = (*EXPERIMENT, f"--fdl.steps={steps}", f"--workdir={workdir}", *flags)
+    return run_forked("-m", "runner.sweep", *given, environment=ENVIRONMENT)
+
+
+def losses(workdir: Path) -> list[float]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder of a sweep of four points, and what the command wrote."""
+    folder = tmp_path_factory.mktemp("sweeps") / "sweep"
+    shown = sweep(folder, *AXES, "--dry_run")
+    assert shown.returncode == FINISHED, shown.stderr
+    assert not folder.exists()
+    done = sweep(folder, *AXES)
+    assert done.returncode == FINISHED, done.stderr
+    return folder, shown, done
+
+
+POINTS = [f"peak_lr={rate},seed={seed}" for rate in ("0.001", "0.01") for seed in (0, 1)]
+
+
+def test_each_point_is_a_run_in_a_folder_of_its_own(made):
+    folder, _, done = made
+    assert sorted(file.parent.name for file in folder.glob("*/result.json")) == POINTS
+    curves = [losses(folder / name) for name in POINTS]
+    assert len({tuple(curve) for curve in curves}) == 4
+    assert all(f"point {i} of 4: {name}" in done.stderr for i, name in enumerate(POINTS, 1))
+    # Best first: these runs have training losses alone.
+    shown = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("peak_lr")]
+    results = {name: json.loads((folder / name / "result.json").read_text()) for name in POINTS}
+    assert shown == sorted(POINTS, key=lambda name: results[name]["training_loss"])
+
+
+def test_what_it_will_cost_is_shown_first(made):
+    _, shown, _ = made
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    assert [row[:2] for row in rows[1:5]] == [[name, "3"] for name in POINTS]
+    assert "4 points, " in shown.stdout and "H100-" in shown.stdout
+
+
+def test_the_ordinary_command_makes_the_same_bits(made, tmp_path):
+    folder, _, _ = made
+    settings = ("--fdl.steps=3", "--fdl.optimizer.peak_lr=1e-2", "--fdl.seed=1")
+    alone = run_forked(
+        *("-m", "runner", *EXPERIMENT, *settings, f"--workdir={tmp_path / 'alone'}"),
+        environment=ENVIRONMENT,
+    )
+    assert alone.returncode == FINISHED, alone.stderr
+    assert losses(tmp_path / "alone") == losses(folder / POINTS[3])
+
+
+def test_what_has_finished_is_left_out_and_points_can_be_added(made):
+    folder, _, _ = made
+    before = {file: file.read_bytes() for file in folder.glob("*/metrics.jsonl")}
+    again = sweep(folder, *AXES)
+    assert (again.returncode, "point 1 of" in again.stderr) == (FINISHED, False)
+    wider = (AXES[0], "--axis=seed=0,1,2")
+    refused = sweep(folder, *wider)
+    assert refused.returncode == MISTAKE
+    assert "has peak_lr=0.001,seed=2, peak_lr=0.01,seed=2: give the same points" in refused.stderr
+    other = sweep(folder, *AXES, steps=4)
+    assert other.returncode == MISTAKE
+    assert "differs in steps" in other.stderr
+    added = sweep(folder, "--axis=optimizer.peak_lr=1e-3", "--axis=seed=2", "--add_points")
+    assert added.returncode == FINISHED, added.stderr
+    assert "point 1 of 1: peak_lr=0.001,seed=2" in added.stderr
+    assert all(file.read_bytes() == content for file, content in before.items())
+
+
+def test_a_point_that_fails_stops_no_other_and_is_listed_with_its_reason(tmp_path):
+    done = sweep(tmp_path / "sweep", "--axis=microbatches=3,1")
+    assert done.returncode == FAILED
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "sweep" / "microbatches=1" / "result.json").exists()
+    (failed,) = [line for line in done.stdout.splitlines() if line.startswith("microbatches=3")]
+    assert "failed" in failed and "do not divide into 3 microbatches" in failed
+    assert "1 of 2 finished" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--axis=optimizer.peak_rate=1",), "has no 'peak_rate'. Did you mean peak_lr?"),
+        (("--axis=seed=0,x",), "x is no Python literal"),
+        ((), "has no function sweep()"),
+        (("--axis=seed=0", "--halving=0.5", "--at_once=2"), "--halving compares points on the way"),
+        (("--axis=seed=0", "--submit"), "--submit"),
+        (("--axis=seed=0", "--fdl.seed=1"), "sets what the sweep does"),
+        (("--axis=seed=0", "word"), "unknown argument 'word'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(tmp_path, flags, told):
+    refused = sweep(tmp_path / "sweep", *flags)
+    assert refused.returncode == MISTAKE
+    assert told in refused.stderr and "Traceback" not in refused.stderr
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_signal_stops_it_with_a_checkpoint_and_the_same_command_goes_on(tmp_path):
+    folder, steps = tmp_path / "sweep", 150
+    arguments = ("-m", "runner.sweep", *EXPERIMENT, f"--fdl.steps={steps}", "--axis=seed=0,1")
+    with (tmp_path / "output").open("w") as file:
+        process = ForkedProcess(
+            *arguments, f"--workdir={folder}", stdout=file, stderr=file, environment=ENVIRONMENT
+        )
+    first, deadline = folder / "seed=0" / "metrics.jsonl", time.monotonic() + SECONDS
+    while not (first.exists() and first.read_text().count("\n") > 2):
+        assert time.monotonic() < deadline, (tmp_path / "output").read_text()
+        try:
+            process.wait(0.01)
+        except subprocess.TimeoutExpired:
+            continue
+        raise AssertionError((tmp_path / "output").read_text())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == STOPPED
+    text = (tmp_path / "output").read_text()
+    assert "stopped as a signal asked; the same command goes on" in text
+    stopped = losses(folder / "seed=0")
+    assert 2 < len(stopped) < steps and not (folder / "seed=1").exists()
+    done = sweep(folder, "--axis=seed=0,1", steps=steps)
+    assert done.returncode == FINISHED, done.stderr
+    assert losses(folder / "seed=0")[: len(stopped)] == stopped
+    assert [len(losses(folder / f"seed={seed}")) for seed in (0, 1)] == [steps, steps]
+
+
+@pytest.mark.slow
+def test_points_in_processes_of_their_own_go_side_by_side(tmp_path):
+    flags = ("--axis=microbatches=1,2,3", "--at_once=2", "--", "--step_seconds=300")
+    done = sweep(tmp_path / "sweep", *flags)
+    assert done.returncode == FAILED
+    assert "microbatches=1 finished after" in done.stderr
+    (failed,) = [line for line in done.stdout.splitlines() if line.startswith("microbatches=3")]
+    assert "do not divide into 3 microbatches" in failed
+    output = (tmp_path / "sweep" / "output" / "microbatches=2.txt").read_text()
+    assert "step 3/3" in output
+
+
+@pytest.mark.slow
+def test_the_better_half_goes_on(tmp_path):
+    flags = ("--axis=optimizer.peak_lr=1e-5,1e-2", "--halving=0.5")
+    done = sweep(tmp_path / "sweep", *flags, steps=10)
+    assert done.returncode == FINISHED, done.stderr
+    assert "after 0.5 of the steps the better 1 of 2 go on" in done.stdout
+    curves = [losses(tmp_path / "sweep" / f"peak_lr={rate}") for rate in ("1e-05", "0.01")]
+    assert [len(curve) for curve in curves] == [5, 10]
