@@ -60,9 +60,10 @@ def warmup_stable_decay(
     """Warm-up, then constant, then linear to `end` · `peak_lr` over the last fraction `decay` of
     `steps` (WSD; Hu et al. 2024, arXiv:2404.06395, §4)."""
     rising, falling = _fraction("warmup", warmup, steps), _fraction("decay", decay, steps)
-    if rising + falling > steps:
+    if warmup + decay > 1:
         raise ValueError(f"warmup = {warmup} and decay = {decay} together exceed 1")
-    return _schedule(peak_lr, steps, rising, falling, end, _line)
+    # Halves of three steps are two each by themselves.
+    return _schedule(peak_lr, steps, rising, min(falling, steps - rising), end, _line)
 
 
 def warmup_constant(peak_lr: float, steps: int, warmup: float = 0.01) -> Schedule:
