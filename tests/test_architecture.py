@@ -85,8 +85,9 @@ MAY_IMPORT = {
     "lmlib.checkpoint": {"lmlib.storage"},
     "lmlib.hardware": {"lmlib.terminal"},
     "lmlib.metrics": {"lmlib.hardware", "lmlib.storage"},
-    "lmlib.runs": {"lmlib.metrics", "lmlib.storage"},
     "lmlib.sweeps": set(),
+    "lmlib.runs": {"lmlib.metrics", "lmlib.storage", "lmlib.terminal"},
+    "lmlib.report": {"lmlib.metrics", "lmlib.runs", "lmlib.storage", "lmlib.terminal"},
     "lmlib.parallel": set(),
     "lmlib.compute": set(),
     "lmlib.models": {"lmlib.parallel", "lmlib.compute"},
@@ -306,10 +307,15 @@ def test_the_packages_that_are_installed_ship_their_types_and_templates():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     packages = {name.rstrip("*") for name in settings["setuptools"]["packages"]["find"]["include"]}
     assert {file.parent.name for file in ROOT.glob("*/py.typed")} == packages
-    shipped = {"*": ["py.typed"], "data_tools.prepare_chats": ["templates/*.jinja"]}
+    shipped = {
+        "*": ["py.typed"],
+        "data_tools.prepare_chats": ["templates/*.jinja"],
+        "lmlib.report": ["template/*"],
+    }
     assert settings["setuptools"]["package-data"] == shipped
     templates = {file.parent for folder in FOLDERS for file in (ROOT / folder).rglob("*.jinja")}
-    assert templates == {ROOT / "data_tools/prepare_chats/templates"}
+    places = {ROOT / "data_tools/prepare_chats/templates", ROOT / "lmlib/report/template"}
+    assert templates == places
 
 
 def test_every_file_name_says_what_is_in_it():

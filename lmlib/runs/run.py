@@ -1,5 +1,6 @@
 """One run's folder, read without JAX and without importing what its config names."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -15,6 +16,7 @@ from lmlib.storage.stored_json import read_json, read_text
 
 SETTINGS = "config.txt"
 RESULT = "result.json"
+SAMPLES = "samples"
 _SETTING = re.compile(r"(?P<path>[^ =:]+)(?: = |: )(?P<value>.*)")
 
 
@@ -69,6 +71,16 @@ class Run:
         Raises ValueError, naming the file, if it is damaged.
         """
         return read_validation(self.path)
+
+    @functools.cached_property
+    def samples(self) -> Mapping[int, str]:
+        """What it sampled, by step; a file that cannot be read is left out."""
+        found = {}
+        for file in sorted((self.path / SAMPLES).glob("*.txt")):
+            if file.stem.isdecimal():
+                with contextlib.suppress(OSError, ValueError):
+                    found[int(file.stem)] = read_text(file)
+        return found
 
     @property
     def finished(self) -> bool:

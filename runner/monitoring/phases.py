@@ -5,6 +5,8 @@ import enum
 import time
 from collections.abc import Iterator
 
+from lmlib.runs.goodput import STEPS
+
 
 class Phase(enum.StrEnum):
     """Each second of a run belongs to one of these."""
@@ -14,7 +16,7 @@ class Phase(enum.StrEnum):
     RESTORE = "restore"  # of a checkpoint
     COMPILE = "compile"
     DATA = "data wait"
-    STEP = "steps"
+    STEP = STEPS
     REPEATED = "repeated steps"  # made before by a process that ended before it saved them
     EVALUATION = "evaluation"  # samples and a user's own actions, too
     CHECKPOINT = "checkpoint"  # what saving holds training up for

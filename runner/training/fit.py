@@ -22,6 +22,8 @@ from lmlib.inspect.saved_activations import saved_activations
 from lmlib.metrics.log import MetricsLog, missing_lines, read_metrics
 from lmlib.metrics.tensorboard import TensorBoard
 from lmlib.parallel.layout import partition
+from lmlib.report.page import FILE_NAME as REPORT
+from lmlib.report.page import leave_page
 from lmlib.state import State
 from lmlib.storage.local_folder import local_folder
 from lmlib.terminal.quantities import bytes_text
@@ -96,8 +98,8 @@ def fit(
     Args:
       cfg: builds to an `Experiment`; stays as it is.
       workdir: receives config.json, config.txt, starts/, metrics.jsonl, tensorboard/,
-        checkpoints/, run.log, goodput.json, result.json, validation.json and, where an update was
-        skipped, captures/.
+        checkpoints/, run.log, goodput.json, result.json, validation.json, report.html and, where an
+        update was skipped, captures/.
       options: settings that change nothing about what it trains; `None`: `Options()`.
 
     Raises:
@@ -153,6 +155,7 @@ def fit(
                 if primary and (missing := missing_lines(workdir, experiment.steps)):
                     progress.message(f"WARNING: {missing}")
                 summary = run.earlier_summary()
+            made_now = summary is None
             if summary is None:
                 if primary:
                     progress.keep(workdir)
@@ -163,6 +166,9 @@ def fit(
                         state = run.make_steps(beginning, checkpoints, goodput)
                     phases.enter(Phase.EVALUATION)
                     summary = run.summarise(state, goodput)
+            lock.check()
+            if primary and (made_now or not (workdir / REPORT).exists()):
+                leave_page(workdir, progress.message)
     return Result(state, read_metrics(workdir) if primary else [], summary)
 
 

@@ -68,7 +68,9 @@ class Recorder:
             "tokens_per_second": tokens_per_second,
             "step_seconds": seconds,
             "data_wait_seconds": data_wait_seconds,
+            "step_flops": self._positions * self._flops_per_token,
             "mfu": mfu(self._flops_per_token, tokens_per_second, self._devices),
+            "peak_memory_bytes": _peak_memory(),
         }
 
     def message(self, text: str) -> None:
@@ -93,3 +95,9 @@ class Recorder:
     def add(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Adds metrics to the newest line, that of `step`."""
         self._log.add(step, metrics)
+
+
+def _peak_memory() -> int | None:
+    """The most bytes that a device of this process has had in use; `None` if none says."""
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((each.get("peak_bytes_in_use", 0) for each in statistics), default=0) or None

@@ -10,13 +10,13 @@ import jax
 
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import mfu
+from lmlib.runs.goodput import Goodput
 from lmlib.runs.validation import StoredValidation
 from lmlib.state import State
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import count_text
 from lmlib.terminal.table import columns
-from runner.monitoring.goodput import Goodput
 from runner.training.validation import Validation
 
 FILE_NAME = "result.json"

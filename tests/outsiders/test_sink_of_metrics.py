@@ -13,7 +13,7 @@ from runner.errors import StoppedEarly
 
 pytestmark = pytest.mark.several_devices
 
-TIMES = {"tokens_per_second", "step_seconds", "data_wait_seconds", "goodput"}
+TIMES = {"tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes"}
 
 
 class Table:

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from runner.monitoring.goodput import NOT_RUNNING, Goodput, GoodputLog, Start, read_starts, total
+from lmlib.runs.goodput import NOT_RUNNING, Goodput, Start, read_starts, total
+from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.phases import Phase, Phases
 
 FIRST = Start(100.0, 160.0, 40, {"start-up": 10.0, "compile": 20.0, "steps": 30.0})
@@ -67,7 +68,7 @@ def test_the_log_goes_on_with_what_earlier_starts_left(tmp_path):
     with GoodputLog(tmp_path, Phases()) as log:
         assert log.furthest == 8
         assert log.total().starts == 3
-    assert [start.last_step for start in read_starts(tmp_path)] == [7, 8, 0]
+    assert [start.last_step for start in read_starts(tmp_path)[0]] == [7, 8, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["goodput.json"]
 
 
@@ -81,7 +82,7 @@ def test_a_damaged_file_is_begun_anew(tmp_path, content):
         assert str(tmp_path / "goodput.json") in log.problem
         assert log.furthest == 0
         log.update(3)
-    assert [start.last_step for start in read_starts(tmp_path)] == [3]
+    assert [start.last_step for start in read_starts(tmp_path)[0]] == [3]
 
 
 STRANGE = (None, [], "9", -1, 1e300, math.nan, {"a": {}}, True)
@@ -111,7 +112,7 @@ def test_a_clock_that_is_set_makes_no_goodput(tmp_path, monkeypatch, jump):
     with GoodputLog(tmp_path, phases) as log:
         monkeypatch.setattr(time, "time", lambda: real() + jump)
         assert 0 <= log.update(1) <= 1
-    (start,) = read_starts(tmp_path)
+    (start,), _ = read_starts(tmp_path)
     assert start.until - start.began == pytest.approx(sum(start.seconds.values()), abs=1e-3)
     with GoodputLog(tmp_path, Phases()) as log:
         assert 0 <= log.update(2) <= 1

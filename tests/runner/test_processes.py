@@ -17,7 +17,7 @@ from runner.errors import ConfigError
 from runner.processes.endings import ending
 from runner.processes.launch import Processes
 
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 EXACT = ("step", "valid_tokens", "tokens")
 
 
@@ -138,6 +138,7 @@ def test_only_process_0_writes_and_prints(four, alone):
         "goodput.json",
         "logs",
         "metrics.jsonl",
+        "report.html",
         "result.json",
         "run.log",
         "stacks",

@@ -26,7 +26,7 @@ from runner.errors import ConfigError
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: it looks hosts up otherwise
 
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput")
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 ROOT = Path(configs.__file__).parents[2]
 
 

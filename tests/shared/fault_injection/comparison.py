@@ -9,8 +9,10 @@ from folder_contents import files_of
 from fault_injection.job import Job
 
 NOTES = "notes/notes.json"  # in a checkpoint
-# Of a line of metrics.jsonl: what depends on how long something took.
-TIMES = frozenset({"tokens_per_second", "step_seconds", "data_wait_seconds", "goodput"})
+# Of a line of metrics.jsonl: what depends on time, or on what else ran.
+TIMES = frozenset(
+    {"tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes"}
+)
 
 
 def difference(job: Job, undisturbed: Job) -> str:

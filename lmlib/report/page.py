@@ -1,0 +1,100 @@
+"""One HTML page of one run or several. It holds all that it needs, and may load nothing else."""
+
+import base64
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jinja2
+
+from lmlib.metrics.meanings import MEANINGS
+from lmlib.report import curves, specifications, tables
+from lmlib.report.axes import AXES
+from lmlib.report.library import library
+from lmlib.report.seen import Seen, seen
+from lmlib.storage.whole_file import write_whole
+
+FILE_NAME = "report.html"
+_TEMPLATE = Path(__file__).parent / "template"
+
+
+def page(runs: Sequence[Seen], refresh_seconds: int | None = None) -> str:
+    """The page of `runs`, at least one.
+
+    All text of runs is escaped, and the page's policy lets no script run but its own.
+
+    Args:
+      refresh_seconds: how often the page asks its server for itself; `None`: it is a file.
+
+    Raises:
+      ValueError: naming a file of a run that is damaged.
+    """
+    charting, script = library(), _text("page.js")
+    hashes = " ".join(f"'sha256-{_digest(each)}'" for each in (charting, script))
+    connect = "'none'" if refresh_seconds is None else "'self'"
+    return _template().render(
+        policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
+        f"img-src data: blob:; connect-src {connect}; base-uri 'none'; form-action 'none'",
+        css=_text("page.css"),
+        library=charting,
+        script=script,
+        refresh=refresh_seconds,
+        live="" if refresh_seconds is None else " data-live",
+        title=tables.title(runs),
+        status=tables.status(runs),
+        tiles=tables.tiles(runs[0]) if len(runs) == 1 else [],
+        tables=tables.comparison(runs) if len(runs) > 1 else [],
+        axes=AXES.items(),
+        has_seeds=len({each.group for each in runs}) < len(runs),
+        constants=tables.constants(runs),
+        samples=tables.samples(runs),
+        all_settings=tables.settings(runs),
+        meanings=MEANINGS,
+        most=curves.MOST,
+        specifications={
+            "curves": specifications.curves(),
+            "heat": specifications.heat(),
+            "bars": specifications.bars(),
+            "logarithmic": specifications.logarithmic(),
+        },
+        data=tables.data(runs),
+    )
+
+
+def write_page(runs: Sequence[Seen], path: str | os.PathLike[str]) -> None:
+    """Writes the page to a file, whole or not at all.
+
+    Raises:
+      ValueError: naming a file of a run that is damaged.
+      OSError: if it cannot be written.
+    """
+    write_whole(path, page(runs).encode("utf-8", "backslashreplace"))
+
+
+def leave_page(workdir: Path, tell: Callable[[str], None]) -> None:
+    """Writes the page of the run in `workdir` there; says why if it cannot, for no run fails for
+    want of one."""
+    try:
+        write_page(seen([workdir]), workdir / FILE_NAME)
+    except Exception as error:
+        tell(
+            f"WARNING: no {FILE_NAME}: {type(error).__name__}: {error}; once that is mended: "
+            f"python -m runner.report {workdir}"
+        )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(_text("page.html.jinja"))
+
+
+@functools.cache
+def _text(name: str) -> str:
+    return (_TEMPLATE / name).read_text("utf-8")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,99 @@
+"""Curves as PNG and SVG files, for papers."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmlib.report import specifications, tables
+from lmlib.report.axes import AXES
+from lmlib.report.seen import Seen
+from lmlib.storage.whole_file import make_folder, write_whole
+
+SCALE = 3.0  # of PNG: about 300 dots per inch where a chart is 12 cm wide
+
+
+def write_pictures(
+    runs: Sequence[Seen],
+    folder: str | os.PathLike[str],
+    metrics: Sequence[str] = (),
+    axis: str = "step",
+    log_x: bool = False,
+    log_y: bool = False,
+    smoothing: float = 0.0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Path]:
+    """Writes METRIC.svg and METRIC.png for each metric; returns the files.
+
+    Runs that differ in seeds alone are one curve: their mean, and a band from the least to the
+    greatest.
+
+    Args:
+      metrics: by name; unless said, all that change.
+      axis: one of `AXES`.
+      smoothing: the part of its points, 0.05 for 5 %, around each whose mean it is.
+      tell: is told of each file.
+
+    Raises:
+      ValueError: if a metric is not there, or never changes, or there is no such axis.
+      OSError: if a file cannot be written.
+      ImportError: without vl-convert-python.
+    """
+    import vl_convert
+
+    data = tables.data(runs)
+    charts = {chart["metric"]: chart for chart in data["charts"]}
+    if unknown := [name for name in metrics if name not in charts]:
+        raise ValueError(f"no curve of {unknown[0]!r}; there are {', '.join(charts)}")
+    if axis not in AXES:
+        raise ValueError(f"no axis {axis!r}; there are {', '.join(AXES)}")
+    make_folder(folder)
+    written = []
+    names = list(dict.fromkeys(run["group"] for run in data["runs"]))
+    for name in metrics or charts:
+        chart = charts[name]
+        rows = [row for row in _rows(chart, data["runs"], axis) if row["x"] > 0 or not log_x]
+        if not rows:
+            tell(f"{name} has nothing to show on these axes")
+            continue
+        specification = specifications.for_paper(
+            name, chart["unit"], rows, names, AXES[axis].title, log_x, log_y, smoothing
+        )
+        file = Path(folder) / "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+        version = specifications.VERSION
+        svg = vl_convert.vegalite_to_svg(specification, version, allowed_base_urls=[])
+        png = vl_convert.vegalite_to_png(specification, version, scale=SCALE, allowed_base_urls=[])
+        for ending, content in (("svg", svg), ("png", png)):
+            written.append(file.with_name(f"{file.name}.{ending}"))
+            write_whole(written[-1], content)
+            tell(str(written[-1]))
+    return written
+
+
+def _rows(
+    chart: Mapping[str, Any], runs: Sequence[Mapping[str, str]], axis: str
+) -> Iterator[dict[str, Any]]:
+    """The rows of `specifications.curves`, as page.js makes them."""
+    for series in chart["series"]:
+        if axis not in series:
+            continue
+        values = series["value"]
+        nothing = [0] * len(values)
+        for step, x, value, least, greatest, not_finite in zip(
+            series["step"],
+            series[axis],
+            values,
+            series.get("least", values),
+            series.get("greatest", values),
+            series.get("not_finite", nothing),
+            strict=True,
+        ):
+            yield {
+                "curve": runs[series["run"]]["group"],
+                "step": step,
+                "x": x,
+                "value": value,
+                "least": least,
+                "greatest": greatest,
+                "not_finite": not_finite,
+            }

@@ -1,0 +1,81 @@
+"""Runs as a page shows them: with names that tell them apart, those of one kind together."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lmlib.runs.run import Run, difference, find_runs
+from lmlib.runs.series import Measurements
+from lmlib.terminal.text import shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A run of a page.
+
+    Args:
+      run: what its files say now.
+      name: tells it from the other runs of the page; its control characters are shown.
+      group: the name of the runs that differ from it in seeds alone, itself included.
+      measurements: its metrics.
+    """
+
+    run: Run
+    name: str
+    group: str
+    measurements: Measurements
+
+    def again(self) -> "Seen":
+        """The same run, its files read again."""
+        self.measurements.update()
+        return dataclasses.replace(self, run=Run(self.run.path))
+
+
+def seen(places: Iterable[str | os.PathLike[str]]) -> list[Seen]:
+    """The runs in `places`, workdirs or folders that hold some.
+
+    Raises:
+      ValueError: naming a place that has no run, or a file that is damaged.
+      OSError: if a file cannot be read.
+    """
+    runs = find_runs(places)
+    found = []
+    for run, name, group in zip(runs, names([run.path for run in runs]), groups(runs), strict=True):
+        measurements = Measurements(run.path)
+        measurements.update()
+        found.append(Seen(run, name, group, measurements))
+    return found
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """What is different of the paths: of one its last part, of several what follows the folder that
+    all are in."""
+    whole = [path.absolute() for path in paths]
+    if len(whole) == 1:
+        return [shown(whole[0].name)]
+    common = Path(os.path.commonpath(whole))
+    return [shown(str(path.relative_to(common))) for path in whole]
+
+
+def groups(runs: Sequence[Run]) -> list[str]:
+    """For each run the settings in which it differs from others, seeds aside."""
+    differing = {
+        path: values
+        for path, values in difference(runs).items()
+        if path.rpartition(".")[2] != "seed"
+    }
+    texts = [
+        ", ".join(
+            f"{_short(path, differing)}={'—' if values[number] is None else values[number]}"
+            for path, values in differing.items()
+        )
+        for number in range(len(runs))
+    ]
+    return [shown(text) or "all runs" for text in texts]
+
+
+def _short(path: str, paths: Iterable[str]) -> str:
+    """The last part of a path, if no other path ends alike."""
+    last = path.rpartition(".")[2]
+    return last if sum(each.rpartition(".")[2] == last for each in paths) == 1 else path

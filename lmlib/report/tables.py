@@ -1,0 +1,200 @@
+"""The text of a page: what its runs are, and what came of them."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lmlib.report import curves
+from lmlib.report.curves import Measured
+from lmlib.report.seen import Seen
+from lmlib.runs.goodput import read_starts, total
+from lmlib.runs.run import difference
+from lmlib.terminal.quantities import bytes_text, count_text, duration_text
+from lmlib.terminal.text import shown
+
+_SAMPLES = 12  # steps
+_LONGEST = 4000  # characters of a text
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of texts under a title; `numbers` are the columns that hold numbers."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text: str = ""
+    numbers: Sequence[int] = ()
+
+
+def title(runs: Sequence[Seen]) -> str:
+    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+
+
+def status(runs: Sequence[Seen]) -> str:
+    if len(runs) > 1:
+        return f"{sum(each.run.finished for each in runs)} of {len(runs)} finished"
+    (each,) = runs
+    if each.run.finished:
+        return "finished"
+    step, of = _last(each, "step"), each.run.settings.get("steps")
+    return "no step yet" if step is None else f"step {step:,.0f}" + (f" of {of}" if of else "")
+
+
+def tiles(each: Seen) -> list[tuple[str, str, str]]:
+    """The numbers at the head of one run's page, with units."""
+    result, found = each.run.result or {}, []
+    numbers: dict[str, tuple[Any, Callable[[Any], str]]] = {
+        "parameters": (result.get("parameters"), count_text),
+        "tokens seen": (_last(each, "tokens"), count_text),
+        "tokens per second": (final(each, "tokens_per_second")[0], count_text),
+        "MFU": (_last(each, "mfu"), "{:.1%}".format),
+        "goodput": (_last(each, "goodput"), "{:.1%}".format),
+        "memory in use, at most": (_last(each, "peak_memory_bytes"), bytes_text),
+    }
+    for name in ("loss", "validation_loss", "validation_bits_per_byte"):
+        value, unit = final(each, name)
+        if value is not None:
+            found.append((name.replace("_", " "), f"{value:.4f}", shown(unit)))
+    for name, (value, text) in numbers.items():
+        if _is_number(value):
+            found.append((name, text(value), ""))
+    return found
+
+
+def comparison(runs: Sequence[Seen]) -> list[Table]:
+    """What the runs differ in, and what came of each."""
+    differing = difference(each.run for each in runs)
+    metrics = [
+        name
+        for name in ("loss", "validation_loss", "validation_bits_per_byte", "tokens_per_second")
+        if any(final(each, name)[0] is not None for each in runs)
+    ]
+    header = ["run", *differing, "step", *metrics]
+    rows = [
+        [
+            each.name,
+            *("—" if values[i] is None else values[i] for values in differing.values()),
+            f"{_last(each, 'step') or 0:,.0f}{'' if each.run.finished else ' …'}",
+            *(_number(final(each, name)[0]) for name in metrics),
+        ]
+        for i, each in enumerate(runs)
+    ]
+    text = "the settings that differ, and the last numbers; … : not finished"
+    shown_rows = [[shown(str(cell)) for cell in row] for row in rows]
+    numbers = range(len(differing) + 1, len(header))
+    return [Table("Runs", [shown(name) for name in header], shown_rows, text, numbers)]
+
+
+def final(each: Seen, name: str) -> tuple[float | None, str]:
+    """A number of the finished run with its unit, else the last that was measured."""
+    result = each.run.result or {}
+    if name == "loss" and _is_number(result.get("training_loss")):
+        return result["training_loss"], str(result.get("loss_unit", ""))
+    if name == "tokens_per_second" and _is_number(result.get(name)):
+        return result[name], ""
+    validation = result.get("validation")
+    measured = validation.get(name) if isinstance(validation, dict) else None
+    if isinstance(measured, dict) and _is_number(measured.get("value")):
+        return measured["value"], str(measured.get("unit", ""))
+    return _last(each, name), ""
+
+
+def constants(runs: Sequence[Seen]) -> str:
+    found = curves.constants(_measured(runs))
+    if not found:
+        return ""
+    said = ", ".join(f"{shown(name)} {_number(value)}" for name, value in found.items())
+    return f"The same in all steps: {said}."
+
+
+def samples(runs: Sequence[Seen]) -> list[tuple[int, list[tuple[str, str]]]]:
+    """The newest steps first, and of each the texts of the runs that have some."""
+    steps = sorted({step for each in runs for step in each.run.samples}, reverse=True)
+    return [
+        (
+            step,
+            [
+                (each.name, _cut(each.run.samples[step]))
+                for each in runs
+                if step in each.run.samples
+            ],
+        )
+        for step in steps[:_SAMPLES]
+    ]
+
+
+def settings(runs: Sequence[Seen]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Of one run all settings; of several those of the first, for the others differ as said."""
+    return [
+        (each.name, [(shown(path), shown(value)) for path, value in each.run.settings.items()])
+        for each in runs
+    ]
+
+
+def data(runs: Sequence[Seen]) -> dict[str, Any]:
+    """What the script of the page draws."""
+    measured = _measured(runs)
+    return {
+        "runs": [{"name": each.name, "group": each.group} for each in runs],
+        "charts": curves.charts(measured, _units(runs)),
+        "layers": [
+            {"run": run.name if len(runs) > 1 else "", **layers}
+            for run in measured
+            for layers in curves.layers(run)
+        ],
+        "goodput": [row for each in runs for row in _goodput(each)],
+    }
+
+
+def _measured(runs: Sequence[Seen]) -> list[Measured]:
+    found = []
+    for each in runs:
+        series = {shown(name): column for name, column in each.measurements.series.items()}
+        found.append(Measured(each.name, series))
+    return found
+
+
+def _units(runs: Sequence[Seen]) -> dict[str, str]:
+    """The units that objectives say, in which results have them."""
+    found = {}
+    for each in runs:
+        for name in each.measurements.series:
+            if unit := final(each, name)[1]:
+                found[shown(name)] = shown(unit)
+    return found
+
+
+def _goodput(each: Seen) -> Iterator[Mapping[str, Any]]:
+    starts, _ = read_starts(each.run.path)
+    seconds = total(starts).seconds
+    whole = sum(seconds.values())
+    for order, (phase, spent) in enumerate(seconds.items()):
+        if spent > 0:
+            yield {
+                "run": each.name,
+                "part": shown(phase),
+                "time": duration_text(spent),
+                "share": spent / whole,
+                "order": order,
+            }
+
+
+def _last(each: Seen, name: str) -> float | None:
+    series = each.measurements.series.get(name)
+    return None if series is None else float(series.values_N[-1])
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.5g}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cut(text: str) -> str:
+    left = len(text) - _LONGEST
+    return shown(text if left <= 0 else f"{text[:_LONGEST]}\n… {left:,} more characters")

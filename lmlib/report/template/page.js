@@ -1,0 +1,234 @@
+"use strict";
+// Draws the charts of the page from its data, as the controls say. Text goes into the page as text.
+const read = (id) => JSON.parse(document.getElementById(id).textContent);
+const specifications = read("specifications");
+const control = (id) => document.getElementById(id);
+const hidden = new Set(); // curves that the legend has switched off, by name
+let data = read("data");
+let views = [];
+let drawing = 0;
+
+const bySeed = () => control("seeds").checked;
+const curveOf = (run) => (bySeed() ? run.group : run.name);
+const curves = () => [...new Set(data.runs.map(curveOf))];
+const colours = specifications.curves.encoding.color.scale.range;
+
+const isDark = () =>
+  (document.documentElement.dataset.theme ??
+    (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+
+function theme() {
+  const style = getComputedStyle(document.documentElement);
+  const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
+  const font = style.getPropertyValue("font-family");
+  return {
+    background: null,
+    font,
+    view: { stroke: null },
+    axis: { labelColor: text, titleColor: text, gridColor: line, domainColor: line,
+            tickColor: line, titleFontWeight: "normal" },
+    legend: { labelColor: text, titleColor: text },
+  };
+}
+
+// The rows of a chart: a row for each point of each curve that is shown.
+function rows(chart, axis, logX, logY) {
+  const found = [];
+  let left = 0;
+  for (const series of chart.series) {
+    const curve = curveOf(data.runs[series.run]);
+    if (hidden.has(curve) || !series[axis]) continue;
+    series.value.forEach((value, i) => {
+      const x = series[axis][i];
+      if ((logX && x <= 0) || (logY && value !== null && value <= 0)) left += 1;
+      if (logX && x <= 0) return;
+      found.push({
+        curve, x, value, step: series.step[i], not_finite: series.not_finite?.[i] ?? 0,
+        least: series.least ? series.least[i] : value,
+        greatest: series.greatest ? series.greatest[i] : value,
+      });
+    });
+  }
+  return [found, left];
+}
+
+function curveSpecification(chart) {
+  const axis = control("axis").value;
+  const [logX, logY] = [control("log_x").checked, control("log_y").checked];
+  const spec = structuredClone(specifications.curves);
+  const [found, left] = rows(chart, axis, logX, logY);
+  spec.data.values = found;
+  const points = Math.max(...chart.series.map((series) => series.value.length));
+  const around = Math.floor((Number(control("smoothing").value) / 100) * points / 2);
+  spec.transform[1].frame = [-around, around];
+  spec.encoding.color.scale.domain = curves();
+  spec.encoding.x.title = control("axis").selectedOptions[0].textContent;
+  if (logX) spec.encoding.x.scale = specifications.logarithmic.scale;
+  if (logY) spec.transform.splice(1, 0, ...specifications.logarithmic.transform);
+  for (const layer of spec.layer)
+    if (logY && layer.encoding.y.field) layer.encoding.y.scale = specifications.logarithmic.scale;
+  return [spec, found.some((row) => row.value > 0 || !logY), left];
+}
+
+function barSpecification() {
+  const spec = structuredClone(specifications.bars);
+  spec.data.values = data.goodput;
+  spec.height *= new Set(data.goodput.map((row) => row.run)).size;
+  return spec;
+}
+
+function heatSpecification(layers) {
+  const spec = structuredClone(specifications.heat);
+  spec.data.values = layers.rows.filter((row) => row.value > 0);
+  spec.height *= new Set(layers.rows.map((row) => row.part)).size;
+  return spec;
+}
+
+function element(name, text, className) {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+function figure(title, unit, text) {
+  const made = element("figure");
+  const caption = element("figcaption");
+  caption.append(element("strong", title), element("span", unit ? ` ${unit}` : "", "unit"));
+  if (text) caption.append(element("small", text));
+  const place = element("div", undefined, "plot");
+  made.append(caption, place);
+  return [made, place];
+}
+
+async function draw(place, spec) {
+  const options = { actions: { export: true, source: false, compiled: false, editor: false },
+                    ast: true, config: theme(), renderer: "canvas", mode: "vega-lite",
+                    logLevel: 1, tooltip: { theme: isDark() ? "dark" : "light" } };
+  const { view } = await vegaEmbed(place, spec, options);
+  views.push(view);
+}
+
+function legend() {
+  const place = control("legend");
+  place.replaceChildren();
+  curves().forEach((name, i) => {
+    const label = element("label");
+    const box = Object.assign(element("input"), { type: "checkbox", checked: !hidden.has(name) });
+    box.addEventListener("change", () => {
+      if (box.checked) hidden.delete(name);
+      else hidden.add(name);
+      drawAll();
+    });
+    const swatch = element("i");
+    swatch.style.background = colours[i % colours.length];
+    label.append(box, swatch, name);
+    place.append(label);
+  });
+  place.hidden = curves().length < 2;
+}
+
+async function drawAll() {
+  const turn = ++drawing;
+  legend();
+  const around = window.scrollY;
+  const made = { charts: document.createDocumentFragment(), layers: document.createDocumentFragment() };
+  const todo = [];
+  for (const chart of data.charts) {
+    const [spec, shown, left] = curveSpecification(chart);
+    const notes = [chart.text];
+    if (chart.stretch > 1) notes.push(`each point: ${chart.stretch.toLocaleString("en")} steps, their mean; the band: least to greatest`);
+    if (left) notes.push(`${left} points that are not positive have no place on a logarithmic axis`);
+    const [whole, place] = figure(chart.metric, chart.unit, notes.filter(Boolean).join(" · "));
+    made.charts.append(whole);
+    if (shown) todo.push([place, spec]);
+    else place.append(element("p", "nothing to show on these axes", "nothing"));
+  }
+  for (const layers of data.layers) {
+    const [whole, place] = figure(layers.statistic, layers.run, layers.text);
+    made.layers.append(whole);
+    todo.push([place, heatSpecification(layers)]);
+  }
+  const old = views;
+  views = [];
+  control("charts").replaceChildren(made.charts);
+  control("layers").replaceChildren(made.layers);
+  control("layers_section").hidden = !data.layers.length;
+  if (data.goodput.length) {
+    control("goodput").replaceChildren();
+    todo.push([control("goodput"), barSpecification()]);
+  }
+  window.scrollTo(0, around);
+  for (const view of old) view.finalize();
+  for (const [place, spec] of todo) {
+    if (turn !== drawing) return;
+    await draw(place, spec);
+  }
+  document.documentElement.dataset.drawn = String(turn);
+}
+
+// The state of the controls is in the address after "#", to be kept or given to others.
+const CONTROLS = ["axis", "smoothing", "log_x", "log_y", "seeds"];
+
+function fromAddress() {
+  const state = new URLSearchParams(location.hash.slice(1));
+  for (const id of CONTROLS.filter((each) => state.has(each)))
+    if (control(id).type === "checkbox") control(id).checked = state.get(id) === "1";
+    else control(id).value = state.get(id);
+  if (!control("axis").value) control("axis").value = "step";
+  const theme = state.get("theme");
+  if (theme === "dark" || theme === "light") document.documentElement.dataset.theme = theme;
+}
+
+function toAddress() {
+  const state = new URLSearchParams();
+  for (const id of CONTROLS)
+    state.set(id, control(id).type === "checkbox" ? Number(control(id).checked) : control(id).value);
+  if (document.documentElement.dataset.theme)
+    state.set("theme", document.documentElement.dataset.theme);
+  history.replaceState(null, "", `#${state}`);
+}
+
+function changed() {
+  toAddress();
+  drawAll();
+}
+
+function setUp() {
+  fromAddress();
+  const smoothing = () => { control("smoothing_text").textContent = `${control("smoothing").value} %`; };
+  control("smoothing").addEventListener("input", smoothing);
+  smoothing();
+  for (const id of CONTROLS) control(id).addEventListener("change", changed);
+  control("theme").addEventListener("click", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    changed();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  drawAll();
+}
+
+// The live page asks for itself again, and takes over what has changed; the controls stay.
+async function refresh(seconds) {
+  await new Promise((resolve) => setTimeout(resolve, seconds * 1000));
+  try {
+    const answer = await fetch(location.href, { cache: "no-store" });
+    if (!answer.ok) throw new Error(answer.statusText);
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    document.body.classList.remove("lost");
+    const text = page.getElementById("data").textContent;
+    for (const part of document.querySelectorAll("[data-live]"))
+      part.replaceWith(document.adoptNode(page.getElementById(part.id)));
+    if (text !== control("data").textContent) {
+      control("data").textContent = text;
+      data = JSON.parse(text);
+      await drawAll();
+    }
+  } catch (error) {
+    document.body.classList.add("lost");
+  }
+  refresh(seconds);
+}
+
+setUp();
+if (document.body.dataset.refresh) refresh(Number(document.body.dataset.refresh));

@@ -1,0 +1,70 @@
+"""Makes a page of one run or several: curves, samples, settings, where the time went.
+
+    python -m runner.report WORKDIR
+    python -m runner.report SWEEP --to=page.html
+    python -m runner.report RUN RUN --pictures=FOLDER --metrics=loss --against=tokens
+
+A place is a workdir, or a folder that holds some, such as a sweep's. The page is one file and needs
+no network.
+--to         the page; unless said, report.html in the workdir, or in the folder of the runs
+--pictures   a folder for PNG and SVG files for papers, in place of the page
+--metrics    whose curves, by commas; unless said, of all that change
+--against    step, tokens, flops or seconds
+--log_x, --log_y   logarithmic axes
+--smoothing  each value is the mean of so many percent of the points, around its own
+docs/pictures.md says what is shown.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from lmlib.report import seen, write_page, write_pictures
+from lmlib.report.axes import AXES
+from lmlib.report.page import FILE_NAME
+from runner.command_line.command import run
+from runner.command_line.exit_status import FINISHED
+from runner.command_line.paths import check_can_be_made
+from runner.errors import ConfigError, user_errors
+
+_TO = flags.DEFINE_string("to", None, "the page to write")
+_PICTURES = flags.DEFINE_string("pictures", None, "a folder for PNG and SVG files")
+_METRICS = flags.DEFINE_list("metrics", [], "whose curves; unless said, of all that change")
+_AGAINST = flags.DEFINE_enum("against", "step", list(AXES), "the horizontal axis")
+_LOG_X = flags.DEFINE_bool("log_x", False, "a logarithmic horizontal axis")
+_LOG_Y = flags.DEFINE_bool("log_y", False, "a logarithmic vertical axis")
+_SMOOTHING = flags.DEFINE_float("smoothing", 0.0, "percent of the points", 0, 100)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    if not arguments:
+        raise ConfigError("give the runs, as in: python -m runner.report WORKDIR; see --help")
+    if _PICTURES.value is not None and _TO.value is not None:
+        raise ConfigError("give --to or --pictures, not both")
+    with user_errors():
+        runs = seen(arguments)
+        if _PICTURES.value is not None:
+            write_pictures(
+                runs,
+                _PICTURES.value,
+                _METRICS.value,
+                _AGAINST.value,
+                _LOG_X.value,
+                _LOG_Y.value,
+                _SMOOTHING.value / 100,
+                tell=print,
+            )
+            return FINISHED
+        paths = [each.run.path.absolute() for each in runs]
+        to = Path(_TO.value) if _TO.value else Path(os.path.commonpath(paths)) / FILE_NAME
+        check_can_be_made(to)
+        write_page(runs, to)
+    print(to)
+    return FINISHED
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,173 @@
+"""The page says what the runs' files say, and no text of theirs is more than text."""
+
+import html.parser
+import json
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from left_runs import leave_run, losses
+
+from lmlib.report import page, seen, write_page, write_pictures
+from lmlib.terminal.text import shown
+
+FINISHED = {
+    "steps": 2, "parameters": 1000, "tokens": 64, "tokens_per_second": 100.0, "training_loss": 2.5,
+    "loss_unit": "nats per token",
+    "validation": {"validation_loss": {"value": 2.25, "unit": "nats per token"}},
+}  # fmt: skip
+
+
+class Parsed(html.parser.HTMLParser):
+    """The texts of a page by their element, and the elements that scripts can begin from."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.texts, self.attributes = [], {}, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.open.append(tag)
+        self.texts.setdefault(tag, []).append("")
+        self.attributes += [(tag, name, value) for name, value in attributes]
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, text):
+        if self.open:
+            self.texts[self.open[-1]][-1] += text
+
+
+def data_of(text):
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found[1])
+
+
+def test_a_page_of_one_run(tmp_path):
+    lines = losses(3.5, "NaN", 2.5)
+    lines[0]["mine"], lines[2]["mine"] = 1, 2
+    run = leave_run(
+        tmp_path / "first", {"steps": 3, "seed": 0}, lines, FINISHED, {3: "def f"}, {"steps": 3.0}
+    )
+    text = page(seen([run]))
+    assert len(text.encode()) < 2e6
+    parsed = Parsed(text)
+    assert parsed.texts["h1"] == ["first"] and "def f" in parsed.texts["pre"]
+    assert "2.2500" in " ".join(parsed.texts["dd"])
+    loss, mine = data_of(text)["charts"]
+    assert loss["metric"] == "loss" and loss["unit"] == "nats per token"
+    (series,) = loss["series"]
+    assert series["step"] == [1, 2, 3] and series["value"] == [3.5, None, 2.5]
+    assert series["not_finite"] == [0, 1, 0]
+    assert mine["metric"] == "mine" and mine["series"][0]["step"] == [1, 3]
+    assert data_of(text)["goodput"][0]["share"] == 1.0
+
+
+def test_a_page_of_several_runs_says_what_differs(tmp_path):
+    for rate in (0.1, 0.2):
+        for seed in (0, 1):
+            settings = {"optimizer.peak_lr": rate, "seed": seed, "steps": 2}
+            leave_run(tmp_path / f"{rate}/{seed}", settings, losses(3.0, 2.0 + rate))
+    text = page(seen([tmp_path]))
+    assert [run["name"] for run in data_of(text)["runs"]] == ["0.1/0", "0.1/1", "0.2/0", "0.2/1"]
+    assert [run["group"] for run in data_of(text)["runs"]] == ["peak_lr=0.1"] * 2 + [
+        "peak_lr=0.2"
+    ] * 2
+    cells = Parsed(text).texts["td"]
+    assert cells[:4] == ["0.1/0", "0.1", "0", "2 …"]
+    assert "0 of 4 finished" in text
+
+
+def test_long_metrics_are_thinned_with_their_extremes(tmp_path):
+    values = [3.0] * 20_000
+    values[11_111], values[15_000] = 99.0, "Infinity"
+    run = leave_run(tmp_path / "long", {"steps": 20_000}, losses(*values))
+    (chart,) = data_of(page(seen([run])))["charts"]
+    (series,) = chart["series"]
+    assert chart["stretch"] == 21 and len(series["value"]) < 1000
+    assert max(series["greatest"]) == 99.0 and min(series["least"]) == 3.0
+    assert sum(series["not_finite"]) == 1
+
+
+# Of what a file can hold, all that is not refused before: surrogates as JSON can write them.
+TEXTS = st.text(min_size=1, max_size=40) | st.sampled_from(
+    ["</script><script>alert(1)</script>", "<!--", "<script", "]]>", "{{ 7 * 7 }}", "&lt;",
+     "\x1b]52;c;\x07", "\u202eabc", "' onload='", '" onload="', "\u2028", "\ud800", "<b>\0"]
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=TEXTS, value=TEXTS, sample=TEXTS)
+def test_text_of_runs_stays_text(tmp_path_factory, name, value, sample):
+    folder = tmp_path_factory.mktemp("run")
+    unit = {"value": 1.5, "unit": value}
+    result = FINISHED | {"loss_unit": value, "validation": {name: unit, "validation_loss": unit}}
+    writable = sample.encode("utf-8", "replace").decode()
+    lines = [{"step": 1, name: 2.0}, {"step": 2, name: 3.0}] if name != "step" else losses(1.0)
+    setting = {"a": value.encode("utf-8", "replace").decode()}
+    leave_run(folder / "a", setting, lines, result, {1: writable}, {name: 2.0})
+    write_page(seen([folder / "a"]), folder / "page.html")
+    text = (folder / "page.html").read_text("utf-8")
+    parsed = Parsed(text)
+    assert len(parsed.texts["script"]) == 4 and not parsed.texts.get("b")
+    assert not [each for each in parsed.attributes if each[1].startswith("on")]
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+    as_read = (folder / "a/samples/00000001.txt").read_bytes().decode()
+    assert parsed.texts["pre"][0].strip() == shown(as_read).strip()
+    names = [chart["metric"] for chart in data_of(text)["charts"]]
+    assert name in {"step", "tokens", "step_flops"} or shown(name) in names or "/" in name
+
+
+def test_the_page_lets_nothing_in_but_its_own_scripts(tmp_path):
+    run = leave_run(tmp_path / "a", {"steps": 1}, losses(1.0, 2.0))
+    text = page(seen([run]))
+    (policy,) = [value for _, name, value in Parsed(text).attributes if name == "content"][1:]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-inline" not in policy.partition("style-src")[0]
+    assert "connect-src 'none'" in policy
+    loads = [each for each in Parsed(text).attributes if each[1] in ("src", "href")]
+    assert not loads
+
+
+def test_a_run_that_has_measured_nothing_has_a_page(tmp_path):
+    run = leave_run(tmp_path / "new", {"steps": 5}, [])
+    text = page(seen([run]))
+    assert "no step yet" in text and data_of(text)["charts"] == []
+
+
+@pytest.mark.parametrize("result", [[1], {"validation": 7}, {"validation": {"a": 3}}, "x", {}])
+def test_a_strange_result_is_named_or_passed_over(tmp_path, result):
+    run = leave_run(tmp_path / "a", {"steps": 2}, losses(3.0, 2.0), result)
+    if isinstance(result, dict):
+        assert "finished" in page(seen([run]))
+    else:
+        with pytest.raises(ValueError, match=r"result.json is damaged"):
+            page(seen([run]))
+
+
+def test_layers_are_in_the_order_of_the_model(tmp_path):
+    parts = ["norm", "layer 10", "layer 2", "embedding"]
+    lines = [{"step": step, **{f"grad_norm/{part}": step for part in parts}} for step in (10, 20)]
+    (found,) = data_of(page(seen([leave_run(tmp_path / "a", {"steps": 2}, lines)])))["layers"]
+    order = dict.fromkeys(row["part"] for row in sorted(found["rows"], key=lambda r: r["order"]))
+    assert list(order) == ["embedding", "layer 2", "layer 10", "norm"]
+    assert [row["value"] for row in found["rows"] if row["part"] == "norm"] == [10, 20]
+
+
+def test_pictures_for_papers(tmp_path):
+    for seed in (0, 1):
+        lines = losses(3.0 + seed, math.nan if seed else 2.5, 2.0)
+        lines = json.loads(json.dumps(lines).replace("NaN", '"NaN"'))
+        leave_run(tmp_path / f"runs/{seed}", {"seed": seed, "steps": 3}, lines)
+    runs = seen([tmp_path / "runs"])
+    files = write_pictures(runs, tmp_path / "out", ["loss"], log_x=True, log_y=True, smoothing=0.1)
+    assert [file.name for file in files] == ["loss.svg", "loss.png"]
+    drawn = files[0].read_text("utf-8")
+    assert "mark-line" in drawn and "nats per target token" in drawn
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no curve of 'lss'; there are loss"):
+        write_pictures(runs, tmp_path / "out", ["lss"])

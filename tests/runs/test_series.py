@@ -1,0 +1,100 @@
+"""Columns of metrics.jsonl say what its lines say, however the file came to be as it is."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmlib.metrics.log import MetricsLog, read_metrics
+from lmlib.runs.series import Measurements
+
+
+def columns(workdir):
+    found = Measurements(workdir)
+    found.update()
+    return as_lists(found)
+
+
+def as_lists(measurements):
+    return {
+        name: (series.steps_N.tolist(), series.values_N.tolist())
+        for name, series in measurements.series.items()
+    }
+
+
+def from_lines(workdir):
+    """The same by a plain loop over the lines."""
+    found = {}
+    for line in read_metrics(workdir):
+        for name, value in line.items():
+            steps, values = found.setdefault(name, ([], []))
+            steps.append(line["step"])
+            values.append(float(value))
+    return found
+
+
+NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False)
+METRICS = st.dictionaries(st.sampled_from(["loss", "a/b", "Ω\n"]), NUMBERS)
+
+
+@given(first=st.lists(METRICS, max_size=5), added=METRICS, then=st.lists(METRICS, max_size=5))
+def test_columns_keep_up_with_a_run(tmp_path_factory, first, added, then):
+    workdir = tmp_path_factory.mktemp("run")
+    kept = Measurements(workdir)
+    with MetricsLog(workdir, resume_step=None) as log:
+        for step, metrics in enumerate(first, 1):
+            log.write(step, metrics)
+        kept.update()
+        if first:
+            log.add(len(first), {f"validation_{name}": value for name, value in added.items()})
+        kept.update()
+        for step, metrics in enumerate(then, len(first) + 1):
+            log.write(step, metrics)
+    kept.update()
+    assert as_lists(kept) == columns(workdir) == from_lines(workdir)
+    with MetricsLog(workdir, resume_step=len(first)) as log:  # which begins the file anew
+        kept.update()
+        assert as_lists(kept) == from_lines(workdir)
+        log.write(len(first) + 1, {"loss": 1.0})
+    kept.update()
+    assert as_lists(kept) == from_lines(workdir)
+
+
+def test_what_is_not_finite_is_there(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": "NaN"}\n{"step": 2, "loss": "-Infinity"}\n'
+    )
+    series = Measurements(tmp_path)
+    series.update()
+    steps_N, values_N = series.series["loss"]
+    assert steps_N.dtype == np.int64 and math.isnan(values_N[0]) and values_N[1] == -math.inf
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["{", "7", "[1]", '{"loss": 3}', '{"step": "2"}', '{"step": -1}', '{"step": 1e3}', "\0",
+     json.dumps({"step": 1 << 70}), '{"step": 2, "step": 2}', "\ufffe", '{"step": 1}], [{'],
+)  # fmt: skip
+def test_a_damaged_line_costs_no_other(tmp_path, damage):
+    lines = ['{"step": 1, "loss": 3.0}', damage, '{"step": 3, "loss": 2.0, "note": "a"}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo', "utf-8")
+    found = columns(tmp_path)
+    assert found["loss"] == ([1, 3], [3.0, 2.0])
+    assert "note" not in found
+
+
+def test_a_number_too_large_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "a": {10**400}, "b": 2}}\n')
+    assert columns(tmp_path) == {"step": ([1], [1.0]), "b": ([1], [2.0])}
+
+
+def test_a_file_that_is_deleted_is_empty(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+    found = Measurements(tmp_path)
+    found.update()
+    (tmp_path / "metrics.jsonl").unlink()
+    found.update()
+    assert not found.series
