@@ -94,6 +94,7 @@ NOT_RUN = {
     },
     "docs/notebook.md": {"python -m runner --fdl_config=experiments/quickstart": "README.md does"},
     "docs/performance.md": {"pip install": INSTALLS, "python -m runner.plan": LONG},
+    "docs/pictures.md": {"python -m runner.watch WORKDIR": "it serves: test_server.py"},
     "docs/scaling.md": {"pip install": INSTALLS},
     "docs/your-own-architecture.md": {"python -m runner.plan": LONG},
 }

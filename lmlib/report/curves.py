@@ -58,11 +58,15 @@ def charts(runs: Sequence[Measured], units: Mapping[str, str]) -> list[dict[str,
       units: of metrics, where the runs say others than `lmlib/metrics/meanings.py`.
     """
     most = min(MOST, max(FEWEST, POINTS // max(1, len(runs))))
-    names = dict.fromkeys(name for run in runs for name in run.series)
-    drawn = [name for name in names if name not in _NOT_DRAWN and not is_of_part(name)]
-    drawn = [name for name in drawn if not _constant(name, runs)]
     against = [axes(run.series) for run in runs]
-    return [_chart(name, runs, against, most, units) for name in sorted(drawn, key=_order)]
+    return [_chart(name, runs, against, most, units) for name in drawn(runs)]
+
+
+def drawn(runs: Sequence[Measured]) -> list[str]:
+    """The metrics that have a chart, in the order of the page."""
+    names = dict.fromkeys(name for run in runs for name in run.series)
+    found = [name for name in names if name not in _NOT_DRAWN and not is_of_part(name)]
+    return sorted((name for name in found if not _constant(name, runs)), key=_order)
 
 
 def constants(runs: Sequence[Measured]) -> dict[str, float]:

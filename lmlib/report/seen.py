@@ -26,26 +26,35 @@ class Seen:
     group: str
     measurements: Measurements
 
-    def again(self) -> "Seen":
-        """The same run, its files read again."""
-        self.measurements.update()
-        return dataclasses.replace(self, run=Run(self.run.path))
+
+class Watched:
+    """The runs in `places`, workdirs or folders that hold some, as they are whenever they are asked
+    for; of their metrics only what is new is read again."""
+
+    def __init__(self, places: Iterable[str | os.PathLike[str]]):
+        self._places = list(places)
+        self._measurements: dict[Path, Measurements] = {}
+
+    def now(self) -> list[Seen]:
+        """The runs that are there.
+
+        Raises:
+          ValueError: naming a place that has no run, or a file that is damaged.
+          OSError: if a file cannot be read.
+        """
+        runs = find_runs(self._places)
+        found = []
+        called = zip(runs, names([run.path for run in runs]), groups(runs), strict=True)
+        for run, name, group in called:
+            measurements = self._measurements.setdefault(run.path, Measurements(run.path))
+            measurements.update()
+            found.append(Seen(run, name, group, measurements))
+        return found
 
 
 def seen(places: Iterable[str | os.PathLike[str]]) -> list[Seen]:
-    """The runs in `places`, workdirs or folders that hold some.
-
-    Raises:
-      ValueError: naming a place that has no run, or a file that is damaged.
-      OSError: if a file cannot be read.
-    """
-    runs = find_runs(places)
-    found = []
-    for run, name, group in zip(runs, names([run.path for run in runs]), groups(runs), strict=True):
-        measurements = Measurements(run.path)
-        measurements.update()
-        found.append(Seen(run, name, group, measurements))
-    return found
+    """The runs in `places`; raises as `Watched.now`."""
+    return Watched(places).now()
 
 
 def names(paths: Sequence[Path]) -> list[str]:

@@ -76,7 +76,7 @@ def comparison(runs: Sequence[Seen]) -> list[Table]:
             each.name,
             *("—" if values[i] is None else values[i] for values in differing.values()),
             f"{_last(each, 'step') or 0:,.0f}{'' if each.run.finished else ' …'}",
-            *(_number(final(each, name)[0]) for name in metrics),
+            *(number(final(each, name)[0]) for name in metrics),
         ]
         for i, each in enumerate(runs)
     ]
@@ -101,10 +101,10 @@ def final(each: Seen, name: str) -> tuple[float | None, str]:
 
 
 def constants(runs: Sequence[Seen]) -> str:
-    found = curves.constants(_measured(runs))
+    found = curves.constants([measured(each) for each in runs])
     if not found:
         return ""
-    said = ", ".join(f"{shown(name)} {_number(value)}" for name, value in found.items())
+    said = ", ".join(f"{shown(name)} {number(value)}" for name, value in found.items())
     return f"The same in all steps: {said}."
 
 
@@ -134,25 +134,23 @@ def settings(runs: Sequence[Seen]) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def data(runs: Sequence[Seen]) -> dict[str, Any]:
     """What the script of the page draws."""
-    measured = _measured(runs)
+    numbers = [measured(each) for each in runs]
     return {
         "runs": [{"name": each.name, "group": each.group} for each in runs],
-        "charts": curves.charts(measured, _units(runs)),
+        "charts": curves.charts(numbers, _units(runs)),
         "layers": [
             {"run": run.name if len(runs) > 1 else "", **layers}
-            for run in measured
+            for run in numbers
             for layers in curves.layers(run)
         ],
         "goodput": [row for each in runs for row in _goodput(each)],
     }
 
 
-def _measured(runs: Sequence[Seen]) -> list[Measured]:
-    found = []
-    for each in runs:
-        series = {shown(name): column for name, column in each.measurements.series.items()}
-        found.append(Measured(each.name, series))
-    return found
+def measured(each: Seen) -> Measured:
+    """Its numbers, with names that can be shown."""
+    series = each.measurements.series
+    return Measured(each.name, {shown(name): found for name, found in series.items()})
 
 
 def _units(runs: Sequence[Seen]) -> dict[str, str]:
@@ -185,7 +183,7 @@ def _last(each: Seen, name: str) -> float | None:
     return None if series is None else float(series.values_N[-1])
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.5g}"

@@ -1,0 +1,80 @@
+"""Shows runs while they go on: a page in the browser of this machine, or a view in the terminal.
+
+    python -m runner.watch WORKDIR
+    python -m runner.watch SWEEP --terminal
+
+A place is a workdir, or a folder that holds some, such as a sweep's.
+--terminal   the last numbers here, until all runs have finished; into a pipe once
+--port       of the page; unless said, 8008. Only this machine can open it: from another one,
+             ssh -L 8008:localhost:8008 HOST
+--seconds    between two looks at the files
+docs/pictures.md says what is shown.
+"""
+
+import errno
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+
+from absl import flags
+
+from lmlib.report import page
+from lmlib.report.seen import Watched
+from lmlib.report.server import PageServer
+from lmlib.report.terminal import view
+from lmlib.terminal.text import TerminalText
+from runner.command_line.command import run
+from runner.command_line.exit_status import FINISHED
+from runner.errors import ConfigError, user_errors
+
+_TERMINAL = flags.DEFINE_bool("terminal", False, "a view in the terminal, in place of the page")
+_PORT = flags.DEFINE_integer("port", 8008, "of the page", 0, 65_535)
+_SECONDS = flags.DEFINE_integer("seconds", 5, "between two looks", 1, 3600)
+_CLEAR = "\x1b[H\x1b[J"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    if not arguments:
+        raise ConfigError("give the runs, as in: python -m runner.watch WORKDIR; see --help")
+    watched = Watched(arguments)
+    with user_errors():
+        watched.now()
+    try:
+        if _TERMINAL.value:
+            _watch_here(watched)
+        else:
+            _serve(watched)
+    except KeyboardInterrupt:
+        print()
+    return FINISHED
+
+
+def _watch_here(watched: Watched) -> None:
+    while True:
+        with user_errors():
+            runs = watched.now()
+        text = view(runs, shutil.get_terminal_size().columns)
+        if isinstance(sys.stdout, TerminalText):
+            sys.stdout.write_as_it_is(_CLEAR)
+        print(text, flush=True)
+        if not isinstance(sys.stdout, TerminalText) or all(each.run.finished for each in runs):
+            return
+        time.sleep(_SECONDS.value)
+
+
+def _serve(watched: Watched) -> None:
+    try:
+        server = PageServer(_PORT.value, lambda: page(watched.now(), _SECONDS.value))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ConfigError(f"--port={_PORT.value} is taken; give another, or 0 for any") from error
+    with server:
+        print(f"{server.url}  (Ctrl-C ends)", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    run(main)
