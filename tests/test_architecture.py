@@ -88,6 +88,7 @@ MAY_IMPORT = {
     "lmlib.sweeps": set(),
     "lmlib.runs": {"lmlib.metrics", "lmlib.storage", "lmlib.terminal"},
     "lmlib.report": {"lmlib.metrics", "lmlib.runs", "lmlib.storage", "lmlib.terminal"},
+    "lmlib.verdicts": {"lmlib.runs", "lmlib.terminal"},
     "lmlib.parallel": set(),
     "lmlib.compute": set(),
     "lmlib.models": {"lmlib.parallel", "lmlib.compute"},

@@ -29,6 +29,8 @@ STANDS_FOR = {
     "MODEL": "run",
     "RUN": "run",
     "WORKDIR": "run",
+    "SWEEP": "sweep",
+    "LADDER": "ladder",
     "DIR": "data",
     "DATA": "data",
     "TOKENS": "data",

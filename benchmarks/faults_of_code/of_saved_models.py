@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "validation is a mean of means",
         "lmlib/evaluate/validation.py",
-        "sum(float(each[name]) for each in sums)",
-        "sum(float(each[name]) / int(n) for each, n in zip(sums, counts)) * count / len(counts)",
+        "sum(each.tolist()) / self.count for",
+        "float((each / self.counts).mean()) for",
         "tests/test_evaluate.py",
     ),
     Mutation(

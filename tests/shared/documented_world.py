@@ -5,6 +5,7 @@ from pathlib import Path
 
 import fiddle as fdl
 import jax
+from made_up_runs import leave_run
 from small_tokenizer import TEXTS, write_tokenizer_folder
 
 from data_tools.convert import to_seqax
@@ -24,7 +25,7 @@ _SIZES = dict(embed=16, layers=1, heads=2, mlp=16)
 
 
 def make_world(folder: Path) -> None:
-    """Texts, chats, tokenizers, data sets, a folder of Hugging Face's, a run."""
+    """Texts, chats, tokenizers, data sets, a folder of Hugging Face's, runs."""
     (folder / "texts").mkdir(parents=True)
     for number in range(300):
         text = TEXTS[number % len(TEXTS)]
@@ -49,6 +50,8 @@ def make_world(folder: Path) -> None:
         pretokenize(Texts(texts), tokenizer, folder / "data", split, workers=0)
     to_seqax(folder / "data", folder / "seqax")
     _write_run(folder, vocab)
+    _write_sweep(folder / "sweep")
+    _write_ladder(folder / "ladder")
 
 
 def _write_model(folder: Path, vocab: int) -> None:
@@ -65,3 +68,21 @@ def _write_run(folder: Path, vocab: int) -> None:
     cfg.validation = fdl.Config(FlatTokens, split="validation", seed=None, epochs=1, **data)
     cfg.steps, cfg.checkpoints.every = 2, 1
     fit(cfg, folder / "run")
+
+
+def _write_sweep(folder: Path) -> None:
+    """Two rates, three seeds of each."""
+    for rate in (0.001, 0.003):
+        for seed in range(3):
+            settings = {"optimizer.peak_lr": rate, "seed": seed}
+            leave_run(folder / f"{rate}_{seed}", 3.0 - 20 * rate + 0.01 * seed, settings)
+
+
+def _write_ladder(folder: Path) -> None:
+    """Three sizes, three lengths of each."""
+    for parameters in (10**7, 10**8, 10**9):
+        for ratio in (5, 20, 80):
+            tokens = ratio * parameters
+            loss = 1.7 + 400 * parameters**-0.34 + 400 * tokens**-0.28
+            sizes = {"parameters": parameters, "tokens": tokens}
+            leave_run(folder / f"{parameters}_{ratio}", loss, {"model.embed": parameters}, **sizes)

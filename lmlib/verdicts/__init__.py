@@ -1,0 +1,6 @@
+"""What finished runs say of each other: which setting is better, by how much, and how surely."""
+
+from lmlib.verdicts.comparison import Comparison, Judged, Row, compare
+from lmlib.verdicts.scaling_law import ScalingLaw, fit_scaling_law
+
+__all__ = ["Comparison", "Judged", "Row", "ScalingLaw", "compare", "fit_scaling_law"]

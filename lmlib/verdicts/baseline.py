@@ -1,0 +1,83 @@
+"""Which group is the baseline of which other one."""
+
+from collections.abc import Sequence
+
+from lmlib.verdicts.groups import Group, Settings
+
+LENGTH = "steps"  # the setting in which runs of one ladder of lengths differ
+
+
+def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
+    """For the number of each group, that of its baseline; without those that have none.
+
+    Args:
+      named: a run, by its workdir or its name, whose group is the baseline of all; or settings,
+        `optimizer.peak_lr=0.001,steps=100`: the baseline of a group then has these, and all others
+        as the group has them, so that each size of a sweep is compared with its own.
+
+    Raises:
+      ValueError: if nothing is so named.
+    """
+    of_run = [
+        number
+        for number, group in enumerate(groups)
+        for each in group.runs.values()
+        if named.rstrip("/") in (each.run.name, str(each.run.path))
+    ]
+    if len(set(of_run)) > 1:
+        raise ValueError(f"several runs are called {named!r}: give the baseline's whole path")
+    if of_run:
+        return dict.fromkeys(range(len(groups)), of_run[0])
+    wanted = _settings(named, groups)
+    chosen = [i for i, group in enumerate(groups) if _has(group.settings, wanted)]
+    if not chosen:
+        raise ValueError(f"no finished run has the baseline's settings, {named}")
+    found = {}
+    for number, group in enumerate(groups):
+        rest = {path: text for path, text in group.settings.items() if path not in wanted}
+        for other in chosen:
+            if all(groups[other].settings[path] == text for path, text in rest.items()):
+                found[number] = other
+    return found
+
+
+def ladder(groups: Sequence[Group], baseline: Group) -> list[Group]:
+    """The groups that differ from `baseline` in nothing but their length, itself among them."""
+    rest = {path: text for path, text in baseline.settings.items() if path != LENGTH}
+    return [group for group in groups if rest.items() <= dict(group.settings).items()]
+
+
+def _settings(named: str, groups: Sequence[Group]) -> dict[str, str]:
+    wanted = {}
+    for part in named.split(","):
+        path, equals, text = part.partition("=")
+        if not equals:
+            names = sorted(each.run.name for group in groups for each in group.runs.values())
+            raise ValueError(
+                f"the baseline {named!r} is none of the finished runs ({', '.join(names[:5])}"
+                f"{', …' * (len(names) > 5)}), and no setting such as optimizer.peak_lr=0.001"
+            )
+        if path not in groups[0].settings:
+            differing = ", ".join(groups[0].settings) or "none do"
+            raise ValueError(
+                f"the runs do not differ in {path!r}, by which the baseline is named; the settings "
+                f"that differ: {differing}"
+            )
+        wanted[path] = text
+    return wanted
+
+
+def _has(settings: Settings, wanted: dict[str, str]) -> bool:
+    return all(_same(settings[path], text) for path, text in wanted.items())
+
+
+def _same(text: str | None, wanted: str) -> bool:
+    """1e-3 is 0.001, and quotes may be left out."""
+    if text is None:
+        return wanted == "None"
+    if wanted in (text, text.strip("'")):
+        return True
+    try:
+        return float(text) == float(wanted)
+    except ValueError:
+        return False

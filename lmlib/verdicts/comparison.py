@@ -1,0 +1,260 @@
+"""The verdicts on runs, as data: tables and pages show these."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lmlib.runs import Run
+from lmlib.verdicts.baseline import baselines, ladder
+from lmlib.verdicts.finished import (
+    USUAL_METRIC,
+    FinishedRun,
+    comparable,
+    finished_run,
+    same_batches,
+)
+from lmlib.verdicts.groups import Group, grouped, telling
+from lmlib.verdicts.paired_batches import batch_differences
+from lmlib.verdicts.power import seeds_needed, smallest_effect
+from lmlib.verdicts.seeds import (
+    LEAST_SEEDS,
+    Difference,
+    Verdict,
+    paired_difference,
+    unpaired_difference,
+)
+from lmlib.verdicts.speedup import Curve, Speedup, joined, speedup
+from lmlib.verdicts.text import TextPrecision, text_precision
+
+USUAL_ERROR_RATE = 0.05
+_WARM = 0.1  # of its tokens: a curve of one length begins then
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A group beside its baseline.
+
+    Args:
+      difference: of the metric, negated if higher is better: below zero is better.
+      seeds_needed: of each, to find an effect as large as this one with a power of 80 %; `None`:
+        see `lmlib.verdicts.power.seeds_needed`.
+      smallest_effect: that these seeds find with a power of 80 %.
+      text: how precisely the validation text tells the difference; of paired seeds on the same
+        batches.
+      speedup: in tokens; `None` where there is a `speedup_problem`, or nothing to read it from.
+      of_compute: factors from the speedup in tokens to those in "steps", "FLOPs" and "seconds": the
+        baseline's cost for each of its tokens over the group's for each of its own.
+    """
+
+    baseline: Group
+    difference: Difference
+    verdict: Verdict
+    seeds_needed: int | None
+    smallest_effect: float | None
+    text: TextPrecision | None
+    speedup: Speedup | None
+    speedup_problem: str | None
+    of_compute: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A group; `judged` is `None` of a baseline, and of what has none."""
+
+    group: Group
+    judged: Judged | None
+    is_baseline: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Groups of runs, the best first.
+
+    Args:
+      measured, unit: what the metric is, in texts.
+      settings: paths of those that tell the groups apart.
+      left_out: a sentence for each run that is not in it.
+    """
+
+    metric: str
+    measured: str
+    unit: str
+    highest_is_best: bool
+    margin: float
+    error_rate: float
+    settings: tuple[str, ...]
+    rows: tuple[Row, ...]
+    left_out: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it in JSON values; what is not finite is a string."""
+        own = ("metric", "measured", "unit", "highest_is_best", "margin", "error_rate")
+        return {
+            **{name: getattr(self, name) for name in own},
+            "groups": [_row_as_json(row, self.highest_is_best) for row in self.rows],
+            "left_out": list(self.left_out),
+        }
+
+
+def compare(
+    runs: Iterable[Run],
+    metric: str = USUAL_METRIC,
+    baseline: str | None = None,
+    margin: float = 0.0,
+    error_rate: float = USUAL_ERROR_RATE,
+    ignored: Sequence[str] = (),
+    highest_is_best: bool = False,
+) -> Comparison:
+    """Runs grouped by their settings but for seeds, and judged beside a baseline.
+
+    Args:
+      metric: a name in result.json's `validation`, or "training_loss".
+      baseline: as `lmlib.verdicts.baseline.baselines` takes it; `None`: nothing is judged.
+      margin: the difference, in the metric's unit, beyond which one is better or worse; chosen
+        before the runs are looked at.
+      error_rate: how often, at most, a setting without an effect may be called better.
+      ignored: as in `lmlib.verdicts.groups.grouped`.
+
+    Raises:
+      ValueError: if no run has finished, if runs measured different things, or if nothing is the
+        baseline.
+    """
+    finished: list[FinishedRun] = []
+    left_out: list[str] = []
+    for run in runs:
+        try:
+            finished.append(finished_run(run, metric))
+        except ValueError as error:
+            left_out.append(f"{error}: left out")
+    if not finished:
+        raise ValueError("; ".join(["no run can be compared", *left_out[:5]]))
+    comparable(finished, metric)
+    groups, twice = grouped(finished, ignored)
+    of = {} if baseline is None else baselines(groups, baseline)
+    sign = -1.0 if highest_is_best else 1.0
+    rows = []
+    for number, group in enumerate(groups):
+        judged = None
+        if of.get(number, number) != number:
+            other = groups[of[number]]
+            difference = _difference(group, other, sign)
+            curve = None if highest_is_best else _curve(groups, other, metric)
+            judged = _judged(group, other, difference, curve, metric, margin, error_rate)
+        rows.append(Row(group, judged, number in of.values()))
+    rows.sort(key=lambda row: sign * row.group.mean if row.group.finite else math.inf)
+    return Comparison(
+        metric=metric,
+        measured=finished[0].measured,
+        unit=finished[0].unit,
+        highest_is_best=highest_is_best,
+        margin=margin,
+        error_rate=error_rate,
+        settings=tuple(telling(groups)),
+        rows=tuple(rows),
+        left_out=(*left_out, *twice),
+    )
+
+
+def _difference(group: Group, baseline: Group, sign: float) -> Difference:
+    """Over the seeds that both have, if these are enough, else over all."""
+    common = [seed for seed in group.runs if seed in baseline.runs]
+    fewest = min(len(group.runs), len(baseline.runs))
+    if len(common) >= min(LEAST_SEEDS, fewest):
+        values = [group.runs[seed].value - baseline.runs[seed].value for seed in common]
+        return paired_difference(sign * np.array(values))
+    return unpaired_difference(sign * group.values, sign * baseline.values)
+
+
+def _judged(
+    group: Group,
+    baseline: Group,
+    difference: Difference,
+    curve: Curve | None,
+    metric: str,
+    margin: float,
+    error_rate: float,
+) -> Judged:
+    found, problem = None, None
+    if curve is not None and math.isfinite(difference.mean):
+        problem = curve.problem
+        if problem is None:
+            found = speedup(curve, _tokens(baseline), difference)
+    return Judged(
+        baseline=baseline,
+        difference=difference,
+        verdict=difference.verdict(margin, error_rate),
+        seeds_needed=seeds_needed(difference, margin, error_rate),
+        smallest_effect=smallest_effect(difference, margin, error_rate),
+        text=_text(group, baseline, metric) if difference.paired else None,
+        speedup=found,
+        speedup_problem=problem,
+        of_compute=_costs(baseline, group),
+    )
+
+
+def _text(group: Group, baseline: Group, metric: str) -> TextPrecision | None:
+    others = baseline.runs
+    pairs = [(run, others[seed]) for seed, run in group.runs.items() if seed in others]
+    if not same_batches((run for pair in pairs for run in pair), metric):
+        return None
+    return text_precision(batch_differences(pairs, metric))
+
+
+def _curve(groups: Sequence[Group], baseline: Group, metric: str) -> Curve | None:
+    """Of the baseline's lengths, if there are enough, else of its own validation in training."""
+    lengths = [group for group in ladder(groups, baseline) if group.finite]
+    whole = joined([(_tokens(group), each) for group in lengths for each in group.values], True)
+    if whole.problem is None:
+        return whole
+    # Seeds may differ in a few targets; at one step they are at one place of the curve.
+    tokens = _tokens(baseline)
+    points = [
+        (line["step"] / run.steps * tokens, float(line[metric]))
+        for run in baseline.runs.values()
+        for line in run.run.metrics
+        if metric in line and line["step"] > _WARM * run.steps
+    ]
+    return joined(points, False) if points else None
+
+
+def _tokens(group: Group) -> float:
+    return float(np.mean([run.tokens for run in group.runs.values()]))
+
+
+def _costs(baseline: Group, group: Group) -> dict[str, float]:
+    """See `Judged.of_compute`; of what runs have not recorded, nothing."""
+    found = {}
+    for name, field in (("steps", "steps"), ("FLOPs", "flops"), ("seconds", "seconds")):
+        costs = [[getattr(run, field) for run in each.runs.values()] for each in (baseline, group)]
+        if all(cost for both in costs for cost in both):
+            found[name] = float(np.mean(costs[0]) / np.mean(costs[1]))
+    return found
+
+
+def _row_as_json(row: Row, highest_is_best: bool) -> dict[str, Any]:
+    group, judged = row.group, row.judged
+    content: dict[str, Any] = {
+        "settings": dict(group.settings),
+        "runs": {str(run.run.path): _strict(run.value) for run in group.runs.values()},
+        "mean": _strict(group.mean),
+        "standard_error": _strict(group.standard_error),
+        "is_baseline": row.is_baseline,
+    }
+    if judged is None:
+        return content
+    fields = dataclasses.asdict(judged)
+    fields["baseline"] = [str(run.run.path) for run in judged.baseline.runs.values()]
+    if highest_is_best:
+        fields["difference"]["mean"] *= -1
+    return {**content, "judged": _strict(fields)}
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _strict(each) for name, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

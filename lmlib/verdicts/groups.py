@@ -1,0 +1,108 @@
+"""Runs of the same settings but for their seeds, which are one experiment made again."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from lmlib.runs.run import difference
+from lmlib.verdicts.finished import FinishedRun
+
+SEEDS = ("seed", "data.seed")
+# What says where and how fast a run goes, how often it is looked at, and on what: which text it was
+# measured on, validation.json tells.
+WITHOUT_EFFECT = (
+    "mesh",
+    "compute.attention",
+    "compute.saved",
+    "compute.offloaded",
+    "compute.unroll",
+    "compute.sequence_parallel",
+    "compute.loss_chunk",
+    "microbatches",
+    "guard.captures",
+    "validation",
+    "evaluation",
+    "checkpoints",
+    "samples",
+    "actions",
+    "sinks",
+    "prefetch_batches",
+)
+
+Seed = tuple[str | None, ...]  # values of `SEEDS`
+Settings = Mapping[str, str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Runs of one experiment.
+
+    Args:
+      settings: those in which groups differ, as text.
+      runs: by seed.
+    """
+
+    settings: Settings
+    runs: Mapping[Seed, FinishedRun]
+
+    @property
+    def values(self) -> np.ndarray:
+        """The metric of each run."""
+        return np.array([run.value for run in self.runs.values()])
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.values))
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the mean, over seeds; `None` of one."""
+        count = len(self.runs)
+        return float(np.std(self.values, ddof=1)) / math.sqrt(count) if count > 1 else None
+
+    @property
+    def finite(self) -> bool:
+        return bool(np.isfinite(self.values).all())
+
+
+def grouped(
+    runs: Sequence[FinishedRun], ignored: Iterable[str] = ()
+) -> tuple[list[Group], list[str]]:
+    """The groups of `runs`, and a sentence for each run that is left out, since another one has its
+    settings and its seed.
+
+    Args:
+      ignored: more settings that make no other experiment, `data.path` say, with all below them.
+    """
+    passed_over = (*SEEDS, *WITHOUT_EFFECT, *ignored)
+    differing = {
+        path: values
+        for path, values in difference(each.run for each in runs).items()
+        if not any(path == name or path.startswith(f"{name}.") for name in passed_over)
+    }
+    members: dict[tuple[str | None, ...], dict[Seed, FinishedRun]] = {}
+    left_out = []
+    for number, each in enumerate(runs):
+        key = tuple(values[number] for values in differing.values())
+        seed = tuple(each.run.settings.get(name) for name in SEEDS)
+        group = members.setdefault(key, {})
+        if (first := group.setdefault(seed, each)) is not each:
+            left_out.append(
+                f"{each.run.path} has the settings and the seed of {first.run.path}: left out"
+            )
+    groups = [Group(dict(zip(differing, key, strict=True)), each) for key, each in members.items()]
+    return groups, left_out
+
+
+def telling(groups: Sequence[Group]) -> list[str]:
+    """The settings that tell the groups apart, without those that only vary along with another."""
+    seen, found = set(), []
+    for path in groups[0].settings if groups else ():
+        values = [group.settings[path] for group in groups]
+        pattern = tuple(values.index(value) for value in values)
+        if pattern not in seen:
+            seen.add(pattern)
+            found.append(path)
+    return found

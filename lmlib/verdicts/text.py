@@ -1,0 +1,70 @@
+"""What the batches of a validation text tell of a difference between runs.
+
+Two levels of chance lie under a difference: the seed, and the text that was held out. A verdict
+counts seeds and is about this text; whether it holds of other text too is a question of its own
+(Clark 1973, The language-as-fixed-effect fallacy). Batches answer that one: paired batch by batch,
+what makes one batch harder than another falls out of the difference (Miller 2024,
+arXiv:2411.00640, §3.2). A mean over tokens is a ratio of sums over batches, and its standard error
+that of Cochran, Sampling Techniques, 3rd edition 1977, §6.4, as in `lmlib.evaluate.ratio`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Num
+
+
+@dataclasses.dataclass(frozen=True)
+class TextPrecision:
+    """How precisely a text tells a difference, in the metric's unit.
+
+    Args:
+      of_one_seed: the standard error over batches of one seed's difference, on average.
+      of_the_mean: that of the mean over all seeds: how far it would be off on another text.
+      share: of the variance between seeds, the part that is the text's: each seed errs on other
+        batches. More text would take that part away. `None` of fewer than two seeds.
+    """
+
+    of_one_seed: float
+    of_the_mean: float
+    share: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchDifferences:
+    """Of one set: sums over the units of each of N batches, of S seeds' differences.
+
+    Args:
+      sums_SN: a run's sums minus those of the baseline's run of the same seed.
+      counts_N: units in each batch.
+      factor: what a mean over units of this set adds to the metric: the set's weight in a total,
+        and what changes the unit.
+    """
+
+    sums_SN: Float[np.ndarray, "S N"]
+    counts_N: Num[np.ndarray, "N"]
+    factor: float = 1.0
+
+
+def text_precision(sets: Sequence[BatchDifferences]) -> TextPrecision | None:
+    """Of a metric that is a sum over `sets`; `None` if one has fewer than two batches."""
+    if not sets or any(len(each.counts_N) < 2 for each in sets):
+        return None
+    one = mean = apart = 0.0
+    means_S = np.zeros(len(sets[0].sums_SN))
+    for each in sets:
+        batches, seeds = len(each.counts_N), len(each.sums_SN)
+        ratio_S = each.sums_SN.sum(1) / each.counts_N.sum()
+        errors_SN = each.sums_SN - ratio_S[:, None] * each.counts_N
+        in_common_N = errors_SN.mean(0)
+        unit = (each.factor / each.counts_N.sum()) ** 2 * batches / (batches - 1)
+        one += unit * float(np.sum(errors_SN**2)) / seeds
+        mean += unit * float(np.sum(in_common_N**2))
+        apart += unit * float(np.sum((errors_SN - in_common_N) ** 2)) / max(seeds - 1, 1)
+        means_S += each.factor * ratio_S
+    share = None
+    if len(means_S) > 1 and (between := float(np.var(means_S, ddof=1))) > 0:
+        share = min(apart / between, 1.0)
+    return TextPrecision(math.sqrt(one), math.sqrt(mean), share)

@@ -1,0 +1,75 @@
+"""Compares finished runs: better, worse or inconclusive, and how much compute that is worth.
+
+    python -m runner.compare SWEEP
+    python -m runner.compare RUN RUN RUN --baseline=optimizer.peak_lr=0.001 --margin=0.01
+
+Runs are workdirs, or in folders such as a sweep's. Those that differ in `seed` and `data.seed`
+alone are one setting, made several times; so are those that differ in what has no effect on the
+numbers: mesh, microbatches, checkpoints, samples, actions, sinks, prefetch_batches, validation and
+evaluation (the text must be the same all the same) and, of compute, how it is made faster.
+
+--baseline    a run, or settings, `PATH=VALUE,PATH=VALUE`: each group is then judged beside the one
+              that has these settings and otherwise its own
+--margin      with --baseline: the difference beyond which one is better or worse, in the metric's
+              unit, chosen before; 0 for any
+--metric      validation_loss unless said; validation_bits_per_byte compares across tokenizers;
+              training_loss, validation_loss/NAME, or what the objective measures
+--highest_is_best   of a metric like a reward's accuracy
+--error_rate  how often a setting without an effect may be called better; 0.05 unless said
+--ignore      a setting that makes no other experiment, and all below it; repeatable
+--json=FILE   writes all numbers as JSON too
+"""
+
+import json
+from collections.abc import Sequence
+
+from absl import flags
+
+from lmlib.runs import find_runs
+from lmlib.storage.whole_file import write_whole
+from lmlib.verdicts import compare
+from lmlib.verdicts.comparison import USUAL_ERROR_RATE
+from lmlib.verdicts.finished import USUAL_METRIC
+from lmlib.verdicts.table import comparison_text
+from runner.command_line.command import run
+from runner.command_line.exit_status import FINISHED
+from runner.errors import ConfigError, user_errors
+
+_BASELINE = flags.DEFINE_string("baseline", None, "a run, or settings: PATH=VALUE,PATH=VALUE")
+_MARGIN = flags.DEFINE_float("margin", None, "the difference that matters", lower_bound=0.0)
+_METRIC = flags.DEFINE_string("metric", USUAL_METRIC, "what is compared")
+_HIGHEST = flags.DEFINE_bool("highest_is_best", False, "whether more of the metric is better")
+_ERROR_RATE = flags.DEFINE_float(
+    "error_rate", USUAL_ERROR_RATE, "of one verdict", lower_bound=1e-4, upper_bound=0.5
+)
+_IGNORE = flags.DEFINE_multi_string("ignore", [], "a setting that makes no other experiment")
+_JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    if not arguments:
+        raise ConfigError("name runs, or folders of runs: python -m runner.compare SWEEP")
+    if (_BASELINE.value is None) != (_MARGIN.value is None):
+        raise ConfigError(
+            "give --baseline and --margin together: what to judge by, and the difference that "
+            "matters, in the metric's unit, chosen before you look; --margin=0 for any"
+        )
+    with user_errors():
+        found = compare(
+            find_runs(arguments),
+            _METRIC.value,
+            _BASELINE.value,
+            _MARGIN.value or 0.0,
+            _ERROR_RATE.value,
+            _IGNORE.value,
+            _HIGHEST.value,
+        )
+        if _JSON.value:
+            write_whole(_JSON.value, json.dumps(found.as_json(), indent=1, allow_nan=False) + "\n")
+    print(comparison_text(found))
+    return FINISHED
+
+
+if __name__ == "__main__":
+    run(main)

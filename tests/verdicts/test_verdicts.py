@@ -1,0 +1,112 @@
+"""Verdicts over seeds err as rarely as they say, and find effects as often as they say."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+from simulated_comparisons import ERRORS, Design, differences, share
+
+from lmlib.verdicts.power import MOST_SEEDS, power_of, seeds_needed, smallest_effect
+from lmlib.verdicts.seeds import Difference, paired_difference, unpaired_difference
+
+RATE = 0.05
+COMPARISONS = 4_000
+# Of a share of 5 % in so many comparisons; four of them are exceeded once in 30,000 times.
+STANDARD_ERROR = math.sqrt(RATE * (1 - RATE) / COMPARISONS)
+
+
+def test_a_paired_verdict_is_that_of_scipys_one_sided_t_test():
+    generator = np.random.default_rng(0)
+    for seeds in (3, 4, 9):
+        values, baseline = generator.normal(3.0, 0.01, (2, seeds))
+        found = paired_difference(values - baseline)
+        for margin in (0.0, 0.004):
+            p = stats.ttest_1samp(values - baseline + margin, 0.0, alternative="less").pvalue
+            if found.mean < -margin:
+                assert (found.verdict(margin, p * 1.001), found.verdict(margin, p * 0.999)) == (
+                    "better",
+                    "inconclusive",
+                )
+        low, high = found.interval(RATE)
+        expected = stats.ttest_rel(values, baseline).confidence_interval(1 - 2 * RATE)
+        assert (low, high) == pytest.approx((expected.low, expected.high))
+
+
+def test_the_statistic_of_other_seeds_is_welchs_with_no_more_degrees_of_freedom():
+    generator = np.random.default_rng(1)
+    values, baseline = generator.normal(3.0, 0.01, 3), generator.normal(3.1, 0.04, 7)
+    found, expected = unpaired_difference(values, baseline), stats.ttest_ind(
+        values, baseline, equal_var=False
+    )  # fmt: skip
+    assert found.mean / found.standard_error == pytest.approx(expected.statistic)
+    assert found.freedom == 2 <= expected.df and not found.paired
+
+
+DESIGNS = [
+    *(Design(errors, seeds, correlation=rho)
+      for errors in ERRORS for seeds in (3, 5) for rho in (0.0, 0.9)),
+    *(Design(errors, 3, other, paired=False) for errors in ERRORS for other in (3, 10)),
+    Design(paired=False, correlation=0.9),
+    *(Design(errors, 3, 10, False, deviations=(2.0, 1.0)) for errors in ("normal", "heavy tails")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("design", DESIGNS, ids=str)
+def test_without_an_effect_better_is_said_at_most_as_often_as_allowed(design):
+    found = differences(design, COMPARISONS)
+    for verdict in ("better", "worse"):
+        assert share(found, verdict) <= RATE + 4 * STANDARD_ERROR
+        # What is within the margin is no effect, and is found more rarely still.
+        assert share(found[:1_000], verdict, margin=0.5) <= RATE
+    if design.errors == "normal" and design.paired:  # where the test is exact
+        assert share(found, "better") >= RATE - 4 * STANDARD_ERROR
+
+
+def test_an_effect_as_large_as_the_margin_is_found_no_more_often_than_allowed():
+    found = differences(Design(seeds=4, effect=-0.3), COMPARISONS)
+    assert abs(share(found, "better", margin=0.3) - RATE) <= 4 * STANDARD_ERROR
+
+
+def test_fewer_than_three_seeds_and_what_cannot_be_judged_are_inconclusive():
+    values = np.array([3.0, 3.0 + 1e-6])
+    assert paired_difference(values - 5.0).verdict(0.0, RATE) == "inconclusive"
+    assert unpaired_difference(values, values + 9).verdict(0.0, RATE) == "inconclusive"
+    assert paired_difference(values[:1] - 5.0).verdict(0.0, RATE) == "inconclusive"
+    for each in ([-1.0, -1.0, -1.0], [-1.0, math.nan, -1.0], [-1.0, -math.inf, -1.1]):
+        found = paired_difference(np.array(each))
+        assert found.verdict(0.0, RATE) == "inconclusive"
+        assert seeds_needed(found, 0.0, RATE) is None
+    assert smallest_effect(paired_difference(values), 0.0, RATE) is None
+
+
+@pytest.mark.parametrize("seeds", [3, 6])
+def test_effects_are_found_as_often_as_the_noncentral_t_says(seeds):
+    design = Design(seeds=seeds, effect=-2.0)
+    known = Difference(0.0, seeds, True, math.sqrt(2), math.sqrt(2 / seeds), float(seeds - 1))
+    expected = power_of(known, 2.0, 0.5, RATE)
+    assert share(differences(design, COMPARISONS), "better", 0.5) == pytest.approx(
+        expected, abs=4 * math.sqrt(expected * (1 - expected) / COMPARISONS)
+    )
+
+
+def test_the_smallest_effect_is_found_four_times_in_five():
+    known = Difference(0.0, 4, True, math.sqrt(2), math.sqrt(2 / 4), 3.0)
+    effect = smallest_effect(known, 0.1, RATE)
+    found = share(differences(Design(seeds=4, effect=-effect), COMPARISONS), "better", 0.1)
+    assert found == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / COMPARISONS))
+
+
+def test_seeds_needed_are_the_fewest_with_enough_power():
+    known = Difference(-0.9, 4, True, 1.0, 0.5, 3.0)
+    needed = seeds_needed(known, 0.1, RATE)
+    critical = [stats.t.isf(RATE, n - 1) for n in (needed - 1, needed)]
+    one_fewer, enough = (
+        stats.nct.sf(t, n - 1, 0.8 * math.sqrt(n))
+        for t, n in zip(critical, (needed - 1, needed), strict=True)
+    )
+    assert one_fewer < 0.8 <= enough
+    assert seeds_needed(known, 0.9, RATE) is None  # within the margin
+    assert seeds_needed(Difference(-1e-4, 3, True, 1.0, 0.6, 2.0), 0.0, RATE) is None
+    assert seeds_needed(Difference(-40.0, 3, True, 1.0, 0.6, 2.0), 0.0, RATE) == 3
+    assert MOST_SEEDS == 1_000
