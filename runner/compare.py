@@ -3,7 +3,7 @@
     python -m runner.compare SWEEP
     python -m runner.compare RUN RUN RUN --baseline=optimizer.peak_lr=0.001 --margin=0.01
 
-Runs are workdirs, or in folders such as a sweep's. Those that differ in `seed` and `data.seed`
+Runs are workdirs, or in folders such as a sweep's. Those that differ in settings called `seed`
 alone are one setting, made several times; so are those that differ in what has no effect on the
 numbers: mesh, microbatches, checkpoints, samples, actions, sinks, prefetch_batches, validation and
 evaluation (the text must be the same all the same) and, of compute, how it is made faster.

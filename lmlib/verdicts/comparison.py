@@ -9,13 +9,7 @@ import numpy as np
 
 from lmlib.runs import Run
 from lmlib.verdicts.baseline import baselines, ladder
-from lmlib.verdicts.finished import (
-    USUAL_METRIC,
-    FinishedRun,
-    comparable,
-    finished_run,
-    same_batches,
-)
+from lmlib.verdicts.finished import USUAL_METRIC, finished_runs, same_batches
 from lmlib.verdicts.groups import Group, grouped, telling
 from lmlib.verdicts.paired_batches import batch_differences
 from lmlib.verdicts.power import seeds_needed, smallest_effect
@@ -116,22 +110,13 @@ def compare(
       margin: the difference, in the metric's unit, beyond which one is better or worse; chosen
         before the runs are looked at.
       error_rate: how often, at most, a setting without an effect may be called better.
-      ignored: as in `lmlib.verdicts.groups.grouped`.
+      ignored: as in `lmlib.verdicts.groups.differing_settings`.
 
     Raises:
       ValueError: if no run has finished, if runs measured different things, or if nothing is the
         baseline.
     """
-    finished: list[FinishedRun] = []
-    left_out: list[str] = []
-    for run in runs:
-        try:
-            finished.append(finished_run(run, metric))
-        except ValueError as error:
-            left_out.append(f"{error}: left out")
-    if not finished:
-        raise ValueError("; ".join(["no run can be compared", *left_out[:5]]))
-    comparable(finished, metric)
+    finished, left_out = finished_runs(runs, metric)
     groups, twice = grouped(finished, ignored)
     of = {} if baseline is None else baselines(groups, baseline)
     sign = -1.0 if highest_is_best else 1.0

@@ -72,13 +72,29 @@ def finished_run(run: Run, metric: str) -> FinishedRun:
     return dataclasses.replace(found, validation=_validation(run, metric, found.steps))
 
 
+def finished_runs(runs: Iterable[Run], metric: str) -> tuple[list[FinishedRun], list[str]]:
+    """What runs came to, and a sentence for each that is left out.
+
+    Raises:
+      ValueError: if none is left, or if the metric is another in one of them.
+    """
+    finished, left_out = [], []
+    for run in runs:
+        try:
+            finished.append(finished_run(run, metric))
+        except ValueError as error:
+            left_out.append(f"{error}: left out")
+    if not finished:
+        raise ValueError("; ".join(["no run can be compared", *left_out[:5]]))
+    comparable(finished, metric)
+    return finished, left_out
+
+
 def comparable(runs: Sequence[FinishedRun], metric: str) -> None:
     """Raises ValueError, naming two runs and what to do, if the metric is another in one of them:
     of another unit or objective, or measured on other batches."""
-    if not runs:
-        return
-    first = runs[0]
-    for other in runs[1:]:
+    first, *others = runs
+    for other in others:
         both = f"{first.run.path} and {other.run.path} cannot be compared"
         if (first.measured, first.unit) != (other.measured, other.unit):
             raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 from lmlib.runs.run import difference
 from lmlib.verdicts.finished import FinishedRun
 
-SEEDS = ("seed", "data.seed")
+SEED = "seed"  # the last name of the path of every seed
 # What says where and how fast a run goes, how often it is looked at, and on what: which text it was
 # measured on, validation.json tells.
 WITHOUT_EFFECT = (
@@ -31,7 +31,7 @@ WITHOUT_EFFECT = (
     "prefetch_batches",
 )
 
-Seed = tuple[str | None, ...]  # values of `SEEDS`
+Seed = tuple[tuple[str, str], ...]  # every seed's path and value
 Settings = Mapping[str, str | None]
 
 
@@ -67,28 +67,41 @@ class Group:
         return bool(np.isfinite(self.values).all())
 
 
-def grouped(
+def differing_settings(
     runs: Sequence[FinishedRun], ignored: Iterable[str] = ()
-) -> tuple[list[Group], list[str]]:
-    """The groups of `runs`, and a sentence for each run that is left out, since another one has its
-    settings and its seed.
+) -> dict[str, tuple[str | None, ...]]:
+    """The settings in which runs are other experiments, by path: the text that each run has.
 
     Args:
       ignored: more settings that make no other experiment, `data.path` say, with all below them.
     """
-    passed_over = (*SEEDS, *WITHOUT_EFFECT, *ignored)
-    differing = {
+    passed_over = [*WITHOUT_EFFECT, *ignored]
+    return {
         path: values
         for path, values in difference(each.run for each in runs).items()
-        if not any(path == name or path.startswith(f"{name}.") for name in passed_over)
+        if not _is_seed(path) and not _is_below(path, passed_over)
     }
+
+
+def grouped(
+    runs: Sequence[FinishedRun], ignored: Sequence[str] = ()
+) -> tuple[list[Group], list[str]]:
+    """The groups of `runs`, and a sentence for each run that is left out, since another one has its
+    settings and its seed. `ignored` is that of `differing_settings`.
+
+    Raises:
+      ValueError: if no run has a setting that is ignored.
+    """
+    for name in ignored:
+        if not any(_is_below(path, [name]) for each in runs for path in each.run.settings):
+            raise ValueError(f"no run has the setting {name!r}, which is to be ignored")
+    differing = differing_settings(runs, ignored)
     members: dict[tuple[str | None, ...], dict[Seed, FinishedRun]] = {}
     left_out = []
     for number, each in enumerate(runs):
         key = tuple(values[number] for values in differing.values())
-        seed = tuple(each.run.settings.get(name) for name in SEEDS)
         group = members.setdefault(key, {})
-        if (first := group.setdefault(seed, each)) is not each:
+        if (first := group.setdefault(_seed(each.run.settings), each)) is not each:
             left_out.append(
                 f"{each.run.path} has the settings and the seed of {first.run.path}: left out"
             )
@@ -106,3 +119,16 @@ def telling(groups: Sequence[Group]) -> list[str]:
             seen.add(pattern)
             found.append(path)
     return found
+
+
+def _seed(settings: Mapping[str, str]) -> Seed:
+    seeds = (path for path in settings if _is_seed(path) and not _is_below(path, WITHOUT_EFFECT))
+    return tuple((path, settings[path]) for path in sorted(seeds))
+
+
+def _is_seed(path: str) -> bool:
+    return path.rpartition(".")[2] == SEED
+
+
+def _is_below(path: str, names: Iterable[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in names)

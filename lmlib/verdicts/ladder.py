@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from lmlib.runs import Run
-from lmlib.runs.run import difference
 from lmlib.terminal.quantities import count_text
 from lmlib.terminal.table import columns
-from lmlib.verdicts.finished import USUAL_METRIC, FinishedRun, comparable, finished_run
-from lmlib.verdicts.groups import SEEDS, WITHOUT_EFFECT
+from lmlib.verdicts.finished import USUAL_METRIC, FinishedRun, finished_runs
+from lmlib.verdicts.groups import differing_settings
 from lmlib.verdicts.scaling_law import FLOPS, ScalingLaw, fit_scaling_law
 
 _OF_SIZE = ("model", "steps", "data.batch_size", "data.sequence_length")
@@ -43,22 +42,8 @@ class Ladder:
 
 def ladder_of(runs: Iterable[Run], metric: str = USUAL_METRIC) -> Ladder:
     """Raises ValueError if no run has finished, or if runs measured different things."""
-    finished: list[FinishedRun] = []
-    left_out: list[str] = []
-    for run in runs:
-        try:
-            finished.append(finished_run(run, metric))
-        except ValueError as error:
-            left_out.append(f"{error}: left out")
-    if not finished:
-        raise ValueError("; ".join(["no run has a place in a ladder", *left_out[:5]]))
-    comparable(finished, metric)
-    passed_over = (*SEEDS, *WITHOUT_EFFECT, *_OF_SIZE)
-    others = [
-        path
-        for path in difference(each.run for each in finished)
-        if not any(path == name or path.startswith(f"{name}.") for name in passed_over)
-    ]
+    finished, left_out = finished_runs(runs, metric)
+    others = differing_settings(finished, _OF_SIZE)
     finished.sort(key=lambda each: (each.parameters, each.tokens))
     return Ladder(metric, finished[0].unit, tuple(finished), tuple(others), tuple(left_out))
 

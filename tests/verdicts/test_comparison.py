@@ -62,6 +62,18 @@ def test_what_has_no_effect_makes_no_other_group_and_what_varies_along_is_not_sh
     assert found.settings == ("model.embed",)
     assert set(found.rows[0].group.settings) == {"model.embed", "model.mlp"}
     assert len(compare(find_runs([tmp_path])).rows) == 4
+    with pytest.raises(ValueError, match="no run has the setting 'yours'"):
+        compare(find_runs([tmp_path]), ignored=["yours"])
+
+
+def test_a_callable_is_shown_by_its_name(tmp_path):
+    for name in ("adamw", "muon"):
+        leave_run(tmp_path / name, 3.0)
+        with (tmp_path / name / "config.txt").open("a") as file:
+            print(f"optimizer: lmlib.optim.optimizer.{name} (partial)", file=file)
+            print(f"optimizer.rate = 0.{len(name)}", file=file)
+    text = comparison_text(compare(find_runs([tmp_path])))
+    assert [line.split()[0] for line in text.splitlines()[1:3]] == ["adamw", "muon"]
 
 
 def test_the_baselines_of_a_sweep_of_two_settings_have_the_other_one_alike(tmp_path):

@@ -30,14 +30,26 @@ def test_one_wild_run_hardly_moves_it():
     assert fit_power_law(PLACES, losses).numbers == pytest.approx(undisturbed.numbers, rel=0.05)
 
 
+def best_size(flops):
+    """The parameters with the least loss of all that a budget of 6·N·D pays for."""
+    sizes = np.geomspace(1e8, 1e12, 400_001)
+    return sizes[np.argmin(TRUTH.loss(np.column_stack([sizes, flops / 6 / sizes])))]
+
+
+def test_the_best_share_of_a_budget_is_that_of_a_search():
+    law = fit_scaling_law(*PLACES.T, noisy(TRUTH, PLACES, 1e-7, 0), 5)
+    for flops in (1e20, 1e22):
+        found, size = law.optimum(flops), best_size(flops)
+        assert found["parameters"].value == pytest.approx(size, rel=1e-2)
+        assert found["tokens"].value == pytest.approx(flops / 6 / size, rel=1e-2)
+        expected = TRUTH.loss(np.array([[size, flops / 6 / size]]))[0]
+        assert found["loss"].value == pytest.approx(expected, rel=1e-4)
+
+
 def covered(ladders, resamples):
     """How often each number, and the best size for a budget, is in its interval."""
     flops, inside = 1e21, []
-    alpha, beta = TRUTH.exponents_K
-    a, b = TRUTH.scales_K
-    # Where the derivative along N·D = flops / 6 is zero: α A / N^α = β B / D^β.
-    grid = np.geomspace(1e8, 1e12, 400_001)
-    best = grid[np.argmin(a * grid**-alpha + b * (flops / 6 / grid) ** -beta)]
+    best = best_size(flops)
     for seed in range(ladders):
         law = fit_scaling_law(*PLACES.T, noisy(TRUTH, PLACES, 1e-3, seed), resamples)
         numbers = dict(zip(law.names, TRUTH.numbers, strict=True))
