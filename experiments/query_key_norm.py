@@ -1,6 +1,7 @@
 """Query/key norm, yes or no, 600 steps of 1,024 tokens; 1.2e12 FLOPs, 1 minute on 2 CPU cores.
 
     python -m runner --fdl_config=experiments/query_key_norm --workdir=/tmp/query_key_norm
+    python -m runner.sweep --fdl_config=experiments/query_key_norm --workdir=/tmp/query_key_norms
 
 A question in one file: do they lower the validation loss, at two widths? docs/research.md goes from
 here to a verdict. The text is Python's sources, as in the quickstart.
@@ -12,6 +13,7 @@ from experiments import quickstart
 from lmlib.experiment import Experiment
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
+from lmlib.sweeps import Points, axis, product
 
 _VOCAB = 1_024
 
@@ -28,6 +30,13 @@ def config(embed: int = 64, query_key_norm: bool = False) -> fdl.Config[Experime
     if query_key_norm:
         cfg.model.attention = fdl.Partial(Attention, norm=fdl.Partial(RMSNorm, "head_dim"))
     cfg.data.batch_size = 8
-    cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 600, 200, 200
+    cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 600, 50, 200
     cfg.samples.prompts, cfg.samples.every = (), None
     return cfg
+
+
+def sweep() -> Points:
+    """Both widths, with and without, three seeds each."""
+    return product(
+        axis("embed", 64, 128), axis("query_key_norm", False, True), axis("seed", 0, 1, 2)
+    )
