@@ -1,6 +1,7 @@
 """Which group is the baseline of which other one."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from lmlib.verdicts.groups import Group, Settings
 
@@ -12,8 +13,9 @@ def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
 
     Args:
       named: a run, by its workdir or its name, whose group is the baseline of all; or settings,
-        `optimizer.peak_lr=0.001,steps=100`: the baseline of a group then has these, and all others
-        as the group has them, so that each size of a sweep is compared with its own.
+        `optimizer.peak_lr=0.001,steps=100` or `peak_lr=1e-3,steps=100`: the baseline of a group
+        then has these, and all others as the group has them, so that each size of a sweep is
+        compared with its own.
 
     Raises:
       ValueError: if nothing is so named.
@@ -22,7 +24,7 @@ def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
         number
         for number, group in enumerate(groups)
         for each in group.runs.values()
-        if named.rstrip("/") in (each.run.name, str(each.run.path))
+        if named == each.run.name or Path(named) == each.run.path
     ]
     if len(set(of_run)) > 1:
         raise ValueError(f"several runs are called {named!r}: give the baseline's whole path")
@@ -57,14 +59,20 @@ def _settings(named: str, groups: Sequence[Group]) -> dict[str, str]:
                 f"the baseline {named!r} is none of the finished runs ({', '.join(names[:5])}"
                 f"{', …' * (len(names) > 5)}), and no setting such as optimizer.peak_lr=0.001"
             )
-        if path not in groups[0].settings:
-            differing = ", ".join(groups[0].settings) or "none do"
-            raise ValueError(
-                f"the runs do not differ in {path!r}, by which the baseline is named; the settings "
-                f"that differ: {differing}"
-            )
-        wanted[path] = text
+        wanted[_whole_path(path, list(groups[0].settings))] = text
     return wanted
+
+
+def _whole_path(path: str, differing: list[str]) -> str:
+    """`path`, or the only path that ends with it."""
+    ending = [each for each in differing if each == path or each.endswith(f".{path}")]
+    if path in ending or len(ending) == 1:
+        return path if path in ending else ending[0]
+    raise ValueError(
+        f"the baseline is named by {path!r}, which is "
+        f"{'the end of several' if ending else 'none'} of the settings in which the runs differ: "
+        f"{', '.join(differing) or 'there are none'}"
+    )
 
 
 def _has(settings: Settings, wanted: dict[str, str]) -> bool:

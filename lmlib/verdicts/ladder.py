@@ -32,12 +32,15 @@ class Ladder:
     left_out: tuple[str, ...]
 
     def fit(self) -> ScalingLaw:
-        """Raises ValueError as `fit_scaling_law` does."""
-        return fit_scaling_law(
-            np.array([each.parameters for each in self.runs]),
-            np.array([each.tokens for each in self.runs]),
-            np.array([each.value for each in self.runs]),
-        )
+        """Raises ValueError as `fit_scaling_law` does, naming what is left out."""
+        try:
+            return fit_scaling_law(
+                np.array([each.parameters for each in self.runs]),
+                np.array([each.tokens for each in self.runs]),
+                np.array([each.value for each in self.runs]),
+            )
+        except ValueError as error:
+            raise ValueError("; ".join([str(error), *self.left_out])) from error
 
 
 def ladder_of(runs: Iterable[Run], metric: str = USUAL_METRIC) -> Ladder:

@@ -56,6 +56,8 @@ def fit_power_law(
     middle_K = np.log(x_RK).mean(0)
     u_RK, targets_R = np.log(x_RK) - middle_K, np.log(losses_R)  # terms are then of size 1
     count = x_RK.shape[1]
+    # Of the logarithms of E, all C_k and all γ_k: far from any fit, and short of overflow.
+    low, high = np.array([[-40.0, 40.0]] * (1 + count) + [[-12.0, 3.0]] * count).T
 
     def terms(theta: np.ndarray) -> np.ndarray:
         powers_RK = np.exp(theta[1 : 1 + count] - np.exp(theta[1 + count :]) * u_RK)
@@ -72,7 +74,7 @@ def fit_power_law(
 
     def optimum(theta: np.ndarray) -> optimize.OptimizeResult:
         return optimize.least_squares(
-            residuals, theta, jacobian, bounds=(-40, 40), loss="huber", f_scale=HUBER_WIDTH,
+            residuals, theta, jacobian, bounds=(low, high), loss="huber", f_scale=HUBER_WIDTH,
             xtol=1e-10, ftol=1e-12, gtol=1e-12, max_nfev=1_000,
         )  # fmt: skip
 
@@ -81,7 +83,8 @@ def fit_power_law(
     else:
         scales_K = np.log(start.scales_K) - start.exponents_K * middle_K
         starts = [np.concatenate([[np.log(start.floor)], scales_K, np.log(start.exponents_K)])]
-    best = min((optimum(np.clip(each, -39, 39)) for each in starts), key=lambda found: found.cost)
+    found = [optimum(np.clip(each, low + 1e-6, high - 1e-6)) for each in starts]
+    best = min(found, key=lambda each: each.cost)
     floor, scales_K, exponents_K = np.split(best.x, [1, 1 + count])
     exponents_K = np.exp(exponents_K)
     return PowerLaw(float(np.exp(floor[0])), np.exp(scales_K + exponents_K * middle_K), exponents_K)

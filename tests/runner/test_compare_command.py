@@ -57,7 +57,10 @@ def test_a_ladder_is_fitted_in_a_table_and_as_json(places):
         (("compare", "nowhere"), "there is no run in nowhere"),
         (("compare", "sweep", "--baseline=x=1"), "give --baseline and --margin together"),
         (("compare", "sweep", "--margin=1"), "give --baseline and --margin together"),
-        (("compare", "sweep", "--baseline=x=1", "--margin=0"), "the runs do not differ in 'x'"),
+        (
+            ("compare", "sweep", "--baseline=x=1", "--margin=0"),
+            "named by 'x', which is none",
+        ),
         (("compare", "sweep", "--baseline=x=1", "--margin=-1"), "--margin=-1"),
         (("compare", "sweep", "--metric=accuracy"), "no run can be compared; .* has no accuracy"),
         (("compare", "sweep", "--json=no/where.json"), "no/where.json"),
@@ -72,6 +75,16 @@ def test_mistakes_are_told_in_a_sentence(places, command, told):
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ")
     assert re.search(told, line), line
+
+
+def test_a_law_that_is_refused_names_the_runs_that_it_lacks(places, tmp_path):
+    for number in range(4):
+        finished = number < 2
+        sizes = {"parameters": 10**7 * (1 + number), "finished": finished}
+        leave_run(tmp_path / f"{number}", 3.0, {"model.embed": number}, **sizes)
+    ended = run_forked("-m", "runner.ladder", tmp_path, cwd=places)
+    assert ended.returncode == 2 and "E, A and α are not identified" in ended.stderr
+    assert f"{tmp_path}/3 has not finished" in ended.stderr
 
 
 @pytest.mark.parametrize("name", ["compare", "ladder"])

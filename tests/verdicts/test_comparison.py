@@ -11,7 +11,7 @@ from lmlib.runs import find_runs
 from lmlib.verdicts import compare
 from lmlib.verdicts.table import comparison_text
 
-BASELINE = "optimizer.peak_lr=1e-3"
+BASELINE = "peak_lr=1e-3"
 HARD = np.linspace(-0.5, 0.5, 20)  # how much harder each batch is
 
 
@@ -201,8 +201,9 @@ def test_numbers_of_other_texts_units_and_tokenizers_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("named", "told"),
     [
-        ("optimizer.peek_lr=1", "do not differ in 'optimizer.peek_lr'.*differ: optimizer.peak_lr"),
-        ("optimizer.peak_lr=7", "no finished run has the baseline's settings"),
+        ("peek_lr=1", "named by 'peek_lr', which is none of the settings.* differ: .*peak_lr"),
+        ("lr=1", "named by 'lr', which is none"),
+        ("peak_lr=7", "no finished run has the baseline's settings"),
         ("elsewhere", "none of the finished runs .0.001_0, 0.003_0"),
     ],
 )
