@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
@@ -14,7 +15,7 @@ from lmlib.models.matrices.adapted import has_adapters, with_bases, without_adap
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.optim.trainable import Groups, grouped
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.creation import quick_to_compile
+from lmlib.parallel.creation import creator, quick_to_compile
 from lmlib.parallel.layout import stored
 
 
@@ -35,7 +36,15 @@ class Recipe:
 
     def make(self) -> Any:
         """The model with new weights, each as it is kept."""
-        return map_weights(self.kept, self.model(key=jax.random.key(self.seed)))
+        return self._make_from(self.seed)
+
+    def new_model(self, mesh: Mesh) -> Any:
+        """What `make` makes, laid out on `mesh` from the start, by one program for all seeds."""
+        with jax.set_mesh(mesh):
+            return creator(self._make_from, mesh, self.made)(np.uint32(self.seed % 2**32))
+
+    def _make_from(self, seed: int | Array) -> Any:
+        return map_weights(self.kept, self.model(key=jax.random.key(seed)))
 
     def kept(self, weight: Weight, array: Array) -> Any:
         """`array` of `weight` as the run keeps it: what does not train in `frozen_dtype`; of "int8"

@@ -20,6 +20,7 @@ from lmlib.models.families.llama import llama
 from lmlib.parallel.creation import creator
 from lmlib.parallel.layout import partition, shardings
 from lmlib.parallel.mesh import make_mesh
+from lmlib.recipe import Recipe
 from lmlib.state import (
     Training,
     abstract_batch,
@@ -69,6 +70,15 @@ def test_first_weights_are_the_same_on_every_mesh(mesh_name):
     layout = shardings(abstract_model(model_maker(tied), mesh))
     assert shardings(found) == layout
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(weights(tied)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+def test_a_recipe_makes_the_weights_of_its_seed(seed):
+    make = model_maker(tied=False)
+    found = Recipe(make, seed, None, "float32").new_model(make_mesh(fsdp=4, tensor=2))
+    expected = make(key=jax.random.key(seed))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

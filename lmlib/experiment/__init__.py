@@ -33,7 +33,6 @@ from lmlib.state import (
     abstract_model,
     abstract_state,
     initial_state,
-    new_model,
 )
 from lmlib.train import trace_step
 
@@ -199,7 +198,7 @@ class Experiment:
           ValueError: if the objective names the reference model's weights, and there is none.
         """
         if model is None:
-            model = new_model(self.recipe.make, self.mesh, self.recipe.made)
+            model = self.recipe.new_model(self.mesh)
         state = initial_state(model, self.training)
         if reference_model is None:
             reference_model = self._new_reference_model()
@@ -214,7 +213,7 @@ class Experiment:
                 f"the objective compares with the weights of {wanted.weights_from}: give them as "
                 "reference_model"
             )
-        return new_model(recipe.make, self.mesh, recipe.made)
+        return recipe.new_model(self.mesh)
 
     def trace_step(self) -> jax.stages.Traced:
         """The train step, as every command traces it: `state, metrics = step(state, batch,

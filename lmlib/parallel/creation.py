@@ -10,11 +10,12 @@ from lmlib.parallel.axes import M, map_weights
 from lmlib.parallel.layout import stored
 
 
-def creator(make: Callable[[], M], mesh: Mesh, made: M | None = None) -> Callable[[], M]:
+def creator(make: Callable[..., M], mesh: Mesh, made: M | None = None) -> Callable[..., M]:
     """`make` compiled to build its weights on `mesh` in the stored layout, none ever whole.
 
     Call it under `jax.set_mesh(mesh)`. Random numbers do not depend on the layout: the values are
-    the same bits on every mesh. `made`: the shapes of what `make` makes, where they are known.
+    the same bits on every mesh. `made`: the shapes of what `make` makes, where they are known, as
+    they must be if it takes arguments. These are arguments of the program.
     """
     model = jax.eval_shape(make) if made is None else made
     specs = map_weights(lambda weight, array: stored(weight, array.shape, mesh), model)

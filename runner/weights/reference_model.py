@@ -3,7 +3,6 @@
 from typing import Any
 
 from lmlib.experiment import Experiment
-from lmlib.state import new_model
 from runner.errors import ConfigError
 from runner.weights.notes import reference_note
 from runner.weights.reading import weights_of
@@ -25,7 +24,7 @@ def reference_model_of(experiment: Experiment, access: Access) -> Any:
         access.show(
             "WARNING: the objective compares with a model of new weights, which knows nothing"
         )
-        return new_model(recipe.make, experiment.mesh, recipe.made)
+        return recipe.new_model(experiment.mesh)
     wanted = Wanted(recipe, experiment.mesh, experiment.data)
     model, origin = weights_of(reference.weights_from, wanted, access)
     access.show(f"the objective compares with the weights of {origin}")

@@ -14,7 +14,6 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.validation import Evaluator
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
 from lmlib.losses import DPO
-from lmlib.state import new_model
 from runner import fit
 from runner.training.report import finished_summary, totals_of
 from runner.training.validation import Validation
@@ -130,9 +129,7 @@ def test_preferences_are_validated_and_ranked_as_what_they_are(experiment):
     )
     experiment.check()
     recipe = experiment.reference_recipe
-    state = experiment.initial_state(
-        reference_model=new_model(recipe.make, experiment.mesh, recipe.made)
-    )
+    state = experiment.initial_state(reference_model=recipe.new_model(experiment.mesh))
     validation = Validation(experiment)
     found = validation.metrics(state)
     assert set(found) == set(experiment.evaluation_metrics) == set(validation.units)
