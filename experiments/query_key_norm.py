@@ -40,3 +40,8 @@ def sweep() -> Points:
     return product(
         axis("embed", 64, 128), axis("query_key_norm", False, True), axis("seed", 0, 1, 2)
     )
+
+
+def ladder() -> Points:
+    """Three widths and three lengths, to predict a larger run from."""
+    return product(axis("embed", 32, 64, 128), axis("steps", 150, 300, 600))

@@ -28,7 +28,8 @@ def library() -> str:
             return file.read_text("utf-8")
     import vl_convert
 
-    made: str = vl_convert.javascript_bundle(vl_version=VERSION).replace("</script", "<\\/script")
+    bundle: str = vl_convert.javascript_bundle(vl_version=VERSION)  # type: ignore[call-arg]
+    made = bundle.replace("</script", "<\\/script")
     if file is not None:
         with contextlib.suppress(OSError):
             make_folder(file.parent)
