@@ -197,8 +197,14 @@ def _best(law: PowerLaw, flops: float) -> tuple[float, float, float]:
 
 
 def _number(value: float, resampled: np.ndarray) -> Number:
-    low, high = np.quantile(resampled, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
-    return Number(float(value), float(low), float(high))
+    return Number(float(value), *interval(resampled))
+
+
+def interval(resampled: Float[np.ndarray, "resamples"]) -> tuple[float, float]:
+    """The ends of 90 %; however few are resampled, as many lie beyond them as are meant to."""
+    ends = [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2]
+    low, high = np.quantile(resampled, ends, method="weibull")
+    return float(low), float(high)
 
 
 def _other(quantity: str) -> str:

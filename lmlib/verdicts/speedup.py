@@ -23,7 +23,7 @@ from jaxtyping import Float
 from scipy import special
 
 from lmlib.verdicts.power_law import PowerLaw, fit_power_law, resampled_fits
-from lmlib.verdicts.scaling_law import INTERVAL
+from lmlib.verdicts.scaling_law import interval
 from lmlib.verdicts.seeds import Difference
 
 FARTHEST = 2.0  # times the most tokens of a curve, and a part of its least
@@ -105,8 +105,8 @@ def speedup(
         order = np.random.default_rng(0).permutation(resamples)
         errors = difference.standard_error * special.stdtrit(difference.freedom, quantiles)[order]
         drawn = [factor(law, difference.mean + e) for law, e in zip(laws, errors, strict=True)]
-        low, high = np.quantile(drawn, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2])
-    return Speedup(middle, float(low), float(high), least, most, curve.whole_schedules)
+        low, high = interval(np.array(drawn))
+    return Speedup(middle, low, high, least, most, curve.whole_schedules)
 
 
 def joined(points: Sequence[tuple[float, float]], whole_schedules: bool) -> Curve:

@@ -65,7 +65,7 @@ def test_the_truth_is_in_most_intervals():
 
 @pytest.mark.slow
 def test_the_truth_is_in_the_intervals_at_their_rate():
-    assert covered(120, 100).min() >= 0.9 - 3 * np.sqrt(0.9 * 0.1 / 120)
+    assert covered(60, 60).min() >= 0.9 - 4 * np.sqrt(0.9 * 0.1 / 60)
 
 
 def test_forks_of_one_run_give_the_law_of_their_tokens():
