@@ -39,8 +39,8 @@ class Judged:
       text: how precisely the validation text tells the difference; of paired seeds on the same
         batches.
       speedup: in tokens; `None` where there is a `speedup_problem`, or nothing to read it from.
-      of_compute: factors from the speedup in tokens to those in "steps", "FLOPs" and "seconds": the
-        baseline's cost for each of its tokens over the group's for each of its own.
+      of_compute: what the speedup in the baseline's tokens is multiplied by for that in "steps",
+        "FLOPs" and "seconds": all that the baseline spent over all that the group did.
     """
 
     baseline: Group
