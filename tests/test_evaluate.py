@@ -113,7 +113,8 @@ with jax.set_mesh(mesh):
     model = creator(make, mesh)()
 evaluator, source = Evaluator(mesh, Compute()), Synthetic(512, 4, 64)
 for _ in range(5):
-    print(evaluator(model, source, 200))
+    found = evaluator(model, source, 200)
+    print(found.metrics, found.count, found.digest)
 """
 
 
