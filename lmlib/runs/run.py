@@ -11,6 +11,7 @@ from typing import Any
 
 from lmlib.metrics.log import FILE_NAME as METRICS
 from lmlib.metrics.log import read_metrics
+from lmlib.runs.sweep import point_of
 from lmlib.runs.validation import StoredValidation, read_validation
 from lmlib.storage.stored_json import read_json, read_text
 
@@ -126,8 +127,20 @@ def find_runs(places: Iterable[str | os.PathLike[str]]) -> list[Run]:
 
 def difference(runs: Iterable[Run]) -> dict[str, tuple[str | None, ...]]:
     """The settings that are not alike in all `runs`, by path: the text that each run has, `None`
-    where it has no such setting."""
-    every = [run.settings for run in runs]
+    where it has no such setting.
+
+    Of the points of one sweep only what the sweep varies counts, by its own names: all else
+    follows from that.
+    """
+    runs = list(runs)
+    every: list[Mapping[str, str | None]] = [{**run.settings} for run in runs]
+    points = [point_of(run.path) for run in runs]
+    if None not in points and len({run.path.parent for run in runs}) == 1:
+        varied = dict.fromkeys(path for point in points for path in point or ())
+        every = [
+            {path: settings.get(path) or (point or {}).get(path) for path in varied}
+            for settings, point in zip(every, points, strict=True)
+        ]
     paths = dict.fromkeys(path for settings in every for path in settings)
     found = {path: tuple(settings.get(path) for settings in every) for path in paths}
     return {path: values for path, values in found.items() if len(set(values)) > 1}

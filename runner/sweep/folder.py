@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lmlib.runs.run import Run
+from lmlib.runs.sweep import FILE_NAME
 from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.whole_file import make_folder, write_whole
@@ -21,7 +22,6 @@ from runner.config.text import changed_paths
 from runner.errors import ConfigError, user_errors
 from runner.sweep.names import Settings, is_safe, names_of
 
-FILE_NAME = "sweep.json"
 OUTPUT = "output"  # the folder of what the points' processes wrote
 _FORMAT = 1
 _SHOWN = 3  # names in a sentence

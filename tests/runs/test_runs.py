@@ -45,6 +45,25 @@ def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):
     assert difference(found) == {"optimizer.peak_lr": ("0.001", "0.002")}
 
 
+def test_points_of_a_sweep_differ_in_what_the_sweep_varies(tmp_path):
+    """By its own names: that of a parameter of the experiment, from which others follow, too."""
+    for name, rate in {"a": 0.001, "b": 0.002}.items():
+        leave_run(tmp_path / name, rate)
+    points = [
+        {"name": "a", "settings": {"wide": "False", "optimizer.peak_lr": "1e-3"}},
+        {"name": "b", "settings": {"wide": "True", "optimizer.peak_lr": "2e-3"}},
+    ]
+    found = find_runs([tmp_path])
+    assert difference(found) == {"optimizer.peak_lr": ("0.001", "0.002")}
+    (tmp_path / "sweep.json").write_text(json.dumps({"points": points}))
+    expected = {"wide": ("False", "True"), "optimizer.peak_lr": ("0.001", "0.002")}
+    assert difference(found) == expected
+    (tmp_path / "sweep.json").write_text('{"points": [{"name": []}]}')
+    assert difference(found) == {"optimizer.peak_lr": ("0.001", "0.002")}
+    leave_run(tmp_path / "elsewhere/c", 0.003)
+    assert list(difference([*found, read_run(tmp_path / "elsewhere/c")])) == ["optimizer.peak_lr"]
+
+
 def test_a_place_without_runs_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"there is no run in {tmp_path}"):
         find_runs([tmp_path])
