@@ -1,4 +1,4 @@
-"""Two hundred random faults on real runs: signals, damage, full disks … How many are survived?
+"""Hundreds of random faults on real runs: signals, damage, full disks … How many are survived?
 
     python benchmarks/faults.py [--faults=200] [--seed=0] [--at_once=2] [--scratch=DIR]
 

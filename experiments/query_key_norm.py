@@ -45,3 +45,11 @@ def sweep() -> Points:
 def ladder() -> Points:
     """Three widths and three lengths, to predict a larger run from."""
     return product(axis("embed", 32, 64, 128), axis("steps", 150, 300, 600))
+
+
+def tiny(cfg: fdl.Config[Experiment]) -> None:
+    """The same at the smallest size, 20 steps."""
+    embed, heads = cfg.model.embed, cfg.model.heads
+    quickstart.tiny(cfg)
+    cfg.model.embed, cfg.model.heads = embed, heads
+    cfg.samples.prompts = ()

@@ -48,6 +48,8 @@ STANDS_FOR = {
     "data/web": "data",
     "/tmp/quickstart": "run",
     "/tmp/run": "run",
+    "/tmp/query_key_norms": "question",
+    "/tmp/ladder": "ladder",
 }
 # What would take long or more devices, in the order of replacement.
 SHORTER = (
@@ -97,6 +99,7 @@ NOT_RUN = {
     "docs/notebook.md": {"python -m runner --fdl_config=experiments/quickstart": "README.md does"},
     "docs/performance.md": {"pip install": INSTALLS, "python -m runner.plan": LONG},
     "docs/pictures.md": {"python -m runner.watch WORKDIR": "it serves: test_server.py"},
+    "docs/research.md": {"python -m runner.sweep": "it trains for a quarter of an hour"},
     "docs/scaling.md": {"pip install": INSTALLS},
     "docs/your-own-architecture.md": {"python -m runner.plan": LONG},
 }

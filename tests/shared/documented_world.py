@@ -52,6 +52,7 @@ def make_world(folder: Path) -> None:
     _write_run(folder, vocab)
     _write_sweep(folder / "sweep")
     _write_ladder(folder / "ladder")
+    _write_question(folder / "question")
 
 
 def _write_model(folder: Path, vocab: int) -> None:
@@ -76,6 +77,16 @@ def _write_sweep(folder: Path) -> None:
         for seed in range(3):
             settings = {"optimizer.peak_lr": rate, "seed": seed}
             leave_run(folder / f"{rate}_{seed}", 3.0 - 20 * rate + 0.01 * seed, settings)
+
+
+def _write_question(folder: Path) -> None:
+    """Two widths, with and without norms, three seeds of each."""
+    for embed in (64, 128):
+        for norm in (False, True):
+            for seed in range(3):
+                settings = {"embed": embed, "query_key_norm": norm, "seed": seed}
+                loss = 4.0 - embed / 500 + 0.01 * norm + 0.01 * seed
+                leave_run(folder / f"{embed}_{norm}_{seed}", loss, settings)
 
 
 def _write_ladder(folder: Path) -> None:
