@@ -1,0 +1,49 @@
+"""Weights & Biases, online or offline: https://docs.wandb.ai."""
+
+import html
+from collections.abc import Mapping
+from pathlib import Path
+
+from lmlib.trackers.tracker import Tracker
+
+
+class WeightsAndBiases(Tracker):
+    """A run of W&B. Offline, each start leaves a folder in WORKDIR/wandb that has the whole run
+    from its first step: `wandb sync` the newest.
+
+    Args:
+      project: of W&B.
+      mode: "online" or "offline"; `None`: as WANDB_MODE says, else online.
+    """
+
+    package = "wandb"
+
+    def __init__(
+        self, workdir: Path, first_step: int, project: str = "lmlib", mode: str | None = None
+    ):
+        super().__init__(workdir, first_step)
+        self._project, self._mode = project, mode
+
+    def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
+        self._run = self.library.init(
+            project=self._project,
+            id=run_id,
+            name=name,
+            resume="allow",
+            config=dict(settings),
+            dir=str(self.workdir),
+            mode=self._mode,
+            # The terminal is the run's own, and so are its errors.
+            settings=self.library.Settings(console="off", silent=True),
+        )
+        return self._run.starting_step - 1  # offline it knows of none
+
+    def send(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def send_text(self, step: int, name: str, text: str) -> None:
+        page = self.library.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+        self._run.log({name: page}, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
