@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, E embed, L layers.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -70,8 +70,7 @@ def layer_statistics(
       reference_model: the one that `objective` needs.
     """
     with jax.set_mesh(mesh):
-        measure = jax.jit(functools.partial(_measured, compute=compute, objective=objective))
-        found = jax.device_get(measure(model, reference_model, batch))
+        found = jax.device_get(_measuring(compute, objective)(model, reference_model, batch))
     loss, outputs, weights, gradients = found
     first, after_layers = (None, None) if outputs is None else (float(outputs[0][0]), outputs[1])
     before: list[PartStatistics] = []
@@ -88,6 +87,12 @@ def layer_statistics(
                 layers[i] = PartStatistics(f"layer {i}", output, float(w), float(g))
     parts = (*before, *(layers[i] for i in sorted(layers)), *after)
     return LayerStatistics(parts, float(loss), objective.loss_name)
+
+
+@functools.lru_cache(maxsize=4)
+def _measuring(compute: Compute, objective: Objective) -> Callable[..., Any]:
+    """`_measured`, compiled once for models of one kind."""
+    return jax.jit(functools.partial(_measured, compute=compute, objective=objective))
 
 
 def _measured(

@@ -64,7 +64,9 @@ MEANINGS = (
         "bits per byte",
         "the same for each byte of text, so that tokenizers can be compared",
     ),
-    Meaning("grad_norm/PART", "", "of one layer, or part, of the model, on the batch of the step"),
+    Meaning(
+        "grad_norm/PART", "", "of one layer, or part, of the model, on one batch, always the same"
+    ),
     Meaning("weight_norm/PART", "", "Euclidean norm of the weights of one layer or part"),
     Meaning("output_rms/PART", "", "root mean square of the residual stream after it"),
 )

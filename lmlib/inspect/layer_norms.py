@@ -1,0 +1,59 @@
+"""Norms of a model layer by layer while it is trained: an action for `cfg.actions`."""
+
+import dataclasses
+
+from jax.sharding import Mesh, NamedSharding
+
+from lmlib.compute import Compute
+from lmlib.data.batch import Source, place
+from lmlib.data.resumable import Resumable
+from lmlib.experiment import Moment
+from lmlib.inspect.layer_statistics import layer_statistics
+from lmlib.losses import NextToken, Objective
+from lmlib.parallel.layout import partition
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerNorms:
+    """Adds `grad_norm/PART`, `weight_norm/PART` and `output_rms/PART` of each layer, and of what is
+    beside the layers, to the metrics: those of `layer_statistics`, on one batch, always the same.
+
+    It takes the time and the memory of one more pass forward and backward, and compiles that once.
+
+    Args:
+      data: whose first batch is taken: the experiment's validation, or its data.
+      mesh, compute, objective: the experiment's.
+
+    Raises:
+      ValueError: for a stream, which a look at its first batch would take back to its beginning.
+    """
+
+    data: Source
+    mesh: Mesh
+    compute: Compute
+    objective: Objective = NextToken()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.data, Resumable):
+            raise ValueError(
+                f"LayerNorms cannot look into {type(self.data).__name__}, a stream: give it data "
+                "that has any batch at any time, such as flat tokens"
+            )
+
+    def __call__(self, now: Moment) -> dict[str, float]:
+        rows = NamedSharding(self.mesh, partition("batch seq"))
+        found = layer_statistics(
+            now.state.whole_model,
+            place(self.data, 0, rows),
+            self.mesh,
+            self.compute,
+            self.objective,
+            now.state.reference_model,
+        )
+        norms = {}
+        for part in found.parts:
+            norms[f"grad_norm/{part.name}"] = part.gradients
+            norms[f"weight_norm/{part.name}"] = part.weights
+            if part.output is not None:
+                norms[f"output_rms/{part.name}"] = part.output
+        return norms
