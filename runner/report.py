@@ -7,6 +7,7 @@
 A place is a workdir, or a folder that holds some, such as a sweep's. The page is one file and needs
 no network.
 --to         the page; unless said, report.html in the workdir, or in the folder of the runs
+--baseline, --margin   of the verdicts on several runs, as for `python -m runner.compare`
 --pictures   a folder for PNG and SVG files for papers, in place of the page
 --metrics    whose curves, by commas; unless said, of all that change
 --against    step, tokens, flops or seconds
@@ -30,6 +31,8 @@ from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError, user_errors
 
 _TO = flags.DEFINE_string("to", None, "the page to write")
+_BASELINE = flags.DEFINE_string("baseline", None, "a run, or settings: PATH=VALUE,PATH=VALUE")
+_MARGIN = flags.DEFINE_float("margin", None, "the difference that matters", lower_bound=0.0)
 _PICTURES = flags.DEFINE_string("pictures", None, "a folder for PNG and SVG files")
 _METRICS = flags.DEFINE_list("metrics", [], "whose curves; unless said, of all that change")
 _AGAINST = flags.DEFINE_enum("against", "step", list(AXES), "the horizontal axis")
@@ -44,6 +47,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("give the runs, as in: python -m runner.report WORKDIR; see --help")
     if _PICTURES.value is not None and _TO.value is not None:
         raise ConfigError("give --to or --pictures, not both")
+    if (_BASELINE.value is None) != (_MARGIN.value is None):
+        raise ConfigError("give --baseline and --margin together; --margin=0 for any difference")
     with user_errors():
         runs = seen(arguments)
         if _PICTURES.value is not None:
@@ -61,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         paths = [each.run.path.absolute() for each in runs]
         to = Path(_TO.value) if _TO.value else Path(os.path.commonpath(paths)) / FILE_NAME
         check_can_be_made(to)
-        write_page(runs, to)
+        write_page(runs, to, _BASELINE.value, _MARGIN.value or 0.0)
     print(to)
     return FINISHED
 

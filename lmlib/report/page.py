@@ -20,16 +20,22 @@ FILE_NAME = "report.html"
 _TEMPLATE = Path(__file__).parent / "template"
 
 
-def page(runs: Sequence[Seen], refresh_seconds: int | None = None) -> str:
+def page(
+    runs: Sequence[Seen],
+    refresh_seconds: int | None = None,
+    baseline: str | None = None,
+    margin: float = 0.0,
+) -> str:
     """The page of `runs`, at least one.
 
     All text of runs is escaped, and the page's policy lets no script run but its own.
 
     Args:
       refresh_seconds: how often the page asks its server for itself; `None`: it is a file.
+      baseline, margin: of the verdicts on several runs, as `lmlib.verdicts.compare` takes them.
 
     Raises:
-      ValueError: naming a file of a run that is damaged.
+      ValueError: naming a file of a run that is damaged, or saying why there is no verdict.
     """
     charting, script = library(), _text("page.js")
     hashes = " ".join(f"'sha256-{_digest(each)}'" for each in (charting, script))
@@ -46,6 +52,7 @@ def page(runs: Sequence[Seen], refresh_seconds: int | None = None) -> str:
         status=tables.status(runs),
         tiles=tables.tiles(runs[0]) if len(runs) == 1 else [],
         tables=tables.comparison(runs) if len(runs) > 1 else [],
+        verdicts=tables.verdicts(runs, baseline, margin) if len(runs) > 1 else "",
         axes=AXES.items(),
         has_seeds=len({each.group for each in runs}) < len(runs),
         constants=tables.constants(runs),
@@ -63,14 +70,20 @@ def page(runs: Sequence[Seen], refresh_seconds: int | None = None) -> str:
     )
 
 
-def write_page(runs: Sequence[Seen], path: str | os.PathLike[str]) -> None:
+def write_page(
+    runs: Sequence[Seen],
+    path: str | os.PathLike[str],
+    baseline: str | None = None,
+    margin: float = 0.0,
+) -> None:
     """Writes the page to a file, whole or not at all.
 
     Raises:
-      ValueError: naming a file of a run that is damaged.
+      ValueError: as `page`.
       OSError: if it cannot be written.
     """
-    write_whole(path, page(runs).encode("utf-8", "backslashreplace"))
+    made = page(runs, baseline=baseline, margin=margin)
+    write_whole(path, made.encode("utf-8", "backslashreplace"))
 
 
 def leave_page(workdir: Path, tell: Callable[[str], None]) -> None:

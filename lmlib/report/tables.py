@@ -86,6 +86,24 @@ def comparison(runs: Sequence[Seen]) -> list[Table]:
     return [Table("Runs", [shown(name) for name in header], shown_rows, text, numbers)]
 
 
+def verdicts(runs: Sequence[Seen], baseline: str | None, margin: float) -> str:
+    """The table of `lmlib.verdicts`; nothing if it cannot be made, and no baseline was asked for.
+
+    Raises:
+      ValueError: which says why it cannot be made.
+    """
+    from lmlib.verdicts import compare  # which imports SciPy: a run's own page does without
+    from lmlib.verdicts.table import comparison_text
+
+    try:
+        found = compare([each.run for each in runs], baseline=baseline, margin=margin)
+        return shown(comparison_text(found))
+    except ValueError:
+        if baseline is None:
+            return ""
+        raise
+
+
 def final(each: Seen, name: str) -> tuple[float | None, str]:
     """A number of the finished run with its unit, else the last that was measured."""
     result = each.run.result or {}

@@ -5,6 +5,7 @@ import json
 import math
 import re
 
+import made_up_runs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,6 +81,20 @@ def test_a_page_of_several_runs_says_what_differs(tmp_path):
     cells = Parsed(text).texts["td"]
     assert cells[:4] == ["0.1/0", "0.1", "0", "2 …"]
     assert "0 of 4 finished" in text
+
+
+def test_finished_runs_are_compared(tmp_path):
+    for rate in (0.1, 0.2):
+        for seed in (0, 1, 2):
+            settings = {"optimizer.peak_lr": rate, "seed": seed}
+            made_up_runs.leave_run(tmp_path / f"{rate}/{seed}", 2.5 + rate + seed / 100, settings)
+    runs = seen([tmp_path])
+    (told,) = [text for text in Parsed(page(runs)).texts["pre"] if "±" in text]
+    assert "2.6100" in told and "2.7100" in told and "verdict" not in told
+    judged = page(runs, baseline="optimizer.peak_lr=0.1", margin=0.01)
+    assert [text for text in Parsed(judged).texts["pre"] if "worse" in text]
+    with pytest.raises(ValueError, match="peak_lr"):
+        page(runs, baseline="optimizer.peak_lr=7")
 
 
 def test_long_metrics_are_thinned_with_their_extremes(tmp_path):
