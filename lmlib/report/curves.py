@@ -75,7 +75,7 @@ def constants(runs: Sequence[Measured]) -> dict[str, float]:
     return {
         name: next(run.series[name].values_N[0] for run in runs if name in run.series)
         for name in names
-        if name not in _NOT_DRAWN and _constant(name, runs)
+        if name not in _NOT_DRAWN and not is_of_part(name) and _constant(name, runs)
     }
 
 

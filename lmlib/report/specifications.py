@@ -90,8 +90,7 @@ def curves() -> dict[str, Any]:
                     "type": "point",
                     "shape": "cross",
                     "angle": 45,
-                    "filled": True,
-                    "size": 70,
+                    "size": 90,
                 },
                 "encoding": {
                     "y": {"value": 6},
@@ -202,7 +201,7 @@ def bars() -> dict[str, Any]:
                 "type": "nominal",
                 "sort": {"field": "order"},
                 "scale": {"range": list(COLOURS)},
-                "legend": {"orient": "bottom", "columns": 4, "title": None},
+                "legend": {"orient": "bottom", "title": None},
             },
             "order": {"field": "order"},
             "tooltip": [

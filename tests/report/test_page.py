@@ -92,7 +92,7 @@ def test_finished_runs_are_compared(tmp_path):
     (told,) = [text for text in Parsed(page(runs)).texts["pre"] if "±" in text]
     assert "2.6100" in told and "2.7100" in told and "verdict" not in told
     judged = page(runs, baseline="optimizer.peak_lr=0.1", margin=0.01)
-    assert [text for text in Parsed(judged).texts["pre"] if "worse" in text]
+    assert [text for text in Parsed(judged).texts["pre"] if "minus baseline" in text]
     with pytest.raises(ValueError, match="peak_lr"):
         page(runs, baseline="optimizer.peak_lr=7")
 

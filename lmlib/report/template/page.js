@@ -73,6 +73,7 @@ function curveSpecification(chart) {
 function barSpecification() {
   const spec = structuredClone(specifications.bars);
   spec.data.values = data.goodput;
+  spec.encoding.color.legend.columns = control("goodput").clientWidth < 600 ? 2 : 8;
   spec.height *= new Set(data.goodput.map((row) => row.run)).size;
   return spec;
 }
