@@ -10,6 +10,7 @@ import jax
 
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import mfu
+from lmlib.report.page import FILE_NAME as PAGE
 from lmlib.runs.goodput import Goodput
 from lmlib.runs.validation import StoredValidation
 from lmlib.state import State
@@ -84,6 +85,7 @@ class Summary:
             *self._validation_rows(),
             *([("gzip -9 on the same texts", f"{gzip:.3f} bits per byte")] if gzip else []),
             ("the run's files", str(workdir)),
+            *([("its page", str(workdir / PAGE))] if (workdir / PAGE).exists() else []),
             *(("" if i else "try next", command) for i, command in enumerate(next_commands)),
         ]
         samples = [f"sampled: {text!r}" for text in self.samples]
