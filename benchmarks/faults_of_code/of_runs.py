@@ -18,6 +18,13 @@ MUTATIONS = (
         "tests/runner/test_data_probe.py",
     ),
     Mutation(
+        "successive halving keeps the worse half",
+        "runner/sweep/halving.py",
+        "left = compared[:kept]",
+        "left = compared[-kept:]",
+        "tests/runner/sweep/test_halving.py",
+    ),
+    Mutation(
         "tokens are those of a step, not of the run",
         "runner/training/recorder.py",
         "self.tokens += valid",

@@ -74,6 +74,13 @@ MUTATIONS = (
         "tests/optim/test_optim.py",
     ),
     Mutation(
+        "the optimizer's numbers stay in the compiled step",
+        "lmlib/train.py",
+        "given = with_arrays(optimizer.hyperparameters, hyperparameters)",
+        "given = optimizer.hyperparameters",
+        "tests/optim/test_hyperparameters.py",
+    ),
+    Mutation(
         "the guard does not look at the gradient",
         "lmlib/guard.py",
         "sound = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)",

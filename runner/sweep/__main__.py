@@ -23,6 +23,7 @@ from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from lmlib.plan.cost import Cost
+from lmlib.terminal.python_command import python_command
 from runner.absent_hardware.cost import cost_of
 from runner.command_line.command import DEBUG, first_lines, listed, run
 from runner.command_line.config_flags import (
@@ -198,6 +199,8 @@ def _ended(sweep: Sweep, chosen: Sequence[Point], whole: bool, failures: dict[st
     if finished < len(chosen) or failures:
         print(f"\n{finished} of {len(chosen)} finished; the same command tries the others again")
         return FAILED
+    if finished > 1:
+        print(f"\ntry next   {python_command('runner.compare', sweep.folder)}")
     return FINISHED
 
 
