@@ -86,7 +86,8 @@ def _write_question(folder: Path) -> None:
             for seed in range(3):
                 settings = {"embed": embed, "query_key_norm": norm, "seed": seed}
                 loss = 4.0 - embed / 500 + 0.01 * norm + 0.01 * seed
-                leave_run(folder / f"{embed}_{norm}_{seed}", loss, settings)
+                curve = {50: loss + 0.5, 100: loss}
+                leave_run(folder / f"{embed}_{norm}_{seed}", loss, settings, curve=curve)
 
 
 def _write_ladder(folder: Path) -> None:
