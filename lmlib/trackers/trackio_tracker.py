@@ -1,7 +1,6 @@
 """Trackio, whose database is on this machine: https://huggingface.co/docs/trackio."""
 
 import contextlib
-import importlib
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +24,8 @@ class Trackio(Tracker):
 
     def start(self, run_id: str, name: str, settings: Mapping[str, str]) -> int:
         called = f"{name} {run_id[:8]}"  # Trackio knows runs by their names
-        stored = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        from trackio.sqlite_storage import SQLiteStorage as stored
+
         last = stored.get_max_step_for_run(self._project, called)
         with _quiet():
             self._run = self.library.init(
