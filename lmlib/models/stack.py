@@ -25,7 +25,6 @@ from lmlib.models.protocol import Context, Names, Part, Reports, Trunk, joined
 from lmlib.models.rematerialization import check_names
 from lmlib.models.scan import Given, Repeated, reshaped, run, stacked
 from lmlib.models.weights import fold
-from lmlib.parallel.axes import M
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.gathering import gather
 
@@ -156,35 +155,6 @@ def stack_switches(stack: Stack) -> tuple[int, ...]:
     """See `lmlib.models.protocol.Switching.switches`."""
     switches = {rotary.switch for rotary in _rotaries(stack)}
     return tuple(sorted(switch for switch in switches if switch is not None))
-
-
-def unstacked(model: M) -> M:
-    """`model` with each layer of its stacks as a segment of its own, whose weights lie by
-    themselves. One loop over tokens then reads them where they are; a loop over layers in it would
-    copy each layer's first."""
-
-    def is_stack(node: Any) -> bool:
-        return (
-            isinstance(node, tuple)
-            and len(node) > 0
-            and all(isinstance(pattern, tuple) and len(pattern) > 0 for pattern in node)
-            and all(isinstance(layer, Layer) for pattern in node for layer in pattern)
-        )
-
-    def layer(pattern: Pattern, i: int) -> Pattern:
-        return jax.tree.map(lambda w_R: w_R[i : i + 1], pattern)
-
-    def apart(stack: Stack) -> Stack:
-        return tuple(
-            (block,)
-            for pattern in stack
-            for i in range(_repeats(pattern))
-            for block in layer(pattern, i)
-        )
-
-    return jax.tree.map(
-        lambda node: apart(node) if is_stack(node) else node, model, is_leaf=is_stack
-    )
 
 
 def depth(stack: Stack) -> int:

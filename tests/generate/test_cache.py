@@ -13,12 +13,12 @@ from lmlib import Compute, hf, llama, make_mesh, whole_rows
 from lmlib.generate import GREEDY
 from lmlib.generate.sampling import numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, first_token, next_tokens, prefill
+from lmlib.generate.unstacked import unstacked
 from lmlib.generate.weights import ready
 from lmlib.models.families.phi import phi3
 from lmlib.models.parts.head import logits
 from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.models.protocol import Context
-from lmlib.models.stack import unstacked
 from lmlib.parallel.creation import creator
 from lmlib.parallel.layout import reshard
 
