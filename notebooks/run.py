@@ -34,8 +34,14 @@ def ran(notebook: Path) -> nbformat.NotebookNode:
             cell.outputs = [each for each in cell.outputs if each.get("name") != "stderr"]
             for output in cell.outputs:
                 if "text" in output:
-                    output.text = _FOLDER.sub("/tmp/work", output.text)
+                    output.text = _anywhere(output.text)
     return found
+
+
+def _anywhere(text: str) -> str:
+    """`text` as it would be on another machine."""
+    text = text.replace(sys.executable, "python").replace(str(Path.home()), "~")
+    return _FOLDER.sub("/tmp/work", text)
 
 
 def main(names: list[str]) -> None:
