@@ -40,8 +40,9 @@ class Recipe:
 
     def new_model(self, mesh: Mesh) -> Any:
         """What `make` makes, laid out on `mesh` from the start, by one program for all seeds."""
+        made = self.made  # not under the mesh, whose axes its types would have
         with jax.set_mesh(mesh):
-            return creator(self._make_from, mesh, self.made)(np.uint32(self.seed % 2**32))
+            return creator(self._make_from, mesh, made)(np.uint32(self.seed % 2**32))
 
     def _make_from(self, seed: int | Array) -> Any:
         return map_weights(self.kept, self.model(key=jax.random.key(seed)))

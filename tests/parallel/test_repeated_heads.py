@@ -115,5 +115,5 @@ def test_what_does_not_fill_tensor_is_refused_with_one_sentence_everywhere():
     state = jax.eval_shape(lambda: fresh_state(make(), training))
     batch = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, source.batch(0)))
     with jax.set_mesh(mesh), pytest.raises(LayoutError) as directly:
-        jax.eval_shape(functools.partial(train.step, training=training), state, batch)
+        jax.eval_shape(functools.partial(train.step, training=training), state, batch, {})
     assert str(directly.value) == str(before.value)
