@@ -163,7 +163,8 @@ def step_flops(mesh, microbatches=1, tied=False, **settings):
     compute = Compute(attention="plain", **settings)
     training = Training(optim.adamw(10, 1e-3), mesh, compute, microbatches=microbatches)
     state = abstract_state(functools.partial(make, tied=tied), training)
-    step = functools.partial(train.step, training=training)
+    numbers = training.hyperparameters
+    step = functools.partial(train.step, hyperparameters=numbers, training=training)
     with jax.set_mesh(mesh):
         return counted(step, state, abstract_batch(B, S, mesh))
 
