@@ -86,7 +86,7 @@ class Measurements:
 
     @property
     def series(self) -> Mapping[str, Series]:
-        """By the name of the metric, as of the last `update`; "step" is one."""
+        """What the last `update` had read, by the name of the metric; "step" is one."""
         return {
             name: Series(np.array(steps, np.int64), np.array(values, np.float64))
             for name, (steps, values) in self._columns.items()

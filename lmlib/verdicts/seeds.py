@@ -50,8 +50,9 @@ class Difference:
     def verdict(self, margin: float, error_rate: float) -> Verdict:
         """Whether the difference is beyond `margin`.
 
-        Better: that it is -margin or more is refuted by a one-sided t-test with `error_rate`; worse
-        alike. Without an effect, either is said at most as often as `error_rate`.
+        A one-sided t-test with `error_rate` says "better" if it refutes that the difference is
+        -margin or more, and "worse" if it refutes that it is margin or less. Without an effect
+        each is said at most as often as `error_rate`.
         """
         if self.seeds < LEAST_SEEDS or not self.standard_error:
             return "inconclusive"

@@ -143,7 +143,8 @@ class Undeclared(eqx.Module):
 
 
 def test_a_weight_that_declares_nothing_is_refused_by_name():
-    with pytest.raises(LayoutError, match=r"Undeclared.scale .*declares no initial values"):
+    told = r"Undeclared.scale .*declares no initial values; declare"
+    with pytest.raises(LayoutError, match=told):
         declarations(Undeclared(jnp.ones(3)))
 
 
