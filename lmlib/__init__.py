@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lmlib.models.decoder import Decoder
     from lmlib.models.families.llama import llama
     from lmlib.models.protocol import Context, whole_rows
-    from lmlib.optim.optimizer import adamw
+    from lmlib.optim.adamw import adamw
     from lmlib.parallel.mesh import make_mesh
     from lmlib.state import Training, new_state
     from lmlib.train import make_step
@@ -58,7 +58,7 @@ _HOMES = {
     "NextToken": "lmlib.losses",
     "Sampling": "lmlib.generate",
     "Training": "lmlib.state",
-    "adamw": "lmlib.optim.optimizer",
+    "adamw": "lmlib.optim.adamw",
     "batch_loss": "lmlib.losses",
     "describe": "lmlib.inspect.description",
     "llama": "lmlib.models.families.llama",

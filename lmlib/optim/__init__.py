@@ -1,6 +1,7 @@
 """Optimizers, schedules, and which weights train at which rate."""
 
-from lmlib.optim.optimizer import Optimizer, adamw, as_declared, decay_mask
+from lmlib.optim.adamw import adamw
+from lmlib.optim.optimizer import Optimizer, as_declared, decay_mask
 from lmlib.optim.schedules import (
     Schedule,
     warmup_constant,

@@ -1,4 +1,4 @@
-"""Optimizers out of optax; which weights decay is what they declare."""
+"""What an optimizer is, and what those of lmlib share; which weights decay is what they declare."""
 
 import math
 from collections.abc import Callable
@@ -6,12 +6,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
 from lmlib.optim.hyperparameters import Hyperparameters
-from lmlib.optim.schedules import MakeSchedule, warmup_cosine
+from lmlib.optim.schedules import MakeSchedule
 from lmlib.parallel.axes import Weight, map_weights
 
 Decays = Callable[[Weight], bool]
@@ -53,58 +54,42 @@ def decay_mask(model: eqx.Module, decays: Decays = as_declared) -> eqx.Module:
     return map_weights(lambda weight, array: decays(weight), model)
 
 
-def adamw(
+def with_decoupled_decay(
+    direction: optax.GradientTransformation,
     steps: int,
     peak_lr: float,
-    schedule: MakeSchedule = warmup_cosine,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    epsilon: float = 1e-8,
-    weight_decay: float = 0.1,
-    clip_norm: float | None = 1.0,
-    decays: Decays = as_declared,
-    first_moment_dtype: str = "float32",
+    schedule: MakeSchedule,
+    weight_decay: float,
+    clip_norm: float | None,
+    decays: Decays,
+    cautious: bool,
 ) -> Optimizer:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) after clipping by global norm.
+    """Updates of -rate · (direction + weight_decay · weight), after clipping by global norm
+    (Loshchilov & Hutter 2019, arXiv:1711.05101, equation 12).
 
     Args:
-      steps: length of the schedule; the run supplies it.
-      peak_lr: the schedule's highest learning rate. Weight decay is multiplied by the learning
-        rate, as in the paper's equation 12.
-      schedule: made from (peak_lr, steps). Its numbers are hyperparameters if it is a tree of them,
-        as a `Schedule` is, and stay in the program if it is a function.
-      clip_norm: largest global gradient norm; `None` does not clip.
-      decays: which weights decay.
-      first_moment_dtype: "bfloat16" takes 2 bytes less for each parameter; moments are summed in
-        float32 all the same.
+      direction: makes of clipped gradients what is descended along.
+      steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious: as in
+        `lmlib.optim.adamw.adamw`. The schedule's numbers, if it is a tree of them, and
+        `weight_decay` are the hyperparameters.
 
     Raises:
-      ValueError: for a number that is out of range, or a dtype that is none, naming it.
+      ValueError: for a number that is out of range, naming it.
     """
     if steps < 1 or not 0 < peak_lr < math.inf:
         raise ValueError(f"steps and peak_lr must be positive, got {steps} and {peak_lr}")
-    for name, decay in (("b1", b1), ("b2", b2)):
-        if not 0 <= decay < 1:
-            raise ValueError(f"{name} must be at least 0 and less than 1, got {decay}")
-    if not (0 < epsilon < math.inf and 0 <= weight_decay < math.inf):
-        raise ValueError(
-            f"epsilon must be positive and weight_decay not negative, got {epsilon} and "
-            f"{weight_decay}"
-        )
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay}")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be positive, or None, got {clip_norm}")
-    if first_moment_dtype not in ("float32", "bfloat16"):
-        raise ValueError(
-            f"first_moment_dtype must be 'float32' or 'bfloat16', got {first_moment_dtype!r}"
-        )
     made = schedule(peak_lr, steps)
     clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
 
     def chain(learning_rate: optax.Schedule, weight_decay: Any) -> optax.GradientTransformation:
         return optax.chain(
             clip,
-            optax.scale_by_adam(b1, b2, epsilon, mu_dtype=first_moment_dtype),
-            optax.add_decayed_weights(weight_decay, mask=lambda tree: decay_mask(tree, decays)),
+            direction,
+            _decay(weight_decay, decays, cautious),
             optax.scale_by_learning_rate(learning_rate),
         )
 
@@ -128,3 +113,34 @@ def adamw(
         decays,
         hyperparameters={"learning_rate": made, "weight_decay": float(weight_decay)},
     )
+
+
+def _decay(weight_decay: Any, decays: Decays, cautious: bool) -> optax.GradientTransformation:
+    """Adds weight_decay · weight to what is descended along; if `cautious`, only where that has the
+    weight's sign, and so shrinks it already (Chen et al. 2025, arXiv:2510.12402)."""
+
+    def update(updates: Any, state: Any, model: Any = None) -> tuple[Any, Any]:
+        def decayed(weight: Weight, update: Array, array: Array) -> Array:
+            if not decays(weight):
+                return update
+            shrunk = weight_decay * array
+            return update + (jnp.where(update * array > 0, shrunk, 0) if cautious else shrunk)
+
+        named = map_weights(lambda weight, _: weight, updates)
+        return jax.tree.map(decayed, named, updates, model), state
+
+    return optax.GradientTransformation(lambda model: optax.EmptyState(), update)
+
+
+def check_fractions(**fractions: float) -> None:
+    """Raises ValueError for one that is not at least 0 and less than 1, as decay rates of averages
+    are, naming it."""
+    for name, fraction in fractions.items():
+        if not 0 <= fraction < 1:
+            raise ValueError(f"{name} must be at least 0 and less than 1, got {fraction}")
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raises ValueError if it is not a positive number."""
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be a positive number, got {epsilon}")

@@ -70,7 +70,7 @@ def test_a_callable_is_shown_by_its_name(tmp_path):
     for name in ("adamw", "muon"):
         leave_run(tmp_path / name, 3.0)
         with (tmp_path / name / "config.txt").open("a") as file:
-            print(f"optimizer: lmlib.optim.optimizer.{name} (partial)", file=file)
+            print(f"optimizer: lmlib.optim.{name}.{name} (partial)", file=file)
             print(f"optimizer.rate = 0.{len(name)}", file=file)
     text = comparison_text(compare(find_runs([tmp_path])))
     assert [line.split()[0] for line in text.splitlines()[1:3]] == ["adamw", "muon"]

@@ -1,0 +1,56 @@
+"""AdamW, out of optax's Adam."""
+
+import optax
+
+from lmlib.optim.optimizer import (
+    Decays,
+    Optimizer,
+    as_declared,
+    check_epsilon,
+    check_fractions,
+    with_decoupled_decay,
+)
+from lmlib.optim.schedules import MakeSchedule, warmup_cosine
+
+
+def adamw(
+    steps: int,
+    peak_lr: float,
+    schedule: MakeSchedule = warmup_cosine,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.1,
+    clip_norm: float | None = 1.0,
+    decays: Decays = as_declared,
+    cautious: bool = False,
+    first_moment_dtype: str = "float32",
+) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) after clipping by global norm.
+
+    Args:
+      steps: length of the schedule; the run supplies it.
+      peak_lr: the schedule's highest learning rate. Weight decay is multiplied by the learning
+        rate, as in the paper's equation 12.
+      schedule: made from (peak_lr, steps). Its numbers are hyperparameters if it is a tree of them,
+        as a `Schedule` is, and stay in the program if it is a function.
+      clip_norm: largest global gradient norm; `None` does not clip.
+      decays: which weights decay.
+      cautious: decays an element only where its update shrinks it (Chen et al. 2025,
+        arXiv:2510.12402).
+      first_moment_dtype: "bfloat16" takes 2 bytes less for each parameter; moments are summed in
+        float32 all the same.
+
+    Raises:
+      ValueError: for a number that is out of range, or a dtype that is none, naming it.
+    """
+    check_fractions(b1=b1, b2=b2)
+    check_epsilon(epsilon)
+    if first_moment_dtype not in ("float32", "bfloat16"):
+        raise ValueError(
+            f"first_moment_dtype must be 'float32' or 'bfloat16', got {first_moment_dtype!r}"
+        )
+    adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=first_moment_dtype)
+    return with_decoupled_decay(
+        adam, steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious
+    )
