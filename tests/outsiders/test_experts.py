@@ -1,74 +1,21 @@
-"""A mixture of experts whose router has a loss, a statistic, and a bias that no gradient changes
-(Wang et al. 2024, arXiv:2408.15664). Nothing of lmlib is edited."""
+"""The mixture of experts of routed_experts.py trains, is observed and is counted as lmlib's are."""
 
 import functools
-from typing import ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
 from outsider_runs import EIGHT, SIZES, SOURCE, check_outsider, compiled, experiment, trained
+from routed_experts import EXPERTS, RATE, Experts
 
 from lmlib import Compute, NextToken
 from lmlib.inspect.layer_statistics import layer_statistics
 from lmlib.models.families.llama import llama
-from lmlib.models.layer import SimplePart
-from lmlib.models.product import product
-from lmlib.models.protocol import Names, Reports
-from lmlib.models.weights import fan_in, initial_values, product_flops, weight, zeros
 from lmlib.optim import Optimizer, as_declared
-from lmlib.parallel.layout import spec
 
 pytestmark = pytest.mark.several_devices
-EXPERTS, RATE = 4, 0.01
-WHOLE = {"expert": None, "choice": None}
-
-
-class Experts(SimplePart):
-    """Two of four experts for each token; all are computed."""
-
-    names: ClassVar[Names] = Names(saved=("router",), scopes=("router", "mlp"))
-
-    router: Float[Array, "embed choice"] = weight(fan_in("embed"), rules=WHOLE, dtype="float32")
-    bias: Float[Array, "choice"] = weight(zeros, rules=WHOLE, dtype="float32", gradient=False)
-    up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules=WHOLE)
-    down: Float[Array, "expert mlp embed"] = weight(fan_in("mlp"), rules=WHOLE)
-
-    def __init__(self, embed, mlp, residual_scale, *, key):
-        sizes = {"embed": embed, "mlp": mlp, "expert": EXPERTS, "choice": EXPERTS}
-        for name in ("router", "bias", "up", "down"):
-            setattr(self, name, initial_values(self, name, key, **sizes))
-
-    def __call__(self, x_BSE, context):
-        with jax.named_scope("router"):
-            scores_BSX = product("bse,ex->bsx", x_BSE.astype(jnp.float32), self.router)
-            share_BSX = checkpoint_name(jax.nn.softmax(scores_BSX), "router")
-            _, choices_BS2 = jax.lax.top_k(share_BSX + self.bias, 2)
-            chosen_BSX = jnp.sum(jax.nn.one_hot(choices_BS2, EXPERTS), axis=-2)
-        with jax.named_scope("mlp"):
-            h_BSXF = jax.nn.silu(product("bse,xef->bsxf", x_BSE, self.up))
-            h_BSXF *= (share_BSX * chosen_BSX).astype(x_BSE.dtype)[..., None]
-            out = spec(context.compute.residual)
-            y_BSE = product("bsxf,xfe->bse", h_BSXF, self.down, out_sharding=out)
-        tallies_X = context.total(chosen_BSX)
-        return y_BSE, Reports(
-            losses={"router_z": context.total(jax.nn.logsumexp(scores_BSX, axis=-1) ** 2)},
-            statistics={"first_choice": context.total(jnp.max(share_BSX, axis=-1))},
-            tallies=tallies_X,
-        )
-
-    def updated(self, tallies_X):
-        mean = jnp.mean(tallies_X)
-        moved_X = self.bias + RATE * (mean - tallies_X) / mean
-        return eqx.tree_at(lambda experts: experts.bias, self, moved_X)
-
-    def flops_per_token(self, sequence_length, causal):
-        return product_flops(self) - 3.0 * (self.up.size + self.down.size)  # two of four
 
 
 def sgd(steps):
