@@ -8,15 +8,11 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_tools.rows.arrow import arrow_blocks
 from data_tools.rows.block import Block, Field, TextField
 from data_tools.rows.compressed import COMPRESSIONS
-from data_tools.rows.json_lines import json_lines_blocks
+from data_tools.rows.formats import READERS
 from data_tools.rows.separated_text import separated_text_blocks
 from data_tools.rows.text_files import text_file_blocks
-
-_JSON_LINES = (".jsonl", ".ndjson", ".json")
-_ARROW = (".parquet", ".arrow")
 
 
 class Files:
@@ -108,19 +104,16 @@ class Files:
                     yield placed(rows, number, rows.position, number, start)
 
     def _file_blocks(self, number: int, start: int, stop: int, position: Any) -> Iterator[Block]:
-        file = self._files[number]
+        file, size = self._files[number], self._sizes[number]
         if self._is_text(number) and self._separator is not None:
             separator = self._separator.encode("utf-8")
-            size = self._sizes[number]
             return (
                 separated_text_blocks(file, size, separator, position) if start == 0 else iter(())
             )
-        if _kind(file) in _JSON_LINES:
-            return json_lines_blocks(file, start, min(stop, self._sizes[number]), position)
-        return arrow_blocks(file, self._sizes[number], start, stop, position, self.field)
+        return READERS[_kind(file)](file, size, start, stop, position, self.field)
 
     def _is_text(self, number: int) -> bool:
-        return _kind(self._files[number]) not in _JSON_LINES + _ARROW
+        return _kind(self._files[number]) not in READERS
 
 
 class _Share(NamedTuple):

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_tools.rows.block import Field, RowSource, TextField
+from data_tools.rows.compressed import COMPRESSIONS
 from data_tools.rows.files import Files
+from data_tools.rows.formats import READERS
 from data_tools.rows.hub import HubDataset
 
 
@@ -44,9 +46,8 @@ def row_source(
 
 def _may_be_hub_name(entry: str) -> bool:
     """Hub names are `name` or `owner/name`, and never end like a data file."""
-    suffixes = (".json", ".jsonl", ".ndjson", ".gz", ".zst", ".parquet", ".arrow", ".txt", ".py")
     return (
         entry.count("/") <= 1
         and not entry.startswith(("/", ".", "~"))
-        and not entry.endswith((*suffixes, ".md"))
+        and not entry.endswith((*READERS, *COMPRESSIONS, ".txt", ".py", ".md"))
     )

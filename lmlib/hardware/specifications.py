@@ -6,6 +6,8 @@ A JAX device is one GPU or one TPU chip; of TPU 7x, which has two halves, one ha
 import dataclasses
 from collections.abc import Mapping
 
+from lmlib.hardware import gpu_chips
+
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
@@ -25,6 +27,10 @@ class Accelerator:
       torus_dimensions: of the network of links, 2 or 3; 0 for a switch, or none.
       network_bandwidth: bytes/s in one direction of each device between slices or hosts. `None`:
         unknown.
+      chip: what `lmlib.plan` compiles for; every GPU has one.
+
+    Raises:
+      ValueError: for a GPU without a `chip`, its memory or the bandwidth of that.
     """
 
     name: str
@@ -36,6 +42,15 @@ class Accelerator:
     link_bandwidth: float | None
     torus_dimensions: int
     network_bandwidth: float | None
+    chip: gpu_chips.GpuChip | None = None
+
+    def __post_init__(self) -> None:
+        needed = self.chip, self.memory_bytes, self.memory_bandwidth
+        if self.platform in ("cuda", "rocm") and None in needed:
+            raise ValueError(
+                f"the GPU {self.name!r} lacks its chip, memory or bandwidth: no program can be "
+                "compiled for it without them"
+            )
 
 
 _GIB = 2**30
@@ -118,6 +133,7 @@ _CUDA_GPUS = (
         link_bandwidth=300e9,
         torus_dimensions=0,
         network_bandwidth=25e9,
+        chip=gpu_chips.A100,
     ),
     Accelerator(
         name="a100-40gb",
@@ -129,6 +145,7 @@ _CUDA_GPUS = (
         link_bandwidth=300e9,
         torus_dimensions=0,
         network_bandwidth=25e9,
+        chip=gpu_chips.A100,
     ),
     # resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet
     Accelerator(
@@ -141,6 +158,7 @@ _CUDA_GPUS = (
         link_bandwidth=450e9,
         torus_dimensions=0,
         network_bandwidth=50e9,
+        chip=gpu_chips.H100,
     ),
     # nvidia.com/en-us/data-center/h200
     Accelerator(
@@ -153,6 +171,7 @@ _CUDA_GPUS = (
         link_bandwidth=450e9,
         torus_dimensions=0,
         network_bandwidth=50e9,
+        chip=gpu_chips.H100,
     ),
     # nvidia.com/en-us/data-center/hgx, for eight: bf16 36 PFLOP/s and fp8 72 PFLOP/s, with sparsity
     Accelerator(
@@ -165,6 +184,7 @@ _CUDA_GPUS = (
         link_bandwidth=900e9,
         torus_dimensions=0,
         network_bandwidth=50e9,
+        chip=gpu_chips.B200,
     ),
 )
 
@@ -181,6 +201,7 @@ _ROCM_GPUS = (
         link_bandwidth=7 * 64e9,
         torus_dimensions=0,
         network_bandwidth=50e9,
+        chip=gpu_chips.MI300X,
     ),
 )
 

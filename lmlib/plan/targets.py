@@ -195,59 +195,10 @@ def _no_plugin(accelerator: Accelerator) -> str:
 _CUDNN = "major: 9 minor: 10 patch: 0"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chip:
-    """A GPU as XLA describes it.
-
-    `cores` are streaming multiprocessors or compute units; `shared_memory` and `registers` are
-    those of one core; memory is in bytes. The figures of NVIDIA's chips are in its CUDA C++
-    Programming Guide (technical specifications of each compute capability) and in the white papers
-    of the architectures; those of AMD's in the CDNA 3 white paper.
-    """
-
-    capability: str
-    cores: int
-    fpus_per_core: int
-    clock_ghz: float
-    l2_cache: int
-    shared_memory: int
-    shared_memory_per_block: int = 48 * 1024
-    reserved_shared_memory: int = 1024  # that no block can have
-    threads_per_warp: int = 32
-    registers: int = 65_536
-
-
-_A100 = _Chip(
-    "cuda_compute_capability { major: 8 }", 108, 64, 1.41, 40 * 2**20, shared_memory=164 * 1024
-)
-_HOPPER = "cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }"
-_H100 = _Chip(_HOPPER, 132, 128, 1.98, 50 * 2**20, shared_memory=228 * 1024)
-_BLACKWELL = "cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }"
-_CHIPS = {
-    "a100": _A100,
-    "a100-40gb": _A100,
-    "h100": _H100,
-    "h200": _H100,
-    "b200": _Chip(_BLACKWELL, 148, 128, 1.965, 126 * 2**20, shared_memory=228 * 1024),
-    "mi300x": _Chip(
-        'rocm_compute_capability { gcn_arch_name: "gfx942:sramecc+:xnack-" }',
-        304,
-        128,
-        2.1,
-        4 * 2**20,
-        shared_memory=64 * 1024,
-        shared_memory_per_block=64 * 1024,
-        reserved_shared_memory=0,
-        threads_per_warp=64,
-        registers=131_072,
-    ),
-}
-
-
 def _target_config(accelerator: Accelerator) -> str:
     """What XLA must know of a GPU to compile for it without one: a GpuTargetConfigProto as text."""
-    chip = _CHIPS[accelerator.name]
-    assert accelerator.memory_bandwidth is not None
+    chip = accelerator.chip
+    assert chip is not None and accelerator.memory_bandwidth is not None
     return f"""
 gpu_device_info {{
   {chip.capability}

@@ -1,7 +1,8 @@
+import dataclasses
 import gzip
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,9 +12,20 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools.rows import Files, HubDataset, Row, RowSource, TextField, Texts, row_source
+from data_tools.rows import (
+    Block,
+    Field,
+    Files,
+    HubDataset,
+    Row,
+    RowSource,
+    TextField,
+    Texts,
+    row_source,
+)
 from data_tools.rows import json_lines as json_lines_module
 from data_tools.rows import text_files as text_files_module
+from data_tools.rows.formats import READERS
 
 TEXTS = ["first", "", "zwei\nLinien", "ünï 🤖", "x" * 3000]
 
@@ -369,3 +381,35 @@ def test_texts_that_are_no_strings_are_bad_rows() -> None:
     rows = rows_of(Texts(["a", 5, None]))  # type: ignore[list-item]
     assert [row.text for row in rows] == ["a", None, None]
     assert str(rows[1]) == "document 1 is no string but 5"
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns(Block):
+    """A table of tabs, whose first line names the columns."""
+
+    lines: list[str]
+    size = 0
+
+    def rows(self, field: Field) -> Iterator[Row]:
+        names, *rows = (line.split("\t") for line in self.lines)
+        for row in rows:
+            yield field.row(dict(zip(names, row, strict=True)), field.load(), "a row")
+
+
+def test_a_format_of_ones_own_is_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(
+        path: Path, size: int, start: int, stop: int, position: object, field: Field
+    ) -> Iterator[Block]:
+        if start == 0:
+            yield Columns(0, 1.0, path.read_text().splitlines())
+
+    monkeypatch.setitem(READERS, ".tsv", read)
+    (tmp_path / "1.tsv").write_text("id\ttext\n1\tone\n2\ttwo\n")
+    (tmp_path / "2.tsv").write_text("text\nthree\n")
+    (tmp_path / "3.txt").write_text("four")
+    source = Files([str(tmp_path)])
+    for shards in (1, 2, 5):
+        found = [text for shard in range(shards) for text in texts_of(source, shard, shards)]
+        assert found == ["one", "two", "three", "four"]
+    with pytest.raises(FileNotFoundError, match=r"no file books\.tsv"):
+        row_source(["books.tsv"])

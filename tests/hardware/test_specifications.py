@@ -1,8 +1,10 @@
 """Peaks by the kinds that devices give themselves."""
 
+import dataclasses
+
 import pytest
 
-from lmlib.hardware.specifications import peak_flops
+from lmlib.hardware.specifications import ACCELERATORS, peak_flops
 
 
 # From Google's documentation, and half of what NVIDIA's data sheets give with sparsity.
@@ -32,3 +34,8 @@ def test_known_devices(kind, peak):
 )
 def test_nothing_is_made_up(kind):
     assert peak_flops(kind) is None
+
+
+def test_a_gpu_without_what_its_compiler_needs_is_refused():
+    with pytest.raises(ValueError, match="the GPU 'h100' lacks its chip, memory or bandwidth"):
+        dataclasses.replace(ACCELERATORS["h100"], chip=None)

@@ -1,5 +1,7 @@
 """Names of hardware, and devices of it that are not there."""
 
+import dataclasses
+
 import pytest
 from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
 
@@ -62,6 +64,14 @@ def test_tpus_that_are_not_there(text):
 )
 def test_gpus_that_are_not_there(name):
     _check_devices(parse(f"{name}:2x4"))
+
+
+@needs_gpu_compiler
+def test_a_gpu_of_ones_own_is_planned_for():
+    own = dataclasses.replace(
+        ACCELERATORS["h100"], name="x900", device_kinds=("NVIDIA X900",), memory_bytes=10**12
+    )
+    _check_devices(targets.Target(own, (1, 2)))
 
 
 @needs_tpu_compiler
