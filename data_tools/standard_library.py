@@ -3,25 +3,22 @@
 import hashlib
 import os
 import sys
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from data_tools.made_whole import made_whole, remove_unfinished
 from data_tools.pretokenize import pretokenize
 from data_tools.rows import Texts
+from data_tools.sources_of_python import HELD_OUT, LONG_LINE, shared_lines, sources
 from data_tools.train_tokenizer import train_byte_level_bpe
+from lmlib.data import compressors
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.metadata import VERSION
 from lmlib.storage.cache_folder import cache_folder
 
-HELD_OUT_EVERY = 10  # one file in so many is for validation, whatever the other settings
-
-_EXCLUDED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-)
-_RECIPE = 3  # to be raised when the same sources should give other data
+_RECIPE = 4  # to be raised when the same sources should give other data
 
 
 def standard_library(
@@ -30,13 +27,15 @@ def standard_library(
     """The folder of a data set with splits `train` and `validation`, made on the first call.
 
     The documents are the running interpreter's own .py files without its tests, in the order of
-    their paths, up to `max_bytes` of them. Every tenth is held out. A byte-level BPE of
-    `vocab_size` is trained on the others. Validation records its length under gzip -9.
+    their paths; see `data_tools.sources_of_python.sources` for the splits and `max_bytes`. A
+    byte-level BPE of `vocab_size` is trained on the split `train`. `validation` records what
+    compressors make of its texts (`lmlib.data.compressors`), those that are installed now or at a
+    later call, and in its source how much of it are lines that `train` has as well.
 
     The folder lies in `cache`, by default `cache_folder()`, or where there is none, or it cannot be
     written, in a folder of the user's among the temporary ones. It is named after the Python
     version, the settings and a digest of the files; another process may make it at the same time.
-    Raises ValueError if `max_bytes` leaves fewer than two files.
+    Raises ValueError if `max_bytes` leaves nothing to train on or to hold out.
     """
     begun = time.monotonic()
 
@@ -54,15 +53,32 @@ def standard_library(
     place = cache_folder() if cache is None else data_path(cache)
     if place is None:
         return made_in_a_temporary_folder("this user has no home folder")
-    texts = _read_sources(Path(sysconfig.get_paths()["stdlib"]), max_bytes)
-    if len(texts) < 2:
+    train, validation = sources(max_bytes)
+    if not train or not validation:
         raise ValueError(
-            f"max_bytes={max_bytes} leaves {len(texts)} file(s) of the standard library: at "
-            "least 2 are needed, one of them to hold out"
+            f"max_bytes={max_bytes} leaves {len(train)} file(s) of the standard library to train "
+            f"on and {len(validation)} to hold out: at least 1 of each is needed"
         )
-    folder = data_path(place) / _folder_name(texts, vocab_size, max_bytes)
+    folder = data_path(place) / _folder_name({**train, **validation}, vocab_size, max_bytes)
+
+    def measure_compressors(split: Path) -> None:
+        known = compressors.read(split)
+        missing = [code for code in compressors.available() if code not in known]
+        if missing:
+            found = compressors.measure(
+                validation.values(),
+                train.values(),
+                missing,
+                lambda code: report(f"measuring {code}"),
+            )
+            compressors.save(split, {**known, **found})
+
     if folder.is_dir():
         remove_unfinished(folder)
+        try:
+            measure_compressors(folder / "validation")
+        except OSError as error:  # of a folder that is another user's
+            report(f"what these make of the texts is not kept: {error}")
         return str(folder)
 
     try:
@@ -74,53 +90,27 @@ def standard_library(
         reason = f"{folder.parent} cannot be written ({error.strerror})"
         return made_in_a_temporary_folder(reason)
     with made_whole(folder) as making:
-        documents = list(texts.values())
-        validation = documents[::HELD_OUT_EVERY]
-        train = [text for i, text in enumerate(documents) if i % HELD_OUT_EVERY]
-        report(f"read {len(documents)} files")
+        shared = shared_lines(train.values(), validation.values())
+        report(
+            f"read {len(train)} files to train on and {len(validation)} to hold out, {shared:.1%} "
+            f"of which are lines of more than {LONG_LINE} bytes that both have"
+        )
 
         name = f"byte-level BPE of {vocab_size} on Python {_python_version()}'s standard library"
-        tokenizer = train_byte_level_bpe(train, vocab_size, name)
+        tokenizer = train_byte_level_bpe(list(train.values()), vocab_size, name)
         report(f"trained a tokenizer of {tokenizer.vocab_size} ids")
 
-        source = {"standard_library": _python_version(), "max_bytes": max_bytes}
-        pretokenize(Texts(train, source), tokenizer, making, "train")
+        source: dict[str, Any] = {"standard_library": _python_version(), "max_bytes": max_bytes}
+        pretokenize(Texts(list(train.values()), source), tokenizer, making, "train")
         report("wrote the split train")
-        held_out = Texts(validation, source)
+        source |= {"packages": list(HELD_OUT), "lines_in_training": round(shared, 4)}
+        held_out = Texts(list(validation.values()), source)
         pretokenize(held_out, tokenizer, making, "validation", gzip_baseline=True)
+        measure_compressors(making / "validation")
         report("wrote the split validation")
     remove_unfinished(folder)
     report(f"ready in {folder}")
     return str(folder)
-
-
-def _read_sources(root: Path, max_bytes: int | None) -> dict[str, str]:
-    """Relative path to text, sorted by path, of the files below `root` that are documents."""
-    texts: dict[str, str] = {}
-    total = 0
-    for relative in _python_files(root):
-        content = (root / relative).read_bytes()
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-        if not text:
-            continue
-        total += len(content)
-        if max_bytes is not None and total > max_bytes:
-            break
-        texts[relative] = text
-    return texts
-
-
-def _python_files(root: Path) -> list[str]:
-    """The sorted relative paths of the .py files below `root` outside excluded folders."""
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_FOLDERS]
-        relative = Path(folder).relative_to(root)
-        found += [(relative / name).as_posix() for name in names if name.endswith(".py")]
-    return sorted(found)
 
 
 def _folder_name(texts: dict[str, str], vocab_size: int, max_bytes: int | None) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lmlib.data import compressors
 from lmlib.data.batch import Batch
 from lmlib.data.chats.chat import ChatTemplate, read_chat_template
 from lmlib.data.packing import packed_batch
@@ -219,12 +220,16 @@ class FlatTokens:
         return metadata.bytes / metadata.targets
 
     @property
-    def gzip_bits_per_byte(self) -> float | None:
-        """What `gzip -9` needs for these documents, each alone; None if it was not measured."""
+    def compressed_bits_per_byte(self) -> dict[str, float]:
+        """What compressors need for the texts, as far as it was measured; `compressors` has the
+        names. Raises DamagedDataError if the record of that is damaged."""
         metadata = self.metadata
-        if metadata is None or metadata.gzip_bytes is None or not metadata.bytes:
-            return None
-        return 8 * metadata.gzip_bytes / metadata.bytes
+        if metadata is None or not metadata.bytes:
+            return {}
+        measured = compressors.read(self._path / self._split)
+        if metadata.gzip_bytes is not None:
+            measured = {compressors.GZIP: metadata.gzip_bytes, **measured}
+        return {code: 8 * length / metadata.bytes for code, length in measured.items()}
 
     @property
     def tokenizer_path(self) -> Path | None:

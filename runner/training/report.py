@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from lmlib.data.compressors import saw_training_text
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import mfu
 from lmlib.report.page import FILE_NAME as PAGE
@@ -40,9 +41,10 @@ class Summary:
     `training_loss` is the mean over the last 50 steps, each token or pair counting once, of what
     the objective calls `loss_name` and gives in `loss_unit`. `validation` has the metrics of
     `Experiment.evaluation_metrics` by name, without the suite's, over `validated_on`: the whole of
-    each finite validation set. `gzip_bits_per_byte` is what `gzip -9` needs for the validation
-    texts, each alone. `goodput` tells where the wall time went. `flops_per_token` is analytic, of a
-    position of a training step, without the causal saving.
+    each finite validation set. `compressed_bits_per_byte` is what compressors need for the
+    validation texts, by their names in `lmlib.data.compressors`. `goodput` tells where the wall
+    time went. `flops_per_token` is analytic, of a position of a training step, without the causal
+    saving.
     """
 
     steps: int
@@ -56,7 +58,7 @@ class Summary:
     samples: tuple[str, ...] = ()
     validation: Mapping[str, Measured] = dataclasses.field(default_factory=dict)
     validated_on: str | None = None
-    gzip_bits_per_byte: float | None = None
+    compressed_bits_per_byte: Mapping[str, float] = dataclasses.field(default_factory=dict)
     goodput: Goodput | None = None
     flops_per_token: float | None = None
 
@@ -72,7 +74,6 @@ class Summary:
 
     def text(self, workdir: Path, next_commands: Sequence[str]) -> str:
         """The table that a run ends with, and commands to try next."""
-        gzip = self.gzip_bits_per_byte
         rows = [
             ("parameters", count_text(self.parameters)),
             ("tokens seen", count_text(self.tokens)),
@@ -83,7 +84,7 @@ class Summary:
             ),
             *([("MFU", f"{self.mfu:.1%}")] if self.mfu else []),
             *self._validation_rows(),
-            *([("gzip -9 on the same texts", f"{gzip:.3f} bits per byte")] if gzip else []),
+            *self._compressed_rows(),
             ("the run's files", str(workdir)),
             *([("its page", str(workdir / PAGE))] if (workdir / PAGE).exists() else []),
             *(("" if i else "try next", command) for i, command in enumerate(next_commands)),
@@ -103,6 +104,11 @@ class Summary:
                 if words == each.unit
                 else f"{each.value:.4f} {each.unit}{over}",
             )
+
+    def _compressed_rows(self) -> Iterator[tuple[str, str]]:
+        for code, bits in self.compressed_bits_per_byte.items():
+            seen = "seen" if saw_training_text(code) else "unseen"
+            yield code, f"{bits:.3f} bits per byte, training text {seen}"
 
 
 def finished_summary(workdir: Path, steps: int) -> Summary | None:
@@ -181,6 +187,6 @@ def summarise(
         summary,
         validation={name: Measured(value, units[name]) for name, value in metrics.items()},
         validated_on=validation.seen(whole=True),
-        gzip_bits_per_byte=validation.gzip_bits_per_byte,
+        compressed_bits_per_byte=validation.compressed_bits_per_byte,
     )
     return summary, by_batch

@@ -84,13 +84,13 @@ class Validation:
         return f"{first} of each set"
 
     @property
-    def gzip_bits_per_byte(self) -> float | None:
-        """What `gzip -9` needs for the texts of a single set, if that was measured, and if the
-        objective has bits per byte to compare with."""
+    def compressed_bits_per_byte(self) -> dict[str, float]:
+        """What compressors need for the texts of a single set, as far as it was measured, and if
+        the objective has bits per byte to compare with."""
         if len(self._sets) > 1 or self._objective.cross_entropy is None:
-            return None
+            return {}
         (source,) = self._sets.values()
-        return source.gzip_bits_per_byte if isinstance(source, FlatTokens) else None
+        return source.compressed_bits_per_byte if isinstance(source, FlatTokens) else {}
 
     def _measured(self, state: State, whole: bool) -> dict[str, Evaluation]:
         model, reference_model = state.whole_model, state.reference_model

@@ -1,3 +1,4 @@
+import collections
 import gzip
 import os
 import sysconfig
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 
 from data_tools.made_whole import made_whole
+from data_tools.sources_of_python import shared_lines, sources
 from data_tools.standard_library import standard_library
 from data_tools.tokenizer import load_tokenizer
-from lmlib.data import FlatTokens
+from lmlib.data import FlatTokens, compressors
 
 MAX_BYTES = 300_000
 
@@ -35,39 +37,81 @@ def documents_of(folder: Path, split: str) -> list[str]:
     return [tokenizer.decode(ids.tolist()) for ids in np.split(targets, ends + 1)[:-1]]
 
 
-def expected_documents() -> list[str]:
+def expected_documents() -> tuple[list[str], list[str]]:
+    """To train on, and held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = [
-        file for file in root.rglob("*.py") if not left_out & set(file.parts[len(root.parts) :])
-    ]
-    texts: list[str] = []
-    total = 0
-    for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
+    splits: tuple[list[str], list[str]] = [], []
+    left = [MAX_BYTES - MAX_BYTES // 10, MAX_BYTES // 10]
+    for file in sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix()):
+        folders = file.relative_to(root).parts[:-1]
+        if left_out & set(folders):
+            continue
         try:
             text = file.read_bytes().decode()
         except UnicodeDecodeError:
             continue
-        total += len(text.encode())
-        if total > MAX_BYTES:
-            break
-        texts += [text] if text else []
-    return texts
+        held_out = folders[:1] in [("email",), ("http",), ("urllib",), ("xml",)]
+        size = len(text.encode())
+        if 0 < size <= left[held_out]:
+            left[held_out] -= size
+            splits[held_out].append(text)
+    return splits
 
 
-def test_every_tenth_file_is_held_out(folder: Path) -> None:
-    expected = expected_documents()
-    assert len(expected) > 10
-    assert documents_of(folder, "validation") == expected[::10]
-    assert documents_of(folder, "train") == [t for i, t in enumerate(expected) if i % 10]
+def test_whole_packages_are_held_out(folder: Path) -> None:
+    train, held_out = expected_documents()
+    assert len(train) > 10 and len(held_out) > 3
+    assert documents_of(folder, "train") == train
+    assert documents_of(folder, "validation") == held_out
 
 
-def test_gzip_covers_the_held_out_bytes(folder: Path) -> None:
-    metadata = FlatTokens(str(folder), "validation", 1, 8).metadata
-    held_out = [text.encode() for text in expected_documents()[::10]]
-    assert metadata.bytes == sum(map(len, held_out))
-    assert metadata.gzip_bytes == sum(len(gzip.compress(text, 9)) for text in held_out)
-    assert metadata.vocab_size == 300
+def test_a_twentieth_of_validation_are_long_lines_that_the_training_text_has() -> None:
+    train, held_out = sources()
+    assert 900_000 < sum(len(text.encode()) for text in held_out.values()) < 1_200_000
+    assert {path.partition("/")[0] for path in held_out} == {"email", "http", "urllib", "xml"}
+    assert not {path.partition("/")[0] for path in train} & {"email", "http", "urllib", "xml"}
+    lines = collections.Counter("".join(f"{text}\n" for text in held_out.values()).splitlines(True))
+    both = lines.keys() & set("".join(f"{text}\n" for text in train.values()).splitlines(True))
+    shared = sum(lines[line] * len(line.encode()) for line in both if len(line.encode()) > 21)
+    share = shared_lines(train.values(), held_out.values())
+    assert share == pytest.approx(shared / sum(map(len, map(str.encode, held_out.values()))), 0.01)
+    assert 0 < share < 0.05
+
+
+def test_shared_lines_are_counted_in_bytes() -> None:
+    long, short, umlauts = "x" * 21, "y" * 20, "ü" * 11
+    train = [f"{long}\n{short}\n", f"before\n{umlauts}"]
+    held_out = [f"{long}\n{long} \n{short}\n{umlauts}\n", f"z\n{long}"]
+    expected = (22 + 23 + 22) / len("".join(held_out).encode())
+    assert shared_lines(train, held_out) == pytest.approx(expected)
+
+
+def test_compressors_are_measured_on_the_held_out_bytes(folder: Path) -> None:
+    source = FlatTokens(str(folder), "validation", 1, 8)
+    held_out = [text.encode() for text in expected_documents()[1]]
+    size = sum(map(len, held_out))
+    assert source.metadata is not None and source.metadata.bytes == size
+    assert source.metadata.vocab_size == 300
+    found = source.compressed_bits_per_byte
+    gzipped = sum(len(gzip.compress(text, 9)) for text in held_out)
+    assert found["gzip -9 of each text"] == 8 * gzipped / size
+    assert found.keys() == {"gzip -9 of each text", *compressors.available()}
+    assert source.metadata.source["lines_in_training"] > 0
+    assert not FlatTokens(str(folder), "train", 1, 8).compressed_bits_per_byte
+
+
+def test_a_compressor_that_comes_later_is_measured_then(
+    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = compressors.read(folder / "validation")
+    xz = "xz -9e of the whole text"
+    left = {code: length for code, length in before.items() if code != xz}
+    compressors.save(folder / "validation", left)
+    capsys.readouterr()
+    standard_library(vocab_size=300, max_bytes=MAX_BYTES, cache=str(cache))
+    assert f"measuring {xz}" in capsys.readouterr().err
+    assert compressors.read(folder / "validation") == before
 
 
 def test_it_is_made_once_for_each_setting(
