@@ -13,6 +13,7 @@ import fiddle as fdl
 
 from experiments.base.pretraining import fast as fast
 from experiments.base.pretraining import pretraining, tiny_with
+from experiments.base.pretraining import stable as stable
 from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 

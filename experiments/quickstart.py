@@ -8,6 +8,7 @@ Needs no network. The data set is made on first use, in the user's cache folder.
 import fiddle as fdl
 
 from data_tools.standard_library import standard_library
+from experiments.base.pretraining import stable as stable
 from lmlib import optim
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.flat_tokens import FlatTokens

@@ -69,6 +69,11 @@ _DETERMINISTIC = flags.DEFINE_bool(
     "deterministic", False, "on GPUs, kernels that give the same bits each time; slower"
 )
 flags.declare_key_flag(INIT_FROM.name)  # --help shows it
+_CONTINUE_OPTIMIZER = flags.DEFINE_bool(
+    "continue_optimizer",
+    None,
+    "with --init_from=RUN@STEP: fork that run, with its moments, counts and place in the data",
+)
 _ALLOW_CHANGE = flags.DEFINE_multi_enum(
     "allow_change", [], ["data", "model"], "go on although this has changed; repeatable"
 )
@@ -176,6 +181,7 @@ def _supervise_or_train(
         reports=True if supervisor else None,
         checkpoint_fallback=_CHECKPOINT_FALLBACK.value,
         init_from=INIT_FROM.value,
+        continue_optimizer=_CONTINUE_OPTIMIZER.value,
         allowed_changes=_ALLOW_CHANGE.value,
         save_compiled=Path(_SAVE_COMPILED.value) if _SAVE_COMPILED.value else None,
         compiled=Path(_COMPILED.value) if _COMPILED.value else None,

@@ -55,6 +55,8 @@ STANDS_FOR = {
 SHORTER = (
     (r"@\d+", "@2"),
     (r"--fdl\.steps=\d+", "--fdl.steps=4"),
+    (r"checkpoints\.every=\d+", "checkpoints.every=2"),
+    (r"stable\(decay=\d+\)", "stable(decay=1)"),
     (r"--profile=20:24", "--profile=2:3"),
     (r"(--fdl_config=experiments/\w+)(?!.*--fiddler=tiny)", r"\1 --fiddler=tiny"),
     (r"(--fiddler=stored)", r"\1 --fdl.data.teacher=taught --fdl.validation.teacher=taught2"),

@@ -100,6 +100,17 @@ def tiny_base(tiny_of_base: Fiddler) -> Fiddler:
     return tiny
 
 
+def stable(cfg: fdl.Config[Experiment], decay: int = 0) -> None:
+    """A learning rate that stays until the last `decay` steps, so that the run can be forked."""
+    schedule = cfg.optimizer.schedule
+    warmup = schedule.warmup
+    if not isinstance(warmup, int):
+        warmup = round(warmup * cfg.steps)
+    cfg.optimizer.schedule = fdl.Partial(
+        optim.warmup_stable_decay, warmup=warmup, decay=decay, end=0.0
+    )
+
+
 def fast(cfg: fdl.Config[Experiment]) -> None:
     """For devices with room for every activation: nothing is computed twice, layers are unrolled,
     logits are bfloat16."""

@@ -69,6 +69,8 @@ class Experiment:
       init_from: whose weights the run begins with: another run's, `RUN` or `RUN@STEP`, or those in
         a folder of Hugging Face's, which may be a name on the Hub; `None`: new ones. Only a run
         that has no checkpoint yet reads them.
+      continue_optimizer: whether the run is a fork of `init_from`, a `RUN@STEP`: it has that run's
+        optimizer state and counts too, and its first step is STEP + 1, which `steps` counts from 1.
       validation: batches to evaluate on, in a fixed order: a source, or several by their names;
         `None` for none.
       evaluation: when and how it is evaluated.
@@ -92,6 +94,7 @@ class Experiment:
     guard: Guard = Guard()
     seed: int = 0
     init_from: str | None = None
+    continue_optimizer: bool = False
     validation: Source | Mapping[str, Source] | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()

@@ -69,6 +69,7 @@ class MetricsLog:
         lost: Callable[[str], None] | None = None,
         sinks: Sequence[MakeSink] = (),
         tell: Callable[[str], None] = print,
+        first: int = 1,
     ):
         """Opens the log, first dropping lines of steps that will be made again.
 
@@ -81,9 +82,11 @@ class MetricsLog:
           lost: as in `AppendedFile`.
           sinks: make what gets copies.
           tell: is told of a sink that fails.
+          first: the run's own first step; those of a fork follow another run's.
 
         Attributes:
-          missing: which steps up to `resume_step` have no line, in words; `None` if all have.
+          missing: which steps from `first` to `resume_step` have no line, in words; `None` if all
+            have.
           set_aside: what the file of a run before is called now; `None` if there was none.
         """
         self._enabled = enabled
@@ -97,7 +100,7 @@ class MetricsLog:
         path = folder / FILE_NAME
         found = list(_entries(path))
         entries = [entry for entry in found if entry["step"] <= last]
-        self.missing = _missing(path, {entry["step"] for entry in entries}, last)
+        self.missing = _missing(path, {entry["step"] for entry in entries}, first, last)
         if found and resume_step is None:
             self.set_aside = set_aside(path)
         lines = "".join(f"{to_json(entry)}\n" for entry in entries)
@@ -188,15 +191,16 @@ def from_json(line: str | bytes) -> dict[str, Any]:
     return {name: float(value) if value in _NOT_FINITE else value for name, value in entry.items()}
 
 
-def missing_lines(workdir: str | os.PathLike[str], last: int) -> str | None:
-    """Which steps from 1 to `last` have no line in metrics.jsonl, in words; `None` if all have."""
+def missing_lines(workdir: str | os.PathLike[str], last: int, first: int = 1) -> str | None:
+    """Which steps from `first` to `last` have no line in metrics.jsonl, in words; `None` if all
+    have."""
     path = Path(workdir, FILE_NAME)
-    return _missing(path, {entry["step"] for entry in _entries(path)}, last)
+    return _missing(path, {entry["step"] for entry in _entries(path)}, first, last)
 
 
-def _missing(path: Path, steps: set[int], last: int) -> str | None:
-    """Which of the steps from 1 to `last` are not among `steps`."""
-    missing = sorted(set(range(1, last + 1)) - steps)
+def _missing(path: Path, steps: set[int], first: int, last: int) -> str | None:
+    """Which of the steps from `first` to `last` are not among `steps`."""
+    missing = sorted(set(range(first, last + 1)) - steps)
     if not missing:
         return None
     which = f"step {missing[0]:,}"

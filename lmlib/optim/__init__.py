@@ -2,6 +2,7 @@
 
 from lmlib.optim.adamw import adamw
 from lmlib.optim.optimizer import Optimizer, as_declared, decay_mask
+from lmlib.optim.power import warmup_power_decay
 from lmlib.optim.schedules import (
     Schedule,
     warmup_constant,
@@ -19,5 +20,6 @@ __all__ = [
     "warmup_constant",
     "warmup_cosine",
     "warmup_linear",
+    "warmup_power_decay",
     "warmup_stable_decay",
 ]

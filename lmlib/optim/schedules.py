@@ -1,4 +1,8 @@
-"""Learning rates over a run: up in a line, level, then down."""
+"""Learning rates over a run: up in a line, level, then down.
+
+How long a schedule rises and falls is said in one of two ways: a float is a fraction of the run's
+steps, an int is a number of them, which stays when the run is made longer or is forked.
+"""
 
 from collections.abc import Callable
 
@@ -41,34 +45,50 @@ class Schedule(eqx.Module):
         return jnp.asarray(rate, jnp.float32)
 
 
-def warmup_cosine(peak_lr: float, steps: int, warmup: float = 0.1, end: float = 0.1) -> Schedule:
+def warmup_cosine(
+    peak_lr: float, steps: int, warmup: float | int = 0.1, end: float = 0.1
+) -> Schedule:
     """Half a cosine from `peak_lr` to `end` · `peak_lr` (Loshchilov & Hutter 2017,
-    arXiv:1608.03983, eq. 5), after a linear warm-up over the fraction `warmup` of `steps`."""
-    rising = _fraction("warmup", warmup, steps)
+    arXiv:1608.03983, eq. 5), after a linear warm-up over `warmup`, a fraction or a number of
+    `steps`."""
+    rising = _steps_of("warmup", warmup, steps)
     return _schedule(peak_lr, steps, rising, steps - rising, end, _half_cosine)
 
 
-def warmup_linear(peak_lr: float, steps: int, warmup: float = 0.1, end: float = 0.0) -> Schedule:
+def warmup_linear(
+    peak_lr: float, steps: int, warmup: float | int = 0.1, end: float = 0.0
+) -> Schedule:
     """A straight line from `peak_lr` to `end` · `peak_lr`, after a linear warm-up."""
-    rising = _fraction("warmup", warmup, steps)
+    rising = _steps_of("warmup", warmup, steps)
     return _schedule(peak_lr, steps, rising, steps - rising, end, _line)
 
 
 def warmup_stable_decay(
-    peak_lr: float, steps: int, warmup: float = 0.01, decay: float = 0.2, end: float = 0.0
+    peak_lr: float,
+    steps: int,
+    warmup: float | int = 0.01,
+    decay: float | int = 0.2,
+    end: float = 0.0,
 ) -> Schedule:
-    """Warm-up, then constant, then linear to `end` · `peak_lr` over the last fraction `decay` of
-    `steps` (WSD; Hu et al. 2024, arXiv:2404.06395, §4)."""
-    rising, falling = _fraction("warmup", warmup, steps), _fraction("decay", decay, steps)
-    if warmup + decay > 1:
-        raise ValueError(f"warmup = {warmup} and decay = {decay} together exceed 1")
+    """Warm-up, then constant, then linear to `end` · `peak_lr` over the last `decay`, a fraction or
+    a number of `steps` (WSD; Hu et al. 2024, arXiv:2404.06395, §4).
+
+    Before the decay it is `warmup_constant` of the same `peak_lr` and the same number of steps of
+    warm-up, bit for bit: a run with that schedule can be forked and decayed from any step.
+    """
+    rising, falling = _steps_of("warmup", warmup, steps), _steps_of("decay", decay, steps)
+    if _share(warmup, steps) + _share(decay, steps) > 1:
+        raise ValueError(
+            f"warmup = {warmup} and decay = {decay} together exceed "
+            + ("1" if isinstance(warmup, float) and isinstance(decay, float) else f"{steps} steps")
+        )
     # Halves of three steps are two each by themselves.
     return _schedule(peak_lr, steps, rising, min(falling, steps - rising), end, _line)
 
 
-def warmup_constant(peak_lr: float, steps: int, warmup: float = 0.01) -> Schedule:
+def warmup_constant(peak_lr: float, steps: int, warmup: float | int = 0.01) -> Schedule:
     """`peak_lr` for ever, after a linear warm-up."""
-    return _schedule(peak_lr, steps, _fraction("warmup", warmup, steps), 0, 1.0, _line)
+    return _schedule(peak_lr, steps, _steps_of("warmup", warmup, steps), 0, 1.0, _line)
 
 
 def _schedule(
@@ -87,7 +107,16 @@ def _line(left: Array) -> Array:
     return left
 
 
-def _fraction(name: str, fraction: float, steps: int) -> int:
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"{name} is a fraction of the steps, from 0 to 1; got {fraction}")
-    return round(fraction * steps)
+def _steps_of(name: str, part: float | int, steps: int) -> int:
+    """`part` of `steps` as a number of steps."""
+    if not 0 <= _share(part, steps) <= 1:
+        raise ValueError(
+            f"{name} is a fraction of the steps, from 0.0 to 1.0, or a whole number of them, here "
+            f"at most {steps}; got {part}"
+        )
+    return part if isinstance(part, int) else round(part * steps)
+
+
+def _share(part: float | int, steps: int) -> float:
+    """`part` as a fraction of `steps`."""
+    return part / steps if isinstance(part, int) else part

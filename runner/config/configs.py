@@ -201,6 +201,7 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
     run = found.folder.parent.absolute()
     cfg = load(str(run / "config.json"), trusted=trusted)
     cfg.init_from = str(run) if found.step is None else f"{run}@{found.step}"
+    cfg.continue_optimizer = False
     return cfg
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import fiddle as fdl
 import jax
@@ -19,7 +20,8 @@ from runner.monitoring.phases import Phase, Phases
 from runner.monitoring.progress import Progress
 from runner.training import data_probe
 from runner.training.options import Options
-from runner.weights.notes import WEIGHTS_ALONE, check_notes
+from runner.weights.forked import forked
+from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes, fork_in
 from runner.weights.reading import completed, weights_of
 from runner.weights.reference_model import check_reference_model, reference_model_of
 from runner.weights.saved_run import Access
@@ -39,6 +41,9 @@ class Beginning:
       initialised_from: whose weights the run began with, if they were not new: another run's, or a
         folder of Hugging Face's.
       damaged: newer checkpoints, which are to be set aside.
+      fork: the step of another run that this one was forked from; `None`: it was not.
+      is_new_fork: whether the state is that run's, and in no checkpoint of this one yet.
+      data: where each process was in the stream of a `Resumable` source; `None` of others.
     """
 
     state: State
@@ -47,25 +52,37 @@ class Beginning:
     before_skipped: int | None
     initialised_from: str | None
     damaged: tuple[DamagedCheckpointError, ...] = ()
+    fork: Fork | None = None
+    is_new_fork: bool = False
+    data: list[dict[str, Any]] | None = None
+
+    @property
+    def first(self) -> int:
+        """The first step that is this run's own."""
+        return 1 if self.fork is None else self.fork.step + 1
 
 
 def begin(
     experiment: Experiment,
+    config: str,
     directory: Path,
     options: Options,
     progress: Progress,
     phases: Phases,
 ) -> Beginning:
-    """Restores, warm-starts or initialises; changes nothing on disk.
+    """Restores, forks, warm-starts or initialises; changes nothing on disk.
 
     Args:
+      config: what `experiment` was built of, flattened.
       directory: of the run's checkpoints; it may be absent.
       phases: is left in what this was: a restore or an initialisation.
 
     Raises:
       ConfigError: if the run cannot go on from what is there, and why.
     """
-    init_from = options.init_from or experiment.init_from
+    init_from, forks = options.init_from or experiment.init_from, experiment.continue_optimizer
+    if options.continue_optimizer is not None:
+        forks = options.continue_optimizer
     access = Access(options.trusted, options.init_from, progress.message)
     with user_errors():
         target = experiment.abstract_state().changing
@@ -75,6 +92,11 @@ def begin(
             phases.enter(Phase.RESTORE if restores else Phase.INITIALISATION)
             found = None
             if newest == WEIGHTS_ALONE:
+                if forks:
+                    raise ConfigError(
+                        f"{directory} holds imported weights, which this run would begin with: "
+                        "fork another run in another workdir, or leave continue_optimizer out"
+                    )
                 init_from = str(directory)
             else:
                 found = checkpoints.restore_newest(target, fallback=options.checkpoint_fallback)
@@ -85,21 +107,14 @@ def begin(
             )
         if found is not None:
             check_notes(found, directory)
-            _check_data(experiment, found, "data" in options.allowed_changes, progress)
-            _say(found, experiment, progress)
-            saved = found.notes
-            reference_model = reference_model_of(experiment, access)
-            if "model" not in options.allowed_changes:
-                check_reference_model(reference_model, saved["reference_model"])
-            state = completed(found, experiment, reference_model, access)
-            return Beginning(
-                state,
-                found.step,
-                saved["tokens"],
-                saved["before_skipped"],
-                saved["initialised_from"],
-                found.damaged,
+            return _go_on(experiment, found, fork_in(found.notes), options, access, progress)
+        if forks:
+            found, fork = forked(
+                init_from, experiment.steps, target, config, options.allowed_changes, access
             )
+            access = dataclasses.replace(access, init_from=None)
+            new = _go_on(experiment, found, fork, options, access, progress)
+            return dataclasses.replace(new, before_skipped=None, is_new_fork=True)
         reference_model = reference_model_of(experiment, access)
         if init_from is None:
             state = jax.block_until_ready(experiment.initial_state(reference_model=reference_model))
@@ -110,6 +125,33 @@ def begin(
         model, initialised_from = weights_of(init_from, wanted, access)
     progress.message(f"beginning with the weights of {initialised_from}")
     return Beginning(experiment.initial_state(model, reference_model), 0, 0, None, initialised_from)
+
+
+def _go_on(
+    experiment: Experiment,
+    found: Restored,
+    fork: Fork | None,
+    options: Options,
+    access: Access,
+    progress: Progress,
+) -> Beginning:
+    """The state of the checkpoint `found`, whose notes were checked, with what it does not hold."""
+    _check_data(experiment, found, "data" in options.allowed_changes, progress)
+    _say(found, experiment, fork, progress)
+    saved = found.notes
+    reference_model = reference_model_of(experiment, access)
+    if "model" not in options.allowed_changes:
+        check_reference_model(reference_model, saved["reference_model"])
+    return Beginning(
+        completed(found, experiment, reference_model, access),
+        found.step,
+        saved["tokens"],
+        saved["before_skipped"],
+        saved["initialised_from"],
+        found.damaged,
+        fork,
+        data=saved.get("data"),
+    )
 
 
 def check_newest(beginning: Beginning, steps: Sequence[int], directory: Path) -> None:
@@ -180,10 +222,13 @@ def _check_data(
     progress.message(f"going on with other data, since --allow_change=data: {problem}")
 
 
-def _say(found: Restored, experiment: Experiment, progress: Progress) -> None:
+def _say(found: Restored, experiment: Experiment, fork: Fork | None, progress: Progress) -> None:
     for damage in found.damaged:
         progress.message(f"WARNING: {damage}")
     if found.damaged:
         progress.message(f"WARNING: going back to the newest sound checkpoint, step {found.step:,}")
     if found.step < experiment.steps:
-        progress.message(f"resuming after step {found.step:,} of {experiment.steps:,}")
+        doing = "resuming"
+        if fork is not None and fork.step == found.step:
+            doing = f"forked from {fork.checkpoints}: going on, with its moments and counts,"
+        progress.message(f"{doing} after step {found.step:,} of {experiment.steps:,}")

@@ -141,7 +141,9 @@ def fit(
             progress.message(f"the code has changed since this run was last trained: {changes}")
         run = _Run(cfg, experiment, start, workdir, options, progress, phases, lock, primary)
         run.announce()
-        beginning = begin(experiment, workdir / "checkpoints", options, progress, phases)
+        beginning = begin(
+            experiment, flattened(cfg), workdir / "checkpoints", options, progress, phases
+        )
         with agreed():
             run.program.check()
         phases.enter(Phase.STARTUP)
@@ -152,7 +154,8 @@ def fit(
             state, summary = beginning.state, None
             if beginning.step >= experiment.steps:
                 progress.message(f"this run finished all its {experiment.steps:,} steps before")
-                if primary and (missing := missing_lines(workdir, experiment.steps)):
+                missing = missing_lines(workdir, experiment.steps, beginning.first)
+                if primary and missing:
                     progress.message(f"WARNING: {missing}")
                 summary = run.earlier_summary()
             made_now = summary is None
@@ -234,7 +237,7 @@ class _Run:
         repeated = max([goodput.furthest, *(line["step"] for line in read_metrics(workdir)[-1:])])
         self.lock.check()  # the log begins with a file of its own
         with (
-            self._metrics_log(beginning.step) as log,
+            self._metrics_log(beginning) as log,
             # Prefetching begins here, so that it goes on while the step compiles.
             self._prefetch(beginning.step) as batches,
         ):
@@ -261,7 +264,10 @@ class _Run:
                     "reference_model": reference_note(beginning.state.reference_model),
                 },
                 beginning.before_skipped,
+                beginning.fork,
             )
+            if beginning.is_new_fork:
+                saver.save_fork(beginning.step, beginning.tokens, beginning.state, beginning.data)
             saving = Saving(saver, batches)
             validation, evaluating = self.validation, None
             if validation is not None:
@@ -292,10 +298,17 @@ class _Run:
                     stop=self.options.stop,
                 ).run(beginning.state)
 
-    def _metrics_log(self, step: int) -> MetricsLog:
+    def _metrics_log(self, beginning: Beginning) -> MetricsLog:
         sinks = (TensorBoard, *self.experiment.sinks, *self.options.sinks)
-        tell = self.progress.message
-        return MetricsLog(self.workdir, step or None, self.primary, self._lost_metrics, sinks, tell)
+        return MetricsLog(
+            self.workdir,
+            None if beginning.is_new_fork else beginning.step or None,
+            self.primary,
+            self._lost_metrics,
+            sinks,
+            self.progress.message,
+            beginning.first,
+        )
 
     def _lost_metrics(self, what: str) -> None:
         """Called before metrics.jsonl is put back; raises WorkdirLost if it is another run's."""

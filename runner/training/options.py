@@ -34,6 +34,7 @@ class Options:
       checkpoint_fallback: whether to go on from an older checkpoint if the newest is damaged.
       init_from: as in `Experiment`, instead of the experiment's own. Ignored once this run has
         checkpoints of its own.
+      continue_optimizer: as in `Experiment`, instead of the experiment's own, unless `None`.
       allowed_changes: "data", "model": what may have changed since the run stopped.
       save_compiled: a file to write the compiled step to.
       compiled: a file to take it from instead of compiling; loading it can run any code.
@@ -53,6 +54,7 @@ class Options:
     reports: bool | None = None
     checkpoint_fallback: bool = True
     init_from: str | None = None
+    continue_optimizer: bool | None = None
     allowed_changes: Collection[str] = ()
     save_compiled: Path | None = None
     compiled: Path | None = None
@@ -69,6 +71,7 @@ class Options:
         """The flags that must be the same for all processes of a run."""
         return {
             "--init_from": self.init_from or "none",
+            "--continue_optimizer": str(self.continue_optimizer),
             "--allow_change": ",".join(sorted(self.allowed_changes)) or "none",
             "--checkpoint_fallback": str(self.checkpoint_fallback).lower(),
         }

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from lmlib.data.prefetch import Prefetch
+from lmlib.data.resumable import gather_states
 from lmlib.experiment import Every, Experiment, Moment
 from lmlib.metrics.log import MetricsLog
 from runner.monitoring.progress import Progress
@@ -21,7 +22,9 @@ class Saving:
     batches: Prefetch
 
     def __call__(self, now: Moment) -> None:
-        self.saver.save(dict(now.metrics), now.state, self.batches.state)
+        state = self.batches.state
+        data = None if state is None else gather_states(state)
+        self.saver.save(dict(now.metrics), now.state, data)
 
 
 @dataclasses.dataclass(frozen=True)

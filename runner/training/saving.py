@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from lmlib.checkpoint import Checkpoints
-from lmlib.data.resumable import gather_states
 from lmlib.experiment import Experiment
 from lmlib.guard import not_finite
 from lmlib.metrics.log import MetricsLog
@@ -19,6 +18,7 @@ from runner.monitoring.phases import Phase, Phases
 from runner.monitoring.progress import Progress
 from runner.training.data_probe import probe
 from runner.training.recorder import Line
+from runner.weights.notes import Fork
 
 HELD_UP_SECONDS = 1.0  # a save that takes less of training's time is not spoken of
 
@@ -41,6 +41,7 @@ class Saver:
         initialised_from: str | None,
         unchanging: dict[str, Any],
         before_skipped: int | None,
+        fork: Fork | None,
     ):
         """Makes the saver of a run.
 
@@ -48,6 +49,7 @@ class Saver:
           initialised_from: whose weights the run began with, if they were not new.
           unchanging: notes of what does not train and is in no checkpoint, by their names.
           before_skipped: as the attribute, from the checkpoint that the run goes on from.
+          fork: the step of another run that the run was forked from, if it was.
         """
         self._experiment = experiment
         self._settings = experiment.checkpoints
@@ -56,7 +58,7 @@ class Saver:
         self._progress = progress
         self._phases = phases
         self._initialised_from = initialised_from
-        self._unchanging = unchanging
+        self._unchanging = unchanging | ({} if fork is None else {"forked_from": fork._asdict()})
         # The newest step that was saved while no update was being skipped; it is kept meanwhile.
         self.before_skipped = before_skipped
         self._failed = 0  # in a row
@@ -67,7 +69,7 @@ class Saver:
         self,
         line: Line,
         state: State,
-        data_state: dict[str, Any] | None,
+        data: list[dict[str, Any]] | None,
     ) -> None:
         """Begins to save the state after the step of `line`; every process must call it.
 
@@ -75,7 +77,7 @@ class Saver:
 
         Args:
           line: in the log already.
-          data_state: of a `Resumable` source, this process's.
+          data: of a `Resumable` source, the states of all processes.
 
         Raises:
           TrainingStopped: if too many saves in a row have failed, and why.
@@ -101,8 +103,8 @@ class Saver:
                 "initialised_from": self._initialised_from,
                 **self._unchanging,
             }
-            if data_state is not None:
-                notes["data"] = gather_states(data_state)
+            if data is not None:
+                notes["data"] = data
             if self._checkpoints.deleted:
                 self._progress.message(
                     "WARNING: the folder of checkpoints was deleted while this run went on: it is "
@@ -115,6 +117,14 @@ class Saver:
                 self._tolerate(failure)
                 return
             self._pending = line
+
+    def save_fork(
+        self, step: int, tokens: int, state: State, data: list[dict[str, Any]] | None
+    ) -> None:
+        """As `save`, of the state that a fork begins with, which another run has made: from then on
+        the fork needs nothing of that one."""
+        skipped = int(jax.device_get(state.guard.skipped_in_a_row))
+        self.save({"step": step, "tokens": tokens, "skipped_in_a_row": skipped}, state, data)
 
     def rank(self, step: int, metrics: Mapping[str, float]) -> None:
         """Ranks the checkpoint of `step`, if there is one, by `best_by` of its evaluation's

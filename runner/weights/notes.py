@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,6 +17,21 @@ from runner.errors import ConfigError
 WEIGHTS_ALONE = 0  # the step of a checkpoint of weights alone: `runner.convert` makes it, no run
 
 _NAMES = {"tokens", "before_skipped", "batches", "initialised_from", "frozen", "reference_model"}
+
+
+class Fork(NamedTuple):
+    """Where a run goes on from that was forked: the folder of another run's checkpoints, and which
+    of them. It counts its steps from there."""
+
+    checkpoints: str
+    step: int
+
+
+def fork_in(notes: Mapping[str, Any]) -> Fork | None:
+    """That of the run whose checkpoint has these `notes`, which were checked; `None` if it began by
+    itself."""
+    note = notes.get("forked_from")
+    return None if note is None else Fork(**note)
 
 
 def frozen_note(frozen: Any, recipe: Recipe) -> dict[str, Any] | None:
@@ -86,6 +101,7 @@ def check_notes(found: Restored, directory: Path) -> None:
             *("initialised_from", "frozen", "reference_model"),
         )
     )
+    fork = found.notes.get("forked_from")
     sensible = {
         "tokens": type(tokens) is int and 0 <= tokens < 1 << 63,
         "before_skipped": before is None or (type(before) is int and 0 <= before <= found.step),
@@ -93,9 +109,11 @@ def check_notes(found: Restored, directory: Path) -> None:
         "initialised_from": origin is None or isinstance(origin, str),
         "frozen": frozen is None or is_frozen_note(frozen),
         "reference_model": reference is None or _has_fields(reference, digest=str, dtype=str),
+        "forked_from": fork is None
+        or (_has_fields(fork, checkpoints=str, step=int) and 0 < fork["step"] <= found.step),
     }
     if wrong := [name for name, is_sensible in sensible.items() if not is_sensible]:
-        values = ", ".join(f"{name}={found.notes[name]!r:.80}" for name in wrong)
+        values = ", ".join(f"{name}={found.notes.get(name)!r:.80}" for name in wrong)
         raise ConfigError(
             f"the notes of checkpoint {directory / str(found.step)} make no sense: {values}; "
             "delete it to go on from the one before, or take its weights with --init_from into "

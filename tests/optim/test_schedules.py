@@ -71,3 +71,53 @@ def test_fractions_are_of_whole_steps_however_long_the_run():
 def test_a_schedule_that_rises_and_falls_for_longer_than_the_run_is_refused():
     with pytest.raises(ValueError, match="together exceed 1"):
         optim.warmup_stable_decay(1.0, 10, 0.6, 0.5)
+
+
+def test_a_number_of_steps_is_the_same_in_runs_of_all_lengths():
+    short, long = (
+        optim.warmup_stable_decay(0.3, steps, warmup=7, decay=20, end=0.1) for steps in (50, 1_000)
+    )
+    stable = optim.warmup_constant(0.3, 60, warmup=7)
+    steps_N = jnp.arange(30)
+    np.testing.assert_array_equal(_traced(short, steps_N), _traced(long, steps_N))
+    np.testing.assert_array_equal(_traced(short, steps_N), _traced(stable, steps_N))
+    assert float(short(31)) < float(short(30)) == np.float32(0.3)
+    assert optim.warmup_cosine(1.0, 50, warmup=1).rising == 1
+    assert optim.warmup_cosine(1.0, 50, warmup=1.0).rising == 50
+    with pytest.raises(ValueError, match=r"warmup is a fraction.*here at most 50; got 51"):
+        optim.warmup_constant(0.3, 50, warmup=51)
+    with pytest.raises(ValueError, match="together exceed 50 steps"):
+        optim.warmup_stable_decay(0.3, 50, warmup=31, decay=20)
+
+
+@given(st.sampled_from([0.0, 0.1, 0.3, 0.6999999, 1e-9]), st.floats(1e-6, 10.0))
+def test_a_stable_rate_is_the_peak_to_the_bit(end, peak):
+    schedule = optim.warmup_stable_decay(peak, 100, warmup=10, decay=20, end=end)
+    assert set(_traced(schedule, jnp.arange(10, 81)).tolist()) == {float(np.float32(peak))}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3_000), fractions, fractions, st.floats(0.01, 1.5))
+def test_a_power_of_the_tokens(steps, warmup, decay, exponent):
+    """Shen et al.'s three pieces, one step at a time, in float64."""
+    peak, end = 0.02, 0.1
+    rising = round(warmup * steps)
+    falling = min(round(decay * steps), steps - rising)
+    amplitude = peak * (rising + 1) ** exponent  # in steps: tokens of a step are always as many
+
+    def expected(step):
+        if step < rising:
+            return peak * (step + 1) / (rising + 1)
+        begins = steps - falling
+        if step < begins or not falling:
+            return amplitude * (min(step, begins) + 1) ** -exponent
+        left = max(steps - step, 0) / falling
+        return amplitude * (begins + 1) ** -exponent * (end + (1 - end) * left)
+
+    made = optim.warmup_power_decay(peak, steps, warmup, decay, end, exponent)
+    at_N = np.arange(0, steps + 3, max(1, steps // 200))
+    found = _traced(made, jnp.asarray(at_N))
+    np.testing.assert_allclose(found, [expected(int(step)) for step in at_N], rtol=1e-5)
+    assert found.dtype == np.float32
+    with pytest.raises(ValueError, match="exponent must be positive"):
+        optim.warmup_power_decay(peak, steps, warmup, decay, end, 0.0)
