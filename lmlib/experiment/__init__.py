@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray
 
 from lmlib.adapters import without_adapters
 from lmlib.compute import Compute
@@ -25,6 +26,7 @@ from lmlib.losses import NextToken, Objective
 from lmlib.metrics.sinks import MakeSink
 from lmlib.optim.optimizer import Optimizer
 from lmlib.optim.trainable import Groups, decays_by, flops_per_token, with_rates
+from lmlib.optim.transfer import CompleteP, Scaled
 from lmlib.recipe import Recipe
 from lmlib.state import (
     State,
@@ -60,6 +62,8 @@ class Experiment:
       steps: updates to make.
       compute: how the model is computed.
       objective: what is minimised.
+      scaling: makes the optimizer's numbers and the first weights follow from those of a smaller
+        model; `None`: they are this model's own.
       trainable: the weights that train, in groups by their names; others are frozen: they have no
         gradient, no moments and no copy in float32. `None`: all train.
       frozen_dtype: of frozen weights; "int8" keeps matrices in 8 bits. `None`: that of `compute`.
@@ -88,6 +92,7 @@ class Experiment:
     steps: int
     compute: Compute = Compute()
     objective: Objective = NextToken()
+    scaling: CompleteP | None = None
     trainable: Groups | None = None
     frozen_dtype: str | None = None
     microbatches: int = 1
@@ -107,7 +112,7 @@ class Experiment:
     def recipe(self) -> Recipe:
         """How the model's weights are made and kept."""
         dtype = self.frozen_dtype or self.compute.dtype
-        return Recipe(self.model, self.seed, self.trainable, dtype)
+        return Recipe(self._new_model, self.seed, self.trainable, dtype)
 
     @functools.cached_property
     def reference_recipe(self) -> Recipe | None:
@@ -115,7 +120,7 @@ class Experiment:
         wanted = self.objective.reference_model
         if wanted is None:
             return None
-        make = wanted.model or (lambda *, key: without_adapters(self.model(key=key)))
+        make = wanted.model or (lambda *, key: without_adapters(self._new_model(key=key)))
         return Recipe(make, self.seed + 1, {}, self.compute.dtype)
 
     @functools.cached_property
@@ -132,12 +137,22 @@ class Experiment:
             self.recipe.trained,
         )
 
+    @functools.cached_property
+    def scaled(self) -> Scaled | None:
+        """What `scaling` says of each weight."""
+        return None if self.scaling is None else self.scaling.scaled(self.model)
+
+    def _new_model(self, *, key: PRNGKeyArray) -> Any:
+        made = self.model(key=key)
+        return made if self.scaled is None else self.scaled.begun(made)
+
     def _made_optimizer(self) -> Optimizer:
-        made = self.optimizer(self.steps)
+        given: dict[str, Any] = {} if self.scaled is None else {"scaled": self.scaled}
+        made = self.optimizer(self.steps, **given)
         groups = self.trainable or {}
         if any(group.decays is not None for group in groups.values()):
-            decays = decays_by(groups, self.recipe.shapes, made.decays)
-            made = self.optimizer(self.steps, decays=decays)  # type: ignore[call-arg]
+            given["decays"] = decays_by(groups, self.recipe.shapes, made.decays)
+            made = self.optimizer(self.steps, **given)
         return with_rates(made, self.recipe.shapes, self.trainable)
 
     @property

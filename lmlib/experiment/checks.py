@@ -22,6 +22,7 @@ from lmlib.guard import Guard
 from lmlib.losses import Objective
 from lmlib.models.matrices.adapted import has_adapters
 from lmlib.models.protocol import check_protocol, whole_rows
+from lmlib.optim.transfer import CompleteP
 from lmlib.parallel.check import check_batch, check_model
 
 _KINDS = {
@@ -34,6 +35,7 @@ _KINDS = {
     "evaluation.suite": Suite | None,
     "checkpoints": CheckpointSettings,
     "samples": SampleSettings,
+    "scaling": CompleteP | None,
 }
 _FROZEN_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _LEAST = {
@@ -128,8 +130,8 @@ def _check_trainable(experiment: Any) -> None:
         _ = experiment.training
     except TypeError as error:
         raise ValueError(
-            "a group of trainable says which weights decay, but the optimizer takes no "
-            f"`decays`: {error}"
+            "a group of trainable says which weights decay, which an optimizer takes as `decays`, "
+            f"or scaling is set, which it takes as `scaled`, and this one does not: {error}"
         ) from None
 
 

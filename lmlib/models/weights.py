@@ -109,6 +109,7 @@ def weight(
     dtype: str | None = None,
     learning_rate: float = 1.0,
     gradient: bool = True,
+    writes: bool | None = None,
 ) -> Any:
     """Declares a field that holds a weight.
 
@@ -127,6 +128,8 @@ def weight(
       learning_rate: factor of the optimizer's.
       gradient: False for state that the module's own `updated` changes once a step, from tallies
         (`lmlib.models.layer.Updating`). It has no moments and does not decay.
+      writes: whether what it makes is added to the residual stream, as a bias of what a layer
+        writes is. `None`: if it is a matrix that makes the axis "embed" of others.
     """
 
     def declared(owner: Any) -> Declaration:
@@ -142,6 +145,7 @@ def weight(
             dtype=dtype,
             learning_rate=learning_rate,
             gradient=gradient,
+            writes=writes,
         )
 
     return eqx.field(metadata={METADATA: declared})

@@ -10,8 +10,10 @@ from lmlib.optim.schedules import (
     warmup_linear,
     warmup_stable_decay,
 )
+from lmlib.optim.transfer import CompleteP
 
 __all__ = [
+    "CompleteP",
     "Optimizer",
     "Schedule",
     "adamw",

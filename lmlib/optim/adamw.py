@@ -11,6 +11,7 @@ from lmlib.optim.optimizer import (
     with_decoupled_decay,
 )
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
+from lmlib.optim.transfer import Scaled
 
 
 def adamw(
@@ -25,6 +26,7 @@ def adamw(
     decays: Decays = as_declared,
     cautious: bool = False,
     first_moment_dtype: str = "float32",
+    scaled: Scaled | None = None,
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) after clipping by global norm.
 
@@ -40,6 +42,8 @@ def adamw(
         arXiv:2510.12402).
       first_moment_dtype: "bfloat16" takes 2 bytes less for each parameter; moments are summed in
         float32 all the same.
+      scaled: the model beside a smaller one, whose numbers the others then are; the experiment
+        supplies it (`lmlib.optim.transfer`). `None`: they are the model's own.
 
     Raises:
       ValueError: for a number that is out of range, or a dtype that is none, naming it.
@@ -51,6 +55,17 @@ def adamw(
             f"first_moment_dtype must be 'float32' or 'bfloat16', got {first_moment_dtype!r}"
         )
     adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=first_moment_dtype)
+    before_clipping = None
+    if scaled is not None:
+        adam, before_clipping = scaled.of_adam(adam), scaled.before_clipping()
     return with_decoupled_decay(
-        adam, steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious
+        adam,
+        steps,
+        peak_lr,
+        schedule,
+        weight_decay,
+        clip_norm,
+        decays,
+        cautious,
+        before_clipping,
     )

@@ -63,6 +63,7 @@ def with_decoupled_decay(
     clip_norm: float | None,
     decays: Decays,
     cautious: bool,
+    before_clipping: optax.GradientTransformation | None = None,
 ) -> Optimizer:
     """Updates of -rate · (direction + weight_decay · weight), after clipping by global norm
     (Loshchilov & Hutter 2019, arXiv:1711.05101, equation 12).
@@ -72,6 +73,7 @@ def with_decoupled_decay(
       steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious: as in
         `lmlib.optim.adamw.adamw`. The schedule's numbers, if it is a tree of them, and
         `weight_decay` are the hyperparameters.
+      before_clipping: makes of gradients what is clipped; `None`: they are.
 
     Raises:
       ValueError: for a number that is out of range, naming it.
@@ -84,6 +86,8 @@ def with_decoupled_decay(
         raise ValueError(f"clip_norm must be positive, or None, got {clip_norm}")
     made = schedule(peak_lr, steps)
     clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    if before_clipping is not None:
+        clip = optax.chain(before_clipping, clip)
 
     def chain(learning_rate: optax.Schedule, weight_decay: Any) -> optax.GradientTransformation:
         return optax.chain(
@@ -113,6 +117,19 @@ def with_decoupled_decay(
         decays,
         hyperparameters={"learning_rate": made, "weight_decay": float(weight_decay)},
     )
+
+
+def by_weight(factor: Callable[[Weight], float]) -> optax.GradientTransformation:
+    """Multiplies what there is of each weight by a factor of its own."""
+
+    def update(updates: Any, state: optax.EmptyState, model: Any = None) -> tuple[Any, Any]:
+        def multiplied(weight: Weight, update: Array) -> Array:
+            of_weight = factor(weight)
+            return update if of_weight == 1 else update * of_weight
+
+        return map_weights(multiplied, updates), state
+
+    return optax.GradientTransformation(lambda model: optax.EmptyState(), update)
 
 
 def _decay(weight_decay: Any, decays: Decays, cautious: bool) -> optax.GradientTransformation:

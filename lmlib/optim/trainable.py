@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 import optax
-from jaxtyping import Array
 
 from lmlib.models.matrices.adapted import DOWN_RANK, UP_RANK, is_adapted
-from lmlib.optim.optimizer import Decays, Optimizer
+from lmlib.optim.optimizer import Decays, Optimizer, by_weight
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.selection import SelectionError, named_weights, selected
 
@@ -132,16 +131,9 @@ def with_rates(optimizer: Optimizer, model: Any, groups: Groups | None) -> Optim
     if set(rates.values()) == {1.0}:
         return optimizer
 
-    def scaled(updates: Any, state: optax.EmptyState, model: Any = None) -> tuple[Any, Any]:
-        def scale(weight: Weight, update: Array) -> Array:
-            rate = rates[weight.path]
-            return update if rate == 1 else update * rate
-
-        return map_weights(scale, updates), state
-
-    by_weight = optax.GradientTransformation(lambda model: optax.EmptyState(), scaled)
+    scaled = by_weight(lambda weight: rates[weight.path])
     return optimizer._replace(
-        transformation=optax.chain(optimizer.transformation, by_weight),
+        transformation=optax.chain(optimizer.transformation, scaled),
         metrics=lambda state: optimizer.metrics(state[0]),
     )
 

@@ -38,6 +38,8 @@ class Declaration:
       dtype: in which it is used; `None`: that of `Compute`.
       learning_rate: factor of the optimizer's.
       gradient: whether it has one; without, its module's `updated` changes it.
+      writes: whether what it makes is added to the residual stream; `None`: if it is a matrix whose
+        products have the stream's axis.
     """
 
     initial: Any = None
@@ -48,6 +50,7 @@ class Declaration:
     dtype: str | None = None
     learning_rate: float = 1.0
     gradient: bool = True
+    writes: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)

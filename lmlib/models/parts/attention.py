@@ -66,7 +66,7 @@ class Attention(eqx.Module):
     query_bias: Float[Array, "heads head_dim"] | None = weight(zeros)
     key_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
     value_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
-    output_bias: Float[Array, "embed"] | None = weight(zeros)
+    output_bias: Float[Array, "embed"] | None = weight(zeros, writes=True)
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ class MLP(SimplePart):
     up: Float[Array, "embed mlp"] = weight(fan_in("embed"))
     up_bias: Float[Array, "mlp"] | None = weight(zeros)
     down: Float[Array, "mlp embed"] = weight(lambda self: fan_in("mlp", scale=self.residual_scale))
-    down_bias: Float[Array, "embed"] | None = weight(zeros)
+    down_bias: Float[Array, "embed"] | None = weight(zeros, writes=True)
 
     def __init__(
         self,

@@ -1,0 +1,60 @@
+"""One rate for all sizes, 200 steps of 512 tokens; 2.0e11 FLOPs, 1 minute on 2 CPU cores.
+
+    python -m runner --fdl_config=experiments/transfer --workdir=/tmp/transfer
+    python -m runner.sweep --fdl_config=experiments/transfer --workdir=/tmp/transfers
+
+Is the rate that is best for a model of 64 wide and 4 layers the best for others too?
+docs/transfer.md has the answer. The text is Python's sources, as in the quickstart.
+"""
+
+import fiddle as fdl
+
+from experiments import quickstart
+from lmlib import optim
+from lmlib.experiment import Experiment
+from lmlib.sweeps import Points, axis, product, zipped
+
+_VOCAB = 1_024
+_RATES = 4e-3, 8e-3, 16e-3, 32e-3
+
+
+def config(embed: int = 64, layers: int = 4, scaling: bool = True) -> fdl.Config[Experiment]:
+    """Args:
+    embed, layers: width, and how many layers; heads have 16 coordinates.
+    scaling: whether the rate is that of 64 and 4, handed on by CompleteP, or this model's own.
+    """
+    cfg = quickstart.config()
+    cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
+    cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // 16, 5 * embed // 2
+    cfg.model.layers = cfg.compute.unroll = layers
+    if scaling:
+        base = {"embed": 64, "heads": 4, "mlp": 160, "layers": 4}
+        cfg.scaling = fdl.Config(optim.CompleteP, base=base)
+    cfg.data.batch_size, cfg.data.sequence_length = 4, 128
+    cfg.optimizer.peak_lr = 16e-3
+    cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 200, 200, 200
+    cfg.validation.seed, cfg.validation.epochs = 0, None  # rows of the whole split, 65,536 tokens
+    cfg.evaluation.batches = 16
+    cfg.samples.prompts, cfg.samples.every = (), None
+    return cfg
+
+
+def sweep() -> Points:
+    """Four sizes, four rates, three seeds."""
+    sizes = zipped(axis("embed", 64, 64, 64, 256), axis("layers", 4, 2, 8, 4))
+    return product(sizes, axis("optimizer.peak_lr", *_RATES), axis("seed", 0, 1, 2))
+
+
+def without() -> Points:
+    """The two that differ most, with rates of their own."""
+    sizes = zipped(axis("embed", 256, 64), axis("layers", 4, 8))
+    rates = axis("optimizer.peak_lr", *(rate / 4 for rate in _RATES[:2]), *_RATES)
+    return product(sizes, axis("scaling", False), rates, axis("seed", 0))
+
+
+def tiny(cfg: fdl.Config[Experiment]) -> None:
+    """The same at the smallest size, 20 steps."""
+    embed, heads = cfg.model.embed, cfg.model.heads
+    quickstart.tiny(cfg)
+    cfg.model.embed, cfg.model.heads = embed, heads
+    cfg.samples.prompts = ()
