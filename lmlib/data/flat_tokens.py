@@ -42,6 +42,11 @@ class FlatTokens:
     epoch predicts every token but the very first exactly once; the last sequence is padded. Not
     packed, sequence i is document i, its first S + 1 tokens if it is longer.
 
+    With `begin_with_documents` each row begins with a document, as evaluation and generation do,
+    and holds as many whole ones as fit, chosen by their lengths alone; the rest of it is padding,
+    little where most documents are short. A document of more than S + 1 tokens has a row to itself,
+    and what lies beyond these tokens no epoch has; all else each epoch has once.
+
     Conversations, and pairs of them, are never cut: packed, each row holds as many as fit, chosen
     by their lengths alone, and the rest of it is padding; not packed, it holds one. A pair is two
     neighbouring documents of a row, so its chosen answer has an odd segment id, and the rejected
@@ -62,6 +67,7 @@ class FlatTokens:
         packed: bool = True,
         reset_positions: bool = True,
         attend_across_documents: bool = False,
+        begin_with_documents: bool = False,
         teacher: str | None = None,
     ) -> None:
         """Opens the split.
@@ -75,6 +81,9 @@ class FlatTokens:
           packed: whether rows hold what fits of the documents, or one each.
           reset_positions: whether positions count from the start of each document, or of the row.
           attend_across_documents: whether a row is one segment.
+          begin_with_documents: whether each row of packed text begins with a document; rows of
+            conversations always do. Where all documents start is then read and held, 16 MB for a
+            million.
           teacher: a folder of `python -m runner.teach`, with what a teacher said of these
             sequences, which batches then have too.
 
@@ -100,6 +109,7 @@ class FlatTokens:
         self._seed, self._epochs, self._packed = seed, epochs, packed
         self._reset_positions = reset_positions
         self._attend_across_documents = attend_across_documents
+        self._begin_with_documents = begin_with_documents
 
         folder = find_split(self._path, split)
         self._stored = SeqaxSplit(folder) if is_seqax_split(folder) else StoredSplit(folder)
@@ -162,6 +172,7 @@ class FlatTokens:
             packed=self._packed,
             reset_positions=self._reset_positions,
             attend_across_documents=self._attend_across_documents,
+            begin_with_documents=self._begin_with_documents,
         )
 
     @property
@@ -341,20 +352,28 @@ class FlatTokens:
         return [[span] for span in spans]
 
     def _whole_documents(self, folder: Path) -> WholeDocuments | None:
-        """The rows of documents that must not be cut; None if they are text.
+        """The rows of documents that begin rows; None if they do not.
 
-        Raises ValueError if some are too long, DamagedDataError if they are no pairs.
+        Raises ValueError if some must not be cut and are too long, or in seqax's format,
+        DamagedDataError if they are no pairs.
         """
-        if not isinstance(self._stored, StoredSplit) or self.content == "text":
+        capacity = self.sequence_length + 1
+        if self.content == "text" and not (self._begin_with_documents and self._packed):
             return None
+        if not isinstance(self._stored, StoredSplit):
+            raise ValueError(
+                f"{folder} is in seqax's format, of which begin_with_documents cannot read where "
+                "documents start: convert it with python -m data_tools.convert, or leave it out"
+            )
         edges = self._stored.document_edges()
+        if self.content == "text":
+            return arranged(edges, capacity, packed=True)
         if self.pairs:
             if (np.diff(edges) < 2).any():
                 raise DamagedDataError(
                     f"{folder} holds documents of fewer than two tokens in pairs"
                 )
             edges = edges[::2]
-        capacity = self.sequence_length + 1
         lengths_U = np.diff(edges)
         if too_long := int((lengths_U > capacity).sum()):
             raise ValueError(

@@ -1,4 +1,5 @@
-"""Rows of whole documents: which documents share a row, none of them cut.
+"""Rows that begin with a document: which documents share a row, none of them cut but those that
+are longer than it.
 
 Shape suffixes: U units (a document, or a pair of them), R rows.
 """
@@ -18,6 +19,7 @@ class WholeDocuments:
     edges_U: np.ndarray  # int64 [units + 1]: where each starts, in tokens, and the last stops
     units_U: np.ndarray  # int64 [units]: the units row by row
     first_R: np.ndarray  # int64 [rows + 1]: which of `units_U` each row begins with
+    capacity: int  # tokens of a row
 
     @property
     def rows(self) -> int:
@@ -27,24 +29,23 @@ class WholeDocuments:
     def spans(self, row: int) -> list[tuple[int, int]]:
         """The tokens of `row`, as [start, stop) of each unit in it."""
         units = self.units_U[self.first_R[row] : self.first_R[row + 1]]
-        return list(
-            zip(self.edges_U[units].tolist(), self.edges_U[units + 1].tolist(), strict=True)
-        )
+        starts = self.edges_U[units]
+        stops = np.minimum(self.edges_U[units + 1], starts + self.capacity)
+        return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def arranged(edges_U: np.ndarray, capacity: int, packed: bool) -> WholeDocuments:
-    """Rows of `capacity` tokens at most; not `packed`, each unit has a row to itself.
-
-    Units must not be longer than a row.
-    """
-    lengths_U = np.diff(edges_U)
+    """Rows of `capacity` tokens at most; not `packed`, each unit has a row to itself. Of a unit
+    that is longer than a row only the first `capacity` tokens are in any."""
+    lengths_U = np.minimum(np.diff(edges_U), capacity)
     if not packed:
-        return WholeDocuments(edges_U, np.arange(len(lengths_U)), np.arange(len(edges_U)))
+        units_U = np.arange(len(lengths_U))
+        return WholeDocuments(edges_U, units_U, np.arange(len(edges_U)), capacity)
     row_U = best_fit_decreasing(lengths_U, capacity)
     rows = int(row_U.max(initial=-1)) + 1
     units_U = np.argsort(row_U, kind="stable")  # in a row as they are stored
     first_R = np.searchsorted(row_U[units_U], np.arange(rows + 1))
-    return WholeDocuments(edges_U, units_U, first_R)
+    return WholeDocuments(edges_U, units_U, first_R, capacity)
 
 
 def best_fit_decreasing(lengths_U: np.ndarray, capacity: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Documents one by one, epochs, positions and attention, against loops over documents."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,42 @@ def test_attention_across_documents_is_for_those_who_ask(example: Path) -> None:
         np.testing.assert_array_equal(batch.segment_ids, used)
         np.testing.assert_array_equal(batch.loss_mask, apart.batch(step).loss_mask)
     assert max(apart.batch(step).segment_ids.max() for step in range(5)) > 1
+
+
+@pytest.mark.parametrize("length", [2, 9, 40])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_rows_that_begin_with_a_document(
+    example: Path, example_documents: list[list[int]], length: int, seed: int | None
+) -> None:
+    """An epoch predicts each of a document's first tokens once, from all before it: its (position,
+    token, target) are those of a loop over documents."""
+    source = FlatTokens(str(example), "train", 4, length, seed=seed, begin_with_documents=True)
+    expected = Counter(
+        (position, *cut[position : position + 2])
+        for cut in (document[: length + 1] for document in example_documents)
+        for position in range(len(cut) - 1)
+    )
+    for epoch in range(2):
+        found: Counter[tuple[int, ...]] = Counter()
+        for row in range(epoch * source.sequences, (epoch + 1) * source.sequences):
+            batch = source.batch(row // 4, slice(row % 4, row % 4 + 1))
+            (mask,), (positions,) = batch.loss_mask, batch.positions
+            triples = np.stack([positions, batch.tokens[0], batch.targets[0]], axis=1)[mask]
+            found.update(map(tuple, triples.tolist()))
+            assert positions[0] == 0
+            (used,) = batch.segment_ids > 0
+            steps = np.diff(positions[used])
+            assert ((steps == 1) | (positions[used][1:] == 0)).all()
+        assert found == expected
+
+
+def test_rows_that_begin_with_a_document_are_full_of_short_ones(
+    tmp_path: Path, write_documents: Callable
+) -> None:
+    lengths = np.random.default_rng(0).integers(1, 30, 300)
+    write_documents(tmp_path, [[1] * length for length in lengths])
+    source = FlatTokens(str(tmp_path), "train", 1, 63, begin_with_documents=True)
+    assert source.sequences <= -(-lengths.sum() // 64) + 1
 
 
 def test_settings_that_make_no_sense(example: Path) -> None:

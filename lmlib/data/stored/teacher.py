@@ -34,7 +34,8 @@ class Sequences:
     Attributes:
       data: a digest of the split's arrays.
       sequences: how many there are.
-      split, sequence_length, packed, reset_positions, attend_across_documents: as in `FlatTokens`.
+      split, sequence_length, packed, reset_positions, attend_across_documents,
+        begin_with_documents: as in `FlatTokens`.
     """
 
     data: str
@@ -44,6 +45,7 @@ class Sequences:
     packed: bool
     reset_positions: bool
     attend_across_documents: bool
+    begin_with_documents: bool = False
 
 
 @dataclass(frozen=True)
