@@ -11,6 +11,9 @@ scheme, in nats per token: the mean over seeds at the better of the rates.
     unit_small  unit, with logits of standard deviation embed^-1/2 instead of 1
     quarter     unit, with an embedding of 1/4
     half        unit, with an embedding of 1/2
+    half_small  half, with logits of standard deviation embed^-1/2
+    unit_0.25, unit_0.3, unit_0.4   unit, with logits of that standard deviation
+    unit_zero, half_zero            with logits of zero
 
 A tied table has the embedding's deviation; the last norm's scale makes the logits' what it is.
 """
@@ -59,6 +62,12 @@ SCHEMES = {
     "unit_small": Scheme(lambda embed: 1.0, lambda embed: embed**-0.5, deep=True),
     "quarter": Scheme(lambda embed: 0.25, lambda embed: 1.0, deep=True),
     "half": Scheme(lambda embed: 0.5, lambda embed: 1.0, deep=True),
+    "half_small": Scheme(lambda embed: 0.5, lambda embed: embed**-0.5, deep=True),
+    "half_zero": Scheme(lambda embed: 0.5, lambda embed: 0.0, deep=True),
+    "unit_0.25": Scheme(lambda embed: 1.0, lambda embed: 0.25, deep=True),
+    "unit_0.3": Scheme(lambda embed: 1.0, lambda embed: 0.3, deep=True),
+    "unit_0.4": Scheme(lambda embed: 1.0, lambda embed: 0.4, deep=True),
+    "unit_zero": Scheme(lambda embed: 1.0, lambda embed: 0.0, deep=True),
 }
 
 _WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "of the residual stream")
@@ -84,14 +93,14 @@ def scaled(model: Decoder, name: str) -> Decoder:
             return scheme.embedding(embed)
         if field == "unembedding":
             return scheme.logits(embed) * embed**-0.5
-        first = weight.declaration.first
+        first = weight.declaration.initial
         found = scheme.matrices or math.prod(sizes[axis] for axis in first.summed) ** -0.5
         return (
             found * (2 * layers) ** -0.5 if scheme.deep and field in ("output", "down") else found
         )
 
     def made(weight: Weight, array: jax.Array) -> jax.Array:
-        first = weight.declaration.first
+        first = weight.declaration.initial
         sizes = dict(zip(weight.axes, array.shape, strict=True))
         if isinstance(first, Random):
             return array * (deviation(weight, sizes) / first.deviation(sizes))

@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence, E embed, V vocab.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,9 +44,10 @@ from lmlib.parallel.mesh import on_mesh_of
 
 
 def table_values(embed: int, tied: bool) -> tuple[float, float]:
-    """What `embedding_deviation` is to be, and the first scale of the last norm, for logits that
-    start with standard deviation 1. A tied table embeds and unembeds: the norm between its two uses
-    makes up for their difference.
+    """What `embedding_deviation` is to be, and the first scale of the last norm. A tied table
+    embeds and unembeds: the norm between its two uses makes up for their difference, and makes
+    logits that start small (`tied_scale`), as `unembedding_scale` makes those of an untied one. So
+    the first loss is ln(vocab) to 0.1.
 
     benchmarks/initial_values.py chose them, with residual writes / √(2 · layers): nats per token of
     held-out text after 200 steps of 512 tokens, the better of two rates, the mean of three seeds
@@ -62,8 +64,24 @@ def table_values(embed: int, tied: bool) -> tuple[float, float]:
         tied: table 1, logits embed^-½  5.056  5.053  4.653  4.744   4.380   4.496
         tied: table 1/4                 4.755  4.827  4.488  4.666   4.452   4.463
         tied: table 1/2                 4.833  4.876  4.510  4.629   4.397   4.431
+        table 1, logits 0.4                                  4.231
+        table 1, logits 0.3                                  4.254
+        table 1, logits 0.25                          4.182  4.275
+        table 1, logits 0                             4.430  4.650
+        tied: table 1/2, logits embed^-½              4.509  4.643
+        tied: table 1/2, logits 0                     4.528  4.683
+
+    Logits have standard deviation 1 unless it is said. Untied ones that start smaller than 0.4 cost
+    something in deep models at the high rate, and a head of zeros a lot; a tied one's do not.
     """
-    return (0.5, 2 * embed**-0.5) if tied else (1.0, 1.0)
+    return (0.5, tied_scale(embed, 0.5)) if tied else (1.0, 1.0)
+
+
+def tied_scale(embed: int, deviation: float) -> float:
+    """The first scale of the last norm with which the logits of a tied table of this deviation
+    start with standard deviation embed^-1/2, as `table_values` has it. The logit of the token that
+    is read, whose row is in the residual stream, then starts below 1, whatever the width."""
+    return 1 / (deviation * embed)
 
 
 class Decoder(eqx.Module):
@@ -77,6 +95,8 @@ class Decoder(eqx.Module):
       logit_cap: c, where logits z become c · tanh(z / c); `None` where they stay.
       embedding_deviation: standard deviation of the embedding's initial values.
       embedding_scale: what embedded tokens are multiplied by.
+      unembedding_scale: standard deviation of the logits that the initial unembedding makes of
+        features of variance 1; the first loss is ln(vocab) + unembedding_scale² / 2.
       logits_scale: what features are multiplied by before the unembedding, and so logits.
       positions: learned ones, added to embedded tokens; `None`: there are none.
       key: seed of the weights.
@@ -88,7 +108,10 @@ class Decoder(eqx.Module):
     positions: Positions | None
     stack: Stack
     norm: Norm | None
-    unembedding: Float[Array, "embed vocab"] | None = weight(fan_in("embed"))
+    unembedding: Float[Array, "embed vocab"] | None = weight(
+        lambda self: fan_in("embed", scale=self.unembedding_scale)
+    )
+    unembedding_scale: float = eqx.field(static=True)
     logit_cap: float | None = eqx.field(static=True)
     logits_scale: float = eqx.field(static=True)
 
@@ -102,6 +125,7 @@ class Decoder(eqx.Module):
         logit_cap: float | None = None,
         embedding_deviation: float = 1.0,
         embedding_scale: float = 1.0,
+        unembedding_scale: float = 0.35,
         logits_scale: float = 1.0,
         positions: Positions | None = None,
         *,
@@ -109,6 +133,7 @@ class Decoder(eqx.Module):
     ):
         self.logit_cap, self.logits_scale, self.positions = logit_cap, logits_scale, positions
         self.embedding_deviation, self.embedding_scale = embedding_deviation, embedding_scale
+        self.unembedding_scale = unembedding_scale
         sizes = {"vocab": vocab, "embed": embed}
         self.embedding = initial_values(self, "embedding", key, **sizes)
         self.stack = make_stack(segments, key)
@@ -130,6 +155,7 @@ class Decoder(eqx.Module):
     def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
         """See `Model.trunk`."""
         compute, key = context.compute, context.key
+        context = dataclasses.replace(context, tokens_BS=tokens_BS)
         with jax.named_scope("embed"):
             x_BSE = embedded(whole(self.embedding), tokens_BS, compute.dtype, compute.residual)
             x_BSE = _scaled(x_BSE, self.embedding_scale)

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import jax
 
 # Settings of initial values alone: with the same weights the models are the same.
-_OF_INITIAL_VALUES = {"embedding_deviation", "residual_scale", "initial"}
+_OF_INITIAL_VALUES = {
+    *("embedding_deviation", "unembedding_scale", "residual_scale"),
+    *("initial", "initial_first", "initial_share", "deviation"),
+}
 
 
 class Difference(NamedTuple):

@@ -35,6 +35,8 @@ class Context:
       wanted_BS: the tokens of which `Trunk.x_BSE` is wanted, at most one in each row; `None`: all.
       rotations: the rotary tables of these positions, by their settings; the stack makes them.
       observe: is called in each layer; what it returns comes back in `Trunk.observed`.
+      tokens_BS: the tokens, for parts that look them up anew; the model sets them.
+      first_BSE: the residual stream before the first layer, laid out as it; the stack sets it.
     """
 
     positions_BS: Int32[Array, "b s"]
@@ -47,6 +49,8 @@ class Context:
     wanted_BS: Bool[Array, "b s"] | None = None
     rotations: Mapping[Rotary, Rotations] = dataclasses.field(default_factory=dict)
     observe: "Observe | None" = None
+    tokens_BS: Int32[Array, "b s"] | None = None
+    first_BSE: Float[Array, "b s embed"] | None = None
 
     def total(self, x_BS: Float[Array, "b s ..."]) -> Float[Array, "..."]:
         """The float32 sum over the positions that count, for `Reports`."""

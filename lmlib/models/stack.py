@@ -87,7 +87,9 @@ def run_stack(
     keys_L = None
     if context.key is not None and (context.dropout > 0 or drops(stack)):
         keys_L = _layer_keys(context.key, range(depth(stack)))
-    context = dataclasses.replace(context, key=None, rotations=_rotations(stack, context))
+    context = dataclasses.replace(
+        context, key=None, rotations=_rotations(stack, context), first_BSE=x_BSE
+    )
     names = stack_names(stack).saved
     given: list[tuple[Given, ...]] = []
     first = 0
@@ -237,6 +239,8 @@ def _wanted(x_BSE: Array, context: Context) -> tuple[Array, Context]:
         context,
         positions_BS=of(context.positions_BS + 1) - 1,
         segment_ids_BS=of(context.segment_ids_BS),
+        tokens_BS=None if context.tokens_BS is None else of(context.tokens_BS),
+        first_BSE=None if context.first_BSE is None else of(context.first_BSE),
         rotations={rotary: Rotations(*map(of, each)) for rotary, each in context.rotations.items()},
         wanted_BS=None,
     )

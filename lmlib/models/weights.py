@@ -71,10 +71,11 @@ class Random:
         return self.scale * math.prod(sizes[axis] for axis in self.summed) ** -0.5
 
     def make(self, key: PRNGKeyArray, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Array:
-        return bell(key, shape, self.deviation(sizes))
+        deviation = self.deviation(sizes)
+        return bell(key, shape, deviation) if deviation else jnp.zeros(shape, jnp.float32)
 
     def text(self, sizes: Mapping[str, int]) -> str:
-        return f"{self.deviation(sizes):.4g}"
+        return f"{self.deviation(sizes):.4g}" if self.scale else "zeros"
 
 
 zeros, ones = Constant(0.0), Constant(1.0)
@@ -106,7 +107,7 @@ def weight(
     decays: bool | None = None,
     rules: Rules | None = None,
     summed: Sequence[str] | None = None,
-    dtype: str | None = None,
+    dtype: str | Callable[[Any], str | None] | None = None,
     learning_rate: float = 1.0,
     gradient: bool = True,
     writes: bool | None = None,
@@ -123,8 +124,8 @@ def weight(
       rules: where axis names of its own lie, if the tables in `lmlib.parallel.layout` do not have
         them: `{"position": None}` keeps the axis whole.
       summed: the axes that products sum over. `None`: those of `fan_in`.
-      dtype: in which it is used, whatever `Compute.dtype` is: "float32" for a router or a decay
-        rate.
+      dtype: in which it is used, whatever `Compute.dtype` is, or what says it of the module:
+        "float32" for a router or a decay rate.
       learning_rate: factor of the optimizer's.
       gradient: False for state that the module's own `updated` changes once a step, from tallies
         (`lmlib.models.layer.Updating`). It has no moments and does not decay.
@@ -142,7 +143,7 @@ def weight(
             decays=random if decays is None else decays,
             rules=rules or {},
             summed=of_products if summed is None else tuple(summed),
-            dtype=dtype,
+            dtype=dtype(owner) if callable(dtype) else dtype,
             learning_rate=learning_rate,
             gradient=gradient,
             writes=writes,

@@ -268,7 +268,7 @@ def _is_tied_without_norm(model: _Known) -> bool:
     tied = not any(
         "vocab" in weight.axes and weight.declaration.summed for weight in model.weights.values()
     )
-    return tied and not any(model.first_size(path) for path in model.last)
+    return tied and not any((model.first_size(path) or 0) > 0 for path in model.last)
 
 
 def _factors(path: str, model: _Known, base: _Known, width: float, depth: float) -> Factors:

@@ -31,6 +31,7 @@ COMPUTE: Rules = {
     "slot": None,
     "vocab": "tensor",
     "whole_vocab": None,
+    "looked_up": ("tensor", "fsdp"),  # columns of a table that is never gathered
     "down_rank": "tensor",  # of an adapter, where no other axis of its matrix lies there
     "up_rank": None,
     LAYER: None,

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from lmlib.models.families.llama import llama
+from lmlib.models.families.llama import PARTS, llama
 from lmlib.models.families.mistral import mistral
 
 SIZES = {"vocab": 16, "embed": 8, "layers": 1, "heads": 2, "mlp": 8}
@@ -16,7 +16,7 @@ SIZES = {"vocab": 16, "embed": 8, "layers": 1, "heads": 2, "mlp": 8}
 def test_a_variant_has_the_parameters_of_its_family_but_for_those_it_names():
     own = dict(inspect.signature(mistral).parameters)
     theirs = dict(inspect.signature(llama).parameters)
-    without = ["rope_scaling", "rotary_fraction", "attention", "feed_forward"]
+    without = ["rope_scaling", "rotary_fraction", *PARTS.split()]
     assert [*own] == [name for name in theirs if name not in without]
     assert own.pop("window").default == 4_096
     assert all(parameter == theirs[name] for name, parameter in own.items())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block
-from lmlib.models.decoder import Decoder
+from lmlib.models.decoder import Decoder, tied_scale
 from lmlib.models.families.sizes import head_sizes
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP, gelu_tanh
@@ -127,8 +127,8 @@ def _gemma(
     """What writes to the residual stream is normed, so its initial values need no scale for depth;
     √embed makes a tied table's two uses alike."""
 
-    def norm(key: PRNGKeyArray) -> RMSNorm:
-        return RMSNorm(epsilon=norm_epsilon, offset=1.0, embed=embed, key=key)
+    def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
+        return RMSNorm(epsilon=norm_epsilon, offset=1.0, initial=initial, embed=embed, key=key)
 
     def block(attention: Callable[..., Attention], key: PRNGKeyArray) -> Block:
         return Block(
@@ -142,10 +142,12 @@ def _gemma(
 
     def model(key: PRNGKeyArray) -> Decoder:
         makers = {kind: functools.partial(block, kind) for kind in dict.fromkeys(attentions)}
+        deviation = embed**-0.5
+        last = norm(key, tied_scale(embed, deviation) if tied else 1.0)
         return Decoder(
-            vocab, embed, segments([makers[kind] for kind in attentions]), norm(key), tied,
+            vocab, embed, segments([makers[kind] for kind in attentions]), last, tied,
             logit_cap=logit_cap,
-            embedding_deviation=embed**-0.5,
+            embedding_deviation=deviation,
             embedding_scale=embed**0.5,
             key=key,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block
-from lmlib.models.decoder import Decoder
+from lmlib.models.decoder import Decoder, tied_scale
 from lmlib.models.families.sizes import head_sizes
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, gelu_tanh
@@ -44,8 +44,8 @@ def gpt2(
     )
     scale = residual_scale(layers)
 
-    def norm(key: PRNGKeyArray) -> LayerNorm:
-        return LayerNorm(epsilon=norm_epsilon, embed=embed, key=key)
+    def norm(key: PRNGKeyArray, initial: float = 1.0) -> LayerNorm:
+        return LayerNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
     def block(key: PRNGKeyArray) -> Block:
         return Block(
@@ -59,8 +59,9 @@ def gpt2(
         )  # fmt: skip
 
     def model(key: PRNGKeyArray) -> Decoder:
+        last = norm(key, tied_scale(embed, 0.02) if tied else 1.0)
         return Decoder(
-            vocab, embed, segments([block] * layers), norm(key), tied,
+            vocab, embed, segments([block] * layers), last, tied,
             embedding_deviation=0.02,
             positions=Positions(positions, embed, key=fold(key, "positions")),
             key=key,

@@ -4,7 +4,7 @@ arXiv:2304.01373)."""
 from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block, ParallelBlock
-from lmlib.models.decoder import Decoder
+from lmlib.models.decoder import Decoder, tied_scale
 from lmlib.models.families.sizes import head_sizes, rotated_coordinates
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, Activation, gelu
@@ -48,8 +48,8 @@ def gpt_neox(
     rotary = Rotary(rotated_coordinates(head_dim, rotary_fraction), rope_theta, rope_scaling)
     scale = residual_scale(layers)
 
-    def norm(key: PRNGKeyArray) -> LayerNorm:
-        return LayerNorm(epsilon=norm_epsilon, embed=embed, key=key)
+    def norm(key: PRNGKeyArray, initial: float = 1.0) -> LayerNorm:
+        return LayerNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
     def block(key: PRNGKeyArray) -> Block | ParallelBlock:
         return (ParallelBlock if parallel else Block)(
@@ -63,8 +63,9 @@ def gpt_neox(
         )  # fmt: skip
 
     def model(key: PRNGKeyArray) -> Decoder:
-        deviation = 0.02 if tied else 1.0  # logits start with standard deviation 1 if it is untied
+        deviation = 0.02 if tied else 1.0
+        last = norm(key, tied_scale(embed, deviation) if tied else 1.0)
         stack = segments([block] * layers)
-        return Decoder(vocab, embed, stack, norm(key), tied, embedding_deviation=deviation, key=key)
+        return Decoder(vocab, embed, stack, last, tied, embedding_deviation=deviation, key=key)
 
     return compiled(model)(key)

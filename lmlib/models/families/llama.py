@@ -11,6 +11,7 @@ from jaxtyping import PRNGKeyArray
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder, table_values
 from lmlib.models.families.sizes import head_sizes, rotated_coordinates
+from lmlib.models.layer import Layer
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
@@ -18,6 +19,9 @@ from lmlib.models.parts.rope import Rotary
 from lmlib.models.parts.rope_scaling import Scaling
 from lmlib.models.stack import Segment
 from lmlib.models.weights import compiled, fold, residual_scale
+
+# Arguments that make other models of a Llama than those that are published.
+PARTS = "attention feed_forward layer logit_cap"
 
 
 def llama(
@@ -36,6 +40,9 @@ def llama(
     rotary_fraction: float = 1.0,
     attention: Callable[..., Any] = Attention,
     feed_forward: Callable[..., Any] = GatedMLP,
+    layer: Callable[..., Layer] | None = None,
+    zero_outputs: bool = False,
+    logit_cap: float | None = None,
     *,
     key: PRNGKeyArray,
 ) -> Decoder:
@@ -53,6 +60,11 @@ def llama(
       rotary_fraction: share of each head's coordinates that have rotary positions.
       attention, feed_forward: make the parts of a block, to change one of them:
         `functools.partial(GatedMLP, activation=gelu)`.
+      layer: makes a layer of a block, as `lmlib.models.residual_scales.ResidualScales` does;
+        `None`: it is the block.
+      zero_outputs: whether the matrices that write to the residual stream begin as zeros, so that
+        each layer begins as the identity (Zhang et al. 2019, arXiv:1901.09321, §2).
+      logit_cap: as in `gemma2`.
       key: seed of the weights.
 
     Raises:
@@ -67,14 +79,14 @@ def llama(
     windows = [window] * layers if window is None or isinstance(window, int) else [*window]
     if len(windows) != layers:
         raise ValueError(f"window has {len(windows)} values for {layers} layers")
-    scale = residual_scale(layers)
+    scale = 0.0 if zero_outputs else residual_scale(layers)
     deviation, last_scale = table_values(embed, tied)
 
     def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
         return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
-    def block(window: int | None, key: PRNGKeyArray) -> Block:
-        return Block(
+    def block(window: int | None, key: PRNGKeyArray) -> Layer:
+        made = Block(
             attention_norm=norm(fold(key, "attention_norm")),
             attention=attention(
                 embed, heads, kv_heads, head_dim, rotary=rotary, window=window,
@@ -83,6 +95,7 @@ def llama(
             mlp_norm=norm(fold(key, "mlp_norm")),
             mlp=feed_forward(embed, mlp, residual_scale=scale, key=fold(key, "mlp")),
         )  # fmt: skip
+        return made if layer is None else layer(made, key=fold(key, "layer"))
 
     def model(key: PRNGKeyArray) -> Decoder:
         last = norm(fold(key, "norm"), last_scale)
@@ -90,6 +103,8 @@ def llama(
             Segment([functools.partial(block, each)], len([*alike]))
             for each, alike in itertools.groupby(windows)
         ]
-        return Decoder(vocab, embed, stack, last, tied, embedding_deviation=deviation, key=key)
+        return Decoder(
+            vocab, embed, stack, last, tied, logit_cap, embedding_deviation=deviation, key=key
+        )
 
     return compiled(model)(key)

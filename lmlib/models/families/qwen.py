@@ -5,13 +5,13 @@ import functools
 from typing import Any
 
 from lmlib.models.decoder import Decoder
-from lmlib.models.families.llama import llama
+from lmlib.models.families.llama import PARTS, llama
 from lmlib.models.families.variants import variant
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
 
 
-@variant(llama, without="head_dim rotary_fraction attention feed_forward")
+@variant(llama, without=f"head_dim rotary_fraction {PARTS}")
 def qwen2(
     *,
     layers: int,
@@ -35,7 +35,7 @@ def qwen2(
     )  # fmt: skip
 
 
-@variant(llama, without="rotary_fraction attention feed_forward")
+@variant(llama, without=f"rotary_fraction {PARTS}")
 def qwen3(
     *,
     layers: int,

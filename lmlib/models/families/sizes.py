@@ -1,4 +1,4 @@
-"""Sizes of attention, as families take and check them."""
+"""Sizes of attention and its windows, as families take and check them."""
 
 _MOST = {"layers": 10_000}  # each of which is made by itself; of the others, so that int32 has them
 
@@ -39,3 +39,20 @@ def rotated_coordinates(head_dim: int, fraction: float) -> int:
             "rotate: it takes an even number, at least 2"
         )
     return rotated
+
+
+def short_and_long(
+    layers: int, short: int | None, period: int, long: int | None = None
+) -> list[int | None]:
+    """A window for each layer: `long` in each `period`-th one and in the last, `short` in the
+    others, as `llama(window=…)` takes them. `None`: all positions.
+
+    Raises:
+      ValueError: if `period` is not positive.
+    """
+    if period < 1:
+        raise ValueError(f"the period of short and long windows must be at least 1, got {period}")
+    return [
+        long if (layer + 1) % period == 0 or layer == layers - 1 else short
+        for layer in range(layers)
+    ]

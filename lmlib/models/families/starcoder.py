@@ -3,7 +3,7 @@
 from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block
-from lmlib.models.decoder import Decoder
+from lmlib.models.decoder import Decoder, tied_scale
 from lmlib.models.families.sizes import head_sizes
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, gelu_tanh
@@ -35,8 +35,8 @@ def starcoder2(
     )
     rotary, scale = Rotary(head_dim, rope_theta), residual_scale(layers)
 
-    def norm(key: PRNGKeyArray) -> LayerNorm:
-        return LayerNorm(epsilon=norm_epsilon, embed=embed, key=key)
+    def norm(key: PRNGKeyArray, initial: float = 1.0) -> LayerNorm:
+        return LayerNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
     def block(key: PRNGKeyArray) -> Block:
         return Block(
@@ -51,6 +51,7 @@ def starcoder2(
 
     def model(key: PRNGKeyArray) -> Decoder:
         stack = segments([block] * layers)
-        return Decoder(vocab, embed, stack, norm(key), tied, embedding_deviation=0.02, key=key)
+        last = norm(key, tied_scale(embed, 0.02) if tied else 1.0)
+        return Decoder(vocab, embed, stack, last, tied, embedding_deviation=0.02, key=key)
 
     return compiled(model)(key)

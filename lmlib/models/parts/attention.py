@@ -18,6 +18,7 @@ from lmlib.models.attend.options import Options
 from lmlib.models.layer import Norm
 from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
 from lmlib.models.parts.rope import Rotary, rotate
+from lmlib.models.parts.value_embedding import ValueEmbedding
 from lmlib.models.product import product
 from lmlib.models.protocol import Context, Names
 from lmlib.models.weights import fan_in, fold, initial_values, product_flops, weight, zeros
@@ -40,6 +41,8 @@ class Attention(eqx.Module):
         sizes of heads and head_dim: `RMSNorm` with axes "head_dim", for each head alone, or with
         "heads head_dim" (of keys: "kv_heads head_dim"). `None`: there are none.
       key_norm: makes the norm of keys; `None`: `norm` does.
+      value_embedding: makes what is added to the values of each token, called as `norm` is:
+        `functools.partial(ValueEmbedding, vocab)`; `None`: nothing is.
       residual_scale: of the output's initial values; see `lmlib.models.weights.residual_scale`.
 
     Raises:
@@ -57,6 +60,7 @@ class Attention(eqx.Module):
     residual_scale: float = eqx.field(static=True)
     query_norm: Norm | None
     key_norm: Norm | None
+    value_embedding: ValueEmbedding | None
     query: Float[Array, "embed heads head_dim"] = weight(fan_in("embed"))
     key: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
     value: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
@@ -82,6 +86,7 @@ class Attention(eqx.Module):
         output_bias: bool = False,
         norm: Callable[..., Norm] | None = None,
         key_norm: Callable[..., Norm] | None = None,
+        value_embedding: Callable[..., ValueEmbedding] | None = None,
         residual_scale: float = 1.0,
         *,
         key: PRNGKeyArray,
@@ -108,6 +113,9 @@ class Attention(eqx.Module):
         of_heads = {name: sizes[name] for name in ("heads", "kv_heads", "head_dim")}
         self.query_norm = norm and norm(key=fold(key, "query_norm"), **of_heads)
         self.key_norm = key_norm and key_norm(key=fold(key, "key_norm"), **of_heads)
+        self.value_embedding = value_embedding and value_embedding(
+            key=fold(key, "value_embedding"), **of_heads
+        )
         self.rotary, self.window, self.scale, self.soft_cap = rotary, window, scale, soft_cap
 
     def __call__(
@@ -168,7 +176,10 @@ class Attention(eqx.Module):
             k_BTKD = product("bte,ekd->btkd", x_BSE, self.key, precision)
             v_BTKD = product("bte,ekd->btkd", x_BSE, self.value, precision)
             q_BSHD, k_BTKD = _biased(q_BSHD, self.query_bias), _biased(k_BTKD, self.key_bias)
-            v_BTKD = checkpoint_name(_biased(v_BTKD, self.value_bias), "value")
+            v_BTKD = _biased(v_BTKD, self.value_bias)
+            if self.value_embedding is not None:
+                v_BTKD = self.value_embedding(v_BTKD, context)
+            v_BTKD = checkpoint_name(v_BTKD, "value")
             q_BSHD = q_BSHD if self.query_norm is None else self.query_norm(q_BSHD)
             k_BTKD = k_BTKD if self.key_norm is None else self.key_norm(k_BTKD)
             if self.rotary is not None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.weights import Constant, initial_values, ones, weight, zeros
+from lmlib.models.weights import Constant, initial_values, weight, zeros
 
 
 class RMSNorm(eqx.Module):
@@ -20,11 +20,16 @@ class RMSNorm(eqx.Module):
       epsilon: added to the mean square.
       offset: added to the scale. With 1, as in Gemma, the scale starts at zero.
       initial: what x / rms(x) is multiplied by before any training.
+      learned: whether there is a scale; without one it is x / rms(x).
       key: unused, as the scale starts as a constant; here for all parts to be made alike.
       sizes: of the axes, by name.
     """
 
-    scale: Float[Array, "..."] = weight(lambda self: Constant(self.initial - self.offset))
+    scale: Float[Array, "..."] | None = weight(
+        lambda self: Constant(self.initial - self.offset),
+        # bfloat16 has no room for a sum beside the offset, large or near zero.
+        dtype=lambda self: "float32" if self.offset else None,
+    )
     axes: str = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
     offset: float = eqx.field(static=True)
@@ -36,20 +41,22 @@ class RMSNorm(eqx.Module):
         epsilon: float = 1e-5,
         offset: float = 0.0,
         initial: float = 1.0,
+        learned: bool = True,
         *,
         key: PRNGKeyArray,
         **sizes: int,
     ):
         self.axes, self.epsilon, self.offset, self.initial = axes, epsilon, offset, initial
-        self.scale = initial_values(self, "scale", key, **sizes)
+        self.scale = initial_values(self, "scale", key, **sizes) if learned else None
 
     def __call__(self, x_N: Float[Array, "..."]) -> Float[Array, "..."]:
         wide_N = x_N.astype(jnp.promote_types(x_N.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide_N), axis=_last(self.axes), keepdims=True)
         unit_N = wide_N * jax.lax.rsqrt(mean_square + self.epsilon)
+        if self.scale is None:
+            return unit_N.astype(x_N.dtype)
         if self.offset == 0:
             return unit_N.astype(x_N.dtype) * self.scale
-        # bfloat16 has no room for a small scale beside the offset.
         scale_N = self.offset + self.scale.astype(wide_N.dtype)
         return (unit_N * scale_N).astype(x_N.dtype)
 
@@ -62,25 +69,27 @@ class LayerNorm(eqx.Module):
     """(x - mean(x)) / std(x) · scale + bias (Ba et al. 2016, arXiv:1607.06450, eq. 4).
 
     Args:
-      axes, epsilon, key, sizes: as in `RMSNorm`; epsilon is added to the variance.
+      axes, epsilon, initial, key, sizes: as in `RMSNorm`; epsilon is added to the variance.
       bias: whether there is one.
     """
 
-    scale: Float[Array, "..."] = weight(ones)
+    scale: Float[Array, "..."] = weight(lambda self: Constant(self.initial))
     bias: Float[Array, "..."] | None = weight(zeros)
     axes: str = eqx.field(static=True)
     epsilon: float = eqx.field(static=True)
+    initial: float = eqx.field(static=True)
 
     def __init__(
         self,
         axes: str = "embed",
         epsilon: float = 1e-5,
         bias: bool = True,
+        initial: float = 1.0,
         *,
         key: PRNGKeyArray,
         **sizes: int,
     ):
-        self.axes, self.epsilon = axes, epsilon
+        self.axes, self.epsilon, self.initial = axes, epsilon, initial
         self.scale = initial_values(self, "scale", key, **sizes)
         self.bias = initial_values(self, "bias", key, **sizes) if bias else None
 

@@ -1,0 +1,114 @@
+"""A row for each token that attention adds to its values, from a table of the layer's own.
+
+Shapes: B batch, T sequence (keys), V vocab, C columns: kv_heads · head_dim, K kv_heads, D head_dim.
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
+
+from lmlib.models.matrices.adapted import whole
+from lmlib.models.protocol import Context
+from lmlib.models.weights import Constant, initial_values, normal, weight
+from lmlib.parallel.collectives import all_gather, all_to_all, on_each_device
+from lmlib.parallel.layout import STORED, along, partition, reshard
+
+
+class ValueEmbedding(eqx.Module):
+    """v + share · table[token] (Zhou et al. 2024, arXiv:2410.17897, §3, whose residual of the first
+    layer's values Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt, replaced with
+    tables). The share is learned.
+
+    The table is never gathered: its columns are split over all devices that hold parts of a layer,
+    and each looks up in its own. What multiplies nothing costs no FLOPs, but memory: vocab ·
+    kv_heads · head_dim weights in each layer that has one.
+
+    Args:
+      vocab, kv_heads, head_dim: sizes.
+      deviation: of the table's initial values.
+      initial_share: what the share begins with.
+      key: seed of the table.
+      others: sizes that it does not need.
+    """
+
+    table: Float[Array, "vocab looked_up"] = weight(
+        lambda self: normal(self.deviation), rules={"vocab": None}, dtype="float32"
+    )
+    share: Float[Array, ""] = weight(lambda self: Constant(self.initial_share), dtype="float32")
+    kv_heads: int = eqx.field(static=True)
+    deviation: float = eqx.field(static=True)
+    initial_share: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        vocab: int,
+        kv_heads: int,
+        head_dim: int,
+        deviation: float = 1.0,
+        initial_share: float = 0.5,
+        *,
+        key: PRNGKeyArray,
+        **others: int,
+    ):
+        self.kv_heads, self.deviation, self.initial_share = kv_heads, deviation, initial_share
+        sizes = {"vocab": vocab, "looked_up": kv_heads * head_dim}
+        self.table = initial_values(self, "table", key, **sizes)
+        self.share = initial_values(self, "share", key)
+
+    def __call__(
+        self, v_BTKD: Float[Array, "b t kv_heads head_dim"], context: Context
+    ) -> Float[Array, "b t kv_heads head_dim"]:
+        """The values with their tokens' rows, as they lay. Heads that `tensor` repeats are there
+        as often as in `v_BTKD`."""
+        if context.tokens_BS is None:
+            raise ValueError(
+                "value embeddings look up `tokens_BS` of the context, which the model's trunk sets"
+            )
+        rows_BTC = looked_up(whole(self.table), context.tokens_BS, v_BTKD.dtype)
+        B, T, K, D = v_BTKD.shape
+        if self.kv_heads == K:
+            rows_BTKD = _by_head(rows_BTC, D)
+        else:
+            rows_BTC = reshard(rows_BTC, ("batch", "seq", None))
+            rows_BTKD = jnp.repeat(
+                rows_BTC.reshape(B, T, self.kv_heads, D), K // self.kv_heads, axis=2
+            )
+            rows_BTKD = reshard(rows_BTKD, "batch seq kv_heads head_dim")
+        return v_BTKD + self.share.astype(v_BTKD.dtype) * rows_BTKD
+
+
+def looked_up(
+    table_VC: Float[Array, "vocab looked_up"], tokens_BS: Int32[Array, "b s"], dtype: DTypeLike
+) -> Float[Array, "b s c"]:
+    """The rows `tokens_BS` of the table, in `dtype`, their columns split over `tensor`.
+
+    The table stays where it is, as in `lmlib.models.parts.embedding.embedded`: each device looks up
+    the tokens of all devices along `fsdp` in its own columns, and rows are put together by an
+    all-to-all over `fsdp`. A token's gradient is summed in the table's dtype, and nothing as large
+    as the table travels, except over `data`.
+    """
+
+    def look_up(table_VC: Array, tokens_BS: Array) -> Array:
+        tokens_BS = all_gather(tokens_BS, along("embed", STORED), axis=0)
+        x_BSC = table_VC.at[tokens_BS].get(mode="fill", fill_value=0).astype(dtype)
+        return all_to_all(x_BSC, along("embed", STORED), split=0, joined=2)
+
+    return on_each_device(
+        look_up,
+        inputs=(partition(("whole_vocab", "looked_up")), partition("batch seq")),
+        outputs=partition("batch seq kv_heads"),
+    )(table_VC, tokens_BS)
+
+
+def _by_head(rows_BTC: Array, head_dim: int) -> Array:
+    """Whole heads, each of which lies on one device."""
+
+    def split(rows_BTC: Array) -> Array:
+        B, T, C = rows_BTC.shape
+        return jnp.reshape(rows_BTC, (B, T, C // head_dim, head_dim))
+
+    by_device = on_each_device(
+        split, (partition("batch seq kv_heads"),), partition("batch seq kv_heads head_dim")
+    )
+    return by_device(rows_BTC)

@@ -1,0 +1,87 @@
+"""A layer that is given a mix of the residual stream and of what the first layer was given.
+
+Shapes: B batch, S sequence, E embed.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.compute import Compute
+from lmlib.models.layer import AttendingLayer, Layer, Updating
+from lmlib.models.parts.rope import Rotary
+from lmlib.models.protocol import Context, Names, Reports
+from lmlib.models.weights import Constant, initial_values, weight
+
+
+class ResidualScales(eqx.Module):
+    """layer(residual · x + first · x0), where x0 is the residual stream before the first layer: the
+    embedded tokens. Both scales are learned (the "x0 lambdas" of Jordan et al. 2024,
+    https://github.com/KellerJordan/modded-nanogpt). All else is the layer's.
+
+    Args:
+      layer: what is given the mix.
+      initial_first: what `first` begins with; `residual` begins with 1.
+      key: unused, as both begin as constants; here for all parts to be made alike.
+    """
+
+    layer: Layer
+    residual: Float[Array, ""] = weight(Constant(1.0), dtype="float32")
+    first: Float[Array, ""] = weight(lambda self: Constant(self.initial_first), dtype="float32")
+    initial_first: float = eqx.field(static=True)
+
+    def __init__(self, layer: Layer, initial_first: float = 0.0, *, key: PRNGKeyArray):
+        self.layer, self.initial_first = layer, initial_first
+        self.residual = initial_values(self, "residual", key)
+        self.first = initial_values(self, "first", key)
+
+    def __call__(
+        self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
+    ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
+        """See `lmlib.models.layer.Layer`."""
+        return self.layer(self.mixed(x_BSE, context), context, cache)
+
+    def mixed(
+        self, x_BSE: Float[Array, "b s embed"], context: Context
+    ) -> Float[Array, "b s embed"]:
+        """What the layer is given, added in float32 at least: bfloat16 has no room for a small
+        change of a scale that begins with 1."""
+        if context.first_BSE is None:
+            raise ValueError(
+                "ResidualScales finds no `first_BSE` in the context; lmlib.models.stack.run_stack "
+                "sets it"
+            )
+        wide = jnp.promote_types(x_BSE.dtype, jnp.float32)
+        kept_BSE = self.residual * x_BSE.astype(wide)
+        return (kept_BSE + self.first * context.first_BSE.astype(wide)).astype(x_BSE.dtype)
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        return self.layer.flops_per_token(sequence_length, causal)
+
+    def check(self, sequence_length: int, compute: Compute) -> None:
+        self.layer.check(sequence_length, compute)
+
+    @property
+    def names(self) -> Names:
+        return self.layer.names
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        return self.layer.rotaries
+
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
+        return self.layer.empty_cache(rows, length, dtype)
+
+    def attention_weights(self, x_BSE: Array, context: Context) -> Array:
+        """See `lmlib.models.layer.AttendingLayer`."""
+        if not isinstance(self.layer, AttendingLayer):
+            raise ValueError(f"{type(self.layer).__name__} shows no attention weights")
+        return self.layer.attention_weights(self.mixed(x_BSE, context), context)
+
+    def updated(self, tallies: Any) -> Any:
+        """See `lmlib.models.layer.Updating`; the layer's tallies."""
+        assert isinstance(self.layer, Updating)
+        return eqx.tree_at(lambda scaled: scaled.layer, self, self.layer.updated(tallies))

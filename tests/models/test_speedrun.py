@@ -1,0 +1,269 @@
+"""The family of speedruns and its parts: the equations in float64, caches, meshes, folders.
+
+Shapes: B batch, S sequence, E embed, H heads, K kv_heads, D head_dim, V vocab.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from laid_out import laid_out
+from sentinels import sentinels
+
+from lmlib import Compute, hf, llama, make_mesh, whole_rows
+from lmlib.compute import EVERYTHING
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.generate import GREEDY, Generator
+from lmlib.losses import batch_loss
+from lmlib.models.families.sizes import short_and_long
+from lmlib.models.families.speedrun import speedrun
+from lmlib.parallel.axes import map_weights
+from lmlib.parallel.gathering import gathered_partition
+from lmlib.parallel.layout import partition, stored
+
+V, E, L, H, K, D, F, B, S = 48, 32, 4, 4, 2, 8, 40, 2, 14
+WINDOW, CAP, EPSILON = 5, 3.0, 1e-6
+FLOAT32 = Compute(dtype="float32")
+MESHES = ({"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2})
+source = Synthetic(vocab_size=V, batch_size=8, sequence_length=S)
+
+
+def make(key=None, **settings):
+    every = dict(
+        vocab=V, embed=E, layers=L, heads=H, kv_heads=K, mlp=F, window=WINDOW, long_every=2,
+        logit_cap=CAP, attention_scale=0.4, zero_outputs=False,
+    )  # fmt: skip
+    return speedrun(**every | settings, key=jax.random.key(0) if key is None else key)
+
+
+@functools.cache
+def model():
+    """Of weights that are all off their initial values, so that none can be left out unnoticed."""
+    random = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda w: w + 0.2 * random.normal(size=w.shape).astype(w.dtype), jax.jit(make)()
+    )
+
+
+def layers_of(stack):
+    for pattern in stack:
+        for i in range(jax.tree.leaves(pattern)[0].shape[0]):
+            for layer in pattern:
+                yield jax.tree.map(lambda w_R, i=i: np.asarray(w_R[i], np.float64), layer)
+
+
+def unit(x):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON)
+
+
+def turned(x_SD):
+    out_SD = np.empty_like(x_SD)
+    for position in range(len(x_SD)):
+        for i in range(D // 2):
+            z = complex(x_SD[position, i], x_SD[position, i + D // 2])
+            z *= np.exp(1j * position * 10_000.0 ** (-2 * i / D))
+            out_SD[position, i], out_SD[position, i + D // 2] = z.real, z.imag
+    return out_SD
+
+
+def reference_logits(model, tokens_BS):
+    """Row by row and head by head, as the docstrings say it."""
+    found = []
+    for tokens_S in np.asarray(tokens_BS):
+        x_SE = first_SE = np.asarray(model.embedding, np.float64)[tokens_S]
+        for number, layer in enumerate(layers_of(model.stack)):
+            block = layer.layer
+            x_SE = layer.residual * x_SE + layer.first * first_SE
+            window = S if (number + 1) % 2 == 0 or number == L - 1 else WINDOW
+            h_SE = unit(x_SE) * block.attention_norm.scale
+            mixer, values = block.attention, block.attention.value_embedding
+            assert (values is None) == ((L - 1 - number) % 2 == 1)
+            for head in range(H):
+                group = head // (H // K)
+                q_SD = turned(unit(h_SE @ mixer.query[:, head]))
+                k_SD = turned(unit(h_SE @ mixer.key[:, group]))
+                v_SD = h_SE @ mixer.value[:, group]
+                if values is not None:
+                    rows_SD = values.table[tokens_S].reshape(S, K, D)[:, group]
+                    v_SD = v_SD + values.share * rows_SD
+                for s in range(S):
+                    seen = range(max(0, s - window + 1), s + 1)
+                    mix = np.exp([0.4 * q_SD[s] @ k_SD[t] for t in seen])
+                    mixed_D = mix @ v_SD[seen.start : seen.stop] / mix.sum()
+                    x_SE = x_SE.copy()
+                    x_SE[s] += mixed_D @ mixer.output[head]
+            h_SE = unit(x_SE) * block.mlp_norm.scale
+            x_SE = x_SE + np.maximum(h_SE @ block.mlp.up, 0) ** 2 @ block.mlp.down
+        h_SE = unit(x_SE) * np.asarray(model.norm.scale, np.float64)
+        logits_SV = h_SE @ np.asarray(model.unembedding, np.float64)
+        found.append(CAP * np.tanh(logits_SV / CAP))
+    return np.stack(found)
+
+
+@functools.cache
+def tokens():
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(np.random.default_rng(2).integers(0, V, (B, S)), jnp.int32)
+
+
+def test_logits_match_the_equations():
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(lambda model: model(tokens(), whole_rows(tokens(), FLOAT32)))(model())
+    expected = reference_logits(model(), tokens())
+    assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
+
+
+@functools.cache
+def gradients(mesh, **compute):
+    mesh, compute = make_mesh(**dict(mesh)), Compute(dtype="float32", **compute)
+
+    def mean(model, batch):
+        return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
+
+    with jax.set_mesh(mesh):
+        batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
+        return jax.device_get(jax.jit(jax.grad(mean))(laid_out(model(), mesh), batch))
+
+
+def assert_same_gradients(found, expected):
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(theirs) > 0
+        assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
+
+
+@pytest.mark.several_devices
+@pytest.mark.parametrize(
+    ("mesh", "sequence_parallel"),
+    sentinels(
+        [(MESHES[0], False), (MESHES[1], False), (MESHES[2], True)], lambda case: "data" in case[0]
+    ),
+)
+def test_every_mesh_gives_the_gradients_of_one_device(mesh, sequence_parallel):
+    found = gradients(tuple(mesh.items()), sequence_parallel=sequence_parallel)
+    assert_same_gradients(found, gradients(()))
+
+
+@pytest.mark.slow
+def test_what_is_kept_and_unrolled_changes_no_gradient():
+    assert_same_gradients(gradients((), saved=EVERYTHING, unroll=4), gradients(()))
+
+
+def test_a_table_of_values_rests_where_it_is_used():
+    """`gather` has nothing to send, in training or in generation."""
+    mesh = make_mesh(fsdp=4, tensor=2)
+    found = {}
+
+    def look(weight, array):
+        if weight.path.endswith("value_embedding.table"):
+            rests = stored(weight, array.shape, mesh)
+            assert gathered_partition(weight, array.shape, mesh) == rests
+            found[weight.path] = NamedSharding(mesh, rests).shard_shape(array.shape)
+
+    map_weights(look, jax.eval_shape(make))
+    assert {*found.values()} == {(2, V, K * D // 8)}
+
+
+@pytest.mark.parametrize(
+    "mesh", sentinels([{}, MESHES[1], MESHES[2]], lambda mesh: not mesh), ids=str
+)
+def test_what_is_generated_is_what_the_whole_pass_gives(mesh):
+    """Prompts in chunks, of which the last layer makes one token alone, then token by token."""
+    mesh = make_mesh(**mesh)
+    generator = Generator(
+        laid_out(model(), mesh), mesh=mesh, compute=FLOAT32, rows=8, length=32, chunk=8
+    )
+    prompts = [tokens()[0].tolist(), tokens()[1][:3].tolist()]
+    made = generator(prompts, 12, GREEDY)
+    for prompt, (one,) in zip(prompts, made, strict=True):
+        text = [*prompt, *one.tokens]
+        row_1S = jnp.asarray([text], jnp.int32)
+        logits_SV = model()(row_1S, whole_rows(row_1S, FLOAT32))[0]
+        expected = np.argmax(logits_SV, axis=-1)[len(prompt) - 1 : -1]
+        assert list(one.tokens) == expected.tolist()
+
+
+def test_without_its_parts_it_is_a_llama():
+    plain = dict(
+        value_embeddings=False, residual_scales=False, query_key_norm=False, squared_relu=False,
+        logit_cap=None, window=None, attention_scale=None,
+    )  # fmt: skip
+    found = jax.jit(lambda: make(**plain))()
+    expected = llama(V, E, L, H, F, kv_heads=K, norm_epsilon=EPSILON, key=jax.random.key(0))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_with_zero_outputs_layers_begin_as_the_identity():
+    made = make(zero_outputs=True)
+    context = whole_rows(tokens(), FLOAT32)
+    np.testing.assert_array_equal(made.trunk(tokens(), context).x_BSE, made.embedding[tokens()])
+    decays = {}
+    map_weights(lambda weight, _: decays.update({weight.path: weight.declaration}), made)
+    outputs = [how for path, how in decays.items() if path.endswith((".output", ".down"))]
+    assert len(outputs) == 4 and all(how.decays and how.multiplied for how in outputs)
+
+
+def test_flops_count_what_is_multiplied():
+    per_layer = E * H * D + 2 * E * K * D + H * D * E + 2 * E * F
+    long, short = 12 * H * D * S, 12 * H * D * WINDOW
+    expected = 6 * (L * per_layer + E * V) + 2 * long + 2 * short
+    assert model().flops_per_token(S, causal=False) == expected
+
+
+def test_the_reading_of_attention_is_that_of_the_layer():
+    """Weights of the first layer, from what it is given."""
+    context = dataclasses.replace(
+        whole_rows(tokens(), FLOAT32),
+        observe=lambda call: call.layer.attention_weights(call.before, call.context),
+    )
+    weights_LBHST = model().trunk(tokens(), context).observed
+    assert weights_LBHST.shape == (L, B, H, S, S)
+    np.testing.assert_allclose(weights_LBHST.sum(-1), 1, rtol=1e-5)
+    assert float(weights_LBHST[0, ..., -1, : S - WINDOW].max()) == 0
+    assert float(weights_LBHST[-1, ..., -1, : S - WINDOW].min()) > 0
+
+
+def test_no_folder_of_hugging_faces_describes_it(tmp_path):
+    with pytest.raises(ValueError, match=r"none of .* is this model"):
+        hf.save(make(), tmp_path / "whole")
+    with pytest.raises(ValueError, match="a ResidualScales where the family has a Block"):
+        hf.save(make(), tmp_path / "llama", model_type="llama")
+    gated = dict(residual_scales=False, squared_relu=False, window=None, attention_scale=None)
+    for left, reason in (
+        (
+            {"logit_cap": 30.0, "value_embeddings": 0, "query_key_norm": False},
+            "its logit_cap is 30.0",
+        ),
+        ({"logit_cap": None, "value_embeddings": 1, "query_key_norm": False}, "value_embedding"),
+        ({"logit_cap": None, "value_embeddings": 0, "query_key_norm": True}, "query_norm"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            hf.save(make(**gated, **left), tmp_path / "llama", model_type="llama")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_windows_of_layers():
+    assert short_and_long(7, 32, 3) == [32, 32, None, 32, 32, None, None]
+    assert short_and_long(3, 32, 4, long=64) == [32, 32, 64]
+    assert short_and_long(2, None, 1) == [None, None]
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        short_and_long(2, 32, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"value_embeddings": -1}, "value_embeddings must not be negative, got -1"),
+        ({"long_every": 0}, "at least 1, got 0"),
+        ({"heads": 6, "head_dim": 8, "kv_heads": 4}, "heads = 6 must be a multiple of kv_heads"),
+    ],
+)
+def test_what_it_cannot_be_is_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
