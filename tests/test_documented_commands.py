@@ -119,7 +119,12 @@ NOT_RUN_PYTHON = {
 # What a reader has in hand before the Python of a page.
 IN_HAND = {
     page: "from experiments import llama_84m\ncfg = llama_84m.config()\n"
-    for page in ("docs/evaluation.md", "docs/finetuning.md", "docs/objectives.md")
+    for page in (
+        "docs/optimizers.md",
+        "docs/evaluation.md",
+        "docs/finetuning.md",
+        "docs/objectives.md",
+    )
 }
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3?|pip) |#SBATCH|#!/bin/bash|export ")
 FILE = re.compile(r"# (\w+\.py)\n")  # the first line of what goes into a file

@@ -1,6 +1,7 @@
 """Optimizers, schedules, and which weights train at which rate."""
 
 from lmlib.optim.adamw import adamw
+from lmlib.optim.from_optax import from_optax
 from lmlib.optim.optimizer import Optimizer, as_declared, decay_mask
 from lmlib.optim.power import warmup_power_decay
 from lmlib.optim.schedules import (
@@ -19,6 +20,7 @@ __all__ = [
     "adamw",
     "as_declared",
     "decay_mask",
+    "from_optax",
     "warmup_constant",
     "warmup_cosine",
     "warmup_linear",
