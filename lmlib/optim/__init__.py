@@ -2,6 +2,7 @@
 
 from lmlib.optim.adamw import adamw
 from lmlib.optim.from_optax import from_optax
+from lmlib.optim.muon import muon
 from lmlib.optim.optimizer import Optimizer, as_declared, decay_mask
 from lmlib.optim.power import warmup_power_decay
 from lmlib.optim.schedules import (
@@ -21,6 +22,7 @@ __all__ = [
     "as_declared",
     "decay_mask",
     "from_optax",
+    "muon",
     "warmup_constant",
     "warmup_cosine",
     "warmup_linear",

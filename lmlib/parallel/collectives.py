@@ -6,6 +6,7 @@ functions below communicate along axes of the mesh: those that split a named axi
 nothing is sent.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,6 +75,20 @@ def pmax(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
     return x if _nowhere(mesh_axes) else jax.lax.pmax(x, mesh_axes)
 
 
+def own_share(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
+    """This device's part along `axis` of what all devices along `mesh_axes` have alike."""
+    if _alone(mesh_axes):
+        return x
+    length = x.shape[axis] // devices_along(mesh_axes)
+    return jax.lax.dynamic_slice_in_dim(x, axis_index(mesh_axes) * length, length, axis)
+
+
+def devices_along(mesh_axes: MeshAxes) -> int:
+    """How many devices there are along `mesh_axes`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in names_of(mesh_axes))
+
+
 def axis_index(mesh_axes: MeshAxes) -> jax.Array | int:
     """Which of the devices along `mesh_axes` this one is, from 0."""
     return 0 if _nowhere(mesh_axes) else jax.lax.axis_index(mesh_axes)
@@ -93,5 +108,4 @@ def _nowhere(mesh_axes: MeshAxes) -> bool:
 
 
 def _alone(mesh_axes: MeshAxes) -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or all(mesh.shape[name] == 1 for name in names_of(mesh_axes))
+    return devices_along(mesh_axes) == 1

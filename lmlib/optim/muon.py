@@ -1,0 +1,192 @@
+"""Muon: matrices descend along their orthogonalised momentum, all other weights by AdamW.
+
+Shapes: N matrices, R rows, C columns.
+"""
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from lmlib.optim.optimizer import (
+    Decays,
+    Optimizer,
+    as_declared,
+    by_weight,
+    check_epsilon,
+    check_fractions,
+    with_decoupled_decay,
+)
+from lmlib.optim.orthogonalization import POLAR_EXPRESS, Polynomial, orthogonalized
+from lmlib.optim.schedules import MakeSchedule, warmup_cosine
+from lmlib.optim.whole_matrices import (
+    Matrices,
+    is_matrix,
+    layout_of,
+    matrices_of,
+    on_whole_matrices,
+)
+from lmlib.parallel.axes import Weight, map_weights
+
+# The root mean square of AdamW's updates, about (Liu et al. 2025, arXiv:2502.16982, §2.2).
+ADAMW_RMS = 0.2
+_TINY = 1e-8  # beside roots
+
+
+class MuonState(NamedTuple):
+    """Attributes:
+    momentum: of matrices, laid out as they are; `None` in place of other weights.
+    neurons: the average square of each column of the updates; nothing if it is not asked for.
+    adam: the moments of the other weights.
+    """
+
+    momentum: Any
+    neurons: tuple[Any, ...]
+    adam: optax.ScaleByAdamState
+
+
+def muon(
+    steps: int,
+    peak_lr: float,
+    schedule: MakeSchedule = warmup_cosine,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    polynomials: Sequence[Polynomial] = POLAR_EXPRESS,
+    dtype: str = "bfloat16",
+    apart: Collection[str] = ("expert",),
+    neuron_decay: float | None = None,
+    adamw_learning_rate: float = 1.0,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.1,
+    clip_norm: float | None = 1.0,
+    decays: Decays = as_declared,
+    cautious: bool = False,
+) -> Optimizer:
+    """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks") with
+    updates of the size of AdamW's, so that its learning rates and weight decay carry over (Liu et
+    al. 2025, arXiv:2502.16982): 0.2 √max(R, C) times the orthogonalised momentum.
+
+    Matrices are the weights that multiply activations, each stacked layer's by itself, but for
+    those of the vocabulary; adapters' pairs are. An axis of several names, as heads and head_dim,
+    is one side of them. Tables, heads, norms, biases and routers go to AdamW.
+
+    On a mesh each device orthogonalises its share of the matrices; see
+    `lmlib.optim.whole_matrices`. What it makes of given gradients is the same bits on every mesh.
+
+    Args:
+      steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious: as in
+        `lmlib.optim.adamw.adamw`.
+      momentum: decay of the average of gradients.
+      nesterov: descends along the average of momentum and gradient, in the same shares.
+      polynomials: that orthogonalise; see `lmlib.optim.orthogonalization`.
+      dtype: of the matrices as they are sent and multiplied: "bfloat16" or "float32".
+      apart: names of axes along which each index is a matrix by itself, besides layers; with
+        "heads" and "kv_heads" those of attention are orthogonalised head by head.
+      neuron_decay: decay of the average of squares of each column's updates, which are then divided
+        by its root (NorMuon: Li et al. 2025, arXiv:2510.05491, algorithm 1, with 0.95); a column is
+        what makes one output. `None`: they stay as they are.
+      adamw_learning_rate: factor for the weights that AdamW updates.
+      b1, b2, epsilon: of AdamW.
+
+    Raises:
+      ValueError: for a number that is out of range, or a dtype that is none of these, naming it.
+    """
+    check_fractions(momentum=momentum, b1=b1, b2=b2)
+    check_epsilon(epsilon)
+    if neuron_decay is not None:
+        check_fractions(neuron_decay=neuron_decay)
+    if not adamw_learning_rate > 0:
+        raise ValueError(f"adamw_learning_rate must be positive, got {adamw_learning_rate}")
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
+    if isinstance(apart, str):
+        raise ValueError(f"apart must be several names of axes, got the text {apart!r}")
+    adam = optax.scale_by_adam(b1, b2, epsilon)
+
+    def form(weight: Weight, array: Array) -> Matrices | None:
+        return matrices_of(weight, array.shape, apart)
+
+    def matrices_and_others(tree: Any) -> tuple[Any, Any]:
+        return eqx.partition(tree, map_weights(lambda weight, _: is_matrix(weight, apart), tree))
+
+    def init(model: Any) -> MuonState:
+        matrices, others = matrices_and_others(model)
+        neurons = jax.tree.map(_neurons, map_weights(form, matrices), matrices)
+        kept = () if neuron_decay is None else (neurons,)
+        return MuonState(jax.tree.map(jnp.zeros_like, matrices), kept, adam.init(others))
+
+    def update(gradients: Any, state: MuonState, model: Any = None) -> tuple[Any, MuonState]:
+        matrices, others = matrices_and_others(gradients)
+        average = _averaged(momentum, state.momentum, matrices)
+        ahead = _averaged(momentum, average, matrices) if nesterov else average
+        forms = jax.tree.leaves(map_weights(form, ahead))
+        arrays = [each.astype(dtype) for each in jax.tree.leaves(ahead)]
+        made, *neurons = (
+            jax.tree.unflatten(jax.tree.structure(matrices), each)
+            for each in on_whole_matrices(
+                functools.partial(_descended, polynomials, neuron_decay),
+                forms,
+                arrays,
+                *map(jax.tree.leaves, state.neurons),
+            )
+        )
+        directions = jax.tree.map(lambda each: each.astype(jnp.float32), made)
+        of_others, moments = adam.update(others, state.adam)
+        new_state = MuonState(average, tuple(neurons), moments)
+        return eqx.combine(directions, of_others), new_state
+
+    direction = optax.GradientTransformation(init, update)
+    made = with_decoupled_decay(
+        direction, steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious
+    )
+    if adamw_learning_rate == 1:
+        return made
+    slower = by_weight(lambda weight: 1.0 if is_matrix(weight, apart) else adamw_learning_rate)
+    return made._replace(transformation=optax.chain(made.transformation, slower))
+
+
+def _averaged(decay: float, average: Any, gradients: Any) -> Any:
+    return jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, average, gradients)
+
+
+def _neurons(form: Matrices, matrices: Array) -> Array:
+    """Zeros for each column: the axes that products sum over have size 1."""
+    shape = [1 if i in form.summed else size for i, size in enumerate(matrices.shape)]
+    if jax.sharding.get_abstract_mesh().empty:
+        return jnp.zeros(shape, jnp.float32)
+    places = [None if i in form.summed else each for i, each in enumerate(layout_of(matrices))]
+    return jnp.zeros(shape, jnp.float32, out_sharding=PartitionSpec(*places))
+
+
+def _descended(
+    polynomials: Sequence[Polynomial], neuron_decay: float | None, x_NRC: Array, *neurons: Array
+) -> tuple[Array, ...]:
+    """The orthogonalised matrices at the size of AdamW's updates.
+
+    `neurons`: nothing, or the average square of each column's updates, [N, 1, C], or [N, R, 1] of
+    matrices that lie on their side; returned as well. Columns are then divided by its root, and
+    matrices have the norm that they had.
+    """
+    y_NRC = orthogonalized(x_NRC, polynomials).astype(jnp.float32)
+    size = ADAMW_RMS * max(y_NRC.shape[1:]) ** 0.5
+    if neuron_decay is None:
+        return ((size * y_NRC).astype(x_NRC.dtype),)
+    (squares,) = neurons
+    summed = 2 if squares.shape[2] < y_NRC.shape[2] else 1
+    mean = jnp.mean(y_NRC**2, axis=summed, keepdims=True)
+    squares = neuron_decay * squares + (1 - neuron_decay) * mean
+    even_NRC = y_NRC / (jnp.sqrt(squares) + _TINY)
+    even_NRC *= _norm(y_NRC) / (_norm(even_NRC) + _TINY)
+    return (size * even_NRC).astype(x_NRC.dtype), squares
+
+
+def _norm(x_NRC: Array) -> Array:
+    return jnp.sqrt(jnp.sum(x_NRC**2, axis=(1, 2), keepdims=True))

@@ -1,0 +1,244 @@
+"""Functions of whole matrices, whose weights rest split over the mesh: each device gets its share
+of the matrices by all-to-all, computes, and sends back what it made. No device ever holds them all.
+
+What is made of a matrix is the same bits on every mesh of one kind of devices: these compute with a
+number of matrices at once that depends on their size alone.
+
+Shapes: N matrices, R rows, C columns, R ≤ C.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from lmlib.parallel.axes import Weight
+from lmlib.parallel.collectives import (
+    all_gather,
+    all_to_all,
+    devices_along,
+    on_each_device,
+    own_share,
+    platform,
+)
+from lmlib.parallel.layout import mesh_axes_of
+from lmlib.parallel.mesh_axes import MeshAxes
+
+_BUSY = 2**24  # elements that keep an accelerator busy
+_MOST_AT_ONCE = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """The array of a weight as a stack of matrices.
+
+    Attributes:
+      apart: positions of the axes along which one matrix follows the other.
+      rows, columns: of those that number the rows and the columns of each.
+      summed: of those that products sum over: either the rows or the columns.
+    """
+
+    apart: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    summed: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return (*self.apart, *self.rows, *self.columns)
+
+    def stacked(self, x: Array) -> Array:
+        """x as an array with one axis for all matrices, then those of rows and columns."""
+        x = jnp.transpose(x, self.order)
+        first = len(self.apart)
+        return jnp.reshape(x, (math.prod(x.shape[:first]), *x.shape[first:]))
+
+    def unstacked(self, x: Array, shape: Sequence[int]) -> Array:
+        """The inverse of `stacked` for an array of `shape`."""
+        x = jnp.reshape(x, [shape[i] for i in self.order])
+        return jnp.transpose(x, sorted(range(x.ndim), key=self.order.__getitem__))
+
+
+def is_matrix(weight: Weight, apart: Collection[str]) -> bool:
+    """Whether `matrices_of` finds matrices in a weight: it multiplies activations, is none of the
+    vocabulary, and has two sides, as that of a router has not if `apart` names the experts."""
+    _, summed, kept = _sides(weight, apart)
+    is_of_vocabulary = "vocab" in weight.axes
+    return weight.declaration.multiplied and not is_of_vocabulary and bool(summed and kept)
+
+
+def matrices_of(weight: Weight, shape: Sequence[int], apart: Collection[str]) -> Matrices | None:
+    """How an array of `shape` is a stack of matrices: one for each stacked layer, and for each
+    index of the axes named in `apart`. Products sum over the axes of one side. Rows are the shorter
+    side. `None` if it is none."""
+    if not is_matrix(weight, apart):
+        return None
+    stacked, summed, kept = _sides(weight, apart)
+
+    def length_and_names(side: tuple[int, ...]) -> tuple[int, list[str]]:
+        return math.prod(shape[i] for i in side), [weight.axes[i] for i in side]
+
+    rows, columns = sorted((summed, kept), key=length_and_names)
+    return Matrices(stacked, rows, columns, summed)
+
+
+def _sides(weight: Weight, apart: Collection[str]) -> tuple[tuple[int, ...], ...]:
+    """Positions of the axes of stacked and separate matrices, of those that products sum over, and
+    of those that are left."""
+    places = range(len(weight.axes))
+    stacked = [i for i in places if i < weight.stacked or weight.axes[i] in apart]
+    summed = [i for i in places if i not in stacked and weight.axes[i] in weight.declaration.summed]
+    kept = [i for i in places if i not in stacked and i not in summed]
+    return tuple(stacked), tuple(summed), tuple(kept)
+
+
+Arrays = tuple[Array, ...]
+
+
+def on_whole_matrices(
+    function: Callable[..., Arrays], matrices: Sequence[Matrices], *kinds: Sequence[Array]
+) -> list[list[Array]]:
+    """What `function` makes of all matrices; those of equal shapes are sent together.
+
+    Args:
+      function: of some matrices [N, R, C] and of what comes with them, such as a number for each
+        column, [N, 1, C]; gives as many arrays, of the same shapes. What it makes of a matrix must
+        not depend on the others.
+      matrices: of each weight.
+      kinds: each weight's matrices, and each weight's other arrays, laid out as they rest. These
+        have the same axes; one may have size 1, and then lies along no axis of the mesh.
+
+    Returns: for each of `kinds` arrays that are laid out as those given.
+    """
+    weights = [*zip(*kinds, strict=True)]
+    groups: dict[object, list[int]] = defaultdict(list)
+    for i, (form, arrays) in enumerate(zip(matrices, weights, strict=True)):
+        groups[_shapes_and_layouts(form, arrays)].append(i)
+    made: dict[int, Arrays] = {}
+    for group in groups.values():
+        results = _of_group(function, [matrices[i] for i in group], [weights[i] for i in group])
+        made |= zip(group, results, strict=True)
+    return [[made[i][k] for i in range(len(weights))] for k in range(len(kinds))]
+
+
+def _shapes_and_layouts(form: Matrices, arrays: Arrays) -> object:
+    """Equal for weights whose matrices can be in one stack."""
+    sides = form.order[len(form.apart) :]
+    shapes = [tuple(array.shape[i] for i in sides) for array in arrays]
+    layouts = [tuple(layout_of(array)[i] for i in form.order) for array in arrays]
+    return len(form.apart), len(form.rows), *shapes, *layouts
+
+
+def _of_group(
+    function: Callable[..., Arrays], forms: Sequence[Matrices], weights: Sequence[Arrays]
+) -> list[Arrays]:
+    layouts = [layout_of(array) for arrays in weights for array in arrays]
+    kinds = len(weights[0])
+    ways = [_way(forms[0], layout, layouts[0]) for layout in layouts[:kinds]]
+
+    def on_shares(*parts: Array) -> Arrays:
+        """On each device: of its parts of all arrays, its parts of what is made."""
+        of_kinds = [parts[k::kinds] for k in range(kinds)]
+        stacks = [
+            [form.stacked(part) for form, part in zip(forms, parts, strict=True)]
+            for parts in of_kinds
+        ]
+        shares = [
+            _sent(jnp.concatenate(stack), way) for stack, way in zip(stacks, ways, strict=True)
+        ]
+        made = _in_turns(function, [_as_matrices(x, len(forms[0].rows)) for x in shares])
+        returned = [
+            _returned(jnp.reshape(y, x.shape), way)
+            for y, x, way in zip(made, shares, ways, strict=True)
+        ]
+        ends = list(itertools.accumulate(len(x) for x in stacks[0]))[:-1]
+        split = [jnp.split(y[: sum(map(len, stacks[0]))], ends) for y in returned]
+        return tuple(
+            form.unstacked(split[k][i], of_kinds[k][i].shape)
+            for i, form in enumerate(forms)
+            for k in range(kinds)
+        )
+
+    # Not tracked: what is gathered over copies is the same on each, which JAX does not know.
+    mapped = on_each_device(on_shares, layouts, tuple(layouts), tracked=False)
+    made = mapped(*(array for arrays in weights for array in arrays))
+    return [tuple(made[i : i + kinds]) for i in range(0, len(made), kinds)]
+
+
+_Way = Sequence[tuple[MeshAxes, int | None]]
+
+
+def _way(matrices: Matrices, layout: PartitionSpec, of_matrices: PartitionSpec) -> _Way:
+    """How arrays of `layout` come together for matrices that lie as `of_matrices`: along each of
+    these axes of the mesh a device takes its share of the matrices, and so the parts of them along
+    an axis; `None`: each device has all of it, and sends nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    copies = tuple(name for name in mesh.axis_names if name not in mesh_axes_of(of_matrices))
+    way: list[tuple[MeshAxes, int | None]] = [(copies, None)]
+    for axis, i in enumerate(matrices.order[len(matrices.apart) :], start=1):
+        if of_matrices[i] is not None:
+            way.append((of_matrices[i], None if layout[i] is None else axis))
+    return way
+
+
+def _sent(x: Array, way: _Way) -> Array:
+    """This device's share of the matrices, each whole; zeros fill up the last shares."""
+    shares = math.prod(devices_along(mesh_axes) for mesh_axes, _ in way)
+    x = jnp.pad(x, [(0, -len(x) % shares)] + [(0, 0)] * (x.ndim - 1))
+    for mesh_axes, axis in way:
+        if axis is None:
+            x = own_share(x, mesh_axes, axis=0)
+        else:
+            x = all_to_all(x, mesh_axes, split=0, joined=axis)
+    return x
+
+
+def _returned(x: Array, way: _Way) -> Array:
+    """The inverse of `_sent`, but for what fills up."""
+    for mesh_axes, axis in reversed(way):
+        if axis is None:
+            x = all_gather(x, mesh_axes, axis=0)
+        else:
+            x = all_to_all(x, mesh_axes, split=axis, joined=0)
+    return x
+
+
+def _as_matrices(x: Array, rows: int) -> Array:
+    """[N, R, C], the first `rows` of the axes after the first being those of rows."""
+    sides = x.shape[1 : 1 + rows], x.shape[1 + rows :]
+    return jnp.reshape(x, (len(x), *map(math.prod, sides)))
+
+
+def _in_turns(function: Callable[..., Arrays], stacks: Sequence[Array]) -> Arrays:
+    """`function` of all matrices, in turns of so many that a device is busy; CPUs are with one."""
+    N, R, C = stacks[0].shape
+    batch = 1 if platform() == "cpu" else max(1, min(_MOST_AT_ONCE, _BUSY // (R * C)))
+    turns = -(-N // batch)
+
+    def cut(x: Array) -> Array:
+        filled = jnp.pad(x, [(0, turns * batch - N), (0, 0), (0, 0)])
+        return jnp.reshape(filled, (turns, batch, *x.shape[1:]))
+
+    # Barriers, lest what is around becomes part of the same kernels on some meshes.
+    def turn(arrays: Arrays) -> Arrays:
+        return jax.lax.optimization_barrier(function(*jax.lax.optimization_barrier(arrays)))
+
+    given = tuple(map(cut, stacks))
+    if turns == 1:  # without a loop, whose body XLA's TPU compiler would run twice
+        made = jax.tree.map(lambda y: y[None], turn(tuple(x[0] for x in given)))
+    else:
+        made = jax.lax.map(turn, given)
+    return tuple(jnp.reshape(y, (turns * batch, *y.shape[2:]))[:N] for y in made)
+
+
+def layout_of(array: Array) -> PartitionSpec:
+    """How it lies on the mesh that is set, axis by axis."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return PartitionSpec(*[None] * array.ndim)
+    return PartitionSpec(*jax.typeof(array).sharding.spec.partitions)
