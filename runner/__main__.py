@@ -160,7 +160,8 @@ def _supervise_or_train(
             _GRACE_SECONDS.value,
         )
     # Heavy, and a process that only supervises, or refuses a mistaken command, does without.
-    from runner.jax_settings.devices import choose_devices
+    from runner.jax_settings.allocator import keep_freed_memory
+    from runner.jax_settings.devices import choose_devices, on_cpus_alone
     from runner.jax_settings.xla_flags import (
         keep_cpus_in_order,
         make_deterministic,
@@ -169,6 +170,8 @@ def _supervise_or_train(
     from runner.processes.joining import is_one_of_several, join, reached_stop
 
     choose_devices()
+    if on_cpus_alone():
+        keep_freed_memory()
     overlap_communication()
     keep_cpus_in_order(several_processes=supervisor is not None)
     if _DETERMINISTIC.value:

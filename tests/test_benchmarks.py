@@ -4,12 +4,14 @@ import ast
 import dataclasses
 import importlib.util
 import math
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from forked_processes import run_forked
+from forked_processes import PATHS, run_forked
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -113,6 +115,29 @@ def test_generation_is_measured_beside_peers_that_make_the_same_tokens():
     here = importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")
     peer = r"^transformers_compiled " if here else "transformers: not installed"
     assert re.search(peer, ran.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_quality_is_compared_at_the_same_cpu_seconds(tmp_path):
+    pytest.importorskip("torch")
+    few = "--fiddler=tiny", "--seeds=2", "--rates=2e-3,4e-3"
+    given = {"PYTHONPATH": PATHS, "XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": ""}
+    ran = subprocess.run(  # PyTorch compiles in threads, which a fork does not have
+        [sys.executable, BENCHMARKS / "quality.py", *few],
+        env=os.environ | given,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert len(re.findall(r"^seed 0: GPT", ran.stderr, re.MULTILINE)) == 2  # one for each rate
+    ours, theirs = (
+        [float(each) for each in re.search(rf"^{name} +(.*) +\S+$", ran.stdout, re.M)[1].split()]
+        for name in ("lmlib", "GPT")
+    )
+    assert theirs[2] >= ours[2] > 0  # CPU-seconds
+    assert all(0 < bits < 9 for bits in (*ours[:2], *theirs[:2]))  # 512 tokens are 9 bits
+    error = r"^lmlib - GPT: [+-]\d\.\d+ ± \d\.\d+ bits per byte$"
+    assert re.search(error, ran.stdout, re.MULTILINE)
 
 
 def test_every_fault_of_the_campaign_can_be_put_in(monkeypatch):

@@ -17,7 +17,7 @@ def choose_devices() -> None:
     Raises:
       ConfigError: if JAX would start two plugins for NVIDIA GPUs, which it cannot.
     """
-    if os.environ.get("JAX_PLATFORMS", "cuda" if has_accelerator() else "cpu") != "cpu":
+    if not on_cpus_alone():
         check_one_cuda_plugin()
     if left_out := use_cpu_if_alone():
         print(
@@ -26,6 +26,11 @@ def choose_devices() -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def on_cpus_alone() -> bool:
+    """Whether JAX will start on CPUs, and not look for anything else."""
+    return os.environ.get("JAX_PLATFORMS", "cuda" if has_accelerator() else "cpu") == "cpu"
 
 
 def check_one_cuda_plugin() -> None:

@@ -37,7 +37,8 @@ from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.config import configs
 from runner.config.text import flattened
 from runner.errors import ConfigError
-from runner.jax_settings.devices import check_devices, choose_devices
+from runner.jax_settings.allocator import keep_freed_memory
+from runner.jax_settings.devices import check_devices, choose_devices, on_cpus_alone
 from runner.jax_settings.xla_flags import keep_cpus_in_order, overlap_communication
 from runner.processes.lock import WorkdirLock
 from runner.sweep import slurm
@@ -136,6 +137,8 @@ def _cost_of(point: Point) -> Cost | None:
 def _train(sweep: Sweep) -> int:
     """One point after the other, in this process."""
     choose_devices()
+    if on_cpus_alone():
+        keep_freed_memory()
     overlap_communication()
     keep_cpus_in_order(several_processes=False)
     file = configs.experiment_file(flags.FLAGS.fdl_config)
