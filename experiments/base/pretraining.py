@@ -117,3 +117,8 @@ def fast(cfg: fdl.Config[Experiment]) -> None:
     cfg.compute.saved = EVERYTHING
     cfg.compute.unroll = cfg.model.layers
     cfg.compute.logits_dtype = "bfloat16"
+
+
+def muon(cfg: fdl.Config[Experiment]) -> None:
+    """Muon in place of AdamW, at its learning rate, schedule and weight decay."""
+    fdl.update_callable(cfg.optimizer, optim.muon, drop_invalid_args=True)

@@ -130,6 +130,18 @@ def replicated_over_data(fsdp):
     )
 
 
+def whole_matrices(fsdp, t):
+    """Muon's: each group of matrices of one shape is as many as the devices divide, and travels
+    along both axes there and back. The groups: queries and outputs, keys and values, mlp's."""
+    devices = fsdp * t
+    groups = {E * H * D: 2 * L, E * K * D: 2 * L, E * F: 3 * L}
+    sizes = [-(-count // devices) * size for size, count in groups.items()]
+    return sum(
+        (sends("all-to-all", (axis,), STEP, "bf16", sizes, count=2) for axis in ("fsdp", "tensor")),
+        Counter(),
+    )
+
+
 # Sizes of the mesh, settings of the model, and the budgets that serve: XLA's versions differ. What
 # FSDP sends alone, and TP alone, is a part of what these send.
 LAYOUTS = {
@@ -137,6 +149,16 @@ LAYOUTS = {
         {"fsdp": 4, "tensor": 2},
         {},
         [fully_sharded(4, t=2) + norms("reduce-scatter", ("fsdp",)) + tensor_parallel(B // 4)],
+    ),
+    "FSDP × TP with Muon": (
+        {"fsdp": 4, "tensor": 2},
+        {},
+        [
+            fully_sharded(4, t=2)
+            + norms("reduce-scatter", ("fsdp",))
+            + tensor_parallel(B // 4)
+            + whole_matrices(4, t=2)
+        ],
     ),
     "HSDP": (
         {"data": 2, "fsdp": 4},
@@ -183,7 +205,8 @@ def compiled(target, layout):
         key=jax.random.key(0),
     )
     compute = Compute(attention="plain", **settings)
-    training = Training(optim.adamw(100, 1e-3), mesh, compute)
+    optimizer = optim.muon if layout.endswith("Muon") else optim.adamw
+    training = Training(optimizer(100, 1e-3), mesh, compute)
     state = abstract_state(make, training)
     batch = abstract_batch(B, S, mesh)
     step = train.trace_step(state, batch, training).lower()
