@@ -12,7 +12,7 @@ from lmlib.hardware.free_memory import bytes_per_device
 from lmlib.hardware.specifications import Accelerator
 from lmlib.inspect.saved_activations import SavedActivation, saved_activations
 from lmlib.plan.loading import reading
-from lmlib.plan.program import HOST_MEMORY, Program
+from lmlib.plan.program import FUSIONS, HOST_MEMORY, Program
 from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns
@@ -300,7 +300,7 @@ def largest_arrays(program: Program, count: int = 3) -> tuple[LargeArray, ...]:
     """
     found: dict[str, LargeArray] = {}
     for instruction, place in program.instructions():
-        fused = any(caller.opcode == "fusion" for caller in place.callers)
+        fused = any(caller.opcode in FUSIONS for caller in place.callers)
         if fused or instruction.opcode in _MAKES_NOTHING:
             continue
         operation = "/".join(instruction.op_name.split("/")[-2:])

@@ -32,6 +32,7 @@ HOST_MEMORY = 5  # XLA's number of it
 # Opcodes whose `to_apply` is a part of the program. What a TPU's SparseCores do beside the rest
 # begins with a `call-start`.
 _CALLING = {"call", "call-start"}
+FUSIONS = {"fusion", "fusion-start"}  # GPUs copy slices ahead of time by the second
 # Opcodes that hand a value on as it is.
 _TRANSPARENT = {"copy", "bitcast", "convert", "copy-done", "reshape"}
 

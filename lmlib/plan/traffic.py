@@ -8,7 +8,7 @@ on a TPU's chip is free, unless it was fetched there just for its reader.
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from lmlib.plan.program import ArrayType, Computation, Instruction, Place, Program
+from lmlib.plan.program import FUSIONS, ArrayType, Computation, Instruction, Place, Program
 from lmlib.plan.scopes import phase, scope
 
 # They only rename or wait, or what they call counts on its own.
@@ -71,7 +71,7 @@ def traffic(program: Program, scopes: Sequence[str]) -> tuple[Traffic, ...]:
 def scheduled(program: Program) -> Iterator[tuple[Instruction, Place]]:
     """Every instruction that a run executes, those inside of fusions left out."""
     for one, place in program.instructions():
-        if not any(caller.opcode in ("fusion", "async-start") for caller in place.callers):
+        if not any(caller.opcode in {*FUSIONS, "async-start"} for caller in place.callers):
             yield one, place
 
 
@@ -109,7 +109,7 @@ def bytes_moved(one: Instruction, computation: Computation, program: Program) ->
         return 0
     if one.opcode == "custom-call" and _calls(one, _FREE_CALLS):
         return 0
-    if one.opcode == "fusion":
+    if one.opcode in FUSIONS:
         return _moved_by_fusion(one, computation, program)
     if one.opcode == "copy-start":
         # The copy, what is copied, and a flag. What it fetches counts with its reader.
@@ -131,7 +131,7 @@ def _calls(one: Instruction, targets: tuple[str, ...]) -> bool:
 def _computed(one: Instruction, program: Program) -> Iterator[Instruction]:
     """The instruction, and if it is a fusion, those in it."""
     yield one
-    if one.opcode == "fusion":
+    if one.opcode in FUSIONS:
         for inner in _fused(one, program).instructions:
             yield from _computed(inner, program)
 

@@ -193,3 +193,24 @@ def test_traffic_of_a_compiled_program_is_what_its_arrays_hold():
     # Each turn reads x and a row, and writes x; besides, the loop's counter moves.
     in_layers = sum(size for (_, in_layers), size in moved.items() if in_layers)
     assert 7 * 3 * size * 4 <= in_layers < 7 * 3 * size * 4 + 7 * 50
+
+
+def test_slices_that_gpus_copy_ahead_of_time_are_not_what_they_are_cut_from():
+    text = """HloModule sliced, is_scheduled=true
+
+%cut (p0: f32[7,1000], p1: s32[]) -> f32[1,1000] {
+  %p0 = f32[7,1000]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,1000]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,1000}
+}
+
+ENTRY %main (w: f32[7,1000], i: s32[]) -> f32[1,1000] {
+  %w = f32[7,1000]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %start = ((f32[7,1000]{1,0}, s32[]), f32[1,1000]{1,0}, u32[]) fusion-start(%w, %i), kind=kLoop, calls=%cut
+  ROOT %done = f32[1,1000]{1,0} fusion-done(%start)
+}
+"""  # noqa: E501
+    (found,) = traffic(read_program(text), SCOPES)
+    assert found.bytes == 2 * 1_000 * 4
