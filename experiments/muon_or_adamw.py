@@ -1,11 +1,10 @@
-"""Muon or AdamW, each at its best rate, 400 steps of 2,048 tokens; 2.1e13 FLOPs, 4 minutes on 2 CPU
-cores.
+"""Muon or AdamW, 400 steps of 2,048 tokens; 2.1e13 FLOPs, 4 minutes on 2 CPU cores.
 
     python -m runner --fdl_config=experiments/muon_or_adamw --workdir=/tmp/muon_or_adamw
     python -m runner.sweep --fdl_config=experiments/muon_or_adamw --workdir=/tmp/muon_or_adamws
 
-Which of the two makes more of the same tokens, at 4 and at 8 million parameters? The text is Python's
-sources, as in the quickstart.
+Which of the two makes more of the same tokens, each at its best rate, at 4 and at 8 million
+parameters? The text is Python's sources, as in the quickstart.
 """
 
 import fiddle as fdl

@@ -22,6 +22,7 @@ ON_CPUS = {  # on 2 cores
     "distil": "2 minutes",
     "query_key_norm": "1 minute",
     "transfer": "1 minute",
+    "muon_or_adamw": "4 minutes",
 }
 ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora", "qwen3_0_6b_dpo")
 NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "smollm2_sft")
