@@ -23,6 +23,7 @@ weights that trained.
 --tokenizer      out: a folder with a tokenizer's files, or a tokenizer.json; unless said, that of
                  the folder which the run began with, or else of its data; a chat
                  template of its data comes with it
+--weights        out: ema: the average that the run kept of its weights, in place of the last
 --trust_module   out: a module of yours that the run's config.json may refer to; repeatable
 The model is held in float32 in this machine's memory. --to is new or empty; a conversion that is
 cut leaves nothing there.
@@ -61,6 +62,7 @@ from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.new_folder import made_whole
+from runner.command_line.weights import EMA, WEIGHTS
 from runner.config import configs
 from runner.config.references import HuggingFace, Saved, located
 from runner.errors import ConfigError, user_errors
@@ -89,11 +91,12 @@ def main(arguments: Sequence[str]) -> int:
     if arguments or not _FROM.value or not _TO.value:
         raise ConfigError("give --from and --to, as in: --from=HF_DIR --to=WORKDIR; see --help")
     began = time.perf_counter()
-    access = Access(TRUST_MODULE.value, INIT_FROM.value, _show)
+    access = Access(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, _show)
     with user_errors():
         to, found = local_folder(_TO.value), located(_FROM.value)
         if isinstance(found, HuggingFace):
-            outward = (_DTYPE, _LARGEST_FILE, _TOKENIZER, TRUST_MODULE, _ADAPTERS, INIT_FROM)
+            of_the_file = (_DTYPE, _LARGEST_FILE, _TOKENIZER, _ADAPTERS)
+            outward = (*of_the_file, TRUST_MODULE, INIT_FROM, WEIGHTS)
             if given := [flag.name for flag in outward if flag.present]:
                 raise ConfigError(f"--{given[0]} is for the way out; --from={found.name} comes in")
             if _BASE.present and not holds_adapters(found.folder):

@@ -27,6 +27,7 @@
 --dtype            to compute in; unless said, the run's, of a folder float32
 --tokenizer        a tokenizer.json or its folder, in place of the one that is known
 --init_from        of a model that is trained in part, or adapters: where what it began with is now
+--weights          ema: the average that a run kept of its weights, in place of the last
 --trust_module     a module of yours that a run's config.json may refer to; repeatable
 Each document is evaluated alone. docs/evaluation.md says what is counted.
 """
@@ -48,6 +49,7 @@ from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.paths import check_can_be_made
+from runner.command_line.weights import EMA, WEIGHTS
 from runner.config.references import Saved, located
 from runner.errors import ConfigError, user_errors
 from runner.evaluation.data_sets import DataSet, data_set, validation_of
@@ -185,6 +187,7 @@ def _load(reference: str) -> Loaded:
         tokenizer=_TOKENIZER.value,
         trusted=TRUST_MODULE.value,
         init_from=INIT_FROM.value,
+        average=WEIGHTS.value == EMA,
         show=_show,
     )
 

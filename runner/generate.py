@@ -19,6 +19,7 @@
 --int8       keep matrices in 8 bits: half the memory of bfloat16, a little less exact
 --tokenizer  a folder with a tokenizer's files, in place of the model's own
 --init_from  of a model that is trained in part, or adapters: where what it began with is now
+--weights    ema: the average that a run kept of its weights, in place of the last
 --trust_module   a module of yours that a config.json may refer to; repeatable
 """
 
@@ -37,6 +38,7 @@ from runner.command_line.command import run
 from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.exit_status import FINISHED, STOPPED
 from runner.command_line.init_from import INIT_FROM
+from runner.command_line.weights import EMA, WEIGHTS
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.inference.answer import Manner
 from runner.inference.answer_file import AnswerFile
@@ -103,6 +105,7 @@ def main(arguments: Sequence[str]) -> int:
             tokenizer=_TOKENIZER.value,
             trusted=TRUST_MODULE.value,
             init_from=INIT_FROM.value,
+            average=WEIGHTS.value == EMA,
             show=_tell,
         )
         reader = Reader(loaded.name, loaded.model.vocab, loaded.codec, loaded.chat_template)

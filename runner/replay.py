@@ -109,7 +109,7 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
 def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
     """The state that the capture begins with, and the steps made in it."""
     with user_errors():
-        folder, access = capture.folder / "checkpoints", Access((), INIT_FROM.value, print)
+        folder, access = capture.folder / "checkpoints", Access((), INIT_FROM.value, show=print)
         origin, reference_model = capture.initialised_from, reference_model_of(experiment, access)
         if steps_in(folder) == [WEIGHTS_ALONE]:
             origin = str(folder)

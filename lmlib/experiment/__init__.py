@@ -24,6 +24,7 @@ from lmlib.guard import Guard
 from lmlib.hardware.free_memory import check_fits
 from lmlib.losses import NextToken, Objective
 from lmlib.metrics.sinks import MakeSink
+from lmlib.optim.average import WeightAverage, with_average
 from lmlib.optim.optimizer import Optimizer
 from lmlib.optim.trainable import Groups, decays_by, flops_per_token, with_rates
 from lmlib.optim.transfer import CompleteP, Scaled
@@ -67,6 +68,7 @@ class Experiment:
       trainable: the weights that train, in groups by their names; others are frozen: they have no
         gradient, no moments and no copy in float32. `None`: all train.
       frozen_dtype: of frozen weights; "int8" keeps matrices in 8 bits. `None`: that of `compute`.
+      average: of the weights that train, which their state keeps too; `None`: none is kept.
       microbatches: parts of a batch whose gradients are added before one update.
       guard: which updates are skipped.
       seed: of the initial weights, in [0, 2^32).
@@ -95,6 +97,7 @@ class Experiment:
     scaling: CompleteP | None = None
     trainable: Groups | None = None
     frozen_dtype: str | None = None
+    average: WeightAverage | None = None
     microbatches: int = 1
     guard: Guard = Guard()
     seed: int = 0
@@ -153,7 +156,7 @@ class Experiment:
         if any(group.decays is not None for group in groups.values()):
             given["decays"] = decays_by(groups, self.recipe.shapes, made.decays)
             made = self.optimizer(self.steps, **given)
-        return with_rates(made, self.recipe.shapes, self.trainable)
+        return with_average(with_rates(made, self.recipe.shapes, self.trainable), self.average)
 
     @property
     def validation_sets(self) -> dict[str, Source]:

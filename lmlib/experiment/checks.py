@@ -22,6 +22,7 @@ from lmlib.guard import Guard
 from lmlib.losses import Objective
 from lmlib.models.matrices.adapted import has_adapters
 from lmlib.models.protocol import check_protocol, whole_rows
+from lmlib.optim.average import WeightAverage
 from lmlib.optim.transfer import CompleteP
 from lmlib.parallel.check import check_batch, check_model
 
@@ -31,6 +32,7 @@ _KINDS = {
     "data": Source,
     "mesh": Mesh,
     "guard": Guard,
+    "average": WeightAverage | None,
     "evaluation": EvaluationSettings,
     "evaluation.suite": Suite | None,
     "checkpoints": CheckpointSettings,

@@ -1,6 +1,7 @@
 """Optimizers, schedules, and which weights train at which rate."""
 
 from lmlib.optim.adamw import adamw
+from lmlib.optim.average import WeightAverage
 from lmlib.optim.from_optax import from_optax
 from lmlib.optim.muon import muon
 from lmlib.optim.optimizer import Optimizer, as_declared, decay_mask
@@ -18,6 +19,7 @@ __all__ = [
     "CompleteP",
     "Optimizer",
     "Schedule",
+    "WeightAverage",
     "adamw",
     "as_declared",
     "decay_mask",

@@ -15,7 +15,7 @@ from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.mesh import make_mesh
 from runner.config.references import HuggingFace, located
-from runner.errors import user_errors
+from runner.errors import ConfigError, user_errors
 from runner.inference.loaded import Loaded
 from runner.processes.agreement import agreed
 from runner.weights.model_folder import ModelFolder
@@ -31,6 +31,7 @@ def load(
     tokenizer: str | None = None,
     trusted: Collection[str] = (),
     init_from: str | None = None,
+    average: bool = False,
     show: Callable[[str], None] = lambda line: None,
 ) -> Loaded:
     """The model of a run, `WORKDIR[@STEP]`, of a folder of Hugging Face's or of PEFT's, or of a
@@ -43,14 +44,14 @@ def load(
         a single device the model needs no mesh.
       dtype: to compute in; `None`: the run's, of a folder float32.
       tokenizer: a tokenizer.json or its folder, in place of the one that is known.
-      trusted, init_from, show: as in `Access`.
+      trusted, init_from, average, show: as in `Access`.
 
     Raises:
       ConfigError: if there is no such model, it is damaged, or a run removes it meanwhile; of the
         newest checkpoint only if that happens again and again.
     """
 
-    access = Access(trusted, init_from, show)
+    access = Access(trusted, init_from, average, show)
 
     def loaded_from(source: SavedRun | ModelFolder) -> Loaded:
         # What is damaged in the small files is found before gigabytes are read.
@@ -70,6 +71,8 @@ def load(
     with agreed(), user_errors():
         found = located(os.fspath(reference))
         if isinstance(found, HuggingFace):
+            if average:
+                raise ConfigError(f"{found.name} holds weights alone: leave out --weights=ema")
             if init_from is not None and not holds_adapters(found.folder):
                 show(f"--init_from={init_from} is ignored: {found.name} holds the whole model")
             loaded = loaded_from(ModelFolder(dataclasses.replace(found, base=init_from)))

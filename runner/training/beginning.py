@@ -83,7 +83,7 @@ def begin(
     init_from, forks = options.init_from or experiment.init_from, experiment.continue_optimizer
     if options.continue_optimizer is not None:
         forks = options.continue_optimizer
-    access = Access(options.trusted, options.init_from, progress.message)
+    access = Access(options.trusted, options.init_from, show=progress.message)
     with user_errors():
         target = experiment.abstract_state().changing
         with Checkpoints(directory, read_only=True) as checkpoints:

@@ -23,6 +23,7 @@ from lmlib.checkpoint import Checkpoints, Restored
 from lmlib.checkpoint.removal import reading
 from lmlib.experiment import Experiment
 from lmlib.models.matrices.adapted import has_adapters
+from lmlib.optim.average import IN_STATE
 from lmlib.optim.trainable import Group
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.creation import creator
@@ -93,7 +94,7 @@ def own_weights(run: SavedRun, mesh: Mesh) -> Any:
     """As `model_of`, with shapes in place of what is frozen, which is not looked for."""
     parts = parted(abstract_model(lambda: run.recipe.shapes, mesh), run.recipe.trained)
     with reading(run.folder), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-        arrays, _ = checkpoints.restore_part(run.step, "model", parts.trained)
+        arrays, _ = checkpoints.restore_part(run.step, _part(run, checkpoints), parts.trained)
     return eqx.combine(arrays, parts.frozen)
 
 
@@ -108,7 +109,8 @@ def _errors_of(reference: str) -> Iterator[None]:
 def _of_run(run: SavedRun, wanted: Wanted) -> tuple[Any, str]:
     recipe, mesh = wanted.recipe, wanted.mesh
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-        there = checkpoints.names(run.step, "model")
+        part = _part(run, checkpoints)
+        there = checkpoints.names(run.step, part)
         own = _recipe_of_checkpoint(run, there, recipe)
         if own is not recipe:
             wanted.check_model(own.bare)
@@ -117,7 +119,7 @@ def _of_run(run: SavedRun, wanted: Wanted) -> tuple[Any, str]:
         target = abstract_model(lambda: own.shapes, mesh)
         if in_part:
             target = parted(target, there).trained
-        model, notes = checkpoints.restore_part(run.step, "model", target)
+        model, notes = checkpoints.restore_part(run.step, part, target)
     if wanted.data is not None:
         before: Any = notes.get("batches")
         if not is_batches_note(before, run.step):
@@ -128,7 +130,7 @@ def _of_run(run: SavedRun, wanted: Wanted) -> tuple[Any, str]:
         if run.step == WEIGHTS_ALONE:  # a run in the same folder may delete it: its base stays
             name = notes.get("initialised_from") or name
         own = dataclasses.replace(own, groups={"there": Group(tuple(there))})
-        frozen = frozen_weights(notes, own, mesh, run.access)
+        frozen = frozen_weights(notes, own, mesh, dataclasses.replace(run.access, average=False))
         model = eqx.combine(model, frozen)
     if has_adapters(own.shapes) and _paths(own.shapes) == _paths(recipe.shapes):
         if "model" not in wanted.allowed_changes and run.has_config:
@@ -137,6 +139,21 @@ def _of_run(run: SavedRun, wanted: Wanted) -> tuple[Any, str]:
     if has_adapters(model):
         model = jax.jit(merged)(model)
     return recipe.completed(_kept(model, recipe), mesh), name
+
+
+def _part(run: SavedRun, checkpoints: Checkpoints) -> str:
+    """Which part of the state has the weights that are wanted.
+
+    Raises ConfigError if that is an average, and the run kept none.
+    """
+    if not run.access.average:
+        return "model"
+    if not checkpoints.names(run.step, IN_STATE):
+        raise ConfigError(
+            f"{run.workdir}@{run.step} keeps no average of its weights, since the run's `average` "
+            "was not set: leave out --weights=ema"
+        )
+    return IN_STATE
 
 
 def _recipe_of_checkpoint(run: SavedRun, there: Set[str], recipe: Recipe) -> Recipe:

@@ -44,11 +44,13 @@ class Access:
       trusted: modules that the config.json of a run may refer to.
       init_from: where what a run began with is now, whose checkpoints do not hold all weights, or
         the base of adapters in a folder; `None`: where it was.
+      average: whether the average that a run kept of its weights is read in place of them.
       show: gets a line now and then while weights are read, and what is not as it was asked for.
     """
 
     trusted: Collection[str] = ()
     init_from: str | None = None
+    average: bool = False
     show: Callable[[str], None] = lambda line: None
 
 
@@ -80,7 +82,7 @@ class SavedRun:
 
     @property
     def name(self) -> str:
-        return f"{self.workdir}@{self.step}"
+        return f"{self.workdir}@{self.step}{', the average' * self.access.average}"
 
     @functools.cached_property
     def cfg(self) -> fdl.Config:

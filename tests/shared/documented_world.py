@@ -17,6 +17,7 @@ from lmlib import hf
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.text import write_tokenizer
 from lmlib.models.families.llama import llama
+from lmlib.optim import WeightAverage
 from runner import fit
 from runner.config import configs
 
@@ -68,6 +69,7 @@ def _write_run(folder: Path, vocab: int) -> None:
     cfg.data = fdl.Config(FlatTokens, split="train", **data)
     cfg.validation = fdl.Config(FlatTokens, split="validation", seed=None, epochs=1, **data)
     cfg.steps, cfg.checkpoints.every = 2, 1
+    cfg.average = fdl.Config(WeightAverage)
     fit(cfg, folder / "run")
 
 
