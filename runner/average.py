@@ -1,0 +1,126 @@
+"""Makes the mean of the weights of a run's last checkpoints.
+
+    python -m runner.average --from=RUN --last=5 --to=WORKDIR
+
+--from   a run; RUN@STEP: its checkpoints up to that one
+--last   how many checkpoints, at least 2; cfg.checkpoints.keep says how many a run leaves
+--to     a folder that is new or empty
+WORKDIR has the run's config and one checkpoint: the mean, of the step of the newest, without an
+optimizer's state. runner.generate, evaluate and convert take it as they take a run, and so does
+--init_from; no run goes on in it. docs/optimizers.md says what it is good for.
+"""
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from lmlib.checkpoint import Checkpoints
+from lmlib.checkpoint.folders import steps_in
+from lmlib.checkpoint.manifest import read_manifest
+from lmlib.checkpoint.removal import reading
+from lmlib.storage.local_folder import local_folder
+from lmlib.terminal.quantities import count_text, duration_text
+from runner.command_line.command import run
+from runner.command_line.exit_status import FINISHED
+from runner.command_line.new_folder import made_whole
+from runner.config.references import Saved, located
+from runner.errors import ConfigError, user_errors
+
+_FROM = flags.DEFINE_string("from", None, "RUN, or RUN@STEP for its checkpoints up to that")
+_LAST = flags.DEFINE_integer("last", 5, "how many checkpoints", lower_bound=2)
+_TO = flags.DEFINE_string("to", None, "the workdir to make")
+
+_PART = "model"
+_CONFIGS = ("config.json", "config.txt")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status."""
+    jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy with the run
+    if arguments or not _FROM.value or not _TO.value:
+        raise ConfigError("give --from and --to, as in: --from=RUN --to=WORKDIR; see --help")
+    began = time.perf_counter()
+    with user_errors():
+        to, found = local_folder(_TO.value), located(_FROM.value)
+        if not isinstance(found, Saved):
+            raise ConfigError(f"{found.name} is a model, and no run with checkpoints")
+        steps = _chosen(found, _LAST.value)
+        with made_whole(to) as unfinished:
+            size = average(found.folder, steps, unfinished)
+    took = duration_text(time.perf_counter() - began)
+    of = ", ".join(f"{step:,}" for step in steps)
+    print(f"{to} holds the mean of steps {of}, {count_text(size)} parameters; it took {took}")
+    return FINISHED
+
+
+def average(checkpoints: Path, steps: Sequence[int], to: Path) -> int:
+    """Writes the mean of the weights at `steps` into the empty workdir `to`: how many there are.
+
+    Raises:
+      ValueError, OSError: if a checkpoint is damaged, or they are of different models.
+    """
+    means: dict[str, np.ndarray] = {}
+    dtypes: dict[str, Any] = {}
+    notes: dict[str, Any] = {}
+    with Checkpoints(checkpoints, read_only=True) as opened:
+        for count, step in enumerate(steps, 1):
+            folder = checkpoints / str(step)
+            print(f"reading {folder}", file=sys.stderr, flush=True)
+            with reading(folder):
+                target = _arrays_of(folder)
+                dtypes = dtypes or {name: each.dtype for name, each in target.items()}
+                if dtypes != {name: each.dtype for name, each in target.items()}:
+                    raise ConfigError(f"step {step} holds other weights than step {steps[0]}")
+                weights, notes = opened.restore_part(step, _PART, target)
+            for name, array in weights.items():
+                mean = means.setdefault(name, np.zeros(array.shape))  # float64
+                if mean.shape != array.shape:
+                    raise ConfigError(f"step {step} holds another {name} than step {steps[0]}")
+                mean += (np.asarray(array, np.float64) - mean) / count
+    for name in _CONFIGS:
+        if (checkpoints.parent / name).is_file():
+            shutil.copyfile(checkpoints.parent / name, to / name)
+    notes = {name: note for name, note in notes.items() if name != "data"}
+    state = {name: jax.numpy.asarray(mean, dtypes[name]) for name, mean in means.items()}
+    with Checkpoints(to / "checkpoints") as written:
+        written.save(steps[-1], {_PART: state}, {**notes, "averaged": list(steps)})
+    return sum(mean.size for mean in means.values())
+
+
+def _chosen(found: Saved, last: int) -> list[int]:
+    """The steps of the last checkpoints of a run, up to the one that was named."""
+    steps = steps_in(found.folder)
+    if found.step is not None and found.step not in steps:
+        raise ConfigError(
+            f"{found.folder} has no whole checkpoint at step {found.step}; it has {steps}"
+        )
+    until = [step for step in steps if found.step is None or step <= found.step]
+    if len(until) < last:
+        raise ConfigError(
+            f"{found.folder} has {len(until)} checkpoints, {until}, and --last is {last}: give "
+            "less, or let the run keep more (cfg.checkpoints.keep)"
+        )
+    return until[-last:]
+
+
+def _arrays_of(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a checkpoint holds of the model, by name, whatever made it."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {
+        name.removeprefix(f"{_PART}."): jax.ShapeDtypeStruct(
+            each.shape, jax.numpy.dtype(each.dtype), sharding=device
+        )
+        for name, each in read_manifest(folder).arrays.items()
+        if name.startswith(f"{_PART}.")
+    }
+
+
+if __name__ == "__main__":
+    run(main)
