@@ -21,6 +21,7 @@ WITHOUT_EFFECT = (
     "compute.sequence_parallel",
     "compute.loss_chunk",
     "microbatches",
+    "average",
     "guard.captures",
     "validation",
     "evaluation",

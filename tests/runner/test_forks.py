@@ -1,5 +1,6 @@
 """Runs that go on from a step of another run, with all that it was: several budgets from one."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -182,3 +183,21 @@ def test_other_data_is_taken_if_that_is_allowed(stable, tmp_path):
     assert [line["step"] for line in result.metrics] == [5]
     summary = json.loads((tmp_path / "result.json").read_text())
     assert summary["steps"] == 5
+
+
+def test_a_stage_of_other_batches_and_rows_is_a_fork_that_resumes_as_any_run(stable, tmp_path):
+    result, workdir = stable
+    stage = experiment("steps=7", "data.batch_size=4", "data.sequence_length=32")
+    allowed = Options(init_from=f"{workdir}@4", continue_optimizer=True, allowed_changes=["data"])
+    whole = fit(stage, tmp_path / "whole", allowed)
+    tokens, data = result.metrics[3]["tokens"], fdl.build(stage.data)
+    for step, line in zip((5, 6, 7), whole.metrics, strict=True):
+        batch = data.batch(step - 1)
+        assert batch.tokens.shape == (4, 32)
+        tokens += batch.loss_mask.sum()
+        assert (line["step"], line["tokens"]) == (step, tokens)
+    with pytest.raises(StoppedEarly):
+        fit(stage, tmp_path / "cut", dataclasses.replace(allowed, stop=lambda step: step == 5))
+    resumed = fit(stage, tmp_path / "cut")
+    assert_same_bits(resumed.state, whole.state)
+    assert learned(resumed) == learned(whole)
