@@ -62,6 +62,13 @@ MAY_IMPORT = {
         "runner.monitoring",
         "runner.weights",
     },
+    "runner.coordinate_check": {
+        "lmlib",
+        "runner.command_line",
+        "runner.errors",
+        "runner.jax_settings",
+        "runner.monitoring",
+    },
     "runner.sweep": {
         "lmlib",
         "runner.absent_hardware",

@@ -25,6 +25,7 @@ from lmlib.optim.optimizer import (
 )
 from lmlib.optim.orthogonalization import POLAR_EXPRESS, Polynomial, orthogonalized
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
+from lmlib.optim.transfer import Scaled
 from lmlib.optim.whole_matrices import (
     Matrices,
     is_matrix,
@@ -48,7 +49,7 @@ class MuonState(NamedTuple):
 
     momentum: Any
     neurons: tuple[Any, ...]
-    adam: optax.ScaleByAdamState
+    adam: optax.OptState
 
 
 def muon(
@@ -69,6 +70,7 @@ def muon(
     clip_norm: float | None = 1.0,
     decays: Decays = as_declared,
     cautious: bool = False,
+    scaled: Scaled | None = None,
 ) -> Optimizer:
     """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks") with
     updates of the size of AdamW's, so that its learning rates and weight decay carry over (Liu et
@@ -82,7 +84,7 @@ def muon(
     `lmlib.optim.whole_matrices`. What it makes of given gradients is the same bits on every mesh.
 
     Args:
-      steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious: as in
+      steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious, scaled: as in
         `lmlib.optim.adamw.adamw`.
       momentum: decay of the average of gradients.
       nesterov: descends along the average of momentum and gradient, in the same shares.
@@ -110,6 +112,9 @@ def muon(
     if isinstance(apart, str):
         raise ValueError(f"apart must be several names of axes, got the text {apart!r}")
     adam = optax.scale_by_adam(b1, b2, epsilon)
+    before_clipping = None
+    if scaled is not None:
+        adam, before_clipping = scaled.of_adam(adam), scaled.before_clipping()
 
     def form(weight: Weight, array: Array) -> Matrices | None:
         return matrices_of(weight, array.shape, apart)
@@ -139,13 +144,24 @@ def muon(
             )
         )
         directions = jax.tree.map(lambda each: each.astype(jnp.float32), made)
+        if scaled is not None:
+            of_orthogonal = functools.partial(scaled.of_orthogonal, apart=apart)
+            directions = map_weights(lambda weight, each: each * of_orthogonal(weight), directions)
         of_others, moments = adam.update(others, state.adam)
         new_state = MuonState(average, tuple(neurons), moments)
         return eqx.combine(directions, of_others), new_state
 
     direction = optax.GradientTransformation(init, update)
     made = with_decoupled_decay(
-        direction, steps, peak_lr, schedule, weight_decay, clip_norm, decays, cautious
+        direction,
+        steps,
+        peak_lr,
+        schedule,
+        weight_decay,
+        clip_norm,
+        decays,
+        cautious,
+        before_clipping,
     )
     if adamw_learning_rate == 1:
         return made

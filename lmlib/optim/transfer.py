@@ -33,7 +33,7 @@ have, which clipping and epsilon see with respect to W.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -104,13 +104,16 @@ class Scaled:
             by_weight(lambda weight: factors[weight.path].rate),
         )
 
-    def of_orthogonal(self, weight: Weight, inputs: Sequence[str], outputs: Sequence[str]) -> float:
+    def of_orthogonal(self, weight: Weight, apart: Collection[str] = ()) -> float:
         """The factor of the learning rate for updates that are orthogonal matrices times
-        √(the larger of both sides), made of the axes `inputs` × `outputs` of a weight."""
+        √(the larger of both sides). Along the axes `apart` each index is a matrix by itself."""
+        axes = [axis for axis in weight.own_axes if axis not in apart]
+        summed = weight.declaration.summed
 
         def root_of_ratio(sizes: Mapping[str, int]) -> float:
-            rows, columns = (math.prod(sizes[axis] for axis in axes) for axes in (inputs, outputs))
-            return math.sqrt(columns / rows / max(rows, columns))
+            inputs = math.prod(sizes[axis] for axis in axes if axis in summed)
+            outputs = math.prod(sizes[axis] for axis in axes if axis not in summed)
+            return math.sqrt(outputs / inputs / max(inputs, outputs))
 
         path = weight.path
         grown = root_of_ratio(self.sizes[path]) / root_of_ratio(self.base[path])

@@ -149,14 +149,37 @@ def test_orthogonal_updates_change_outputs_alike_at_every_width_and_depth():
 
     scaled = CompleteP(BASE).scaled(functools.partial(LLAMA, mlp=1024))
     of = named_weights(jax.eval_shape(functools.partial(LLAMA, mlp=1024), key=jax.random.key(0)))
-    query = scaled.of_orthogonal(of["stack.0.0.attention.query"], ["embed"], ["heads", "head_dim"])
+    query = scaled.of_orthogonal(of["stack.0.0.attention.query"])
     assert query * norm(128, 128) / norm(32, 32) == pytest.approx(1)
-    up = scaled.of_orthogonal(of["stack.0.0.mlp.up"], ["embed"], ["mlp"])
+    up = scaled.of_orthogonal(of["stack.0.0.mlp.up"])
     assert up * norm(128, 1024) / norm(32, 64) == pytest.approx(math.sqrt(16 / 4))
-    down = scaled.of_orthogonal(of["stack.0.0.mlp.down"], ["mlp"], ["embed"])
+    down = scaled.of_orthogonal(of["stack.0.0.mlp.down"])
     assert down * norm(1024, 128) / norm(64, 32) == pytest.approx(math.sqrt(4 / 16) / 4)
-    by_head = scaled.of_orthogonal(of["stack.0.0.attention.query"], ["embed"], ["head_dim"])
+    by_head = scaled.of_orthogonal(of["stack.0.0.attention.query"], ["heads"])
     assert by_head * norm(128, 16) / norm(32, 16) == pytest.approx(math.sqrt(1 / 4))
+
+
+def test_muon_takes_each_weight_by_its_own_rule():
+    """Its first update, of matrices √(larger side) times an orthogonal one, of others Adam's."""
+    scaled = CompleteP(BASE).scaled(LLAMA)
+    model = jax.eval_shape(lambda: LLAMA(key=jax.random.key(0)))
+    shapes, draw = by_path(model), np.random.default_rng(0)
+    drawn = [jnp.float32(draw.normal(size=each.shape)) for each in shapes.values()]
+    gradients = jax.tree.unflatten(jax.tree.structure(model), drawn)
+
+    def updates(**more):
+        made = optim.muon(2, 1e-2, optim.warmup_constant, clip_norm=None, weight_decay=0.0, **more)
+        zeros = jax.tree.map(jnp.zeros_like, gradients)
+        state = made.transformation.init(zeros)
+        return by_path(made.transformation.update(gradients, state, zeros)[0])
+
+    plain, ruled = updates(), updates(scaled=scaled)
+    for path, update in ruled.items():
+        row = of_paper(path, tied=False)
+        of_adam = row["rate"] * row["multiplier"]
+        expected = {IN["rate"]: M**-0.5, OUT["rate"] / M: M**-1.5}
+        factor = expected[of_adam] if len(shapes[path].shape) > 2 else of_adam
+        np.testing.assert_allclose(update, plain[path] * factor, rtol=2e-3, atol=1e-6)
 
 
 GEMMA = {"vocab": 64, "embed": 64, "heads": 4, "mlp": 128, "head_dim": 16}

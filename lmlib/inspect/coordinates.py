@@ -1,0 +1,87 @@
+"""How much the first steps change what a model computes, for models of several sizes.
+
+Changes that grow with width or depth ask for smaller rates in larger models, changes that shrink
+for larger ones; where they stay, one rate is right for all (the coordinate check: Yang et al. 2022,
+arXiv:2203.03466, appendix D.1). Shapes: B batch, S sequence, D depth (layers and one), E embed,
+V vocab.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from lmlib.compute import Compute
+from lmlib.data.batch import Batch, place
+from lmlib.experiment import Experiment
+from lmlib.inspect.layers import residual_stream
+from lmlib.losses.features import features
+from lmlib.models.parts.head import logits
+from lmlib.models.protocol import Model
+from lmlib.parallel.layout import partition, reshard
+
+LOOKED_AT = ("embedding", "middle layer", "last layer", "logits")
+
+Changes = Mapping[str, Sequence[float]]
+
+
+def changes(experiment: Experiment) -> Changes:
+    """By the names of `LOOKED_AT`, after each step of `experiment`: the root mean square, over all
+    elements on the first batch, of the difference from before the first step. The first three are
+    the residual stream, before the first layer and after the others.
+
+    Raises:
+      ValueError: as `Experiment.check`, or if the model shows nothing of its layers.
+    """
+    experiment.check()
+    mesh, data = experiment.mesh, experiment.data
+    rows = NamedSharding(mesh, partition("batch seq"))
+    first = place(data, 0, rows)
+    seen = jax.jit(functools.partial(_seen, compute=experiment.compute))
+    changed = jax.jit(functools.partial(_changed, compute=experiment.compute))
+    state = experiment.initial_state()
+    step = experiment.trace_step().lower().compile()
+    found: dict[str, list[float]] = {name: [] for name in LOOKED_AT}
+    with jax.set_mesh(mesh):
+        before = seen(state.whole_model, first)
+    for number in range(experiment.steps):
+        batch = place(data, number, rows)
+        state, _ = step(state, batch, experiment.training.hyperparameters)
+        with jax.set_mesh(mesh):
+            now = jax.device_get(changed(state.whole_model, first, before))
+        for name in LOOKED_AT:
+            found[name].append(float(now[name]))
+    return found
+
+
+def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
+    """The exponent p of values that go as sizes^p, by least squares of logarithms; NaN where there
+    is no such p."""
+    with np.errstate(all="ignore"):
+        x, y = np.log(np.asarray(sizes, float)), np.log(np.asarray(values, float))
+    if len(x) < 2 or not np.isfinite(y).all():
+        return float("nan")
+    return float(np.sum((x - x.mean()) * y) / np.sum((x - x.mean()) ** 2))
+
+
+def _seen(model: Model, batch: Batch, compute: Compute) -> dict[str, Array]:
+    stream_BDSE = residual_stream(model, batch, compute)
+    h_BSE = features(model, batch, compute).h_BSE
+    z_BSV = logits(model, reshard(h_BSE, "batch seq embed"), compute)
+    middle = stream_BDSE.shape[1] // 2
+    looked_at = (stream_BDSE[:, 0], stream_BDSE[:, middle], stream_BDSE[:, -1], z_BSV)
+    return dict(zip(LOOKED_AT, looked_at, strict=True))
+
+
+def _changed(
+    model: Model, batch: Batch, before: Mapping[str, Array], compute: Compute
+) -> dict[str, Array]:
+    def of_one(new: Array, old: Array) -> Array:
+        difference = new.astype(jnp.float32) - old.astype(jnp.float32)
+        return jnp.sqrt(jnp.mean(jnp.square(difference)))
+
+    return jax.tree.map(of_one, _seen(model, batch, compute), dict(before))

@@ -1,0 +1,1 @@
+"""Whether models of several sizes change alike in their first steps."""

@@ -1,0 +1,67 @@
+"""Which sizes a coordinate check compares: the base's, wider or deeper."""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import fiddle as fdl
+
+from runner.errors import ConfigError
+
+WIDTH, DEPTH = "embed", "layers"  # in scaling.base
+_TIMES = (1, 2, 4, 8)
+
+
+def base_of(cfg: fdl.Config) -> Mapping[str, int]:
+    """Raises ConfigError without a base that has width and depth."""
+    base = getattr(getattr(cfg, "scaling", None), "base", None)
+    if not isinstance(base, Mapping) or not base.keys() >= {WIDTH, DEPTH}:
+        raise ConfigError(
+            f"the coordinate check needs cfg.scaling with a base that has {WIDTH} and {DEPTH}; "
+            f"its base is {base}. experiments/transfer and docs/transfer.md have one"
+        )
+    return base
+
+
+def sizes_of(flag: str, given: Sequence[str], base: int) -> list[int]:
+    """What a flag has, in order, or unless it is given multiples of the base's.
+
+    Raises ConfigError for what is no size.
+    """
+    if not given:
+        return [base * times for times in _TIMES]
+    sizes = sorted({int(size) for size in given if size.isdecimal() and 0 < int(size) < 2**31})
+    if len(sizes) != len(given) or len(sizes) < 2:
+        raise ConfigError(
+            f"{flag}={','.join(given)}: give two different sizes or more, as in 64,128"
+        )
+    return sizes
+
+
+def model_arguments(base: Mapping[str, int], by: str, size: int) -> dict[str, int]:
+    """The model's arguments at a width or a depth, and all else as in the base.
+
+    Raises ConfigError where one would be no whole number.
+    """
+    if by == "depth":
+        return {**base, DEPTH: size}
+    wider = {name: each * size / base[WIDTH] for name, each in base.items() if name != DEPTH}
+    for name, each in wider.items():
+        if not each.is_integer():
+            raise ConfigError(
+                f"--widths has {size}, where {name} would be {each:g}: scaling.base has "
+                f"{WIDTH} {base[WIDTH]} and {name} {base[name]}, which grow together"
+            )
+    return {**{name: int(each) for name, each in wider.items()}, DEPTH: base[DEPTH]}
+
+
+def sized(cfg: fdl.Config, arguments: Mapping[str, int], scaling: bool, steps: int) -> fdl.Config:
+    """A short run of a model with these arguments, with `cfg.scaling` or without."""
+    sized = copy.deepcopy(cfg)
+    for name, size in arguments.items():
+        setattr(sized.model, name, size)
+    if not scaling:
+        sized.scaling = None
+    sized.compute.unroll = 1  # which need not divide other depths
+    sized.steps, sized.validation, sized.init_from = steps, None, None
+    sized.evaluation.suite = None
+    return sized

@@ -1,0 +1,101 @@
+"""The coordinate check: what first steps change stays with CompleteP, and does not without."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from lmlib import optim
+from lmlib.compute import Compute
+from lmlib.data.synthetic import Synthetic
+from lmlib.experiment import Experiment
+from lmlib.inspect.coordinates import LOOKED_AT, changes, slope
+from lmlib.inspect.inspector import Inspector
+from lmlib.models.families.llama import llama
+from lmlib.parallel.mesh import make_mesh
+from lmlib.report.coordinates import specification, write_coordinates
+from lmlib.train import make_step
+
+BASE = {"embed": 32, "heads": 2, "mlp": 64, "layers": 2}
+
+
+def experiment(scaling=True, steps=3, **sizes):
+    return Experiment(
+        functools.partial(llama, vocab=64, **BASE | sizes),
+        Synthetic(64, batch_size=4, sequence_length=32),
+        functools.partial(optim.adamw, peak_lr=4e-3, schedule=optim.warmup_constant),
+        make_mesh(devices=jax.devices()[:1]),
+        steps,
+        compute=Compute(dtype="float32"),
+        scaling=optim.CompleteP(BASE) if scaling else None,
+    )
+
+
+def test_a_change_is_that_of_logits_by_hand():
+    made = experiment(embed=16, heads=1, mlp=32, layers=1, steps=2)
+    found = changes(made)
+    assert found.keys() == set(LOOKED_AT)
+    ids, step, state = made.data.batch(0), make_step(made.training), made.initial_state()
+
+    def logits(model):
+        inspector = Inspector(model)
+        segments = ids.segment_ids
+        rows = []
+        for row, of in zip(ids.tokens, segments, strict=True):
+            rows += [inspector.logits(row[of == each].tolist()) for each in np.unique(of)]
+        return np.concatenate(rows)
+
+    before = logits(state.model)
+    for number in range(2):
+        state, _ = step(state, made.data.batch(number))
+        expected = math.sqrt(np.mean(np.square(logits(state.model) - before)))
+        assert found["logits"][number] == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_exponent_is_that_of_a_power():
+    sizes = [64, 128, 512]
+    assert slope(sizes, [3 * size**0.5 for size in sizes]) == pytest.approx(0.5)
+    assert slope(sizes, [7.0, 7.0, 7.0]) == pytest.approx(0)
+    assert math.isnan(slope(sizes, [1.0, 0.0, 1.0])) and math.isnan(slope([64], [1.0]))
+
+
+def exponents(scaling, sizes):
+    found = [changes(experiment(scaling, **each)) for each in sizes.values()]
+    return {name: slope([*sizes], [each[name][-1] for each in found]) for name in LOOKED_AT}
+
+
+WIDTHS = {size: {"embed": size, "heads": size // 16, "mlp": 2 * size} for size in (32, 64, 128)}
+DEPTHS = {size: {"layers": size} for size in (2, 4, 8)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [WIDTHS, DEPTHS], ids=["width", "depth"])
+def test_changes_stay_with_the_rule_and_grow_without(sizes):
+    ruled, own = exponents(True, sizes), exponents(False, sizes)
+    for name in ("embedding", "middle layer", "last layer"):
+        assert abs(ruled[name]) < 0.2, ruled
+    # What the first unembedding makes of changes falls as the root of width does, by the rule.
+    assert -0.45 < ruled["logits"] < 0.2, ruled
+    assert own["last layer"] > 0.4 and own["middle layer"] > 0.4, own
+
+
+def test_a_picture_has_a_line_for_each_step_and_leaves_out_what_is_no_number(tmp_path):
+    rows = [
+        {"by": by, "rule": "with", "size": size, "looked_at": name, "step": step, "change": 0.1}
+        for by in ("width", "depth")
+        for size in (1, 2)
+        for name in LOOKED_AT
+        for step in (1, 2)
+    ]
+    rows += [{**rows[0], "change": bad} for bad in (0.0, math.inf, math.nan)]
+    charts = specification(rows)["vconcat"]
+    assert [len(chart["data"]["values"]) for chart in charts] == [16, 16]
+    write_coordinates(rows, tmp_path / "check.png")
+    write_coordinates(rows, tmp_path / "check.svg")
+    assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "check.svg").read_text()
+    assert all(name in svg for name in LOOKED_AT)
+    with pytest.raises(ValueError, match=r"ends in \.png or \.svg"):
+        write_coordinates(rows, tmp_path / "check.pdf")
