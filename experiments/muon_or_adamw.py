@@ -10,7 +10,7 @@ parameters? The text is Python's sources, as in the quickstart.
 import fiddle as fdl
 
 from experiments import quickstart
-from experiments.base.pretraining import muon as take_muon
+from lmlib import optim
 from lmlib.experiment import Experiment
 from lmlib.sweeps import Points, axis, product
 
@@ -23,9 +23,10 @@ def config(embed: int = 256, muon: bool = True) -> fdl.Config[Experiment]:
     cfg = quickstart.config()
     cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // 64, 5 * embed // 2
     cfg.model.layers = cfg.compute.unroll = 4
-    if muon:
-        take_muon(cfg)
+    optimizer = optim.muon if muon else optim.adamw
+    cfg.optimizer = fdl.Partial(optimizer, peak_lr=3e-3, schedule=cfg.optimizer.schedule)
     cfg.data.batch_size, cfg.data.sequence_length = 16, 128
+    cfg.validation.sequence_length = 128
     cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 400, 400, 400
     cfg.samples.prompts, cfg.samples.every = (), None
     return cfg

@@ -10,6 +10,7 @@ here to a verdict. The text is Python's sources, as in the quickstart.
 import fiddle as fdl
 
 from experiments import quickstart
+from lmlib import optim
 from lmlib.experiment import Experiment
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
@@ -29,7 +30,9 @@ def config(embed: int = 64, query_key_norm: bool = False) -> fdl.Config[Experime
     cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // 32, 5 * embed // 2
     if query_key_norm:
         cfg.model.attention = fdl.Partial(Attention, norm=fdl.Partial(RMSNorm, "head_dim"))
-    cfg.data.batch_size = 8
+    cfg.data.batch_size, cfg.data.sequence_length = 8, 128
+    cfg.validation.sequence_length = 128
+    cfg.optimizer = fdl.Partial(optim.adamw, peak_lr=3e-3, schedule=cfg.optimizer.schedule)
     cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 600, 50, 200
     cfg.samples.prompts, cfg.samples.every = (), None
     return cfg

@@ -1,8 +1,9 @@
-"""Llama 4M on Python's sources, 1,500 steps of 512 tokens; 2.0e13 FLOPs, 6 minutes on 2 CPU cores.
+"""Llama 1M on Python sources, 1,500 steps of 2,048 tokens; 3.0e13 FLOPs, 4 minutes on 2 CPU cores.
 
     python -m runner --fdl_config=experiments/quickstart --workdir=/tmp/quickstart
 
-Needs no network. The data set is made on first use, in the user's cache folder.
+Needs no network. The data set is made on first use, in the user's cache folder. Four of Python's
+packages are for validation alone; the run's end says what gzip, xz and PPMd make of them.
 """
 
 import fiddle as fdl
@@ -26,28 +27,29 @@ def config() -> fdl.Config[Experiment]:
         model=fdl.Partial(
             llama,
             vocab=4_096,
-            embed=256,
+            embed=128,
             layers=4,
             heads=4,
-            mlp=640,
+            mlp=384,
             tied=True,
         ),
         compute=fdl.Config(Compute, dtype="float32", saved=EVERYTHING, unroll=4),
         objective=fdl.Config(NextToken),
-        data=fdl.Config(FlatTokens, path=path, split="train", batch_size=4, sequence_length=128),
+        data=fdl.Config(FlatTokens, path=path, split="train", batch_size=8, sequence_length=256),
         validation=fdl.Config(
             FlatTokens,
             path=path,
             split="validation",
             batch_size=32,
-            sequence_length=128,
+            sequence_length=256,
             seed=None,
             epochs=1,
         ),
         evaluation=fdl.Config(EvaluationSettings, every=500, batches=4),
         optimizer=fdl.Partial(
-            optim.adamw,
-            peak_lr=3e-3,
+            optim.muon,
+            peak_lr=6e-3,
+            dtype="float32",
             schedule=fdl.Partial(optim.warmup_cosine, warmup=0.05, end=0.05),
         ),
         guard=fdl.Config(Guard),

@@ -31,7 +31,8 @@ def config(embed: int = 64, layers: int = 4, scaling: bool = True) -> fdl.Config
         base = {"embed": 64, "heads": 4, "mlp": 160, "layers": 4}
         cfg.scaling = fdl.Config(optim.CompleteP, base=base)
     cfg.data.batch_size, cfg.data.sequence_length = 4, 128
-    cfg.optimizer.peak_lr = 16e-3
+    cfg.validation.sequence_length = 128
+    cfg.optimizer = fdl.Partial(optim.adamw, peak_lr=16e-3, schedule=cfg.optimizer.schedule)
     cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 200, 200, 200
     cfg.validation.seed, cfg.validation.epochs = 0, None  # rows of the whole split, 65,536 tokens
     cfg.evaluation.batches = 16

@@ -18,7 +18,7 @@ from runner.config.text import flattened
 
 LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b")
 ON_CPUS = {  # on 2 cores
-    "quickstart": "6 minutes",
+    "quickstart": "4 minutes",
     "distil": "2 minutes",
     "query_key_norm": "1 minute",
     "transfer": "1 minute",

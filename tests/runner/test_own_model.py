@@ -87,7 +87,7 @@ def test_a_shipped_experiment_needs_no_trust_to_be_launched_again(tmp_path):
         "runner",
         f"--fdl_config={tmp_path}/config.json",
         f"--workdir={tmp_path}_next",
-        "--fdl.optimizer.peak_lr=1e-3",
+        "--fdl.optimizer.peak_lr=2e-3",
     ]
 
 
