@@ -105,6 +105,7 @@ NOT_RUN = {
     "docs/pictures.md": {"python -m runner.watch WORKDIR": "it serves: test_server.py"},
     "docs/research.md": {"python -m runner.sweep": "it trains for a quarter of an hour"},
     "docs/scaling.md": {"pip install": INSTALLS},
+    "docs/recipes.md": {"python -m runner.plan": LONG},
     "docs/your-own-architecture.md": {"python -m runner.plan": LONG},
 }
 # Python that is an excerpt of a file: test_documentation.py compares those of huggingface.md.

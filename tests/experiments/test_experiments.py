@@ -1,5 +1,6 @@
 """The shipped experiments: their defaults as golden text, and two steps of each when tiny."""
 
+import math
 from pathlib import Path
 
 import fiddle as fdl
@@ -21,11 +22,12 @@ ON_CPUS = {  # on 2 cores
     "quickstart": "4 minutes",
     "distil": "2 minutes",
     "query_key_norm": "1 minute",
+    "speedrun_parts": "1 minute",
     "transfer": "1 minute",
     "muon_or_adamw": "4 minutes",
 }
 ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora", "qwen3_0_6b_dpo")
-NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "smollm2_sft")
+NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "smollm2_sft", "speedrun_124m")
 # These take their model from a folder or a run, by this parameter.
 OF_A_MODEL = {"from_hf": "folder", "lora": "base", "dpo": "base"}
 FOLDER = "tests/hf/golden/llama_3_1"
@@ -139,6 +141,20 @@ def test_the_published_sizes_are_one_experiment_when_tiny(name):
         for each in (name, "llama_84m")
     )
     assert one == other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fiddlers"),
+    [("speedrun_124m", ["thousandth"]), ("speedrun_parts", ["tiny"])],
+)
+def test_two_steps_of_speedruns_on_a_mesh(name, fiddlers, tmp_path):
+    """With every part, and with one."""
+    overrides = ["steps=2", "mesh.fsdp=4", "mesh.tensor=2", "data.path.max_bytes=400_000"]
+    one = ["model.value_embeddings=True"] if name == "speedrun_parts" else []
+    result = fit(configs.load(f"experiments/{name}", fiddlers, [*overrides, *one]), tmp_path)
+    assert int(result.state.step) == 2
+    assert result.metrics[0]["loss"] == pytest.approx(math.log(result.state.model.vocab), abs=0.1)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from laid_out import laid_out
 from sentinels import sentinels
 
 from lmlib import Compute, hf, llama, make_mesh, whole_rows
+from lmlib.adapters import merged, with_adapters
 from lmlib.compute import EVERYTHING
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
@@ -22,9 +23,11 @@ from lmlib.generate import GREEDY, Generator
 from lmlib.losses import batch_loss
 from lmlib.models.families.sizes import short_and_long
 from lmlib.models.families.speedrun import speedrun
+from lmlib.models.matrices.adapted import map_adapted
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.gathering import gathered_partition
 from lmlib.parallel.layout import partition, stored
+from lmlib.parallel.selection import named_weights
 
 V, E, L, H, K, D, F, B, S = 48, 32, 4, 4, 2, 8, 40, 2, 14
 WINDOW, CAP, EPSILON = 5, 3.0, 1e-6
@@ -185,6 +188,23 @@ def test_what_is_generated_is_what_the_whole_pass_gives(mesh):
         logits_SV = model()(row_1S, whole_rows(row_1S, FLOAT32))[0]
         expected = np.argmax(logits_SV, axis=-1)[len(prompt) - 1 : -1]
         assert list(one.tokens) == expected.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.several_devices
+def test_adapters_beside_every_matrix_and_table():
+    """On a mesh, what the model makes with its adapters merged."""
+    mesh = make_mesh(fsdp=2, tensor=4)
+    adapted = with_adapters(model(), rank=4, key=jax.random.key(3))
+    assert any(path.endswith("value_embedding.table.up") for path in named_weights(adapted))
+    adapted = map_adapted(lambda _, one: dataclasses.replace(one, up=one.up + 0.1), adapted)
+    expected = merged(adapted)(tokens(), whole_rows(tokens(), FLOAT32))
+    with jax.set_mesh(mesh):
+        rows = jnp.tile(tokens(), (4, 1))
+        found = jax.jit(lambda model: model(rows, whole_rows(rows, FLOAT32)))(
+            laid_out(adapted, mesh)
+        )
+    np.testing.assert_allclose(np.asarray(found)[:B], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_without_its_parts_it_is_a_llama():

@@ -1,0 +1,96 @@
+"""Speedruns' parts, each alone, 300 steps of 1,024 tokens; 3.5e11 FLOPs, 1 minute on 2 CPU cores.
+
+    python -m runner --fdl_config=experiments/speedrun_parts --workdir=/tmp/speedrun_parts
+    python -m runner.sweep --fdl_config=experiments/speedrun_parts --workdir=/tmp/parts_of_speedruns
+
+What does each part of `lmlib/models/families/speedrun.py` change, at two sizes? docs/recipes.md has
+the table. The text is Python's sources, as in the quickstart.
+"""
+
+import fiddle as fdl
+
+from experiments import quickstart
+from lmlib import optim
+from lmlib.experiment import Experiment
+from lmlib.models.families.speedrun import speedrun
+from lmlib.sweeps import Points, axis, chain, product
+
+_VOCAB = 1_024
+# Arguments of `speedrun` with which it is a Llama, and what each of them is as a part.
+_WITHOUT = {
+    "value_embeddings": False,
+    "residual_scales": False,
+    "query_key_norm": False,
+    "squared_relu": False,
+    "zero_outputs": False,
+    "logit_cap": None,
+    "window": None,
+}
+_PARTS = {
+    "value_embeddings": True,
+    "residual_scales": True,
+    "query_key_norm": True,
+    "squared_relu": True,
+    "zero_outputs": True,
+    "logit_cap": 15.0,
+    "window": 32,
+}
+_OF_DATA = "begin_with_documents"
+
+
+def config(embed: int = 64, layers: int = 2, part: str = "none") -> fdl.Config[Experiment]:
+    """Args:
+    embed, layers: sizes; heads have 32 coordinates.
+    part: "none"; the argument of `speedrun` that is not as in Llama, "value_embeddings" for
+      example; "begin_with_documents", of the data; or "all" of them.
+    """
+    if part not in ("none", "all", _OF_DATA, *_PARTS):
+        known = ", ".join(("none", *_PARTS, _OF_DATA, "all"))
+        raise ValueError(f"part must be one of {known}, got {part!r}")
+    cfg = quickstart.config()
+    cfg.data.path.vocab_size = _VOCAB
+    parts = _PARTS if part == "all" else {**_WITHOUT, part: _PARTS.get(part)}
+    parts = {name: value for name, value in parts.items() if name in _PARTS}
+    mlp = 15 * embed // 4 if parts["squared_relu"] else 5 * embed // 2  # as many weights
+    cfg.model = fdl.Partial(
+        speedrun, vocab=_VOCAB, embed=embed, layers=layers, heads=embed // 32, mlp=mlp, **parts
+    )
+    cfg.compute.unroll = layers
+    cfg.data.batch_size, cfg.data.sequence_length = 8, 128
+    cfg.data.begin_with_documents = part in (_OF_DATA, "all")
+    cfg.validation.batch_size, cfg.validation.sequence_length = 32, 128
+    cfg.validation.seed, cfg.validation.epochs, cfg.evaluation.batches = 0, None, 24
+    cfg.optimizer = fdl.Partial(
+        optim.adamw, peak_lr=3e-3, schedule=fdl.Partial(optim.warmup_cosine, warmup=0.05, end=0.05)
+    )
+    cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 300, 100, 300
+    cfg.samples.prompts, cfg.samples.every = (), None
+    return cfg
+
+
+def small() -> Points:
+    """Each part and all, three seeds each, at the smaller size."""
+    return _every(64, 2)
+
+
+def large() -> Points:
+    """The same at the larger one."""
+    return _every(128, 4)
+
+
+def sweep() -> Points:
+    """Both sizes."""
+    return chain(small(), large())
+
+
+def tiny(cfg: fdl.Config[Experiment]) -> None:
+    """The same on a share of the sources, 20 steps."""
+    cfg.data.path.vocab_size = cfg.model.vocab = 512
+    cfg.data.path.max_bytes = 400_000
+    cfg.steps = 20
+    cfg.evaluation.every = cfg.checkpoints.every = 10
+
+
+def _every(embed: int, layers: int) -> Points:
+    parts = axis("part", "none", *_PARTS, _OF_DATA, "all")
+    return product(axis("embed", embed), axis("layers", layers), parts, axis("seed", 0, 1, 2))
