@@ -2,12 +2,16 @@
 
     python -m runner.ladder SWEEP
     python -m runner.ladder RUN RUN RUN RUN RUN RUN --budget=1e21
+    python -m runner.ladder RUNGS --compute --budget=1e21
 
 Runs of one size and several lengths, such as forks of one run, give E + B/D^β. Numbers that the
-runs do not identify are refused, and which runs would help is told.
+runs do not identify are refused, and which runs would help is told. Rungs of one dial, whose tokens
+follow from their parameters, give L = E + A/C^γ of their compute C, which predicts the next rung.
 
 --metric      validation_loss unless said, or another that is positive and lower for better models
---budget      FLOPs, as 6·N·D: the N and D that are best for it; repeatable
+--budget      FLOPs, as 6·N·D: the N and D that are best for it, or with --compute its loss;
+              repeatable
+--compute     fits the loss against compute alone
 --json=FILE   writes all numbers as JSON too
 N counts all parameters, those of embeddings too; D the targets that a run has seen.
 """
@@ -21,6 +25,7 @@ from absl import flags
 
 from lmlib.runs import find_runs
 from lmlib.storage.whole_file import write_whole
+from lmlib.verdicts.compute_law import ComputeLaw, compute_of, compute_text, fit_compute_law
 from lmlib.verdicts.finished import USUAL_METRIC
 from lmlib.verdicts.ladder import Ladder, ladder_of, ladder_text
 from lmlib.verdicts.scaling_law import ScalingLaw
@@ -30,6 +35,7 @@ from runner.errors import ConfigError, user_errors
 
 _METRIC = flags.DEFINE_string("metric", USUAL_METRIC, "what is fitted")
 _BUDGET = flags.DEFINE_multi_float("budget", [], "FLOPs to spend well", lower_bound=1.0)
+_COMPUTE = flags.DEFINE_bool("compute", False, "fits the loss against compute alone")
 _JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
 
 
@@ -39,11 +45,15 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("name runs, or folders of runs: python -m runner.ladder SWEEP")
     with user_errors():
         ladder = ladder_of(find_runs(arguments), _METRIC.value)
-        law = ladder.fit()
-        text = ladder_text(ladder, law, _BUDGET.value)
+        if _COMPUTE.value:
+            of_compute = fit_compute_law(compute_of(ladder), ladder.losses())
+            text = compute_text(ladder, of_compute, _BUDGET.value)
+            fields = _compute_as_json(ladder, of_compute)
+        else:
+            law = ladder.fit()
+            text, fields = ladder_text(ladder, law, _BUDGET.value), _as_json(ladder, law)
         if _JSON.value:
-            content = json.dumps(_as_json(ladder, law), indent=1, allow_nan=False)
-            write_whole(_JSON.value, content + "\n")
+            write_whole(_JSON.value, json.dumps(fields, indent=1, allow_nan=False) + "\n")
     print(text)
     return FINISHED
 
@@ -51,11 +61,31 @@ def main(arguments: Sequence[str]) -> int:
 def _as_json(ladder: Ladder, law: ScalingLaw) -> dict[str, Any]:
     return {
         "law": str(law),
+        **_runs_as_json(ladder),
+        "numbers": {name: dataclasses.asdict(each) for name, each in law.numbers.items()},
+        "error": law.error,
+        "optima": {
+            f"{flops:g}": {name: dataclasses.asdict(n) for name, n in law.optimum(flops).items()}
+            for flops in _BUDGET.value
+        },
+    }
+
+
+def _compute_as_json(ladder: Ladder, law: ComputeLaw) -> dict[str, Any]:
+    return {
+        "law": "L = E + A/C^γ",
+        **_runs_as_json(ladder),
+        "numbers": dict(zip(("E", "A", "γ"), law.law.numbers.tolist(), strict=True)),
+        "error": law.error,
+        "losses": {f"{flops:g}": dataclasses.asdict(law.loss(flops)) for flops in _BUDGET.value},
+    }
+
+
+def _runs_as_json(ladder: Ladder) -> dict[str, Any]:
+    return {
         "metric": ladder.metric,
         "unit": ladder.unit,
         "interval": 0.9,
-        "numbers": {name: dataclasses.asdict(each) for name, each in law.numbers.items()},
-        "error": law.error,
         "runs": [
             {
                 "run": str(each.run.path),
@@ -65,10 +95,6 @@ def _as_json(ladder: Ladder, law: ScalingLaw) -> dict[str, Any]:
             }
             for each in ladder.runs
         ],
-        "optima": {
-            f"{flops:g}": {name: dataclasses.asdict(n) for name, n in law.optimum(flops).items()}
-            for flops in _BUDGET.value
-        },
         "left_out": list(ladder.left_out),
     }
 

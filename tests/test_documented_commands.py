@@ -67,6 +67,7 @@ SHORTER = (
     (r"fsdp=8", "fsdp=1"),
     (r"in \(1e-3, 3e-3\)", "in (1e-3,)"),
     (r"sequence_length=1024", "sequence_length=64"),
+    (r"--axis=depth=[\d,]+", "--axis=depth=2,3"),
     (r"--widths=[\d,]+", "--widths=64,128"),
     (r"--depths=[\d,]+", "--depths=1,2"),
 )  # fmt: skip

@@ -31,13 +31,17 @@ class Ladder:
     other_settings: tuple[str, ...]
     left_out: tuple[str, ...]
 
+    def losses(self) -> np.ndarray:
+        """Of each run."""
+        return np.array([each.value for each in self.runs])
+
     def fit(self) -> ScalingLaw:
         """Raises ValueError as `fit_scaling_law` does, naming what is left out."""
         try:
             return fit_scaling_law(
                 np.array([each.parameters for each in self.runs]),
                 np.array([each.tokens for each in self.runs]),
-                np.array([each.value for each in self.runs]),
+                self.losses(),
             )
         except ValueError as error:
             raise ValueError("; ".join([str(error), *self.left_out])) from error

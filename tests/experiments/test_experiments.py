@@ -27,7 +27,7 @@ ON_CPUS = {  # on 2 cores
     "muon_or_adamw": "4 minutes",
 }
 ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora", "qwen3_0_6b_dpo")
-NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "smollm2_sft", "speedrun_124m")
+NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "ladder", "smollm2_sft", "speedrun_124m")
 # These take their model from a folder or a run, by this parameter.
 OF_A_MODEL = {"from_hf": "folder", "lora": "base", "dpo": "base"}
 FOLDER = "tests/hf/golden/llama_3_1"

@@ -1,0 +1,120 @@
+"""Depth is the dial, 10,400 steps of 8,192 tokens; 3.2e15 FLOPs, 0.14 H100-minutes at 40 % MFU.
+
+    python -m runner --fdl_config=experiments/ladder --workdir=/tmp/rung --fdl.depth=4
+    python -m runner.plan --fdl_config=experiments/ladder --fdl.depth=12
+    python -m runner.sweep --fdl_config=experiments/ladder --workdir=/tmp/rungs \\
+        --axis=depth=2,3,4,5 --fdl.width_per_layer=16 --fdl.tokens_per_parameter=2
+    python -m runner.ladder /tmp/rungs --compute
+
+From depth follow width and heads, from these the parameters, and from them tokens, batch and
+steps. The rate is one that was tuned once, for 64 wide and 4 layers (docs/transfer.md), handed on
+to other sizes by CompleteP. docs/ladder.md has the rules, and a rung that was predicted before it
+was trained.
+"""
+
+import math
+
+import fiddle as fdl
+
+from data_tools.standard_library import standard_library
+from lmlib import optim
+from lmlib.compute import EVERYTHING, Compute
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
+from lmlib.guard import Guard
+from lmlib.losses import NextToken
+from lmlib.models.families.llama import llama
+from lmlib.parallel.mesh import make_mesh
+
+_BASE_WIDTH, _BASE_DEPTH = 64, 4
+_RATE, _BASE_STEPS = 16e-3, 200  # what is best for the base in so many steps
+_DECAYED = 2.0  # times that decay shrinks a weight by e in a run of level rate
+_SMALLEST_BATCH, _LONGEST = 512, 2_048  # tokens of a step, of a sequence
+
+
+def config(
+    depth: int = 4,
+    tokens_per_parameter: float = 20.0,
+    width_per_layer: int = 64,
+    tokens: str | None = None,
+    vocab: int = 4_096,
+) -> fdl.Config[Experiment]:
+    """Args:
+    depth: layers.
+    tokens_per_parameter: of the whole run, for each parameter, those of the vocabulary too.
+    width_per_layer: of the model, for each layer; and of a head.
+    tokens: a data set of `vocab` ids with the splits train and validation; Python's sources unless
+      said.
+    """
+    if depth < 1 or width_per_layer < 2 or tokens_per_parameter <= 0:
+        raise ValueError(
+            "depth must be at least 1, width_per_layer at least 2 and tokens_per_parameter "
+            f"positive, got {depth}, {width_per_layer} and {tokens_per_parameter}"
+        )
+    if _BASE_WIDTH % width_per_layer:
+        raise ValueError(
+            f"width_per_layer must divide {_BASE_WIDTH}, the width of the base, got "
+            f"{width_per_layer}"
+        )
+    sizes = _sizes(depth * width_per_layer, depth, width_per_layer)
+    base = _sizes(_BASE_WIDTH, _BASE_DEPTH, width_per_layer)
+    total = tokens_per_parameter * _parameters(vocab, **sizes)
+    # About √tokens in a step, near where larger batches begin to cost tokens (Bergsma et al. 2025,
+    # arXiv:2505.13738, §3), as a power of two.
+    step = max(_SMALLEST_BATCH, 2 ** round(math.log2(total) / 2))
+    length = min(max(step // 8, 128), _LONGEST)
+    steps = max(1, round(total / step))
+    # With η² · steps the same, runs of all lengths are as long in Adam's own time (Malladi et al.
+    # 2022, arXiv:2205.10287); with η · λ · steps, weights are averages over the same share of a run
+    # (Wang & Aitchison 2024, arXiv:2405.13698).
+    peak_lr = _RATE * math.sqrt(_BASE_STEPS / steps)
+    path = fdl.Config(standard_library, vocab_size=vocab) if tokens is None else tokens
+    data = {"path": path, "sequence_length": length}
+    return fdl.Config(
+        Experiment,
+        model=fdl.Partial(llama, vocab=vocab, tied=True, **sizes),
+        compute=fdl.Config(Compute, saved=EVERYTHING),
+        objective=fdl.Config(NextToken),
+        scaling=fdl.Config(optim.CompleteP, base=base),
+        data=fdl.Config(FlatTokens, split="train", batch_size=step // length, **data),
+        validation=fdl.Config(
+            FlatTokens, split="validation", batch_size=32, seed=None, epochs=1, **data
+        ),
+        evaluation=fdl.Config(EvaluationSettings, every=-(-steps // 4), batches=8),
+        optimizer=fdl.Partial(
+            optim.adamw,
+            peak_lr=peak_lr,
+            schedule=fdl.Partial(optim.warmup_linear, warmup=0.05, end=0.0),
+            weight_decay=_DECAYED / (peak_lr * steps),
+        ),
+        guard=fdl.Config(Guard),
+        mesh=fdl.Config(make_mesh, fsdp=-1),
+        steps=steps,
+        checkpoints=fdl.Config(CheckpointSettings, every=-(-steps // 4)),
+        samples=fdl.Config(SampleSettings),
+    )
+
+
+def _sizes(embed: int, layers: int, width_of_head: int) -> dict[str, int]:
+    return {
+        "embed": embed,
+        "layers": layers,
+        "heads": embed // width_of_head,
+        "mlp": width_of_head * -(-8 * embed // (3 * width_of_head)),
+    }
+
+
+def _parameters(vocab: int, embed: int, layers: int, heads: int, mlp: int) -> int:
+    return vocab * embed + layers * (4 * embed**2 + 3 * embed * mlp)
+
+
+def tiny(cfg: fdl.Config[Experiment]) -> None:
+    """The same at the smallest size, 20 steps."""
+    cfg.model.vocab = 512
+    if not isinstance(cfg.data.path, str):
+        cfg.data.path.vocab_size, cfg.data.path.max_bytes = 512, 400_000
+    heads = cfg.scaling.base["heads"]  # of as many coordinates
+    cfg.model.embed, cfg.model.layers, cfg.model.heads, cfg.model.mlp = 64, 2, heads, 128
+    cfg.data.batch_size, cfg.data.sequence_length = 4, 64
+    cfg.validation.batch_size, cfg.validation.sequence_length = 4, 64
+    cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 20, 10, 10
