@@ -51,7 +51,6 @@ def thousandth(cfg: fdl.Config[Experiment]) -> None:
     on CPU cores."""
     small, model = quickstart.config(), cfg.model
     cfg.data, cfg.validation = small.data, small.validation
-    cfg.data.begin_with_documents = True
     cfg.data.batch_size, cfg.data.sequence_length, cfg.steps = 8, 128, 1_700
     cfg.evaluation, cfg.compute, cfg.samples = small.evaluation, small.compute, small.samples
     model.vocab = cfg.data.path.vocab_size

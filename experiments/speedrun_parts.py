@@ -42,7 +42,7 @@ def config(embed: int = 64, layers: int = 2, part: str = "none") -> fdl.Config[E
     """Args:
     embed, layers: sizes; heads have 32 coordinates.
     part: "none"; the argument of `speedrun` that is not as in Llama, "value_embeddings" for
-      example; "begin_with_documents", of the data; or "all" of them.
+      example; "all" of these; or "begin_with_documents", of the data.
     """
     if part not in ("none", "all", _OF_DATA, *_PARTS):
         known = ", ".join(("none", *_PARTS, _OF_DATA, "all"))
@@ -57,7 +57,7 @@ def config(embed: int = 64, layers: int = 2, part: str = "none") -> fdl.Config[E
     )
     cfg.compute.unroll = layers
     cfg.data.batch_size, cfg.data.sequence_length = 8, 128
-    cfg.data.begin_with_documents = part in (_OF_DATA, "all")
+    cfg.data.begin_with_documents = part == _OF_DATA
     cfg.validation.batch_size, cfg.validation.sequence_length = 32, 128
     cfg.validation.seed, cfg.validation.epochs, cfg.evaluation.batches = 0, None, 24
     cfg.optimizer = fdl.Partial(
