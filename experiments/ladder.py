@@ -3,7 +3,8 @@
     python -m runner --fdl_config=experiments/ladder --workdir=/tmp/rung --fdl.depth=4
     python -m runner.plan --fdl_config=experiments/ladder --fdl.depth=12
     python -m runner.sweep --fdl_config=experiments/ladder --workdir=/tmp/rungs \\
-        --axis=depth=2,3,4,5 --fdl.width_per_layer=16 --fdl.tokens_per_parameter=2
+        --axis=depth=2,3,4,5 --fdl.width_per_layer=16 --fdl.tokens_per_parameter=4 \\
+        --fdl.sequence_length=128
     python -m runner.ladder /tmp/rungs --compute
 
 From depth follow width and heads, from these the parameters, and from them tokens, batch and
@@ -29,13 +30,14 @@ from lmlib.parallel.mesh import make_mesh
 _BASE_WIDTH, _BASE_DEPTH = 64, 4
 _RATE, _BASE_STEPS = 16e-3, 200  # what is best for the base in so many steps
 _DECAYED = 2.0  # times that decay shrinks a weight by e in a run of level rate
-_SMALLEST_BATCH, _LONGEST = 512, 2_048  # tokens of a step, of a sequence
+_ROWS = 4  # of a step at least
 
 
 def config(
     depth: int = 4,
     tokens_per_parameter: float = 20.0,
     width_per_layer: int = 64,
+    sequence_length: int = 1_024,
     tokens: str | None = None,
     vocab: int = 4_096,
 ) -> fdl.Config[Experiment]:
@@ -43,6 +45,7 @@ def config(
     depth: layers.
     tokens_per_parameter: of the whole run, for each parameter, those of the vocabulary too.
     width_per_layer: of the model, for each layer; and of a head.
+    sequence_length: of training and validation, so that rungs are measured alike.
     tokens: a data set of `vocab` ids with the splits train and validation; Python's sources unless
       said.
     """
@@ -61,22 +64,21 @@ def config(
     total = tokens_per_parameter * _parameters(vocab, **sizes)
     # About √tokens in a step, near where larger batches begin to cost tokens (Bergsma et al. 2025,
     # arXiv:2505.13738, §3), as a power of two.
-    step = max(_SMALLEST_BATCH, 2 ** round(math.log2(total) / 2))
-    length = min(max(step // 8, 128), _LONGEST)
-    steps = max(1, round(total / step))
+    rows = max(_ROWS, round(2 ** round(math.log2(total) / 2) / sequence_length))
+    steps = max(1, round(total / (rows * sequence_length)))
     # With η² · steps the same, runs of all lengths are as long in Adam's own time (Malladi et al.
     # 2022, arXiv:2205.10287); with η · λ · steps, weights are averages over the same share of a run
     # (Wang & Aitchison 2024, arXiv:2405.13698).
     peak_lr = _RATE * math.sqrt(_BASE_STEPS / steps)
     path = fdl.Config(standard_library, vocab_size=vocab) if tokens is None else tokens
-    data = {"path": path, "sequence_length": length}
+    data = {"path": path, "sequence_length": sequence_length}
     return fdl.Config(
         Experiment,
         model=fdl.Partial(llama, vocab=vocab, tied=True, **sizes),
         compute=fdl.Config(Compute, saved=EVERYTHING),
         objective=fdl.Config(NextToken),
         scaling=fdl.Config(optim.CompleteP, base=base),
-        data=fdl.Config(FlatTokens, split="train", batch_size=step // length, **data),
+        data=fdl.Config(FlatTokens, split="train", batch_size=rows, **data),
         validation=fdl.Config(
             FlatTokens, split="validation", batch_size=32, seed=None, epochs=1, **data
         ),

@@ -18,10 +18,13 @@ _VOCAB = 1_024
 _RATES = 4e-3, 8e-3, 16e-3, 32e-3
 
 
-def config(embed: int = 64, layers: int = 4, scaling: bool = True) -> fdl.Config[Experiment]:
+def config(
+    embed: int = 64, layers: int = 4, scaling: bool = True, muon: bool = False
+) -> fdl.Config[Experiment]:
     """Args:
     embed, layers: width, and how many layers; heads have 16 coordinates.
     scaling: whether the rate is that of 64 and 4, handed on by CompleteP, or this model's own.
+    muon: Muon; else AdamW.
     """
     cfg = quickstart.config()
     cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
@@ -32,7 +35,8 @@ def config(embed: int = 64, layers: int = 4, scaling: bool = True) -> fdl.Config
         cfg.scaling = fdl.Config(optim.CompleteP, base=base)
     cfg.data.batch_size, cfg.data.sequence_length = 4, 128
     cfg.validation.sequence_length = 128
-    cfg.optimizer = fdl.Partial(optim.adamw, peak_lr=16e-3, schedule=cfg.optimizer.schedule)
+    optimizer = optim.muon if muon else optim.adamw
+    cfg.optimizer = fdl.Partial(optimizer, peak_lr=16e-3, schedule=cfg.optimizer.schedule)
     cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 200, 200, 200
     cfg.validation.seed, cfg.validation.epochs = 0, None  # rows of the whole split, 65,536 tokens
     cfg.evaluation.batches = 16
@@ -42,8 +46,13 @@ def config(embed: int = 64, layers: int = 4, scaling: bool = True) -> fdl.Config
 
 def sweep() -> Points:
     """Four sizes, four rates, three seeds."""
-    sizes = zipped(axis("embed", 64, 64, 64, 256), axis("layers", 4, 2, 8, 4))
-    return product(sizes, axis("optimizer.peak_lr", *_RATES), axis("seed", 0, 1, 2))
+    sizes = zipped(axis("embed", 64, 256, 64, 64), axis("layers", 4, 4, 2, 8))
+    return product(axis("seed", 0, 1, 2), axis("optimizer.peak_lr", *_RATES), sizes)
+
+
+def with_muon() -> Points:
+    """The same of Muon."""
+    return product(axis("muon", True), sweep())
 
 
 def without() -> Points:

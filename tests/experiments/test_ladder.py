@@ -10,7 +10,7 @@ from experiments import ladder
 
 
 def test_what_follows_from_depth_is_as_docs_ladder_says():
-    for depth in (2, 4, 12, 24):
+    for depth in (4, 12, 24):
         cfg = ladder.config(depth, tokens_per_parameter=5)
         model, data = cfg.model, cfg.data
         assert (model.embed, model.layers, model.heads) == (64 * depth, depth, depth)
@@ -20,12 +20,20 @@ def test_what_follows_from_depth_is_as_docs_ladder_says():
         step = data.batch_size * data.sequence_length
         assert cfg.steps * step == pytest.approx(5 * parameters, rel=0.01)
         assert 0.7 < step / math.sqrt(5 * parameters) < 1.5
+        assert data.sequence_length == cfg.validation.sequence_length == 1_024
         rate, decay = cfg.optimizer.peak_lr, cfg.optimizer.weight_decay
         assert rate**2 * cfg.steps == pytest.approx(16e-3**2 * 200)
         assert rate * decay * cfg.steps == pytest.approx(2)
         base = cfg.scaling.base
         assert (base["embed"], base["layers"]) == (64, 4)
         assert base["embed"] // base["heads"] == model.embed // model.heads
+
+
+def test_small_rungs_are_measured_on_rows_of_one_length():
+    lengths = {
+        ladder.config(depth, 4, 16, 128, vocab=1_024).validation.sequence_length for depth in (2, 6)
+    }
+    assert lengths == {128}
 
 
 @pytest.mark.parametrize(
