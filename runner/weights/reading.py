@@ -29,7 +29,7 @@ from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.creation import creator
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.selection import named_weights
-from lmlib.recipe import Recipe, parted
+from lmlib.recipe import Parts, Recipe, parted
 from lmlib.state import State, abstract_model
 from runner.config.references import HuggingFace, located
 from runner.errors import ConfigError, in_words, user_errors
@@ -43,6 +43,8 @@ from runner.weights.notes import (
 )
 from runner.weights.saved_run import PLAIN, Access, SavedRun, in_floats, opened
 from runner.weights.wanted import Wanted
+
+_BUFFERS = "buffers"  # the part of the state with the weights that have no gradient
 
 
 def weights_of(reference: str, wanted: Wanted, access: Access = PLAIN) -> tuple[Any, str]:
@@ -94,7 +96,7 @@ def own_weights(run: SavedRun, mesh: Mesh) -> Any:
     """As `model_of`, with shapes in place of what is frozen, which is not looked for."""
     parts = parted(abstract_model(lambda: run.recipe.shapes, mesh), run.recipe.trained)
     with reading(run.folder), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
-        arrays, _ = checkpoints.restore_part(run.step, _part(run, checkpoints), parts.trained)
+        arrays, _ = _restored(checkpoints, run.step, _part(run, checkpoints), parts)
     return eqx.combine(arrays, parts.frozen)
 
 
@@ -110,16 +112,17 @@ def _of_run(run: SavedRun, wanted: Wanted) -> tuple[Any, str]:
     recipe, mesh = wanted.recipe, wanted.mesh
     with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         part = _part(run, checkpoints)
-        there = checkpoints.names(run.step, part)
+        with_gradient = checkpoints.names(run.step, part)
+        there = with_gradient | checkpoints.names(run.step, _BUFFERS)
         own = _recipe_of_checkpoint(run, there, recipe)
         if own is not recipe:
             wanted.check_model(own.bare)
         # A model that trained in part left the rest where it came from.
         in_part = there < _paths(own.shapes)
         target = abstract_model(lambda: own.shapes, mesh)
-        if in_part:
-            target = parted(target, there).trained
-        model, notes = checkpoints.restore_part(run.step, part, target)
+        whole = there == with_gradient and not in_part
+        parts = Parts(target, None, None) if whole else parted(target, there)
+        model, notes = _restored(checkpoints, run.step, part, parts)
     if wanted.data is not None:
         before: Any = notes.get("batches")
         if not is_batches_note(before, run.step):
@@ -139,6 +142,21 @@ def _of_run(run: SavedRun, wanted: Wanted) -> tuple[Any, str]:
     if has_adapters(model):
         model = jax.jit(merged)(model)
     return recipe.completed(_kept(model, recipe), mesh), name
+
+
+def _restored(
+    checkpoints: Checkpoints, step: int, part: str, parts: Parts
+) -> tuple[Any, Mapping[str, Any]]:
+    """A checkpoint's model, with `None` in place of what is frozen, and its notes.
+
+    Args:
+      part: of the state that has the weights with a gradient.
+    """
+    model, notes = checkpoints.restore_part(step, part, parts.trained)
+    if parts.buffers is not None:
+        buffers, _ = checkpoints.restore_part(step, _BUFFERS, parts.buffers)
+        model = eqx.combine(model, buffers)
+    return model, notes
 
 
 def _part(run: SavedRun, checkpoints: Checkpoints) -> str:

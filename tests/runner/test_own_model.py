@@ -12,6 +12,9 @@ import user_model
 from compiled_programs import XLA_FLAGS
 from forked_processes import run_forked
 
+from lmlib import make_mesh
+from lmlib.checkpoint import Checkpoints
+from runner import load
 from runner.config import configs
 from runner.config.relaunch import relaunch_command
 from runner.config.text import flattened
@@ -111,6 +114,30 @@ def test_the_command_works_when_it_is_pasted(experiment, tmp_path):
     assert pasted.returncode == 0, pasted.stderr
     assert "training loss" in pasted.stdout
     assert (tmp_path / "a run_next" / "result.json").is_file()
+
+
+@pytest.mark.slow
+def test_weights_that_no_gradient_changes_are_loaded_as_they_were_trained(
+    experiment, tmp_path, monkeypatch
+):
+    experts = ROOT / "tests" / "outsiders" / "routed_experts.py"
+    shutil.copy(experts, experiment.parent / "my_model.py")
+    text = experiment.read_text()
+    begin, end = text.index("    cfg.model = "), text.index("    cfg.validation")
+    with_experts = "    cfg.model.feed_forward = fdl.Partial(my_model.Experts)\n"
+    experiment.write_text(text[:begin] + with_experts + text[end:])
+    workdir = tmp_path / "run"
+    command = ("-m", "runner", f"--fdl_config={experiment}", f"--workdir={workdir}")
+    shown = run_forked(*command, cwd=tmp_path, environment={"XLA_FLAGS": XLA_FLAGS})
+    assert shown.returncode == 0, shown.stderr
+    monkeypatch.syspath_prepend(experiment.parent)
+    model = load(workdir, mesh=make_mesh(), trusted=("my_model",)).model
+    with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
+        (name,) = checkpoints.names(1, "buffers")
+    moved = abs(model.stack[0][0].mlp.bias)
+    # By the rate times how far from even its tokens were.
+    assert name == "stack.0.0.mlp.bias"
+    assert moved.min() > 0 and moved.max() < 0.01
 
 
 def _kept_path() -> str:
