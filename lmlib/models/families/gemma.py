@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block
-from lmlib.models.decoder import Decoder, tied_scale
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.sizes import head_sizes
+from lmlib.models.families.table_values import tied_scale
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP, gelu_tanh
 from lmlib.models.parts.norms import RMSNorm

@@ -4,8 +4,9 @@ arXiv:2304.01373)."""
 from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block, ParallelBlock
-from lmlib.models.decoder import Decoder, tied_scale
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.sizes import head_sizes, rotated_coordinates
+from lmlib.models.families.table_values import tied_scale
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, Activation, gelu
 from lmlib.models.parts.norms import LayerNorm

@@ -6,8 +6,9 @@ import math
 from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block
-from lmlib.models.decoder import Decoder, table_values
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.sizes import head_sizes
+from lmlib.models.families.table_values import table_values
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm

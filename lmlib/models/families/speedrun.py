@@ -8,8 +8,9 @@ from typing import Any
 from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block
-from lmlib.models.decoder import Decoder, table_values
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.sizes import head_sizes, short_and_long
+from lmlib.models.families.table_values import table_values
 from lmlib.models.layer import Layer
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, GatedMLP, relu_squared

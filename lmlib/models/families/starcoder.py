@@ -3,8 +3,9 @@
 from jaxtyping import PRNGKeyArray
 
 from lmlib.models.block import Block
-from lmlib.models.decoder import Decoder, tied_scale
+from lmlib.models.decoder import Decoder
 from lmlib.models.families.sizes import head_sizes
+from lmlib.models.families.table_values import tied_scale
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, gelu_tanh
 from lmlib.models.parts.norms import LayerNorm
