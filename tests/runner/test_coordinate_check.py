@@ -30,6 +30,7 @@ def test_a_mistake_is_told_in_a_line(flags, said):
 def test_a_table_a_picture_and_all_changes_are_left(tmp_path):
     flags = [
         TRANSFER, "--fiddler=tiny", "--widths=32,64", "--depths=1,2", "--steps=2",
+        "--fdl.data.batch_size=8",
         "--fdl.scaling.base={'embed': 64, 'heads': 4, 'mlp': 128, 'layers': 2}",
         f"--picture={tmp_path}/check.svg", f"--json={tmp_path}/check.json",
     ]  # fmt: skip
