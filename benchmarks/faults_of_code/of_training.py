@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         "everything decays, whatever it declares",
         "lmlib/optim/optimizer.py",
-        "optax.add_decayed_weights(weight_decay, mask=lambda tree: decay_mask(tree, decays))",
-        "optax.add_decayed_weights(weight_decay)",
+        "            if not decays(weight):\n",
+        "            if False:\n",
         "tests/optim/test_optim.py",
     ),
     Mutation(
@@ -97,8 +97,8 @@ MUTATIONS = (
     Mutation(
         "a group's learning rate is ignored",
         "lmlib/optim/trainable.py",
-        "return update if rate == 1 else update * rate",
-        "return update",
+        "rates[path] *= groups[group].learning_rate",
+        "rates[path] *= 1.0",
         "tests/optim/test_trainable.py",
     ),
     Mutation(
