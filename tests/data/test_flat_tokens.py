@@ -115,7 +115,7 @@ def test_properties(example: Path, example_documents: list[list[int]]) -> None:
     assert source.steps_per_epoch == int(np.ceil(source.sequences / 4))
     assert source.batches is None
     assert FlatTokens(str(example), "train", 4, 10, epochs=1).batches == source.steps_per_epoch
-    assert source.gzip_bits_per_byte is None
+    assert source.compressed_bits_per_byte == {}
 
 
 @pytest.mark.parametrize("last", [[], [7, 8]])
