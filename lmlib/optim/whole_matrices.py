@@ -191,6 +191,9 @@ def _sent(x: Array, way: _Way) -> Array:
     """This device's share of the matrices, each whole; zeros fill up the last shares."""
     shares = math.prod(devices_along(mesh_axes) for mesh_axes, _ in way)
     x = jnp.pad(x, [(0, -len(x) % shares)] + [(0, 0)] * (x.ndim - 1))
+    # As one array: XLA on CPUs would send what was put together apart, in layouts that differ, and
+    # then refuse its own program.
+    x = jax.lax.optimization_barrier(x)
     for mesh_axes, axis in way:
         if axis is None:
             x = own_share(x, mesh_axes, axis=0)
