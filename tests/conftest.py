@@ -10,6 +10,7 @@ import pytest
 from checked_annotations import check_annotations
 
 DEVICES = 8
+MANY_MAPPINGS = 20_000
 
 check_annotations("lmlib")
 
@@ -66,6 +67,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     several = [item for item in items if item.get_closest_marker("several_devices")]
     config.hook.pytest_deselected(items=several)
     items[:] = [item for item in items if item not in several]
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Lets go of compiled programs between files once there are many: each is some mappings of
+    memory, of which Linux gives a process 65,530. Without any left XLA's compiler ends it."""
+    if nextitem is not None and nextitem.path != item.path and _mappings() > MANY_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+
+
+def _mappings() -> int:
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            return sum(1 for _ in file)
+    except OSError:  # no Linux
+        return 0
 
 
 def pytest_collection_finish() -> None:
