@@ -29,8 +29,8 @@ def from_optax(
 ) -> Optimizer:
     """An optimizer of optax's, such as `optax.lion`, after clipping by global norm.
 
-    Each array of its state lies as the weight that it is for: see `lmlib.optim.state_layout`. XLA
-    decides what is sent for an update that takes more than each weight's own numbers.
+    Each array of its state is split as its weight is: see `lmlib.optim.state_layout`. XLA decides
+    what is sent for an update that takes more than each weight's own numbers.
 
     Args:
       steps: length of the schedule; the run supplies it.

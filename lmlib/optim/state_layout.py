@@ -1,4 +1,4 @@
-"""How the state of an optimizer lies over the mesh: each array as the weight that it is for."""
+"""How the state of an optimizer lies over the mesh: each array is split as its weight is."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ def state_layout(state: Any, model: Any, mesh: AbstractMesh) -> Any:
 
     Args:
       state: of shapes and dtypes.
-      model: the weights that it is for, whose types say how they lie.
+      model: the weights, whose types say how they lie.
 
     Raises:
       ValueError: if an array of more than a few numbers would be whole on each of several devices

@@ -3,8 +3,8 @@
 Each step takes its temporaries from malloc and frees them. glibc maps large ones anew each time, or
 takes them from an arena of the thread, and gives both back at once. The kernel then clears every
 page again at every step, which was a fifth of the quickstart's CPU time. In one arena that is never
-trimmed a step finds the pages of the steps before. That takes up to twice the memory, since holes
-are reused where something fits.
+trimmed most steps find the pages of the steps before. That takes up to twice the memory: a hole is
+reused only where something fits, and a step that finds none gets new pages.
 """
 
 import ctypes
