@@ -12,6 +12,7 @@ The shape is seqax's, so that speed compares line by line. Try it anywhere with 
 import fiddle as fdl
 
 from experiments.base.pretraining import fast as fast
+from experiments.base.pretraining import later_stage as later_stage
 from experiments.base.pretraining import muon as muon
 from experiments.base.pretraining import pretraining, tiny_with
 from experiments.base.pretraining import stable as stable

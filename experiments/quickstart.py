@@ -9,6 +9,7 @@ packages are for validation alone; the run's end says what gzip, xz and PPMd mak
 import fiddle as fdl
 
 from data_tools.standard_library import standard_library
+from experiments.base.pretraining import later_stage as later_stage
 from experiments.base.pretraining import stable as stable
 from lmlib import optim
 from lmlib.compute import EVERYTHING, Compute

@@ -26,15 +26,18 @@ from data_tools.inspect.showing import show_batch, show_damage, show_split, usab
 from lmlib.checkpoint.folders import steps_in
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
+from lmlib.data import batch
 from lmlib.data.batch import Source
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.resumable import Resumable
 from lmlib.data.stored.data_path import data_path
+from lmlib.experiment.stages import batches_of
 from lmlib.storage.local_folder import local_folder
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
 from runner.config import configs
+from runner.config.stages import later_stages, training_data
 from runner.config.text import nodes
 from runner.errors import ConfigError, user_errors
 
@@ -78,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def data_sets(cfg: fdl.Config, part: str = "train") -> list[tuple[Path, str]]:
     """The folder and split of each `FlatTokens` that a run of `cfg` reads for `part`, each once."""
-    found = [node for node in nodes(_part(cfg, part)) if fdl.get_callable(node) is FlatTokens]
+    read = training_data(cfg) if part == "train" else _part(cfg, part)
+    found = [node for node in nodes(read) if fdl.get_callable(node) is FlatTokens]
 
     def path_of(node: fdl.Buildable) -> Path:
         path = node.path
@@ -88,7 +92,7 @@ def data_sets(cfg: fdl.Config, part: str = "train") -> list[tuple[Path, str]]:
 
 
 def source_at(workdir: Path, cfg: fdl.Config, step: int, part: str = "train") -> Source:
-    """What the run of `cfg` in `workdir` reads for `part`, about to give the batch of `step`.
+    """What the run of `cfg` in `workdir` reads for `part` at `step`, about to give that batch.
 
     A stream of training data is read from the newest checkpoint up to `step`, or without one from
     the beginning, with as many streams as in any later checkpoint; where there is none at all, and
@@ -113,7 +117,9 @@ def source_at(workdir: Path, cfg: fdl.Config, step: int, part: str = "train") ->
             source.begin_like(next(iter(saved.values())))
         for passed in range(begin, step):
             source.batch(passed)
-    return source
+    if part == "train":
+        source = batches_of(source, [fdl.build(stage) for stage in later_stages(cfg)], cfg.steps)
+    return batch.source_at(source, step)
 
 
 def _part(cfg: fdl.Config, part: str) -> Any:

@@ -12,11 +12,12 @@
 --json=FILE  writes the report as JSON too; "-": to stdout, instead of the text
 --no_cache   makes the report anew
 Compiles the run's own train step, on a CPU, with the compiler of the target; reports are kept in
-the user's cache folder. TPUs: pip install 'lmlib[plan-tpu]'; NVIDIA GPUs: 'lmlib[plan-gpu]'.
+the user's cache folder. A run of several stages gets a report of each and a table of the whole.
+TPUs: pip install 'lmlib[plan-tpu]'; NVIDIA GPUs: 'lmlib[plan-gpu]'.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ import jax
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
+from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
 from lmlib.plan import targets
 from lmlib.plan.advice import advise
-from lmlib.plan.planner import plan, section, stderr_kept, versions
+from lmlib.plan.planner import Report, plan, section, stderr_kept, versions
 from lmlib.plan.search import search
+from lmlib.plan.stages import WholeRun
 from lmlib.plan.targets import Target
 from runner.absent_hardware import kept_plans
 from runner.absent_hardware.cost import cost_of
@@ -94,6 +97,27 @@ def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dic
             devices = target.devices()
         experiment = built(cfg, devices)
         experiment.check()
+    planned = {steps: _of_stage(stage, target, tell) for steps, stage in experiment.stages.items()}
+    content = next(iter(planned.values()))[1] if len(planned) == 1 else _of_stages(planned)
+    kept_plans.write(key, content)
+    return content
+
+
+def _of_stages(planned: Mapping[range, tuple[Report, dict[str, Any]]]) -> dict[str, Any]:
+    """`text` and `json` of a run of several stages."""
+    run = WholeRun({steps: report for steps, (report, _) in planned.items()})
+    texts, fields = [section("The whole run", str(run))], []
+    for steps, (_, content) in planned.items():
+        title = f"Steps {steps.start + 1:,} to {steps.stop:,}"
+        texts.append(f"{'═' * len(title)}\n{title}\n{'═' * len(title)}\n{content['text']}")
+        fields.append({"steps": [steps.start + 1, steps.stop], **content["json"]})
+    return {"text": "\n\n".join(texts), "json": {"run": run.as_json(), "stages": fields}}
+
+
+def _of_stage(
+    experiment: Experiment, target: Target, tell: Callable[[str], None]
+) -> tuple[Report, dict[str, Any]]:
+    """The plan of a step, and its `text` and `json` with what was asked for besides."""
     report = plan(experiment, target, tell)
     text, fields = str(report), report.as_json()
     if _SEARCH.value:
@@ -104,9 +128,7 @@ def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dic
         advice = advise(experiment, target, report, tell)
         text += "\n\n" + section("What needs less memory", str(advice))
         fields["advice"] = advice.as_json()
-    content = {"text": text, "json": fields}
-    kept_plans.write(key, content)
-    return content
+    return report, {"text": text, "json": fields}
 
 
 def _show(report: dict[str, Any]) -> None:

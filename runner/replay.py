@@ -24,6 +24,7 @@ from lmlib.checkpoint.folders import steps_in
 from lmlib.data.batch import Batch, place
 from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
+from lmlib.experiment.stages import at
 from lmlib.inspect.layer_statistics import first_offender, table
 from lmlib.parallel.layout import partition
 from lmlib.state import State
@@ -64,29 +65,41 @@ def main(arguments: Sequence[str]) -> int:
         cfg = configs.load(str(folder / "config.json"), trusted=TRUST_MODULE.value)
         experiment: Experiment = fdl.build(cfg)
         experiment.check()
-        rows = read_batch(folder, experiment.abstract_batch())
+        _check_step(capture, experiment)
+        rows = read_batch(folder, experiment.at(capture.step - 1).abstract_batch())
     return FINISHED if _replay(capture, experiment, rows) else DIFFERS
+
+
+def _check_step(capture: Capture, experiment: Experiment) -> None:
+    if capture.step > experiment.steps:
+        raise ConfigError(
+            f"{capture.folder} is of step {capture.step:,}, and its config makes "
+            f"{experiment.steps:,} steps"
+        )
 
 
 def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
     """Shows the step; whether its numbers are those of the run."""
     state, made = _begin(capture, experiment)
-    compiled = experiment.trace_step().lower().compile()
+    compiled = {
+        steps: stage.trace_step().lower().compile()
+        for steps, stage in experiment.stages.items()
+        if made < steps.stop and steps.start < capture.step
+    }
     hyperparameters = experiment.training.hyperparameters
     sharding = NamedSharding(experiment.mesh, partition("batch seq"))
     with Progress(capture.step - 1) as progress:
         for step in range(made + 1, capture.step):
             began = time.perf_counter()
-            state, metrics = compiled(
-                state, place(experiment.data, step - 1, sharding), hyperparameters
-            )
+            placed = place(experiment.batches, step - 1, sharding)
+            state, metrics = at(compiled, step - 1)(state, placed, hyperparameters)
             loss = float(metrics["loss"])
             seconds = time.perf_counter() - began
             speed = rows.tokens.size / seconds
             progress.update(step, loss=loss, seconds=seconds, tokens_per_second=speed)
     batch = jax.tree.map(lambda field: jax.device_put(field, sharding), rows)
-    statistics = statistics_of(experiment, state, batch)
-    _, metrics = compiled(state, batch, hyperparameters)
+    statistics = statistics_of(experiment.at(capture.step - 1), state, batch)
+    _, metrics = at(compiled, capture.step - 1)(state, batch, hyperparameters)
     again = {name: value.item() for name, value in jax.device_get(metrics).items()}
 
     print(f"step {capture.step:,}, whose update was skipped:\n")

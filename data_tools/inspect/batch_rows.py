@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lmlib.data import Batch, FlatTokens, Mixture, Source
+from lmlib.data.stages import Continued
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,9 @@ def row_origins(source: Source, step: int) -> list[str | None]:
 
     For a `Mixture` the name of the source comes first.
     """
+    if isinstance(source, Continued):
+        parts = source.parts(step)
+        return [row for own, rows in parts for row in row_origins(source.source, own)[rows]]
     if isinstance(source, FlatTokens):
         return [
             f"sequence {number:,} of {source.sequences:,}" if number >= 0 else None

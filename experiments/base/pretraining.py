@@ -11,7 +11,13 @@ from lmlib import optim
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
-from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
+from lmlib.experiment import (
+    CheckpointSettings,
+    DataStage,
+    EvaluationSettings,
+    Experiment,
+    SampleSettings,
+)
 from lmlib.guard import Guard
 from lmlib.losses import NextToken
 from lmlib.parallel.mesh import make_mesh
@@ -109,6 +115,22 @@ def stable(cfg: fdl.Config[Experiment], decay: int = 0) -> None:
     cfg.optimizer.schedule = fdl.Partial(
         optim.warmup_stable_decay, warmup=warmup, decay=decay, end=0.0
     )
+
+
+def later_stage(
+    cfg: fdl.Config[Experiment],
+    begin: float | int = 0.5,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    microbatches: int | None = None,
+) -> None:
+    """After `begin`, a fraction or a number of steps, batches of other sizes, of the same text."""
+    before = [cfg, *cfg.later_stages][-1]
+    sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
+    changed = {name: size for name, size in sizes.items() if size is not None}
+    data = fdl.copy_with(before.data, **changed)
+    stage = fdl.Config(DataStage, begin, data, microbatches)
+    cfg.later_stages = [*cfg.later_stages, stage]
 
 
 def fast(cfg: fdl.Config[Experiment]) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lmlib.data.permutation import permute
     from lmlib.data.prefetch import Prefetch
     from lmlib.data.resumable import Resumable
+    from lmlib.data.stages import Stages
     from lmlib.data.stored.damage import DamagedDataError
     from lmlib.data.stored.metadata import (
         ShardMetadata,
@@ -39,6 +40,7 @@ __all__ = [
     "Source",
     "SplitMetadata",
     "Stage",
+    "Stages",
     "Synthetic",
     "TextCodec",
     "TokenizerIdentity",
@@ -63,6 +65,7 @@ _HOMES = {
     "Source": "lmlib.data.batch",
     "SplitMetadata": "lmlib.data.stored.metadata",
     "Stage": "lmlib.data.mixture",
+    "Stages": "lmlib.data.stages",
     "Synthetic": "lmlib.data.synthetic",
     "TextCodec": "lmlib.data.text",
     "TokenizerIdentity": "lmlib.data.stored.metadata",

@@ -88,6 +88,19 @@ class Paired(Protocol):
         segments an odd number and the next."""
 
 
+@runtime_checkable
+class Staged(Protocol):
+    """A source whose batches have other sizes from some step on."""
+
+    def at(self, step: int) -> Source:
+        """What gives the batch of `step`, and says its sizes."""
+
+
+def source_at(source: Source, step: int) -> Source:
+    """What gives the batch of `step`, and says its sizes: `Staged.at` of any source."""
+    return source.at(step) if isinstance(source, Staged) else source
+
+
 def teacher_k(source: Source) -> int | None:
     """`Taught.teacher_k` of any source."""
     return source.teacher_k if isinstance(source, Taught) else None
@@ -104,6 +117,7 @@ def place(source: Source, step: int, sharding: jax.sharding.NamedSharding) -> Ba
     Each process reads only the rows that its own devices hold, each row once.
     Raises ValueError when the mesh does not divide the batch.
     """
+    source = source_at(source, step)
     shape = (source.batch_size, source.sequence_length)
     try:
         sharding.shard_shape(shape)

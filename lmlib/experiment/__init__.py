@@ -20,6 +20,7 @@ from lmlib.experiment.checkpoints import CheckpointSettings
 from lmlib.experiment.checks import check_experiment
 from lmlib.experiment.evaluation import EvaluationSettings
 from lmlib.experiment.samples import SampleSettings
+from lmlib.experiment.stages import DataStage, at, batches_of, spans_of
 from lmlib.guard import Guard
 from lmlib.hardware.free_memory import check_fits
 from lmlib.losses import NextToken, Objective
@@ -42,6 +43,7 @@ from lmlib.train import trace_step
 __all__ = [
     "Action",
     "CheckpointSettings",
+    "DataStage",
     "EvaluationSettings",
     "Every",
     "Experiment",
@@ -57,10 +59,11 @@ class Experiment:
     Args:
       model: `model(key=…)` makes the model, a `lmlib.models.protocol.Model`. What it is given says
         what the model is: a run cannot go on with another one.
-      data: training batches.
+      data: training batches, up to the first of `later_stages`.
       optimizer: `optimizer(steps)` makes the optimizer.
       mesh: the devices.
       steps: updates to make.
+      later_stages: batches of other sizes, or of other rows, each from a step of its own on.
       compute: how the model is computed.
       objective: what is minimised.
       scaling: makes the optimizer's numbers and the first weights follow from those of a smaller
@@ -92,6 +95,7 @@ class Experiment:
     optimizer: Callable[[int], Optimizer]
     mesh: Mesh
     steps: int
+    later_stages: Sequence[DataStage] = ()
     compute: Compute = Compute()
     objective: Objective = NextToken()
     scaling: CompleteP | None = None
@@ -110,6 +114,39 @@ class Experiment:
     actions: Sequence[Every] = ()
     sinks: Sequence[MakeSink] = ()
     prefetch_batches: int = 2
+
+    @functools.cached_property
+    def batches(self) -> Source:
+        """All batches of the run; of several stages, the sizes of the first.
+
+        Raises ValueError if stages are not in order or do not fit each other.
+        """
+        return batches_of(self.data, self.later_stages, self.steps)
+
+    @functools.cached_property
+    def stages(self) -> dict[range, "Experiment"]:
+        """For the steps of each stage, counted from 0, the experiment with batches of one size that
+        makes them. All have the same recipes and optimizer."""
+        if not self.later_stages:
+            return {range(self.steps): self}
+        counts = [None, *(stage.microbatches for stage in self.later_stages)]
+        spans = zip(spans_of(self.batches, self.steps).items(), counts, strict=True)
+        return {
+            steps: self._with_batches(source, self.microbatches if count is None else count)
+            for (steps, source), count in spans
+        }
+
+    def at(self, step: int) -> "Experiment":
+        """Of `stages`, the one that makes the step with `step` others before it."""
+        return at(self.stages, step)
+
+    def _with_batches(self, data: Source, microbatches: int) -> "Experiment":
+        made = dataclasses.replace(self, data=data, microbatches=microbatches, later_stages=())
+        training = dataclasses.replace(self.training, microbatches=microbatches)
+        # Made once, so that the steps of all stages take the same trees.
+        shared = {"recipe": self.recipe, "reference_recipe": self.reference_recipe}
+        vars(made).update(shared, training=training)
+        return made
 
     @functools.cached_property
     def recipe(self) -> Recipe:
@@ -174,8 +211,13 @@ class Experiment:
         return (*validation_metrics(self.objective, self.validation_sets, named), *names)
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of a batch of `data`, padding included."""
+        return self.data.batch_size * self.data.sequence_length
+
+    @property
     def suite_length(self) -> int:
-        """Tokens of a sequence of the suite."""
+        """Tokens of a sequence of the suite; of several stages it is made for the first."""
         return (self.evaluation.suite or Suite()).length(self.data.sequence_length)
 
     @functools.cached_property
@@ -250,8 +292,9 @@ class Experiment:
         check_experiment(self)
 
     def check_memory(self) -> None:
-        """Raises MemoryError if the state and a batch alone take more memory than the devices have
-        free; a step needs more, as `python -m runner.plan` says."""
-        state, batch = self.abstract_state(), self.abstract_batch()
-        arrays = (state.model, state.optimizer, state.frozen, state.reference_model, batch)
-        check_fits("what is trained and a batch", arrays, [*self.mesh.devices.flat])
+        """Raises MemoryError if the state and a batch of any stage alone take more memory than the
+        devices have free; a step needs more, as `python -m runner.plan` says."""
+        state, devices = self.abstract_state(), [*self.mesh.devices.flat]
+        kept = (state.model, state.optimizer, state.frozen, state.reference_model)
+        for stage in self.stages.values():
+            check_fits("what is trained and a batch", (*kept, stage.abstract_batch()), devices)

@@ -17,7 +17,8 @@ from lmlib.experiment.actions import Every
 from lmlib.experiment.checkpoints import CheckpointSettings
 from lmlib.experiment.evaluation import EvaluationSettings
 from lmlib.experiment.samples import SampleSettings
-from lmlib.experiment.sources import check_source, validation_sources
+from lmlib.experiment.sources import check_source, training_sources, validation_sources
+from lmlib.experiment.stages import DataStage
 from lmlib.guard import Guard
 from lmlib.losses import Objective
 from lmlib.models.matrices.adapted import has_adapters
@@ -77,6 +78,9 @@ def check_experiment(experiment: Any) -> None:
         )
     if wrong := [each for each in experiment.actions if not isinstance(each, Every)]:
         raise ValueError(f"actions must each be an Every(steps, action), got {wrong[0]!r}")
+    for each in experiment.later_stages:
+        if not isinstance(each, DataStage) or not isinstance(each.data, Source):
+            raise ValueError(f"later_stages must each be a DataStage(begin, data), got {each!r}")
     if wrong := [each for each in experiment.sinks if not callable(each)]:
         raise ValueError(f"sinks must each be a function that makes a sink, got {wrong[0]!r}")
     for name, least in _LEAST.items():
@@ -99,17 +103,28 @@ def check_experiment(experiment: Any) -> None:
     check_model(model, experiment.mesh)
     _check_objective(experiment, model)
     _check_model_losses(experiment)
-    check_source(experiment, "data", experiment.data, model, experiment.microbatches)
-    batches, steps = experiment.data.batches, experiment.steps
-    if batches is not None and batches < steps:
-        raise ValueError(
-            f"data ends after {batches} batches, but steps is {steps}: make fewer steps, or let "
-            "the data repeat (epochs=None)"
-        )
+    _check_stages(experiment, model)
     if experiment.evaluation.suite is not None:
         _check_suite(experiment, model)
     if experiment.validation is not None:
         _check_validation(experiment, model)
+
+
+def _check_stages(experiment: Any, model: Any) -> None:
+    """Checks the training data, stage by stage."""
+    names = training_sources(experiment)
+    for (name, source), (steps, stage) in zip(
+        names.items(), experiment.stages.items(), strict=True
+    ):
+        if stage.microbatches < 1:
+            raise ValueError(f"microbatches must be at least 1, got {stage.microbatches}")
+        check_source(experiment, name, source, model, stage.microbatches)
+        batches = stage.data.batches
+        if batches is not None and batches < steps.stop:
+            raise ValueError(
+                f"{name} ends after {batches} batches, but steps is {steps.stop}: make fewer "
+                "steps, or let the data repeat (epochs=None)"
+            )
 
 
 def _check_trainable(experiment: Any) -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lmlib.data import first_rows
 from lmlib.data.batch import Source, holds_pairs, teacher_k
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture
+from lmlib.experiment import first_rows
 from lmlib.losses import Objective
 from lmlib.parallel.check import check_batch
 
@@ -18,9 +18,15 @@ def check_first_rows(experiment: Any) -> None:
       ValueError: naming the source and what is wrong in its rows.
     """
     vocab, needs_pairs = experiment.recipe.made.vocab, experiment.objective.compares_pairs
-    for name, source in {"data": experiment.data, **validation_sources(experiment)}.items():
+    for name, source in {**training_sources(experiment), **validation_sources(experiment)}.items():
         for where, part in _parts(name, source):
             first_rows.check_first_rows(where, part, vocab, needs_pairs)
+
+
+def training_sources(experiment: Any) -> dict[str, Source]:
+    """What is trained on, stage by stage, by its name in errors."""
+    later = {f"later_stages[{i}].data": each.data for i, each in enumerate(experiment.later_stages)}
+    return {"data": experiment.data, **later}
 
 
 def validation_sources(experiment: Any) -> dict[str, Source]:

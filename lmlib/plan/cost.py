@@ -9,12 +9,12 @@ _MFU = 0.4
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
-    """All steps of a run.
+class StageCost:
+    """Steps of one size.
 
     Args:
-      steps: of the run.
-      tokens: of a step, padding included.
+      steps: so many.
+      tokens: of each, padding included.
       flops_per_token: analytic: 6 for each parameter that multiplies, and attention whole.
       flops_per_token_causal: the same with attention's causal half.
     """
@@ -24,29 +24,53 @@ class Cost:
     flops_per_token: float
     flops_per_token_causal: float
 
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """All steps of a run, stage by stage."""
+
+    stages: tuple[StageCost, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    @property
+    def tokens(self) -> int:
+        """Of all steps, padding included."""
+        return sum(stage.steps * stage.tokens for stage in self.stages)
+
+    @property
+    def total_flops(self) -> float:
+        """With attention whole."""
+        return sum(each.steps * each.tokens * each.flops_per_token for each in self.stages)
+
     @property
     def size(self) -> str:
         """In the words of an experiment's header: "26,000 steps of 65,536 tokens"."""
-        return f"{self.steps:,} steps of {self.tokens:,} tokens"
+        sizes = (f"{each.steps:,} steps of {each.tokens:,} tokens" for each in self.stages)
+        return ", then ".join(sizes)
 
     @property
     def flops(self) -> str:
         """With attention whole: "1.0e18 FLOPs"."""
-        return f"{self._total(self.flops_per_token)} FLOPs"
+        return f"{_two_digits(self.total_flops)} FLOPs"
 
     @property
     def time(self) -> str:
         """Two digits: "5,800 H100-hours at 40 % MFU"."""
-        return time_of(self.steps * self.tokens * self.flops_per_token)
+        return time_of(self.total_flops)
 
     def __str__(self) -> str:
+        causal = sum(each.steps * each.tokens * each.flops_per_token_causal for each in self.stages)
         return (
             f"{self.size}; {self.flops}, {self.time}\nThese FLOPs, and MFU, count attention whole; "
-            f"with its causal half they are {self._total(self.flops_per_token_causal)}."
+            f"with its causal half they are {_two_digits(causal)}."
         )
 
-    def _total(self, flops_per_token: float) -> str:
-        return f"{self.steps * self.tokens * flops_per_token:.1e}".replace("e+", "e")
+
+def _two_digits(flops: float) -> str:
+    return f"{flops:.1e}".replace("e+", "e")
 
 
 def time_of(flops: float) -> str:

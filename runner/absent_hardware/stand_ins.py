@@ -11,6 +11,7 @@ from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.teacher import USUAL_K, read_metadata
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
+from runner.config.stages import later_stages
 from runner.config.text import nodes, signature, text_of
 from runner.errors import ConfigError
 
@@ -25,9 +26,14 @@ def without_data(cfg: fdl.Config[Experiment]) -> fdl.Config[Experiment]:
       ConfigError: if the config does not say the batch size, the sequence length or the vocabulary.
     """
     cfg = copy.deepcopy(cfg)
-    sizes = {name: _found(cfg, "data", name) for name in _SIZES}
-    vocabulary = _found(cfg, "model", "vocab")
-    cfg.data = fdl.Config(Synthetic, vocab_size=vocabulary, teacher_k=_teacher_k(cfg.data), **sizes)
+    vocabulary = _found("model", getattr(cfg, "model", None), "vocab")
+
+    def made_up(data: Any) -> fdl.Config:
+        sizes = {name: _found("data", data, name) for name in _SIZES}
+        return fdl.Config(Synthetic, vocab_size=vocabulary, teacher_k=_teacher_k(data), **sizes)
+
+    for part in (cfg, *later_stages(cfg)):
+        part.data = made_up(getattr(part, "data", None))
     cfg.validation = None
     return cfg
 
@@ -66,9 +72,8 @@ def _teacher_k(data: Any) -> int | None:
         return USUAL_K
 
 
-def _found(cfg: fdl.Config, part: str, name: str) -> int:
-    """The value of `name` in `cfg.part`, or in what that is made of, if all agree."""
-    whole = getattr(cfg, part, None)
+def _found(part: str, whole: Any, name: str) -> int:
+    """The value of `name` in the config `whole`, or in what that is made of, if all agree."""
     values = {
         value for node in nodes(whole) for value in [_value(node, name)] if isinstance(value, int)
     }

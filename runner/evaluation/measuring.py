@@ -11,6 +11,7 @@ from lmlib.evaluate.documents import DocumentsEvaluation, evaluate_documents
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.windows import Packing
 from lmlib.terminal.quantities import count_text, duration_text
+from runner.config.stages import longest_row
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.evaluation.data_sets import DataSet
 from runner.inference.loaded import Loaded
@@ -133,7 +134,7 @@ def default_length(loaded: Loaded) -> int:
     """Tokens of the run's own sequences; without a run, of the longest that the model takes, up to
     2,048."""
     if loaded.cfg is not None and loaded.step:
-        trained = getattr(loaded.cfg.data, "sequence_length", None)
-        if isinstance(trained, int):
+        trained = longest_row(loaded.cfg)
+        if trained is not None:
             return trained
     return min(loaded.longest or LONGEST, LONGEST)

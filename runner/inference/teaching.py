@@ -22,6 +22,7 @@ from lmlib.losses.likeliest import likeliest_tokens
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.layout import partition
 from lmlib.terminal.quantities import count_text, duration_text
+from runner.config.stages import training_data
 from runner.errors import ConfigError
 from runner.inference.loaded import Loaded
 
@@ -32,8 +33,8 @@ def sequences_of(
     cfg: fdl.Config, batch_size: int | None, out: str | None = None
 ) -> dict[str, FlatTokens]:
     """What the teacher of an experiment's config reads, by the folders for what it says: `data` by
-    `out`, or else all of `data` and `validation` that name a `teacher`. Each sequence comes once
-    and in order, in batches of at least `batch_size` that the devices divide.
+    `out`, or else what names a `teacher` of it, of later stages and of `validation`. Each sequence
+    comes once and in order, in batches of at least `batch_size` that the devices divide.
 
     Raises:
       ConfigError: if that is not flat tokens, or no folder is named.
@@ -41,8 +42,9 @@ def sequences_of(
     """
     validation = getattr(cfg, "validation", None)
     sets = validation.values() if isinstance(validation, Mapping) else [validation]
-    read = [cfg.data, *sets] if out is None else [cfg.data]
-    if not _is_flat_tokens(cfg.data):
+    data_sets = training_data(cfg)
+    read = [*data_sets, *sets] if out is None else [cfg.data]
+    if not all(map(_is_flat_tokens, data_sets)):
         raise ConfigError(
             "data must be FlatTokens, whose sequences have numbers; of a mixture, teach each part "
             "with an experiment of its own"

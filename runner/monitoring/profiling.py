@@ -39,12 +39,11 @@ class Profiler:
         self._traced: int | None = None
 
     def traced(self, make: Callable[..., tuple[S, Any]]) -> Callable[..., tuple[S, Any]]:
-        """`made, metrics = make(state, batch)` with the number of the step as its first argument,
-        traced if it is one of the steps."""
+        """`made, metrics = make(step, state, batch)`, traced if it is one of the steps."""
 
         def call(step: int, state: S, batch: Any) -> tuple[S, Any]:
             self.before(step, wait_for=state)
-            state, metrics = make(state, batch)
+            state, metrics = make(step, state, batch)
             self.after(step, wait_for=metrics)
             return state, metrics
 

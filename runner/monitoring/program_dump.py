@@ -10,15 +10,15 @@ import jax
 GRAPH_SECONDS = 60  # Graphviz may take hours over the graph of a large program
 
 
-def dump_program(compiled: jax.stages.Compiled, workdir: Path) -> str:
-    """Writes the program as XLA optimised it: workdir/hlo/train_step.txt and, where Graphviz's
-    `dot` is installed, the graph of the same program as train_step.svg.
+def dump_program(compiled: jax.stages.Compiled, workdir: Path, name: str = "train_step") -> str:
+    """Writes the program as XLA optimised it: workdir/hlo/`name`.txt and, where Graphviz's `dot` is
+    installed, the graph of the same program as `name`.svg.
 
     Returns a line that says what was written, and if there is no graph, why.
     """
     folder = workdir / "hlo"
     folder.mkdir(parents=True, exist_ok=True)
-    text, graph = folder / "train_step.txt", folder / "train_step.svg"
+    text, graph = folder / f"{name}.txt", folder / f"{name}.svg"
     program = compiled.as_text()
     assert program is not None  # XLA's programs have a text
     text.write_text(program, encoding="utf-8")

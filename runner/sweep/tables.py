@@ -25,9 +25,9 @@ def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
         if cost is None:
             rows.append((point.name, _NOTHING, _NOTHING, _NOTHING, _NOTHING, _state(point)))
             continue
-        of_point = cost.steps * cost.tokens
+        of_point = cost.tokens
         tokens += of_point
-        flops += of_point * cost.flops_per_token
+        flops += cost.total_flops
         left = 0.0 if point.finished or not speed else of_point / speed
         seconds += left
         rows.append(
@@ -35,7 +35,7 @@ def costs_text(points: Sequence[Point], costs: Sequence[Cost | None]) -> str:
                 point.name,
                 f"{cost.steps:,}",
                 count_text(of_point),
-                _flops_text(of_point * cost.flops_per_token),
+                _flops_text(cost.total_flops),
                 duration_text(of_point / speed) if speed else _NOTHING,
                 _state(point),
             )

@@ -203,7 +203,7 @@ def _check_data(
     experiment: Experiment, found: Restored, may_change: bool, progress: Progress
 ) -> None:
     """Checks that the data is what the run was trained on; moves a stream to where it was."""
-    source = experiment.data
+    source = experiment.batches
     problem = data_probe.changed(source, found.notes["batches"])
     if problem is None and isinstance(source, Resumable):
         try:

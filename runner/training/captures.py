@@ -12,6 +12,7 @@ itself is gone by the time its metrics are known, since its buffers became those
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -24,8 +25,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lmlib.checkpoint.folders import steps_in
-from lmlib.data.batch import Batch
+from lmlib.data.batch import Batch, Source
 from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stages import Continued
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import from_json, to_json
 from lmlib.storage.stored_json import read_json
@@ -116,16 +118,14 @@ class Captures:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def _facts(self, line: Line) -> dict[str, Any]:
-        data = self._experiment.data
         present = {name: value for name, value in line.items() if value is not None}
+        step = line["step"] - 1
         return {
             "step": line["step"],
             "line": json.loads(to_json(present)),
             "mesh": dict(self._experiment.mesh.shape),
             "initialised_from": self._initialised_from,
-            "sequences": data.sequence_numbers(line["step"] - 1).tolist()
-            if isinstance(data, FlatTokens)
-            else None,
+            "sequences": _sequences(self._experiment.at(step).data, step),
         }
 
 
@@ -186,6 +186,15 @@ def read_batch(folder: Path, expected: Batch) -> Batch:
             return Batch(**{name: arrays[name] for name in shapes})
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} holds no batch of {expected.tokens.shape}: {error}") from error
+
+
+def _sequences(source: Source, step: int) -> list[int] | None:
+    """The stored sequence that each row of the batch of `step` is; `None` if that is unknown."""
+    if isinstance(source, Continued):
+        found = [(_sequences(source.source, own), rows) for own, rows in source.parts(step)]
+        known = [each[rows] for each, rows in found if each is not None]
+        return list(itertools.chain(*known)) if len(known) == len(found) else None
+    return source.sequence_numbers(step).tolist() if isinstance(source, FlatTokens) else None
 
 
 def _whole(array: jax.Array) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The compiled step of a run, which may lie in a file: one host compiles, the others start without.
+"""The compiled steps of a run, which may lie in files: one host compiles, others start without.
 
 Such a file is a program: loading it can run any code, as starting a program can. Take it only from
 where you would take a program from. What it was compiled for is read and compared first, so that a
@@ -32,6 +32,7 @@ from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import bytes_text, duration_text
 from runner.config.text import changed_paths, flattened
 from runner.errors import ConfigError
+from runner.monitoring.program_dump import dump_program
 from runner.monitoring.progress import Progress
 from runner.processes.agreement import agreed
 from runner.training.options import Options
@@ -47,7 +48,10 @@ class StepProgram:
     """The train step of `experiment`, made of `cfg`: traced once, and compiled as `options` say.
 
     Args:
+      experiment: with batches of one size, one of `Experiment.stages`.
       primary: whether this process writes files.
+      begin: steps made before its first. That of a later stage lies in a file of its own, FILE.2000
+        after 2,000 steps.
     """
 
     cfg: fdl.Config[Experiment]
@@ -55,6 +59,16 @@ class StepProgram:
     options: Options
     progress: Progress
     primary: bool
+    begin: int = 0
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"the step from {self.begin + 1:,} on" if self.begin else "the step"
+
+    def file(self, path: Path) -> Path:
+        """Where it lies, if that of the first stage lies in `path`."""
+        return path.with_name(f"{path.name}.{self.begin}") if self.begin else path
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
@@ -69,18 +83,19 @@ class StepProgram:
         if self.options.compiled is not None:
             if self.options.save_compiled is not None:
                 raise ConfigError("give --compiled or --save_compiled, not both")
-            check_compiled(self.options.compiled, self.identity, flattened(self.cfg))
+            check_compiled(self.file(self.options.compiled), self.identity, flattened(self.cfg))
 
     def compiled(self) -> jax.stages.Compiled:
         options, config = self.options, flattened(self.cfg)
         began = time.perf_counter()
         if options.compiled is None:
-            self.progress.message("compiling the step")
-        done = "compiled the step"
+            self.progress.message(f"compiling {self.title}")
+        done = f"compiled {self.title}"
         if options.compiled is not None:
             with agreed():
-                compiled = load_compiled(options.compiled, self.lowered, self.identity, config)
-            done = f"took the compiled step out of {options.compiled}"
+                file = self.file(options.compiled)
+                compiled = load_compiled(file, self.lowered, self.identity, config)
+            done = f"took the compiled step out of {file}"
         elif options.save_compiled is not None:
             with compiled_anew():
                 compiled = self.lowered.compile()
@@ -94,10 +109,56 @@ class StepProgram:
                 f"and batch and {bytes_text(memory.temp_size_in_bytes)} for temporaries"
             )
         if options.save_compiled is not None:
+            file = self.file(options.save_compiled)
             with agreed():
                 if self.primary:
-                    save_compiled(compiled, options.save_compiled, self.identity, config)
-            self.progress.message(f"wrote the compiled step to {options.save_compiled}")
+                    save_compiled(compiled, file, self.identity, config)
+            self.progress.message(f"wrote the compiled step to {file}")
+        return compiled
+
+
+class StepPrograms:
+    """The train step of each stage of an experiment; arguments as of `StepProgram`."""
+
+    def __init__(
+        self,
+        cfg: fdl.Config[Experiment],
+        experiment: Experiment,
+        options: Options,
+        progress: Progress,
+        primary: bool,
+    ):
+        self._options, self._last, self._writes = options, experiment.steps, primary
+        self._programs = {
+            steps: StepProgram(cfg, stage, options, progress, primary, steps.start)
+            for steps, stage in experiment.stages.items()
+        }
+
+    def check(self) -> None:
+        """Raises ConfigError if one is to be taken out of a file that holds another, or if steps of
+        several are to be traced together."""
+        traced = self._options.profile or range(0)
+        for steps, program in self._programs.items():
+            program.check()
+            if steps.start in traced and steps.start + 1 in traced:
+                raise ConfigError(
+                    f"--profile has steps of two stages: trace up to step {steps.start:,}, or from "
+                    f"{steps.start + 1:,} on"
+                )
+
+    def compiled(self, made: int, workdir: Path) -> dict[range, jax.stages.Compiled]:
+        """The programs of the stages that are left after `made` steps, by their steps from 0: all
+        before the first step, so that what goes wrong goes wrong now."""
+        left = {
+            steps: program
+            for steps, program in self._programs.items()
+            if steps.stop > made or steps.stop == self._last
+        }
+        compiled = {steps: program.compiled() for steps, program in left.items()}
+        for steps, program in compiled.items():
+            if self._options.dump_hlo and self._writes:
+                name = f"train_step_{steps.start + 1}" if steps.start else "train_step"
+                left[steps].progress.message(dump_program(program, workdir, name))
         return compiled
 
 

@@ -5,6 +5,7 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lmlib.data.batch import Batch
 from lmlib.data.prefetch import Prefetch
 from lmlib.experiment import Every, Experiment
 from lmlib.experiment.sources import check_first_rows
+from lmlib.experiment.stages import at
 from lmlib.inspect.description import describe
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.metrics.log import MetricsLog, missing_lines, read_metrics
@@ -37,7 +39,6 @@ from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.limits import Limits
 from runner.monitoring.phases import Phase, Phases
 from runner.monitoring.profiling import Profiler, where_the_time_went
-from runner.monitoring.program_dump import dump_program
 from runner.monitoring.progress import Progress
 from runner.monitoring.watchdog import Watchdog
 from runner.processes.agreement import (
@@ -51,7 +52,7 @@ from runner.processes.agreement import (
 from runner.processes.lock import WorkdirLock
 from runner.training.beginning import Beginning, begin, check_config, check_newest
 from runner.training.captures import Captures
-from runner.training.compiled_step import StepProgram
+from runner.training.compiled_step import StepPrograms
 from runner.training.loop import Loop
 from runner.training.options import Options
 from runner.training.periodic import Evaluating, Sampling, Saving, others
@@ -145,7 +146,7 @@ def fit(
             experiment, flattened(cfg), workdir / "checkpoints", options, progress, phases
         )
         with agreed():
-            run.program.check()
+            run.programs.check()
         phases.enter(Phase.STARTUP)
         # Before this line, and whatever the user's mistake, nothing is written that stays.
         with run.open_checkpoints() as checkpoints, Watchdog(phases, options.limits, workdir):
@@ -194,8 +195,8 @@ class _Run:
         return None if self.experiment.validation is None else Validation(self.experiment)
 
     @functools.cached_property
-    def program(self) -> StepProgram:
-        return StepProgram(self.cfg, self.experiment, self.options, self.progress, self.primary)
+    def programs(self) -> StepPrograms:
+        return StepPrograms(self.cfg, self.experiment, self.options, self.progress, self.primary)
 
     @property
     def samples(self) -> Samples:
@@ -207,8 +208,12 @@ class _Run:
         model = experiment.recipe.made
         decays, groups = experiment.training.optimizer.decays, experiment.recipe.group_of
         self.progress.message(describe(model, experiment.mesh, decays, groups).short())
-        kept = saved_activations(experiment).bytes_per_device
-        self.progress.message(f"kept for the backward pass: {bytes_text(kept)} on each device")
+        for steps, stage in experiment.stages.items():
+            kept = saved_activations(stage).bytes_per_device
+            since = f" from step {steps.start + 1:,} on" if steps.start else ""
+            self.progress.message(
+                f"kept for the backward pass{since}: {bytes_text(kept)} on each device"
+            )
         if may_wait_for_ever():
             self.progress.message(
                 "WARNING: these CPU devices may wait for each other for ever, and XLA then aborts "
@@ -246,10 +251,8 @@ class _Run:
             if log.set_aside is not None:
                 progress.message(f"the metrics of the run before are kept in {log.set_aside}")
             with self.phases.during(Phase.COMPILE):
-                compiled = self.program.compiled()
+                compiled = self.programs.compiled(beginning.step, self.workdir)
             self.lock.check()
-            if self.options.dump_hlo and self.primary:
-                progress.message(dump_program(compiled, workdir))
             recorder = Recorder(experiment, log, progress, goodput, beginning.tokens)
             origin = beginning.initialised_from
             saver = Saver(
@@ -275,8 +278,8 @@ class _Run:
             sampling = Sampling(self.samples, log, experiment.steps)
             hyperparameters = experiment.training.hyperparameters
 
-            def make_step(state: State, batch: Batch) -> tuple[State, Metrics]:
-                return compiled(state, batch, hyperparameters)
+            def make_step(step: int, state: State, batch: Batch) -> tuple[State, Metrics]:
+                return at(compiled, step - 1)(state, batch, hyperparameters)
 
             with self._profiler(compiled) as profiler:
                 return Loop(
@@ -339,8 +342,9 @@ class _Run:
     def summarise(self, state: State, goodput: GoodputLog) -> Summary:
         """Writes validation.json and result.json before it samples: a run does not fail for want of
         samples."""
-        units = self.experiment.objective.units
-        totals = from_first(totals_of(read_metrics(self.workdir), units) if self.primary else None)
+        units, stages = self.experiment.objective.units, self.experiment.stages
+        lines = read_metrics(self.workdir) if self.primary else []
+        totals = from_first(totals_of(lines, units, stages) if self.primary else None)
         if totals is None:
             raise ConfigError(f"{self.workdir} has a finished checkpoint but no metrics.jsonl")
         summary, by_batch = summarise(self.experiment, state, totals, self.validation)
@@ -361,13 +365,16 @@ class _Run:
         experiment = self.experiment
         rows = NamedSharding(experiment.mesh, partition("batch seq"))
         ahead = experiment.prefetch_batches
-        return Prefetch(experiment.data, rows, start, experiment.steps, ahead)
+        return Prefetch(experiment.batches, rows, start, experiment.steps, ahead)
 
-    def _profiler(self, compiled: jax.stages.Compiled) -> Profiler:
+    def _profiler(self, compiled: Mapping[range, jax.stages.Compiled]) -> Profiler:
         """One process traces: the devices of the others do the same."""
         folder, steps = self.workdir / "profile", self.options.profile
 
-        def tell(steps: int) -> None:
-            self.progress.message(where_the_time_went(folder, compiled, self.experiment, steps))
+        def tell(count: int) -> None:
+            assert steps is not None
+            last = min(steps[-1], self.experiment.steps) - 1
+            stage = self.experiment.at(last)
+            self.progress.message(where_the_time_went(folder, at(compiled, last), stage, count))
 
         return Profiler(folder, steps if self.primary else None, written=tell)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from lmlib.experiment import Experiment
+from lmlib.experiment.stages import at
 from lmlib.metrics.log import MetricsLog, mfu
 from lmlib.train import Metrics
 from runner.monitoring.goodput import GoodputLog
@@ -30,10 +31,11 @@ class Recorder:
         goodput: GoodputLog,
         tokens: int,
     ):
-        data = experiment.data
         self.tokens = tokens
-        self._positions = data.batch_size * data.sequence_length
-        self._flops_per_token = experiment.flops_per_token(causal=False)
+        self._sizes = {
+            steps: (stage.step_tokens, stage.flops_per_token(causal=False))
+            for steps, stage in experiment.stages.items()
+        }
         self._devices = list(experiment.mesh.devices.flat)
         metrics = experiment.objective.metrics
         self._loss_name = experiment.objective.loss_name
@@ -58,7 +60,8 @@ class Recorder:
         self.restart_clock()
         valid = int(values.pop("tokens"))
         self.tokens += valid
-        tokens_per_second = self._positions / seconds
+        positions, flops_per_token = at(self._sizes, step - 1)
+        tokens_per_second = positions / seconds
         return {
             "step": step,
             "loss": values.pop("loss"),
@@ -68,8 +71,8 @@ class Recorder:
             "tokens_per_second": tokens_per_second,
             "step_seconds": seconds,
             "data_wait_seconds": data_wait_seconds,
-            "step_flops": self._positions * self._flops_per_token,
-            "mfu": mfu(self._flops_per_token, tokens_per_second, self._devices),
+            "step_flops": positions * flops_per_token,
+            "mfu": mfu(flops_per_token, tokens_per_second, self._devices),
             "peak_memory_bytes": _peak_memory(),
         }
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ class Summary:
     `Experiment.evaluation_metrics` by name, without the suite's, over `validated_on`: the whole of
     each finite validation set. `compressed_bits_per_byte` is what compressors need for the
     validation texts, by their names in `lmlib.data.compressors`. `goodput` tells where the wall
-    time went. `flops_per_token` is analytic, of a position of a training step, without the causal
-    saving.
+    time went. `flops_per_token` is analytic, of a position of a training step, on average over the
+    steps, without the causal saving.
     """
 
     steps: int
@@ -139,9 +139,12 @@ def from_json(saved: Mapping[str, Any]) -> Summary:
     )
 
 
-def totals_of(metrics: Sequence[Mapping[str, Any]], units: str) -> dict[str, Any] | None:
+def totals_of(
+    metrics: Sequence[Mapping[str, Any]], units: str, stages: Iterable[range]
+) -> dict[str, Any] | None:
     """What a summary needs of the lines of metrics.jsonl; `None` if no line has it. The mean of the
-    loss weighs each line by its count of the objective's `units`."""
+    loss weighs each line by its count of the objective's `units`; lines are counted in each of
+    `stages`, by steps from 0."""
     weight = "valid_tokens" if units == "tokens" else units
     metrics = [line for line in metrics if line.keys() >= {*_SUMMED, weight}]
     if not metrics:
@@ -149,7 +152,7 @@ def totals_of(metrics: Sequence[Mapping[str, Any]], units: str) -> dict[str, Any
     recent = metrics[-LOSS_STEPS:]
     loss = sum(line["loss"] * line[weight] for line in recent)
     return {
-        "steps": len(metrics),
+        "steps": [sum(line["step"] - 1 in steps for line in metrics) for steps in stages],
         "seconds": sum(line["step_seconds"] for line in metrics),
         "tokens": metrics[-1]["tokens"],
         "training_loss": loss / max(sum(line[weight] for line in recent), 1),
@@ -164,10 +167,13 @@ def summarise(
 ) -> tuple[Summary, StoredValidation | None]:
     """Evaluates the final state, and puts that and `totals_of` together, without samples; and what
     each validation batch added to it."""
-    data = experiment.data
-    positions = totals["steps"] * data.batch_size * data.sequence_length
+    stages = list(zip(experiment.stages.values(), totals["steps"], strict=True))
+    positions = sum(steps * stage.step_tokens for stage, steps in stages)
     tokens_per_second = positions / totals["seconds"]
-    flops = experiment.flops_per_token(causal=False)
+    flops = sum(
+        steps * stage.step_tokens / positions * stage.flops_per_token(causal=False)
+        for stage, steps in stages
+    )
     summary = Summary(
         steps=experiment.steps,
         parameters=sum(weight.size for weight in jax.tree.leaves(state.whole_model)),

@@ -99,7 +99,7 @@ class Saver:
             notes: dict[str, Any] = {
                 "tokens": line["tokens"],
                 "before_skipped": self.before_skipped if skipping else step,
-                "batches": probe(self._experiment.data, step),
+                "batches": probe(self._experiment.batches, step),
                 "initialised_from": self._initialised_from,
                 **self._unchanging,
             }

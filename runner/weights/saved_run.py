@@ -25,6 +25,7 @@ from lmlib.recipe import Recipe
 from lmlib.state import abstract_model
 from runner.config import configs
 from runner.config.references import HuggingFace, Saved, base_of, located
+from runner.config.stages import training_data
 from runner.errors import ConfigError
 from runner.processes.agreement import from_first
 from runner.weights.notes import WEIGHTS_ALONE, tokenizer_in
@@ -97,7 +98,7 @@ class SavedRun:
     def texts(self) -> KnownTexts:
         origin, noted = self.origin, tokenizer_in(self.notes.get("batches"))
         folder = None if origin is None else (origin, str(origin))
-        has_trained, data = self.step > WEIGHTS_ALONE, self.cfg.data
+        has_trained, data = self.step > WEIGHTS_ALONE, training_data(self.cfg)
         return KnownTexts(str(self.workdir), folder, origin, data, noted, has_trained)
 
     @functools.cached_property

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ class KnownTexts:
       name: of the run or the folder.
       folder: where a tokenizer's files may lie, and what it is called; `None`: there is none.
       model_folder: where the config.json of the model is; `None`: there is none.
-      data: the config of what a run was trained on.
+      data: the configs of what a run was trained on, stage by stage.
       noted: the tokenizer that a checkpoint tells of.
       has_trained: whether the model was trained on `data`, and does not only begin with it.
     """
@@ -72,7 +72,7 @@ class KnownTexts:
     name: str
     folder: tuple[Path, str] | None
     model_folder: Path | None
-    data: Any = None
+    data: Sequence[Any] = ()
     noted: TokenizerIdentity | None = None
     has_trained: bool = False
 
@@ -138,7 +138,7 @@ class KnownTexts:
         known = (self.config.get(name) for name in ("max_position_embeddings", "n_positions"))
         lengths = [next((length for length in known if isinstance(length, int)), None)]
         if self.has_trained:
-            lengths.append(getattr(self.data, "sequence_length", None))
+            lengths += [getattr(data, "sequence_length", None) for data in self.data]
         return max((length for length in lengths if isinstance(length, int)), default=None)
 
     def template_of_data(self) -> ChatTemplate | None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from small_experiment import small
 
-from lmlib.data.first_rows import check_first_rows
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.synthetic import Synthetic
+from lmlib.experiment.first_rows import check_first_rows
 from runner import fit
 from runner.errors import ConfigError
 

@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused(data, teacher, taught):
 
 def test_a_plan_needs_no_teacher_that_is_written(data):
     cfg = student(data, "/absent")
-    assert cost_of(cfg).tokens == 4 * S
+    assert cost_of(cfg).stages[0].tokens == 4 * S
     assert without_data(cfg).data.teacher_k == 32
 
 

@@ -174,10 +174,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_trained(experiment, cha
 def test_the_training_loss_weighs_what_the_objective_counts():
     line = {"step_seconds": 1.0, "tokens": 30}
     lines = [
-        {**line, "loss": 1.0, "valid_tokens": 20, "pairs": 1},
-        {**line, "loss": 4.0, "valid_tokens": 10, "pairs": 2},
+        {**line, "step": 1, "loss": 1.0, "valid_tokens": 20, "pairs": 1},
+        {**line, "step": 2, "loss": 4.0, "valid_tokens": 10, "pairs": 2},
     ]
-    found = [totals_of(lines, units)["training_loss"] for units in ("tokens", DPO().units)]
+    units = ("tokens", DPO().units)
+    found = [totals_of(lines, each, [range(2)])["training_loss"] for each in units]
     assert found == [2.0, 3.0]
 
 

@@ -1,0 +1,189 @@
+"""Sources that follow each other: batches of other sizes, or of other rows, from some step on.
+
+Shape suffixes: B batch (rows).
+"""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from lmlib.data.batch import Batch, Source, holds_pairs, teacher_k
+from lmlib.data.resumable import Resumable
+from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
+from lmlib.data.text import HasText, TextCodec
+
+
+class Stages:
+    """A source for each stage of a run, from a step of its own on.
+
+    A stage takes up its source where the tokens of the stages before it end, padding counted too:
+    if these are T, its first row is number ⌈T / sequence_length⌉ of its source, row r of step t
+    being number t·batch_size + r. So where batches grow and rows stay as long as they are, each
+    row follows the one before it, as if there were no stages. A further stage never changes the
+    batches before it.
+
+    It is a `Source` whose sizes are those of the first stage; `at` has those of the others.
+    """
+
+    def __init__(self, sources: Sequence[tuple[int, Source]]) -> None:
+        """`sources`, each with the step, from 0, that it gives its first batch to.
+
+        Raises ValueError if the first does not begin at step 0 and each other later than the one
+        before it, if the tokenizers or the teachers differ, or if a source is `Resumable`.
+        """
+        _check_begins([begin for begin, _ in sources])
+        _check_sources([source for _, source in sources])
+        self._sources = [sources[0][1]]
+        self._begins = [begin for begin, _ in sources]
+        tokens = 0
+        for (begin, source), (end, following) in itertools.pairwise(sources):
+            tokens += (end - begin) * source.batch_size * source.sequence_length
+            first_row = -(-tokens // following.sequence_length)
+            self._sources.append(Continued(following, end, first_row))
+
+    def spans(self, steps: int) -> dict[range, Source]:
+        """The source of each stage by the steps, from 0, that it gives batches to; `steps` in all.
+
+        Raises ValueError if a stage begins after them.
+        """
+        if self._begins[-1] >= steps:
+            raise ValueError(
+                f"a stage begins at step {self._begins[-1]:,}, and the run ends after "
+                f"{steps:,} steps"
+            )
+        ends = [*self._begins[1:], steps]
+        return dict(zip(map(range, self._begins, ends), self._sources, strict=True))
+
+    def at(self, step: int) -> Source:
+        """See `Staged`. Raises ValueError for a negative step."""
+        if step < 0:
+            raise ValueError(f"a batch's step must be at least 0, not {step}")
+        return self._sources[bisect_right(self._begins, step) - 1]
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """The given rows of the batch of `step`; see `Source.batch`."""
+        return self.at(step).batch(step, rows)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch of the first stage."""
+        return self._sources[0].batch_size
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens in a row of the first stage."""
+        return self._sources[0].sequence_length
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id of any stage."""
+        return max(source.max_token_id for source in self._sources)
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity | None:
+        """That of the first stage; those of the others do not differ."""
+        return self._sources[0].tokenizer
+
+    @property
+    def batches(self) -> int | None:
+        """Steps until the last stage has nothing left; None without end."""
+        return self._sources[-1].batches
+
+    @property
+    def bytes_per_target(self) -> float | None:
+        """That of the first stage."""
+        return self._sources[0].bytes_per_target
+
+    def text_codec(self) -> TextCodec | None:
+        """See `HasText`: that of the first stage."""
+        first = self._sources[0]
+        return first.text_codec() if isinstance(first, HasText) else None
+
+
+class Continued:
+    """A source whose row `first_row` is the first row of step `begin`, and so on from there.
+
+    Rows are numbered over all batches: number p is row p % batch_size of the source's own step
+    p // batch_size. Where a batch begins within one of the source's, it has rows of two of them.
+    """
+
+    def __init__(self, source: Source, begin: int, first_row: int) -> None:
+        self.source = source
+        self.batch_size = source.batch_size
+        self.sequence_length = source.sequence_length
+        self.max_token_id = source.max_token_id
+        self.tokenizer = source.tokenizer
+        self.bytes_per_target = source.bytes_per_target
+        self.teacher_k = teacher_k(source)
+        self.pairs = holds_pairs(source)
+        self._begin, self._first_row = begin, first_row
+
+    @property
+    def batches(self) -> int | None:
+        """Steps until the source has nothing left; None without end."""
+        if self.source.batches is None:
+            return None
+        left = self.source.batches * self.batch_size - self._first_row
+        return self._begin + max(0, left // self.batch_size)
+
+    def text_codec(self) -> TextCodec | None:
+        """See `HasText`."""
+        return self.source.text_codec() if isinstance(self.source, HasText) else None
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """The given rows of the batch of `step`; see `Source.batch`."""
+        parts = [self.source.batch(*part) for part in self.parts(step, rows)]
+        return jax.tree.map(lambda *each: np.concatenate(each), *parts)
+
+    def parts(self, step: int, rows: slice = slice(None)) -> Iterator[tuple[int, slice]]:
+        """The source's own steps, with the rows of each, that make up the given rows of `step`.
+
+        Raises ValueError for a step before `begin`.
+        """
+        if step < self._begin:
+            raise ValueError(f"this source begins at step {self._begin}, not at {step}")
+        size = self.batch_size
+        row_B = np.arange(size)[rows]
+        number_B = self._first_row + (step - self._begin) * size + row_B
+        own_step_B, own_row_B = np.divmod(number_B, size)
+        if not len(row_B):
+            yield 0, slice(0, 0)
+        for own_step in np.unique(own_step_B).tolist():
+            here_B = own_row_B[own_step_B == own_step]
+            yield own_step, slice(int(here_B[0]), int(here_B[-1]) + 1, rows.step)
+
+
+def _check_begins(begins: Sequence[int]) -> None:
+    if not begins:
+        raise ValueError("Stages need at least one source")
+    if begins[0] != 0:
+        raise ValueError(f"the first stage begins at step 0, not {begins[0]:,}")
+    for begin, following in itertools.pairwise(begins):
+        if following <= begin:
+            raise ValueError(
+                f"a stage that begins at step {following:,} comes after one that begins at step "
+                f"{begin:,}: put stages in order, each with a step of its own"
+            )
+
+
+def _check_sources(sources: Sequence[Source]) -> None:
+    for source in sources:
+        if isinstance(source, Resumable) and len(sources) > 1:
+            raise ValueError(
+                f"a stage reads a {type(source).__name__}, whose batches depend on those before; "
+                "stages need batches that are a function of the step: pretokenize it"
+            )
+    for one, other in itertools.pairwise(sources):
+        if tokenizers_differ(one.tokenizer, other.tokenizer):
+            raise ValueError(
+                f"one stage has ids of {one.tokenizer}, and the next of {other.tokenizer}: "
+                "pretokenize both with one tokenizer"
+            )
+        if teacher_k(one) != teacher_k(other):
+            raise ValueError(
+                f"a stored teacher lists {teacher_k(one)} ids for each token of one stage, and "
+                f"{teacher_k(other)} for those of the next: give all stages the same"
+            )

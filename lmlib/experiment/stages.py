@@ -1,0 +1,61 @@
+"""Stages of a run: batches of other sizes, or of other rows, from some step on."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from lmlib.data.batch import Source
+from lmlib.data.stages import Stages
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataStage:
+    """Other batches from some step on.
+
+    Args:
+      begin: how many steps the stages before it make: an int is a number of them, which stays when
+        the run is made longer or is forked, a float a fraction of the run's.
+      data: its batches, which go on where the text of those before ends; see
+        `lmlib.data.stages.Stages`.
+      microbatches: as in `Experiment`; `None`: as many as there.
+    """
+
+    begin: int | float
+    data: Source
+    microbatches: int | None = None
+
+    def first_step(self, steps: int) -> int:
+        """The step, from 0, that its first batch is for, in a run of `steps`.
+
+        Raises ValueError if there is no such step, or it is the run's first.
+        """
+        begin = self.begin if isinstance(self.begin, int) else round(self.begin * steps)
+        if not 0 < begin < steps:
+            raise ValueError(
+                "a later stage's begin is a fraction of the steps, between 0.0 and 1.0, or a whole "
+                f"number of them, here from 1 to {steps - 1:,}; got {self.begin}"
+            )
+        return begin
+
+
+def batches_of(data: Source, later: Sequence[DataStage], steps: int) -> Source:
+    """The batches of a run of `steps` that begins with those of `data`.
+
+    Raises ValueError if the stages are not in order, do not fit each other, or do not begin within
+    the run.
+    """
+    if not later:
+        return data
+    return Stages([(0, data), *((stage.first_step(steps), stage.data) for stage in later)])
+
+
+def spans_of(batches: Source, steps: int) -> dict[range, Source]:
+    """The batches of each stage, by the steps of a run of `steps`, from 0, that they are for."""
+    return batches.spans(steps) if isinstance(batches, Stages) else {range(steps): batches}
+
+
+def at(table: Mapping[range, T], step: int) -> T:
+    """What `table` has for the steps of which `step`, from 0, is one."""
+    return next(value for steps, value in table.items() if step in steps)

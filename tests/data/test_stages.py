@@ -1,0 +1,163 @@
+"""Stages against a walk over all rows, and against one source without stages."""
+
+import itertools
+import math
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmlib.data import Batch, FlatTokens, HasText, Source, Stages, Synthetic, TokenizerIdentity
+from lmlib.data.batch import source_at
+from lmlib.data.stages import Continued
+
+
+class Numbered:
+    """Each token of its row p is the number p."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        sequence_length: int = 1,
+        batches: int | None = None,
+        tokenizer: TokenizerIdentity | None = None,
+    ) -> None:
+        self.batch_size, self.sequence_length, self.batches = batch_size, sequence_length, batches
+        self.max_token_id, self.bytes_per_target, self.tokenizer = 10**9, None, tokenizer
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        number_B = step * self.batch_size + np.arange(self.batch_size)[rows]
+        token_BS = np.repeat(number_B[:, None], self.sequence_length, 1).astype(np.int32)
+        return Batch(token_BS, token_BS + 1, token_BS + 2, token_BS + 3, token_BS % 2 == 0)
+
+
+def numbers(batch: Batch) -> list[int]:
+    return batch.tokens[:, 0].tolist()
+
+
+@st.composite
+def stages_of(draw: st.DrawFn) -> list[tuple[int, Numbered]]:
+    """Up to four stages with their begins."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
+    begins = [0, *itertools.accumulate(lengths)]
+    sizes = st.tuples(st.integers(1, 6), st.integers(1, 7))
+    return [(begin, Numbered(*draw(sizes))) for begin in begins]
+
+
+@given(stages_of())
+def test_each_stage_goes_on_where_the_tokens_before_it_end(sources):
+    stages = Stages(sources)
+    begins = dict(sources)
+    tokens, source, row = 0, sources[0][1], 0
+    for step in range(sources[-1][0] + 4):
+        if step in begins:
+            source = begins[step]
+            row = math.ceil(tokens / source.sequence_length)
+        expected = list(range(row, row + source.batch_size))
+        assert numbers(stages.batch(step)) == expected
+        assert stages.batch(step).tokens.shape == (source.batch_size, source.sequence_length)
+        sized = stages.at(step)
+        assert (sized.batch_size, sized.sequence_length) == (len(expected), source.sequence_length)
+        row += source.batch_size
+        tokens += source.batch_size * source.sequence_length
+
+
+@given(stages_of(), st.integers(0, 30), st.integers(0, 6), st.integers(0, 6), st.integers(1, 3))
+def test_any_rows_of_a_batch_are_those_of_the_whole(sources, step, start, stop, stride):
+    stages, rows = Stages(sources), slice(start, stop, stride)
+    whole, part = stages.batch(step), stages.batch(step, rows)
+    jax.tree.map(lambda each, one: np.testing.assert_array_equal(each[rows], one), whole, part)
+
+
+@given(stages_of(), stages_of())
+def test_a_further_stage_changes_no_batch_before_it(sources, more):
+    end = sources[-1][0] + 3
+    longer = [*sources, *((end + begin, source) for begin, source in more)]
+    for step in range(end):
+        assert numbers(Stages(longer).batch(step)) == numbers(Stages(sources).batch(step))
+
+
+def test_where_batches_grow_each_row_of_an_epoch_comes_once(example: Path):
+    def source(batch_size: int) -> FlatTokens:
+        return FlatTokens(str(example), "train", batch_size, 8)
+
+    rows = source(1).sequences
+    stages = Stages([(0, source(3)), (4, source(5)), (7, source(2))])
+    one = [source(1).batch(number).tokens[0].tobytes() for number in range(2 * rows)]
+    seen = [row.tobytes() for step in range(7 + rows) for row in stages.batch(step).tokens]
+    assert seen[: 2 * rows] == one
+    assert Counter(seen[:rows]) == Counter(one[rows:])
+
+
+def test_what_is_known_of_a_source_is_known_of_its_stage(example: Path):
+    flat = FlatTokens(str(example), "train", 4, 8, epochs=1)
+    stages = Stages([(0, Synthetic(300, 2, 4)), (3, flat)])
+    later = stages.at(3)
+    assert isinstance(later, Continued) and isinstance(later, HasText)
+    assert later.text_codec() == flat.text_codec()
+    assert later.max_token_id == flat.max_token_id
+    assert later.pairs is False and later.teacher_k is None
+    assert stages.max_token_id == 299
+    assert stages.at(2) is source_at(stages, 2) and source_at(flat, 9) is flat
+
+
+def test_a_stage_ends_with_its_source():
+    stages = Stages([(0, Numbered(2, 3)), (5, Numbered(4, 3, batches=10))])
+    # Rows 0 to 9 came before: of 40 thirty are left, seven batches and a half.
+    assert stages.batches == 5 + 7
+    assert Stages([(0, Numbered(2)), (99, Numbered(4, batches=10))]).batches == 99
+    assert Stages([(0, Numbered(2, batches=10)), (5, Numbered(4))]).batches is None
+
+
+ONE, OTHER = TokenizerIdentity("one", "1" * 64), TokenizerIdentity("other", "2" * 64)
+
+
+class Stream(Numbered):
+    def state(self, step: int) -> dict:
+        return {}
+
+    def restore(self, step: int, states: list[dict]) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("sources", "told"),
+    [
+        ([], "Stages need at least one source"),
+        ([(3, Numbered(1))], "the first stage begins at step 0, not 3"),
+        (
+            [(0, Numbered(1)), (4, Numbered(1)), (4, Numbered(1))],
+            "a stage that begins at step 4 comes after one that begins at step 4",
+        ),
+        (
+            [(0, Numbered(1)), (4, Numbered(1)), (2, Numbered(1))],
+            "a stage that begins at step 2 comes after one that begins at step 4",
+        ),
+        (
+            [(0, Numbered(1, tokenizer=ONE)), (4, Numbered(1, tokenizer=OTHER))],
+            "pretokenize both with one tokenizer",
+        ),
+        ([(0, Numbered(1)), (4, Stream(1))], "a stage reads a Stream, whose batches depend"),
+        (
+            [(0, Synthetic(50, 2, 4)), (1, Synthetic(50, 2, 4, teacher_k=3))],
+            "lists None ids for each token of one stage, and 3",
+        ),
+    ],
+)
+def test_stages_that_make_no_sense_are_refused(sources: list[tuple[int, Source]], told: str):
+    with pytest.raises(ValueError, match=told):
+        Stages(sources)
+
+
+def test_steps_that_there_are_not_are_refused():
+    stages = Stages([(0, Numbered(1)), (4, Numbered(1))])
+    with pytest.raises(ValueError, match="at least 0, not -1"):
+        stages.batch(-1)
+    with pytest.raises(ValueError, match="begins at step 4, not at 3"):
+        stages.at(4).batch(3)
+    with pytest.raises(ValueError, match="begins at step 4, and the run ends after 4 steps"):
+        stages.spans(4)
