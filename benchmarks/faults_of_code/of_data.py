@@ -18,6 +18,20 @@ MUTATIONS = (
         "tests/data/test_permutation.py tests/data/test_order.py",
     ),
     Mutation(
+        "a stage of longer rows begins before the end of the one before it",
+        "lmlib/data/stages.py",
+        "-(-rows * source.sequence_length // following.sequence_length)",
+        "rows * source.sequence_length // following.sequence_length",
+        "tests/data/test_stages.py",
+    ),
+    Mutation(
+        "a stage's first step is counted from the beginning of the run",
+        "lmlib/data/stages.py",
+        "number_B = self._first_row + (step - self._begin) * size + row_B",
+        "number_B = self._first_row + step * size + row_B",
+        "tests/data/test_stages.py",
+    ),
+    Mutation(
         "the first token of a document is a target",
         "lmlib/data/packing.py",
         "loss_mask=in_loss_BS & ~starts_BT[:, 1:]",

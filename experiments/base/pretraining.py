@@ -3,6 +3,7 @@
 Experiments say their model, their data and how long they train.
 """
 
+import math
 from collections.abc import Callable
 
 import fiddle as fdl
@@ -123,14 +124,24 @@ def later_stage(
     batch_size: int | None = None,
     sequence_length: int | None = None,
     microbatches: int | None = None,
+    same_pieces: bool = True,
 ) -> None:
-    """After `begin`, a fraction or a number of steps, batches of other sizes, of the same text."""
+    """After `begin`, a fraction or a number of steps, batches of other sizes, of the same text.
+
+    Rows of several lengths are cut from the same pieces, so that no text comes twice in an epoch.
+    That is another order of the first rows, too: not with `same_pieces=False`.
+    """
     before = [cfg, *cfg.later_stages][-1]
     sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
     changed = {name: size for name, size in sizes.items() if size is not None}
     data = fdl.copy_with(before.data, **changed)
     stage = fdl.Config(DataStage, begin, data, microbatches)
     cfg.later_stages = [*cfg.later_stages, stage]
+    stages = [cfg, *cfg.later_stages]
+    lengths = {stage.data.sequence_length for stage in stages}
+    if same_pieces and len(lengths) > 1 and fdl.get_callable(data) is FlatTokens:
+        for stage in stages:
+            stage.data.shuffled_length = math.lcm(*lengths)
 
 
 def fast(cfg: fdl.Config[Experiment]) -> None:

@@ -4,7 +4,6 @@ The format is in docs/flat-tokens.md; seqax's is read as well.
 Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,21 +14,21 @@ from lmlib.data import compressors
 from lmlib.data.batch import Batch
 from lmlib.data.chats.chat import ChatTemplate, read_chat_template
 from lmlib.data.packing import packed_batch
-from lmlib.data.permutation import permute
+from lmlib.data.permutation import Shuffle
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.data_path import data_path
-from lmlib.data.stored.metadata import (
-    LARGEST_TOKENIZER,
-    TOKENIZER_FILE,
-    Content,
-    SplitMetadata,
-    TokenizerIdentity,
-)
+from lmlib.data.stored.metadata import TOKENIZER_FILE, Content, SplitMetadata, TokenizerIdentity
 from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
 from lmlib.data.stored.split import StoredSplit
 from lmlib.data.stored.split_folder import find_split
 from lmlib.data.stored.teacher import Sequences, StoredTeacher, TeacherMetadata
-from lmlib.data.text import BYTE_TOKENIZER, TextCodec, codec_of_bytes, codec_of_file
+from lmlib.data.text import (
+    BYTE_TOKENIZER,
+    TextCodec,
+    check_tokenizer_file,
+    codec_of_bytes,
+    codec_of_file,
+)
 from lmlib.data.whole_documents import WholeDocuments, arranged
 
 _DOCUMENTS_AT_ONCE = 256  # that are read and held
@@ -53,7 +52,9 @@ class FlatTokens:
     one the even id after it.
 
     Row r of step t is number p = t·batch_size + r: of epoch p // sequences, and there the sequence
-    that the permutation keyed by (seed, epoch) puts at p % sequences.
+    that the permutation keyed by (seed, epoch) puts at p % sequences. With `shuffled_length` pieces
+    of so many tokens are shuffled, and rows cut out of them: whatever their length, they have the
+    same text in the same order.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class FlatTokens:
         reset_positions: bool = True,
         attend_across_documents: bool = False,
         begin_with_documents: bool = False,
+        shuffled_length: int | None = None,
         teacher: str | None = None,
     ) -> None:
         """Opens the split.
@@ -84,6 +86,8 @@ class FlatTokens:
           begin_with_documents: whether each row of packed text begins with a document; rows of
             conversations always do. Where all documents start is then read and held, 16 MB for a
             million.
+          shuffled_length: tokens of packed text that stay together in the order, a multiple of
+            `sequence_length`; None: those of a row.
           teacher: a folder of `python -m runner.teach`, with what a teacher said of these
             sequences, which batches then have too.
 
@@ -106,7 +110,7 @@ class FlatTokens:
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         self._path, self._split = data_path(path), split
-        self._seed, self._epochs, self._packed = seed, epochs, packed
+        self._epochs, self._packed = epochs, packed
         self._reset_positions = reset_positions
         self._attend_across_documents = attend_across_documents
         self._begin_with_documents = begin_with_documents
@@ -114,7 +118,7 @@ class FlatTokens:
         folder = find_split(self._path, split)
         self._stored = SeqaxSplit(folder) if is_seqax_split(folder) else StoredSplit(folder)
         if self.metadata is not None:
-            _check_tokenizer(self._path / TOKENIZER_FILE, self.metadata)
+            check_tokenizer_file(self._path / TOKENIZER_FILE, self.metadata)
         if self.tokens < 2:
             raise ValueError(f"{folder} holds {self.tokens} tokens: at least 2 make a sequence")
         if self.pairs and attend_across_documents:
@@ -125,6 +129,8 @@ class FlatTokens:
         self._whole = self._whole_documents(folder)
         if not packed:
             self._stored.document_bounds(np.zeros(1, np.int64))  # can they be had?
+        together = self._rows_together(shuffled_length)
+        self._shuffle = Shuffle(self.sequences, together, seed, epochs)
         self._teacher = None if teacher is None else StoredTeacher(teacher, self.seen)
 
     @property
@@ -205,14 +211,14 @@ class FlatTokens:
     @property
     def steps_per_epoch(self) -> int:
         """Steps that see each sequence at least once."""
-        return -(-self.sequences // self.batch_size)
+        return -(-self._shuffle.rows // self.batch_size)
 
     @property
     def batches(self) -> int | None:
         """Steps until the last epoch has nothing left; None without end."""
-        return (
-            None if self._epochs is None else -(-self._epochs * self.sequences // self.batch_size)
-        )
+        if self._epochs is None:
+            return None
+        return -(-self._epochs * self._shuffle.rows // self.batch_size)
 
     @property
     def bytes_per_target(self) -> float | None:
@@ -321,16 +327,7 @@ class FlatTokens:
 
     def _sequence_numbers(self, step: int, rows: slice) -> np.ndarray:
         number_B = step * self.batch_size + np.arange(*rows.indices(self.batch_size))
-        epoch_B, sequence_B = np.divmod(number_B, self.sequences)
-        if self._seed is not None:
-            for epoch in np.unique(epoch_B):
-                here = epoch_B == epoch
-                sequence_B[here] = permute(
-                    sequence_B[here], self.sequences, seed=self._seed, epoch=int(epoch)
-                )
-        return (
-            sequence_B if self._epochs is None else np.where(epoch_B < self._epochs, sequence_B, -1)
-        )
+        return self._shuffle.of_rows(number_B)
 
     def _spans(self, sequence_B: np.ndarray) -> list[list[tuple[int, int]]]:
         """Which tokens belong to each sequence, as [start, stop); none for sequence -1."""
@@ -350,6 +347,22 @@ class FlatTokens:
         stop_B = np.where(is_padding_B, start_B, stop_B)
         spans = zip(start_B.tolist(), stop_B.tolist(), strict=True)
         return [[span] for span in spans]
+
+    def _rows_together(self, shuffled_length: int | None) -> int:
+        """Raises ValueError if rows are no cuts of pieces of `shuffled_length`."""
+        if shuffled_length is None:
+            return 1
+        if self._whole is not None or not self._packed:
+            raise ValueError(
+                "shuffled_length is of text that is cut across rows, and here a row begins with a "
+                "document: leave it out"
+            )
+        if shuffled_length < 1 or shuffled_length % self.sequence_length:
+            raise ValueError(
+                f"shuffled_length is {shuffled_length:,}, and must be a multiple of "
+                f"sequence_length, {self.sequence_length:,}"
+            )
+        return shuffled_length // self.sequence_length
 
     def _whole_documents(self, folder: Path) -> WholeDocuments | None:
         """The rows of documents that begin rows; None if they do not.
@@ -383,17 +396,3 @@ class FlatTokens:
                 f"with --max_length={capacity}"
             )
         return arranged(edges, capacity, self._packed)
-
-
-def _check_tokenizer(file: Path, metadata: SplitMetadata) -> None:
-    if metadata.tokenizer is None or metadata.tokenizer.sha256 is None or not file.is_file():
-        return
-    if file.stat().st_size > LARGEST_TOKENIZER:
-        raise DamagedDataError(f"{file} has {file.stat().st_size:,} bytes: it is no tokenizer")
-    with open(file, "rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != metadata.tokenizer.sha256:
-        raise DamagedDataError(
-            f"{file} has sha256 {found}, but the tokens were made with one of "
-            f"{metadata.tokenizer.sha256}: restore that file or make the data set again"
-        )

@@ -19,11 +19,11 @@ from lmlib.data.text import HasText, TextCodec
 class Stages:
     """A source for each stage of a run, from a step of its own on.
 
-    A stage takes up its source where the tokens of the stages before it end, padding counted too:
-    if these are T, its first row is number ⌈T / sequence_length⌉ of its source, row r of step t
-    being number t·batch_size + r. So where batches grow and rows stay as long as they are, each
-    row follows the one before it, as if there were no stages. A further stage never changes the
-    batches before it.
+    A stage takes up its source where the stage before it ends, in tokens of rows one after the
+    other, padding counted too: if that one goes up to its row n, of S tokens, the first row of this
+    one is number ⌈n·S / sequence_length⌉ of its source, row r of step t being number t·batch_size +
+    r. So where batches grow and rows stay as long as they are, each row follows the one before it,
+    as if there were no stages. A further stage never changes the batches before it.
 
     It is a `Source` whose sizes are those of the first stage; `at` has those of the others.
     """
@@ -38,10 +38,10 @@ class Stages:
         _check_sources([source for _, source in sources])
         self._sources = [sources[0][1]]
         self._begins = [begin for begin, _ in sources]
-        tokens = 0
+        first_row = 0
         for (begin, source), (end, following) in itertools.pairwise(sources):
-            tokens += (end - begin) * source.batch_size * source.sequence_length
-            first_row = -(-tokens // following.sequence_length)
+            rows = first_row + (end - begin) * source.batch_size
+            first_row = -(-rows * source.sequence_length // following.sequence_length)
             self._sources.append(Continued(following, end, first_row))
 
     def spans(self, steps: int) -> dict[range, Source]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmlib.data import Batch, FlatTokens, HasText, Source, Stages, Synthetic, TokenizerIdentity
@@ -49,21 +49,20 @@ def stages_of(draw: st.DrawFn) -> list[tuple[int, Numbered]]:
 
 
 @given(stages_of())
-def test_each_stage_goes_on_where_the_tokens_before_it_end(sources):
+def test_each_stage_goes_on_where_the_one_before_it_ends(sources):
     stages = Stages(sources)
     begins = dict(sources)
-    tokens, source, row = 0, sources[0][1], 0
+    source, row = sources[0][1], 0
     for step in range(sources[-1][0] + 4):
         if step in begins:
-            source = begins[step]
-            row = math.ceil(tokens / source.sequence_length)
+            end, source = row * source.sequence_length, begins[step]
+            row = math.ceil(end / source.sequence_length)
         expected = list(range(row, row + source.batch_size))
         assert numbers(stages.batch(step)) == expected
         assert stages.batch(step).tokens.shape == (source.batch_size, source.sequence_length)
         sized = stages.at(step)
         assert (sized.batch_size, sized.sequence_length) == (len(expected), source.sequence_length)
         row += source.batch_size
-        tokens += source.batch_size * source.sequence_length
 
 
 @given(stages_of(), st.integers(0, 30), st.integers(0, 6), st.integers(0, 6), st.integers(1, 3))
@@ -161,3 +160,67 @@ def test_steps_that_there_are_not_are_refused():
         stages.at(4).batch(3)
     with pytest.raises(ValueError, match="begins at step 4, and the run ends after 4 steps"):
         stages.spans(4)
+
+
+PIECE = 8  # tokens that are shuffled as one
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([2, 4, 8]), st.integers(1, 4)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from([0, 7, None]),
+)
+def test_rows_cut_from_the_same_pieces_have_one_text_in_one_order(example: Path, shapes, seed):
+    """Whether they become longer or shorter; at a change less than one row is passed over."""
+
+    def source(rows: int, length: int) -> FlatTokens:
+        return FlatTokens(str(example), "train", rows, length, seed=seed, shuffled_length=PIECE)
+
+    steps = [0, *itertools.accumulate(steps for _, _, steps in shapes)]
+    sources = [source(rows, length) for rows, length, _ in shapes]
+    stages = Stages(list(zip(steps, sources, strict=False)))
+    tokens = sum(rows * length * steps for rows, length, steps in shapes) + len(shapes) * PIECE
+    whole = source(tokens // PIECE + 1, PIECE)
+    text = targets(whole.batch(0))
+    place = 0
+    for step in range(steps[-1]):
+        length = stages.at(step).sequence_length
+        place = math.ceil(place / length) * length
+        found = targets(stages.batch(step))
+        np.testing.assert_array_equal(found, text[place : place + len(found)])
+        place += len(found)
+
+
+def targets(batch: Batch) -> np.ndarray:
+    """Row after row; -1 for padding."""
+    return np.where(batch.segment_ids > 0, batch.targets, -1).ravel()
+
+
+def test_pieces_that_rows_do_not_divide_are_refused(example: Path):
+    def opened(length: int, **settings) -> FlatTokens:
+        return FlatTokens(str(example), "train", 2, 8, shuffled_length=length, **settings)
+
+    with pytest.raises(ValueError, match="shuffled_length is 12, and must be a multiple of"):
+        opened(12)
+    with pytest.raises(ValueError, match="shuffled_length is -8"):
+        opened(-8)
+    for other in ({"packed": False}, {"begin_with_documents": True}):
+        with pytest.raises(ValueError, match="a row begins with a document: leave it out"):
+            opened(16, **other)
+
+
+def test_an_epoch_of_pieces_has_each_sequence_once(example: Path):
+    source = FlatTokens(str(example), "train", 3, 2, epochs=2, shuffled_length=14)
+    assert source.sequences % 7  # or this test shows nothing
+    assert source.batches is not None
+    numbers = np.concatenate([source.sequence_numbers(step) for step in range(source.batches)])
+    rows = -(-source.sequences // 7) * 7
+    for epoch in (numbers[:rows], numbers[rows : 2 * rows]):
+        assert sorted(epoch[epoch >= 0]) == list(range(source.sequences))
+    assert (numbers[2 * rows :] == -1).all()
+    assert numbers[:rows].tolist() != numbers[rows : 2 * rows].tolist()
+    assert set(np.diff(numbers[:7]).tolist()) == {1}

@@ -13,6 +13,7 @@ from forked_processes import run_forked
 from jax.sharding import NamedSharding
 from small_experiment import small
 
+from experiments import llama_84m
 from experiments.base.pretraining import later_stage
 from lmlib.data import FlatTokens, Synthetic, place
 from lmlib.experiment import DataStage
@@ -22,6 +23,7 @@ from lmlib.parallel.layout import partition
 from runner import Options, fit
 from runner.absent_hardware.cost import cost_of
 from runner.command_line.exit_status import FINISHED
+from runner.config import configs
 from runner.config.stages import longest_row
 from runner.errors import ConfigError, StoppedEarly
 from runner.inference.teaching import sequences_of
@@ -279,3 +281,18 @@ def test_a_step_of_a_later_stage_is_made_again_to_the_bit(tmp_path):
     done = run_forked("-m", "runner.replay", captures[0].folder, "--trust_module=bigram")
     assert done.returncode == FINISHED, done.stderr
     assert len(re.findall("same bits$", done.stdout, re.MULTILINE)) == 5
+
+
+def test_rows_of_all_stages_are_cut_from_the_same_pieces():
+    cfg = llama_84m.config()
+    later_stage(cfg, 500, batch_size=128)
+    assert [stage.data.shuffled_length for stage in [cfg, *cfg.later_stages]] == [None, None]
+    later_stage(cfg, 1_000, sequence_length=1_536, same_pieces=False)
+    assert [stage.data.shuffled_length for stage in [cfg, *cfg.later_stages]] == [None] * 3
+    later_stage(cfg, 0.5, sequence_length=2_048)
+    stages = [cfg, *cfg.later_stages]
+    assert [stage.data.sequence_length for stage in stages] == [1_024, 1_024, 1_536, 2_048]
+    assert [stage.data.batch_size for stage in stages] == [64, 128, 128, 128]
+    assert [stage.data.shuffled_length for stage in stages] == [6_144] * 4
+    cfg = configs.load("experiments/llama_84m", ["tiny", "later_stage(5)"])
+    assert cfg.later_stages[0].begin == 5
