@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 HELD_OUT = ("email", "http", "urllib", "xml")
+LEFT_OUT = ("encodings", "pydoc_data")  # tables of characters, and the manual as strings
 LONG_LINE = 20  # bytes; `shared_lines` tells of longer ones
 
 _VALIDATION_SHARE = 10  # one in so many of `max_bytes`
 _HELD_OUT_PATHS = tuple(f"{package}/" for package in HELD_OUT)
+_LEFT_OUT_PATHS = tuple(f"{package}/" for package in LEFT_OUT)
 _EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -18,12 +20,14 @@ _EXCLUDED_FOLDERS = frozenset(
 def sources(max_bytes: int | None = None) -> tuple[dict[str, str], dict[str, str]]:
     """What to train on and what to hold out, each from path to text in the order of the paths.
 
-    Whole packages are held out, `HELD_OUT`, so that no text is near one of the other side. Of
-    `max_bytes` they get a tenth, and a file that does not fit beside those before it is left out.
+    Whole packages are held out, `HELD_OUT`, so that no text is near one of the other side. Those of
+    `LEFT_OUT`, which are hardly code, are on neither. Of `max_bytes` what is held out gets a tenth,
+    and a file that does not fit beside those before it is left out.
     """
     texts = _read_sources(Path(sysconfig.get_paths()["stdlib"]))
     validation = {path: text for path, text in texts.items() if path.startswith(_HELD_OUT_PATHS)}
-    train = {path: text for path, text in texts.items() if path not in validation}
+    elsewhere = (*_HELD_OUT_PATHS, *_LEFT_OUT_PATHS)
+    train = {path: text for path, text in texts.items() if not path.startswith(elsewhere)}
     if max_bytes is None:
         return train, validation
     held_out_bytes = max_bytes // _VALIDATION_SHARE

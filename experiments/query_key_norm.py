@@ -28,6 +28,7 @@ def config(embed: int = 64, query_key_norm: bool = False) -> fdl.Config[Experime
     cfg = quickstart.config()
     cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
     cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // 32, 5 * embed // 2
+    cfg.model.tied = True
     if query_key_norm:
         cfg.model.attention = fdl.Partial(Attention, norm=fdl.Partial(RMSNorm, "head_dim"))
     cfg.data.batch_size, cfg.data.sequence_length = 8, 128

@@ -7,6 +7,8 @@ Is the rate that is best for a model of 64 wide and 4 layers the best for others
 docs/transfer.md has the answer. The text is Python's sources, as in the quickstart.
 """
 
+from collections.abc import Sequence
+
 import fiddle as fdl
 
 from experiments import quickstart
@@ -16,6 +18,7 @@ from lmlib.sweeps import Points, axis, product, zipped
 
 _VOCAB = 1_024
 _RATES = 4e-3, 8e-3, 16e-3, 32e-3
+_RATES_OF_MUON = 16e-3, 32e-3, 64e-3, 128e-3
 
 
 def config(
@@ -30,13 +33,15 @@ def config(
     cfg.data.path.vocab_size = cfg.model.vocab = _VOCAB
     cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // 16, 5 * embed // 2
     cfg.model.layers = cfg.compute.unroll = layers
+    cfg.model.tied = True
     if scaling:
         base = {"embed": 64, "heads": 4, "mlp": 160, "layers": 4}
         cfg.scaling = fdl.Config(optim.CompleteP, base=base)
     cfg.data.batch_size, cfg.data.sequence_length = 4, 128
     cfg.validation.sequence_length = 128
-    optimizer = optim.muon if muon else optim.adamw
-    cfg.optimizer = fdl.Partial(optimizer, peak_lr=16e-3, schedule=cfg.optimizer.schedule)
+    if not muon:
+        cfg.optimizer = fdl.Partial(optim.adamw, schedule=cfg.optimizer.schedule)
+    cfg.optimizer.peak_lr = 16e-3
     cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 200, 200, 200
     cfg.validation.seed, cfg.validation.epochs = 0, None  # rows of the whole split, 65,536 tokens
     cfg.evaluation.batches = 16
@@ -46,20 +51,18 @@ def config(
 
 def sweep() -> Points:
     """Four sizes, four rates, three seeds."""
-    sizes = zipped(axis("embed", 64, 256, 64, 64), axis("layers", 4, 4, 2, 8))
-    return product(axis("seed", 0, 1, 2), axis("optimizer.peak_lr", *_RATES), sizes)
+    return _sizes_at(_RATES)
 
 
 def with_muon() -> Points:
-    """The same of Muon."""
-    return product(axis("muon", True), sweep())
+    """The same of Muon, whose rates are higher."""
+    return product(axis("muon", True), _sizes_at(_RATES_OF_MUON))
 
 
 def without() -> Points:
-    """The two that differ most, with rates of their own."""
-    sizes = zipped(axis("embed", 256, 64), axis("layers", 4, 8))
+    """Two widths, with rates of their own, one seed."""
     rates = axis("optimizer.peak_lr", *(rate / 4 for rate in _RATES[:2]), *_RATES)
-    return product(sizes, axis("scaling", False), rates, axis("seed", 0))
+    return product(axis("embed", 64, 256), axis("scaling", False), rates, axis("seed", 0))
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
@@ -68,3 +71,8 @@ def tiny(cfg: fdl.Config[Experiment]) -> None:
     quickstart.tiny(cfg)
     cfg.model.embed, cfg.model.heads = embed, heads
     cfg.samples.prompts = ()
+
+
+def _sizes_at(rates: Sequence[float]) -> Points:
+    sizes = zipped(axis("embed", 64, 256, 64, 64), axis("layers", 4, 4, 2, 8))
+    return product(axis("seed", 0, 1, 2), axis("optimizer.peak_lr", *rates), sizes)

@@ -19,12 +19,12 @@ from runner.config.text import flattened
 
 LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b")
 ON_CPUS = {  # on 2 cores
-    "quickstart": "4 minutes",
+    "quickstart": "5 minutes",
     "distil": "2 minutes",
     "query_key_norm": "1 minute",
     "speedrun_parts": "1 minute",
     "transfer": "1 minute",
-    "muon_or_adamw": "4 minutes",
+    "muon_or_adamw": "2 minutes",
 }
 ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora", "qwen3_0_6b_dpo")
 NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "ladder", "smollm2_sft", "speedrun_124m")
