@@ -24,7 +24,7 @@ ON_CPUS = {  # on 2 cores
     "query_key_norm": "1 minute",
     "speedrun_parts": "1 minute",
     "transfer": "1 minute",
-    "muon_or_adamw": "2 minutes",
+    "muon_or_adamw": "1 minute",
 }
 ADAPTED = ("llama_405b_lora", "llama_8b_lora", "qwen3_0_6b_lora", "qwen3_0_6b_dpo")
 NAMES = (*LLAMAS, *PUBLISHED, *ADAPTED, *ON_CPUS, "ladder", "smollm2_sft", "speedrun_124m")
