@@ -17,15 +17,14 @@ SECONDS = 900  # of a cell at most
 _FOLDER = re.compile(r"/tmp/tmp\w+")  # another one each time
 
 
-def ran(notebook: Path) -> nbformat.NotebookNode:
-    """The notebook as it is after all its cells have run, in order, in a new kernel.
+def ran(found: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook after all its cells have run, in order, in a new kernel: `found` itself.
 
     What goes to stderr, progress for the most part, is left out.
 
     Raises:
       nbclient.exceptions.CellExecutionError: with the traceback of a cell that fails.
     """
-    found = nbformat.read(notebook, as_version=4)
     folder = {"metadata": {"path": str(HERE.parent)}}
     NotebookClient(found, timeout=SECONDS, kernel_name="python3", resources=folder).execute()
     for cell in found.cells:
@@ -46,7 +45,7 @@ def _anywhere(text: str) -> str:
 
 def main(names: list[str]) -> None:
     for notebook in map(Path, names) if names else sorted(HERE.glob("*.ipynb")):
-        nbformat.write(ran(notebook), notebook)
+        nbformat.write(ran(nbformat.read(notebook, as_version=4)), notebook)
         print(f"{notebook}: {notebook.stat().st_size / 1e3:.0f} kB")
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from compiled_programs import XLA_FLAGS
 from forked_processes import run_forked
 
 from lmlib.inspect.coordinates import LOOKED_AT
@@ -34,7 +35,8 @@ def test_a_table_a_picture_and_all_changes_are_left(tmp_path):
         "--fdl.scaling.base={'embed': 64, 'heads': 4, 'mlp': 128, 'layers': 2}",
         f"--picture={tmp_path}/check.svg", f"--json={tmp_path}/check.json",
     ]  # fmt: skip
-    done = run_forked("-m", "runner.coordinate_check", *flags)
+    environment = {"XLA_FLAGS": XLA_FLAGS}  # a device
+    done = run_forked("-m", "runner.coordinate_check", *flags, environment=environment)
     assert done.returncode == FINISHED, done.stderr
     assert all(name in done.stdout for name in LOOKED_AT) and "after 2 steps" in done.stdout
     rows = json.loads((tmp_path / "check.json").read_text())

@@ -244,7 +244,9 @@ FAILING = """
 import sys
 port, process, workdir = sys.argv[1:]
 import jax
-jax.distributed.initialize(f"localhost:{port}", 2, int(process))
+jax.distributed.initialize(
+    f"localhost:{port}", 2, int(process), heartbeat_timeout_seconds=20
+)
 import fiddle as fdl
 from data_tools.hf_stream import HFStream
 from runner import fit
