@@ -68,9 +68,10 @@ SHORTER = (
     (r"in \(1e-3, 3e-3\)", "in (1e-3,)"),
     (r"sequence_length=1024", "sequence_length=64"),
     (r"--axis=depth=[\d,]+", "--axis=depth=2,3"),
-    # As in tests/runner/test_coordinate_check.py, which finds these programs compiled, or leaves them.
+    # As tests/runner/test_coordinate_check.py, so that one finds the programs of the other.
     (r"--steps=20 (.*)--widths=[\d,]+ --depths=[\d,]+", r"--steps=2 \1--widths=32,64 --depths=1,2 "
-     "--fdl.data.batch_size=8 --fdl.scaling.base=\"{'embed': 64, 'heads': 4, 'mlp': 128, 'layers': 2}\""),
+     "--fdl.data.batch_size=8 --fdl.scaling.base="
+     "\"{'embed': 64, 'heads': 4, 'mlp': 128, 'layers': 2}\""),
 )  # fmt: skip
 INSTALLS = "it installs packages, or needs one that is not there"
 HUB = "it reads from Hugging Face's Hub"
