@@ -14,10 +14,10 @@ import fiddle as fdl
 from experiments import quickstart
 from lmlib import optim
 from lmlib.experiment import Experiment
-from lmlib.sweeps import Points, axis, chain, product
+from lmlib.sweeps import Points, axis, product, zipped
 
 _VOCAB = 2_048
-_RATES = 2e-3, 4e-3, 8e-3, 16e-3
+_RATES = 1e-3, 2e-3, 4e-3, 8e-3, 16e-3
 
 
 def config(embed: int = 256, muon: bool = True) -> fdl.Config[Experiment]:
@@ -42,18 +42,19 @@ def config(embed: int = 256, muon: bool = True) -> fdl.Config[Experiment]:
 
 
 def sweep() -> Points:
-    """Both sizes and both optimizers, each at four rates a factor of two apart, one seed."""
+    """Both sizes and both optimizers, each at rates a factor of two apart, one seed."""
     rates = axis("optimizer.peak_lr", *_RATES)
     return product(axis("embed", 256, 384), axis("muon", False, True), rates, axis("seed", 0))
 
 
 def seeds() -> Points:
     """Two more seeds of each at the rate that was the best of the grid."""
-    best = chain(
-        product(axis("muon", False), axis("optimizer.peak_lr", 8e-3)),
-        product(axis("muon", True), axis("optimizer.peak_lr", 16e-3)),
+    best = zipped(
+        axis("embed", 256, 256, 384, 384),
+        axis("muon", False, True, False, True),
+        axis("optimizer.peak_lr", 4e-3, 8e-3, 2e-3, 4e-3),
     )
-    return product(axis("embed", 256, 384), best, axis("seed", 1, 2))
+    return product(best, axis("seed", 1, 2))
 
 
 def tiny(cfg: fdl.Config[Experiment]) -> None:
