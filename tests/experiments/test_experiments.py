@@ -151,6 +151,7 @@ def test_the_published_sizes_are_one_experiment_when_tiny(name):
 def test_two_steps_of_speedruns_on_a_mesh(name, fiddlers, tmp_path):
     """With every part, and with one."""
     overrides = ["steps=2", "mesh.fsdp=4", "mesh.tensor=2", "data.path.max_bytes=400_000"]
+    overrides += ["data.path.vocab_size=512", "model.vocab=512"]  # as the tiny quickstart
     one = ["model.value_embeddings=True"] if name == "speedrun_parts" else []
     result = fit(configs.load(f"experiments/{name}", fiddlers, [*overrides, *one]), tmp_path)
     assert int(result.state.step) == 2
