@@ -1,14 +1,15 @@
 """Runs as a table of pandas, for plots and statistics of one's own."""
 
 import os
-from typing import Any
-
-import pandas
+from typing import TYPE_CHECKING, Any
 
 from lmlib.runs.run import Run, difference, find_runs
 
+if TYPE_CHECKING:
+    import pandas
 
-def runs(*places: str | os.PathLike[str], steps: bool = False) -> pandas.DataFrame:
+
+def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFrame":
     """A row for each run in `places`: workdirs, or folders that hold some, such as a sweep's.
 
     Columns are `run` (its workdir), the settings in which the runs differ, whether it has
@@ -18,6 +19,9 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> pandas.DataFra
     Raises:
       ValueError: naming a place that has no run.
     """
+    # Slow to import, and a thread of pyarrow's would take an arena of malloc from those that train.
+    import pandas
+
     found = find_runs(places)
     differing = difference(found)
     rows: list[dict[str, Any]] = []

@@ -18,10 +18,12 @@ _SETTINGS = {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 2**28, _ARENA_MAX: 1}
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
-    """Has malloc keep what is freed for the next that asks; call it before JAX starts its devices.
+    """Has malloc keep what is freed for the next that asks; call it before any thread is started.
 
-    Returns whether it does: where the user has set malloc's parameters they stay, and only glibc
-    has these.
+    An arena that a thread has by then stays in use, for later threads too.
+
+    Returns:
+      Whether malloc will: where the user has set its parameters they stay, and only glibc has these.
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
     if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in environment):
