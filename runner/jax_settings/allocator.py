@@ -23,7 +23,7 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     An arena that a thread has by then stays in use, for later threads too.
 
     Returns:
-      Whether malloc will: where the user has set its parameters they stay, and only glibc has these.
+      Whether malloc will: what the user has set of it stays, and only glibc has these parameters.
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
     if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in environment):
