@@ -84,6 +84,7 @@ def test_the_command_to_try_next_names_the_modules_and_their_folder(
 
 def test_a_shipped_experiment_needs_no_trust_to_be_launched_again(tmp_path):
     cfg = configs.load("experiments/quickstart")
+    cfg.optimizer.peak_lr = 6e-3
     words = shlex.split(relaunch_command(cfg, tmp_path))
     assert words[1:] == [
         "-m",
