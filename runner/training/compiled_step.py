@@ -118,7 +118,7 @@ class StepProgram:
 
 
 class StepPrograms:
-    """The train step of each stage of an experiment; arguments as of `StepProgram`."""
+    """The train step of each stage. The arguments are those of `StepProgram`."""
 
     def __init__(
         self,
