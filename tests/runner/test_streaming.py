@@ -279,9 +279,13 @@ fit(cfg, workdir)
 
 @pytest.mark.slow
 def test_where_the_stream_of_one_process_fails_for_good_the_others_end(tmp_path: Path) -> None:
-    """A step takes 8 documents of each stream, which are tokenized by 64: the second 64 fail."""
+    """A step takes 8 documents of each stream, which are tokenized by 64: the second 64 fail.
+
+    The other process ends by the failed collective, or JAX's coordination service aborts it
+    first: whichever sees the lost peer before the other.
+    """
     (other, _), (status, output) = run_two(FAILING, str(tmp_path), start=fresh_process)
-    assert (other, status) == (1, 1)
+    assert other in (1, -signal.SIGABRT) and status == 1
     cause = (
         "'a list', stream 1 of 2 failed 2 times in a row, at last with ConnectionError: no route"
     )
