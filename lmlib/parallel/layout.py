@@ -18,7 +18,7 @@ from lmlib.parallel.axes import LAYER, Axes, LayoutError, Rules, Weight
 from lmlib.parallel.mesh_axes import PARTS, STORAGE, MeshAxes, names_of
 
 COMPUTE: Rules = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "microbatch": None,
     "seq": None,
     "seq_parallel": "tensor",  # the residual stream between blocks, when sequence-parallel
@@ -29,14 +29,16 @@ COMPUTE: Rules = {
     "group": None,
     "head_dim": None,
     "slot": None,
+    "expert": "expert",
+    "choice": None,  # of a router: each token's over all experts
     "vocab": "tensor",
     "whole_vocab": None,
-    "looked_up": ("tensor", "fsdp"),  # columns of a table that is never gathered
+    "looked_up": ("tensor", "fsdp", "expert"),  # columns of a table that is never gathered
     "down_rank": "tensor",  # of an adapter, where no other axis of its matrix lies there
     "up_rank": None,
     LAYER: None,
 }
-STORED: Rules = {**COMPUTE, "embed": "fsdp"}
+STORED: Rules = {**COMPUTE, "embed": ("fsdp", "expert")}
 # A weight with fewer of these than the mesh has places for is stored whole along them, and computed
 # with each of them repeated: several devices then hold the same key and value heads.
 REPEATED = frozenset({"kv_heads"})
@@ -110,9 +112,11 @@ def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
     split over `fsdp` along another axis."""
     computed, rules = in_use(weight), {**STORED, **weight.declaration.rules}
     taken = mesh_axes_of(computed)
-    places = []
+    places: list[MeshAxes] = []
     for axis, size, used in zip(weight.axes, shape, computed, strict=True):
-        place = used if taken.intersection(names_of(rules[axis])) else rules[axis]
+        elsewhere = taken.difference(names_of(used))
+        left = tuple(name for name in names_of(rules[axis]) if name not in elsewhere)
+        place = left if len(left) > 1 else left[0] if left else None
         places.append(None if repeats(axis, size, rules, mesh) > 1 else place)
     if weight.declaration.multiplied and not set(STORAGE) & mesh_axes_of(places):
         _spread(places, weight, shape, mesh)

@@ -22,14 +22,17 @@ def make_mesh(
     data: int | None = None,
     fsdp: int = 1,
     tensor: int = 1,
+    expert: int = 1,
     devices: Sequence[jax.Device] | None = None,
     others: Mapping[str, int] | None = None,
 ) -> Mesh:
-    """A mesh of `data` × `fsdp` × `tensor` devices with `AxisType.Explicit` axes.
+    """A mesh of `data` × `fsdp` × `expert` × `tensor` devices with `AxisType.Explicit` axes.
 
     `data` replicates the weights, `fsdp` shards them and gathers each layer for its use, `tensor`
-    splits heads, mlp and vocabulary. `data` × `fsdp` together is hybrid sharding (HSDP). One of the
-    sizes may be -1: every device that the other two leave. `devices` defaults to all of them; a
+    splits heads, mlp and vocabulary. `data` × `fsdp` together is hybrid sharding (HSDP). `expert`
+    does what `fsdp` does but with experts, of which each device along it keeps and computes its
+    own, for the tokens of all: `expert` alone is what others call experts over the FSDP devices.
+    One of the sizes may be -1: every device that the others leave. `devices` defaults to all of them; a
     mesh smaller than that uses the first ones.
 
     Slices of TPUs are joined by a slow network. `data` is by default their number, 1 elsewhere:
@@ -48,7 +51,7 @@ def make_mesh(
     available = jax.devices() if devices is None else list(devices)
     if data is None:
         data = len(slices_of(available)) if available[0].platform == "tpu" else 1
-    sizes = dict(zip(NAMES, (data, fsdp, tensor), strict=True))
+    sizes = dict(zip(NAMES, (data, fsdp, expert, tensor), strict=True))
     if twice := sizes.keys() & (others or {}).keys():
         raise MeshError(
             f"others gives {', '.join(sorted(twice))}, which are arguments of their own"

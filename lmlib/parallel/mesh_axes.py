@@ -22,6 +22,7 @@ class MeshAxis(NamedTuple):
 MESH_AXES = (
     MeshAxis("data", tokens_differ=True),
     MeshAxis("fsdp", tokens_differ=True, weights_rest_split=True),
+    MeshAxis("expert", tokens_differ=True, weights_rest_split=True),  # experts stay split in use
     MeshAxis("tensor"),
 )
 

@@ -3,6 +3,7 @@
 from jax.sharding import Mesh
 
 from lmlib.parallel.mesh import make_mesh, slices_of
+from lmlib.parallel.mesh_axes import NAMES
 
 
 def with_fewer_copies(mesh: Mesh) -> Mesh | None:
@@ -28,5 +29,5 @@ def with_smaller_parts(mesh: Mesh) -> Mesh | None:
 
 def _remade(mesh: Mesh, **changed: int) -> Mesh:
     sizes = {**mesh.shape, **changed}
-    own = {axis: sizes.pop(axis) for axis in ("data", "fsdp", "tensor")}
+    own = {axis: sizes.pop(axis) for axis in NAMES}
     return make_mesh(**own, devices=list(mesh.devices.flat), others=sizes)
