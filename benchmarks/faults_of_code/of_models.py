@@ -6,7 +6,7 @@ MUTATIONS = (
     Mutation(
         "weights rest whole on every device: no FSDP",
         "lmlib/parallel/layout.py",
-        'STORED: Rules = {**COMPUTE, "embed": "fsdp"}',
+        'STORED: Rules = {**COMPUTE, "embed": ("fsdp", "expert")}',
         "STORED: Rules = {**COMPUTE}",
         "tests/parallel tests/inspect/test_describe.py",
     ),

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from lmlib.optim.optimizer import Decays, as_declared
 from lmlib.parallel.axes import Weight, map_weights
-from lmlib.parallel.layout import stored
+from lmlib.parallel.layout import splitting, stored
+from lmlib.parallel.mesh import sizes_text
 from lmlib.terminal.table import columns
 
 EVERYTHING = "yes"  # the group of all weights, where nothing is frozen
@@ -18,9 +19,9 @@ EVERYTHING = "yes"  # the group of all weights, where nothing is frozen
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One weight. `axes` and `shape` align; stacked layers lead, as `layer`. `group` is that
-    in which it trains; `None`: it is frozen. `initial_values` is "zeros", "ones" or a standard
-    deviation."""
+    """One weight. `axes`, `shape` and `layout` align; stacked layers lead, as `layer`. `layout` is
+    "whole" or names the axes of the mesh that split it. `group` is that in which it trains;
+    `None`: it is frozen. `initial_values` is "zeros", "ones" or a standard deviation."""
 
     path: str
     axes: tuple[str, ...]
@@ -70,10 +71,11 @@ class Description:
             name = parameter.group or "frozen"
             groups[name] = groups.get(name, 0) + parameter.size
         apart = "" if groups.keys() == {EVERYTHING} else _listed(groups)
-        mesh = " × ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
+        mesh = sizes_text(self.mesh.shape)
+        where = f"each device of mesh {mesh}" if mesh else "one device"
         return (
             f"{self.size:,} parameters in {len(self.parameters)} arrays{apart}, "
-            f"{decaying:,} decay; {self.bytes_per_device:,} bytes on each device of mesh {mesh}"
+            f"{decaying:,} decay; {self.bytes_per_device:,} bytes on {where}"
         )
 
     def __str__(self) -> str:
@@ -111,7 +113,9 @@ def describe(
                 path=weight.path,
                 axes=weight.axes,
                 shape=array.shape,
-                layout=tuple(str(mesh_axes or "whole") for mesh_axes in layout),
+                layout=tuple(
+                    " × ".join(splitting(mesh_axes, mesh)) or "whole" for mesh_axes in layout
+                ),
                 bytes_per_device=math.prod(local) * array.dtype.itemsize,
                 group=EVERYTHING if groups is None else groups.get(weight.path),
                 decays=(groups is None or weight.path in groups) and decays(weight),

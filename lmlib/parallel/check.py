@@ -6,8 +6,8 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from lmlib.parallel.axes import LayoutError, Weight, map_weights
-from lmlib.parallel.layout import COMPUTE, REPEATED, in_use, pieces, repeats, stored
-from lmlib.parallel.mesh_axes import MeshAxes, names_of
+from lmlib.parallel.layout import COMPUTE, REPEATED, in_use, pieces, repeats, splitting, stored
+from lmlib.parallel.mesh_axes import MeshAxes
 
 
 def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
@@ -63,7 +63,7 @@ def check_batch(
 
 
 def _misfit(axis: str, size: int, mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> str:
-    names = names_of(mesh_axes)
+    names = splitting(mesh_axes, mesh)
     split = pieces(mesh_axes, mesh)
     along = " x ".join(f"{name}={mesh.shape[name]}" for name in names)
     divides = f" or a divisor of {split}" if axis in REPEATED else ""

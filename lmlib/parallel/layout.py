@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from lmlib.parallel.axes import LAYER, Axes, LayoutError, Rules, Weight
-from lmlib.parallel.mesh_axes import PARTS, STORAGE, MeshAxes, names_of
+from lmlib.parallel.mesh_axes import PARTS, STORAGE, MeshAxes, names_of, place_of
 
 COMPUTE: Rules = {
     "batch": ("data", "fsdp", "expert"),
@@ -97,6 +97,11 @@ def pieces(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape[name] for name in names_of(mesh_axes))
 
 
+def splitting(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Of `mesh_axes` those that several devices of `mesh` lie along."""
+    return tuple(name for name in names_of(mesh_axes) if mesh.shape[name] > 1)
+
+
 def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh) -> int:
     """How often each element along a weight's axis is repeated so that it fills the mesh; 1 where
     `mesh` divides the axis, or cannot be filled so."""
@@ -109,16 +114,15 @@ def repeats(axis: str | None, size: int, rules: Rules, mesh: Mesh | AbstractMesh
 def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """How a weight lies between its uses: on `mesh` as `STORED` says, but for what another axis of
     it takes in use, as experts may. A matrix that has no `embed`, as one of an adapter's two, is
-    split over `fsdp` along another axis."""
+    split over `fsdp` and `expert` along another axis."""
     computed, rules = in_use(weight), {**STORED, **weight.declaration.rules}
     taken = mesh_axes_of(computed)
     places: list[MeshAxes] = []
     for axis, size, used in zip(weight.axes, shape, computed, strict=True):
         elsewhere = taken.difference(names_of(used))
-        left = tuple(name for name in names_of(rules[axis]) if name not in elsewhere)
-        place = left if len(left) > 1 else left[0] if left else None
-        places.append(None if repeats(axis, size, rules, mesh) > 1 else place)
-    if weight.declaration.multiplied and not set(STORAGE) & mesh_axes_of(places):
+        left = [name for name in names_of(rules[axis]) if name not in elsewhere]
+        places.append(None if repeats(axis, size, rules, mesh) > 1 else place_of(left))
+    if weight.declaration.multiplied:
         _spread(places, weight, shape, mesh)
     return PartitionSpec(*places)
 
@@ -130,18 +134,21 @@ def mesh_axes_of(places: Iterable[MeshAxes]) -> set[str]:
 def _spread(
     places: list[MeshAxes], weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> None:
-    """Splits a weight over `fsdp` along the axis of which a device would hold most, of those that
-    this divides; leaves it as it is where there is none."""
+    """Splits a weight over those of `fsdp` and `expert` that split none of its axes, along the axis
+    of which a device would hold most, of those that they divide; leaves it as it is where there is
+    none."""
+    left = [name for name in STORAGE if name not in mesh_axes_of(places)]
+    if not left:
+        return
     held = {
         i: shape[i] // pieces(places[i], mesh)
         for i, axis in enumerate(weight.axes)
         if axis != LAYER and axis not in REPEATED
     }
-    divided = [i for i, size in held.items() if size % pieces(STORAGE, mesh) == 0]
+    divided = [i for i, size in held.items() if size % pieces(tuple(left), mesh) == 0]
     if divided:
         longest = max(divided, key=lambda i: held[i])
-        both = (*names_of(places[longest]), *STORAGE)
-        places[longest] = both if len(both) > 1 else both[0]
+        places[longest] = place_of([*names_of(places[longest]), *left])
 
 
 def spec(axes: str | Axes) -> PartitionSpec | None:

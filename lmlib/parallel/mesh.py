@@ -30,10 +30,10 @@ def make_mesh(
 
     `data` replicates the weights, `fsdp` shards them and gathers each layer for its use, `tensor`
     splits heads, mlp and vocabulary. `data` × `fsdp` together is hybrid sharding (HSDP). `expert`
-    does what `fsdp` does but with experts, of which each device along it keeps and computes its
-    own, for the tokens of all: `expert` alone is what others call experts over the FSDP devices.
-    One of the sizes may be -1: every device that the others leave. `devices` defaults to all of them; a
-    mesh smaller than that uses the first ones.
+    does what `fsdp` does, but for experts: each device along it keeps and computes its own, for the
+    tokens of all (expert parallelism over the devices of FSDP).
+    One of the sizes may be -1: every device that the others leave. `devices` defaults to all of
+    them; a mesh smaller than that uses the first ones.
 
     Slices of TPUs are joined by a slow network. `data` is by default their number, 1 elsewhere:
     each slice holds all weights, and only gradients cross that network. A `data` that does not span
@@ -108,6 +108,11 @@ def on_mesh_of(tree: Any) -> contextlib.AbstractContextManager[Any]:
             return nothing if abstract.empty else jax.sharding.use_abstract_mesh(abstract)
     mesh = mesh_of(tree)
     return nothing if mesh is None else jax.set_mesh(mesh)
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """The axes of a mesh that several devices lie along: "fsdp 4 × tensor 2"; empty if none do."""
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def slices_of(devices: Iterable[jax.Device]) -> Counter[int]:

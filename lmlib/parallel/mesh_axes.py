@@ -1,6 +1,7 @@
 """The axes of the mesh, and what each means. Their names stand here and in the layout tables
 (`lmlib.parallel.layout`); other code asks for what it needs of them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -40,3 +41,8 @@ MeshAxes = str | tuple[str, ...] | None
 def names_of(mesh_axes: MeshAxes) -> tuple[str, ...]:
     """The axes that an array's axis lies along, as a tuple."""
     return (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+
+
+def place_of(names: Sequence[str]) -> MeshAxes:
+    """The inverse of `names_of`."""
+    return tuple(names) if len(names) > 1 else names[0] if names else None

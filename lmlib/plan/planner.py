@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
+from lmlib.parallel.mesh import sizes_text
 from lmlib.plan.communication.collectives import Collectives, collectives
 from lmlib.plan.communication.warnings import CommunicationWarning, communication_warnings
 from lmlib.plan.estimate import Estimate, estimate
@@ -104,11 +105,11 @@ class Report:
         return json.loads(json.dumps(fields, default=str))  # dtypes by their names
 
     def _heading(self) -> str:
-        mesh = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        mesh = sizes_text(self.mesh)
         plural = "es" * (self.microbatches > 1)
         return "\n".join(
             [
-                f"{self.parameters:,} parameters on {self.target}, mesh {mesh}",
+                f"{self.parameters:,} parameters on {self.target}{mesh and f', mesh {mesh}'}",
                 f"{self.batch_size * self.sequence_length:,} tokens a step: {self.batch_size:,} "
                 f"sequences of {self.sequence_length:,}, in {self.microbatches} microbatch{plural}",
                 *self.remarks,

@@ -62,11 +62,11 @@ def planned(request):
     ("topology", "mesh"),
     sentinels(
         [
-            ("v4:2x2x1", (1, 4, 1)),
-            ("2xv5e:2x2", (2, 4, 1)),  # each slice holds all weights
-            ("v5p:2x2x1", (1, 4, 1)),
-            ("v6e:2x2", (1, 4, 1)),
-            ("7x:2x2x1", (1, 8, 1)),
+            ("v4:2x2x1", (1, 4, 1, 1)),
+            ("2xv5e:2x2", (2, 4, 1, 1)),  # each slice holds all weights
+            ("v5p:2x2x1", (1, 4, 1, 1)),
+            ("v6e:2x2", (1, 4, 1, 1)),
+            ("7x:2x2x1", (1, 8, 1, 1)),
         ],
         lambda case: case[0] == "2xv5e:2x2",
     ),
@@ -125,7 +125,7 @@ def test_it_gathers_over_fsdp(planned):
 def test_the_report_can_be_read(planned):
     target, report = planned
     text = str(report)
-    assert text.startswith(f"{PARAMETERS:,} parameters on {target}, mesh data 1 × fsdp")
+    assert text.startswith(f"{PARAMETERS:,} parameters on {target}, mesh fsdp")
     for title in ("Memory", "Communication", "FLOPs", "Time"):
         assert f"\n{title}\n─" in text
     assert json.loads(json.dumps(report.as_json()))["memory"]["needed"] == report.memory.needed

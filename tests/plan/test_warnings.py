@@ -138,7 +138,8 @@ def test_sums_over_tensor_and_of_small_arrays_are_no_gradients_to_scatter():
 
 def test_what_the_partitioner_complains_about_is_named():
     mesh = make_mesh(data=2, fsdp=4)
-    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * 3)
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
     def moved(x):
         x = jax.lax.with_sharding_constraint(
@@ -156,7 +157,7 @@ def test_what_the_partitioner_complains_about_is_named():
     # Both layouts are named, as XLA prints them: by devices, or by axes of the mesh.
     # XLA names layouts by devices, or by axes of the mesh.
     by_devices = "{devices=[2,1,4]<=[8]} to {devices=[1,8,1]<=[8]} directly"
-    axes = "mesh['data'=2,'fsdp'=4,'tensor'=1]"
+    axes = "mesh['data'=2,'fsdp'=4,'expert'=1,'tensor'=1]"
     by_axes = (
         f"{{{axes}, [{{'data'}}, {{}}, {{'fsdp'}}]}} to "
         f"{{{axes}, [{{}}, {{'data', 'fsdp'}}, {{}}]}} directly"

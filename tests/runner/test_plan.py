@@ -47,7 +47,7 @@ def test_a_report_is_shown_written_and_kept(tmp_path, topology, devices):
     environment = UNTOLD | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = run_forked("-m", "runner.plan", *flags, environment=environment)
     assert done.returncode == FINISHED, done.stderr
-    assert f"on {topology}, mesh data 1 × fsdp {devices} × tensor 1" in done.stdout
+    assert f"on {topology}, mesh fsdp {devices}\n" in done.stdout
     assert f"compiling the step for {topology}" in done.stderr
 
     report = json.loads((tmp_path / "report.json").read_text())
