@@ -119,21 +119,22 @@ def test_gradients_are_those_of_the_merged_weights():
 
 
 MESHES = [
-    (2, 2, 2, True),
-    pytest.param(2, 2, 2, False, marks=pytest.mark.slow),
-    pytest.param(1, 2, 4, True, marks=pytest.mark.slow),
-    pytest.param(1, 8, 1, False, marks=pytest.mark.slow),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, True),
+    pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, False, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2, "tensor": 4}, True, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 8}, False, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2, "expert": 2, "tensor": 2}, True, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.several_devices
-@pytest.mark.parametrize(("data", "fsdp", "tensor", "sequence_parallel"), MESHES)
-def test_every_mesh_gives_the_gradients_of_one_device(data, fsdp, tensor, sequence_parallel):
+@pytest.mark.parametrize(("mesh", "sequence_parallel"), MESHES)
+def test_every_mesh_gives_the_gradients_of_one_device(mesh, sequence_parallel):
     model = adapted(dropout=0.2)
     key = jax.random.key(3)
     gradient = jax.jit(jax.grad(loss), static_argnums=3)
     expected = gradient(*parts(model), BATCH, FLOAT32, key)
-    mesh = make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+    mesh = make_mesh(**mesh)
     with jax.set_mesh(mesh):
         where = jax.tree.map(lambda leaf: leaf.sharding, abstract_model(lambda: model, mesh))
         placed = jax.device_put(model, where)

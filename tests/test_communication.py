@@ -187,6 +187,19 @@ def test_gathers_follow_fsdp_alone(mesh):
     assert bool(gathered) == (mesh.get("fsdp", 1) > 1)
 
 
+@pytest.mark.parametrize(
+    "mesh", sentinels([{"expert": 4}, {"fsdp": 2, "expert": 2}], lambda m: len(m) == 2)
+)
+def test_dense_weights_lie_and_travel_over_expert_as_over_fsdp(mesh):
+    program = lowered(mesh=make_mesh(**mesh, tensor=TENSOR))
+    for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute"):
+        found, expected = (
+            Counter(shape for _, shape in compiled_collectives(each, kind))
+            for each in (program, lowered())
+        )
+        assert found == expected
+
+
 def test_embedding_sends_activations_and_never_the_table():
     program = lowered()
     exchanged = Counter(shape for _, shape in compiled_collectives(program, "all-to-all"))

@@ -38,6 +38,9 @@ MESHES = {
     "4 fsdp, 2 tensor": {"fsdp": 4, "tensor": 2},
     "2, 2, 2": {"data": 2, "fsdp": 2, "tensor": 2},
     "8 tensor": {"tensor": 8},
+    "8 expert": {"expert": 8},
+    "2 data, 2 expert, 2 tensor": {"data": 2, "expert": 2, "tensor": 2},
+    "2 fsdp, 2 expert, 2 tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
 }
 FLOAT32 = Compute(dtype="float32")
 # Whether the head is tied to the table, and how the model is computed.
@@ -109,12 +112,14 @@ CASES = [
     ("2, 2, 2", "sequence-parallel"),
     ("8 tensor", "untied"),
     ("8 tensor", "sequence-parallel"),
+    ("8 expert", "untied"),
+    ("2 data, 2 expert, 2 tensor", "sequence-parallel"),
+    ("2 fsdp, 2 expert, 2 tensor", "tied"),
 ]
+KEPT = {("2, 2, 2", "sequence-parallel"), ("2 fsdp, 2 expert, 2 tensor", "tied")}
 
 
-@pytest.mark.parametrize(
-    ("mesh_name", "variant"), sentinels(CASES, ("2, 2, 2", "sequence-parallel").__eq__)
-)
+@pytest.mark.parametrize(("mesh_name", "variant"), sentinels(CASES, KEPT.__contains__))
 def test_loss_and_gradients_equal_those_of_one_device(mesh_name, variant):
     loss, gradients = loss_and_gradients(mesh_name, variant)
     plain = "tied" if variant == "tied" else "untied"
@@ -147,7 +152,7 @@ def curve(mesh_name, variant, microbatches=1, steps=20):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh_name", ["8 fsdp", "2, 2, 2"])
+@pytest.mark.parametrize("mesh_name", ["8 fsdp", "2, 2, 2", "2 fsdp, 2 expert, 2 tensor"])
 def test_twenty_steps_give_the_same_curve(mesh_name):
     expected = curve("1", "untied")
     assert expected[-1] < expected[0] - 0.5
@@ -189,7 +194,7 @@ def test_the_state_is_donated_and_every_sharding_is_named():
     compiled, numbers, optimizer, mesh = step_of_a_tied_model()
     for sharding in jax.tree.leaves((compiled.input_shardings[0], compiled.output_shardings)):
         assert isinstance(sharding, NamedSharding)
-        assert sharding.mesh.axis_names == ("data", "fsdp", "tensor")
+        assert sharding.mesh.axis_names == ("data", "fsdp", "expert", "tensor")
     state, placed = first_state(weights(True), optimizer, mesh), place(source, 0, rows(mesh))
     new_state, _ = compiled(state, placed, numbers)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))

@@ -115,13 +115,19 @@ def test_any_split_gives_the_mean_over_valid_tokens(mask_BS, microbatches):
 
 
 @pytest.mark.several_devices
-@pytest.mark.parametrize("microbatches", sentinels([1, 2], lambda microbatches: microbatches > 1))
-def test_devices_with_uneven_masks_count_tokens_alike(microbatches):
+@pytest.mark.parametrize(
+    ("microbatches", "mesh"),
+    sentinels(
+        [(1, {"data": 2, "fsdp": 2, "expert": 2}), (2, {"data": 2, "fsdp": 2})],
+        lambda case: case[0] > 1,
+    ),
+)
+def test_devices_with_uneven_masks_count_tokens_alike(microbatches, mesh):
     mask_BS = np.ones((B, S), bool)
     mask_BS[:4] = False
     mask_BS[5, 3:] = False
     expected, expected_metrics = gradient_and_metrics(mask_BS, 1)
-    found, metrics = gradient_and_metrics(mask_BS, microbatches, data=2, fsdp=2)
+    found, metrics = gradient_and_metrics(mask_BS, microbatches, **mesh)
     assert metrics["loss"] == pytest.approx(float(expected_metrics["loss"]), rel=1e-6)
     for one, other in zip(found, expected, strict=True):
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)

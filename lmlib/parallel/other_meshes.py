@@ -21,7 +21,7 @@ def with_smaller_parts(mesh: Mesh) -> Mesh | None:
     """Twice as much tensor parallelism, for which half as many devices share the batch; `None` if
     their number is odd."""
     sizes = dict(mesh.shape)
-    halved = next((axis for axis in ("fsdp", "data") if sizes[axis] % 2 == 0), None)
+    halved = next((axis for axis in ("fsdp", "data", "expert") if sizes[axis] % 2 == 0), None)
     if halved is None:
         return None
     return _remade(mesh, **{halved: sizes[halved] // 2, "tensor": 2 * sizes["tensor"]})

@@ -132,7 +132,14 @@ def test_a_sample_is_the_same_whatever_the_chunk_of_its_prompt(chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "whole"), [({"fsdp": 4}, True), (MESH, True), (MESH, False), ({"tensor": 4}, False)]
+    ("mesh", "whole"),
+    [
+        ({"fsdp": 4}, True),
+        ({"expert": 2, "tensor": 2}, False),
+        (MESH, True),
+        (MESH, False),
+        ({"tensor": 4}, False),
+    ],
 )
 def test_a_sample_is_the_same_on_every_mesh(mesh, whole):
     mesh = make_mesh(**mesh)

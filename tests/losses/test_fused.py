@@ -99,7 +99,13 @@ def test_sums_and_gradients_match_float64_in_chunks_of_any_size(
 @pytest.mark.parametrize(
     "mesh",
     sentinels(
-        [{"tensor": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4}],
+        [
+            {"tensor": 8},
+            {"fsdp": 2, "tensor": 4},
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            {"fsdp": 2, "expert": 2, "tensor": 2},
+            {"data": 4},
+        ],
         lambda mesh: len(mesh) == 3,
     ),
 )

@@ -50,6 +50,7 @@ def expected():
             (None, {"loss_chunk": 50}),
             ({}, {}),
             ({"fsdp": 8}, {"loss_chunk": 3}),
+            ({"data": 2, "expert": 2, "tensor": 2}, {"loss_chunk": 5}),
             ({"data": 2, "fsdp": 2, "tensor": 2}, {"loss_chunk": 9, "sequence_parallel": True}),
         ],
         lambda case: "sequence_parallel" in case[1],

@@ -32,7 +32,12 @@ from lmlib.parallel.selection import named_weights
 V, E, L, H, K, D, F, B, S = 48, 32, 4, 4, 2, 8, 40, 2, 14
 WINDOW, CAP, EPSILON = 5, 3.0, 1e-6
 FLOAT32 = Compute(dtype="float32")
-MESHES = ({"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2})
+MESHES = (
+    {"fsdp": 8},
+    {"fsdp": 2, "tensor": 4},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+)
 source = Synthetic(vocab_size=V, batch_size=8, sequence_length=S)
 
 
@@ -143,7 +148,8 @@ def assert_same_gradients(found, expected):
 @pytest.mark.parametrize(
     ("mesh", "sequence_parallel"),
     sentinels(
-        [(MESHES[0], False), (MESHES[1], False), (MESHES[2], True)], lambda case: "data" in case[0]
+        [(MESHES[0], False), (MESHES[1], False), (MESHES[2], True), (MESHES[3], False)],
+        lambda case: "data" in case[0],
     ),
 )
 def test_every_mesh_gives_the_gradients_of_one_device(mesh, sequence_parallel):

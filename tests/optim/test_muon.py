@@ -184,6 +184,7 @@ def test_a_mesh_makes_the_same_bits_as_one_device(options):
     for sizes in (
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"fsdp": 2, "tensor": 4},  # two devices have the same key and value heads
+        {"fsdp": 2, "expert": 2, "tensor": 2},
     ):
         for ours, theirs in zip(jax.tree.leaves(made(**sizes)), alone, strict=True):
             np.testing.assert_array_equal(ours, theirs, err_msg=str(sizes))

@@ -51,8 +51,8 @@ def experts(along, tokens):
     return Experts
 
 
-UNKNOWN = experts("expert", ("data", "fsdp"))
-OVER_FSDP = experts("fsdp", "data")
+UNKNOWN = experts("own", ("data", "fsdp", "expert"))
+OVER_FSDP = experts("fsdp", ("data", "expert"))
 
 
 def run_of(feed_forward, **mesh):
@@ -63,7 +63,7 @@ def run_of(feed_forward, **mesh):
 @pytest.mark.parametrize(
     ("feed_forward", "mesh"),
     [
-        (UNKNOWN, {"fsdp": 2, "tensor": 2, "others": {"expert": 2}}),
+        (UNKNOWN, {"fsdp": 2, "tensor": 2, "others": {"own": 2}}),
         # By default the test below asks where these lie.
         pytest.param(OVER_FSDP, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
@@ -76,8 +76,8 @@ def test_experts_train_as_on_one_device_and_resume_bit_for_bit(feed_forward, mes
 
 def test_what_lies_over_fsdp_in_use_rests_there_too():
     ((block,),) = run_of(OVER_FSDP, fsdp=2, tensor=2).abstract_state().model.stack
-    assert block.mlp.up.sharding.spec == PartitionSpec(None, "fsdp", None, "tensor")
-    assert block.mlp.router.sharding.spec == PartitionSpec(None, "fsdp", None)
+    assert block.mlp.up.sharding.spec == PartitionSpec(None, "fsdp", "expert", "tensor")
+    assert block.mlp.router.sharding.spec == PartitionSpec(None, ("fsdp", "expert"), None)
 
 
 def test_two_axes_of_a_weight_along_one_of_the_mesh_are_refused():
