@@ -17,6 +17,10 @@ class Compute:
       attention: which kernel, of those in `lmlib.models.attend`; "auto" takes the best there is.
       quantized: products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or "float8", as
         in `lmlib.models.matrices.quantized`.
+      dispatch: how tokens come to the devices of their experts: "gather" or "exchange", as in
+        `lmlib.models.experts.rounds.DISPATCHES`; "auto" takes what sends less.
+      expert_room: rows that a device has room for to compute its experts at a time, as a multiple
+        of what even routing brings; if more come they are computed in further rounds.
       saved: activations kept for the backward pass, by the names that layers give them
         (`lmlib.models.layer.Names`), or `EVERYTHING`; it computes the others again.
       offloaded: more of them, kept in the host's memory.
@@ -35,6 +39,8 @@ class Compute:
     dtype: str = "bfloat16"
     attention: str = "auto"
     quantized: Mapping[str, str] | None = None
+    dispatch: str = "auto"
+    expert_room: float = 1.5
     saved: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     unroll: int = 1
@@ -49,6 +55,8 @@ class Compute:
             raise ValueError(f"unroll must be at least 1, got {self.unroll}")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk must be at least 1, or None, got {self.loss_chunk}")
+        if self.expert_room < 1:
+            raise ValueError(f"expert_room must be at least 1, got {self.expert_room}")
         names = [*self.saved, *self.offloaded]
         for name in names:
             if names.count(name) > 1:

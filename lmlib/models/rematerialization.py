@@ -2,7 +2,8 @@
 
 Layers and their parts name them (`lmlib.models.layer.Names`). What is not kept is computed again,
 layer by layer, from "layer_input" and "head_input", which are always kept (Chen et al. 2016,
-arXiv:1604.06174).
+arXiv:1604.06174). So are `CHOICES`, which are small, and may fall otherwise when they are computed
+again with other rounding.
 """
 
 import difflib
@@ -14,13 +15,15 @@ import jax
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.models.attend import cudnn
 
+CHOICES = "choices"  # of a router
+
 
 def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
     """For `jax.checkpoint`: keep what `compute` saves of `names` on the device, what it offloads in
     the host's memory, and nothing else."""
     saved = compute.kept(names)
     by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=_inner_names(saved),
+        names_which_can_be_saved=[*_inner_names(saved), CHOICES],
         names_which_can_be_offloaded=_inner_names(compute.offloaded),
         offload_src="device",
         offload_dst="pinned_host",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from lmlib.parallel.mesh_axes import COPIES, MeshAxes, names_of
@@ -68,6 +69,35 @@ def all_to_all(x: jax.Array, mesh_axes: MeshAxes, split: int, joined: int) -> ja
     if _alone(mesh_axes):
         return x
     return jax.lax.all_to_all(x, mesh_axes, split, joined, tiled=True)
+
+
+def exchange_rows(
+    x_C: jax.Array, given_P: jax.Array, taken_P: jax.Array, mesh_axes: MeshAxes
+) -> jax.Array:
+    """An all-to-all of P pieces of up to C / P rows, piece i for the device i along `mesh_axes`, of
+    which the first `given_P[i]` count. Of what comes from device i the first `taken_P[i]` rows
+    count; the others are undefined.
+
+    On GPUs and TPUs only rows that count are sent (a ragged all-to-all); XLA has none for CPUs.
+    """
+    if _alone(mesh_axes):
+        return x_C
+    if platform() == "cpu":
+        return all_to_all(x_C, mesh_axes, 0, 0)
+    rows = len(x_C) // len(given_P)
+    begins_P = rows * jnp.arange(len(given_P), dtype=jnp.int32)
+    # In everyone's buffer this device's rows lie in the piece that has its own number.
+    to_P = jnp.full(len(given_P), rows * axis_index(mesh_axes), jnp.int32)
+    nothing_C = jnp.zeros_like(x_C)
+    return jax.lax.ragged_all_to_all(
+        x_C, nothing_C, begins_P, given_P, to_P, taken_P, axis_name=mesh_axes
+    )
+
+
+def pmax_everywhere(x: jax.Array) -> jax.Array:
+    """The maximum over all devices, on each of them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else jax.lax.pmax(x, mesh.axis_names)
 
 
 def pmax(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:

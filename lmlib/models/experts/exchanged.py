@@ -1,0 +1,110 @@
+"""Rows to experts by an all-to-all: each device sends a token's row to the devices of the experts
+that it goes to, and these send back what they make of it.
+
+A device sends up to Q rows to each other one in a round. What is more waits for the next round,
+so buffers are as large as even routing needs, with some room, however uneven it is. On GPUs and
+TPUs only rows travel (a ragged all-to-all), elsewhere whole buffers.
+
+Shapes: n tokens of a device, K choices of a token, M = n · K pairs of a token and a choice, P
+devices along `expert`, Q rows of a round from one to another, C = P · Q, X experts of a device.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from lmlib.models.experts.sorting import among, sorted_by
+from lmlib.parallel.collectives import (
+    all_gather,
+    axis_index,
+    devices_along,
+    exchange_rows,
+    pmax_everywhere,
+)
+from lmlib.parallel.mesh_axes import MeshAxes
+
+
+class Exchanged:
+    """See `lmlib.models.experts.rounds.Movement`."""
+
+    def __init__(self, choices_nK: Int32[Array, "n k"], experts: int, room: float, along: MeshAxes):
+        self.along, self.P = along, devices_along(along)
+        n, self.K = choices_nK.shape
+        self.X = experts // self.P
+        self.Q = min(math.ceil(room * n * self.K / self.P), n * min(self.K, self.X))
+        choices_M = jnp.ravel(choices_nK)
+        self.pairs_M, places_M, sizes = sorted_by(choices_M, experts)
+        sizes_PX = jnp.reshape(sizes, (self.P, self.X))
+        self.given_P = jnp.sum(sizes_PX, axis=1)  # by this device, to each
+        starts_P = jnp.cumsum(self.given_P) - self.given_P
+        self.starts_P = starts_P
+        self.devices_nK = choices_nK // self.X
+        self.places_nK = jnp.reshape(places_M, (n, self.K)) - starts_P[self.devices_nK]
+        # What each device has for each expert of this one.
+        everyones_PPX = jnp.reshape(all_gather(sizes_PX, along, axis=0), (self.P, self.P, self.X))
+        self.for_me_PX = jnp.take(everyones_PPX, axis_index(along), axis=1)
+        self.taken_P = jnp.sum(self.for_me_PX, axis=1)
+        # All devices go through as many rounds as any needs: they communicate in each.
+        self.rounds = pmax_everywhere(-(-jnp.max(self.given_P) // self.Q))
+
+    def sent(self, x_n: Array) -> Array:
+        return x_n
+
+    def sizes(self, round: Array | int) -> Int32[Array, "x"]:
+        return self._sorted(round)[2]
+
+    def rows(self, sent_n: Array, round: Array | int, of_pairs: bool = False) -> Array:
+        places_PQ = round * self.Q + jnp.arange(self.Q, dtype=jnp.int32)
+        is_row_PQ = places_PQ < self.given_P[:, None]
+        pairs_PQ = jnp.take(self.pairs_M, self.starts_P[:, None] + places_PQ, mode="clip")
+        values = jnp.ravel(sent_n)[pairs_PQ] if of_pairs else sent_n[pairs_PQ // self.K]
+        values_C = among(
+            jnp.reshape(values, (self.P * self.Q, *values.shape[2:])), is_row_PQ.ravel()
+        )
+        arrived_C = self._exchanged(
+            values_C, self._count(self.given_P, round), self._count(self.taken_P, round)
+        )
+        order_C, _, sizes_X = self._sorted(round)
+        is_row_C = jnp.arange(len(order_C)) < jnp.sum(sizes_X)
+        return among(arrived_C[order_C], is_row_C)
+
+    def back(self, rows_C: Array, round: Array | int, of_pairs: bool = False) -> Array:
+        _, places_C, _ = self._sorted(round)
+        values_C = self._exchanged(
+            rows_C[places_C], self._count(self.taken_P, round), self._count(self.given_P, round)
+        )
+        computed_nK = self.computed(round)
+        places_nK = self.devices_nK * self.Q + self.places_nK - round * self.Q
+        if of_pairs:
+            return jnp.where(computed_nK, jnp.take(values_C, places_nK, mode="clip"), 0)
+        wide = jnp.promote_types(rows_C.dtype, jnp.float32)
+        x_nE = jnp.zeros((len(places_nK), rows_C.shape[1]), wide)
+        for k in range(self.K):
+            row_nE = jnp.take(values_C, places_nK[:, k], axis=0, mode="clip")
+            x_nE += among(row_nE, computed_nK[:, k])
+        return x_nE
+
+    def computed(self, round: Array | int) -> Bool[Array, "n k"]:
+        first = round * self.Q
+        return (self.places_nK >= first) & (self.places_nK < first + self.Q)
+
+    def home(self, x_n: Array) -> Array:
+        return x_n
+
+    def _count(self, total_P: Array, round: Array | int) -> Array:
+        return jnp.clip(total_P - round * self.Q, 0, self.Q)
+
+    def _exchanged(self, values_C: Array, given_P: Array, taken_P: Array) -> Array:
+        return exchange_rows(values_C, given_P, taken_P, self.along)
+
+    def _sorted(self, round: Array | int) -> tuple[Array, Array, Array]:
+        """`sorted_by` of the rows that arrive in a round."""
+        places_Q = round * self.Q + jnp.arange(self.Q, dtype=jnp.int32)
+        ends_PX = jnp.cumsum(self.for_me_PX, axis=1)
+        # A place beyond a device's last row gets the expert past the last one.
+        experts_PQ = jax.vmap(lambda ends_X: jnp.searchsorted(ends_X, places_Q, side="right"))(
+            ends_PX
+        )
+        return sorted_by(jnp.ravel(experts_PQ).astype(jnp.int32), self.X)

@@ -1,0 +1,172 @@
+"""Products of rows that are sorted by group, each group by a matrix of its own.
+
+    implementation  where      what
+    ragged_dot      TPUs       XLA's kernels
+    blocks          anywhere   a loop over blocks of rows of one group each
+
+"auto" takes ragged_dot where XLA has a kernel for it, else blocks. Elsewhere XLA expands ragged_dot
+into a product of all rows with all matrices, which costs as many times more as there are groups.
+
+Shapes: N rows, X groups, E summed over, F made, T rows of a block, L blocks.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.lax import RaggedDotDimensionNumbers
+from jaxtyping import Array, Float, Int32
+
+from lmlib.parallel.collectives import platform
+
+IMPLEMENTATIONS = ("ragged_dot", "blocks")
+# The kernel for gradients of matrices came to XLA with JAX 0.11.
+_KERNEL_FOR_GRADIENTS = jax.__version_info__ >= (0, 11)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_product(
+    x_NE: Float[Array, "n e"],
+    w_XEF: Float[Array, "x e f"],
+    sizes_X: Int32[Array, "x"],
+    implementation: str = "auto",
+) -> Float[Array, "n f"]:
+    """Each row times the matrix of its group: the first `sizes_X[0]` rows by `w_XEF[0]`, and so on.
+    Rows beyond all groups give zeros, whatever is in them."""
+    if _resolved(implementation, gradient=False) == "blocks":
+        return _rows(x_NE, w_XEF, sizes_X, "te,ef->tf")
+    y_NF = jax.lax.ragged_dot(x_NE, w_XEF, sizes_X, preferred_element_type=x_NE.dtype)
+    return _within(y_NF, sizes_X)
+
+
+def _forward(
+    x_NE: Array, w_XEF: Array, sizes_X: Array, implementation: str
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return grouped_product(x_NE, w_XEF, sizes_X, implementation), (x_NE, w_XEF, sizes_X)
+
+
+def _backward(
+    implementation: str, saved: tuple[Array, Array, Array], dy_NF: Array
+) -> tuple[Array, Array, None]:
+    x_NE, w_XEF, sizes_X = saved
+    dy_NF = dy_NF.astype(x_NE.dtype)
+    if _resolved(implementation, gradient=False) == "blocks":
+        dx_NE = _rows(dy_NF, w_XEF, sizes_X, "tf,ef->te")
+    else:
+        dx_NE = jax.lax.ragged_dot_general(
+            dy_NF, w_XEF, sizes_X, _BY_TRANSPOSED, preferred_element_type=x_NE.dtype
+        )
+    return _within(dx_NE, sizes_X), _gradient(x_NE, dy_NF, sizes_X, implementation), None
+
+
+grouped_product.defvjp(_forward, _backward)
+
+_BY_TRANSPOSED = RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+)
+_OF_GROUPS = RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+
+
+def _resolved(implementation: str, gradient: bool) -> str:
+    if implementation != "auto":
+        return implementation
+    has_kernel = platform() == "tpu" and (_KERNEL_FOR_GRADIENTS or not gradient)
+    return "ragged_dot" if has_kernel else "blocks"
+
+
+def _gradient(x_NE: Array, dy_NF: Array, sizes_X: Array, implementation: str) -> Array:
+    """Of each matrix: the sum over its group's rows of x ⊗ dy."""
+    if _resolved(implementation, gradient=True) == "ragged_dot":
+        return jax.lax.ragged_dot_general(
+            _within(x_NE, sizes_X),
+            dy_NF,
+            sizes_X,
+            _OF_GROUPS,
+            preferred_element_type=x_NE.dtype,
+        )
+    N, E = x_NE.shape
+    wide = jnp.promote_types(x_NE.dtype, jnp.float32)
+
+    def add(dw_XEF: Array, block: _Block) -> tuple[Array, None]:
+        mask_T = block.mask(N)
+        x_TE = jnp.where(mask_T[:, None], _slice(x_NE, block), 0)
+        dy_TF = jnp.where(mask_T[:, None], _slice(dy_NF, block), 0)
+        dw_EF = jnp.einsum("te,tf->ef", x_TE, dy_TF, preferred_element_type=wide)
+        before_EF = jax.lax.dynamic_index_in_dim(dw_XEF, block.group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(dw_XEF, before_EF + dw_EF, block.group, 0), None
+
+    zeros_XEF = jnp.zeros((len(sizes_X), E, dy_NF.shape[1]), wide)
+    dw_XEF, _ = jax.lax.scan(add, zeros_XEF, _blocks(sizes_X, N))
+    return dw_XEF.astype(x_NE.dtype)
+
+
+def _within(y_NF: Array, sizes_X: Array) -> Array:
+    """With zeros beyond all groups, where kernels leave what was there."""
+    inside_N = jnp.arange(len(y_NF)) < jnp.sum(sizes_X)
+    return jnp.where(inside_N[:, None], y_NF, 0)
+
+
+class _Block(NamedTuple):
+    """Rows from `start` up to `end`, all of one group, in a slice of T rows that begins at `start`
+    or, near the end of all rows, before it. Without rows in it, `end` is `start`."""
+
+    group: Array
+    start: Array
+    end: Array
+    rows_T: Array  # 0 … T - 1
+
+    def mask(self, N: int) -> Array:
+        rows_T = self.rows_T + jnp.minimum(self.start, N - len(self.rows_T))
+        return (rows_T >= self.start) & (rows_T < self.end)
+
+
+def _blocks(sizes_X: Int32[Array, "x"], N: int) -> _Block:
+    """Blocks that cover all groups, in their order, stacked; those at the end may be empty."""
+    X = len(sizes_X)
+    T = _rows_of_a_block(N, X)
+    most = (N + min(X, N) * (T - 1)) // T  # each group but for empty ones fills up its last block
+    ends_X = jnp.cumsum(sizes_X)
+    blocks_X = -(-sizes_X // T)
+    last_X = jnp.cumsum(blocks_X)
+    indices_L = jnp.arange(most, dtype=jnp.int32)
+    groups_L = jnp.minimum(jnp.searchsorted(last_X, indices_L, side="right"), X - 1)
+    groups_L = groups_L.astype(jnp.int32)
+    within_L = indices_L - (last_X - blocks_X)[groups_L]
+    starts_L = (ends_X - sizes_X)[groups_L] + within_L * T
+    ends_L = jnp.maximum(jnp.minimum(starts_L + T, ends_X[groups_L]), starts_L)
+    rows_LT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (most, T))
+    return _Block(groups_L, starts_L.astype(jnp.int32), ends_L.astype(jnp.int32), rows_LT)
+
+
+def _rows_of_a_block(N: int, X: int) -> int:
+    """A power of two. Each group wastes half a block on average, and each block of a GPU or a TPU
+    should fill its matrix unit."""
+    share, least = (16, 8) if platform() == "cpu" else (2, 128)
+    T = 1 << max(N // (share * X), 1).bit_length() - 1
+    return min(max(T, least), 512, N)
+
+
+def _slice(x_NE: Array, block: _Block) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x_NE, block.start, len(block.rows_T))
+
+
+def _rows(x_NE: Array, w_XEF: Array, sizes_X: Array, equation: str) -> Array:
+    """Of each block the product with its group's matrix."""
+    N = len(x_NE)
+    made = w_XEF.shape[2 if equation.endswith("f") else 1]
+
+    def put(y_NF: Array, block: _Block) -> tuple[Array, None]:
+        w_EF = jax.lax.dynamic_index_in_dim(w_XEF, block.group, keepdims=False)
+        y_TF = jnp.einsum(equation, _slice(x_NE, block), w_EF)
+        y_TF = jnp.where(block.mask(N)[:, None], y_TF, _slice(y_NF, block))
+        return jax.lax.dynamic_update_slice_in_dim(y_NF, y_TF, block.start, 0), None
+
+    y_NF, _ = jax.lax.scan(put, jnp.zeros((N, made), x_NE.dtype), _blocks(sizes_X, N))
+    return y_NF

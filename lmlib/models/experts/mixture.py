@@ -1,0 +1,117 @@
+"""A feed-forward layer of experts, of which each token goes through a few.
+
+Shapes: B batch, S sequence, E embed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.compute import Compute
+from lmlib.models.experts.mlps import GatedExperts
+from lmlib.models.experts.rounds import DISPATCHES, KEPT, Settings, best_dispatch, mixed
+from lmlib.models.experts.router import Router
+from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.protocol import Context, Names, Reports, joined
+from lmlib.models.weights import fold, product_flops
+
+
+class Mixture(eqx.Module):
+    """The sum of what a token's experts make of it, times their shares (Shazeer et al. 2017,
+    arXiv:1701.06538, eq. 1), and of what shared experts make of all tokens (Dai et al. 2024,
+    arXiv:2401.06066, §3.2). No token is dropped, however uneven the routing.
+
+    Besides what its router reports, `expert_dropped` is the share of choices that were not
+    computed: 0, or something is wrong.
+
+    Args:
+      embed, mlp: sizes; `mlp` of each expert.
+      experts: how many; an axis `expert` of the mesh splits them.
+      top: how many of them each token goes to.
+      shared_mlp: size of the shared experts, which are one MLP; `None`: there are none.
+      router, mlps, shared: make the parts, to change one of them:
+        `functools.partial(Router, scores="sigmoid")`.
+      residual_scale: of the initial values of the last matrices.
+    """
+
+    router: Router
+    experts: GatedExperts
+    shared: GatedMLP | None
+
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        residual_scale: float = 1.0,
+        *,
+        experts: int,
+        top: int,
+        shared_mlp: int | None = None,
+        router: Callable[..., Router] = Router,
+        mlps: Callable[..., Any] = GatedExperts,
+        shared: Callable[..., Any] = GatedMLP,
+        key: PRNGKeyArray,
+    ):
+        self.router = router(embed, experts, top, key=fold(key, "router"))
+        self.experts = mlps(
+            embed, mlp, experts, residual_scale=residual_scale, key=fold(key, "experts")
+        )
+        self.shared = None
+        if shared_mlp is not None:
+            self.shared = shared(
+                embed, shared_mlp, residual_scale=residual_scale, key=fold(key, "shared")
+            )
+
+    def __call__(
+        self, x_BSE: Float[Array, "b s embed"], context: Context
+    ) -> tuple[Float[Array, "b s embed"], Reports]:
+        """Layouts: x whole along `seq`; the result as `context.compute.residual` names. See
+        `lmlib.models.experts.rounds.mixed` for what is sent."""
+        compute, routing = context.compute, self.router(x_BSE, context)
+        with jax.named_scope("experts"):
+            top = self.router.top
+            dispatch = best_dispatch(top) if compute.dispatch == "auto" else compute.dispatch
+            settings = Settings(
+                self.router.experts, dispatch, compute.expert_room, compute.residual
+            )
+            y_BSE, computed_BS = mixed(
+                settings, self.experts, x_BSE, routing.choices_BSK, routing.shares_BSK
+            )
+        reports = routing.reports
+        dropped = context.total(jax.lax.stop_gradient(1 - computed_BS))
+        reports = reports._replace(statistics=reports.statistics | {"expert_dropped": dropped})
+        if self.shared is not None:
+            shared_BSE, _ = self.shared(x_BSE, context)
+            y_BSE += shared_BSE
+        return y_BSE, reports
+
+    def updated(self, tallies: Any) -> "Mixture":
+        """See `lmlib.models.layer.Updating`."""
+        return eqx.tree_at(lambda mlp: mlp.router, self, self.router.updated(tallies))
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        active = product_flops(self.experts) * self.router.top / self.router.experts
+        whole = product_flops(self.router) + (
+            0 if self.shared is None else product_flops(self.shared)
+        )
+        return active + whole
+
+    def check(self, sequence_length: int, compute: Compute) -> None:
+        known = ("auto", *DISPATCHES)
+        if compute.dispatch not in known:
+            raise ValueError(
+                f"dispatch must be one of {', '.join(known)}, got {compute.dispatch!r}"
+            )
+        if compute.precision("mlp") is not None:
+            raise ValueError(
+                f"quantized has mlp={compute.precision('mlp')!r}: products of experts are not "
+                "quantized; leave it out"
+            )
+
+    @property
+    def names(self) -> Names:
+        of_shared = Names() if self.shared is None else self.shared.names
+        return joined(self.router.names, Names(KEPT, ("experts",)), of_shared)

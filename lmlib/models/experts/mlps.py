@@ -1,0 +1,109 @@
+"""What experts compute of rows that are sorted by expert.
+
+Shapes: X experts (of a device), C rows, E embed, F mlp.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
+
+from lmlib.models.experts.grouped import grouped_product
+from lmlib.models.weights import fan_in, initial_values, weight, zeros
+from lmlib.parallel.collectives import axis_index
+from lmlib.parallel.layout import along
+
+Gate = Callable[[Array, Array], Array]
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """silu(gate) · up (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
+    return jax.nn.silu(gate) * up
+
+
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """gate · sigmoid(1.702 gate) · (up + 1), where gate is at most 7 and up within ±7 (OpenAI 2025,
+    arXiv:2508.10925, and its reference implementation)."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+class GatedExperts(eqx.Module):
+    """Each expert is down(gated(gate x, up x)), with a bias in each product if `bias`.
+
+    Args:
+      embed, mlp: sizes; `mlp` of each expert.
+      experts: how many.
+      gated: of gate and up.
+      bias: whether there are biases.
+      residual_scale: of the initial values of `down`; see `lmlib.models.weights.residual_scale`.
+    """
+
+    gated: Gate = eqx.field(static=True)
+    residual_scale: float = eqx.field(static=True)
+    gate: Float[Array, "expert embed mlp"] = weight(fan_in("embed"))
+    up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"))
+    down: Float[Array, "expert mlp embed"] = weight(
+        lambda self: fan_in("mlp", scale=self.residual_scale)
+    )
+    gate_bias: Float[Array, "expert mlp"] | None = weight(zeros)
+    up_bias: Float[Array, "expert mlp"] | None = weight(zeros)
+    down_bias: Float[Array, "expert embed"] | None = weight(zeros, writes=True)
+
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        experts: int,
+        gated: Gate = swiglu,
+        bias: bool = False,
+        residual_scale: float = 1.0,
+        *,
+        key: PRNGKeyArray,
+    ):
+        self.gated, self.residual_scale = gated, residual_scale
+        sizes = {"embed": embed, "mlp": mlp, "expert": experts}
+        self.gate = initial_values(self, "gate", key, **sizes)
+        self.up = initial_values(self, "up", key, **sizes)
+        self.down = initial_values(self, "down", key, **sizes)
+        self.gate_bias = initial_values(self, "gate_bias", key, **sizes) if bias else None
+        self.up_bias = initial_values(self, "up_bias", key, **sizes) if bias else None
+        self.down_bias = initial_values(self, "down_bias", key, **sizes) if bias else None
+
+    def products(
+        self, rows_CE: Float[Array, "c embed"], sizes_X: Int32[Array, "x"]
+    ) -> tuple[Float[Array, "c mlp"], ...]:
+        """See `lmlib.models.experts.rounds.Experts`."""
+        gate_CF = grouped_product(rows_CE, self.gate, sizes_X)
+        up_CF = grouped_product(rows_CE, self.up, sizes_X)
+        return _biased(gate_CF, self.gate_bias, sizes_X), _biased(up_CF, self.up_bias, sizes_X)
+
+    def outputs(
+        self,
+        products_CF: tuple[Float[Array, "c mlp"], ...],
+        shares_C: Float[Array, "c"],
+        sizes_X: Int32[Array, "x"],
+    ) -> Float[Array, "c embed"]:
+        """See `lmlib.models.experts.rounds.Experts`. Shares multiply what `down` sums over: no
+        output is needed for their gradient."""
+        shares_C1 = shares_C[:, None]
+        hidden_CF = self.gated(*products_CF)
+        hidden_CF = (hidden_CF * shares_C1).astype(hidden_CF.dtype)
+        y_CE = grouped_product(hidden_CF, self.down, sizes_X)
+        if self.down_bias is None:
+            return y_CE
+        bias_CE = _of_rows(self.down_bias, sizes_X, len(y_CE)) * shares_C1
+        # Devices along `tensor` each give a part of the sum; the first gives the bias.
+        return y_CE + jnp.where(axis_index(along("mlp")) == 0, bias_CE, 0).astype(y_CE.dtype)
+
+
+def _biased(y_CF: Array, bias_XF: Array | None, sizes_X: Array) -> Array:
+    return y_CF if bias_XF is None else y_CF + _of_rows(bias_XF, sizes_X, len(y_CF))
+
+
+def _of_rows(bias_XF: Array, sizes_X: Array, rows: int) -> Array:
+    """Each row's expert's."""
+    experts_C = jnp.searchsorted(jnp.cumsum(sizes_X), jnp.arange(rows), side="right")
+    return jnp.take(bias_XF, experts_C, axis=0, mode="clip")

@@ -1,0 +1,271 @@
+"""Tokens to experts and back, on every device, with the backward pass in sight.
+
+Each device computes its own experts, for rows that a `Movement` brings. Its buffer has C rows; if
+routing is so uneven that more come to a device they are computed in further rounds: slower, with
+the same result, in the same memory. The first round's activations can be kept for the backward
+pass, by name; those of further rounds are computed again.
+
+Shapes: B batch, S sequence, E embed, K choices of a token, n = B · S tokens of a device, C rows of
+a round, F mlp.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int32
+
+from lmlib.models.experts.exchanged import Exchanged
+from lmlib.models.experts.gathered import Gathered
+from lmlib.parallel.collectives import devices_along, on_each_device, psum, psum_scatter
+from lmlib.parallel.layout import along, mesh_axes_of, partition
+from lmlib.parallel.mesh_axes import NAMES, names_of
+
+KEPT = ("expert_input", "expert_gate", "expert_up")
+FURTHER_ROUNDS = "further_rounds"  # the scope of those after the first
+DISPATCHES: dict[str, Callable[..., Any]] = {"gather": Gathered, "exchange": Exchanged}
+
+
+class Movement(Protocol):
+    """How rows come to the devices of their experts and back, on one device. `rows` and `back` are
+    each other's transposes.
+
+    Attributes:
+      rounds: in how many of them all rows are moved; an `int` if it is always one.
+    """
+
+    rounds: Int32[Array, ""] | int
+
+    def sent(self, x_n: Float[Array, "n ..."]) -> Array:
+        """What `rows` takes of a device's tokens, or of its pairs of a token and a choice."""
+
+    def sizes(self, round: Array | int) -> Int32[Array, "x"]:
+        """How many rows of a round each expert of this device has."""
+
+    def rows(self, sent: Array, round: Array | int, of_pairs: bool = False) -> Array:
+        """The rows of a round for this device's experts, sorted by expert, then zeros: [C, E] of
+        tokens, [C] of pairs."""
+
+    def back(self, rows_C: Array, round: Array | int, of_pairs: bool = False) -> Array:
+        """Of what is computed of each token's rows the sum, float32 at least; or that of pairs."""
+
+    def computed(self, round: Array | int) -> Bool[Array, "n k"]:
+        """Which pairs a round has, as `back` gives them."""
+
+    def home(self, x: Float[Array, "..."]) -> Float[Array, "n ..."]:
+        """The sums of all rounds, on the device of their tokens."""
+
+
+class Experts(Protocol):
+    """What experts compute of rows that are sorted by expert, in two steps: first what is linear in
+    the rows and in the weights."""
+
+    def products(self, rows_CE: Array, sizes_X: Array) -> tuple[Array, ...]:
+        """Of each row its expert's first products, [C, F] each."""
+
+    def outputs(self, products_CF: tuple[Array, ...], shares_C: Array, sizes_X: Array) -> Array:
+        """What experts make of these, times the shares. Of the devices along `tensor` each gives a
+        part of the sum."""
+
+
+class Settings(NamedTuple):
+    """How tokens come to experts.
+
+    Attributes:
+      experts: how many there are in all.
+      dispatch: one of `DISPATCHES`.
+      room: rows of a device's buffer, as a multiple of what even routing brings.
+      residual: axes of the result.
+    """
+
+    experts: int
+    dispatch: str
+    room: float
+    residual: str
+
+    def movement(self, choices_BSK: Array) -> Movement:
+        choices_nK = jnp.reshape(choices_BSK, (-1, choices_BSK.shape[-1]))
+        movement: Movement = DISPATCHES[self.dispatch](
+            choices_nK, self.experts, self.room, along("expert")
+        )
+        return movement
+
+
+def best_dispatch(choices: int) -> str:
+    """The one that sends less: a token goes to all devices along `expert`, or `choices` times."""
+    return "exchange" if devices_along(along("expert")) > choices else "gather"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def mixed(
+    settings: Settings,
+    experts: Any,
+    x_BSE: Float[Array, "b s embed"],
+    choices_BSK: Int32[Array, "b s k"],
+    shares_BSK: Float[Array, "b s k"],
+) -> tuple[Float[Array, "b s embed"], Float[Array, "b s"]]:
+    """Of each token the sum of what its experts make of it, times its shares; and which part of its
+    choices was computed, which is 1.
+
+    Args:
+      experts: `Experts`, a pytree of weights whose first axis lies along `expert`.
+      x_BSE: whole along `seq`, laid out as "batch seq embed".
+
+    Layouts: the result as `settings.residual` names, for which it is summed over `tensor` (a psum
+    or a reduce-scatter). Over `expert` rows move as `settings.dispatch` says. Backward, of what the
+    devices along an axis give of a gradient the sum is left to whoever has shared x, or gathered
+    the weights, along it; the rest is added up here (a psum).
+    """
+    return _forward(settings, experts, x_BSE, choices_BSK, shares_BSK)[0]
+
+
+def _forward(
+    settings: Settings, experts: Any, x_BSE: Array, choices_BSK: Array, shares_BSK: Array
+) -> tuple[tuple[Array, Array], Any]:
+    def on_device(experts: Any, x_BSE: Array, choices_BSK: Array, shares_BSK: Array) -> Any:
+        move, (sent, sent_shares) = _moved(settings, choices_BSK, x_BSE, shares_BSK)
+
+        def one(round: Array | int) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+            rows_CE, sizes_X = move.rows(sent, round), move.sizes(round)
+            products_CF = experts.products(rows_CE, sizes_X)
+            shares_C = move.rows(sent_shares, round, of_pairs=True)
+            made_CE = experts.outputs(products_CF, shares_C, sizes_X)
+            computed = jnp.mean(move.computed(round), axis=-1, dtype=jnp.float32)
+            return move.back(made_CE, round), computed, rows_CE, products_CF
+
+        y, computed, rows_CE, products_CF = one(0)
+        y, computed = _further(move, lambda round: one(round)[:2], (y, computed))
+        y_BSE = jnp.reshape(move.home(y.astype(x_BSE.dtype)), x_BSE.shape)
+        computed_BS = jnp.reshape(move.home(computed), x_BSE.shape[:2])
+        over = partition(settings.residual)[1]  # sequence-parallel
+        y_BSE = psum_scatter(y_BSE, over, 1) if over else psum(y_BSE, along("mlp"))
+        return y_BSE, computed_BS, rows_CE, products_CF
+
+    y_BSE, computed_BS, rows_CE, products_CF = on_each_device(
+        on_device,
+        inputs=(_layouts(experts), _TOKENS, _PAIRS, _PAIRS),
+        outputs=(partition(settings.residual), partition("batch seq"), _ROWS, _HIDDEN),
+        tracked=False,
+    )(experts, x_BSE, choices_BSK, shares_BSK)
+    rows_CE = checkpoint_name(rows_CE, KEPT[0])
+    products_CF = tuple(map(checkpoint_name, products_CF, KEPT[1:]))
+    saved = experts, x_BSE, choices_BSK, shares_BSK, rows_CE, products_CF
+    return (y_BSE, computed_BS), saved
+
+
+def _backward(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any:
+    experts, x_BSE, *_ = saved
+    x_shared, weights_gathered = _reduced(x_BSE), jax.tree.map(_reduced, experts)
+
+    def on_device(
+        experts: Any,
+        x_BSE: Array,
+        choices_BSK: Array,
+        shares_BSK: Array,
+        rows_CE: Array,
+        products_CF: tuple[Array, ...],
+        dy_BSE: Array,
+    ) -> Any:
+        move, (sent, sent_shares, sent_dy) = _moved(
+            settings, choices_BSK, x_BSE, shares_BSK, dy_BSE
+        )
+
+        def one(round: Array | int, rows_CE: Array, products_CF: tuple[Array, ...]) -> Any:
+            sizes_X, dy_CE = move.sizes(round), move.rows(sent_dy, round)
+            shares_C = move.rows(sent_shares, round, of_pairs=True)
+            _, back = jax.vjp(
+                lambda *parts: type(experts).outputs(*parts, sizes_X),
+                experts, products_CF, shares_C,
+            )  # fmt: skip
+            dw_of_outputs, dproducts_CF, dshares_C = back(dy_CE)
+            _, back = jax.vjp(
+                lambda *parts: type(experts).products(*parts, sizes_X), experts, rows_CE
+            )
+            dw_of_products, dx_CE = back(dproducts_CF)
+            dw = jax.tree.map(jnp.add, dw_of_outputs, dw_of_products)
+            return dw, move.back(dx_CE, round), move.back(dshares_C, round, of_pairs=True)
+
+        def again(round: Array) -> Any:
+            rows_CE = move.rows(sent, round)
+            return one(round, rows_CE, experts.products(rows_CE, move.sizes(round)))
+
+        dw, dx, dshares = _further(move, again, one(0, rows_CE, products_CF))
+        dw = jax.tree.map(_summed, dw, lying, weights_gathered)
+        dx_BSE = jnp.reshape(move.home(dx.astype(x_BSE.dtype)), x_BSE.shape)
+        dshares_BSK = jnp.reshape(move.home(dshares), shares_BSK.shape)
+        over = {*names_of(along("mlp"))}
+        dx_BSE = psum(dx_BSE, tuple(over - x_shared))
+        return dw, dx_BSE, psum(dshares_BSK, tuple(over))
+
+    layouts = _layouts(experts)
+    lying = jax.tree.map(_split_along, experts)
+    dw, dx_BSE, dshares_BSK = on_each_device(
+        on_device,
+        inputs=(layouts, _TOKENS, _PAIRS, _PAIRS, _ROWS, _HIDDEN, _TOKENS),
+        outputs=(
+            jax.tree.map(_unreduced, layouts, weights_gathered),
+            _unreduced(_TOKENS, x_shared),
+            _PAIRS,
+        ),
+        tracked=False,
+    )(*saved, given[0])
+    return dw, dx_BSE, None, dshares_BSK
+
+
+mixed.defvjp(_forward, _backward)
+
+_TOKENS, _PAIRS = partition("batch seq embed"), partition(("batch", "seq", None))
+_ROWS = PartitionSpec(along("batch"), None)  # one device's after the other's
+_HIDDEN = PartitionSpec(along("batch"), along("mlp"))
+
+
+def _moved(settings: Settings, choices_BSK: Array, *of_tokens: Array) -> tuple[Any, list[Array]]:
+    """The device's movement, and what it takes of arrays that each have (B, S, …)."""
+    move = settings.movement(choices_BSK)
+    tokens = math.prod(choices_BSK.shape[:2])
+    return move, [move.sent(jnp.reshape(each, (tokens, -1))) for each in of_tokens]
+
+
+def _further(move: Movement, one: Callable[[Array], Any], sums: Any) -> Any:
+    """`sums` of the first round, with those of all others."""
+    if isinstance(move.rounds, int):
+        return sums
+    with jax.named_scope(FURTHER_ROUNDS):
+        return jax.lax.fori_loop(
+            1, move.rounds, lambda round, sums: jax.tree.map(jnp.add, sums, one(round)), sums
+        )
+
+
+def _spec(x: Array) -> PartitionSpec:
+    spec = (
+        PartitionSpec() if jax.sharding.get_abstract_mesh().empty else jax.typeof(x).sharding.spec
+    )
+    return spec
+
+
+def _layouts(tree: Any) -> Any:
+    return jax.tree.map(lambda x: PartitionSpec(*_spec(x).partitions), tree)
+
+
+def _reduced(x: Array) -> frozenset[str]:
+    """The axes of the mesh along which each device's part of x's gradient is added up elsewhere."""
+    return frozenset(_spec(x).reduced)
+
+
+def _unreduced(layout: PartitionSpec, over: frozenset[str]) -> PartitionSpec:
+    return layout.update(unreduced=over) if over else layout
+
+
+def _split_along(x: Array) -> frozenset[str]:
+    return frozenset(mesh_axes_of(_spec(x).partitions))
+
+
+def _summed(dw: Array, split_along: frozenset[str], later: frozenset[str]) -> Array:
+    """A weight's gradient, summed over the devices that have copies of it."""
+    over = [name for name in NAMES if name not in split_along | later]
+    return psum(dw, tuple(over))

@@ -1,0 +1,206 @@
+"""Which experts each token goes to, and with which shares.
+
+Shapes: B batch, S sequence, E embed, X experts (as choices), K choices of a token, G groups.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int32, PRNGKeyArray
+
+from lmlib.models.product import product
+from lmlib.models.protocol import Context, Names, Reports
+from lmlib.models.rematerialization import CHOICES
+from lmlib.models.weights import Constant, fan_in, initial_values, weight, zeros
+
+SCORES = ("softmax", "sigmoid")
+BALANCES = ("row", "batch")
+
+
+class Routing(NamedTuple):
+    """Where tokens go; no expert is chosen twice."""
+
+    choices_BSK: Int32[Array, "b s k"]
+    shares_BSK: Float[Array, "b s k"]
+    reports: Reports
+
+
+class Router(eqx.Module):
+    """The `top` experts with the highest scores, in float32.
+
+    Reports `router_z`, the squared log of the sum of the logits' exponentials (Zoph et al. 2022,
+    arXiv:2202.08906, eq. 5), and `router_balance`, X · Σ f · p over the experts: f is the expert's
+    share of all choices, p its mean score (Fedus et al. 2021, arXiv:2101.03961, eq. 4). It is 1
+    where all experts get the same, and is minimised there. An objective minimises them if its
+    `model_losses` say so. `router_entropy` is that of a token's scores, in nats.
+
+    f is that of a token's row (DeepSeek-AI 2024, arXiv:2412.19437, eq. 17) or, with `balance`
+    "batch", that of the whole batch of the step before (nothing, in the first step): f has no
+    gradient, and a batch's own would be known only after all its microbatches. So the gradient is
+    exact over microbatches and devices.
+
+    With a `correction_rate` each expert has a correction, which counts in choices and not in
+    shares. After a step it grows by this rate for experts that had fewer tokens than the mean, and
+    shrinks for those that had more (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+
+    Args:
+      embed, experts, top: sizes; `top` is how many experts a token goes to.
+      scores: "softmax" of the logits, or "sigmoid" of each.
+      normalized: whether a token's shares add up to `scale`; else they are `scale` · scores.
+      scale: of shares.
+      groups, top_groups: experts are in `groups` groups, and are chosen from the `top_groups` of
+        them whose two best add up to most (arXiv:2412.19437, §2.1.2).
+      bias: whether logits have one.
+      correction_rate: `None`: there is no correction.
+      balance: "row" or "batch".
+
+    Raises:
+      ValueError: if a setting is none of its choices, or sizes do not fit.
+    """
+
+    names: ClassVar[Names] = Names(scopes=("router",))
+
+    top: int = eqx.field(static=True)
+    scores: str = eqx.field(static=True)
+    normalized: bool = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+    groups: int = eqx.field(static=True)
+    top_groups: int = eqx.field(static=True)
+    correction_rate: float | None = eqx.field(static=True)
+    experts: int = eqx.field(static=True)
+    logits: Float[Array, "embed choice"] = weight(fan_in("embed"), dtype="float32")
+    bias: Float[Array, "choice"] | None = weight(zeros, dtype="float32")
+    correction: Float[Array, "choice"] | None = weight(zeros, dtype="float32", gradient=False)
+    load: Float[Array, "choice"] | None = weight(
+        lambda self: Constant(1 / self.experts), dtype="float32", gradient=False
+    )
+
+    def __init__(
+        self,
+        embed: int,
+        experts: int,
+        top: int,
+        scores: str = "softmax",
+        normalized: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        top_groups: int = 1,
+        bias: bool = False,
+        correction_rate: float | None = None,
+        balance: str = "row",
+        *,
+        key: PRNGKeyArray,
+    ):
+        _check(experts, top, scores, groups, top_groups, balance)
+        self.experts, self.top, self.scores = experts, top, scores
+        self.normalized, self.scale = normalized, scale
+        self.groups, self.top_groups, self.correction_rate = groups, top_groups, correction_rate
+        sizes = {"embed": embed, "choice": experts}
+        self.logits = initial_values(self, "logits", key, **sizes)
+        self.bias = initial_values(self, "bias", key, **sizes) if bias else None
+        corrects, over_batch = correction_rate is not None, balance == "batch"
+        self.correction = initial_values(self, "correction", key, **sizes) if corrects else None
+        self.load = initial_values(self, "load", key, **sizes) if over_batch else None
+
+    @jax.named_scope("router")
+    def __call__(self, x_BSE: Float[Array, "b s embed"], context: Context) -> Routing:
+        """Layouts: as x, on every device along `tensor` alike; nothing is sent."""
+        logits_BSX = product("bse,ex->bsx", x_BSE.astype(jnp.float32), self.logits)
+        logits_BSX = logits_BSX if self.bias is None else logits_BSX + self.bias
+        if self.scores == "softmax":
+            scores_BSX = probability_BSX = jax.nn.softmax(logits_BSX)
+        else:
+            scores_BSX = jax.nn.sigmoid(logits_BSX)
+            probability_BSX = scores_BSX / jnp.sum(scores_BSX, axis=-1, keepdims=True)
+        ranked_BSX = jax.lax.stop_gradient(scores_BSX)
+        ranked_BSX = ranked_BSX if self.correction is None else ranked_BSX + self.correction
+        ranked_BSX = _of_best_groups(ranked_BSX, self.groups, self.top_groups)
+        _, choices_BSK = jax.lax.top_k(ranked_BSX, self.top)
+        choices_BSK = checkpoint_name(choices_BSK, CHOICES)
+        is_chosen_BSKX = choices_BSK[..., None] == jnp.arange(self.experts, dtype=jnp.int32)
+        shares_BSK = jnp.sum(jnp.where(is_chosen_BSKX, scores_BSX[..., None, :], 0), axis=-1)
+        if self.normalized:
+            shares_BSK /= jnp.sum(shares_BSK, axis=-1, keepdims=True) + 1e-20
+        chosen_BSX = jnp.sum(is_chosen_BSKX, axis=-2, dtype=jnp.float32)
+        reports = self._reports(logits_BSX, probability_BSX, chosen_BSX, context)
+        return Routing(choices_BSK, self.scale * shares_BSK, reports)
+
+    def _reports(
+        self, logits_BSX: Array, probability_BSX: Array, chosen_BSX: Array, context: Context
+    ) -> Reports:
+        squared_BS = jnp.square(jax.nn.logsumexp(logits_BSX, axis=-1))
+        log_BSX = jnp.log(jnp.maximum(probability_BSX, 1e-30))
+        entropy_BS = -jnp.sum(jax.lax.stop_gradient(probability_BSX * log_BSX), axis=-1)
+        if self.load is None:
+            load_BSX = _row_means(chosen_BSX / self.top, context)
+        else:
+            load_BSX = jnp.broadcast_to(self.load, chosen_BSX.shape)
+        balance_BS = self.experts * jnp.sum(load_BSX * probability_BSX, axis=-1)
+        return Reports(
+            losses={
+                "router_balance": context.total(balance_BS),
+                "router_z": context.total(squared_BS),
+            },
+            statistics={"router_entropy": context.total(entropy_BS)},
+            tallies=context.total(chosen_BSX),
+        )
+
+    def updated(self, tallies_X: Float[Array, "choice"]) -> "Router":
+        """See `lmlib.models.layer.Updating`; the tallies are how many tokens each expert had."""
+        moved = self
+        if self.correction is not None and self.correction_rate is not None:
+            moves_X = self.correction_rate * jnp.sign(jnp.mean(tallies_X) - tallies_X)
+            moved = eqx.tree_at(lambda router: router.correction, moved, self.correction + moves_X)
+        if self.load is not None:
+            load_X = tallies_X / jnp.maximum(jnp.sum(tallies_X), 1)
+            moved = eqx.tree_at(lambda router: router.load, moved, load_X)
+        return moved
+
+
+def _check(experts: int, top: int, scores: str, groups: int, top_groups: int, balance: str) -> None:
+    for name, value, known in (("scores", scores, SCORES), ("balance", balance, BALANCES)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    if experts < 1 or not 1 <= top <= experts:
+        raise ValueError(f"a token goes to 1 to {experts} of {experts} experts, got top={top}")
+    if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
+        raise ValueError(
+            f"{experts} experts do not divide into groups={groups} of which each token has "
+            f"top_groups={top_groups}; use a divisor of {experts}, and 1 to {groups} of them"
+        )
+    if top > top_groups * (experts // groups):
+        raise ValueError(
+            f"top={top} experts are more than the {top_groups * (experts // groups)} of "
+            f"top_groups={top_groups} of {groups} groups; raise top_groups or lower top"
+        )
+    if groups > 1 and experts // groups < 2:
+        raise ValueError(f"groups={groups} of {experts} experts have fewer than two each")
+
+
+def _of_best_groups(
+    ranked_BSX: Float[Array, "b s x"], groups: int, top_groups: int
+) -> Float[Array, "b s x"]:
+    """With -inf for experts outside of a token's best groups."""
+    if groups == top_groups:
+        return ranked_BSX
+    *_, X = ranked_BSX.shape
+    ranked_BSGX = jnp.reshape(ranked_BSX, (*ranked_BSX.shape[:-1], groups, X // groups))
+    best_BSG2, _ = jax.lax.top_k(ranked_BSGX, 2)
+    _, kept_BSG = jax.lax.top_k(jnp.sum(best_BSG2, axis=-1), top_groups)
+    is_kept_BSG = jnp.any(kept_BSG[..., None] == jnp.arange(groups, dtype=jnp.int32), axis=-2)
+    of_kept_BSGX = jnp.where(is_kept_BSG[..., None], ranked_BSGX, -jnp.inf)
+    return jnp.reshape(of_kept_BSGX, ranked_BSX.shape)
+
+
+def _row_means(x_BSX: Float[Array, "b s x"], context: Context) -> Any:
+    """Of each row's positions that count, at each of its positions."""
+    if context.counts_BS is None:
+        means_BX = jnp.mean(x_BSX, axis=1, keepdims=True)
+    else:
+        counts_BSX = context.counts_BS[..., None]
+        total_BX = jnp.sum(jnp.where(counts_BSX, x_BSX, 0), axis=1, keepdims=True)
+        means_BX = total_BX / jnp.maximum(jnp.sum(counts_BSX, axis=1, keepdims=True), 1)
+    return jnp.broadcast_to(means_BX, x_BSX.shape)
