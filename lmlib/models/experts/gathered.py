@@ -10,7 +10,6 @@ token and a choice, C rows of a round, X experts of a device.
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 

@@ -90,9 +90,9 @@ class Settings(NamedTuple):
 
     def movement(self, choices_BSK: Array) -> Movement:
         choices_nK = jnp.reshape(choices_BSK, (-1, choices_BSK.shape[-1]))
-        movement: Movement = DISPATCHES[self.dispatch](
-            choices_nK, self.experts, self.room, along("expert")
-        )
+        alone = devices_along(along("expert")) == 1
+        make = Gathered if alone else DISPATCHES[self.dispatch]
+        movement: Movement = make(choices_nK, self.experts, self.room, along("expert"))
         return movement
 
 
