@@ -24,7 +24,7 @@ from lmlib.models.product import product
 from lmlib.models.protocol import whole_rows
 from lmlib.models.weights import fan_in, weight
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import partition, shardings
+from lmlib.parallel.layout import STORED, partition, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, abstract_model, initial_state
 
@@ -186,11 +186,10 @@ def test_a_gathered_weight_and_its_gradient(precision):
 
     alone = jax.jit(gradients)(x, Matrix(w), dy)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    batch = ("data", "fsdp")
     layouts = (
-        PartitionSpec(batch, None, None),
-        Matrix(PartitionSpec("fsdp", "tensor")),
-        PartitionSpec(batch, None, "tensor"),
+        partition("batch seq embed"),
+        Matrix(partition("embed mlp", STORED)),
+        partition("batch seq mlp"),
     )
     placed = jax.tree.map(
         lambda each, layout: jax.device_put(each, NamedSharding(mesh, layout)),
@@ -199,7 +198,7 @@ def test_a_gathered_weight_and_its_gradient(precision):
     )
     with jax.set_mesh(mesh):
         dx, dmatrix = jax.jit(gradients)(*placed)
-    assert dmatrix.w.sharding.spec == PartitionSpec("fsdp", "tensor")
+    assert dmatrix.w.sharding.spec == partition("embed mlp", STORED)
     np.testing.assert_allclose(dx, alone[0], atol=FLOAT32 * np.abs(alone[0]).max())
     expected = alone[1].w
     np.testing.assert_allclose(dmatrix.w, expected, atol=FLOAT32 * np.abs(expected).max())

@@ -91,7 +91,7 @@ def test_updates_on_a_mesh_are_those_of_optax_on_one_device(name):
         np.testing.assert_allclose(found, of_optax, rtol=2e-5, atol=2e-6)
     parts = {leaf.shape: leaf.sharding.spec for leaf in jax.tree.leaves(state) if leaf.size > 8}
     assert parts.get((64, 48), model.matrix.sharding.spec) == model.matrix.sharding.spec
-    assert parts.get((64,), PartitionSpec("fsdp")) == PartitionSpec("fsdp")
+    assert parts.get((64,), model.scale.sharding.spec) == model.scale.sharding.spec
     if name == "adafactor":
         assert set(parts) == {(64,), (48,)}
         assert parts[(48,)] == PartitionSpec("tensor")

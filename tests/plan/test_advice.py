@@ -67,6 +67,24 @@ def test_tensor_parallelism_comes_with_split_sequences_and_no_more_of_them_at_a_
         assert built.compute.sequence_parallel == changed.compute.sequence_parallel
 
 
+def test_devices_along_the_axis_of_experts_share_batch_and_weights_too(planned):
+    advised = {}
+    for data, expert in ((1, 4), (2, 2)):
+        mesh = make_mesh(data=data, expert=expert)
+        found = changes(experiment(mesh=mesh), planned.memory)
+        flags = [change.flags[:2] for change in found]
+        advised[data] = [each for each in flags if "microbatches" not in each[0]]
+    kept = ("--fdl.compute.saved=\"('attention',)\"",)
+    assert advised == {
+        1: [kept, ("--fdl.mesh.expert=2", "--fdl.mesh.tensor=2")],
+        2: [
+            kept,
+            ("--fdl.mesh.data=1", "--fdl.mesh.fsdp=2"),
+            ("--fdl.mesh.data=1", "--fdl.mesh.tensor=2"),
+        ],
+    }
+
+
 @needs_tpu_compiler
 def test_weights_are_not_split_over_slices(planned):
     """Gradients alone cross the network between them."""

@@ -44,13 +44,14 @@ def sends(kind, axes, where, dtype, sizes, count=1):
     return budget
 
 
-def fully_sharded(fsdp, data=1, t=1):
-    """Weights rest split over `fsdp`: gathered for each use, and the matrices' gradients scattered.
+def fully_sharded(fsdp, data=1, t=1, axes=("fsdp",)):
+    """Weights rest split over so many devices along `axes`: gathered for each use, and the
+    matrices' gradients scattered.
 
     Those of norms are in `norms`."""
     b = B // (data * fsdp)
-    once = functools.partial(sends, axes=("fsdp",), where=STEP)
-    in_layers = functools.partial(sends, axes=("fsdp",), dtype="bf16", count=L)
+    once = functools.partial(sends, axes=axes, where=STEP)
+    in_layers = functools.partial(sends, axes=axes, dtype="bf16", count=L)
     return (
         in_layers("all-gather", where=FORWARD, sizes=[E, E, *layer_matrices(t)])
         + in_layers("all-gather", where=BACKWARD, sizes=[E, E, *layer_matrices(t)])
@@ -149,6 +150,15 @@ LAYOUTS = {
         {"fsdp": 4, "tensor": 2},
         {},
         [fully_sharded(4, t=2) + norms("reduce-scatter", ("fsdp",)) + tensor_parallel(B // 4)],
+    ),
+    "FSDP over two axes × TP": (
+        {"fsdp": 2, "expert": 2, "tensor": 2},
+        {},
+        [
+            fully_sharded(4, t=2, axes=("fsdp", "expert"))
+            + norms("reduce-scatter", ("fsdp", "expert"))
+            + tensor_parallel(B // 4)
+        ],
     ),
     "FSDP × TP with Muon": (
         {"fsdp": 4, "tensor": 2},

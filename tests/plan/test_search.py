@@ -13,7 +13,7 @@ from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import CPU
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.changes import keeping
+from lmlib.plan.changes import keeping, microbatch_counts
 from lmlib.plan.planner import plan
 from lmlib.plan.search import policies, search
 from lmlib.plan.targets import Target
@@ -74,6 +74,12 @@ def test_bytes_are_those_of_the_names(all_policies):
     # Eight arrays of embed (heads × head_dim is embed), three of mlp, four times as wide.
     assert len(everything.saved) == 10
     assert everything.bytes == (7 + 3 * 4) * per_device
+
+
+def test_each_device_has_as_few_sequences_whatever_axis_they_lie_along():
+    for axis in ("data", "fsdp", "expert"):
+        split = dataclasses.replace(experiment(), mesh=make_mesh(**{axis: 4}))
+        assert microbatch_counts(split) == [1, 2]
 
 
 def with_memory(capacity: int) -> Target:
