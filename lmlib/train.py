@@ -16,6 +16,7 @@ from jaxtyping import Array
 from lmlib.data.batch import Batch
 from lmlib.guard import choose
 from lmlib.losses import LossSums
+from lmlib.models.layer import Measuring
 from lmlib.optim.hyperparameters import Hyperparameters, abstract_arrays_of, with_arrays
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import partition, shardings, spec
@@ -126,6 +127,7 @@ def _updated(
     updates_made = state.step - state.guard.skipped - state.guard.empty_batches
     metrics = {
         **optimizer.metrics(moments),
+        **_measured(state, reported.tallies),
         "grad_norm": grad_norm,
         "parameter_norm": optax.global_norm(state.model),
         "update_norm": jnp.where(made, update_norm, 0),
@@ -145,6 +147,12 @@ def _updated(
         reference_model=state.reference_model,
     )
     return new_state, metrics
+
+
+def _measured(state: State, tallies: Any) -> Metrics:
+    """What the model shows of its tallies."""
+    model = state.whole_model
+    return model.measured(tallies) if isinstance(model, Measuring) else {}
 
 
 def _updated_buffers(state: State, tallies: Any) -> Any:

@@ -15,6 +15,7 @@ from lmlib.compute import Compute
 from lmlib.models.layer import (
     CachedMixer,
     FeedForward,
+    Measuring,
     Mixer,
     Norm,
     Updating,
@@ -76,6 +77,10 @@ class TwoParts(eqx.Module):
         """See `lmlib.models.layer.Updating`; the mlp's tallies."""
         assert isinstance(self.mlp, Updating)
         return eqx.tree_at(lambda layer: layer.mlp, self, self.mlp.updated(tallies))
+
+    def measured(self, tallies: Any) -> dict[str, Array]:
+        """See `lmlib.models.layer.Measuring`; of the mlp's tallies."""
+        return self.mlp.measured(tallies) if isinstance(self.mlp, Measuring) else {}
 
 
 class Block(TwoParts):

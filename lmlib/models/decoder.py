@@ -29,6 +29,7 @@ from lmlib.models.stack import (
     Stack,
     check_stack,
     make_stack,
+    measured_stack,
     run_stack,
     stack_cache,
     stack_flops_per_token,
@@ -158,6 +159,10 @@ class Decoder(eqx.Module):
         """See `lmlib.models.layer.Updating`."""
         stack = updated_stack(self.stack, tallies)
         return eqx.tree_at(lambda model: model.stack, self, stack)
+
+    def measured(self, tallies: Any) -> dict[str, Array]:
+        """See `lmlib.models.layer.Measuring`."""
+        return measured_stack(self.stack, tallies)
 
     @property
     def vocab(self) -> int:

@@ -73,6 +73,15 @@ class Updating(Protocol):
         `None` here; the others are laid out as in a call, in the dtype in which they rest."""
 
 
+@runtime_checkable
+class Measuring(Protocol):
+    """A layer, or a part of one, whose tallies are worth watching."""
+
+    def measured(self, tallies: Any) -> dict[str, Float[Array, ""]]:
+        """Metrics of a step whose whole batch gave `tallies`, without gradient; of all layers that
+        have one of them the log shows the mean. It sees no weights, which are `None` or stacked."""
+
+
 class SimplePart(eqx.Module):
     """A mixer or an mlp but for its call, for those whose FLOPs are those of their weights and that
     refuse nothing. They name what they save and time in `names`."""

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.layer import AttendingLayer, Layer, Updating
+from lmlib.models.layer import AttendingLayer, Layer, Measuring, Updating
 from lmlib.models.parts.rope import Rotary
 from lmlib.models.protocol import Context, Names, Reports
 from lmlib.models.weights import Constant, initial_values, weight
@@ -85,3 +85,7 @@ class ResidualScales(eqx.Module):
         """See `lmlib.models.layer.Updating`; the layer's tallies."""
         assert isinstance(self.layer, Updating)
         return eqx.tree_at(lambda scaled: scaled.layer, self, self.layer.updated(tallies))
+
+    def measured(self, tallies: Any) -> dict[str, Array]:
+        """See `lmlib.models.layer.Measuring`; of the layer's tallies."""
+        return self.layer.measured(tallies) if isinstance(self.layer, Measuring) else {}

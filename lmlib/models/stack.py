@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.layer import Layer
+from lmlib.models.layer import Layer, Measuring
 from lmlib.models.matrices.adapted import drops
 from lmlib.models.matrices.quantized import check_quantized
 from lmlib.models.parts.rope import Rotary, Rotations
@@ -136,6 +136,18 @@ def updated_stack(stack: Stack, tallies: Any) -> Stack:
         return jax.vmap(lambda layer, tallies: layer.updated(tallies))(layer, tallies_R)
 
     return tuple(tuple(map(updated, *each)) for each in zip(stack, tallies, strict=True))
+
+
+def measured_stack(stack: Stack, tallies: Any) -> dict[str, Array]:
+    """What layers measure of these tallies, on average; see `lmlib.models.layer.Measuring`."""
+    return _averaged(
+        [
+            jax.vmap(layer.measured)(tallies_R)
+            for pattern, of_pattern in zip(stack, tallies, strict=True)
+            for layer, tallies_R in zip(pattern, of_pattern, strict=True)
+            if tallies_R is not None and isinstance(layer, Measuring)
+        ]
+    )
 
 
 def stack_cache(stack: Stack, rows: int, length: int, dtype: DTypeLike) -> Any:

@@ -19,15 +19,15 @@ from lmlib.parallel.mesh_axes import COPIES, MeshAxes, names_of
 
 def on_each_device(
     function: Callable[..., Any],
-    inputs: Sequence[PartitionSpec],
+    inputs: Sequence[Any],
     outputs: Any,
     tracked: bool = True,
 ) -> Callable[..., Any]:
     """`function` on the parts of its arguments that each device holds (`jax.shard_map`).
 
     Args:
-      inputs, outputs: how arguments and results lie on the mesh; arguments that lie otherwise are
-        moved first.
+      inputs, outputs: how arguments and results lie on the mesh, a `PartitionSpec` for each array
+        or for all of a tree, as in `jax.shard_map`; arguments that lie otherwise are moved first.
       tracked: whether JAX tracks along which mesh axes values differ. Derivatives through
         collectives need it; kernels and carries of loops do not have it.
     """

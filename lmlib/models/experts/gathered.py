@@ -11,7 +11,7 @@ token and a choice, C rows of a round, X experts of a device.
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Int32
 
 from lmlib.models.experts.sorting import among, sorted_by
 from lmlib.parallel.collectives import all_gather, axis_index, devices_along, psum_scatter
@@ -65,5 +65,5 @@ class Gathered:
         end = jnp.minimum(first + self.C, self.ends_X[-1])
         return (self.places_NK >= first) & (self.places_NK < end)
 
-    def home(self, x_N: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
+    def home(self, x_N: Array) -> Array:
         return psum_scatter(x_N, self.along, axis=0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
@@ -91,6 +92,13 @@ class Mixture(eqx.Module):
     def updated(self, tallies: Any) -> "Mixture":
         """See `lmlib.models.layer.Updating`."""
         return eqx.tree_at(lambda mlp: mlp.router, self, self.router.updated(tallies))
+
+    def measured(self, tallies_X: Float[Array, "choice"]) -> dict[str, Float[Array, ""]]:
+        """See `lmlib.models.layer.Measuring`: how many tokens the experts with most and with fewest
+        of them had, as multiples of the mean."""
+        mean = jnp.maximum(jnp.mean(tallies_X), 1)
+        most, fewest = jnp.max(tallies_X) / mean, jnp.min(tallies_X) / mean
+        return {"expert_most_tokens": most, "expert_fewest_tokens": fewest}
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         active = product_flops(self.experts) * self.router.top / self.router.experts

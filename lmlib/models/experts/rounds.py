@@ -12,7 +12,7 @@ a round, F mlp.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ FURTHER_ROUNDS = "further_rounds"  # the scope of those after the first
 DISPATCHES: dict[str, Callable[..., Any]] = {"gather": Gathered, "exchange": Exchanged}
 
 
+@runtime_checkable
 class Movement(Protocol):
     """How rows come to the devices of their experts and back, on one device. `rows` and `back` are
     each other's transposes.
@@ -41,7 +42,7 @@ class Movement(Protocol):
 
     rounds: Int32[Array, ""] | int
 
-    def sent(self, x_n: Float[Array, "n ..."]) -> Array:
+    def sent(self, x_n: Array) -> Array:
         """What `rows` takes of a device's tokens, or of its pairs of a token and a choice."""
 
     def sizes(self, round: Array | int) -> Int32[Array, "x"]:
@@ -57,10 +58,11 @@ class Movement(Protocol):
     def computed(self, round: Array | int) -> Bool[Array, "n k"]:
         """Which pairs a round has, as `back` gives them."""
 
-    def home(self, x: Float[Array, "..."]) -> Float[Array, "n ..."]:
+    def home(self, x: Array) -> Array:
         """The sums of all rounds, on the device of their tokens."""
 
 
+@runtime_checkable
 class Experts(Protocol):
     """What experts compute of rows that are sorted by expert, in two steps: first what is linear in
     the rows and in the weights."""

@@ -1,0 +1,62 @@
+"""Products of rows by groups, against a loop over rows in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lmlib.models.experts.grouped import IMPLEMENTATIONS, grouped_product
+
+E, F, X, N = 5, 3, 4, 40
+
+
+@st.composite
+def group_sizes(draw):
+    """Of X groups in N rows; some may be empty, and some rows belong to none."""
+    ends = sorted(draw(st.lists(st.integers(0, N), min_size=X, max_size=X)))
+    return np.diff([0, *ends]).astype(np.int32)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@example(np.array([0, 0, 0, 0], np.int32))
+@example(np.array([N, 0, 0, 0], np.int32))
+@example(np.array([0, 0, 0, 7], np.int32))
+@example(np.array([9, 8, 7, 16], np.int32))
+@given(group_sizes())
+@settings(max_examples=25, deadline=None)
+def test_each_row_is_multiplied_by_the_matrix_of_its_group(implementation, sizes):
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.normal(size=shape) for shape in ((N, E), (X, E, F), (N, F)))
+    groups, rows = np.repeat(np.arange(X), sizes), sizes.sum()
+    y, dx, dw = np.zeros((N, F)), np.zeros((N, E)), np.zeros((X, E, F))
+    for row, group in enumerate(groups):
+        y[row], dx[row] = x[row] @ w[group], w[group] @ dy[row]
+        dw[group] += np.outer(x[row], dy[row])
+    x[rows:] = dy[rows:] = np.nan  # what was left in a buffer must not be seen
+    with jax.enable_x64(True):
+        ours = _PROGRAMS[implementation](x, w, dy, sizes)
+    for found, wanted in zip(ours, (y, dx, dw), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _program(implementation):
+    def run(x, w, dy, sizes):
+        y, back = jax.vjp(lambda x, w: grouped_product(x, w, sizes, implementation), x, w)
+        return y, *back(dy)
+
+    return jax.jit(run)
+
+
+_PROGRAMS = {name: _program(name) for name in IMPLEMENTATIONS}
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (3, 16), (700, 3), (4_096, 2)])
+def test_any_number_of_rows(rows, groups):
+    rng = np.random.default_rng(1)
+    x, w = rng.integers(-4, 5, (rows, 4)), rng.integers(-4, 5, (groups, 4, 4))
+    sizes = rng.multinomial(rows, np.ones(groups) / groups).astype(np.int32)
+    y = grouped_product(*(jnp.asarray(each, "bfloat16") for each in (x, w)), jnp.asarray(sizes))
+    wanted = np.einsum("ne,nef->nf", x, w[np.repeat(np.arange(groups), sizes)])
+    np.testing.assert_array_equal(np.asarray(y, np.float32), wanted)  # small integers are exact

@@ -1,0 +1,143 @@
+"""Experts on every mesh, by both dispatches, against a plain loop over experts in float64: what
+they make of tokens, and every gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from laid_out import laid_out
+
+from lmlib.models.experts.mlps import GatedExperts
+from lmlib.models.experts.rounds import Settings, mixed
+from lmlib.parallel.gathering import gather
+from lmlib.parallel.layout import partition, reshard, share
+from lmlib.parallel.mesh import make_mesh
+
+pytestmark = pytest.mark.several_devices
+
+B, S, E, F, X = 8, 6, 8, 12, 8
+MESHES = {
+    "1": {},
+    "8 expert": {"expert": 8},  # dense weights rest split over them too
+    "2 fsdp, 2 expert, 2 tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "2 data, 4 expert": {"data": 2, "expert": 4},
+    "2 data, 2 fsdp, 2 tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+SHARED = functools.partial(jax.random.normal, dtype=jnp.float64)
+
+
+def routings(top):
+    """Choices of `top` different experts for each token, by what is hard about them."""
+    rng = np.random.default_rng(top)
+    any_of = np.array([rng.permutation(X)[:top] for _ in range(B * S)])
+    alike = np.tile((3 + np.arange(top)) % X, (B * S, 1))
+    some = np.where(rng.random((B * S, 1)) < 0.8, alike, any_of)
+    of_last = np.array([(X - 1 - rng.permutation(max(top, X // 4))[:top]) for _ in range(B * S)])
+    cases = {"mixed": any_of, "all alike": alike, "most alike": some, "of the last": of_last}
+    return {name: each.reshape(B, S, top).astype(np.int32) for name, each in cases.items()}
+
+
+@functools.cache
+def arrays(top):
+    with jax.enable_x64(True):
+        experts = GatedExperts(E, F, X, bias=True, key=jax.random.key(0))
+        experts = jax.tree.map(
+            lambda w: SHARED(jax.random.key(w.size), w.shape) / np.sqrt(w.shape[1]), experts
+        )
+        x, dy = SHARED(jax.random.key(1), (2, B, S, E))
+        shares = jax.random.uniform(jax.random.key(2), (B, S, top), jnp.float64)
+        return jax.device_get((experts, x, shares, dy))
+
+
+def plain_loop(experts, x, shares, choices):
+    """Each expert computes all tokens; its output counts for those that chose it."""
+    y = jnp.zeros_like(x)
+    for expert in range(X):
+        gate = x @ experts.gate[expert] + experts.gate_bias[expert]
+        up = x @ experts.up[expert] + experts.up_bias[expert]
+        made = (gate / (1 + jnp.exp(-gate)) * up) @ experts.down[expert]
+        share_of = jnp.sum(jnp.where(choices == expert, shares, 0), axis=-1, keepdims=True)
+        y += share_of * (made + experts.down_bias[expert])
+    return y
+
+
+@functools.cache
+def expected(top, case):
+    with jax.enable_x64(True):
+        experts, x, shares, dy = arrays(top)
+        loop = functools.partial(plain_loop, choices=routings(top)[case])
+        y, back = jax.vjp(loop, experts, x, shares)
+        return jax.device_get((y, back(jnp.asarray(dy))))
+
+
+@functools.cache
+def program(mesh_name, dispatch, room, sequence_parallel):
+    """y, its gradients, and the shares of choices that were computed."""
+    mesh = make_mesh(**MESHES[mesh_name])
+    residual = "batch seq_parallel embed" if sequence_parallel else "batch seq embed"
+
+    def forward(experts, x_BSE, shares_BSK, choices_BSK):
+        experts, x_BSE = gather(experts, "float64"), share(x_BSE, "batch seq embed")
+        settings = Settings(X, dispatch, room, residual)
+        return mixed(settings, experts, x_BSE, choices_BSK, shares_BSK)
+
+    def run(experts, x_BSE, shares_BSK, choices_BSK, dy_BSE):
+        y_BSE, back, computed_BS = jax.vjp(
+            lambda *parts: forward(*parts, choices_BSK), experts, x_BSE, shares_BSK, has_aux=True
+        )
+        return y_BSE, back(reshard(dy_BSE, residual)), computed_BS
+
+    def call(experts, x, shares, choices, dy):
+        tokens = NamedSharding(mesh, partition(("batch", "seq", None)))
+        given = jax.device_put((x, shares, choices, dy), tokens)
+        with jax.set_mesh(mesh):
+            return jax.jit(run)(laid_out(experts, mesh), *given)
+
+    return call
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    *(pytest.param(name, "gather", 1.5, 2, False, marks=SLOW) for name in MESHES),
+    ("8 expert", "exchange", 1.0, 2, False),
+    ("2 fsdp, 2 expert, 2 tensor", "gather", 1.0, 2, True),
+    ("2 fsdp, 2 expert, 2 tensor", "exchange", 1.5, 2, False),
+    pytest.param("8 expert", "gather", 1.0, 1, False, marks=SLOW),
+    pytest.param("8 expert", "exchange", 1.0, 1, False, marks=SLOW),
+    pytest.param("8 expert", "exchange", 1.5, X, False, marks=SLOW),
+    pytest.param("2 fsdp, 2 expert, 2 tensor", "gather", 1.0, X, False, marks=SLOW),
+    pytest.param("2 fsdp, 2 expert, 2 tensor", "exchange", 1.0, 1, True, marks=SLOW),
+    pytest.param("2 data, 4 expert", "exchange", 2.0, 2, False, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("mesh", "dispatch", "room", "top", "sequence_parallel"), CASES)
+def test_it_is_a_loop_over_experts(mesh, dispatch, room, top, sequence_parallel):
+    with jax.enable_x64(True):
+        experts, x, shares, dy = arrays(top)
+        run = program(mesh, dispatch, room, sequence_parallel)
+        for case, choices in routings(top).items():
+            y, gradients, computed = run(experts, x, shares, choices, dy)
+            np.testing.assert_array_equal(computed, 1, err_msg=case)
+            wanted_y, wanted = expected(top, case)
+            np.testing.assert_allclose(y, wanted_y, rtol=1e-10, atol=1e-12, err_msg=case)
+            paths = jax.tree.leaves_with_path(wanted)
+            for (path, theirs), ours in zip(paths, jax.tree.leaves(gradients), strict=True):
+                name = case + jax.tree_util.keystr(path)
+                np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def test_gradients_are_laid_out_as_what_they_are_of():
+    """Split over fsdp and expert they arrive by a reduce-scatter, not whole on each device."""
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    experts, *_ = arrays(2)
+    with jax.enable_x64(True):
+        _, (gradients, *_), _ = program("2 fsdp, 2 expert, 2 tensor", "gather", 1.0, True)(
+            *(arrays(2)[:3]), routings(2)["mixed"], arrays(2)[3]
+        )
+    of_weights = jax.tree.leaves(laid_out(experts, mesh))
+    for ours, theirs in zip(jax.tree.leaves(gradients), of_weights, strict=True):
+        assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)

@@ -1,0 +1,145 @@
+"""Which experts tokens go to, with which shares, against NumPy; what is reported and corrected."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from lmlib import Compute
+from lmlib.models.experts.router import Router
+from lmlib.models.protocol import whole_rows
+
+B, S, E, X = 2, 5, 6, 8
+CONTEXT = whole_rows(jnp.zeros((B, S), jnp.int32), Compute(dtype="float32"))
+X_BSE = np.random.default_rng(0).normal(size=(B, S, E)).astype(np.float32)
+
+
+def routed(x=X_BSE, counts=None, **settings):
+    """The router, its result, and its logits by NumPy in float64."""
+    router = Router(E, X, **{"top": 3} | settings, key=jax.random.key(0))
+    context = dataclasses.replace(CONTEXT, counts_BS=counts)
+    return router, router(jnp.asarray(x), context), x.astype(np.float64) @ np.float64(router.logits)
+
+
+def softmax(z):
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def sigmoid(z):
+    return 1 / (1 + np.exp(-z))
+
+
+def best(ranked, top):
+    return np.argsort(-ranked, axis=-1, kind="stable")[..., :top]
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(("scores", "function"), [("softmax", softmax), ("sigmoid", sigmoid)])
+def test_the_highest_scores_are_chosen_and_are_the_shares(scores, function, normalized):
+    _, routing, z = routed(scores=scores, normalized=normalized, scale=2.5)
+    wanted = function(z)
+    choices = best(wanted, 3)
+    np.testing.assert_array_equal(routing.choices_BSK, choices)
+    shares = np.take_along_axis(wanted, choices, -1)
+    if normalized:
+        shares /= shares.sum(-1, keepdims=True)
+    assert_allclose(routing.shares_BSK, 2.5 * shares, rtol=1e-5)
+
+
+def test_normalised_shares_are_the_softmax_of_the_chosen_logits():
+    """As Mixtral and gpt-oss have it."""
+    _, routing, z = routed()
+    chosen = np.take_along_axis(z, np.asarray(routing.choices_BSK), -1)
+    assert_allclose(routing.shares_BSK, softmax(chosen), rtol=1e-5)
+
+
+def test_only_experts_of_the_best_groups_are_chosen():
+    _, routing, z = routed(scores="sigmoid", groups=4, top_groups=2, top=3)
+    scores = sigmoid(z).reshape(B, S, 4, 2)
+    kept = best(scores.sum(-1), 2)  # both of a group are its two best
+    mask = np.any(kept[..., None] == np.arange(4), axis=-2)
+    ranked = np.where(mask[..., None], scores, -np.inf).reshape(B, S, X)
+    np.testing.assert_array_equal(routing.choices_BSK, best(ranked, 3))
+    wanted = set(map(tuple, np.stack(np.nonzero(mask), -1).tolist()))
+    for b, s, k in np.ndindex(B, S, 3):
+        assert (b, s, int(routing.choices_BSK[b, s, k]) // 2) in wanted
+
+
+def test_a_correction_counts_in_choices_and_not_in_shares():
+    router, before, z = routed(scores="sigmoid", correction_rate=0.1)
+    router = eqx.tree_at(lambda r: r.correction, router, jnp.zeros(X).at[5].set(10.0))
+    after = router(jnp.asarray(X_BSE), CONTEXT)
+    assert (np.asarray(after.choices_BSK)[..., 0] == 5).all()
+    scores = np.take_along_axis(sigmoid(z), np.asarray(after.choices_BSK), -1)
+    assert_allclose(after.shares_BSK, scores / scores.sum(-1, keepdims=True), rtol=1e-5)
+    assert not np.array_equal(before.choices_BSK, after.choices_BSK)
+
+
+def test_corrections_grow_for_experts_that_had_few():
+    router, _, _ = routed(correction_rate=0.1, balance="batch")
+    tallies = jnp.array([0, 1, 2, 3, 4, 5, 6, 3.0])  # 3 on average
+    moved = router.updated(tallies)
+    assert_allclose(moved.correction, [0.1, 0.1, 0.1, 0, -0.1, -0.1, -0.1, 0], atol=1e-7)
+    assert_allclose(moved.load, np.asarray(tallies) / 24, rtol=1e-6)
+
+
+def test_what_is_reported_counts_only_what_counts():
+    counts = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], bool)
+    _, routing, z = routed(counts=jnp.asarray(counts))
+    p, reports = softmax(z), routing.reports
+    chosen = np.any(np.asarray(routing.choices_BSK)[..., None] == np.arange(X), axis=-2)
+    balance = 0.0
+    for row in range(B):
+        load = chosen[row][counts[row]].mean(0) / 3
+        balance += (X * load * p[row][counts[row]]).sum()
+    log_sum = np.log(np.exp(z).sum(-1))
+    entropy = -(p * np.log(p)).sum(-1)
+    assert_allclose(reports.losses["router_balance"], balance, rtol=1e-5)
+    assert_allclose(reports.losses["router_z"], (log_sum[counts] ** 2).sum(), rtol=1e-5)
+    assert_allclose(reports.statistics["router_entropy"], entropy[counts].sum(), rtol=1e-5)
+    np.testing.assert_array_equal(reports.tallies, chosen[counts].sum(0))
+
+
+def test_the_balance_of_the_batch_before_is_one_where_all_get_the_same():
+    router, routing, z = routed(balance="batch")
+    assert_allclose(routing.reports.losses["router_balance"], B * S, rtol=1e-5)
+    router = eqx.tree_at(lambda r: r.load, router, jnp.zeros(X).at[2].set(1.0))
+    found = router(jnp.asarray(X_BSE), CONTEXT).reports.losses["router_balance"]
+    assert_allclose(found, (X * softmax(z)[..., 2]).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scores": "tanh"}, "scores must be one of softmax, sigmoid, got 'tanh'"),
+        ({"balance": "rows"}, "balance must be one of row, batch, got 'rows'"),
+        ({"top": 9}, "1 to 8 of 8 experts, got top=9"),
+        ({"groups": 3}, "8 experts do not divide into groups=3"),
+        ({"groups": 4, "top_groups": 1}, "top=3 experts are more than the 2"),
+        ({"groups": 8, "top_groups": 4}, "fewer than two each"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        routed(**settings)
+
+
+def test_what_is_not_chosen_has_no_gradient_through_shares():
+    router, routing, _ = routed(normalized=False)
+
+    def share_of(bias_X, router):
+        router = eqx.tree_at(lambda r: r.bias, router, bias_X, is_leaf=lambda x: x is None)
+        return jnp.sum(router(jnp.asarray(X_BSE), CONTEXT).shares_BSK)
+
+    found = jax.grad(functools.partial(share_of, router=router))(jnp.zeros(X))
+    z = X_BSE @ np.asarray(router.logits)
+    p = softmax(z)
+    chosen = np.any(np.asarray(routing.choices_BSK)[..., None] == np.arange(X), axis=-2)
+    wanted = (p * chosen - p * (p * chosen).sum(-1, keepdims=True)).sum((0, 1))
+    assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
