@@ -56,7 +56,22 @@ def test_the_text_names_axes_layout_and_totals():
     assert f"{256**-0.5 / 2:.4g}" in row  # a residual write of two layers
     total = 2 * 512 * 64 + 64 + 2 * (2 * 64 + 64 * 8 * 8 * 2 + 64 * 4 * 8 * 2 + 3 * 64 * 256)
     assert text.splitlines()[-1].startswith(f"{total:,} parameters in 12 arrays")
-    assert "fsdp 4 × tensor 2" in text.splitlines()[-1]
+    assert text.splitlines()[-1].endswith("bytes on each device of mesh fsdp 4 × tensor 2")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "where"),
+    [
+        ({}, ("whole", "whole", "whole"), "bytes on one device"),
+        ({"tensor": 2}, ("whole", "tensor", "whole"), "mesh tensor 2"),
+        ({"fsdp": 2, "expert": 4}, ("whole", "whole", "fsdp × expert"), "mesh fsdp 2 × expert 4"),
+    ],
+)
+def test_axes_of_the_mesh_that_split_nothing_are_not_named(sizes, layout, where):
+    table = describe(jax.eval_shape(make), make_mesh(**sizes))
+    (down,) = [row for row in table.parameters if row.path == "stack.0.0.mlp.down"]
+    assert down.layout == layout
+    assert table.short().endswith(where)
 
 
 def test_decay_follows_the_rule_given():

@@ -2,12 +2,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from lmlib.models.weights import fan_in, weight, zeros
 from lmlib.parallel.axes import LayoutError, axis_names, map_weights
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import COMPUTE, STORED, partition
+from lmlib.parallel.layout import COMPUTE, STORED, partition, stored
+from lmlib.parallel.mesh import make_mesh
 
 
 class Inner(eqx.Module):
@@ -93,4 +95,24 @@ def test_an_axis_without_a_rule_is_named():
 def test_fsdp_is_the_difference_between_the_tables():
     assert {name for name in COMPUTE if COMPUTE[name] != STORED[name]} == {"embed"}
     assert STORED["embed"] == ("fsdp", "expert")
+
+
+class Pair(eqx.Module):
+    """Of experts, beside a matrix "embed mlp" of each."""
+
+    down: Float[Array, "expert embed up_rank"] = weight(fan_in("embed"))
+    up: Float[Array, "expert up_rank mlp"] = weight(fan_in("up_rank"))
+
+
+@pytest.mark.several_devices
+def test_a_matrix_rests_split_over_all_that_its_use_leaves():
+    mesh, found = make_mesh(fsdp=2, expert=2, tensor=2), {}
+    pair = Pair(jnp.ones((4, 8, 2)), jnp.ones((4, 2, 8)))
+    map_weights(
+        lambda weight, array: found.update({weight.path: stored(weight, array.shape, mesh)}), pair
+    )
+    assert found == {
+        "down": PartitionSpec("expert", "fsdp", None),
+        "up": PartitionSpec("expert", None, ("tensor", "fsdp")),
+    }
     assert axis_names(Outer, "table") == ("vocab", "embed")

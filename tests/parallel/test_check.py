@@ -41,6 +41,11 @@ def test_what_fits_passes():
             ["embedding", "axis 'embed' of size 36", "fsdp=8", "use fsdp of 1, 2, 3, 4, 6, 9, 12"],
         ),
         (
+            {"embed": 36, "head_dim": 8},
+            {"fsdp": 2, "expert": 4},
+            ["over fsdp=2 x expert=4 (size 36 is no", "use fsdp x expert of 1, 2, 3, 4, 6, 9, 12"],
+        ),
+        (
             {"vocab": 101, "mlp": 51},
             {"tensor": 2},
             ["axis 'vocab' of size 101", "axis 'mlp' of size 51", "use tensor of 1 or 101"],
