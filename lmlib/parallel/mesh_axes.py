@@ -1,5 +1,8 @@
 """The axes of the mesh, and what each means. Their names stand here and in the layout tables
-(`lmlib.parallel.layout`); other code asks for what it needs of them."""
+(`lmlib.parallel.layout`); other code asks for what it needs of them.
+
+To all weights but experts `expert` is a second `fsdp`: what is said of one is true of both.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
