@@ -60,7 +60,7 @@ def muon(
     nesterov: bool = True,
     polynomials: Sequence[Polynomial] = POLAR_EXPRESS,
     dtype: str = "bfloat16",
-    apart: Collection[str] = ("expert",),
+    apart: Collection[str] = ("expert", "choice"),
     neuron_decay: float | None = None,
     adamw_learning_rate: float = 1.0,
     b1: float = 0.9,

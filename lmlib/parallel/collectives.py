@@ -31,10 +31,25 @@ def on_each_device(
       tracked: whether JAX tracks along which mesh axes values differ. Derivatives through
         collectives need it; kernels and carries of loops do not have it.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return function
-    mapped = jax.shard_map(function, in_specs=tuple(inputs), out_specs=outputs, check_vma=tracked)
-    return lambda *arguments: mapped(*map(jax.sharding.reshard, arguments, inputs))
+    # JAX cannot lower what one device gives as a part of a sum: there it is said afterwards.
+    given = jax.tree.map(lambda spec: PartitionSpec(*spec.partitions), outputs)
+    mapped = jax.shard_map(
+        function,
+        in_specs=tuple(inputs),
+        out_specs=given if mesh.size == 1 else outputs,
+        check_vma=tracked,
+    )
+
+    def call(*arguments: Any) -> Any:
+        results = mapped(*map(jax.sharding.reshard, arguments, inputs))
+        if mesh.size > 1 or given == outputs:
+            return results
+        return jax.sharding.reshard(results, outputs)
+
+    return call
 
 
 def all_gather(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:

@@ -1,6 +1,7 @@
 """FLOPs of a training step: the matmuls of the traced step, beside the model's analytic number.
 
-Scans count as often as they turn. A multiplication and an addition count as two. What multiplies no
+Scans count as often as they turn; rounds of experts after the first, which only uneven routing asks
+for, do not count. A multiplication and an addition count as two. What multiplies no
 matrices is not counted: it is bound by memory.
 
 Shapes: M rows, N columns, K contracted.
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from lmlib.models.experts.rounds import FURTHER_ROUNDS
 from lmlib.plan.scopes import OTHER, PHASES, phase, scope
 from lmlib.terminal.table import columns
 
@@ -163,6 +165,8 @@ def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
             around, names=f"{around.names}/{equation.source_info.name_stack}"
         )
         name = equation.primitive.name
+        if FURTHER_ROUNDS in place.names:
+            continue
         if name in _RULES:
             work = _RULES[name](equation)
             if work is not None:
@@ -276,6 +280,24 @@ def _dot_general(equation: Any) -> _Work:
     )
 
 
+def _ragged_dot(equation: Any) -> _Work:
+    """Each row by the matrix of its group, or each group's rows by each other: as many products as
+    of one matrix, where XLA has a kernel."""
+    left, right = (operand.aval for operand in equation.invars[:2])
+    result = equation.outvars[0].aval
+    N = max(left.shape[0], result.shape[0])
+    of_gradient = result.ndim == 3
+    K, M = (left.shape[1], right.shape[1]) if of_gradient else (left.shape[1], result.shape[1])
+    sizes = (1, K, M, N) if of_gradient else (1, N, M, K)
+    return _Work(
+        dtype=_wider(left.dtype, right.dtype),
+        sizes=sizes,
+        pieces=1,
+        device_flops=2.0 * N * K * M,
+        device_bytes=_bytes(left, right, result),
+    )
+
+
 def _wider(*dtypes: np.dtype) -> str:
     return max(dtypes, key=lambda dtype: dtype.itemsize).name
 
@@ -328,6 +350,7 @@ def _pallas_kernel(equation: Any) -> _Work | None:
 
 _RULES = {
     "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot,
     "pallas_call": _pallas_kernel,
     "dot_product_attention_fwd": _attention_kernel(2),
     "dot_product_attention_fwd_wrapper": _attention_kernel(2),

@@ -14,6 +14,7 @@ from outsider_runs import EIGHT, SIZES, check_outsider, experiment
 
 from lmlib import optim
 from lmlib.adapters.lora import lora
+from lmlib.models.experts.mixture import Mixture
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.llama import llama
 from lmlib.models.weights import fan_in, ones, weight
@@ -158,7 +159,10 @@ def test_heads_are_one_matrix_or_each_its_own():
     ],
 )
 def test_a_mesh_makes_the_same_bits_as_one_device(options):
-    make = functools.partial(llama, vocab=64, embed=32, layers=3, heads=4, kv_heads=2, mlp=48)
+    make = functools.partial(
+        llama, vocab=64, embed=32, layers=3, heads=4, kv_heads=2, mlp=48,
+        feed_forward=functools.partial(Mixture, experts=2, top=1, shared_mlp=48),
+    )  # fmt: skip
     model, gradients = make(key=jax.random.key(0)), make(key=jax.random.key(1))
     # Without weight decay: how XLA fuses that may differ by a unit in the last place.
     optimizer = optim.muon(

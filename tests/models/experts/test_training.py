@@ -1,0 +1,88 @@
+"""A model with experts trains on every mesh as on one device, resumes bit for bit, and its router
+is kept in balance exactly, whatever the microbatches."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from outsider_runs import SIZES, check_outsider, compiled, experiment, trained
+
+from lmlib import Compute, NextToken
+from lmlib.models.experts.mixture import Mixture
+from lmlib.models.experts.router import Router
+from lmlib.models.families.llama import llama
+from lmlib.optim import Optimizer, as_declared
+
+pytestmark = pytest.mark.several_devices
+
+EXPERTS, RATE = 8, 0.01
+ROUTER = functools.partial(Router, scores="sigmoid", correction_rate=RATE, balance="batch")
+MODEL = functools.partial(
+    llama, **SIZES, layers=2, heads=4, mlp=16,
+    feed_forward=functools.partial(Mixture, experts=EXPERTS, top=2, shared_mlp=16, router=ROUTER),
+)  # fmt: skip
+MESHES = {
+    "8 expert": {"expert": 8},
+    "2 fsdp, 2 expert, 2 tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "2 data, 4 fsdp": {"data": 2, "fsdp": 4},
+}
+
+
+def sgd(steps):
+    """No Adam, which makes a whole step of rounding where a gradient is zero: choices flip."""
+    return Optimizer(optax.sgd(0.1), optax.constant_schedule(0.1), as_declared)
+
+
+run_of = functools.partial(
+    experiment, MODEL, optimizer=sgd,
+    objective=NextToken(model_losses={"router_z": 1e-2, "router_balance": 1e-1}),
+)  # fmt: skip
+
+
+def corrections(state):
+    return np.stack([np.asarray(each) for each in jax.tree.leaves(state.buffers)])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dispatch", "microbatches"),
+    [
+        ("2 fsdp, 2 expert, 2 tensor", "exchange", 1),
+        pytest.param("2 fsdp, 2 expert, 2 tensor", "gather", 2, marks=pytest.mark.slow),
+        pytest.param("8 expert", "exchange", 2, marks=pytest.mark.slow),
+        pytest.param("2 data, 4 fsdp", "gather", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_train_as_on_one_device_and_resume_bit_for_bit(
+    mesh, dispatch, microbatches, tmp_path
+):
+    compute = Compute(dtype="float32", dispatch=dispatch, expert_room=1.0)
+    run = run_of(MESHES[mesh], compute, microbatches=microbatches)
+    metrics, state = check_outsider(run, run_of({}), tmp_path, rtol=1e-4)
+    assert corrections(state).shape == (2, 2, EXPERTS) and corrections(state).any()
+    for of_step in metrics:
+        assert of_step["expert_dropped"] == 0
+        assert of_step["expert_most_tokens"] > 1 > of_step["expert_fewest_tokens"] >= 0
+        assert 0 < of_step["router_entropy"] < np.log(EXPERTS) and of_step["router_z"] > 0
+
+
+@pytest.mark.slow
+def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
+    """Here "everything" keeps the first round's activations, which are otherwise computed again."""
+    for saved in ((), ("expert_gate", "expert_up"), ("everything",)):
+        compute = Compute(dtype="float32", saved=saved, dispatch="exchange", expert_room=1.0)
+        run = run_of({"expert": 4, "tensor": 2}, compute)
+        metrics, _ = trained(run, compiled(run), run.initial_state())
+        norms = [of_step["grad_norm"] for of_step in metrics]
+        if saved == ():
+            wanted = norms
+        np.testing.assert_allclose(norms, wanted, rtol=1e-5)
+
+
+def test_flops_are_those_of_active_experts():
+    dense = llama(**SIZES, layers=2, heads=4, mlp=3 * 16, key=jax.random.key(0))
+    model = MODEL(key=jax.random.key(0))
+    router = 6 * 2 * SIZES["embed"] * EXPERTS
+    found = model.flops_per_token(64, causal=True)  # two experts and a shared one, of 16 each
+    assert found == dense.flops_per_token(64, causal=True) + router
