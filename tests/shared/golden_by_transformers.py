@@ -1,5 +1,7 @@
 """Golden folders, made by transformers; needs lmlib[parity]."""
 
+import copy
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,17 @@ def layers_of(folder: Path, ids: list[int]) -> dict[str, Any]:
     }
 
 
+def as_saved(model: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Values of a model's parameters under the names of a folder, which holds some apart that the
+    class has as one: experts."""
+    holder = copy.deepcopy(model)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        for name, weight in holder.named_parameters():
+            weight.copy_(values[name])
+        holder.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
 def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     """A golden folder: a random model of `kind` with these keys of config.json, its logits,
     gradients, and weights after a step."""
@@ -60,17 +73,12 @@ def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     )
     loss.backward()
     names = dict(model.named_parameters())
-    saved = load_file(folder / "model.safetensors").keys()
-    # Where a folder has another name than the class: embed_out.weight for lm_head.weight.
-    for own, name in zip(names.keys() - saved, saved - names.keys(), strict=True):
-        names[name] = names.pop(own)
-    gradients = {name: weight.grad.contiguous() for name, weight in names.items()}
+    gradients = as_saved(model, {name: weight.grad for name, weight in names.items()})
     decaying = [weight for weight in names.values() if weight.ndim > 1]
     others = [weight for weight in names.values() if weight.ndim == 1]
     groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, **ADAMW).step()
-    after = {name: weight.detach().contiguous() for name, weight in names.items()}
     save_file(gradients, folder / "gradients.safetensors")
-    save_file(after, folder / "after.safetensors")
+    save_file(as_saved(model, names), folder / "after.safetensors")
     expected = {"logits": logits, "logits_bfloat16": in_bfloat16, "loss": loss.detach()}
     save_file(expected, folder / "expected.safetensors")

@@ -137,6 +137,22 @@ FAMILIES = {
             "logits_scaling": 5.0,
         },
     ),
+    "mixtral": ("mixtral", SIZES | {"num_local_experts": 5}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        SIZES
+        | {
+            "head_dim": 8,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 8,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": (
+        "olmoe",
+        SIZES | {"intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 3},
+    ),
 }
 # Without those that differ from another in constants of their rope alone, which neither gradients
 # nor names nor adapters know of.

@@ -21,6 +21,7 @@ from lmlib.hf.families import (
     smollm,
     starcoder,
 )
+from lmlib.hf.families.experts import mixtral, olmoe, qwen3_moe
 from lmlib.hf.family import Family
 from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.settings import Settings
@@ -38,6 +39,9 @@ FAMILIES: tuple[Family, ...] = (
     *smollm.FAMILIES,
     *granite.FAMILIES,
     *gpt_neox.FAMILIES,
+    *mixtral.FAMILIES,
+    *qwen3_moe.FAMILIES,
+    *olmoe.FAMILIES,
 )
 
 

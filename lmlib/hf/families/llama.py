@@ -10,6 +10,7 @@ from lmlib.hf.rope_settings import read_rope, write_rope
 from lmlib.hf.settings import LARGEST_EPSILON, MOST_LAYERS, Settings
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
+from lmlib.models.experts.mixture import Mixture
 from lmlib.models.families.llama import llama
 from lmlib.models.families.mistral import mistral
 from lmlib.models.parts.mlp import GatedMLP
@@ -44,10 +45,14 @@ def names(*more: Tensor) -> Names:
 
 
 def sizes(
-    settings: Settings, tied: bool = False, kv_heads: int | None = None, epsilon: float = 1e-6
+    settings: Settings,
+    tied: bool = False,
+    kv_heads: int | None = None,
+    epsilon: float = 1e-6,
+    mlp: str = "intermediate_size",
 ) -> dict[str, Any]:
     """The arguments that Llama and its like share. `tied`, `kv_heads` (`None`: as many as heads)
-    and `epsilon`: where config.json does not say."""
+    and `epsilon`: where config.json does not say; `mlp`: the key of its size."""
     heads = settings.take("num_attention_heads")
     return {
         "vocab": settings.take("vocab_size"),
@@ -55,7 +60,7 @@ def sizes(
         "layers": settings.take("num_hidden_layers", most=MOST_LAYERS),
         "heads": heads,
         "kv_heads": settings.nullable("num_key_value_heads", kv_heads) or heads,
-        "mlp": settings.take("intermediate_size"),
+        "mlp": settings.take(mlp),
         "norm_epsilon": settings.take("rms_norm_eps", epsilon, float, most=LARGEST_EPSILON),
         "tied": settings.take("tie_word_embeddings", tied, bool),
     }
@@ -81,13 +86,15 @@ def shared_settings(
     """
     blocks, mixers = layers(model, layer), attentions(model, layer)
     rotaries = [mixer.rotary for mixer in mixers if mixer.rotary is not None]
+    mlp = a(feed_forward, blocks[0].mlp)
+    matrices = mlp.experts if isinstance(mlp, Mixture) else mlp
     return {
         "vocab_size": model.vocab,
         "hidden_size": model.embedding.shape[-1],
         "num_hidden_layers": len(blocks),
         "num_attention_heads": mixers[0].query.shape[-2],
         "num_key_value_heads": mixers[0].key.shape[-2],
-        "intermediate_size": a(feed_forward, blocks[0].mlp).down.shape[-2],
+        "intermediate_size": matrices.down.shape[-2],
         "rms_norm_eps": a(norm, model.norm).epsilon,
         "tie_word_embeddings": model.unembedding is None,
         "hidden_act": activation,

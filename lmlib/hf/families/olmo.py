@@ -11,11 +11,14 @@ from lmlib.hf.settings import Settings
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.olmo import olmo2
 
+QUERY_KEY_NORMS = (
+    Tensor("self_attn.q_norm.weight", {"attention.query_norm.scale": ("heads head_dim",)}),
+    Tensor("self_attn.k_norm.weight", {"attention.key_norm.scale": ("kv_heads head_dim",)}),
+)
 _LAYER = (
     *ATTENTION,
     *MLP,
-    Tensor("self_attn.q_norm.weight", {"attention.query_norm.scale": ("heads head_dim",)}),
-    Tensor("self_attn.k_norm.weight", {"attention.key_norm.scale": ("kv_heads head_dim",)}),
+    *QUERY_KEY_NORMS,
     Tensor("post_attention_layernorm.weight", {"attention_after_norm.scale": ("embed",)}),
     Tensor("post_feedforward_layernorm.weight", {"mlp_after_norm.scale": ("embed",)}),
 )

@@ -19,7 +19,7 @@ _BIASES = (
     Tensor("self_attn.k_proj.bias", {"attention.key_bias": ("kv_heads head_dim",)}),
     Tensor("self_attn.v_proj.bias", {"attention.value_bias": ("kv_heads head_dim",)}),
 )
-_HEAD_NORMS = (
+HEAD_NORMS = (
     Tensor("self_attn.q_norm.weight", {"attention.query_norm.scale": ("head_dim",)}),
     Tensor("self_attn.k_norm.weight", {"attention.key_norm.scale": ("head_dim",)}),
 )
@@ -98,6 +98,6 @@ def _qwen3_settings(model: Decoder) -> dict[str, Any]:
 FAMILIES: Sequence[Family] = (
     Family("qwen2", "Qwen2ForCausalLM", qwen2, names(*_BIASES), _qwen2_arguments, _qwen2_settings),
     Family(
-        "qwen3", "Qwen3ForCausalLM", qwen3, names(*_HEAD_NORMS), _qwen3_arguments, _qwen3_settings
+        "qwen3", "Qwen3ForCausalLM", qwen3, names(*HEAD_NORMS), _qwen3_arguments, _qwen3_settings
     ),
 )

@@ -1,0 +1,20 @@
+"""Mixtral: Llama with mixtures of experts (Jiang et al. 2024, arXiv:2401.04088)."""
+
+import functools
+from typing import Any
+
+from lmlib.models.decoder import Decoder
+from lmlib.models.experts.mixture import Mixture
+from lmlib.models.families.llama import PARTS, llama
+from lmlib.models.families.variants import variant
+
+
+@variant(llama, without=f"rope_scaling rotary_fraction {PARTS}")
+def mixtral(
+    *, rope_theta: float = 1_000_000.0, experts: int = 8, top: int = 2, **others: Any
+) -> Decoder:
+    """Mixtral (§2.1): Llama with `experts` instead of each mlp, of which each token goes to `top`,
+    with the softmax of their logits as shares. Arguments as in `llama`; `mlp` is the size of each
+    expert."""
+    mixture = functools.partial(Mixture, experts=experts, top=top)
+    return llama(rope_theta=rope_theta, feed_forward=mixture, **others)
