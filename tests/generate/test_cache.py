@@ -30,10 +30,13 @@ MESH, ROWS_ALONE = {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}
 # Layers that lie apart on one device, or stacked on a mesh: both where a cache is of a kind of its
 # own (rings, one head, patterns, tables by length).
 BOTH_WAYS = ("mistral", "llama_tied_one_head", "gemma3", "phi3_long_rope")
-APART = (*BOTH_WAYS, "llama", "qwen2_yarn", "qwen3", "phi3", "phi4_mini", "gpt2", "gemma2")
+APART = (
+    *BOTH_WAYS,
+    *("llama", "qwen2_yarn", "qwen3", "phi3", "phi4_mini", "gpt2", "gemma2", "qwen3_moe"),
+)
 ON_A_MESH = (
     *(*BOTH_WAYS, "llama_3_1", "llama_linear"),
-    *("qwen2", "qwen2_sliding", "olmo2", "starcoder2"),
+    *("qwen2", "qwen2_sliding", "olmo2", "starcoder2", "mixtral", "olmoe"),
 )
 
 

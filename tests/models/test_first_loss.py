@@ -9,6 +9,9 @@ import pytest
 from sentinels import sentinels
 
 from lmlib import Compute, whole_rows
+from lmlib.models.families.experts.mixtral import mixtral
+from lmlib.models.families.experts.olmoe import olmoe
+from lmlib.models.families.experts.qwen3_moe import qwen3_moe
 from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.gpt_neox import gpt_neox
@@ -25,6 +28,7 @@ from lmlib.models.families.starcoder import starcoder2
 FAMILIES = (
     *(llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3, olmo2),
     *(gpt2, starcoder2, smollm3, granite, gpt_neox, speedrun),
+    *(mixtral, qwen3_moe, olmoe),
 )
 VOCAB = 512
 

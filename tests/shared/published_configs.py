@@ -180,6 +180,43 @@ PUBLISHED = {
             "sliding_window": 4096, "use_bias": True, "vocab_size": 49152,
         },
     ),
+    "mixtral_8x7b": (
+        46_702_792_704,
+        {
+            "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 32768,
+            "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+            "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+            "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+            "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
+        },
+    ),
+    "qwen3_30b_a3b": (
+        30_532_122_624,
+        {
+            "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1,
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+            "intermediate_size": 6144, "max_position_embeddings": 32768,
+            "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+            "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+            "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+            "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+            "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+        },
+    ),
+    "olmoe_1b_7b": (
+        6_919_161_856,
+        {
+            "model_type": "olmoe", "attention_bias": False, "clip_qkv": None,
+            "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024,
+            "max_position_embeddings": 4096, "norm_topk_prob": False,
+            "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+            "num_hidden_layers": 16, "num_key_value_heads": 16, "output_router_logits": False,
+            "pad_token_id": 1, "rope_scaling": None, "rope_theta": 10000.0,
+            "router_aux_loss_coef": 0.01, "tie_word_embeddings": False, "vocab_size": 50304,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -38,7 +38,5 @@ def _settings(model: Decoder) -> dict[str, Any]:
 
 
 FAMILIES: Sequence[Family] = (
-    Family(
-        "mixtral", "MixtralForCausalLM", mixtral, Names(OUTSIDE, _LAYER), _arguments, _settings
-    ),
+    Family("mixtral", "MixtralForCausalLM", mixtral, Names(OUTSIDE, _LAYER), _arguments, _settings),
 )
