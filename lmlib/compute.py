@@ -40,7 +40,7 @@ class Compute:
     attention: str = "auto"
     quantized: Mapping[str, str] | None = None
     dispatch: str = "auto"
-    expert_room: float = 1.5
+    expert_room: float = 1.25
     saved: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     unroll: int = 1

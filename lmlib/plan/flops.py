@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lmlib.models.experts.rounds import FURTHER_ROUNDS
-from lmlib.plan.scopes import OTHER, PHASES, phase, scope
+from lmlib.plan.scopes import OTHER, PHASES, phase, runs_in_even_routing, scope
 from lmlib.terminal.table import columns
 
 
@@ -160,12 +159,12 @@ class _Place:
 
 
 def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
-    for equation in jaxpr.eqns:
+    for equation in _needed(jaxpr):
         place = dataclasses.replace(
             around, names=f"{around.names}/{equation.source_info.name_stack}"
         )
         name = equation.primitive.name
-        if FURTHER_ROUNDS in place.names:
+        if not runs_in_even_routing(place.names):
             continue
         if name in _RULES:
             work = _RULES[name](equation)
@@ -182,6 +181,18 @@ def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
             )
             for inner in _inner_jaxprs(equation.params):
                 yield from _matmuls(inner, inside)
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """The equations whose results something asks for: XLA leaves out the others, as products that
+    are traced for the sake of their derivatives alone."""
+    asked = {id(variable) for variable in jaxpr.outvars}
+    found = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(id(variable) in asked for variable in equation.outvars):
+            asked.update(map(id, equation.invars))
+            found.append(equation)
+    return found[::-1]
 
 
 def _turns(equation: Any) -> int:

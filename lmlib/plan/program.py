@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from lmlib.plan.scopes import runs_in_even_routing
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0}  # the other types have theirs in their names
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
@@ -128,7 +130,8 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A while loop. `trips` is `None` where the program does not say how often it turns."""
+    """A while loop. `trips` is `None` where the program does not say how often it turns, and 0
+    where only uneven routing of experts makes it turn."""
 
     name: str
     op_name: str
@@ -160,7 +163,7 @@ class Place:
     @property
     def times(self) -> int:
         """How often a run executes it; loops of unknown length count once."""
-        return math.prod(loop.trips or 1 for loop in self.loops)
+        return math.prod(1 if loop.trips is None else loop.trips for loop in self.loops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +195,8 @@ class Program:
 
     def _loop(self, loop: Instruction, around: Computation) -> Loop:
         known = _TRIP_COUNT.search(loop.attributes)
+        if not runs_in_even_routing(loop.op_name):
+            return Loop(loop.name, loop.op_name, 0)
         trips = int(known.group(1)) if known else self._counted_trips(loop, around)
         return Loop(loop.name, loop.op_name, trips)
 

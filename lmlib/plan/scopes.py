@@ -8,13 +8,19 @@ control flow ("while/body"), and the named scopes that the model and the step pu
 import re
 from collections.abc import Sequence
 
+from lmlib.models.experts.rounds import FURTHER_ROUNDS
 from lmlib.models.protocol import Model
 
 OF_THE_STEP = ("loss", "optimizer")  # scopes around what is not the model's
 OTHER = "other"  # norms, residual sums and all else outside those scopes
 PHASES = ("forward", "recomputation", "backward", "update")
 # Named scopes around loops, and one turn of such a loop.
-TURNS = {"layers": "layer", "microbatches": "microbatch", "loss": "chunk of the loss"}
+TURNS = {
+    "layers": "layer",
+    "microbatches": "microbatch",
+    "loss": "chunk of the loss",
+    FURTHER_ROUNDS: "further round of experts",
+}
 
 
 def scopes_of(model: Model) -> tuple[str, ...]:
@@ -36,6 +42,11 @@ def phase(names: str) -> str:
     if "transpose(" in names:
         return "backward"
     return "forward" if "jvp(" in names else "update"
+
+
+def runs_in_even_routing(loop_names: str) -> bool:
+    """Whether a step goes through a loop if routing is even: not through further rounds."""
+    return FURTHER_ROUNDS not in loop_names
 
 
 def turn(loop_names: str) -> str | None:

@@ -73,7 +73,7 @@ def test_phases_of_a_rematerialised_scan():
         with jax.named_scope("loss"):
             return jnp.sum(x @ w_LKK[0])
 
-    found = counted(jax.grad(loss), *shapes((7, K, K), (M, K)))
+    found = counted(jax.value_and_grad(loss), *shapes((7, K, K), (M, K)))
     each = 2 * M * K * K
     assert found.of("forward") == (7 * 2 + 1) * each
     # sin' of the second product needs it, and the first.

@@ -146,11 +146,11 @@ def _blocks(sizes_X: Int32[Array, "x"], N: int) -> _Block:
 
 
 def _rows_of_a_block(N: int, X: int) -> int:
-    """A power of two. Each group wastes half a block on average, and each block of a GPU or a TPU
-    should fill its matrix unit."""
-    share, least = (16, 8) if platform() == "cpu" else (2, 128)
+    """A power of two. Each group wastes up to a block; each block reads its matrix, and that of a
+    GPU or a TPU should fill its matrix units."""
+    share, least, most = (16, 8, 512) if platform() == "cpu" else (8, 128, 2_048)
     T = 1 << max(N // (share * X), 1).bit_length() - 1
-    return min(max(T, least), 512, N)
+    return min(max(T, least), most, N)
 
 
 def _slice(x_NE: Array, block: _Block) -> Array:
