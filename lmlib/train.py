@@ -16,7 +16,6 @@ from jaxtyping import Array
 from lmlib.data.batch import Batch
 from lmlib.guard import choose
 from lmlib.losses import LossSums
-from lmlib.models.layer import Measuring
 from lmlib.optim.hyperparameters import Hyperparameters, abstract_arrays_of, with_arrays
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import partition, shardings, spec
@@ -150,9 +149,9 @@ def _updated(
 
 
 def _measured(state: State, tallies: Any) -> Metrics:
-    """What the model shows of its tallies."""
+    """What the model shows of its tallies, if it does (`lmlib.models.layer.Measuring`)."""
     model = state.whole_model
-    return model.measured(tallies) if isinstance(model, Measuring) else {}
+    return model.measured(tallies) if hasattr(model, "measured") else {}
 
 
 def _updated_buffers(state: State, tallies: Any) -> Any:
