@@ -53,8 +53,9 @@ def with_adapters(
       rank: of the adapters. A mesh's `tensor` must divide it.
       alpha: what an adapter makes is multiplied by alpha / rank.
       paths, axes: which weights, as in `lmlib.parallel.selection.selected`; of these, all matrices
-        are adapted, but no norms, biases and learned positions. A table of the vocabulary
-        (`axes=("vocab",)`) is merged in every step, and so is its gradient as large as the table.
+        are adapted, but no norms, biases, learned positions, experts and routers. A table of the
+        vocabulary (`axes=("vocab",)`) is merged in every step, and so is its gradient as large as
+        the table.
       rank_stabilized: multiply by alpha / √rank (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732).
       dropout: rate at which elements of what an adapter multiplies are dropped in training.
 

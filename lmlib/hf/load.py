@@ -24,7 +24,7 @@ from lmlib.hf.family import Family
 from lmlib.hf.finite import check_finite
 from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
-from lmlib.hf.names import Names, Piece, check_complete, layer_count, placed
+from lmlib.hf.names import Names, Piece, check_complete, least_count, placed
 from lmlib.hf.share import Share
 from lmlib.hf.tensor_files import Stored, stored_tensors
 from lmlib.models.decoder import Decoder
@@ -81,9 +81,11 @@ def load_weights(
         layer. It must not change which layouts arrays have.
     """
     there = stored_tensors(folder)
-    if (layers := layer_count(model)) > len(there):  # before each layer's tensors are looked for
+    layers, alike = least_count(model, names)
+    if alike > len(there):  # before each of them is looked for
         raise FolderError(
-            f"{folder}: config.json says {layers:,} layers, but there are {len(there):,} tensors"
+            f"{folder}: config.json says {layers:,} layers, of {alike:,} tensors of one kind, but "
+            f"there are {len(there):,} of all kinds"
         )
     if not any(name.startswith(names.base) for name in there):
         there = {_with_base(name, names): tensor for name, tensor in there.items()}

@@ -7,8 +7,10 @@ weight's own axes are "embed heads head_dim" (`lmlib.hf.share`). A file's tensor
 weights, and a weight can be in several tensors.
 """
 
+import collections
 import dataclasses
 import itertools
+import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -121,9 +123,18 @@ def placed(model: Any, names: Names) -> list[Placed]:
     return found
 
 
-def layer_count(model: Any) -> int:
-    """How many layers have tensors of their own."""
-    return sum(1 for _ in _layers(_weights(model)))
+def least_count(model: Any, names: Names) -> tuple[int, int]:
+    """How many layers have tensors of their own, and how many of these there are of one kind, as of
+    experts; nothing is listed."""
+    weights = _weights(model)
+    layers = collections.Counter(block for block, _ in _layers(weights))
+    alike = [0] * len(names.layer)
+    for block, count in layers.items():
+        for number, tensor in enumerate(names.layer):
+            held = [weights[path] for own in tensor.holds if (path := f"{block}.{own}") in weights]
+            size = {a: n for each in held for a, n in zip(each.axes, each.sizes, strict=True)}
+            alike[number] += count * math.prod(size.get(axis, 0) for axis in tensor.enumerated)
+    return layers.total(), max(alike, default=0)
 
 
 class _Weight(NamedTuple):

@@ -143,10 +143,26 @@ READ = {
         {"layer_types": ..., "use_sliding_window": False},
         {"layer_types": ..., "use_sliding_window": True, "sliding_window": None},
     ),
+    "the number of experts under the other name": (
+        "mixtral",
+        {"num_local_experts": ..., "num_experts": 5},
+        {},
+    ),
+    "the number of experts under both names": ("qwen3_moe", {"num_experts": 6}, {}),
+    "a window of layers with experts": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 9},
+    ),
 }  # fmt: skip
 
 # The golden folder, the keys, and how the refusal goes on behind the file's name.
 REFUSED = [
+    ("mixtral", {"num_experts": 6}, ": num_experts = 6 and num_local_experts = 5 contradict each"),
+    ("mixtral", {"num_experts_per_tok": 6}, ": a token goes to 1 to 5 of 5 experts, got top=6"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, ": decoder_sparse_step = 2 is not supported, only 1"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, ": mlp_only_layers = [0] is not supported, only []"),
+    ("olmoe", {"clip_qkv": 8.0}, ": clip_qkv = 8.0 is not supported, only null"),
     ("gpt_neox", {"hidden_act": "mine"}, ": hidden_act = 'mine' is not supported, only 'gelu' or "),
     ("gpt_neox", {"rope_theta": 77.0}, ": rope_theta = 77.0 is not supported, only 10000.0"),
     ("gpt_neox", {"rotary_pct": 0.25}, ": rotary_pct = 0.25, but config.json: rope_parameters of"),

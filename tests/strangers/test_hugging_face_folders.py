@@ -101,7 +101,13 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a billion layers": (lambda folder: change(folder, num_hidden_layers=10**9), "layers = 1000"),
     "many layers": (
         lambda folder: change(folder, num_hidden_layers=10_000),
-        "config.json says 10,000 layers, but there are 30 tensors",
+        "config.json says 10,000 layers, of 10,000 tensors of one kind, but there are 30 of all",
+    ),
+    "many experts": (
+        lambda folder: change(
+            folder, model_type="mixtral", attention_bias=..., mlp_bias=..., num_experts=2**31 - 1
+        ),
+        "6,442,450,941 tensors of one kind, but there are 30 of all",
     ),
     "a long value": (lambda folder: change(folder, rms_norm_eps=[1] * 10**6), "is no float"),
     "long keys": (lambda folder: change(folder, **{"k" * 5_000_000: 1}), "unknown here"),

@@ -147,7 +147,9 @@ def adapted(
 
 
 def can_be_adapted(weight: Weight) -> bool:
-    """Whether it is a matrix, or a table of the vocabulary."""
+    """Whether it is a matrix, or a table of the vocabulary, and not of experts or their router."""
+    if not {"expert", "choice"}.isdisjoint(weight.axes):
+        return False
     return weight.declaration.multiplied or "vocab" in weight.axes
 
 
