@@ -124,7 +124,7 @@ def placed(model: Any, names: Names) -> list[Placed]:
 
 
 def least_count(model: Any, names: Names) -> tuple[int, int]:
-    """How many layers have tensors of their own, and how many of these there are of one kind, as of
+    """How many layers have tensors of their own, and how many of these are of one kind, as of
     experts; nothing is listed."""
     weights = _weights(model)
     layers = collections.Counter(block for block, _ in _layers(weights))

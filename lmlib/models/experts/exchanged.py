@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from lmlib.models.experts.sorting import among, sorted_by
+from lmlib.models.experts.sorting import among, back_in_place, sorted_by
 from lmlib.parallel.collectives import (
     all_gather,
     axis_index,
@@ -75,16 +75,8 @@ class Exchanged:
         values_C = self._exchanged(
             rows_C[places_C], self._count(self.taken_P, round), self._count(self.given_P, round)
         )
-        computed_nK = self.computed(round)
         places_nK = self.devices_nK * self.Q + self.places_nK - round * self.Q
-        if of_pairs:
-            return jnp.where(computed_nK, jnp.take(values_C, places_nK, mode="clip"), 0)
-        wide = jnp.promote_types(rows_C.dtype, jnp.float32)
-        x_nE = jnp.zeros((len(places_nK), rows_C.shape[1]), wide)
-        for k in range(self.K):
-            row_nE = jnp.take(values_C, places_nK[:, k], axis=0, mode="clip")
-            x_nE += among(row_nE, computed_nK[:, k])
-        return x_nE
+        return back_in_place(values_C, places_nK, self.computed(round), of_pairs)
 
     def computed(self, round: Array | int) -> Bool[Array, "n k"]:
         first = round * self.Q

@@ -13,7 +13,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from lmlib.models.experts.sorting import among, sorted_by
+from lmlib.models.experts.sorting import among, back_in_place, sorted_by
 from lmlib.parallel.collectives import all_gather, axis_index, devices_along, psum_scatter
 from lmlib.parallel.mesh_axes import MeshAxes
 
@@ -50,15 +50,8 @@ class Gathered:
         return among(rows_C, places_C < self.ends_X[-1])
 
     def back(self, rows_C: Array, round: Array | int, of_pairs: bool = False) -> Array:
-        places_NK, computed_NK = self.places_NK - round * self.C, self.computed(round)
-        if of_pairs:
-            return jnp.where(computed_NK, jnp.take(rows_C, places_NK, mode="clip"), 0)
-        wide = jnp.promote_types(rows_C.dtype, jnp.float32)
-        x_NE = jnp.zeros((len(places_NK), rows_C.shape[1]), wide)
-        for k in range(self.K):
-            row_NE = jnp.take(rows_C, places_NK[:, k], axis=0, mode="clip")
-            x_NE += among(row_NE, computed_NK[:, k])
-        return x_NE
+        places_NK = self.places_NK - round * self.C
+        return back_in_place(rows_C, places_NK, self.computed(round), of_pairs)
 
     def computed(self, round: Array | int) -> Bool[Array, "n k"]:
         first = round * self.C
