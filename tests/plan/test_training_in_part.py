@@ -47,4 +47,7 @@ def test_of_eight_simulated_devices_each_holds_an_eighth_of_the_base():
     attention = 12 * heads * 64  # keys
     expected = 4 * (matrices + vocab * embed) + 6 * low_rank + attention
     assert report.flops.analytic == expected
-    assert made_once(report) == pytest.approx(expected, rel=0.03)
+    # Nothing is trained below the only layer, so no gradient of its normed input is made:
+    of_input = 2 * (embed * (heads + 2 * kv_heads) + 3 * embed * cfg.model.rank)
+    scores_again = 2 * heads * 64
+    assert made_once(report) == pytest.approx(expected - of_input + scores_again, rel=0.003)
