@@ -36,7 +36,7 @@ class Size:
 
     Args:
       name: as in --sizes.
-      settings: of `llama`; what an experiment sets is kept as it is.
+      settings: of the family; what an experiment sets is kept as it is.
       batch, sequence: rows, and tokens in a row.
       recomputed: each layer and the head are computed again in the backward pass, so that only
         their inputs are kept; if not, everything that may be kept is.
@@ -44,6 +44,7 @@ class Size:
       computed: how lmlib computes it, as an experiment sets it; the precision and what is kept are
         set here.
       changes: to lmlib's `Compute` alone, as when trying what is fastest.
+      family: makes the model.
     """
 
     name: str
@@ -54,11 +55,12 @@ class Size:
     mfu_to_reach: float | None = None
     computed: Compute = Compute()
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    family: Callable[..., Decoder] = llama
 
     @property
     def model(self) -> Callable[..., Decoder]:
         """Makes lmlib's model from a key."""
-        return functools.partial(llama, **self.settings)
+        return functools.partial(self.family, **self.settings)
 
     def make_model(self) -> Decoder:
         """lmlib's model, the same weights every time."""

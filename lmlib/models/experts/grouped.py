@@ -148,8 +148,8 @@ def _blocks(sizes_X: Int32[Array, "x"], N: int) -> _Block:
 def _rows_of_a_block(N: int, X: int) -> int:
     """A power of two. Each group wastes up to a block; each block reads its matrix, and that of a
     GPU or a TPU should fill its matrix units."""
-    share, least, most = (16, 8, 512) if platform() == "cpu" else (8, 128, 2_048)
-    T = 1 << max(N // (share * X), 1).bit_length() - 1
+    least, most = (16, 512) if platform() == "cpu" else (128, 2_048)
+    T = 1 << max(N // (8 * X), 1).bit_length() - 1
     return min(max(T, least), most, N)
 
 
