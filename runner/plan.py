@@ -8,6 +8,7 @@
 --topology   v5e:16x16, v4:4x4x4, 2xv5e:16x16 (two slices), h100:8x8 (hosts x GPUs of each), cpu:256
              without it, only the tokens and FLOPs of the whole run are told
 --search     looks for the largest microbatch and the least recomputation that fit
+--search_mesh=expert,tensor   tries every division of the devices among fsdp and these axes
 --advise     tries what would need less memory; without it only where the step does not fit
 --json=FILE  writes the report as JSON too; "-": to stdout, instead of the text
 --no_cache   makes the report anew
@@ -30,6 +31,7 @@ from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
 from lmlib.plan import targets
 from lmlib.plan.advice import advise
+from lmlib.plan.mesh_search import check_axes, search_meshes
 from lmlib.plan.planner import Report, plan, section, stderr_kept, versions
 from lmlib.plan.search import search
 from lmlib.plan.stages import WholeRun
@@ -48,6 +50,7 @@ from runner.monitoring.telling import Telling
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
 _SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")
+_SEARCH_MESH = flags.DEFINE_list("search_mesh", [], "try all sizes of these axes of the mesh")
 _ADVISE = flags.DEFINE_bool("advise", False, "try what would need less memory")
 _JSON = flags.DEFINE_string("json", None, "a file for the report as JSON; -: stdout, no text")
 _NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was made before")
@@ -56,7 +59,7 @@ _NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
     check_chosen(arguments, "experiments/llama_8b")
-    if not (_TOPOLOGY.value or _SEARCH.value or _JSON.value):
+    if not (_TOPOLOGY.value or _SEARCH.value or _SEARCH_MESH.value or _JSON.value):
         jax.config.update("jax_platforms", "cpu")
         with user_errors():
             print(cost_of(chosen_config()))
@@ -80,6 +83,7 @@ def _target() -> Target:
             f"give --topology, for example v5e:16x16; there are {', '.join(ACCELERATORS)}"
         )
     target = targets.parse(_TOPOLOGY.value)
+    check_axes(_SEARCH_MESH.value)
     if _SEARCH.value and target.accelerator.memory_bytes is None:
         raise ConfigError(f"--search: how much memory {target} has is unknown; name an accelerator")
     return target
@@ -87,7 +91,11 @@ def _target() -> Target:
 
 def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
     """`text` and `json` of the report; from the cache if it is there."""
-    settings = {"search": _SEARCH.value, "advise": _ADVISE.value}
+    settings = {
+        "search": _SEARCH.value,
+        "search_mesh": _SEARCH_MESH.value,
+        "advise": _ADVISE.value,
+    }
     key = kept_plans.key(cfg, target=target, versions=versions(), **settings)
     if not _NO_CACHE.value and (kept := kept_plans.read(key)) is not None:
         tell("this report was made before, of the same config, code and versions; --no_cache")
@@ -124,6 +132,10 @@ def _of_stage(
         found = search(experiment, target, tell, known=report)
         text += "\n\n" + section("Search", str(found))
         fields["search"] = found.as_json()
+    if _SEARCH_MESH.value:
+        meshes = search_meshes(experiment, target, _SEARCH_MESH.value, tell)
+        text += "\n\n" + section("Meshes", str(meshes))
+        fields["meshes"] = meshes.as_json()
     if _ADVISE.value or report.memory.fits is False:
         advice = advise(experiment, target, report, tell)
         text += "\n\n" + section("What needs less memory", str(advice))

@@ -1,4 +1,4 @@
-"""Meshes of the same devices that hold less on each."""
+"""Other meshes of the same devices."""
 
 from jax.sharding import Mesh
 
@@ -14,7 +14,7 @@ def with_fewer_copies(mesh: Mesh) -> Mesh | None:
     copies = slices if sizes["data"] % slices == 0 else 1
     if sizes["data"] == copies:
         return None
-    return _remade(mesh, data=copies, fsdp=sizes["data"] * sizes["fsdp"] // copies)
+    return remade(mesh, data=copies, fsdp=sizes["data"] * sizes["fsdp"] // copies)
 
 
 def with_smaller_parts(mesh: Mesh) -> Mesh | None:
@@ -24,10 +24,11 @@ def with_smaller_parts(mesh: Mesh) -> Mesh | None:
     halved = next((axis for axis in ("fsdp", "data", "expert") if sizes[axis] % 2 == 0), None)
     if halved is None:
         return None
-    return _remade(mesh, **{halved: sizes[halved] // 2, "tensor": 2 * sizes["tensor"]})
+    return remade(mesh, **{halved: sizes[halved] // 2, "tensor": 2 * sizes["tensor"]})
 
 
-def _remade(mesh: Mesh, **changed: int) -> Mesh:
+def remade(mesh: Mesh, **changed: int) -> Mesh:
+    """With these sizes of some axes."""
     sizes = {**mesh.shape, **changed}
     own = {axis: sizes.pop(axis) for axis in NAMES}
     return make_mesh(**own, devices=list(mesh.devices.flat), others=sizes)
