@@ -29,11 +29,12 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
+from lmlib.parallel.other_meshes import check_axes
 from lmlib.plan import targets
-from lmlib.plan.advice import advise
-from lmlib.plan.mesh_search import check_axes, search_meshes
 from lmlib.plan.planner import Report, plan, section, stderr_kept, versions
-from lmlib.plan.search import search
+from lmlib.plan.search.advice import advise
+from lmlib.plan.search.meshes import search_meshes
+from lmlib.plan.search.settings import search
 from lmlib.plan.stages import WholeRun
 from lmlib.plan.targets import Target
 from runner.absent_hardware import kept_plans

@@ -1,9 +1,14 @@
 """Other meshes of the same devices."""
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 from jax.sharding import Mesh
 
 from lmlib.parallel.mesh import make_mesh, slices_of
 from lmlib.parallel.mesh_axes import NAMES
+
+REST = "fsdp"  # of several axes it has the devices that the others leave
 
 
 def with_fewer_copies(mesh: Mesh) -> Mesh | None:
@@ -25,6 +30,31 @@ def with_smaller_parts(mesh: Mesh) -> Mesh | None:
     if halved is None:
         return None
     return remade(mesh, **{halved: sizes[halved] // 2, "tensor": 2 * sizes["tensor"]})
+
+
+def check_axes(axes: Sequence[str]) -> None:
+    """Raises `ValueError` if one is none of a mesh's, or is `REST`."""
+    for axis in axes:
+        if axis not in NAMES or axis == REST:
+            others = ", ".join(name for name in NAMES if name != REST)
+            raise ValueError(
+                f"{axis!r} is no axis to try sizes of: {REST} has the devices that the others "
+                f"leave, and these are {others}"
+            )
+
+
+def divisions(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
+    """Every division of a mesh's devices among `axes` and `REST`; other axes keep their sizes."""
+    together = mesh.shape[REST]
+    for axis in axes:
+        together *= mesh.shape[axis]
+    divisors = [size for size in range(1, together + 1) if together % size == 0]
+    for sizes in itertools.product(divisors, repeat=len(axes)):
+        rest = together
+        for size in sizes:
+            rest = rest // size if rest % size == 0 else 0
+        if rest:
+            yield remade(mesh, **{REST: rest}, **dict(zip(axes, sizes, strict=True)))
 
 
 def remade(mesh: Mesh, **changed: int) -> Mesh:

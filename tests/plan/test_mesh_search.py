@@ -11,8 +11,9 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.mesh_search import divisions, search_meshes
+from lmlib.parallel.other_meshes import divisions
 from lmlib.plan.planner import plan
+from lmlib.plan.search.meshes import search_meshes
 from lmlib.plan.targets import parse
 from lmlib.terminal.quantities import bytes_text
 

@@ -13,9 +13,9 @@ from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import CPU
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.changes import keeping, microbatch_counts
 from lmlib.plan.planner import plan
-from lmlib.plan.search import policies, search
+from lmlib.plan.search.changes import keeping, microbatch_counts
+from lmlib.plan.search.settings import policies, search
 from lmlib.plan.targets import Target
 from runner.config import configs
 from runner.config.overrides import apply_override

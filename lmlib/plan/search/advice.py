@@ -11,8 +11,8 @@ from typing import Any
 from lmlib.experiment import Experiment
 from lmlib.hardware.free_memory import bytes_per_device
 from lmlib.inspect.saved_activations import saved_activations
-from lmlib.plan.changes import Change, changes
 from lmlib.plan.planner import Report, compilable, plan
+from lmlib.plan.search.changes import Change, changes
 from lmlib.plan.targets import Target
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns

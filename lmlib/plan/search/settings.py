@@ -13,9 +13,9 @@ from typing import Any
 from lmlib.compute import EVERYTHING
 from lmlib.experiment import Experiment
 from lmlib.inspect.saved_activations import saved_activations
-from lmlib.plan.changes import keeping, microbatch_counts, microbatches_flag, saved_flag
 from lmlib.plan.flops import count_flops
 from lmlib.plan.planner import Report, compilable, plan, traced_step
+from lmlib.plan.search.changes import keeping, microbatch_counts, microbatches_flag, saved_flag
 from lmlib.plan.targets import Target
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns

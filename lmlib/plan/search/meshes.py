@@ -1,22 +1,16 @@
 """The same step on every division of the same devices among some axes of the mesh."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from jax.sharding import Mesh
 
 from lmlib.experiment import Experiment
 from lmlib.parallel.mesh import sizes_text
-from lmlib.parallel.mesh_axes import NAMES
-from lmlib.parallel.other_meshes import remade
+from lmlib.parallel.other_meshes import REST, check_axes, divisions
 from lmlib.plan.planner import Report, plan
 from lmlib.plan.targets import Target
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns
-
-REST = "fsdp"  # has the devices that the axes leave
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +85,11 @@ def search_meshes(
     axes: Sequence[str],
     tell: Callable[[str], None] = lambda line: None,
 ) -> MeshSearch:
-    """Plans `experiment` with every division of its devices among `axes` and `fsdp`; the other axes
-    keep their sizes.
+    """Plans `experiment` with every division of its devices among `axes` and
+    `lmlib.parallel.other_meshes.REST`; the other axes keep their sizes.
 
     Raises:
-      ValueError: if an axis is none of a mesh's, or is `fsdp`.
+      ValueError: as `lmlib.parallel.other_meshes.check_axes`.
     """
     check_axes(axes)
     trials = []
@@ -114,32 +108,7 @@ def search_meshes(
     return MeshSearch(tuple(sorted(trials, key=lambda trial: trial.step_seconds or float("inf"))))
 
 
-def check_axes(axes: Sequence[str]) -> None:
-    """Raises `ValueError` if one is none of a mesh's, or is `fsdp`."""
-    for axis in axes:
-        if axis not in NAMES or axis == REST:
-            others = ", ".join(name for name in NAMES if name != REST)
-            raise ValueError(
-                f"{axis!r} is no axis to try sizes of: {REST} has the devices that the others "
-                f"leave, and these are {others}"
-            )
-
-
-def divisions(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
-    """Meshes of the same devices, each axis of `axes` with every size that leaves whole numbers."""
-    together = mesh.shape[REST]
-    for axis in axes:
-        together *= mesh.shape[axis]
-    divisors = [size for size in range(1, together + 1) if together % size == 0]
-    for sizes in itertools.product(divisors, repeat=len(axes)):
-        rest = together
-        for size in sizes:
-            rest = rest // size if rest % size == 0 else 0
-        if rest:
-            yield remade(mesh, **{REST: rest}, **dict(zip(axes, sizes, strict=True)))
-
-
-def _sent(report: Report) -> float | None:
+def _sent(report: Report) -> int | None:
     return None if report.collectives is None else report.collectives.bytes_sent_per_step
 
 
