@@ -21,6 +21,7 @@ from lmlib.experiment import Experiment
 from lmlib.parallel.mesh import sizes_text
 from lmlib.plan.communication.collectives import Collectives, collectives
 from lmlib.plan.communication.warnings import CommunicationWarning, communication_warnings
+from lmlib.plan.dense_expansion import dense_expansions
 from lmlib.plan.estimate import Estimate, estimate
 from lmlib.plan.flops import FlopsPerToken, count_flops
 from lmlib.plan.memory import Memory, OutOfMemory, memory, out_of_memory
@@ -155,6 +156,7 @@ def plan(
         program = read_program(result.as_text() or "")
         sent = collectives(program, mesh)
         warnings = communication_warnings(sent, model, mesh, log.text)
+        remarks += dense_expansions(program)
         expected = estimate(flops, traffic(program, scopes), sent, target.accelerator, mesh)
     return Report(
         target=str(target),
