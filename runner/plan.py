@@ -134,7 +134,7 @@ def _of_stage(
         text += "\n\n" + section("Search", str(found))
         fields["search"] = found.as_json()
     if _SEARCH_MESH.value:
-        meshes = search_meshes(experiment, target, _SEARCH_MESH.value, tell)
+        meshes = search_meshes(experiment, target, _SEARCH_MESH.value, tell, known=report)
         text += "\n\n" + section("Meshes", str(meshes))
         fields["meshes"] = meshes.as_json()
     if _ADVISE.value or report.memory.fits is False:

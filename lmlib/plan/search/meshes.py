@@ -84,9 +84,13 @@ def search_meshes(
     target: Target,
     axes: Sequence[str],
     tell: Callable[[str], None] = lambda line: None,
+    known: Report | None = None,
 ) -> MeshSearch:
     """Plans `experiment` with every division of its devices among `axes` and
     `lmlib.parallel.other_meshes.REST`; the other axes keep their sizes.
+
+    Args:
+      known: the plan of `experiment` as it is, if that was made.
 
     Raises:
       ValueError: as `lmlib.parallel.other_meshes.check_axes`.
@@ -102,7 +106,7 @@ def search_meshes(
         except ValueError as error:  # more devices along `expert` than experts, say
             trials.append(MeshTrial(sizes, str(error)))
             continue
-        report = plan(changed, target)
+        report = known if known and mesh == experiment.mesh else plan(changed, target)
         tell(report.memory.verdict)
         trials.append(MeshTrial(sizes, report))
     return MeshSearch(tuple(sorted(trials, key=lambda trial: trial.step_seconds or float("inf"))))
