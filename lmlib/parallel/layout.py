@@ -28,6 +28,7 @@ COMPUTE: Rules = {
     "kv_heads": "tensor",
     "group": None,
     "head_dim": None,
+    "latent": None,  # of which keys and values are made
     "slot": None,
     "expert": "expert",
     "choice": None,  # of a router: each token's over all experts

@@ -32,6 +32,9 @@ from lmlib.parallel.layout import partition
 
 FLOAT32 = Compute(dtype="float32")
 SOME = ("llama_3_1", "gemma3", "gpt2")
+# With shares that do not add up to one, an expert more or less is far more than a rounding, and in
+# bfloat16 routers choose some others, those of transformers too.
+CHOOSY = ("deepseek_v3_direct_queries",)
 
 
 @functools.cache
@@ -101,7 +104,10 @@ def test_logits_of_a_single_token(name):
     assert np.abs(found - expected[0]).max() <= 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", sentinels(FAMILIES, lambda name: name == "llama_3_1"))
+@pytest.mark.parametrize(
+    "name",
+    sentinels([name for name in FAMILIES if name not in CHOOSY], lambda name: name == "llama_3_1"),
+)
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name):
     """docs/huggingface.md says where the two round; the factors leave room for chance."""
     model = loaded(name)

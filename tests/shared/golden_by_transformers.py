@@ -17,9 +17,15 @@ def random_model(kind: str, keys: dict[str, Any]) -> Any:
     config = transformers.AutoConfig.for_model(kind, **keys)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in [*model.parameters(), *kept_buffers(model).values()]:
             weight.mul_(4 if weight.ndim > 1 else 1).add_(0.1 * torch.randn_like(weight))
     return model.float().eval()
+
+
+def kept_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Those that a folder holds: state without gradient."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def loaded(folder: Path, dtype: str) -> Any:
@@ -48,12 +54,13 @@ def layers_of(folder: Path, ids: list[int]) -> dict[str, Any]:
 
 
 def as_saved(model: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Values of a model's parameters under the names of a folder, which holds some apart that the
+    """Values of a model's parameters and buffers under the names of a folder, which holds some apart that the
     class has as one: experts."""
     holder = copy.deepcopy(model)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        for name, weight in holder.named_parameters():
-            weight.copy_(values[name])
+        state = dict(holder.named_parameters()) | kept_buffers(holder)
+        for name, value in values.items():
+            state[name].copy_(value)
         holder.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
 
@@ -73,7 +80,9 @@ def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     )
     loss.backward()
     names = dict(model.named_parameters())
-    gradients = as_saved(model, {name: weight.grad for name, weight in names.items()})
+    of_buffers = {name: torch.zeros_like(each) for name, each in kept_buffers(model).items()}
+    of_names = {name: weight.grad for name, weight in names.items()}
+    gradients = as_saved(model, of_names | of_buffers)
     decaying = [weight for weight in names.values() if weight.ndim > 1]
     others = [weight for weight in names.values() if weight.ndim == 1]
     groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]

@@ -46,6 +46,21 @@ _LONG_ROPE = {
     "long_factor": [1.5, 4.0, 9.0],
     "original_max_position_embeddings": 100,
 }
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "routed_scaling_factor": 0.5,
+}
 _GEMMA = {"head_dim": 8, "sliding_window": 9}
 _GPT2 = {
     "vocab_size": 62,
@@ -152,6 +167,25 @@ FAMILIES = {
     "olmoe": (
         "olmoe",
         SIZES | {"intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        SIZES
+        | _DEEPSEEK
+        | {"n_shared_experts": 2, "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    ),
+    # Queries without a latent, as in Moonlight, and pairs as in Llama.
+    "deepseek_v3_direct_queries": (
+        "deepseek_v3",
+        SIZES
+        | _DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 # Without those that differ from another in constants of their rope alone, which neither gradients

@@ -21,7 +21,7 @@ from lmlib.hf.families import (
     smollm,
     starcoder,
 )
-from lmlib.hf.families.experts import mixtral, olmoe, qwen3_moe
+from lmlib.hf.families.experts import deepseek, mixtral, olmoe, qwen3_moe
 from lmlib.hf.family import Family
 from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.settings import Settings
@@ -42,6 +42,7 @@ FAMILIES: tuple[Family, ...] = (
     *mixtral.FAMILIES,
     *qwen3_moe.FAMILIES,
     *olmoe.FAMILIES,
+    *deepseek.FAMILIES,
 )
 
 

@@ -11,6 +11,8 @@ blockwise. All of them compute the same: a test holds each against the definitio
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -18,24 +20,27 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend import blockwise, cudnn, plain, splash
 from lmlib.models.attend.options import Options
+from lmlib.models.attend.sinks import share, with_sinks
 from lmlib.parallel.collectives import on_each_device, platform
 from lmlib.parallel.layout import partition
 
-# Each has `attend`, and `problem` if there are sizes that it cannot compute.
+# Each has `attend`, `problem` if there is something that it cannot compute, and
+# `attend_and_normalise` if it can compute sinks.
 IMPLEMENTATIONS = {"cudnn": cudnn, "splash": splash, "blockwise": blockwise, "plain": plain}
 
 
 def attend(
     q_BSHD: Float[Array, "b s heads head_dim"],
     k_BTKD: Float[Array, "b s kv_heads head_dim"],
-    v_BTKD: Float[Array, "b s kv_heads head_dim"],
+    v_BTKV: Float[Array, "b s kv_heads value_dim"],
     segment_ids_BS: Int32[Array, "b s"],
     implementation: str = "auto",
     *,
     window: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
-) -> Float[Array, "b s heads head_dim"]:
+    sinks_H: Float[Array, "heads"] | None = None,
+) -> Float[Array, "b s heads value_dim"]:
     """softmax(scale · q kᵀ) v, each position over those of its own segment up to itself.
 
     Args:
@@ -45,6 +50,7 @@ def attend(
       scale: `None`: D^-1/2.
       soft_cap: c, where a score s becomes c · tanh(s / c) before the mask (Gemma 2,
         arXiv:2408.00118, §2); `None`: s stays.
+      sinks_H: as in `lmlib.models.attend.sinks`, of each head; `None`: there are none.
 
     Softmax is in float32 at least; the result has v's dtype. `tensor` splits the heads; each device
     attends with its own, and nothing is sent.
@@ -53,19 +59,30 @@ def attend(
       ValueError: if the implementation asked for cannot compute these shapes.
     """
     if implementation == "auto":
-        implementation = chosen(q_BSHD, soft_cap)
+        implementation = chosen(q_BSHD, soft_cap, v_BTKV.shape[-1], sinks_H is not None)
+    kernel = IMPLEMENTATIONS[implementation]
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     heads, kv_heads = (
         partition("batch seq heads head_dim"),
         partition("batch seq kv_heads head_dim"),
     )
-    mixed_BSHD = on_each_device(
-        functools.partial(IMPLEMENTATIONS[implementation].attend, options=options),
-        inputs=(heads, kv_heads, kv_heads, partition("batch seq")),
-        outputs=heads,
-        tracked=False,
-    )(q_BSHD, k_BTKD, v_BTKD, segment_ids_BS)
-    return checkpoint_name(mixed_BSHD, "attention")
+
+    def computed(function: Callable[..., Any], outputs: Any) -> Any:
+        return on_each_device(
+            functools.partial(function, options=options),
+            inputs=(heads, kv_heads, kv_heads, partition("batch seq")),
+            outputs=outputs,
+            tracked=False,
+        )(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS)
+
+    if sinks_H is None:
+        mixed_BSHV = computed(kernel.attend, heads)
+    else:
+        if not hasattr(kernel, "attend_and_normalise"):
+            raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
+        normalised = computed(kernel.attend_and_normalise, (heads, partition("batch seq heads")))
+        mixed_BSHV = with_sinks(*normalised, sinks_H)
+    return checkpoint_name(mixed_BSHV, "attention")
 
 
 def attention_weights(
@@ -76,20 +93,25 @@ def attention_weights(
     window: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks_H: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "b heads s t"]:
     """What `attend` multiplies the values by: of each query (s) how much it takes from each key
-    (t); each row adds up to 1. float32 at least. The arguments are those of `attend`."""
+    (t); each row adds up to 1, but for what a sink takes. float32 at least. The arguments are those
+    of `attend`."""
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
-    return on_each_device(
+    weights_BHST, log_normaliser_BHS = on_each_device(
         functools.partial(plain.weights, options=options),
         inputs=(
             partition("batch seq heads head_dim"),
             partition("batch seq kv_heads head_dim"),
             partition("batch seq"),
         ),
-        outputs=partition(("batch", "heads", None, None)),
+        outputs=(partition(("batch", "heads", None, None)), partition("batch heads seq")),
         tracked=False,
     )(q_BSHD, k_BTKD, segment_ids_BS)
+    if sinks_H is None:
+        return weights_BHST
+    return weights_BHST * share(log_normaliser_BHS, sinks_H[:, None])[..., None]
 
 
 def check_attention(
@@ -98,12 +120,15 @@ def check_attention(
     head_dim: int,
     dtype: DTypeLike,
     soft_cap: float | None = None,
+    value_dim: int | None = None,
+    sinks: bool = False,
 ) -> None:
-    """Raises ValueError if there is no such implementation, or it cannot compute these sizes."""
+    """Raises ValueError if there is no such implementation, or it cannot compute this; see
+    `problem`."""
     known = ("auto", *IMPLEMENTATIONS)
     if implementation not in known:
         raise ValueError(f"attention must be one of {', '.join(known)}, got {implementation!r}")
-    reason = problem(implementation, sequence_length, head_dim, dtype, soft_cap)
+    reason = problem(implementation, sequence_length, head_dim, dtype, soft_cap, value_dim, sinks)
     if reason is not None:
         raise ValueError(f"attention={implementation!r}: {reason}; use 'blockwise' or 'auto'")
 
@@ -114,14 +139,34 @@ def problem(
     head_dim: int,
     dtype: DTypeLike,
     soft_cap: float | None = None,
+    value_dim: int | None = None,
+    sinks: bool = False,
 ) -> str | None:
-    """Why an implementation cannot compute attention of these sizes, if it cannot."""
-    limits = getattr(IMPLEMENTATIONS.get(implementation), "problem", None)
-    return None if limits is None else limits(sequence_length, head_dim, dtype, soft_cap)
+    """Why an implementation cannot compute attention of these sizes, if it cannot.
+
+    Args:
+      head_dim, value_dim: of queries and keys, and of values; `None`: that of queries.
+      sinks: whether there are sinks.
+    """
+    kernel = IMPLEMENTATIONS.get(implementation)
+    if sinks and not hasattr(kernel, "attend_and_normalise"):
+        return f"{implementation} has no sinks"
+    limits = getattr(kernel, "problem", None)
+    if limits is None:
+        return None
+    sizes = dict.fromkeys((head_dim, value_dim or head_dim))
+    reasons = (limits(sequence_length, size, dtype, soft_cap) for size in sizes)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def chosen(q_BSHD: Float[Array, "b s heads head_dim"], soft_cap: float | None = None) -> str:
+def chosen(
+    q_BSHD: Float[Array, "b s heads head_dim"],
+    soft_cap: float | None = None,
+    value_dim: int | None = None,
+    sinks: bool = False,
+) -> str:
     """What "auto" takes for such queries on the devices of the mesh that is set."""
     _, S, _, D = q_BSHD.shape
     best = {"tpu": "splash", "cuda": "cudnn"}.get(platform(), "blockwise")
-    return best if problem(best, S, D, q_BSHD.dtype, soft_cap) is None else "blockwise"
+    reason = problem(best, S, D, q_BSHD.dtype, soft_cap, value_dim, sinks)
+    return best if reason is None else "blockwise"

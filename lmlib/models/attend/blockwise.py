@@ -5,7 +5,8 @@ The forward pass keeps its output and the logarithm of each query's normaliser; 
 computes the weights of a tile again from those. Memory grows with S, not with S × S.
 
 Shapes: B batch, S sequence, H heads, K kv_heads, G = H / K query heads to each key-value head,
-D head_dim, Q queries of a tile, T keys of a tile, P pairs of tiles.
+D head_dim of queries and keys, V that of values, Q queries of a tile, T keys of a tile, P pairs of
+tiles.
 """
 
 import functools
@@ -29,11 +30,23 @@ _PADDING = -1  # the segment of positions that fill up the last tile
 def attend(
     q_BSHD: Float[Array, "b s h d"],
     k_BSKD: Float[Array, "b s k d"],
-    v_BSKD: Float[Array, "b s k d"],
+    v_BSKV: Float[Array, "b s k v"],
     segment_ids_BS: Int32[Array, "b s"],
     options: Options,
-) -> Float[Array, "b s h d"]:
+) -> Float[Array, "b s h v"]:
     """See `lmlib.models.attend.attend`; on the part of one device."""
+    mixed_BSHV, _ = attend_and_normalise(q_BSHD, k_BSKD, v_BSKV, segment_ids_BS, options)
+    return mixed_BSHV
+
+
+def attend_and_normalise(
+    q_BSHD: Float[Array, "b s h d"],
+    k_BSKD: Float[Array, "b s k d"],
+    v_BSKV: Float[Array, "b s k v"],
+    segment_ids_BS: Int32[Array, "b s"],
+    options: Options,
+) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    """As `attend`, and the logarithm of what softmax divides each query's exponentials by."""
     B, S, H, D = q_BSHD.shape
     # Tiles that stay in a CPU core's cache; elsewhere, few large steps.
     tile = min(S, 128 if platform() == "cpu" else 512)
@@ -42,27 +55,33 @@ def attend(
     def padded(x_BSHD: Array) -> Array:
         return jnp.pad(x_BSHD, ((0, 0), (0, tail), (0, 0), (0, 0))).swapaxes(1, 2)
 
+    def whole(x_BKGS: Array) -> Array:
+        x_BHS = x_BKGS.reshape(B, H, *x_BKGS.shape[3:])
+        return x_BHS.swapaxes(1, 2)[:, :S]
+
     q_BKGSD = padded(q_BSHD).reshape(B, k_BSKD.shape[2], -1, S + tail, D)
     segments_BS = jnp.pad(segment_ids_BS, ((0, 0), (0, tail)), constant_values=_PADDING)
-    mixed_BKGSD = _attend(tile, options, q_BKGSD, padded(k_BSKD), padded(v_BSKD), segments_BS)
-    return mixed_BKGSD.reshape(B, H, S + tail, D).swapaxes(1, 2)[:, :S]
+    mixed_BKGSV, log_normaliser_BKGS = _attend(
+        tile, options, q_BKGSD, padded(k_BSKD), padded(v_BSKV), segments_BS
+    )
+    return whole(mixed_BKGSV), whole(log_normaliser_BKGS)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    tile: int, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSD: Array, segments_BS: Array
-) -> Array:
-    return _forward(tile, options, q_BKGSD, k_BKSD, v_BKSD, segments_BS)[0]
+    tile: int, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
+) -> tuple[Array, Array]:
+    return _forward(tile, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
 
 
 def _forward(
-    tile: int, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSD: Array, segments_BS: Array
-) -> tuple[Array, tuple[Array, ...]]:
+    tile: int, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     """Running maximum, normaliser and sum for each query (the paper's algorithm 1)."""
     wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
 
     def visit(carry: Carry, pair: Pair) -> tuple[Carry, None]:
-        sum_BKGSD, normaliser_BKGS, highest_BKGS = carry
+        sum_BKGSV, normaliser_BKGS, highest_BKGS = carry
         i, j = pair
         scores_BKGQT, allowed_BQT = _scores(tile, options, q_BKGSD, k_BKSD, segments_BS, i, j)
         scores_BKGQT = jnp.where(allowed_BQT[:, None, None], scores_BKGQT, _FAR)
@@ -70,72 +89,79 @@ def _forward(
         highest_BKGQ = jnp.maximum(before_BKGQ, jnp.max(scores_BKGQT, axis=-1))
         weights_BKGQT = jnp.exp(scores_BKGQT - highest_BKGQ[..., None])
         shrink_BKGQ = jnp.exp(before_BKGQ - highest_BKGQ)
-        mixed_BKGQD = jnp.einsum(
-            "bkgqt,bktd->bkgqd",
-            weights_BKGQT.astype(v_BKSD.dtype),
-            _tile(v_BKSD, j, tile, 2),
+        mixed_BKGQV = jnp.einsum(
+            "bkgqt,bktv->bkgqv",
+            weights_BKGQT.astype(v_BKSV.dtype),
+            _tile(v_BKSV, j, tile, 2),
             preferred_element_type=wide,
         )
-        sum_BKGQD = _tile(sum_BKGSD, i, tile, 3) * shrink_BKGQ[..., None] + mixed_BKGQD
+        sum_BKGQV = _tile(sum_BKGSV, i, tile, 3) * shrink_BKGQ[..., None] + mixed_BKGQV
         normaliser_BKGQ = _tile(normaliser_BKGS, i, tile, 3) * shrink_BKGQ
         normaliser_BKGQ += jnp.sum(weights_BKGQT, axis=-1)
         return (
-            _put(sum_BKGSD, sum_BKGQD, i, tile, 3),
+            _put(sum_BKGSV, sum_BKGQV, i, tile, 3),
             _put(normaliser_BKGS, normaliser_BKGQ, i, tile, 3),
             _put(highest_BKGS, highest_BKGQ, i, tile, 3),
         ), None
 
     nothing_BKGS = jnp.zeros(q_BKGSD.shape[:-1], wide)
-    start = jnp.zeros(q_BKGSD.shape, wide), nothing_BKGS, nothing_BKGS + _FAR
-    (sum_BKGSD, normaliser_BKGS, highest_BKGS), _ = jax.lax.scan(
+    start = (
+        jnp.zeros((*nothing_BKGS.shape, v_BKSV.shape[-1]), wide),
+        nothing_BKGS,
+        nothing_BKGS + _FAR,
+    )
+    (sum_BKGSV, normaliser_BKGS, highest_BKGS), _ = jax.lax.scan(
         visit, start, _pairs(q_BKGSD.shape[3] // tile, tile, options.window)
     )
-    mixed_BKGSD = (sum_BKGSD / normaliser_BKGS[..., None]).astype(v_BKSD.dtype)
-    mixed_BKGSD = checkpoint_name(mixed_BKGSD, "attention_kernel")
+    mixed_BKGSV = (sum_BKGSV / normaliser_BKGS[..., None]).astype(v_BKSV.dtype)
+    mixed_BKGSV = checkpoint_name(mixed_BKGSV, "attention_kernel")
     log_normaliser_BKGS = highest_BKGS + jnp.log(normaliser_BKGS)
     log_normaliser_BKGS = checkpoint_name(log_normaliser_BKGS, "attention_kernel")
-    saved = q_BKGSD, k_BKSD, v_BKSD, segments_BS, mixed_BKGSD, log_normaliser_BKGS
-    return mixed_BKGSD, saved
+    saved = q_BKGSD, k_BKSD, v_BKSV, segments_BS, mixed_BKGSV, log_normaliser_BKGS
+    return (mixed_BKGSV, log_normaliser_BKGS), saved
 
 
 def _backward(
-    tile: int, options: Options, saved: tuple[Array, ...], d_mixed_BKGSD: Array
+    tile: int, options: Options, saved: tuple[Array, ...], arriving: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, None]:
-    """Algorithm 2 of the paper."""
-    q_BKGSD, k_BKSD, v_BKSD, segments_BS, mixed_BKGSD, log_normaliser_BKGS = saved
+    """Algorithm 2 of the paper. The derivative of a log-normaliser is the weights themselves, so
+    what arrives for it is added to what arrives for each weight."""
+    d_mixed_BKGSV, d_log_normaliser_BKGS = arriving
+    q_BKGSD, k_BKSD, v_BKSV, segments_BS, mixed_BKGSV, log_normaliser_BKGS = saved
     wide = log_normaliser_BKGS.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
-    towards_BKGS = jnp.sum(mixed_BKGSD.astype(wide) * d_mixed_BKGSD.astype(wide), axis=-1)
+    towards_BKGS = jnp.sum(mixed_BKGSV.astype(wide) * d_mixed_BKGSV.astype(wide), axis=-1)
+    towards_BKGS -= d_log_normaliser_BKGS
 
     def visit(carry: Carry, pair: Pair) -> tuple[Carry, None]:
-        dq_BKGSD, dk_BKSD, dv_BKSD = carry
+        dq_BKGSD, dk_BKSD, dv_BKSV = carry
         i, j = pair
         scores_BKGQT, allowed_BQT = _scores(tile, options, q_BKGSD, k_BKSD, segments_BS, i, j)
         shifted_BKGQT = scores_BKGQT - _tile(log_normaliser_BKGS, i, tile, 3)[..., None]
         weights_BKGQT = jnp.where(allowed_BQT[:, None, None], jnp.exp(shifted_BKGQT), 0)
-        d_mixed_BKGQD = _tile(d_mixed_BKGSD, i, tile, 3)
-        v_BKTD, k_BKTD = _tile(v_BKSD, j, tile, 2), _tile(k_BKSD, j, tile, 2)
-        d_weights_BKGQT = product("bkgqd,bktd->bkgqt", d_mixed_BKGQD, v_BKTD)
+        d_mixed_BKGQV = _tile(d_mixed_BKGSV, i, tile, 3)
+        v_BKTV, k_BKTD = _tile(v_BKSV, j, tile, 2), _tile(k_BKSD, j, tile, 2)
+        d_weights_BKGQT = product("bkgqv,bktv->bkgqt", d_mixed_BKGQV, v_BKTV)
         d_scores_BKGQT = d_weights_BKGQT - _tile(towards_BKGS, i, tile, 3)[..., None]
         d_products_BKGQT = weights_BKGQT * d_scores_BKGQT * options.slope(scores_BKGQT)
         d_products_BKGQT = d_products_BKGQT.astype(q_BKGSD.dtype)
-        weights_BKGQT = weights_BKGQT.astype(v_BKSD.dtype)
+        weights_BKGQT = weights_BKGQT.astype(v_BKSV.dtype)
         dq_BKGQD = product("bkgqt,bktd->bkgqd", d_products_BKGQT, k_BKTD)
         dk_BKTD = product("bkgqt,bkgqd->bktd", d_products_BKGQT, _tile(q_BKGSD, i, tile, 3))
-        dv_BKTD = product("bkgqt,bkgqd->bktd", weights_BKGQT, d_mixed_BKGQD)
+        dv_BKTV = product("bkgqt,bkgqv->bktv", weights_BKGQT, d_mixed_BKGQV)
         return (
             _put(dq_BKGSD, _tile(dq_BKGSD, i, tile, 3) + dq_BKGQD, i, tile, 3),
             _put(dk_BKSD, _tile(dk_BKSD, j, tile, 2) + dk_BKTD, j, tile, 2),
-            _put(dv_BKSD, _tile(dv_BKSD, j, tile, 2) + dv_BKTD, j, tile, 2),
+            _put(dv_BKSV, _tile(dv_BKSV, j, tile, 2) + dv_BKTV, j, tile, 2),
         ), None
 
-    nothing = jnp.zeros(q_BKGSD.shape, wide), *(jnp.zeros(k_BKSD.shape, wide),) * 2
+    nothing = tuple(jnp.zeros(x.shape, wide) for x in (q_BKGSD, k_BKSD, v_BKSV))
     pairs = _pairs(q_BKGSD.shape[3] // tile, tile, options.window)
-    (dq_BKGSD, dk_BKSD, dv_BKSD), _ = jax.lax.scan(visit, nothing, pairs)
+    (dq_BKGSD, dk_BKSD, dv_BKSV), _ = jax.lax.scan(visit, nothing, pairs)
     return (
         dq_BKGSD.astype(q_BKGSD.dtype),
         dk_BKSD.astype(k_BKSD.dtype),
-        dv_BKSD.astype(v_BKSD.dtype),
+        dv_BKSV.astype(v_BKSV.dtype),
         None,
     )
 

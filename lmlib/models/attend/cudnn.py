@@ -1,6 +1,7 @@
 """cuDNN's fused attention, on NVIDIA GPUs.
 
-Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim.
+Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim of queries
+and keys, V that of values.
 """
 
 import jax
@@ -30,20 +31,23 @@ def problem(
 def attend(
     q_BSHD: Float[Array, "b s h d"],
     k_BTKD: Float[Array, "b s k d"],
-    v_BTKD: Float[Array, "b s k d"],
+    v_BTKV: Float[Array, "b s k v"],
     segment_ids_BS: Int32[Array, "b s"],
     options: Options,
-) -> Float[Array, "b s h d"]:
+) -> Float[Array, "b s h v"]:
     """See `lmlib.models.attend.attend`; on the part of one device.
 
     Documents are kept apart by a mask of (B, 1, S, T) that all heads share: JAX's interface to
-    cuDNN takes neither segment ids nor borders within a row.
+    cuDNN takes neither segment ids nor borders within a row. It has one head_dim: the smaller of D
+    and V is filled up with zeros.
     """
-    _, S, _, D = q_BSHD.shape
+    S, V = q_BSHD.shape[1], v_BTKV.shape[-1]
+    D = max(q_BSHD.shape[-1], V)
     if (reason := problem(S, D, q_BSHD.dtype, options.soft_cap)) is not None:
         raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     same_B1ST = (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
+    q_BSHD, k_BTKD, v_BTKD = (_filled(x, D) for x in (q_BSHD, k_BTKD, v_BTKV))
+    mixed_BSHD = jax.nn.dot_product_attention(
         q_BSHD,
         k_BTKD,
         v_BTKD,
@@ -53,3 +57,9 @@ def attend(
         local_window_size=None if options.window is None else (options.window - 1, 0),
         implementation="cudnn",
     )
+    return mixed_BSHD[..., :V]
+
+
+def _filled(x_BSHD: Array, head_dim: int) -> Array:
+    missing = head_dim - x_BSHD.shape[-1]
+    return jnp.pad(x_BSHD, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BSHD

@@ -1,7 +1,7 @@
 """Attention by its definition (Vaswani et al. 2017, arXiv:1706.03762, eq. 1): the reference.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, G = H / K query heads
-to each key-value head, D head_dim.
+to each key-value head, D head_dim of queries and keys, V that of values.
 """
 
 import jax
@@ -15,16 +15,30 @@ from lmlib.models.attend.options import Options
 def attend(
     q_BSHD: Float[Array, "b s h d"],
     k_BTKD: Float[Array, "b s k d"],
-    v_BTKD: Float[Array, "b s k d"],
+    v_BTKV: Float[Array, "b s k v"],
     segment_ids_BS: Int32[Array, "b s"],
     options: Options,
-) -> Float[Array, "b s h d"]:
+) -> Float[Array, "b s h v"]:
     """See `lmlib.models.attend.attend`; on the part of one device."""
-    B, S, H, D = q_BSHD.shape
-    weights_BHST = weights(q_BSHD, k_BTKD, segment_ids_BS, options).astype(v_BTKD.dtype)
-    weights_BKGST = weights_BHST.reshape(B, k_BTKD.shape[2], -1, S, S)
-    mixed_BSKGD = jnp.einsum("bkgst,btkd->bskgd", weights_BKGST, v_BTKD)
-    return checkpoint_name(mixed_BSKGD.reshape(B, S, H, D), "attention_kernel")
+    mixed_BSHV, _ = attend_and_normalise(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS, options)
+    return mixed_BSHV
+
+
+def attend_and_normalise(
+    q_BSHD: Float[Array, "b s h d"],
+    k_BTKD: Float[Array, "b s k d"],
+    v_BTKV: Float[Array, "b s k v"],
+    segment_ids_BS: Int32[Array, "b s"],
+    options: Options,
+) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    """As `attend`, and the logarithm of what softmax divides each query's exponentials by."""
+    B, S, H, _ = q_BSHD.shape
+    weights_BHST, log_normaliser_BHS = weights(q_BSHD, k_BTKD, segment_ids_BS, options)
+    weights_BKGST = weights_BHST.astype(v_BTKV.dtype).reshape(B, k_BTKD.shape[2], -1, S, S)
+    mixed_BSKGV = jnp.einsum("bkgst,btkv->bskgv", weights_BKGST, v_BTKV)
+    mixed_BSHV = checkpoint_name(mixed_BSKGV.reshape(B, S, H, -1), "attention_kernel")
+    log_normaliser_BSH = jnp.swapaxes(log_normaliser_BHS, 1, 2)
+    return mixed_BSHV, checkpoint_name(log_normaliser_BSH, "attention_kernel")
 
 
 def weights(
@@ -32,8 +46,9 @@ def weights(
     k_BTKD: Float[Array, "b s k d"],
     segment_ids_BS: Int32[Array, "b s"],
     options: Options,
-) -> Float[Array, "b h s t"]:
-    """See `lmlib.models.attend.attention_weights`; on the part of one device."""
+) -> tuple[Float[Array, "b h s t"], Float[Array, "b h s"]]:
+    """See `lmlib.models.attend.attention_weights`, and the logarithms of their normalisers; on the
+    part of one device."""
     B, S, H, D = q_BSHD.shape
     q_BSKGD = q_BSHD.reshape(B, S, k_BTKD.shape[2], -1, D)
     wide = jnp.promote_types(q_BSHD.dtype, jnp.float32)
@@ -43,4 +58,6 @@ def weights(
     same_BST = segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :]
     allowed_B11ST = (near_ST & same_BST)[:, None, None]
     scores_BKGST = jnp.where(allowed_B11ST, options.scores(scores_BKGST), -jnp.inf)
-    return jax.nn.softmax(scores_BKGST, axis=-1).reshape(B, H, S, S)
+    weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1)
+    log_normaliser_BKGS = jax.nn.logsumexp(scores_BKGST, axis=-1)
+    return weights_BKGST.reshape(B, H, S, S), log_normaliser_BKGS.reshape(B, H, S)

@@ -1,6 +1,7 @@
 """Splash attention: Pallas's fused attention for TPUs, which skips tiles that are all masked.
 
-Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim.
+Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim of queries
+and keys, V that of values.
 """
 
 import jax
@@ -37,15 +38,16 @@ def problem(
 def attend(
     q_BSHD: Float[Array, "b s h d"],
     k_BTKD: Float[Array, "b s k d"],
-    v_BTKD: Float[Array, "b s k d"],
+    v_BTKV: Float[Array, "b s k v"],
     segment_ids_BS: Int32[Array, "b s"],
     options: Options,
-) -> Float[Array, "b s h d"]:
+) -> Float[Array, "b s h v"]:
     """See `lmlib.models.attend.attend`; on the part of one device. Where there is no TPU, Pallas
     interprets the kernel, which is for tests."""
     _, S, H, D = q_BSHD.shape
-    if (reason := problem(S, D, q_BSHD.dtype, options.soft_cap)) is not None:
-        raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
+    for size in (D, v_BTKV.shape[-1]):
+        if (reason := problem(S, size, q_BSHD.dtype, options.soft_cap)) is not None:
+            raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     window = options.window
     mask = (
         masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
@@ -65,6 +67,6 @@ def attend(
         interpret=platform() != "tpu",
     )  # fmt: skip
     q_BSHD = q_BSHD * options.scale
-    q_BHSD, k_BKTD, v_BKTD = (x.transpose(0, 2, 1, 3) for x in (q_BSHD, k_BTKD, v_BTKD))
+    q_BHSD, k_BKTD, v_BKTV = (x.transpose(0, 2, 1, 3) for x in (q_BSHD, k_BTKD, v_BTKV))
     segments = kernel.SegmentIds(segment_ids_BS, segment_ids_BS)
-    return jax.vmap(attend_HSD)(q_BHSD, k_BKTD, v_BKTD, segments).transpose(0, 2, 1, 3)
+    return jax.vmap(attend_HSD)(q_BHSD, k_BKTD, v_BKTV, segments).transpose(0, 2, 1, 3)

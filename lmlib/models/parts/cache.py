@@ -6,7 +6,7 @@ from the newest position alone, so nothing else is kept, and where a token lies 
 what else is in its batch.
 
 Shapes: B batch, S sequence (queries), N slots, T keys attended to, H heads, K kv_heads, G = H / K
-query heads to each key-value head, D head_dim, M = G · S.
+query heads to each key-value head, D head_dim of keys, V that of values, M = G · S.
 """
 
 import functools
@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.models.attend.options import Options
+from lmlib.models.attend.sinks import with_sinks
 from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import COMPUTE, partition, repeats, reshard
 
@@ -32,25 +33,31 @@ class KeysAndValues(eqx.Module):
     """
 
     keys: Float[Array, "b kv_heads head_dim slot"]
-    values: Float[Array, "b kv_heads slot head_dim"]
+    values: Float[Array, "b kv_heads slot value_dim"]
     empty: bool = eqx.field(static=True, default=False)
 
 
 def empty_cache(
-    rows: int, slots: int, kv_heads: int, head_dim: int, dtype: DTypeLike
+    rows: int,
+    slots: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    value_dim: int | None = None,
 ) -> KeysAndValues:
-    """A cache of zeros. Key-value heads that attention repeats over `tensor` are kept repeated."""
+    """A cache of zeros; `value_dim`: of values, `None`: `head_dim`. Key-value heads that attention
+    repeats over `tensor` are kept repeated."""
     mesh = jax.sharding.get_abstract_mesh()
     times = 1 if mesh.empty else repeats("kv_heads", kv_heads, COMPUTE, mesh)
-    values_BKND = jnp.zeros((rows, kv_heads * times, slots, head_dim), dtype)
+    values_BKNV = jnp.zeros((rows, kv_heads * times, slots, value_dim or head_dim), dtype)
     keys_BKDN = jnp.zeros((rows, kv_heads * times, head_dim, slots), dtype)
-    return KeysAndValues(reshard(keys_BKDN, _KEYS), reshard(values_BKND, _VALUES), empty=True)
+    return KeysAndValues(reshard(keys_BKDN, _KEYS), reshard(values_BKNV, _VALUES), empty=True)
 
 
 def extended(
     cache: KeysAndValues,
     k_BSKD: Float[Array, "b s kv_heads head_dim"],
-    v_BSKD: Float[Array, "b s kv_heads head_dim"],
+    v_BSKV: Float[Array, "b s kv_heads value_dim"],
     positions_BS: Int32[Array, "b s"],
 ) -> KeysAndValues:
     """`cache` with the tokens of a call in it, as `attend_cached` takes them."""
@@ -61,42 +68,53 @@ def extended(
         _first_written if fits else _written,
         (*kept, new, new, partition("batch seq")), kept, tracked=False,
     )  # fmt: skip
-    return KeysAndValues(*write(cache.keys, cache.values, k_BSKD, v_BSKD, positions_BS))
+    return KeysAndValues(*write(cache.keys, cache.values, k_BSKD, v_BSKV, positions_BS))
 
 
 def attend_cached(
     q_BSHD: Float[Array, "b s heads head_dim"],
     k_BSKD: Float[Array, "b s kv_heads head_dim"],
-    v_BSKD: Float[Array, "b s kv_heads head_dim"],
+    v_BSKV: Float[Array, "b s kv_heads value_dim"],
     positions_BS: Int32[Array, "b s"],
     cache: KeysAndValues,
     options: Options,
-) -> tuple[Float[Array, "b s heads head_dim"], KeysAndValues]:
+    *,
+    of_values_BSHV: Float[Array, "b s heads value_dim"] | None = None,
+    sinks_H: Float[Array, "heads"] | None = None,
+) -> tuple[Float[Array, "b s heads value_dim"], KeysAndValues]:
     """softmax(scale · q kᵀ) v over the tokens in `cache` and those of this call, and the new cache.
 
     Args:
       positions_BS: of this call's tokens: in each row they follow each other and those in the
         cache. Tokens at negative ones, at a row's end, are padding, of which nothing is kept.
+      of_values_BSHV: queries of values: softmax is that of scale · (q kᵀ + of_values vᵀ), as if
+        each value were a part of its key.
+      sinks_H: as in `lmlib.models.attend.attend`.
 
     Softmax is in float32 at least. Nothing is sent.
     """
-    after = extended(cache, k_BSKD, v_BSKD, positions_BS)
+    after = extended(cache, k_BSKD, v_BSKV, positions_BS)
     heads, kv_heads = (
         partition("batch seq heads head_dim"),
         partition("batch seq kv_heads head_dim"),
     )
     kept, tokens = (partition(_KEYS), partition(_VALUES)), partition("batch seq")
+    outputs = heads, partition("batch seq heads")
+    queries = [q_BSHD] if of_values_BSHV is None else [q_BSHD, of_values_BSHV]
+    of_queries = [heads] * len(queries)
     if q_BSHD.shape[1] == 1:  # one token has overwritten none that it sees
-        mixed_BSHD = on_each_device(
-            functools.partial(_attend_one, options=options),
-            (heads, *kept, tokens), heads, tracked=False,
-        )(q_BSHD, after.keys, after.values, positions_BS)  # fmt: skip
+        mixed_BSHV, log_normaliser_BSH = on_each_device(
+            functools.partial(_attend_one, options),
+            (*kept, tokens, *of_queries), outputs, tracked=False,
+        )(after.keys, after.values, positions_BS, *queries)  # fmt: skip
     else:
-        mixed_BSHD = on_each_device(
-            functools.partial(_attend_many, options=options),
-            (heads, kv_heads, kv_heads, *kept, tokens), heads, tracked=False,
-        )(q_BSHD, k_BSKD, v_BSKD, cache.keys, cache.values, positions_BS)  # fmt: skip
-    return mixed_BSHD, after
+        mixed_BSHV, log_normaliser_BSH = on_each_device(
+            functools.partial(_attend_many, options),
+            (kv_heads, kv_heads, *kept, tokens, *of_queries), outputs, tracked=False,
+        )(k_BSKD, v_BSKV, cache.keys, cache.values, positions_BS, *queries)  # fmt: skip
+    if sinks_H is not None:
+        mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H)
+    return mixed_BSHV, after
 
 
 def _positions_in(slots: int, newest_B: Int32[Array, "b"]) -> Int32[Array, "b slot"]:
@@ -106,29 +124,29 @@ def _positions_in(slots: int, newest_B: Int32[Array, "b"]) -> Int32[Array, "b sl
 
 
 def _first_written(
-    keys_BKDN: Array, values_BKND: Array, k_BSKD: Array, v_BSKD: Array, positions_BS: Array
+    keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
 ) -> tuple[Array, Array]:
     """With tokens from position 0 on. Padding lies beyond a row's newest position, where nothing
     counts."""
     k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
-    v_BKSD = jnp.swapaxes(v_BSKD, 1, 2).astype(values_BKND.dtype)
+    v_BKSV = jnp.swapaxes(v_BSKV, 1, 2).astype(values_BKNV.dtype)
     empty = 0, keys_BKDN.shape[3] - k_BKDS.shape[3]
     whole = 0, 0
     return (
         jnp.pad(k_BKDS, (whole, whole, whole, empty)),
-        jnp.pad(v_BKSD, (whole, whole, empty, whole)),
+        jnp.pad(v_BKSV, (whole, whole, empty, whole)),
     )
 
 
 def _written(
-    keys_BKDN: Array, values_BKND: Array, k_BSKD: Array, v_BSKD: Array, positions_BS: Array
+    keys_BKDN: Array, values_BKNV: Array, k_BSKD: Array, v_BSKV: Array, positions_BS: Array
 ) -> tuple[Array, Array]:
     S = k_BSKD.shape[1]
     N = keys_BKDN.shape[3]
-    k_BSKD, v_BSKD = k_BSKD.astype(keys_BKDN.dtype), v_BSKD.astype(keys_BKDN.dtype)
+    k_BSKD, v_BSKV = k_BSKD.astype(keys_BKDN.dtype), v_BSKV.astype(keys_BKDN.dtype)
     if S == 1:
         return _token_written(
-            keys_BKDN, values_BKND, k_BSKD[:, 0], v_BSKD[:, 0], positions_BS[:, 0]
+            keys_BKDN, values_BKNV, k_BSKD[:, 0], v_BSKV[:, 0], positions_BS[:, 0]
         )
     first_B, newest_B = positions_BS[:, 0], jnp.max(positions_BS, axis=1)
     # Which of the new tokens each slot gets; a negative one leaves it as it is.
@@ -138,93 +156,104 @@ def _written(
     new_k_BKDN = jnp.take_along_axis(
         jnp.transpose(k_BSKD, (0, 2, 3, 1)), source_BN[:, None, None, :], axis=3
     )
-    new_v_BKND = jnp.take_along_axis(
-        jnp.swapaxes(v_BSKD, 1, 2), source_BN[:, None, :, None], axis=2
+    new_v_BKNV = jnp.take_along_axis(
+        jnp.swapaxes(v_BSKV, 1, 2), source_BN[:, None, :, None], axis=2
     )
     return (
         jnp.where(is_new_BN[:, None, None, :], new_k_BKDN, keys_BKDN),
-        jnp.where(is_new_BN[:, None, :, None], new_v_BKND, values_BKND),
+        jnp.where(is_new_BN[:, None, :, None], new_v_BKNV, values_BKNV),
     )
 
 
 def _token_written(
-    keys_BKDN: Array, values_BKND: Array, k_BKD: Array, v_BKD: Array, position_B: Array
+    keys_BKDN: Array, values_BKNV: Array, k_BKD: Array, v_BKV: Array, position_B: Array
 ) -> tuple[Array, Array]:
     """With one token of each row; in place."""
     B, _, _, N = keys_BKDN.shape
     slot_B = position_B % N
     if B == 1:  # for one row XLA's CPU compiler copies the cache, but not for an update in a branch
 
-        def write(keys_BKDN: Array, values_BKND: Array) -> tuple[Array, Array]:
+        def write(keys_BKDN: Array, values_BKNV: Array) -> tuple[Array, Array]:
             slot = slot_B[0]
             return (
                 jax.lax.dynamic_update_slice(keys_BKDN, k_BKD[..., None], (0, 0, 0, slot)),
-                jax.lax.dynamic_update_slice(values_BKND, v_BKD[:, :, None], (0, 0, slot, 0)),
+                jax.lax.dynamic_update_slice(values_BKNV, v_BKV[:, :, None], (0, 0, slot, 0)),
             )
 
-        return jax.lax.cond(position_B[0] >= 0, write, lambda *kept: kept, keys_BKDN, values_BKND)
+        return jax.lax.cond(position_B[0] >= 0, write, lambda *kept: kept, keys_BKDN, values_BKNV)
     row_B, slot_B = jnp.arange(B), jnp.where(position_B < 0, N, slot_B)  # N: none
     return (
         keys_BKDN.at[row_B, :, :, slot_B].set(k_BKD, mode="drop"),
-        values_BKND.at[row_B, :, slot_B].set(v_BKD, mode="drop"),
+        values_BKNV.at[row_B, :, slot_B].set(v_BKV, mode="drop"),
     )
 
 
 def _attend_one(
-    q_BSHD: Array, keys_BKDN: Array, values_BKND: Array, positions_BS: Array, options: Options
-) -> Array:
+    options: Options, keys_BKDN: Array, values_BKNV: Array, positions_BS: Array, *queries: Array
+) -> tuple[Array, Array]:
     """One query in each row, whose own key and value are in the cache already."""
     held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0])
-    return _mix(q_BSHD, keys_BKDN, values_BKND, positions_BS, held_BN, options)
+    return _mix(options, keys_BKDN, values_BKNV, positions_BS, held_BN, *queries)
 
 
 def _attend_many(
-    q_BSHD: Array,
-    k_BSKD: Array,
-    v_BSKD: Array,
-    keys_BKDN: Array,
-    values_BKND: Array,
-    positions_BS: Array,
     options: Options,
-) -> Array:
+    k_BSKD: Array,
+    v_BSKV: Array,
+    keys_BKDN: Array,
+    values_BKNV: Array,
+    positions_BS: Array,
+    *queries: Array,
+) -> tuple[Array, Array]:
     """Over what was there before, and then what is new: a ring's writes may hide the former."""
     held_BN = _positions_in(keys_BKDN.shape[3], positions_BS[:, 0] - 1)
     new_BS = jnp.where(positions_BS < 0, -1, positions_BS)
     k_BKDS = jnp.transpose(k_BSKD, (0, 2, 3, 1)).astype(keys_BKDN.dtype)
-    v_BKSD = jnp.swapaxes(v_BSKD, 1, 2).astype(values_BKND.dtype)
+    v_BKSV = jnp.swapaxes(v_BSKV, 1, 2).astype(values_BKNV.dtype)
     return _mix(
-        q_BSHD,
+        options,
         jnp.concatenate((keys_BKDN, k_BKDS), axis=3),
-        jnp.concatenate((values_BKND, v_BKSD), axis=2),
+        jnp.concatenate((values_BKNV, v_BKSV), axis=2),
         positions_BS,
         jnp.concatenate((held_BN, new_BS), axis=1),
-        options,
+        *queries,
     )
 
 
 def _mix(
-    q_BSHD: Float[Array, "b s h d"],
+    options: Options,
     keys_BKDT: Float[Array, "b k d t"],
-    values_BKTD: Float[Array, "b k t d"],
+    values_BKTV: Float[Array, "b k t v"],
     positions_BS: Int32[Array, "b s"],
     held_BT: Int32[Array, "b t"],
-    options: Options,
-) -> Float[Array, "b s h d"]:
-    B, S, H, D = q_BSHD.shape
-    K = keys_BKDT.shape[1]
-    wide = jnp.promote_types(q_BSHD.dtype, jnp.float32)
-    # The G heads that share keys, and the queries, are rows of one matrix.
-    q_BKGSD = jnp.transpose(q_BSHD.reshape(B, S, K, -1, D), (0, 2, 3, 1, 4))
-    q_BKMD = q_BKGSD.reshape(B, K, -1, D)
-    scores_BKMT = jnp.einsum("bkmd,bkdt->bkmt", q_BKMD, keys_BKDT, preferred_element_type=wide)
-    scores_BKGST = options.scores(scores_BKMT).reshape(B, K, -1, S, scores_BKMT.shape[-1])
+    q_BSHD: Float[Array, "b s h d"],
+    of_values_BSHV: Float[Array, "b s h v"] | None = None,
+) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    """What is mixed, and the logarithms of the normalisers."""
+    B, S, H, _ = q_BSHD.shape
+    K, wide = keys_BKDT.shape[1], jnp.promote_types(q_BSHD.dtype, jnp.float32)
+
+    def rows(x_BSHD: Array) -> Array:
+        """The G heads that share keys, and the queries, are rows of one matrix."""
+        x_BKGSD = jnp.transpose(x_BSHD.reshape(B, S, K, H // K, -1), (0, 2, 3, 1, 4))
+        return x_BKGSD.reshape(B, K, H // K * S, -1)
+
+    def by_head(x_BKMV: Array) -> Array:
+        x_BKGSV = x_BKMV.reshape(B, K, H // K, S, -1)
+        return jnp.transpose(x_BKGSV, (0, 3, 1, 2, 4)).reshape(B, S, H, -1)
+
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    products_BKMT = product("bkmd,bkdt->bkmt", rows(q_BSHD), keys_BKDT)
+    if of_values_BSHV is not None:
+        products_BKMT += product("bkmv,bktv->bkmt", rows(of_values_BSHV), values_BKTV)
+    scores_BKGST = options.scores(products_BKMT).reshape(B, K, H // K, S, -1)
     seen_BST = _visible(positions_BS, held_BT, options.window)
     # Finite, since a padding token sees nothing.
     scores_BKGST = jnp.where(seen_BST[:, None, None], scores_BKGST, jnp.finfo(wide).min)
-    weights_BKMT = jax.nn.softmax(scores_BKGST, axis=-1).reshape(scores_BKMT.shape)
-    mixed_BKMD = jnp.einsum("bkmt,bktd->bkmd", weights_BKMT.astype(values_BKTD.dtype), values_BKTD)
-    mixed_BKGSD = mixed_BKMD.reshape(q_BKGSD.shape)
-    return jnp.transpose(mixed_BKGSD, (0, 3, 1, 2, 4)).reshape(B, S, H, D)
+    weights_BKMT = jax.nn.softmax(scores_BKGST, axis=-1).reshape(products_BKMT.shape)
+    log_normaliser_BKGS = jax.nn.logsumexp(scores_BKGST, axis=-1)
+    mixed_BKMV = jnp.einsum("bkmt,bktv->bkmv", weights_BKMT.astype(values_BKTV.dtype), values_BKTV)
+    return by_head(mixed_BKMV), by_head(log_normaliser_BKGS)[..., 0]
 
 
 def _visible(

@@ -1,0 +1,254 @@
+"""Multi-head latent attention: keys and values of all heads are made of one small vector.
+
+Shapes: B batch, S sequence (queries), T sequence (keys), E embed, L latent, H heads, D head_dim (of
+the part without positions), R rotary_dim, Q = D + R query_dim, V value_dim, K kv_heads of a cache.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.compute import Compute
+from lmlib.models.attend import attend, attention_weights, check_attention
+from lmlib.models.attend.options import Options
+from lmlib.models.layer import Norm
+from lmlib.models.matrices.adapted import whole
+from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
+from lmlib.models.parts.norms import RMSNorm
+from lmlib.models.parts.rope import Rotary, rotate
+from lmlib.models.product import product
+from lmlib.models.protocol import Context, Names
+from lmlib.models.weights import fan_in, fold, initial_values, product_flops, weight
+from lmlib.parallel.layout import share, spec
+
+_SIZES = {"query_dim": None, "rotary_dim": None, "value_dim": None}  # whole, as head_dim is
+
+
+class LatentAttention(eqx.Module):
+    """softmax(scale · q kᵀ) v, where what is kept of a token is a latent, normed, and a rotary key
+    (DeepSeek-AI 2024, arXiv:2405.04434, §2.1). Of the latent each head makes its values and the
+    first `head_dim` coordinates of its keys; the others are the rotary key, the same for all heads.
+    Queries are made of a latent of their own, or of the residual stream.
+
+    `tensor` splits the heads; latents are whole on each of its devices.
+
+    Args:
+      embed, heads: sizes.
+      head_dim, rotary_dim, value_dim: of a head's queries and keys without positions, with rotary
+        positions, and of its values.
+      latent, query_latent: sizes of the latents; `query_latent` `None`: queries have none.
+      rotary: rotates `rotary_dim` coordinates.
+      scale: of the products; `None`: (head_dim + rotary_dim)^-1/2.
+      norm: makes the norms of latents, called with `key` and the size of "latent".
+      residual_scale: of the output's initial values; see `lmlib.models.weights.residual_scale`.
+
+    Raises:
+      ValueError: if `rotary` is of another size than `rotary_dim`.
+    """
+
+    names: ClassVar[Names] = Names(
+        saved=("latent", "query", "key", "value", "attention"), scopes=("projections", "attention")
+    )
+
+    rotary: Rotary = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+    residual_scale: float = eqx.field(static=True)
+    query_down: Float[Array, "embed latent"] | None = weight(fan_in("embed"))
+    query_norm: Norm | None
+    query_up: Float[Array, "latent heads query_dim"] | None = weight(fan_in("latent"), rules=_SIZES)
+    query: Float[Array, "embed heads query_dim"] | None = weight(fan_in("embed"), rules=_SIZES)
+    down: Float[Array, "embed latent"] = weight(fan_in("embed"))
+    norm: Norm
+    rotary_key: Float[Array, "embed rotary_dim"] = weight(fan_in("embed"), rules=_SIZES)
+    key: Float[Array, "latent heads head_dim"] = weight(fan_in("latent"))
+    value: Float[Array, "latent heads value_dim"] = weight(fan_in("latent"), rules=_SIZES)
+    output: Float[Array, "heads value_dim embed"] = weight(
+        lambda self: fan_in("heads", "value_dim", scale=self.residual_scale), rules=_SIZES
+    )
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        value_dim: int,
+        latent: int,
+        query_latent: int | None,
+        rotary: Rotary,
+        scale: float | None = None,
+        norm: Callable[..., Norm] = functools.partial(RMSNorm, "latent", 1e-6),
+        residual_scale: float = 1.0,
+        *,
+        key: PRNGKeyArray,
+    ):
+        if rotary.head_dim != rotary_dim:
+            raise ValueError(f"rotary turns {rotary.head_dim} of rotary_dim = {rotary_dim}")
+        self.rotary, self.scale, self.residual_scale = rotary, scale, residual_scale
+        sizes = {"embed": embed, "heads": heads, "head_dim": head_dim, "rotary_dim": rotary_dim}
+        sizes |= {"query_dim": head_dim + rotary_dim, "value_dim": value_dim}
+
+        def first(field: str, latent: int | None = latent) -> Array:
+            return initial_values(self, field, key, **sizes, latent=latent or 0)
+
+        self.query_down = self.query_norm = self.query_up = self.query = None
+        if query_latent is None:
+            self.query = first("query")
+        else:
+            self.query_down = first("query_down", query_latent)
+            self.query_norm = norm(key=fold(key, "query_norm"), latent=query_latent)
+            self.query_up = first("query_up", query_latent)
+        self.down, self.rotary_key = first("down"), first("rotary_key")
+        self.norm = norm(key=fold(key, "norm"), latent=latent)
+        self.key, self.value, self.output = first("key"), first("value"), first("output")
+
+    def __call__(
+        self,
+        x_BSE: Float[Array, "b s embed"],
+        context: Context,
+        cache: KeysAndValues | None = None,
+    ) -> tuple[Float[Array, "b s embed"], KeysAndValues | None]:
+        """What attention writes, and the new cache, which holds latents and rotary keys alone; see
+        `empty_cache`.
+
+        Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which the
+        last product is summed over `tensor` (a psum or a reduce-scatter). Backward the gradients of
+        latents are, too.
+        """
+        q_BSHQ = self._queries(x_BSE, context)
+        latent_BTL, rotary_BTR = self._latents(x_BSE, context)
+        if cache is None or cache.empty:
+            k_BTHQ, v_BTHV = self._keys_and_values(latent_BTL, rotary_BTR, context)
+            with jax.named_scope("attention"):
+                mixed_BSHV = attend(
+                    q_BSHQ,
+                    k_BTHQ,
+                    v_BTHV,
+                    context.segment_ids_BS,
+                    context.compute.attention,
+                    scale=self.scale,
+                )
+                if cache is not None:
+                    kept = _as_one_head(cache, rotary_BTR), _as_one_head(cache, latent_BTL)
+                    cache = extended(cache, *kept, context.positions_BS)
+        else:
+            mixed_BSHV, cache = self._mixed_from(cache, q_BSHQ, latent_BTL, rotary_BTR, context)
+        with jax.named_scope("projections"):
+            precision = context.compute.precision("projections")
+            residual = spec(context.compute.residual)
+            return product("bshv,hve->bse", mixed_BSHV, self.output, precision, residual), cache
+
+    def weights(
+        self, x_BSE: Float[Array, "b s embed"], context: Context
+    ) -> Float[Array, "b heads s t"]:
+        """How much each position (s) takes from each (t); see `attention_weights`."""
+        q_BSHQ = self._queries(x_BSE, context)
+        k_BTHQ, _ = self._keys_and_values(*self._latents(x_BSE, context), context)
+        return attention_weights(q_BSHQ, k_BTHQ, context.segment_ids_BS, scale=self.scale)
+
+    @jax.named_scope("projections")
+    def _queries(self, x_BSE: Array, context: Context) -> Float[Array, "b s heads query_dim"]:
+        precision = context.compute.precision("projections")
+        if self.query is not None:
+            q_BSHQ = product("bse,ehq->bshq", x_BSE, self.query, precision)
+        else:
+            assert self.query_norm is not None
+            latent_BSL = product("bse,el->bsl", x_BSE, self.query_down, precision)
+            latent_BSL = checkpoint_name(self.query_norm(latent_BSL), "latent")
+            latent_BSL = share(latent_BSL, ("batch", "seq", None))
+            q_BSHQ = product("bsl,lhq->bshq", latent_BSL, self.query_up, precision)
+        q_BSHD, q_BSHR = jnp.split(q_BSHQ, [self.key.shape[-1]], axis=-1)
+        q_BSHR = rotate(q_BSHR, context.rotations[self.rotary], self.rotary.interleaved)
+        return checkpoint_name(jnp.concatenate((q_BSHD, q_BSHR), axis=-1), "query")
+
+    @jax.named_scope("projections")
+    def _latents(self, x_BSE: Array, context: Context) -> tuple[Array, Array]:
+        """Of each token what is kept: its latent, normed, and its rotary key, turned."""
+        precision = context.compute.precision("projections")
+        latent_BTL = self.norm(product("bte,el->btl", x_BSE, self.down, precision))
+        rotary_BTR = product("bte,er->btr", x_BSE, self.rotary_key, precision)
+        rotations, interleaved = context.rotations[self.rotary], self.rotary.interleaved
+        rotary_BTR = rotate(rotary_BTR[:, :, None], rotations, interleaved)[:, :, 0]
+        return checkpoint_name(latent_BTL, "latent"), checkpoint_name(rotary_BTR, "latent")
+
+    @jax.named_scope("projections")
+    def _keys_and_values(
+        self, latent_BTL: Array, rotary_BTR: Array, context: Context
+    ) -> tuple[Array, Array]:
+        """Those of each head."""
+        precision = context.compute.precision("projections")
+        latent_BTL = share(latent_BTL, ("batch", "seq", None))
+        k_BTHD = product("btl,lhd->bthd", latent_BTL, self.key, precision)
+        v_BTHV = product("btl,lhv->bthv", latent_BTL, self.value, precision)
+        k_BTHR = jnp.broadcast_to(
+            rotary_BTR[:, :, None],
+            (*k_BTHD.shape[:-1], rotary_BTR.shape[-1]),
+            out_sharding=spec("batch seq heads head_dim"),
+        )
+        k_BTHQ = jnp.concatenate((k_BTHD, k_BTHR), axis=-1)
+        return checkpoint_name(k_BTHQ, "key"), checkpoint_name(v_BTHV, "value")
+
+    def _mixed_from(
+        self,
+        cache: KeysAndValues,
+        q_BSHQ: Array,
+        latent_BSL: Array,
+        rotary_BSR: Array,
+        context: Context,
+    ) -> tuple[Array, KeysAndValues]:
+        """Attention over latents: a query times the matrix that makes keys is the query of a
+        latent, and values are made of the latents' mean (arXiv:2405.04434, §2.1.2)."""
+        D = self.key.shape[-1]
+        q_BSHD, q_BSHR = jnp.split(q_BSHQ, [D], axis=-1)
+        with jax.named_scope("projections"):
+            of_latents_BSHL = product("bshd,lhd->bshl", q_BSHD, whole(self.key).astype(q_BSHD.dtype))
+        with jax.named_scope("attention"):
+            mixed_BSHL, cache = attend_cached(
+                q_BSHR,
+                _as_one_head(cache, rotary_BSR),
+                _as_one_head(cache, latent_BSL),
+                context.positions_BS,
+                cache,
+                Options.of(None, self.scale, None, q_BSHQ.shape[-1]),
+                of_values_BSHV=of_latents_BSHL,
+            )
+        with jax.named_scope("projections"):
+            value_LHV = whole(self.value).astype(mixed_BSHL.dtype)
+            return product("bshl,lhv->bshv", mixed_BSHL, value_LHV), cache
+
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:
+        """See `lmlib.models.protocol.Cached`. Its one head has rotary keys as keys and latents as
+        values, of which those of all heads are made."""
+        latent, rotary_dim = self.down.shape[-1], self.rotary_key.shape[-1]
+        return empty_cache(rows, length, 1, rotary_dim, dtype, value_dim=latent)
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Of its weights, and of the two products of activations: 6 · heads · (query_dim +
+        value_dim) · keys, as `lmlib.models.parts.attention.Attention` counts them."""
+        heads, value_dim, _ = self.output.shape[-3:]
+        query_dim = self.key.shape[-1] + self.rotary_key.shape[-1]
+        keys = sequence_length / 2 if causal else float(sequence_length)
+        return product_flops(self) + 6 * heads * (query_dim + value_dim) * keys
+
+    def check(self, sequence_length: int, compute: Compute) -> None:
+        """As `lmlib.models.parts.attention.Attention`."""
+        self.rotary.check(sequence_length)
+        query_dim, value_dim = (self.key.shape[-1] + self.rotary_key.shape[-1]), self.value.shape[-1]
+        check_attention(
+            compute.attention, sequence_length, query_dim, compute.dtype, value_dim=value_dim
+        )
+
+
+def _as_one_head(cache: KeysAndValues, x_BTL: Float[Array, "b t l"]) -> Float[Array, "b t k l"]:
+    """As the cache holds it: once on each device along `tensor`."""
+    K = cache.keys.shape[1]
+    shape = (*x_BTL.shape[:2], K, x_BTL.shape[-1])
+    out_sharding = spec("batch seq kv_heads head_dim")
+    return jnp.broadcast_to(x_BTL[:, :, None], shape, out_sharding=out_sharding)
