@@ -10,7 +10,14 @@ from absent_hardware import absent
 from jax.sharding import NamedSharding
 from sentinels import sentinels
 
-from lmlib.models.attend import IMPLEMENTATIONS, attend, check_attention, chosen, problem
+from lmlib.models.attend import (
+    IMPLEMENTATIONS,
+    attend,
+    attention_weights,
+    check_attention,
+    chosen,
+    problem,
+)
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
 
@@ -34,20 +41,26 @@ CASES = [
 ]
 
 
-def inputs(sequence=S, heads=H, kv_heads=K, head_dim=D):
+def inputs(sequence=S, heads=H, kv_heads=K, head_dim=D, value_dim=None):
     """Queries, keys, values, segments that begin and end inside tiles, and an arriving gradient."""
     random = np.random.default_rng(0)
     q_BSHD, d_BSHD = random.normal(size=(2, B, sequence, heads, head_dim)).astype(np.float32)
     k_BSKD, v_BSKD = random.normal(size=(2, B, sequence, kv_heads, head_dim)).astype(np.float32)
+    if value_dim is not None:
+        d_BSHD = random.normal(size=(B, sequence, heads, value_dim)).astype(np.float32)
+        v_BSKD = random.normal(size=(B, sequence, kv_heads, value_dim)).astype(np.float32)
     borders_BS = random.random((B, sequence)) < 4 / sequence
     return q_BSHD, k_BSKD, v_BSKD, np.cumsum(borders_BS, axis=1).astype(np.int32), d_BSHD
 
 
-def reference(q_BSHD, k_BSKD, v_BSKD, segments_BS, d_BSHD, window, scale=None, soft_cap=None):
-    """The output and the gradients for q, k and v, head by head and in float64."""
+def reference(
+    q_BSHD, k_BSKD, v_BSKD, segments_BS, d_BSHD, window, scale=None, soft_cap=None, sinks_H=None
+):
+    """The output and the gradients for q, k, v and sinks, head by head and in float64."""
     sequence, heads, head_dim = q_BSHD.shape[1:]
     group = heads // k_BSKD.shape[2]
-    output, dq, dk, dv = (np.zeros(x.shape) for x in (q_BSHD, q_BSHD, k_BSKD, v_BSKD))
+    output, dq, dk, dv = (np.zeros(x.shape) for x in (d_BSHD, q_BSHD, k_BSKD, v_BSKD))
+    d_sinks_H = np.zeros(heads)
     distance_ST = np.arange(sequence)[:, None] - np.arange(sequence)
     near_ST = (distance_ST >= 0) & (distance_ST < (window or sequence))
     for b, h in np.ndindex(len(q_BSHD), heads):
@@ -60,17 +73,21 @@ def reference(q_BSHD, k_BSKD, v_BSKD, segments_BS, d_BSHD, window, scale=None, s
             scores_ST = soft_cap * np.tanh(scores_ST / soft_cap)
             slope_ST *= 1 - (scores_ST / soft_cap) ** 2
         scores_ST = np.where(allowed_ST, scores_ST, -np.inf)
-        weights_ST = np.exp(scores_ST - scores_ST.max(axis=1, keepdims=True))
-        weights_ST /= weights_ST.sum(axis=1, keepdims=True)
+        highest_S1 = scores_ST.max(axis=1, keepdims=True)
+        weights_ST = np.exp(scores_ST - highest_S1)
+        sink_S1 = 0 * highest_S1 if sinks_H is None else np.exp(sinks_H[h] - highest_S1)
+        normaliser_S1 = weights_ST.sum(axis=1, keepdims=True) + sink_S1
+        weights_ST, sink_S1 = weights_ST / normaliser_S1, sink_S1 / normaliser_S1
         d_SD = d_BSHD[b, :, h].astype(np.float64)
         output[b, :, h] = weights_ST @ v_SD
         d_weights_ST = d_SD @ v_SD.T
         inner_S1 = (weights_ST * d_weights_ST).sum(axis=1, keepdims=True)
+        d_sinks_H[h] -= (sink_S1 * inner_S1).sum()
         d_scores_ST = weights_ST * (d_weights_ST - inner_S1) * slope_ST
         dq[b, :, h] = d_scores_ST @ k_SD
         dk[b, :, h // group] += d_scores_ST.T @ q_SD
         dv[b, :, h // group] += weights_ST.T @ d_SD
-    return output, dq, dk, dv
+    return (output, dq, dk, dv) if sinks_H is None else (output, dq, dk, dv, d_sinks_H)
 
 
 def found(implementation, q, k, v, segments_BS, d_BSHD, window, **options):
@@ -83,6 +100,18 @@ def found(implementation, q, k, v, segments_BS, d_BSHD, window, **options):
         return values, *pullback(d_BSHD)
 
     return compute(q, k, v, segments_BS, d_BSHD)
+
+
+def found_with_sinks(implementation, q, k, v, segments_BS, d_BSHD, sinks_H, **options):
+    @jax.jit
+    def compute(q, k, v, segments_BS, d_BSHD, sinks_H):
+        def output(q, k, v, sinks_H):
+            return attend(q, k, v, segments_BS, implementation, sinks_H=sinks_H, **options)
+
+        values, pullback = jax.vjp(output, q, k, v, sinks_H)
+        return values, *pullback(d_BSHD)
+
+    return compute(q, k, v, segments_BS, d_BSHD, sinks_H)
 
 
 def assert_close(values, expected, tolerance):
@@ -140,6 +169,47 @@ def test_what_cudnn_is_told_is_the_definition(options, monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     assert_bfloat16_is_close("cudnn", **options)
+
+
+@pytest.mark.parametrize("implementation", RUNNABLE)
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"),
+    sentinels([(64, 128), (128, 64)], lambda sizes: sizes == (128, 64)),
+)
+def test_values_may_be_of_another_size(implementation, head_dim, value_dim):
+    arrays = inputs(S, 2, 1, head_dim, value_dim)
+    if implementation == "cudnn":
+        arrays = tuple(jnp.asarray(x, x.dtype if x.ndim < 4 else jnp.bfloat16) for x in arrays)
+    with jax.default_matmul_precision("highest"):
+        values = found(implementation, *arrays, None)
+    arrays = [np.asarray(x, np.float32 if x.ndim == 4 else np.int32) for x in arrays]
+    assert_close(values, reference(*arrays, None), 4 * 2**-9 if implementation == "cudnn" else 2e-6)
+
+
+OF_SINKS = [{"window": None}, {"window": 100, "scale": 0.3, "soft_cap": 2.0}]
+
+
+@pytest.mark.parametrize("options", OF_SINKS, ids=["plainly", "with all options"])
+@pytest.mark.parametrize("implementation", ["plain", "blockwise"])
+def test_sinks_are_logits_without_a_value(implementation, options):
+    arrays, sinks_H = inputs(200), np.array([-2.0, 0.0, 3.0, 30.0], np.float32)
+    with jax.default_matmul_precision("highest"):
+        values = found_with_sinks(implementation, *arrays, sinks_H, **options)
+    expected = reference(*arrays, **options, sinks_H=sinks_H.astype(np.float64))
+    assert_close(values, expected, 4e-6)
+    q, k, v, segments_BS = (jnp.asarray(x) for x in arrays[:4])
+    weights_BHST = attention_weights(q, k, segments_BS, **options, sinks_H=jnp.asarray(sinks_H))
+    mixed_BSHD = jnp.einsum("bhst,bthd->bshd", weights_BHST, jnp.repeat(v, H // K, axis=2))
+    np.testing.assert_allclose(mixed_BSHD, expected[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "splash"])
+def test_kernels_without_sinks_say_so(implementation):
+    reason = problem(implementation, S, D, jnp.bfloat16, sinks=True)
+    assert reason == f"{implementation} has no sinks"
+    q, k, v, segments_BS, _ = (jnp.asarray(x) for x in inputs())
+    with pytest.raises(ValueError, match="has no sinks; use attention='blockwise' or 'auto'"):
+        attend(q, k, v, segments_BS, implementation, sinks_H=jnp.zeros(H))
 
 
 def test_cudnn_has_no_soft_cap_and_says_so():

@@ -9,6 +9,7 @@ import pytest
 from sentinels import sentinels
 
 from lmlib import Compute, whole_rows
+from lmlib.models.families.experts.deepseek import deepseek_v3
 from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.experts.olmoe import olmoe
 from lmlib.models.families.experts.qwen3_moe import qwen3_moe
@@ -25,10 +26,14 @@ from lmlib.models.families.smollm import smollm3
 from lmlib.models.families.speedrun import speedrun
 from lmlib.models.families.starcoder import starcoder2
 
+DEEPSEEK = functools.partial(
+    deepseek_v3, expert_mlp=32, experts=8, top=2, dense_layers=1, groups=1, top_groups=1,
+    head_dim=12, rotary_dim=4, value_dim=8, latent=24, query_latent=32,
+)  # fmt: skip
 FAMILIES = (
     *(llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3, olmo2),
     *(gpt2, starcoder2, smollm3, granite, gpt_neox, speedrun),
-    *(mixtral, qwen3_moe, olmoe),
+    *(mixtral, qwen3_moe, olmoe, DEEPSEEK),
 )
 VOCAB = 512
 

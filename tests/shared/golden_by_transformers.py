@@ -54,8 +54,8 @@ def layers_of(folder: Path, ids: list[int]) -> dict[str, Any]:
 
 
 def as_saved(model: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Values of a model's parameters and buffers under the names of a folder, which holds some apart that the
-    class has as one: experts."""
+    """Values of a model's parameters and buffers under the names of a folder, which holds some
+    apart that the class has as one: experts."""
     holder = copy.deepcopy(model)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         state = dict(holder.named_parameters()) | kept_buffers(holder)

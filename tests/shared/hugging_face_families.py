@@ -172,7 +172,10 @@ FAMILIES = {
         "deepseek_v3",
         SIZES
         | _DEEPSEEK
-        | {"n_shared_experts": 2, "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+        | {
+            "n_shared_experts": 2,
+            "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+        },
     ),
     # Queries without a latent, as in Moonlight, and pairs as in Llama.
     "deepseek_v3_direct_queries": (

@@ -217,6 +217,22 @@ PUBLISHED = {
             "router_aux_loss_coef": 0.01, "tie_word_embeddings": False, "vocab_size": 50304,
         },
     ),
+    "moonlight_16b_a3b": (
+        15_960_110_208,
+        {
+            "model_type": "deepseek_v3", "attention_bias": False, "aux_loss_alpha": 0.001,
+            "ep_size": 1, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+            "intermediate_size": 11264, "kv_lora_rank": 512, "max_position_embeddings": 8192,
+            "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+            "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": True,
+            "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+            "num_key_value_heads": 16, "num_nextn_predict_layers": 0, "q_lora_rank": None,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+            "rope_scaling": None, "rope_theta": 50000.0, "routed_scaling_factor": 2.446,
+            "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
+            "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -80,8 +80,10 @@ def attend(
     else:
         if not hasattr(kernel, "attend_and_normalise"):
             raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
-        normalised = computed(kernel.attend_and_normalise, (heads, partition("batch seq heads")))
-        mixed_BSHV = with_sinks(*normalised, sinks_H)
+        mixed_BSHV, log_normaliser_BSH = computed(
+            kernel.attend_and_normalise, (heads, partition("batch seq heads"))
+        )
+        mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H)
     return checkpoint_name(mixed_BSHV, "attention")
 
 

@@ -155,9 +155,9 @@ def _backward(
             _put(dv_BKSV, _tile(dv_BKSV, j, tile, 2) + dv_BKTV, j, tile, 2),
         ), None
 
-    nothing = tuple(jnp.zeros(x.shape, wide) for x in (q_BKGSD, k_BKSD, v_BKSV))
+    dq, dk, dv = (jnp.zeros(x.shape, wide) for x in (q_BKGSD, k_BKSD, v_BKSV))
     pairs = _pairs(q_BKGSD.shape[3] // tile, tile, options.window)
-    (dq_BKGSD, dk_BKSD, dv_BKSV), _ = jax.lax.scan(visit, nothing, pairs)
+    (dq_BKGSD, dk_BKSD, dv_BKSV), _ = jax.lax.scan(visit, (dq, dk, dv), pairs)
     return (
         dq_BKGSD.astype(q_BKGSD.dtype),
         dk_BKSD.astype(k_BKSD.dtype),

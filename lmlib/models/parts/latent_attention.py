@@ -28,6 +28,7 @@ from lmlib.models.protocol import Context, Names
 from lmlib.models.weights import fan_in, fold, initial_values, product_flops, weight
 from lmlib.parallel.layout import share, spec
 
+NORM = functools.partial(RMSNorm, "latent", 1e-6)
 _SIZES = {"query_dim": None, "rotary_dim": None, "value_dim": None}  # whole, as head_dim is
 
 
@@ -84,7 +85,7 @@ class LatentAttention(eqx.Module):
         query_latent: int | None,
         rotary: Rotary,
         scale: float | None = None,
-        norm: Callable[..., Norm] = functools.partial(RMSNorm, "latent", 1e-6),
+        norm: Callable[..., Norm] = NORM,
         residual_scale: float = 1.0,
         *,
         key: PRNGKeyArray,
@@ -159,6 +160,7 @@ class LatentAttention(eqx.Module):
         if self.query is not None:
             q_BSHQ = product("bse,ehq->bshq", x_BSE, self.query, precision)
         else:
+            assert self.query_down is not None and self.query_up is not None
             assert self.query_norm is not None
             latent_BSL = product("bse,el->bsl", x_BSE, self.query_down, precision)
             latent_BSL = checkpoint_name(self.query_norm(latent_BSL), "latent")
@@ -208,7 +210,9 @@ class LatentAttention(eqx.Module):
         D = self.key.shape[-1]
         q_BSHD, q_BSHR = jnp.split(q_BSHQ, [D], axis=-1)
         with jax.named_scope("projections"):
-            of_latents_BSHL = product("bshd,lhd->bshl", q_BSHD, whole(self.key).astype(q_BSHD.dtype))
+            of_latents_BSHL = product(
+                "bshd,lhd->bshl", q_BSHD, whole(self.key).astype(q_BSHD.dtype)
+            )
         with jax.named_scope("attention"):
             mixed_BSHL, cache = attend_cached(
                 q_BSHR,
@@ -240,7 +244,10 @@ class LatentAttention(eqx.Module):
     def check(self, sequence_length: int, compute: Compute) -> None:
         """As `lmlib.models.parts.attention.Attention`."""
         self.rotary.check(sequence_length)
-        query_dim, value_dim = (self.key.shape[-1] + self.rotary_key.shape[-1]), self.value.shape[-1]
+        query_dim, value_dim = (
+            (self.key.shape[-1] + self.rotary_key.shape[-1]),
+            self.value.shape[-1],
+        )
         check_attention(
             compute.attention, sequence_length, query_dim, compute.dtype, value_dim=value_dim
         )

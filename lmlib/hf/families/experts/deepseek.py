@@ -63,6 +63,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     settings.ignore("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
     settings.ignore("num_nextn_predict_layers", "num_mtp_layers", "head_dim", "qk_head_dim")
     heads = settings.take("num_attention_heads")
+    settings.take("num_key_value_heads")  # left out it means 128, whatever there are heads
     settings.only("num_key_value_heads", heads)
     rope = read_rope(settings, scalings=(Yarn,))
     return {

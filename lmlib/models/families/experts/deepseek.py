@@ -3,6 +3,7 @@ a few dense layers."""
 
 import functools
 import math
+from collections.abc import Callable
 
 from jaxtyping import PRNGKeyArray
 
@@ -85,7 +86,9 @@ def deepseek_v3(
             f"dense_layers must be 0 to layers = {layers}, and shared_experts at least 0, got "
             f"{dense_layers} and {shared_experts}"
         )
-    sharpness = 1.0 if rope_scaling is None else yarn_amplitude(rope_scaling.factor, score_sharpness)
+    sharpness = (
+        1.0 if rope_scaling is None else yarn_amplitude(rope_scaling.factor, score_sharpness)
+    )
     rotary = Rotary(rotary_dim, rope_theta, rope_scaling, interleaved)
     scale = residual_scale(layers)
     attention = functools.partial(
@@ -106,7 +109,7 @@ def deepseek_v3(
     def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
         return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
-    def block(feed_forward: functools.partial[FeedForward], key: PRNGKeyArray) -> Block:
+    def block(feed_forward: Callable[..., FeedForward], key: PRNGKeyArray) -> Block:
         return Block(
             attention_norm=norm(fold(key, "attention_norm")),
             attention=attention(key=fold(key, "attention")),
@@ -115,12 +118,9 @@ def deepseek_v3(
         )
 
     def model(key: PRNGKeyArray) -> Decoder:
-        kinds = {dense: dense_layers, mixture: layers - dense_layers}
-        stack = [
-            Segment([functools.partial(block, kind)], repeats)
-            for kind, repeats in kinds.items()
-            if repeats
-        ]
+        kinds = (dense, dense_layers), (mixture, layers - dense_layers)
+        stack = [Segment([functools.partial(block, kind)], repeats) for kind, repeats in kinds]
+        stack = [segment for segment in stack if segment.repeats]
         last = norm(fold(key, "norm"), last_scale)
         return Decoder(vocab, embed, stack, last, tied, embedding_deviation=deviation, key=key)
 
