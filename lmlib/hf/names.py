@@ -55,6 +55,8 @@ class Names:
       base: what names of all but the head begin with; folders of a trunk alone leave it out.
       without_effect: ends of further names that a folder may hold, which mean nothing.
       modules: names in the class, by which PEFT goes, of tensors that have another in a folder.
+      not_adapted: ends of modules' names that PEFT takes for those of experts, where others have
+        them too.
     """
 
     outside: Sequence[Tensor]
@@ -63,6 +65,7 @@ class Names:
     base: str = "model."
     without_effect: tuple[str, ...] = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    not_adapted: tuple[str, ...] = ()
 
     def tensor_of(self, path: str) -> str:
         """The tensor that holds a weight which is of no layer."""

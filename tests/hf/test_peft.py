@@ -69,7 +69,9 @@ def with_values(model):
 
 
 def adapted(name, **settings):
-    key = jax.random.key(1)
+    """Of all that PEFT can adapt, unless `paths` say otherwise."""
+    key, usual = jax.random.key(1), "*attention*" if name.startswith("deepseek") else "stack.*"
+    settings = {"paths": (usual,)} | settings
     return jax.jit(lambda base: with_values(with_adapters(base, **settings, key=key)))(
         base_of(name)
     )
@@ -156,14 +158,18 @@ def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
 def test_what_is_written_is_read_again(name, tmp_path):
     """In some layers alone, and not in all matrices of them."""
     kind = FAMILIES[name][0]
-    paths = ("stack.0.0.*.query",) if kind in ("phi3", "gpt2", "gpt_neox") else ("stack.0.0.*",)
+    joined = kind in ("phi3", "gpt2", "gpt_neox", "deepseek_v3")
+    paths = ("stack.0.0.*.query*",) if joined else ("stack.0.0.*",)
     model = adapted(name, rank=2, alpha=5.0, paths=paths, dropout=0.25)
     hf.save_adapters(model, tmp_path / "out", model_type=kind, trained=())
     again = hf.load_adapters(tmp_path / "out", base_of(name), model_type=kind)
-    if paths == ("stack.0.0.*",):
+    if not joined:
         assert_same(again, model)
-    added = [jax.jit(merged)(each).stack[0][0].attention.query for each in (again, model)]
-    np.testing.assert_allclose(*added, atol=1e-6)
+    added = [
+        jax.tree.leaves(jax.jit(merged)(each).stack[0][0].attention) for each in (again, model)
+    ]
+    for one, other in zip(*added, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -303,8 +309,9 @@ def peft():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "stabilized"), ALTERNATING)
 def test_peft_computes_the_same_of_what_is_written_here(peft, name, stabilized, tmp_path):
+    kind = FAMILIES[name][0]
     model = adapted(name, rank=3, alpha=5.0, rank_stabilized=stabilized)
-    hf.save_adapters(model, tmp_path / "out", model_type=FAMILIES[name][0], trained=())
+    hf.save_adapters(model, tmp_path / "out", model_type=kind, trained=())
     expected = theirs(peft.read(name, tmp_path / "out"), ids_of(name))
     assert_same_logits(model, ids_of(name), expected)
     assert_same_logits(merged(model), ids_of(name), expected)
@@ -314,7 +321,8 @@ def test_peft_computes_the_same_of_what_is_written_here(peft, name, stabilized, 
 @pytest.mark.parametrize(("name", "stabilized"), ALTERNATING)
 def test_of_what_peft_writes_lmlib_computes_the_same(peft, name, stabilized, tmp_path):
     targets = [
-        "q_proj", "v_proj", "qkv_proj", "c_attn", "c_proj", "query_key_value", "dense",
+        "q_proj", "v_proj", "qkv_proj", "c_attn", "c_proj", "query_key_value", "dense", "q_b_proj",
+        "kv_b_proj",
         *(() if name in WITH_EXPERTS else ("down_proj",)),  # there PEFT adapts a parameter
     ]  # fmt: skip
     model = peft.adapted(

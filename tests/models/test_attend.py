@@ -207,6 +207,7 @@ def test_sinks_are_logits_without_a_value(implementation, options):
 def test_kernels_without_sinks_say_so(implementation):
     reason = problem(implementation, S, D, jnp.bfloat16, sinks=True)
     assert reason == f"{implementation} has no sinks"
+    check_attention("auto", S, D, jnp.bfloat16, sinks=True)
     q, k, v, segments_BS, _ = (jnp.asarray(x) for x in inputs())
     with pytest.raises(ValueError, match="has no sinks; use attention='blockwise' or 'auto'"):
         attend(q, k, v, segments_BS, implementation, sinks_H=jnp.zeros(H))

@@ -198,7 +198,7 @@ KINDS = tuple(
     for name in FAMILIES
     if name not in ("llama_3_1", "llama_linear", "qwen2_yarn", "phi3_long_rope")
 )
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "deepseek_v3_direct_queries")
 # By name of the golden folder of adapters: whose they are, what PEFT is told, and which weights of
 # ours the folder holds whole.
 ADAPTERS = {

@@ -92,6 +92,8 @@ def modules_of(base: Any, names: Names) -> dict[str, Module]:
         if not shares_inputs and (len(places) > 1 or places[0].piece.share.groups > 1):
             continue  # weights with inputs of their own
         name = tensor.name.removesuffix(".weight")
+        if name.endswith(names.not_adapted):
+            continue
         found[name] = Module(name, places, not own[0].declaration.multiplied)
     return found
 

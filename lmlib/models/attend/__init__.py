@@ -150,7 +150,9 @@ def problem(
       head_dim, value_dim: of queries and keys, and of values; `None`: that of queries.
       sinks: whether there are sinks.
     """
-    kernel = IMPLEMENTATIONS.get(implementation)
+    if implementation == "auto":
+        return None
+    kernel = IMPLEMENTATIONS[implementation]
     if sinks and not hasattr(kernel, "attend_and_normalise"):
         return f"{implementation} has no sinks"
     limits = getattr(kernel, "problem", None)
