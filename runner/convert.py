@@ -44,18 +44,14 @@ from jax.sharding import Mesh
 
 from lmlib import hf
 from lmlib.adapters import lora, merged, without_adapters
-from lmlib.checkpoint import Checkpoints
 from lmlib.data.chats.chat import put_chat_template
 from lmlib.hf.families import FAMILIES, family_of
-from lmlib.hf.folder import read_copied
-from lmlib.hf.hub import SETTINGS, TOKENIZER_FILES
 from lmlib.hf.peft import holds_adapters, written_whole
 from lmlib.models.matrices.adapted import has_adapters
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.recipe import parted
 from lmlib.storage.local_folder import local_folder
-from lmlib.storage.whole_file import make_folder
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
@@ -68,11 +64,12 @@ from runner.config.references import HuggingFace, Saved, located
 from runner.errors import ConfigError, user_errors
 from runner.monitoring.transfer import told
 from runner.weights.model_folder import ModelFolder
-from runner.weights.notes import WEIGHTS_ALONE, frozen_note
+from runner.weights.notes import frozen_note
 from runner.weights.reading import model_of, own_weights
-from runner.weights.saved_run import ORIGIN, PLAIN, Access, SavedRun, in_floats, recipe_of, use_run
+from runner.weights.saved_run import PLAIN, Access, SavedRun, in_floats, recipe_of, use_run
 from runner.weights.texts import KnownTexts, tokenizer_of
 from runner.weights.wanted import Wanted
+from runner.weights.weights_alone import keep_origin, save_weights_alone
 
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 
@@ -142,28 +139,17 @@ def bring_in(found: HuggingFace, to: Path) -> str:
             if besides := held.besides(shapes):
                 cfg.trainable.besides = besides
         configs.save(cfg, unfinished)
-        make_folder(unfinished / ORIGIN)
-        for name, content in read_copied(base.folder, (*SETTINGS, *TOKENIZER_FILES)).items():
-            (unfinished / ORIGIN / name).write_bytes(content)
+        keep_origin(base.folder, unfinished)
         recipe = recipe_of(cfg)
         parts = parted(source.weights(Wanted(recipe, _one_device()), _show), recipe.trained)
-        identity = tokenizer_of(base.folder, base.name)
-        batches = {
-            "tokenizer": identity and dataclasses.asdict(identity),
-            "bytes_per_target": None,
-            "steps_made": WEIGHTS_ALONE,
-        }
-        notes = {
-            "tokens": 0,
-            "before_skipped": None,
-            "batches": batches,
-            "initialised_from": base.name,
-            "frozen": frozen_note(parts.frozen, recipe),
-            "reference_model": None,
-        }
         _show("writing the checkpoint")
-        with Checkpoints(unfinished / "checkpoints") as checkpoints:
-            checkpoints.save(WEIGHTS_ALONE, {"model": parts.trained}, notes)
+        save_weights_alone(
+            parts.trained,
+            unfinished,
+            tokenizer_of(base.folder, base.name),
+            initialised_from=base.name,
+            frozen=frozen_note(parts.frozen, recipe),
+        )
     what = "weights" if held is None else "adapters"
     return f"the {what} of {found.name}, {_size(parts.trained)}"
 

@@ -64,7 +64,7 @@ SHORTER = (
      "--fdl.data.sequence_length=16"),
     (r"--vocab_size=\d+", "--vocab_size=300"),
     (r"(-m data_tools\.pretokenize)(?!.*--(?:workers|ray))", r"\1 --workers=0"),
-    (r"fsdp=8", "fsdp=1"),
+    (r"(fsdp|expert)=8", r"\1=1"),
     (r"in \(1e-3, 3e-3\)", "in (1e-3,)"),
     (r"sequence_length=1024", "sequence_length=64"),
     (r"--axis=depth=[\d,]+", "--axis=depth=2,3"),

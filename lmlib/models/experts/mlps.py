@@ -23,6 +23,11 @@ def swiglu(gate: Array, up: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
+def geglu(gate: Array, up: Array) -> Array:
+    """gelu(gate) · up (arXiv:2002.05202, eq. 6), with gelu's tanh approximation, as Gemma's mlps."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
 def clamped_swiglu(gate: Array, up: Array) -> Array:
     """gate · sigmoid(1.702 gate) · (up + 1), where gate is at most 7 and up within ±7 (OpenAI 2025,
     arXiv:2508.10925, and its reference implementation)."""

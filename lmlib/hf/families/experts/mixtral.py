@@ -19,11 +19,13 @@ _LAYER = (*ATTENTION, *NORMS_BEFORE, *mixture("block_sparse_moe", ("w1", "w3", "
 
 def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
+    rope = read_rope(settings, 1_000_000.0)
     return {
         **sizes(settings, kv_heads=8, epsilon=1e-5),
         **routing(settings, experts=8, top=2),
         "head_dim": settings.take("head_dim", None),
-        "rope_theta": read_rope(settings, 1_000_000.0, scalings=()).theta,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
         "window": settings.take("sliding_window", None),
     }
 

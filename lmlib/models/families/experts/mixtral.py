@@ -9,7 +9,7 @@ from lmlib.models.families.llama import PARTS, llama
 from lmlib.models.families.variants import variant
 
 
-@variant(llama, without=f"rope_scaling rotary_fraction {PARTS}")
+@variant(llama, without=f"rotary_fraction {PARTS}")
 def mixtral(
     *, rope_theta: float = 1_000_000.0, experts: int = 8, top: int = 2, **others: Any
 ) -> Decoder:

@@ -1,0 +1,101 @@
+"""A dense model as a mixture of experts that computes the same, each expert a copy of an mlp
+(Komatsuzaki et al. 2023, arXiv:2212.05055, §3).
+
+Shapes: X experts, E embed, F mlp.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from lmlib.models.experts.mixture import Mixture
+from lmlib.models.experts.mlps import GatedExperts, Gate, geglu, swiglu
+from lmlib.models.matrices.adapted import has_adapters
+from lmlib.models.parts.mlp import Activation, GatedMLP, gelu_tanh, silu
+from lmlib.models.weights import fold
+from lmlib.parallel.axes import M
+from lmlib.parallel.mesh import on_mesh_of
+
+GATES: Mapping[Activation, Gate] = {silu: swiglu, gelu_tanh: geglu}
+
+
+def upcycled(
+    of: Callable[..., Any], experts: int = 8, top: int = 2, *, key: PRNGKeyArray, **sizes: int
+) -> Any:
+    """The model that `of(key=…)` makes, upcycled: for `Experiment.model`.
+
+        model=fdl.Partial(upcycled, of=fdl.Partial(llama, …), experts=8, top=2)
+
+    The other arguments are those of `upcycle`; `sizes` go to `of` (`Experiment.scaling`).
+    """
+    return upcycle(of(key=key, **sizes), experts, top, key=fold(key, "upcycled"))
+
+
+def upcycle(model: M, experts: int = 8, top: int = 2, *, key: PRNGKeyArray) -> M:
+    """`model` with a `Mixture` in place of each gated mlp. Its experts are copies of the mlp, and
+    its router is new. Shares add up to 1, so that it computes what `model` does.
+
+    Args:
+      model: its arrays may be those of stacked layers. What is no mlp is in both models.
+      experts, top: as in `Mixture`.
+      key: of the routers.
+
+    Raises:
+      ValueError: if the model is a mixture already, has adapters or no gated mlp, or there are no
+        such experts.
+    """
+    if has_adapters(model):
+        raise ValueError("the model has adapters: merge them first (`lmlib.adapters.merged`)")
+    mlps = [one for one in jax.tree.leaves(model, is_leaf=_is_mlp) if _is_mlp(one)]
+    if any(isinstance(one, Mixture) for one in mlps):
+        raise ValueError("the model is a mixture of experts already")
+    if not any(isinstance(one, GatedMLP) for one in mlps):
+        raise ValueError("the model has no gated mlps, of which experts could be copies")
+
+    def visit(keys: Any, one: Any) -> Any:
+        if not isinstance(one, GatedMLP):
+            return one
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        return _mixture(one, experts, top, fold(key, path))
+
+    with on_mesh_of(model):
+        return jax.tree_util.tree_map_with_path(visit, model, is_leaf=_is_mlp)
+
+
+def _is_mlp(node: Any) -> bool:
+    return isinstance(node, GatedMLP | Mixture)
+
+
+def _mixture(mlp: GatedMLP, experts: int, top: int, key: PRNGKeyArray) -> Mixture:
+    if mlp.activation not in GATES:
+        raise ValueError(
+            f"its mlps have {mlp.activation.__name__}, and experts one of "
+            f"{', '.join(activation.__name__ for activation in GATES)}"
+        )
+    *stacked, embed, size = mlp.gate.shape
+
+    def make(key: PRNGKeyArray) -> Mixture:
+        mlps = functools.partial(GatedExperts, gated=GATES[mlp.activation])
+        scale = mlp.residual_scale
+        return Mixture(embed, size, scale, experts=experts, top=top, mlps=mlps, key=key)
+
+    def of_layers(function: Callable[[PRNGKeyArray], Any]) -> Callable[[PRNGKeyArray], Any]:
+        return functools.reduce(lambda each, _: jax.vmap(each), stacked, function)
+
+    def copies(w_EF: Float[Array, "..."]) -> Float[Array, "..."]:
+        shape = (*w_EF.shape[:-2], experts, *w_EF.shape[-2:])
+        return jnp.broadcast_to(jnp.expand_dims(w_EF, -3), shape)
+
+    keys = jax.random.split(key, tuple(stacked))
+    shapes = jax.eval_shape(of_layers(make), keys)
+    router = of_layers(lambda key: make(key).router)(keys)
+    return eqx.tree_at(
+        lambda one: (one.router, one.experts.gate, one.experts.up, one.experts.down),
+        shapes,
+        (router, *map(copies, (mlp.gate, mlp.up, mlp.down))),
+    )

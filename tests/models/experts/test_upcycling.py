@@ -1,0 +1,107 @@
+"""An upcycled model computes what the dense one does, of copies of its mlps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from laid_out import laid_out
+
+from lmlib import Compute, whole_rows
+from lmlib.adapters import with_adapters
+from lmlib.models.experts.mixture import Mixture
+from lmlib.models.experts.upcycling import upcycle, upcycled
+from lmlib.models.families.experts.mixtral import mixtral
+from lmlib.models.families.gemma import gemma2
+from lmlib.models.families.gpt2 import gpt2
+from lmlib.models.families.llama import llama
+from lmlib.models.parts.mlp import GatedMLP, gelu
+from lmlib.parallel.layout import shardings
+from lmlib.parallel.mesh import make_mesh
+from lmlib.state import abstract_model
+
+SIZES = {"vocab": 61, "embed": 16, "layers": 4, "heads": 4, "mlp": 24}
+KEY, ROUTERS = jax.random.key(0), jax.random.key(7)
+TOKENS_BS = jax.random.randint(jax.random.key(1), (2, 40), 0, 61)
+
+
+def logits(model):
+    context = whole_rows(TOKENS_BS, Compute(dtype="float32"))
+    return np.asarray(jax.jit(lambda model: model(TOKENS_BS, context))(model))
+
+
+@pytest.mark.parametrize("family", [llama, pytest.param(gemma2, marks=pytest.mark.slow)])
+def test_it_computes_what_the_dense_model_does(family):
+    dense = family(**SIZES, key=KEY)
+    mixture = upcycle(dense, experts=5, top=3, key=ROUTERS)
+    expected = logits(dense)
+    assert np.abs(logits(mixture) - expected).max() <= 1e-6 * np.abs(expected).max()
+
+
+def test_experts_are_copies_and_routers_are_new():
+    dense = llama(**SIZES, key=KEY)
+    mixture = upcycle(dense, experts=3, top=1, key=ROUTERS)
+    mlp, made = dense.stack[0][0].mlp, mixture.stack[0][0].mlp
+    for name in ("gate", "up", "down"):
+        own, copies = getattr(mlp, name), getattr(made.experts, name)
+        for expert in range(3):
+            np.testing.assert_array_equal(copies[:, expert], own)
+    np.testing.assert_array_equal(mixture.embedding, dense.embedding)
+    routers = made.router.logits
+    assert len(np.unique(routers)) > 0.99 * routers.size  # every layer and every expert has its own
+    assert float(jnp.std(routers)) == pytest.approx(16**-0.5, rel=0.15)
+    again, other = (upcycle(dense, 3, 1, key=key) for key in (ROUTERS, KEY))
+    np.testing.assert_array_equal(again.stack[0][0].mlp.router.logits, routers)
+    assert not np.array_equal(other.stack[0][0].mlp.router.logits, routers)
+
+
+def test_a_llama_becomes_a_mixtral():
+    made, family = (
+        jax.eval_shape(functools.partial(make, experts=4, top=2), key=KEY)
+        for make in (
+            functools.partial(upcycled, functools.partial(llama, **SIZES)),
+            functools.partial(mixtral, **SIZES, rope_theta=1e4),
+        )
+    )
+    assert jax.tree.structure(made) == jax.tree.structure(family)
+    assert [w.shape for w in jax.tree.leaves(made)] == [w.shape for w in jax.tree.leaves(family)]
+
+
+@pytest.mark.several_devices
+def test_on_a_mesh_it_is_the_same_and_experts_are_split():
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    make = functools.partial(upcycle, experts=4, key=ROUTERS)
+    dense = llama(**SIZES | {"vocab": 64}, key=KEY)
+    expected = make(dense)
+    layout = shardings(abstract_model(lambda: expected, mesh))
+    made = jax.jit(make, out_shardings=layout)(laid_out(dense, mesh))
+    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+    gate = made.stack[0][0].mlp.experts.gate
+    assert gate.addressable_shards[0].data.size * 8 == gate.size
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (functools.partial(mixtral, **SIZES, experts=4), "a mixture of experts already"),
+        (functools.partial(gpt2, positions=64, **SIZES), "no gated mlps"),
+        (
+            functools.partial(
+                llama, **SIZES, feed_forward=functools.partial(GatedMLP, activation=gelu)
+            ),
+            "have gelu, and experts one of silu, gelu_tanh",
+        ),
+        (lambda key: with_adapters(llama(**SIZES, key=key), key=key), "merge them first"),
+    ],
+)
+def test_what_cannot_be_upcycled_is_refused(make, told):
+    with pytest.raises(ValueError, match=told):
+        jax.eval_shape(lambda key: upcycle(make(key=key), key=key), KEY)
+
+
+def test_mixtures_in_a_model_have_the_experts_that_were_asked_for():
+    mlp = upcycle(llama(**SIZES, key=KEY), experts=6, top=3, key=ROUTERS).stack[0][0].mlp
+    assert isinstance(mlp, Mixture) and mlp.router.normalized and mlp.router.scale == 1
+    assert (mlp.router.experts, mlp.router.top, mlp.experts.gate.shape[1]) == (6, 3, 6)
