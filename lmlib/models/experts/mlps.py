@@ -24,7 +24,7 @@ def swiglu(gate: Array, up: Array) -> Array:
 
 
 def geglu(gate: Array, up: Array) -> Array:
-    """gelu(gate) · up (arXiv:2002.05202, eq. 6), with gelu's tanh approximation, as Gemma's mlps."""
+    """gelu(gate) · up (arXiv:2002.05202, eq. 6), with gelu's tanh approximation, as in Gemma."""
     return jax.nn.gelu(gate, approximate=True) * up
 
 

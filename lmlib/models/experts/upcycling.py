@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.models.experts.mixture import Mixture
-from lmlib.models.experts.mlps import GatedExperts, Gate, geglu, swiglu
+from lmlib.models.experts.mlps import Gate, GatedExperts, geglu, swiglu
 from lmlib.models.matrices.adapted import has_adapters
 from lmlib.models.parts.mlp import Activation, GatedMLP, gelu_tanh, silu
 from lmlib.models.weights import fold

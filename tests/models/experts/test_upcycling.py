@@ -26,17 +26,24 @@ KEY, ROUTERS = jax.random.key(0), jax.random.key(7)
 TOKENS_BS = jax.random.randint(jax.random.key(1), (2, 40), 0, 61)
 
 
-def logits(model):
-    context = whole_rows(TOKENS_BS, Compute(dtype="float32"))
-    return np.asarray(jax.jit(lambda model: model(TOKENS_BS, context))(model))
+def logits(model, dtype):
+    context = whole_rows(TOKENS_BS, Compute(dtype=dtype))
+    return np.asarray(jax.jit(lambda model: model(TOKENS_BS, context))(model), np.float32)
 
 
-@pytest.mark.parametrize("family", [llama, pytest.param(gemma2, marks=pytest.mark.slow)])
-def test_it_computes_what_the_dense_model_does(family):
+@pytest.mark.parametrize(
+    ("family", "dtype", "bound"),
+    [
+        (llama, "float32", 1e-6),
+        pytest.param(llama, "bfloat16", 2**-6, marks=pytest.mark.slow),
+        pytest.param(gemma2, "float32", 1e-6, marks=pytest.mark.slow),
+    ],
+)
+def test_it_computes_what_the_dense_model_does(family, dtype, bound):
     dense = family(**SIZES, key=KEY)
     mixture = upcycle(dense, experts=5, top=3, key=ROUTERS)
-    expected = logits(dense)
-    assert np.abs(logits(mixture) - expected).max() <= 1e-6 * np.abs(expected).max()
+    expected = logits(dense, dtype)
+    assert np.abs(logits(mixture, dtype) - expected).max() <= bound * np.abs(expected).max()
 
 
 def test_experts_are_copies_and_routers_are_new():

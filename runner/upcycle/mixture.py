@@ -1,73 +1,27 @@
-"""Makes a mixture of experts of a dense model: each expert a copy of its mlp, with a new router.
-
-    python -m runner.upcycle --from=RUN_OR_FOLDER --experts=8 --top=2 --to=WORKDIR
-
---from     RUN, RUN@STEP, or a folder of Hugging Face's or its name; adapters are merged
---experts  how many there are in each layer
---top      how many of them a token goes to; their shares add up to 1
---to       a folder that is new or empty
---seed     of the routers
---init_from, --weights, --trust_module   as of runner.convert
-WORKDIR has a config and a checkpoint of step 0, the weights alone, which compute what the dense
-model does. Runs begin with them: python -m runner --fdl_config=WORKDIR --workdir=RUN. The config is
-that of the run, or experiments/from_hf of the folder's model, with the mixture as model, of which
-all trains, and router_balance in the loss. docs/finetuning.md says what it is good for.
-The memory of this machine holds both models in float32; a run reads its checkpoint onto a mesh.
-"""
+"""A dense model that is there, as a workdir with its mixture of experts."""
 
 import copy
 import dataclasses
 import functools
-import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
 import jax
-from absl import flags
 
 from lmlib.adapters import lora, merged
 from lmlib.models.experts.upcycling import upcycle, upcycled
 from lmlib.parallel.mesh import make_mesh
-from lmlib.storage.local_folder import local_folder
-from lmlib.terminal.quantities import count_text, duration_text
-from runner.command_line.command import run
-from runner.command_line.config_flags import TRUST_MODULE
-from runner.command_line.exit_status import FINISHED
-from runner.command_line.init_from import INIT_FROM
+from lmlib.terminal.quantities import count_text
 from runner.command_line.new_folder import made_whole
-from runner.command_line.weights import EMA, WEIGHTS
 from runner.config import configs
-from runner.config.references import HuggingFace, Saved, located
-from runner.errors import ConfigError, user_errors
+from runner.config.references import HuggingFace, Saved
 from runner.weights.model_folder import ModelFolder
 from runner.weights.reading import model_of
 from runner.weights.saved_run import PLAIN, Access, SavedRun, in_floats, use_run
 from runner.weights.weights_alone import keep_origin, save_weights_alone
 
-_FROM = flags.DEFINE_string("from", None, "RUN[@STEP], a folder of Hugging Face's, or its name")
-_TO = flags.DEFINE_string("to", None, "the workdir to make")
-_EXPERTS = flags.DEFINE_integer("experts", 8, "in each layer", lower_bound=2)
-_TOP = flags.DEFINE_integer("top", 2, "experts of a token", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "of the routers", lower_bound=0, upper_bound=2**32 - 1)
-
 _BALANCE = {"router_balance": 0.01}  # Fedus et al. 2021, arXiv:2101.03961, §2.2
-
-
-def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
-    jax.config.update("jax_platforms", "cpu")  # the accelerator may be busy with a run
-    if arguments or not _FROM.value or not _TO.value:
-        raise ConfigError("give --from and --to, as in: --from=RUN --to=WORKDIR; see --help")
-    began = time.perf_counter()
-    access = Access(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, _show)
-    with user_errors():
-        to, found = local_folder(_TO.value), located(_FROM.value)
-        made = make_mixture(found, to, _EXPERTS.value, _TOP.value, _SEED.value, access)
-    print(f"{to} holds {made}; it took {duration_text(time.perf_counter() - began)}")
-    return FINISHED
 
 
 def make_mixture(
@@ -92,7 +46,7 @@ def make_mixture(
         cfg, key = _config(source, to, experts, top), jax.random.key(seed)
         jax.eval_shape(fdl.build(cfg.model), key=key)  # refuses before gigabytes are read
         with made_whole(to) as unfinished:
-            _show(f"reading {source.name}")
+            access.show(f"reading {source.name}")
             one_device = make_mesh(devices=jax.devices()[:1])
             recipe = in_floats(source.recipe) if isinstance(source, SavedRun) else None
             dense = merged(model_of(source, one_device, access, recipe))
@@ -101,7 +55,7 @@ def make_mixture(
             texts = source.texts
             if texts.model_folder is not None:
                 keep_origin(texts.model_folder, unfinished)
-            _show("writing the checkpoint")
+            access.show("writing the checkpoint")
             save_weights_alone(mixture, unfinished, texts.tokenizer, upcycled_from=source.name)
         sizes = [count_text(sum(w.size for w in jax.tree.leaves(m))) for m in (mixture, dense)]
         return f"{sizes[0]} parameters, made of the {sizes[1]} of {source.name}"
@@ -126,11 +80,3 @@ def _config(source: SavedRun | ModelFolder, to: Path, experts: int, top: int) ->
     losses: dict[str, Any] = _BALANCE | dict(fdl.build(cfg.objective).model_losses)
     cfg.objective.model_losses = losses
     return cfg
-
-
-def _show(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    run(main)
