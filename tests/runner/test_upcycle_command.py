@@ -50,6 +50,7 @@ def metrics(workdir):
     return {line["step"]: line for line in lines if "loss" in line}
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_a_run_begins_with_the_loss_of_the_dense_model_and_resumes(trained, upcycled, tmp_path):
     fit(dense("steps=1"), tmp_path / "on", Options(init_from=str(trained)))
@@ -70,6 +71,7 @@ def test_a_run_begins_with_the_loss_of_the_dense_model_and_resumes(trained, upcy
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_the_config_says_what_the_model_is(trained, upcycled):
     before, cfg = (configs.load(str(folder)) for folder in (trained, upcycled))
     assert cfg.model.of == before.model and (cfg.model.experts, cfg.model.top) == (4, 2)
