@@ -6,6 +6,7 @@ both, for readers that know one of them.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lmlib.hf.folder import FolderError
@@ -48,6 +49,7 @@ def read_rope(
     partial: bool = False,
     fraction: float = 1.0,
     keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    absent: Mapping[str, Any] | None = None,
 ) -> Rope:
     """Rotary positions, as old and new files write them.
 
@@ -57,11 +59,13 @@ def read_rope(
       partial: whether the family can turn a share of a head's coordinates.
       fraction: that share, where they do not say.
       keys: of the base and the share outside of `rope_parameters`.
+      absent: `rope_parameters` of a file without; `None`: they are empty.
 
     Raises:
       FolderError: if they say something else, or contradict themselves.
     """
-    new, old = (settings.take(key, {}, dict) for key in ("rope_parameters", "rope_scaling"))
+    new = settings.take("rope_parameters", absent or {}, dict)
+    old = settings.take("rope_scaling", {}, dict)
     content, name = (old, "rope_scaling") if old else (new, "rope_parameters")
     kind = content.get("rope_type", content.get("type", "default"))
     own = Settings(content, f"{settings.where}: {name} of type {kind!r:.200}", frozenset())

@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, E embed, L layers, R repetitions of a pattern.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -41,14 +42,17 @@ class Segment(NamedTuple):
 
 
 def segments(layers: Sequence[Callable[[PRNGKeyArray], Layer]]) -> list[Segment]:
-    """The shortest pattern that repeats in `layers`, each of which makes its layer from a key, and
-    the layers that are left over."""
+    """`layers`, each of which makes its layer from a key, with as few of them to compile as there
+    are in the shortest pattern that repeats and what is left over, or in runs of one kind."""
     period = next(
         period
         for period in range(1, len(layers) + 1)
         if all(make is layers[i % period] for i, make in enumerate(layers))
     )
     repeats, left = divmod(len(layers), period)
+    runs = [Segment([make], len([*alike])) for make, alike in itertools.groupby(layers)]
+    if len(runs) < period + left:
+        return runs
     whole = Segment(layers[:period], repeats)
     return [whole, Segment(layers[:left], 1)] if left else [whole]
 

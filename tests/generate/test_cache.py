@@ -42,11 +42,21 @@ APART = (
         "gemma2",
         "qwen3_moe",
         "deepseek_v3",
+        "gpt_oss",
     ),
 )
 ON_A_MESH = (
     *(*BOTH_WAYS, "llama_3_1", "llama_linear"),
-    *("qwen2", "qwen2_sliding", "olmo2", "starcoder2", "mixtral", "olmoe", "deepseek_v3"),
+    *(
+        "qwen2",
+        "qwen2_sliding",
+        "olmo2",
+        "starcoder2",
+        "mixtral",
+        "olmoe",
+        "deepseek_v3",
+        "gpt_oss",
+    ),
 )
 
 

@@ -10,6 +10,7 @@ from sentinels import sentinels
 
 from lmlib import Compute, whole_rows
 from lmlib.models.families.experts.deepseek import deepseek_v3
+from lmlib.models.families.experts.gpt_oss import gpt_oss
 from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.experts.olmoe import olmoe
 from lmlib.models.families.experts.qwen3_moe import qwen3_moe
@@ -33,7 +34,7 @@ DEEPSEEK = functools.partial(
 FAMILIES = (
     *(llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3, olmo2),
     *(gpt2, starcoder2, smollm3, granite, gpt_neox, speedrun),
-    *(mixtral, qwen3_moe, olmoe, DEEPSEEK),
+    *(mixtral, qwen3_moe, olmoe, DEEPSEEK, gpt_oss),
 )
 VOCAB = 512
 

@@ -83,8 +83,11 @@ def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     of_buffers = {name: torch.zeros_like(each) for name, each in kept_buffers(model).items()}
     of_names = {name: weight.grad for name, weight in names.items()}
     gradients = as_saved(model, of_names | of_buffers)
-    decaying = [weight for weight in names.values() if weight.ndim > 1]
-    others = [weight for weight in names.values() if weight.ndim == 1]
+    decays = {name: weight.ndim > 1 and not name.endswith("bias") for name, weight in names.items()}
+    decaying, others = (
+        [weight for name, weight in names.items() if decays[name] is which]
+        for which in (True, False)
+    )
     groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, **ADAMW).step()
     save_file(gradients, folder / "gradients.safetensors")

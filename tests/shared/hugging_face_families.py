@@ -190,6 +190,30 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
     ),
+    # Alternating windows end with one; a few turns of each pair are within the original positions.
+    "gpt_oss": (
+        "gpt_oss",
+        SIZES
+        | {
+            "head_dim": 8,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "rope_parameters": _YARN | {"truncate": False},
+        },
+    ),
+    "gpt_oss_tied_full": (
+        "gpt_oss",
+        SIZES
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": _LINEAR,
+            "sliding_window": 30,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 # Without those that differ from another in constants of their rope alone, which neither gradients
 # nor names nor adapters know of.
@@ -198,7 +222,10 @@ KINDS = tuple(
     for name in FAMILIES
     if name not in ("llama_3_1", "llama_linear", "qwen2_yarn", "phi3_long_rope")
 )
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "deepseek_v3_direct_queries")
+WITH_EXPERTS = (
+    *("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "deepseek_v3_direct_queries"),
+    *("gpt_oss", "gpt_oss_tied_full"),
+)
 # By name of the golden folder of adapters: whose they are, what PEFT is told, and which weights of
 # ours the folder holds whole.
 ADAPTERS = {

@@ -154,6 +154,17 @@ READ = {
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
         {"use_sliding_window": True, "sliding_window": 9},
     ),
+    "gpt-oss without a word about positions": (
+        "gpt_oss",
+        {"rope_parameters": ..., "rope_scaling": None},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "truncate": False,
+                "original_max_position_embeddings": 4_096,
+            },
+        },
+    ),
+    "gpt-oss' windows in turn": ("gpt_oss", {"layer_types": ..., "sliding_window": 9}, {}),
 }  # fmt: skip
 
 # The golden folder, the keys, and how the refusal goes on behind the file's name.
@@ -163,6 +174,15 @@ REFUSED = [
     ("qwen3_moe", {"decoder_sparse_step": 2}, ": decoder_sparse_step = 2 is not supported, only 1"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, ": mlp_only_layers = [0] is not supported, only []"),
     ("olmoe", {"clip_qkv": 8.0}, ": clip_qkv = 8.0 is not supported, only null"),
+    ("gpt_oss", {"swiglu_limit": 8.0}, ": swiglu_limit = 8.0 is not supported, only 7.0"),
+    ("gpt_oss", {"attention_bias": False}, ": attention_bias = False is not supported, only True"),
+    ("gpt_oss", {"sliding_window": None}, " has no sliding_window"),
+    ("gpt_oss", {"layer_types": [_LOCAL, _GLOBAL]}, f": layer_types = ['{_LOCAL}', "),
+    (
+        "gpt_oss",
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        ": the experts are quantized ('mxfp4'), which is not read here: dequantize them with tran",
+    ),
     ("gpt_neox", {"hidden_act": "mine"}, ": hidden_act = 'mine' is not supported, only 'gelu' or "),
     ("gpt_neox", {"rope_theta": 77.0}, ": rope_theta = 77.0 is not supported, only 10000.0"),
     ("gpt_neox", {"rotary_pct": 0.25}, ": rotary_pct = 0.25, but config.json: rope_parameters of"),

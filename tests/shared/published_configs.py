@@ -233,6 +233,25 @@ PUBLISHED = {
             "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840,
         },
     ),
+    "gpt_oss_20b": (  # but for its quantization_config
+        20_914_757_184,
+        {
+            "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4,
+            "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+            "initial_context_length": 4096, "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "max_position_embeddings": 131072, "num_attention_heads": 64,
+            "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+            "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+                "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+            },
+            "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+            "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -326,6 +345,14 @@ ODDLY_KEYED = {
             "sliding_window": 4096, "torch_dtype": "bfloat16",
             "transformers_version": "4.37.0.dev0", "use_bias": True, "use_cache": True,
             "vocab_size": 49152,
+        },
+    ),
+    "gpt_oss_120b": (
+        116_829_156_672,
+        PUBLISHED["gpt_oss_20b"][1]
+        | {
+            "layer_types": ["sliding_attention", "full_attention"] * 18, "num_hidden_layers": 36,
+            "num_local_experts": 128,
         },
     ),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from lmlib.hf.families import (
     smollm,
     starcoder,
 )
-from lmlib.hf.families.experts import deepseek, mixtral, olmoe, qwen3_moe
+from lmlib.hf.families.experts import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
 from lmlib.hf.family import Family
 from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.settings import Settings
@@ -43,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     *qwen3_moe.FAMILIES,
     *olmoe.FAMILIES,
     *deepseek.FAMILIES,
+    *gpt_oss.FAMILIES,
 )
 
 

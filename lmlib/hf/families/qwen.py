@@ -14,7 +14,7 @@ from lmlib.models.decoder import Decoder
 from lmlib.models.families.qwen import qwen2, qwen3
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_BIASES = (
+BIASES = (
     Tensor("self_attn.q_proj.bias", {"attention.query_bias": ("heads head_dim",)}),
     Tensor("self_attn.k_proj.bias", {"attention.key_bias": ("kv_heads head_dim",)}),
     Tensor("self_attn.v_proj.bias", {"attention.value_bias": ("kv_heads head_dim",)}),
@@ -96,7 +96,7 @@ def _qwen3_settings(model: Decoder) -> dict[str, Any]:
 
 
 FAMILIES: Sequence[Family] = (
-    Family("qwen2", "Qwen2ForCausalLM", qwen2, names(*_BIASES), _qwen2_arguments, _qwen2_settings),
+    Family("qwen2", "Qwen2ForCausalLM", qwen2, names(*BIASES), _qwen2_arguments, _qwen2_settings),
     Family(
         "qwen3", "Qwen3ForCausalLM", qwen3, names(*HEAD_NORMS), _qwen3_arguments, _qwen3_settings
     ),

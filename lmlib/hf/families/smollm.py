@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lmlib.hf.families.layer_types import FULL, SLIDING, layer_types
 from lmlib.hf.families.llama import names, shared_settings, sizes
 from lmlib.hf.family import Family
 from lmlib.hf.folder import FolderError
@@ -11,8 +12,6 @@ from lmlib.hf.rope_settings import read_rope
 from lmlib.hf.settings import Settings
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.smollm import all_but_each, smollm3
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _arguments(settings: Settings) -> dict[str, Any]:
@@ -51,22 +50,17 @@ def _window(settings: Settings, rotaries: Sequence[bool]) -> int | list[int | No
     used = settings.take("use_sliding_window", False, bool)
     window = settings.take("sliding_window", None)
     settings.ignore("max_window_layers")
-    kinds = settings.take("layer_types", None, list)
+    kinds = layer_types(settings, len(rotaries))
     if kinds is None:
         return window if used else None
-    if len(kinds) != len(rotaries) or not all(kind in (_FULL, _SLIDING) for kind in kinds):
-        raise FolderError(
-            f"{settings.where}: layer_types = {kinds!r:.200} is not supported, only {_FULL!r} or "
-            f"{_SLIDING!r} for each of {len(rotaries)} layers"
-        )
-    if _SLIDING not in kinds:
+    if SLIDING not in kinds:
         return None
     settings.take("sliding_window")
     settings.take("use_sliding_window", kind=bool)
     settings.only("use_sliding_window", True)  # else only some kernels of transformers have it
-    if kinds == [_FULL if rotary else _SLIDING for rotary in rotaries]:
+    if kinds == [FULL if rotary else SLIDING for rotary in rotaries]:
         return window
-    return [window if kind == _SLIDING else None for kind in kinds]
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def _settings(model: Decoder) -> dict[str, Any]:
@@ -77,7 +71,7 @@ def _settings(model: Decoder) -> dict[str, Any]:
     return shared_settings(model) | {
         "head_dim": head_dim(model),
         "no_rope_layers": [int(rotary) for rotary in rotaries],
-        "layer_types": [_FULL if each is None else _SLIDING for each in windows],
+        "layer_types": [FULL if each is None else SLIDING for each in windows],
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "attention_bias": False,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmlib.hf.families.llama import ATTENTION, NORMS_BEFORE, OUTSIDE, shared_settings, sizes
+from lmlib.hf.families.qwen import BIASES
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
 from lmlib.hf.parts import attentions
@@ -18,9 +19,7 @@ _OUTSIDE = (*OUTSIDE, Tensor("model.norm.bias", {"norm.bias": ("embed",)}))
 _LAYER = (
     *ATTENTION,
     *NORMS_BEFORE,
-    Tensor("self_attn.q_proj.bias", {"attention.query_bias": ("heads head_dim",)}),
-    Tensor("self_attn.k_proj.bias", {"attention.key_bias": ("kv_heads head_dim",)}),
-    Tensor("self_attn.v_proj.bias", {"attention.value_bias": ("kv_heads head_dim",)}),
+    *BIASES,
     Tensor("self_attn.o_proj.bias", {"attention.output_bias": ("embed",)}),
     Tensor("input_layernorm.bias", {"attention_norm.bias": ("embed",)}),
     Tensor("post_attention_layernorm.bias", {"mlp_norm.bias": ("embed",)}),

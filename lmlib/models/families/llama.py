@@ -2,7 +2,6 @@
 arXiv:2302.13971; Llama 3: Dubey et al. 2024, arXiv:2407.21783)."""
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.parts.rope import Rotary
 from lmlib.models.parts.rope_scaling import Scaling
-from lmlib.models.stack import Segment
+from lmlib.models.stack import segments
 from lmlib.models.weights import compiled, fold, residual_scale
 
 # Arguments that make other models of a Llama than those that are published.
@@ -100,10 +99,8 @@ def llama(
 
     def model(key: PRNGKeyArray) -> Decoder:
         last = norm(fold(key, "norm"), last_scale)
-        stack = [
-            Segment([functools.partial(block, each)], len([*alike]))
-            for each, alike in itertools.groupby(windows)
-        ]
+        makers = {window: functools.partial(block, window) for window in dict.fromkeys(windows)}
+        stack = segments([makers[window] for window in windows])
         return Decoder(
             vocab, embed, stack, last, tied, logit_cap, embedding_deviation=deviation, key=key
         )

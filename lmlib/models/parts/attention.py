@@ -37,6 +37,7 @@ class Attention(eqx.Module):
       soft_cap: c, where a score s becomes c · tanh(s / c) before the mask; `None`: s stays.
       bias: whether query, key and value have biases.
       output_bias: whether the output has one.
+      sinks: whether each head has a sink; see `lmlib.models.attend.sinks`.
       norm: makes the norms of queries and keys before they are rotated, called with `key` and the
         sizes of heads and head_dim: `RMSNorm` with axes "head_dim", for each head alone, or with
         "heads head_dim" (of keys: "kv_heads head_dim"). `None`: there are none.
@@ -71,6 +72,7 @@ class Attention(eqx.Module):
     key_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
     value_bias: Float[Array, "kv_heads head_dim"] | None = weight(zeros)
     output_bias: Float[Array, "embed"] | None = weight(zeros, writes=True)
+    sinks: Float[Array, "heads"] | None = weight(zeros, dtype="float32")
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class Attention(eqx.Module):
         soft_cap: float | None = None,
         bias: bool = False,
         output_bias: bool = False,
+        sinks: bool = False,
         norm: Callable[..., Norm] | None = None,
         key_norm: Callable[..., Norm] | None = None,
         value_embedding: Callable[..., ValueEmbedding] | None = None,
@@ -109,6 +112,7 @@ class Attention(eqx.Module):
         self.key_bias = first("key_bias") if bias else None
         self.value_bias = first("value_bias") if bias else None
         self.output_bias = first("output_bias") if output_bias else None
+        self.sinks = first("sinks") if sinks else None
         key_norm = norm if key_norm is None else key_norm
         of_heads = {name: sizes[name] for name in ("heads", "kv_heads", "head_dim")}
         self.query_norm = norm and norm(key=fold(key, "query_norm"), **of_heads)
@@ -141,13 +145,15 @@ class Attention(eqx.Module):
                     window=self.window,
                     scale=self.scale,
                     soft_cap=self.soft_cap,
+                    sinks_H=self.sinks,
                 )
                 cache = cache and extended(cache, k_BTKD, v_BTKD, context.positions_BS)
             else:
                 options = Options.of(self.window, self.scale, self.soft_cap, q_BSHD.shape[-1])
                 mixed_BSHD, cache = attend_cached(
-                    q_BSHD, k_BTKD, v_BTKD, context.positions_BS, cache, options
-                )
+                    q_BSHD, k_BTKD, v_BTKD, context.positions_BS, cache, options,
+                    sinks_H=self.sinks,
+                )  # fmt: skip
         with jax.named_scope("projections"):
             precision = context.compute.precision("projections")
             residual = spec(context.compute.residual)
@@ -166,6 +172,7 @@ class Attention(eqx.Module):
             window=self.window,
             scale=self.scale,
             soft_cap=self.soft_cap,
+            sinks_H=self.sinks,
         )
 
     def _projected(self, x_BSE: Array, context: Context) -> tuple[Array, Array, Array]:
@@ -212,8 +219,9 @@ class Attention(eqx.Module):
         if self.rotary is not None:
             self.rotary.check(sequence_length)
         check_attention(
-            compute.attention, sequence_length, self.query.shape[-1], compute.dtype, self.soft_cap
-        )
+            compute.attention, sequence_length, self.query.shape[-1], compute.dtype, self.soft_cap,
+            sinks=self.sinks is not None,
+        )  # fmt: skip
 
 
 def _biased(x: Array, bias: Array | None) -> Array:
