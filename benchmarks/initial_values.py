@@ -40,7 +40,7 @@ from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
 from lmlib.models.weights import Random
 from lmlib.parallel.axes import Weight, map_weights
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, abstract_model, initial_state
 from lmlib.terminal.table import columns
@@ -121,7 +121,7 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
     evaluate, validation = Evaluator(mesh, compute), of(split="validation", seed=None, epochs=1)
     training = Training(optim.adamw(_STEPS.value, rate), mesh, compute)
     make = functools.partial(llama, _VOCAB, width, depth, max(2, width // 32), 3 * width, tied=tied)
-    rows = jax.sharding.NamedSharding(mesh, partition("batch seq"))
+    rows = sharding("batch seq", mesh)
     step, found = None, {}
     batches = [place(data, i, rows) for i in range(_STEPS.value)]
     for scheme, seed in itertools.product(_SCHEMES.value, range(_SEEDS.value)):

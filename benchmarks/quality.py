@@ -32,7 +32,7 @@ from lmlib.data.batch import place
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.evaluate.validation import Evaluator, bits_per_byte
 from lmlib.experiment import Experiment
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 from lmlib.terminal.table import columns
 from runner.absent_hardware.stand_ins import built
 from runner.config import configs
@@ -49,7 +49,7 @@ def train_lmlib(experiment: Experiment, validation: FlatTokens) -> Trained:
     """Makes all steps of the experiment, then evaluates."""
     step = experiment.trace_step().lower().compile()
     state = experiment.initial_state()
-    rows = jax.sharding.NamedSharding(experiment.mesh, partition("batch seq"))
+    rows = sharding("batch seq", experiment.mesh)
     begun = time.process_time()
     for number in range(experiment.steps):
         batch = place(experiment.data, number, rows)

@@ -17,6 +17,8 @@ class Compute:
       attention: which kernel, of those in `lmlib.models.attend`; "auto" takes the best there is.
       quantized: products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or "float8", as
         in `lmlib.models.matrices.quantized`.
+      context: how keys come to queries where the axis `context` of the mesh splits rows: "gather"
+        or "ring", as in `lmlib.models.attend.context`; "auto" takes "gather" while keys are few.
       dispatch: how tokens come to the devices of their experts: "gather" or "exchange", as in
         `lmlib.models.experts.rounds.DISPATCHES`; "auto" takes what sends less.
       expert_room: rows that a device has room for to compute its experts at a time, as a multiple
@@ -39,6 +41,7 @@ class Compute:
     dtype: str = "bfloat16"
     attention: str = "auto"
     quantized: Mapping[str, str] | None = None
+    context: str = "auto"
     dispatch: str = "auto"
     expert_room: float = 1.25
     saved: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ from lmlib.optim.hyperparameters import Hyperparameters, arrays_of
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.axes import M, map_weights
 from lmlib.parallel.creation import creator
-from lmlib.parallel.layout import partition, shardings, stored
+from lmlib.parallel.layout import along, partition, pieces, shardings, stored
 from lmlib.recipe import parted
 
 
@@ -156,13 +156,26 @@ def abstract_state(make_model: Callable[[], eqx.Module], training: Training) -> 
 
 
 def abstract_batch(
-    batch_size: int, sequence_length: int, mesh: Mesh, teacher_k: int | None = None
+    batch_size: int,
+    sequence_length: int,
+    mesh: Mesh,
+    teacher_k: int | None = None,
+    order: str = "balanced",
 ) -> Batch:
-    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k`: see `Taught`."""
+    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k`: see `Taught`,
+    `order`: `Batch.order`."""
 
     def blank() -> Batch:
         integers = jnp.zeros((batch_size, sequence_length), jnp.int32)
-        batch = Batch(integers, integers, integers, integers, integers.astype(bool))
+        is_split = pieces(along("seq"), mesh) > 1
+        batch = Batch(
+            integers,
+            integers,
+            integers,
+            integers,
+            integers.astype(bool),
+            order=order if is_split else "plain",
+        )
         if teacher_k is None:
             return batch
         listed = jnp.zeros((batch_size, sequence_length, teacher_k), jnp.int32)
@@ -171,7 +184,7 @@ def abstract_batch(
         )
 
     return jax.tree.map(
-        lambda leaf: _placed(leaf, partition("batch seq"), mesh), jax.eval_shape(blank)
+        lambda leaf: _placed(leaf, partition("batch seq", mesh=mesh), mesh), jax.eval_shape(blank)
     )
 
 

@@ -18,7 +18,7 @@ from lmlib.guard import choose
 from lmlib.losses import LossSums
 from lmlib.optim.hyperparameters import Hyperparameters, abstract_arrays_of, with_arrays
 from lmlib.parallel.check import check_batch, check_model
-from lmlib.parallel.layout import partition, shardings, spec
+from lmlib.parallel.layout import sharding, shardings, spec
 from lmlib.state import State, Training
 
 Metrics = dict[str, Array]
@@ -205,7 +205,7 @@ def make_step(training: Training) -> Callable[[State, Batch], tuple[State, Metri
     The old state is donated: its buffers become the new one's. Batches may be NumPy's, as a source
     gives them; they are laid out over the mesh first.
     """
-    rows = NamedSharding(training.mesh, partition("batch seq"))
+    rows = sharding("batch seq", training.mesh)
     compiled = jax.jit(functools.partial(step, training=training), donate_argnums=0)
 
     def call(state: State, batch: Batch) -> tuple[State, Metrics]:

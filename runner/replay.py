@@ -17,7 +17,6 @@ from pathlib import Path
 
 import fiddle as fdl
 import jax
-from jax.sharding import NamedSharding
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.folders import steps_in
@@ -26,7 +25,7 @@ from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
 from lmlib.experiment.stages import at
 from lmlib.inspect.layer_statistics import first_offender, table
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 from lmlib.state import State
 from lmlib.terminal.table import columns
 from runner.command_line.command import run
@@ -87,17 +86,17 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
         if made < steps.stop and steps.start < capture.step
     }
     hyperparameters = experiment.training.hyperparameters
-    sharding = NamedSharding(experiment.mesh, partition("batch seq"))
+    layout = sharding("batch seq", experiment.mesh)
     with Progress(capture.step - 1) as progress:
         for step in range(made + 1, capture.step):
             began = time.perf_counter()
-            placed = place(experiment.batches, step - 1, sharding)
+            placed = place(experiment.batches, step - 1, layout)
             state, metrics = at(compiled, step - 1)(state, placed, hyperparameters)
             loss = float(metrics["loss"])
             seconds = time.perf_counter() - began
             speed = rows.tokens.size / seconds
             progress.update(step, loss=loss, seconds=seconds, tokens_per_second=speed)
-    batch = jax.tree.map(lambda field: jax.device_put(field, sharding), rows)
+    batch = jax.tree.map(lambda field: jax.device_put(field, layout), rows)
     statistics = statistics_of(experiment.at(capture.step - 1), state, batch)
     _, metrics = at(compiled, capture.step - 1)(state, batch, hyperparameters)
     again = {name: value.item() for name, value in jax.device_get(metrics).items()}

@@ -95,7 +95,8 @@ MAY_IMPORT = {
     "lmlib": {"lmlib"},  # lmlib/__init__.py itself
     "lmlib.storage": set(),
     "lmlib.terminal": set(),
-    "lmlib.data": {"lmlib.storage"},
+    "lmlib.row_order": set(),
+    "lmlib.data": {"lmlib.row_order", "lmlib.storage"},
     "lmlib.checkpoint": {"lmlib.storage"},
     "lmlib.hardware": {"lmlib.terminal"},
     "lmlib.metrics": {"lmlib.hardware", "lmlib.storage"},
@@ -110,9 +111,9 @@ MAY_IMPORT = {
         "lmlib.verdicts",
     },
     "lmlib.verdicts": {"lmlib.runs", "lmlib.terminal"},
-    "lmlib.parallel": set(),
+    "lmlib.parallel": {"lmlib.row_order"},
     "lmlib.compute": set(),
-    "lmlib.models": {"lmlib.parallel", "lmlib.compute"},
+    "lmlib.models": {"lmlib.parallel", "lmlib.compute", "lmlib.row_order"},
     "lmlib.adapters": {"lmlib.models", "lmlib.parallel"},
     "lmlib.hf": {"lmlib.adapters", "lmlib.models", "lmlib.parallel", "lmlib.storage"},
     "lmlib.losses": {

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from laid_out import first_state
 from llama_reference import reference_logits
 from sentinels import sentinels
@@ -26,7 +25,7 @@ from lmlib.models.families.llama import llama
 from lmlib.models.parts.dropout import dropout
 from lmlib.models.protocol import Context, whole_rows
 from lmlib.models.weights import fold
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import partition, sharding
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, abstract_model, abstract_state, initial_state
 
@@ -167,7 +166,7 @@ def begin(mesh_name, seed=0):
 def advance(mesh_name, state, steps, batch=None):
     """The state after `steps` more steps, and their losses; `batch` instead of each step's own."""
     compiled, training = compiled_step(mesh_name)
-    rows, losses = NamedSharding(training.mesh, partition("batch seq")), []
+    rows, losses = sharding("batch seq", training.mesh), []
     first = int(state.step)
     for step in range(first, first + steps):
         index = step if batch is None else batch
@@ -239,7 +238,7 @@ def test_every_mesh_drops_the_same(mesh_name):
     expected = dropout(jnp.ones((B, S, E)), RATE, key, "mlp", layout)
     mesh = make_mesh(**sizes)
     with jax.set_mesh(mesh):
-        x_BSE = jax.device_put(jnp.ones((B, S, E)), NamedSharding(mesh, partition(layout)))
+        x_BSE = jax.device_put(jnp.ones((B, S, E)), sharding(layout, mesh))
         found = dropout(x_BSE, RATE, key, "mlp", layout)
     assert found.sharding.spec == partition(layout)
     np.testing.assert_array_equal(found, expected)

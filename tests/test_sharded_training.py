@@ -18,8 +18,9 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.losses import batch_loss
 from lmlib.models.families.llama import llama
 from lmlib.parallel.creation import creator
-from lmlib.parallel.layout import partition, shardings
+from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
+from lmlib.parallel.mesh_axes import NAMES
 from lmlib.recipe import Recipe
 from lmlib.state import (
     Training,
@@ -41,6 +42,9 @@ MESHES = {
     "8 expert": {"expert": 8},
     "2 data, 2 expert, 2 tensor": {"data": 2, "expert": 2, "tensor": 2},
     "2 fsdp, 2 expert, 2 tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "8 context": {"context": 8},
+    "2 fsdp, 2 context, 2 tensor": {"fsdp": 2, "context": 2, "tensor": 2},
+    "2 data, 2 expert, 2 context": {"data": 2, "expert": 2, "context": 2},
 }
 FLOAT32 = Compute(dtype="float32")
 # Whether the head is tied to the table, and how the model is computed.
@@ -48,6 +52,7 @@ VARIANTS = {
     "untied": (False, FLOAT32),
     "tied": (True, FLOAT32),
     "sequence-parallel": (False, Compute(dtype="float32", sequence_parallel=True)),
+    "ring": (False, Compute(dtype="float32", context="ring")),
 }
 source = Synthetic(vocab_size=128, batch_size=16, sequence_length=32)
 
@@ -63,7 +68,7 @@ def weights(tied):
 
 
 def rows(mesh):
-    return NamedSharding(mesh, partition("batch seq"))
+    return sharding("batch seq", mesh)
 
 
 @pytest.mark.parametrize("mesh_name", sentinels(MESHES, lambda mesh: mesh == "2, 2, 2"))
@@ -115,8 +120,21 @@ CASES = [
     ("8 expert", "untied"),
     ("2 data, 2 expert, 2 tensor", "sequence-parallel"),
     ("2 fsdp, 2 expert, 2 tensor", "tied"),
+    ("8 context", "ring"),
+    ("2 fsdp, 2 context, 2 tensor", "sequence-parallel"),
+    ("2 data, 2 expert, 2 context", "tied"),
 ]
-KEPT = {("2, 2, 2", "sequence-parallel"), ("2 fsdp, 2 expert, 2 tensor", "tied")}
+MESHES_OF_CURVES = [
+    "8 fsdp",
+    "2, 2, 2",
+    "2 fsdp, 2 expert, 2 tensor",
+    "2 fsdp, 2 context, 2 tensor",
+]
+KEPT = {
+    ("2, 2, 2", "sequence-parallel"),
+    ("2 fsdp, 2 expert, 2 tensor", "tied"),
+    ("2 fsdp, 2 context, 2 tensor", "sequence-parallel"),
+}
 
 
 @pytest.mark.parametrize(("mesh_name", "variant"), sentinels(CASES, KEPT.__contains__))
@@ -152,7 +170,7 @@ def curve(mesh_name, variant, microbatches=1, steps=20):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh_name", ["8 fsdp", "2, 2, 2", "2 fsdp, 2 expert, 2 tensor"])
+@pytest.mark.parametrize("mesh_name", MESHES_OF_CURVES)
 def test_twenty_steps_give_the_same_curve(mesh_name):
     expected = curve("1", "untied")
     assert expected[-1] < expected[0] - 0.5
@@ -192,9 +210,9 @@ def step_of_a_tied_model():
 
 def test_the_state_is_donated_and_every_sharding_is_named():
     compiled, numbers, optimizer, mesh = step_of_a_tied_model()
-    for sharding in jax.tree.leaves((compiled.input_shardings[0], compiled.output_shardings)):
-        assert isinstance(sharding, NamedSharding)
-        assert sharding.mesh.axis_names == ("data", "fsdp", "expert", "tensor")
+    for each in jax.tree.leaves((compiled.input_shardings[0], compiled.output_shardings)):
+        assert isinstance(each, NamedSharding)
+        assert each.mesh.axis_names == NAMES
     state, placed = first_state(weights(True), optimizer, mesh), place(source, 0, rows(mesh))
     new_state, _ = compiled(state, placed, numbers)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))

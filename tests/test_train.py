@@ -9,7 +9,6 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 from laid_out import first_state
 from sentinels import sentinels
 
@@ -21,7 +20,7 @@ from lmlib.losses import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.models.protocol import Context
 from lmlib.optim.optimizer import Optimizer
-from lmlib.parallel.layout import partition, shardings
+from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, abstract_state, new_state
 
@@ -53,7 +52,7 @@ def initial_model():
 
 def gradient_and_metrics(mask_BS, microbatches, z_loss=0.0, **mesh):
     compiled, mesh = compiled_step(microbatches, z_loss, **mesh)
-    rows = NamedSharding(mesh, partition("batch seq"))
+    rows = sharding("batch seq", mesh)
     batch = jax.tree.map(lambda x: jax.device_put(x, rows), batch_with(mask_BS))
     state, metrics = compiled(first_state(initial_model(), descent, mesh), batch, {})
     before, after = jax.tree.leaves(initial_model()), jax.tree.leaves(state.model)
@@ -179,7 +178,7 @@ def test_grad_norm_is_taken_before_clipping():
     blank = abstract_batch(B, S, mesh)
     training = Training(optimizer, mesh, FLOAT32)
     compiled = train.trace_step(state, blank, training).lower().compile()
-    rows = NamedSharding(mesh, partition("batch seq"))
+    rows = sharding("batch seq", mesh)
     batch = jax.tree.map(lambda x: jax.device_put(x, rows), source.batch(0))
     state, metrics = compiled(state, batch, training.hyperparameters)
     assert metrics["grad_norm"] > 0.1
@@ -210,7 +209,7 @@ def test_a_loop_by_hand_makes_the_bits_of_the_compiled_step():
     )
     compiled = compiled.lower().compile()
     by_hand, compiled_state = (new_state(make, training) for _ in range(2))
-    step, rows = train.make_step(training), NamedSharding(mesh, partition("batch seq"))
+    step, rows = train.make_step(training), sharding("batch seq", mesh)
     for number in range(3):
         by_hand, metrics = step(by_hand, source.batch(number))
         placed = place(source, number, rows)

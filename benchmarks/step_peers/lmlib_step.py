@@ -2,10 +2,9 @@
 
 import jax
 import optax
-from jax.sharding import NamedSharding
 
 from lmlib import optim, train
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, new_state
 from step_peers.contender import Work
@@ -36,7 +35,7 @@ class LmlibStep:
         traced = train.trace_step(self._state, batch, training)
         self._step = traced.lower().compile()
         self._hyperparameters = training.hyperparameters
-        self._batches = jax.device_put(work.batches, NamedSharding(mesh, partition("batch seq")))
+        self._batches = jax.device_put(work.batches, sharding("batch seq", mesh))
 
     def run(self, steps: range) -> list[float]:
         losses = []

@@ -3,15 +3,18 @@
 Shape suffixes: B batch (rows), S sequence, K ids that a teacher found likeliest.
 """
 
+import dataclasses
 from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float16, Int32
 
 from lmlib.data.stored.metadata import TokenizerIdentity
+from lmlib.row_order import places
 
 TOKEN_BYTES = 17  # of a token in a `Batch` without a teacher: four integers and a bool
 _WHOLE = (slice(None), slice(None))  # JAX may write None for it
@@ -32,6 +35,8 @@ class Batch(eqx.Module):
     # None where there is no teacher. See docs/objectives.md.
     teacher_ids: Int32[Array | np.ndarray, "batch seq k"] | None = None
     teacher_log_probabilities: Float16[Array | np.ndarray, "batch seq k"] | None = None
+    # In which order tokens stand, as `lmlib.row_order` says; "plain" in a `Source`.
+    order: str = eqx.field(static=True, default="plain")
 
 
 @runtime_checkable
@@ -111,11 +116,12 @@ def holds_pairs(source: Source) -> bool | None:
     return source.pairs if isinstance(source, Paired) else None
 
 
-def place(source: Source, step: int, sharding: jax.sharding.NamedSharding) -> Batch:
-    """The global batch of `step` as `jax.Array`s laid out by `sharding` over (batch, seq).
+def place(source: Source, step: int, sharding: NamedSharding, order: str = "balanced") -> Batch:
+    """The global batch of `step` as `jax.Array`s laid out by `sharding` over (batch, seq), the
+    tokens of each row in an order of `lmlib.row_order`.
 
     Each process reads only the rows that its own devices hold, each row once.
-    Raises ValueError when the mesh does not divide the batch.
+    Raises ValueError when the mesh does not divide the batch, or the order its rows.
     """
     source = source_at(source, step)
     shape = (source.batch_size, source.sequence_length)
@@ -128,6 +134,12 @@ def place(source: Source, step: int, sharding: jax.sharding.NamedSharding) -> Ba
             "choose a batch_size and sequence_length that those axes divide"
         ) from error
 
+    devices = shape[1] // sharding.shard_shape(shape)[1]
+    if devices == 1:
+        order = "plain"
+        if None not in sharding.spec[1:]:  # an axis of one device is not named
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    order_S = places(shape[1], devices, order)
     held = np.zeros(source.batch_size, bool)
     for index in sharding.addressable_devices_indices_map(shape).values():
         held[(index or _WHOLE)[0]] = True
@@ -139,12 +151,12 @@ def place(source: Source, step: int, sharding: jax.sharding.NamedSharding) -> Ba
     def assemble(values: np.ndarray) -> Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             rows, columns = (index or _WHOLE)[:2]
-            return values[local_row_B[rows]][:, columns]
+            return values[local_row_B[rows]][:, order_S[columns]]
 
         whole = (*shape, *values.shape[2:])
         return jax.make_array_from_callback(whole, sharding, part)
 
-    return jax.tree.map(assemble, local)
+    return dataclasses.replace(jax.tree.map(assemble, local), order=order)
 
 
 def _runs(held_B: np.ndarray) -> list[slice]:

@@ -10,15 +10,18 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.token_losses import token_losses
 from lmlib.models.protocol import Model
-from lmlib.parallel.layout import COMPUTE, partition, pieces
+from lmlib.parallel.layout import COMPUTE, pieces, sharding
+from lmlib.parallel.mesh import mesh_of
+from lmlib.parallel.other_meshes import with_whole_rows, with_whole_rows_of
 
 
 class Scorer:
-    """Computes `token_losses` on a mesh; compiles once for each shape of batch."""
+    """Computes `token_losses` on a mesh; compiles once for each shape of batch. Rows may have any
+    length: they are whole on each device."""
 
     def __init__(self, mesh: Mesh, compute: Compute):
-        self._mesh = mesh
-        self._rows = NamedSharding(mesh, partition("batch seq"))
+        self._mesh = mesh = with_whole_rows(mesh)
+        self._rows = sharding("batch seq", mesh)
         everywhere = NamedSharding(mesh, PartitionSpec())
         losses = functools.partial(token_losses, compute=compute)
         self._losses = jax.jit(losses, out_shardings=(everywhere, everywhere))
@@ -36,8 +39,9 @@ class Scorer:
 
     def begin(self, model: Model, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """As a call, but the devices may still be at it."""
+        on_own, _ = with_whole_rows_of(model, mesh_of(model) or self._mesh)
         with jax.set_mesh(self._mesh):
-            return self._losses(model, jax.tree.map(self._placed, batch))
+            return self._losses(on_own, jax.tree.map(self._placed, batch))
 
     def _placed(self, values: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(values.shape, self._rows, lambda part: values[part])

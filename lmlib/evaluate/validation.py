@@ -18,7 +18,7 @@ from lmlib.data.prefetch import Prefetch
 from lmlib.losses import NextToken, Objective
 from lmlib.models.protocol import Model
 from lmlib.parallel.fingerprint import sums_of_bits
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 
 NEXT_TOKEN = NextToken()
 
@@ -92,7 +92,7 @@ class Evaluator:
         Raises:
           ValueError: if the objective counts nothing in them.
         """
-        rows = NamedSharding(self._mesh, partition("batch seq"))
+        rows = sharding("batch seq", self._mesh)
         with jax.set_mesh(self._mesh), Prefetch(source, rows, 0, batches) as placed:
             found: list[tuple[dict[str, Array], Array, Array]] = []
             for _, batch in placed:

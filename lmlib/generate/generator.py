@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 
 from lmlib.compute import Compute
@@ -23,8 +23,9 @@ from lmlib.models.precision import usual_dtype
 from lmlib.models.protocol import Model, Switching
 from lmlib.parallel.axes import Axes
 from lmlib.parallel.collectives import platform
-from lmlib.parallel.layout import COMPUTE, partition, pieces
+from lmlib.parallel.layout import COMPUTE, pieces, sharding
 from lmlib.parallel.mesh import mesh_of
+from lmlib.parallel.other_meshes import with_whole_rows_of
 
 Prompt = Sequence[int]
 ROUND = 64  # tokens at most between two looks at what was made
@@ -42,7 +43,8 @@ class Generator:
 
     Args:
       model: is copied in the dtype of `compute`.
-      mesh: where its weights lie; `None`: that which they were made on, if any.
+      mesh: where its weights lie; `None`: that which they were made on, if any. Rows are whole on
+        each device, whether or not it has an axis that splits them.
       compute: its `dtype` and `attention` count; `None`: in `usual_dtype`.
       rows: of a batch: prompts times samples.
       length: tokens of the longest row, prompt and continuation.
@@ -74,6 +76,8 @@ class Generator:
             if size >= 2**31:
                 raise ValueError(f"{name} must be below 2^31, got {size}")
         mesh = mesh or mesh_of(model)
+        if mesh is not None:
+            model, mesh = with_whole_rows_of(model, mesh)
         self._mesh, self.length, self._chunk = mesh, length, chunk
         self.rows = self._divisible(rows)
         with self._on_mesh():
@@ -313,7 +317,7 @@ class Generator:
     def _placed(self, x: np.ndarray, axes: str | Axes) -> jax.Array:
         if self._mesh is None:
             return jnp.asarray(x)
-        return jax.device_put(x, NamedSharding(self._mesh, partition(axes)))
+        return jax.device_put(x, sharding(axes, self._mesh))
 
     def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)

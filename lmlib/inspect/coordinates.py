@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from lmlib.compute import Compute
@@ -22,7 +21,7 @@ from lmlib.inspect.layers import residual_stream
 from lmlib.losses.features import features
 from lmlib.models.parts.head import logits
 from lmlib.models.protocol import Model
-from lmlib.parallel.layout import partition, reshard
+from lmlib.parallel.layout import reshard, sharding
 
 LOOKED_AT = ("embedding", "middle layer", "last layer", "logits")
 
@@ -39,7 +38,7 @@ def changes(experiment: Experiment) -> Changes:
     """
     experiment.check()
     mesh, data = experiment.mesh, experiment.data
-    rows = NamedSharding(mesh, partition("batch seq"))
+    rows = sharding("batch seq", mesh)
     first = place(data, 0, rows)
     seen = jax.jit(functools.partial(_seen, compute=experiment.compute))
     changed = jax.jit(functools.partial(_changed, compute=experiment.compute))

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Source, place
@@ -10,7 +10,7 @@ from lmlib.data.resumable import Resumable
 from lmlib.experiment import Moment
 from lmlib.inspect.layer_statistics import layer_statistics
 from lmlib.losses import NextToken, Objective
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LayerNorms:
             )
 
     def __call__(self, now: Moment) -> dict[str, float]:
-        rows = NamedSharding(self.mesh, partition("batch seq"))
+        rows = sharding("batch seq", self.mesh)
         found = layer_statistics(
             now.state.whole_model,
             place(self.data, 0, rows),

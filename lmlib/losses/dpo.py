@@ -20,6 +20,7 @@ from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import LossSums, Metric, Objective, ReferenceModel
 from lmlib.losses.token_losses import losses_of_features, token_losses
 from lmlib.models.protocol import Model
+from lmlib.parallel.rows import gathered_rows
 from lmlib.parallel.selection import named_weights
 
 
@@ -173,20 +174,23 @@ class _Totals(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """The pairs of rows.
+    """The pairs of rows, in the order of the rows.
 
     begins_BS: whether a pair begins at a token.
     chosen_BS, rejected_BS: whether a token's target is marked, in a chosen or a rejected response.
     counted_BS: whether a token is the last one of a pair that counts.
+    order: of the batch; see `lmlib.row_order`.
     """
 
     begins_BS: Bool[Array, "b s"]
     chosen_BS: Bool[Array, "b s"]
     rejected_BS: Bool[Array, "b s"]
     counted_BS: Bool[Array, "b s"]
+    order: str
 
     def totals(self, *values: Float[Array, "b s"]) -> list[_Totals]:
-        """The totals of each of `values`."""
+        """The totals of each of `values`, which lie as the batch does."""
+        values = tuple(gathered_rows(values_BS, self.order) for values_BS in values)
         marked = [
             jnp.where(marked_BS, values_BS, 0)
             for values_BS in values
@@ -197,14 +201,17 @@ class _Pairs(NamedTuple):
 
 
 def _pairs(batch: Batch) -> _Pairs:
-    segment_ids_BS, marked_BS = jnp.asarray(batch.segment_ids), jnp.asarray(batch.loss_mask)
+    segment_ids_BS, marked_BS = (
+        gathered_rows(jnp.asarray(x_BS), batch.order)
+        for x_BS in (batch.segment_ids, batch.loss_mask)
+    )
     pair_BS = (segment_ids_BS + 1) // 2  # 0 is padding
     differs_BS = pair_BS[:, 1:] != pair_BS[:, :-1]
     begins_BS = jnp.pad(differs_BS, ((0, 0), (1, 0)), constant_values=True)
     ends_BS = jnp.pad(differs_BS, ((0, 0), (0, 1)), constant_values=True)
     is_odd_BS = segment_ids_BS % 2 == 1
-    pairs = _Pairs(begins_BS, marked_BS & is_odd_BS, marked_BS & ~is_odd_BS, ends_BS)
-    (targets,) = pairs.totals(jnp.ones(marked_BS.shape, jnp.float32))
+    pairs = _Pairs(begins_BS, marked_BS & is_odd_BS, marked_BS & ~is_odd_BS, ends_BS, batch.order)
+    (targets,) = pairs.totals(jnp.ones_like(batch.tokens, jnp.float32))
     has_both_BS = (targets.chosen_BS > 0) & (targets.rejected_BS > 0)
     return pairs._replace(counted_BS=ends_BS & (pair_BS > 0) & has_both_BS)
 

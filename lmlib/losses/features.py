@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.models.protocol import Context, Model, Observe, Reports
-from lmlib.parallel.layout import COMPUTE
+from lmlib.parallel.layout import partition, reshard
 
 
 class Features(NamedTuple):
@@ -40,8 +40,9 @@ def features(
 ) -> Features:
     """The features of each token of `batch`; `key`: of random layers, which are off without one."""
     # Straight from a source, a batch is NumPy's.
-    tokens_BS, positions_BS, segment_ids_BS = map(
-        jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids)
+    tokens_BS, positions_BS, segment_ids_BS = (
+        reshard(jnp.asarray(x_BS), "batch seq")
+        for x_BS in (batch.tokens, batch.positions, batch.segment_ids)
     )
     context = Context(
         positions_BS,
@@ -50,6 +51,7 @@ def features(
         key,
         dropout,
         counts_BS=segment_ids_BS > 0,
+        order=batch.order,
         observe=observe,
     )
     trunk = model.trunk(tokens_BS, context)
@@ -62,4 +64,4 @@ def is_split(h_BSE: Float[Array, "b s embed"]) -> bool:
     """Whether the sequence of features is split over `tensor`; not without a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return False
-    return jax.typeof(h_BSE).sharding.spec[1] == COMPUTE["seq_parallel"]
+    return jax.typeof(h_BSE).sharding.spec[1] == partition("batch seq_parallel embed")[1]

@@ -27,6 +27,7 @@ from lmlib.losses.logit_chunks import (
 from lmlib.losses.objective import LossSums
 from lmlib.parallel.collectives import on_each_device, psum, psum_scatter, psum_to_storage
 from lmlib.parallel.layout import STORED, along, partition
+from lmlib.parallel.mesh_axes import TOKENS
 
 _EVERYWHERE = PartitionSpec()
 
@@ -181,7 +182,7 @@ def _local_gradients(
     B, S, E = h_BSE.shape
     dh_BSE = dh_CNE.reshape(-1, E)[: B * S].reshape(B, S, E)
     if call.split:
-        dh_BSE = psum_scatter(dh_BSE, along("seq_parallel"), axis=1)
+        dh_BSE = psum_scatter(dh_BSE, along("vocab"), axis=1)
     else:
         dh_BSE = psum(dh_BSE, along("vocab"))
     if dtable_EV is None:
@@ -217,4 +218,4 @@ def _chunk_sums(
 
 def _over_batch(sums_C: LossSums) -> LossSums:
     """The sums over all chunks, on all devices (a psum)."""
-    return jax.tree.map(lambda each_C: psum(jnp.sum(each_C, 0), along("batch")), sums_C)
+    return jax.tree.map(lambda each_C: psum(jnp.sum(each_C, 0), TOKENS), sums_C)

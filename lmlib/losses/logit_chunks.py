@@ -54,7 +54,7 @@ def inputs(split: bool) -> tuple[PartitionSpec, ...]:
 def gather_inputs(split: bool, h_BSE: Array, table_EV: Array) -> tuple[Array, Array]:
     """The features over the whole sequence, and the table over the whole of embed in their dtype
     (all-gathers over `tensor`, if `split`, and over `fsdp`)."""
-    h_BSE = all_gather(h_BSE, along("seq_parallel"), axis=1) if split else h_BSE
+    h_BSE = all_gather(h_BSE, along("vocab"), axis=1) if split else h_BSE
     return h_BSE, all_gather(table_EV.astype(h_BSE.dtype), along("embed", STORED), axis=0)
 
 

@@ -108,6 +108,7 @@ class Decoder(eqx.Module):
         `lmlib.generate` does. The mesh that the weights lie on is set unless one is; it must divide
         the rows."""
         with on_mesh_of(self.embedding):
+            tokens_BS = reshard(tokens_BS, "batch seq")
             context = context or whole_rows(tokens_BS, Compute(dtype=usual_dtype()))
             h_BSE = self.features(self.trunk(tokens_BS, context).x_BSE, context)
             return logits(self, reshard(h_BSE, "batch seq embed"), context.compute)

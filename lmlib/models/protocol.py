@@ -32,6 +32,8 @@ class Context:
       lengths_B: of each row's text so far, in calls that have a part of it beside a cache; `None`:
         documents are whole.
       counts_BS: which positions count in what layers report; `None`: all.
+      order: which tokens of a row each device along `context` has: one of
+        `lmlib.row_order.ORDERS`.
       wanted_BS: the tokens of which `Trunk.x_BSE` is wanted, at most one in each row; `None`: all.
       rotations: the rotary tables of these positions, by their settings; the stack makes them.
       observe: is called in each layer; what it returns comes back in `Trunk.observed`.
@@ -46,6 +48,7 @@ class Context:
     dropout: float = 0.0
     lengths_B: Int32[Array, "b"] | None = None
     counts_BS: Bool[Array, "b s"] | None = None
+    order: str = "plain"
     wanted_BS: Bool[Array, "b s"] | None = None
     rotations: Mapping[Rotary, Rotations] = dataclasses.field(default_factory=dict)
     observe: "Observe | None" = None

@@ -222,7 +222,10 @@ def _rotations(stack: Stack, context: Context) -> dict[Any, Any]:
 
     def tables() -> list[Rotations]:
         dtype, lengths_B = context.compute.dtype, context.lengths_B
-        return [rotary.rotations(context.positions_BS, dtype, lengths_B) for rotary in rotaries]
+        return [
+            rotary.rotations(context.positions_BS, dtype, lengths_B, context.order)
+            for rotary in rotaries
+        ]
 
     on_one_cpu = platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
     if context.lengths_B is None or not on_one_cpu:

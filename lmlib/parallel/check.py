@@ -24,7 +24,7 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
 
     def check(weight: Weight, array: Any) -> None:
         rules = {**COMPUTE, **weight.declaration.rules}
-        for layout in (in_use(weight), stored(weight, array.shape, mesh)):
+        for layout in (in_use(weight, mesh), stored(weight, array.shape, mesh)):
             for axis, size, place in zip(weight.axes, array.shape, layout, strict=True):
                 if size % pieces(place, mesh) and repeats(axis, size, rules, mesh) == 1:
                     misfits.setdefault(_misfit(axis, size, place, mesh), {})[weight.path] = None
@@ -56,6 +56,12 @@ def check_batch(
     sizes = {"batch": batch_size // microbatches}
     if sequence_parallel:
         sizes["seq_parallel"] = sequence_length
+    devices = pieces(COMPUTE["seq"], mesh)
+    if devices > 1 and sequence_length % (2 * devices):
+        raise LayoutError(
+            f"rows of {sequence_length} tokens do not divide into an early and a late piece for "
+            f"each of {devices} devices along {COMPUTE['seq']}; use a multiple of {2 * devices}"
+        )
     for axis, size in sizes.items():
         if size % pieces(COMPUTE[axis], mesh):
             what = f"each of {microbatches} microbatches: " if microbatches > 1 else ""

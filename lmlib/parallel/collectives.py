@@ -86,6 +86,15 @@ def all_to_all(x: jax.Array, mesh_axes: MeshAxes, split: int, joined: int) -> ja
     return jax.lax.all_to_all(x, mesh_axes, split, joined, tiled=True)
 
 
+def passed_on(x: jax.Array, mesh_axes: MeshAxes, devices: int) -> jax.Array:
+    """What the device so many before this one along `mesh_axes` has, in a ring (ppermute)."""
+    around = devices_along(mesh_axes)
+    if devices % around == 0:
+        return x
+    pairs = [(i, (i + devices) % around) for i in range(around)]
+    return jax.lax.ppermute(x, mesh_axes, pairs)
+
+
 def exchange_rows(
     x_C: jax.Array, given_P: jax.Array, taken_P: jax.Array, mesh_axes: MeshAxes
 ) -> jax.Array:

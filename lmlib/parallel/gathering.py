@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.collectives import on_each_device
-from lmlib.parallel.layout import COMPUTE, in_use, mesh_axes_of, repeats, stored
-from lmlib.parallel.mesh_axes import COPIES, TOKENS
+from lmlib.parallel.layout import COMPUTE, in_use, mesh_axes_of, named, repeats, stored
+from lmlib.parallel.mesh_axes import COPIES, TOKENS, names_of
 
 
 def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
@@ -66,8 +66,8 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
     times = tuple(
         repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)
     )
-    at_rest, computed = stored(weight, shape, mesh), in_use(weight)
-    multiplied = weight.declaration.multiplied
+    at_rest, computed = stored(weight, shape, mesh), in_use(weight, mesh)
+    multiplied, tokens = weight.declaration.multiplied, frozenset(names_of(named(TOKENS, mesh)))
 
     def chosen(repeated: PartitionSpec | None, others: PartitionSpec) -> PartitionSpec:
         places = [None] * len(times) if repeated is None else repeated
@@ -82,7 +82,7 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
         computed=computed,
         copies=chosen(computed, at_rest),
         repeats=times,
-        summed=frozenset(TOKENS) - mesh_axes_of(computed) if multiplied else frozenset(),
+        summed=tokens - mesh_axes_of(computed) if multiplied else frozenset(),
     )
 
 

@@ -12,16 +12,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lmlib.parallel.axes import LAYER, Axes, LayoutError, Rules, Weight
-from lmlib.parallel.mesh_axes import PARTS, STORAGE, MeshAxes, names_of, place_of
+from lmlib.parallel.mesh_axes import NAMED_IF_USED, PARTS, STORAGE, MeshAxes, names_of, place_of
 
 COMPUTE: Rules = {
     "batch": ("data", "fsdp", "expert"),
     "microbatch": None,
-    "seq": None,
-    "seq_parallel": "tensor",  # the residual stream between blocks, when sequence-parallel
+    "seq": "context",
+    # The residual stream between blocks, when sequence-parallel.
+    "seq_parallel": ("context", "tensor"),
     "embed": None,
     "mlp": "tensor",
     "heads": "tensor",
@@ -34,19 +35,29 @@ COMPUTE: Rules = {
     "choice": None,  # of a router: each token's over all experts
     "vocab": "tensor",
     "whole_vocab": None,
-    "looked_up": ("tensor", "fsdp", "expert"),  # columns of a table that is never gathered
+    "looked_up": (
+        "tensor",
+        "fsdp",
+        "expert",
+        "context",
+    ),  # columns of a table that is never gathered
     "down_rank": "tensor",  # of an adapter, where no other axis of its matrix lies there
     "up_rank": None,
     LAYER: None,
 }
-STORED: Rules = {**COMPUTE, "embed": ("fsdp", "expert")}
+STORED: Rules = {**COMPUTE, "embed": ("fsdp", "expert", "context")}
 # A weight with fewer of these than the mesh has places for is stored whole along them, and computed
 # with each of them repeated: several devices then hold the same key and value heads.
 REPEATED = frozenset({"kv_heads"})
 
 
-def partition(axes: str | Axes, rules: Rules = COMPUTE) -> PartitionSpec:
+def partition(
+    axes: str | Axes, rules: Rules = COMPUTE, mesh: Mesh | AbstractMesh | None = None
+) -> PartitionSpec:
     """The partition of an array whose axes are named ("batch seq"); `None` names stay whole.
+
+    Args:
+      mesh: where; `None`: on the mesh that is set, if one is.
 
     Raises:
       LayoutError: if a name has no rule, or two of them lie along one axis of the mesh.
@@ -58,9 +69,24 @@ def partition(axes: str | Axes, rules: Rules = COMPUTE) -> PartitionSpec:
                 f"axis {name!r} has no rule (known: {', '.join(rules)}); give the weight that has "
                 f"it one: `weight(…, rules={{{name!r}: None}})` keeps it whole"
             )
-    places = [None if name is None else rules[name] for name in names]
+    places = [None if name is None else named(rules[name], mesh) for name in names]
     _refuse_twice(names, places)
     return PartitionSpec(*places)
+
+
+def sharding(axes: str | Axes, mesh: Mesh) -> NamedSharding:
+    """`partition` on a mesh."""
+    return NamedSharding(mesh, partition(axes, mesh=mesh))
+
+
+def named(place: MeshAxes, mesh: Mesh | AbstractMesh | None = None) -> MeshAxes:
+    """Of the axes of the mesh that an array's axis lies along those that its layout names: see
+    `NAMED_IF_USED`. `None`: on the mesh that is set, if one is."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    unused = [] if mesh.empty else [name for name in NAMED_IF_USED if mesh.shape[name] == 1]
+    if not {*unused} & {*names_of(place)}:
+        return place
+    return place_of([name for name in names_of(place) if name not in unused])
 
 
 def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
@@ -76,21 +102,22 @@ def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
             taken[mesh_axis] = name
 
 
-def in_use(weight: Weight) -> PartitionSpec:
-    """The partition in which a weight is used, but for elements that are repeated.
+def in_use(weight: Weight, mesh: Mesh | AbstractMesh | None = None) -> PartitionSpec:
+    """The partition in which a weight is used, but for elements that are repeated; `mesh` as in
+    `partition`.
 
     Raises:
       LayoutError: as `partition`, naming the weight.
     """
     try:
-        return partition(weight.axes, {**COMPUTE, **weight.declaration.rules})
+        return partition(weight.axes, {**COMPUTE, **weight.declaration.rules}, mesh)
     except LayoutError as error:
         raise LayoutError(f"{weight.path}: {error}") from None
 
 
 def along(axis: str, rules: Rules = COMPUTE) -> MeshAxes:
-    """The axes of the mesh that split a named axis: for `parallel.collectives`."""
-    return rules[axis]
+    """The axes of the mesh that is set that split a named axis: for `parallel.collectives`."""
+    return named(rules[axis])
 
 
 def pieces(mesh_axes: MeshAxes, mesh: Mesh | AbstractMesh) -> int:
@@ -116,12 +143,12 @@ def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
     """How a weight lies between its uses: on `mesh` as `STORED` says, but for what another axis of
     it takes in use, as experts may. A matrix that has no `embed`, as one of an adapter's two, is
     split over `fsdp` and `expert` along another axis."""
-    computed, rules = in_use(weight), {**STORED, **weight.declaration.rules}
+    computed, rules = in_use(weight, mesh), {**STORED, **weight.declaration.rules}
     taken = mesh_axes_of(computed)
     places: list[MeshAxes] = []
     for axis, size, used in zip(weight.axes, shape, computed, strict=True):
         elsewhere = taken.difference(names_of(used))
-        left = [name for name in names_of(rules[axis]) if name not in elsewhere]
+        left = [name for name in names_of(named(rules[axis], mesh)) if name not in elsewhere]
         places.append(None if repeats(axis, size, rules, mesh) > 1 else place_of(left))
     if weight.declaration.multiplied:
         _spread(places, weight, shape, mesh)
@@ -138,7 +165,7 @@ def _spread(
     """Splits a weight over those of `fsdp` and `expert` that split none of its axes, along the axis
     of which a device would hold most, of those that they divide; leaves it as it is where there is
     none."""
-    left = [name for name in STORAGE if name not in mesh_axes_of(places)]
+    left = [name for name in names_of(named(STORAGE, mesh)) if name not in mesh_axes_of(places)]
     if not left:
         return
     held = {

@@ -1,7 +1,8 @@
 """The axes of the mesh, and what each means. Their names stand here and in the layout tables
 (`lmlib.parallel.layout`); other code asks for what it needs of them.
 
-To all weights but experts `expert` is a second `fsdp`: what is said of one is true of both.
+To all weights but experts `expert` is a second `fsdp`, and to all weights `context` is a third:
+what is said of one is true of all.
 """
 
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ MESH_AXES = (
     MeshAxis("data", tokens_differ=True),
     MeshAxis("fsdp", tokens_differ=True, weights_rest_split=True),
     MeshAxis("expert", tokens_differ=True, weights_rest_split=True),  # experts stay split in use
+    MeshAxis("context", tokens_differ=True, weights_rest_split=True),  # splits each row
     MeshAxis("tensor"),
 )
 
@@ -37,6 +39,9 @@ STORAGE = tuple(axis.name for axis in MESH_AXES if axis.weights_rest_split)
 COPIES = tuple(name for name in TOKENS if name not in STORAGE)
 # Along these devices multiply the same tokens by other parts of the weights.
 PARTS = tuple(name for name in NAMES if name not in TOKENS)
+# Named in a layout only where several devices lie along it. Else a model of a user's could not
+# multiply positions by positions, which would both lie there.
+NAMED_IF_USED = ("context",)
 
 MeshAxes = str | tuple[str, ...] | None
 

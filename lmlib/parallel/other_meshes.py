@@ -3,12 +3,17 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jax.sharding import Mesh
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from lmlib.parallel.axes import M, Weight, map_weights
+from lmlib.parallel.layout import stored
 from lmlib.parallel.mesh import make_mesh, slices_of
 from lmlib.parallel.mesh_axes import NAMES
 
 REST = "fsdp"  # of several axes it has the devices that the others leave
+ROWS = "context"  # splits each row
 
 
 def with_fewer_copies(mesh: Mesh) -> Mesh | None:
@@ -55,6 +60,30 @@ def divisions(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
             rest = rest // size if rest % size == 0 else 0
         if rest:
             yield remade(mesh, **{REST: rest}, **dict(zip(axes, sizes, strict=True)))
+
+
+def with_whole_rows(mesh: Mesh) -> Mesh:
+    """What `context` splits rows over is `fsdp`'s: for programs whose rows are short, or of lengths
+    that it does not divide. The mesh itself where nothing splits rows."""
+    if mesh.shape[ROWS] == 1:
+        return mesh
+    axes = list(mesh.axis_names)
+    fsdp, rows = axes.index(REST), axes.index(ROWS)
+    devices = np.moveaxis(mesh.devices, rows, fsdp + 1)  # where a device's shard of a weight stays
+    sizes = {**mesh.shape, REST: mesh.shape[REST] * mesh.shape[ROWS], ROWS: 1}
+    return Mesh(devices.reshape([*sizes.values()]), mesh.axis_names, mesh.axis_types)
+
+
+def with_whole_rows_of(model: M, mesh: Mesh) -> tuple[M, Mesh]:
+    """The model, stored on `with_whole_rows(mesh)`, and that mesh."""
+    other = with_whole_rows(mesh)
+    if other is mesh:
+        return model, mesh
+
+    def moved(weight: Weight, array: jax.Array) -> jax.Array:
+        return jax.device_put(array, NamedSharding(other, stored(weight, array.shape, other)))
+
+    return map_weights(moved, model), other
 
 
 def remade(mesh: Mesh, **changed: int) -> Mesh:

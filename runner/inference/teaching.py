@@ -9,7 +9,6 @@ from typing import Any
 import fiddle as fdl
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from lmlib.data.batch import TOKEN_BYTES, place
 from lmlib.data.flat_tokens import FlatTokens
@@ -20,7 +19,7 @@ from lmlib.data.stored.teacher_writer import TeacherWriter
 from lmlib.hardware.free_memory import check_fits_host
 from lmlib.losses.likeliest import likeliest_tokens
 from lmlib.parallel.fingerprint import fingerprint
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.config.stages import training_data
 from runner.errors import ConfigError
@@ -140,7 +139,7 @@ def _said(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Ids and log-probabilities of the sequences from number `first` on, a batch at a time; one
     batch is made while the devices are at the one before."""
-    rows = NamedSharding(loaded.mesh, partition("batch seq"))
+    rows = sharding("batch seq", loaded.mesh)
     likeliest = functools.partial(likeliest_tokens, compute=loaded.compute, k=k)
     compiled = jax.jit(likeliest, out_shardings=(rows, rows))
 

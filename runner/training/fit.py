@@ -11,7 +11,6 @@ from typing import Any
 
 import fiddle as fdl
 import jax
-from jax.sharding import NamedSharding
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import Batch
@@ -23,7 +22,7 @@ from lmlib.inspect.description import describe
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.metrics.log import MetricsLog, missing_lines, read_metrics
 from lmlib.metrics.tensorboard import TensorBoard
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 from lmlib.report.page import FILE_NAME as REPORT
 from lmlib.report.page import leave_page
 from lmlib.state import State
@@ -363,7 +362,7 @@ class _Run:
 
     def _prefetch(self, start: int) -> Prefetch:
         experiment = self.experiment
-        rows = NamedSharding(experiment.mesh, partition("batch seq"))
+        rows = sharding("batch seq", experiment.mesh)
         ahead = experiment.prefetch_batches
         return Prefetch(experiment.batches, rows, start, experiment.steps, ahead)
 

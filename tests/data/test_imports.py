@@ -8,7 +8,7 @@ ALL_OF_DATA = """
 import sys
 from lmlib.data import *
 slow = {"datasets", "tokenizers"} & set(sys.modules)
-ours = ("lmlib.data", "lmlib.storage")
+ours = ("lmlib.data", "lmlib.storage", "lmlib.row_order")
 others = [name for name in sys.modules if name.startswith("lmlib.") and not name.startswith(ours)]
 assert FlatTokens and not slow and not others, (slow, others)
 """

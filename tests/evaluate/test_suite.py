@@ -1,5 +1,6 @@
 """The suite of our own: models whose scores are known, and a loop over its pieces."""
 
+import functools
 import math
 
 import equinox as eqx
@@ -14,6 +15,7 @@ from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.suite.copying import copying
 from lmlib.evaluate.suite.induction import induction
 from lmlib.evaluate.suite.pieces import RandomIds
+from lmlib.evaluate.suite.recall import recall
 from lmlib.evaluate.suite.suite import Suite, SuiteEvaluator, in_context_slope
 from lmlib.evaluate.suite.texts import TEXTS
 from lmlib.models.families.llama import llama
@@ -88,6 +90,26 @@ def test_a_model_that_copies_is_perfect_and_one_that_knows_nothing_is_uniform():
     assert found["suite/in_context_slope"] == pytest.approx(0, abs=1e-6)
 
 
+def recalled(filler, random_ids, begin, longest):
+    return recall(random_ids, begin, filler, longest)
+
+
+@pytest.mark.parametrize("filler", [[], [1, 2, 3], list(range(300))])
+def test_a_fact_stands_at_its_depth_and_again_at_the_end(filler):
+    longest, answer = 100, 8
+    pieces = list(recall(RandomIds(range(1_000, 2_000), 0), [BEGIN], filler, longest))
+    assert len(pieces) == 12
+    for piece in pieces:
+        assert len(piece.ids) == longest + 1 and piece.ids[0] == BEGIN
+        assert piece.first == longest - answer  # the input before the first that counts
+        fact = piece.ids[-12:]
+        starts = [at for at in range(90) if piece.ids[at : at + 12] == fact]
+        assert len(starts) == 2 and starts[1] == longest + 1 - 12
+        depth = int(piece.measure.partition("/")[2])
+        assert starts[0] == 1 + (longest + 1 - 1 - 24) * depth // 100
+    assert len({tuple(piece.ids[-12:]) for piece in pieces}) == 12
+
+
 def test_the_slope_is_late_less_early():
     whole_NS, short_NT = np.full((3, 64), 9.0), np.full((3, 4), 5.0)
     whole_NS[:, 60:] = [[1.0], [2.0], [3.0]]
@@ -149,7 +171,8 @@ def test_every_number_is_that_of_a_loop_over_single_pieces(mesh):
     prose = sum(nats_of(ids)[0].sum() for ids in cut if len(ids) > 1)
     bits = prose / math.log(2) / len(TEXTS["prose"].encode())
     assert found["suite/bits_per_byte/prose"] == pytest.approx(bits, rel=1e-5)
-    for task, pieces in {"copying": copying, "induction": induction}.items():
+    of_prose = functools.partial(recalled, CODEC.encode(TEXTS["prose"]))
+    for task, pieces in {"copying": copying, "induction": induction, "recall": of_prose}.items():
         by_size = {}
         for piece in pieces(RandomIds(range(256), 0), [BEGIN], 64):
             nats_S, right_S = nats_of(piece.ids)

@@ -8,13 +8,12 @@ import jax
 import numpy as np
 import pytest
 from cut_short import cut_short
-from jax.sharding import NamedSharding
 from states import assert_same_bits
 
 from lmlib import Compute
 from lmlib.data.batch import place
 from lmlib.generate import generate
-from lmlib.parallel.layout import partition, shardings
+from lmlib.parallel.layout import sharding, shardings
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse
 from runner import fit
@@ -48,7 +47,7 @@ def initial(name):
 def losses_of_steps(name, *overrides):
     """As `losses`, of the run's steps alone, without its files."""
     experiment = fdl.build(tiny(name, *overrides))
-    rows = NamedSharding(experiment.mesh, partition("batch seq"))
+    rows = sharding("batch seq", experiment.mesh)
     layout = shardings(experiment.abstract_state().model)
     state = experiment.initial_state(jax.device_put(initial(name), layout, may_alias=False))
     step, found = experiment.trace_step().lower().compile(), []

@@ -20,7 +20,6 @@ from hugging_face_families import (
     tensors,
     tokens,
 )
-from jax.sharding import NamedSharding
 from sentinels import sentinels
 
 from lmlib import Compute, hf, make_mesh, whole_rows
@@ -28,7 +27,7 @@ from lmlib.data.batch import Batch
 from lmlib.losses import batch_loss
 from lmlib.optim.optimizer import as_declared
 from lmlib.parallel.axes import map_weights
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 
 FLOAT32 = Compute(dtype="float32")
 SOME = ("llama_3_1", "gemma3", "gpt2")
@@ -74,7 +73,7 @@ def loss_and_gradients(name):
     mesh = mesh_for(name) if several else make_mesh()
     compute = Compute(dtype="float32", sequence_parallel=several)
     model = hf.load(GOLDEN / name, mesh)
-    rows = NamedSharding(mesh, partition("batch seq"))
+    rows = sharding("batch seq", mesh)
     batch = jax.device_put(batch_of(model.vocab, times=4 if several else 1), rows)
     with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
         found = jax.jit(jax.value_and_grad(mean_loss), static_argnums=2)(model, batch, compute)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from laid_out import laid_out
 
 from lmlib.compute import Compute
@@ -21,7 +20,7 @@ from lmlib.models.matrices.int8 import Int8, in_int8
 from lmlib.models.parts.embedding import embedded
 from lmlib.models.protocol import Context
 from lmlib.parallel.axes import map_weights
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 
 LAYERS = 2
@@ -47,7 +46,7 @@ def norm(tree) -> float:
 def test_each_layer_is_measured(tied, sizes):
     mesh = make_mesh(**sizes)
     model = laid_out(weights(tied), mesh)
-    batch = place(Synthetic(64, 4, 16), 0, NamedSharding(mesh, partition("batch seq")))
+    batch = place(Synthetic(64, 4, 16), 0, sharding("batch seq", mesh))
     found = layer_statistics(model, batch, mesh, FLOAT32)
 
     plain = weights(tied)
@@ -85,7 +84,7 @@ def test_each_layer_is_measured(tied, sizes):
 def test_gradients_are_those_of_what_is_minimised():
     objective, mesh, model = DPO(reference_from="another"), make_mesh(), weights(False)
     reference = llama(**SIZES, tied=False, key=jax.random.key(1))
-    batch = place(Synthetic(64, 4, 16), 0, NamedSharding(mesh, partition("batch seq")))
+    batch = place(Synthetic(64, 4, 16), 0, sharding("batch seq", mesh))
     placed = laid_out(model, mesh), batch, mesh, FLOAT32, objective
     found = layer_statistics(*placed, laid_out(reference, mesh))
 

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from bigram import Bigram
-from jax.sharding import NamedSharding
 from sentinels import sentinels
 
 from lmlib import optim, train
@@ -20,7 +19,7 @@ from lmlib.losses import DPO
 from lmlib.models.families.llama import llama
 from lmlib.models.matrices.adapted import map_adapted
 from lmlib.optim.optimizer import Optimizer
-from lmlib.parallel.layout import partition, shardings
+from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_model, initial_state
 
@@ -130,7 +129,7 @@ def test_a_step_follows_the_definition(mesh, microbatches, chunk):
     compute = Compute(dtype="float32", loss_chunk=chunk)
     # Plain descent with rate one: the update is the gradient.
     descent = Optimizer(optax.sgd(1.0), optax.constant_schedule(1.0), optim.as_declared)
-    rows = NamedSharding(mesh, partition("batch seq"))
+    rows = sharding("batch seq", mesh)
     placed = jax.tree.map(lambda field: jax.device_put(field, rows), batch())
     with jax.set_mesh(mesh):
         model, reference_model = (

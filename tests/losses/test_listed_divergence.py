@@ -16,7 +16,7 @@ from lmlib.losses import Distillation
 from lmlib.losses.fused import LogitSettings, fused_loss
 from lmlib.losses.likeliest import likeliest_tokens
 from lmlib.losses.listed_divergence import ListedDivergence
-from lmlib.parallel.layout import STORED, partition, shardings
+from lmlib.parallel.layout import STORED, partition, sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_model
 
@@ -156,7 +156,7 @@ def test_the_likeliest_tokens_are_found_over_a_split_vocabulary(k):
     batch = Synthetic(vocab_size=V, batch_size=B, sequence_length=S).batch(0)
     model = Bigram(V, E, key=jax.random.key(0))
     with jax.set_mesh(mesh):
-        rows = NamedSharding(mesh, partition("batch seq"))
+        rows = sharding("batch seq", mesh)
         found = jax.jit(functools.partial(likeliest_tokens, compute=FLOAT32, k=k))
         placed = jax.tree.map(lambda x: jax.device_put(x, rows), batch)
         layout = shardings(abstract_model(lambda: model, mesh))

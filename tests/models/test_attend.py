@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absent_hardware import absent
-from jax.sharding import NamedSharding
 from sentinels import sentinels
 
 from lmlib.models.attend import (
@@ -18,7 +17,7 @@ from lmlib.models.attend import (
     chosen,
     problem,
 )
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 
 # CPUs interpret splash; cudnn needs an NVIDIA GPU.
@@ -268,7 +267,7 @@ def test_the_mesh_changes_nothing(implementation, mesh):
     axes = ["batch seq heads head_dim", *["batch seq kv_heads head_dim"] * 2, "batch seq"]
     with jax.set_mesh(mesh):
         placed = [
-            jax.device_put(x, NamedSharding(mesh, partition(names)))
+            jax.device_put(x, sharding(names, mesh))
             for x, names in zip(arrays, [*axes, axes[0]], strict=True)
         ]
         values = jax.jit(functools.partial(found, implementation, window=None))(*placed)

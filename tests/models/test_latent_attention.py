@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from laid_out import laid_out
 from sentinels import sentinels
 
@@ -21,7 +20,7 @@ from lmlib.models.parts.rope import Rotary
 from lmlib.models.protocol import Context
 from lmlib.models.weights import bell
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import partition, share
+from lmlib.parallel.layout import sharding, share
 
 FLOAT32 = Compute(dtype="float32")
 B, S, E, H, D, R, V, L = 4, 24, 16, 4, 6, 4, 8, 10
@@ -139,7 +138,7 @@ def test_a_mesh_changes_neither_outputs_nor_gradients(mesh, parallel):
     with jax.default_matmul_precision("highest"):
         expected = with_loss(part, FLOAT32, x_BSE, d_BSE)
         mesh = make_mesh(**mesh)
-        lies = NamedSharding(mesh, partition(compute.residual))
+        lies = sharding(compute.residual, mesh)
         with jax.set_mesh(mesh):
             placed = (jax.device_put(x, lies) for x in (x_BSE, d_BSE))
             found = with_loss(laid_out(part, mesh), compute, *placed)

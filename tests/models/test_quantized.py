@@ -24,7 +24,7 @@ from lmlib.models.product import product
 from lmlib.models.protocol import whole_rows
 from lmlib.models.weights import fan_in, weight
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import STORED, partition, shardings
+from lmlib.parallel.layout import STORED, partition, sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, abstract_model, initial_state
 
@@ -187,9 +187,9 @@ def test_a_gathered_weight_and_its_gradient(precision):
     alone = jax.jit(gradients)(x, Matrix(w), dy)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     layouts = (
-        partition("batch seq embed"),
-        Matrix(partition("embed mlp", STORED)),
-        partition("batch seq mlp"),
+        partition("batch seq embed", mesh=mesh),
+        Matrix(partition("embed mlp", STORED, mesh)),
+        partition("batch seq mlp", mesh=mesh),
     )
     placed = jax.tree.map(
         lambda each, layout: jax.device_put(each, NamedSharding(mesh, layout)),
@@ -261,7 +261,7 @@ def losses(quantized, mesh, **settings):
     step = train.trace_step(state, blank, training).lower().compile()
     found = []
     for index in range(3):
-        batch = place(source, index, NamedSharding(mesh, partition("batch seq")))
+        batch = place(source, index, sharding("batch seq", mesh))
         state, metrics = step(state, batch, training.hyperparameters)
         found.append(float(metrics["loss"]))
     return found

@@ -26,7 +26,7 @@ from lmlib.models.families.speedrun import speedrun
 from lmlib.models.matrices.adapted import map_adapted
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.gathering import gathered_partition
-from lmlib.parallel.layout import partition, stored
+from lmlib.parallel.layout import sharding, stored
 from lmlib.parallel.selection import named_weights
 
 V, E, L, H, K, D, F, B, S = 48, 32, 4, 4, 2, 8, 40, 2, 14
@@ -134,7 +134,7 @@ def gradients(mesh, **compute):
         return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
 
     with jax.set_mesh(mesh):
-        batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
+        batch = place(source, 0, sharding("batch seq", mesh))
         return jax.device_get(jax.jit(jax.grad(mean))(laid_out(model(), mesh), batch))
 
 

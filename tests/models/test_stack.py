@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 from sentinels import sentinels
 
@@ -23,7 +22,7 @@ from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.protocol import Names, Reports
 from lmlib.models.stack import Segment, depth, make_stack, run_stack, stack_parts
 from lmlib.models.weights import fan_in, fold, initial_values, weight
-from lmlib.parallel.layout import partition, shardings
+from lmlib.parallel.layout import sharding, shardings
 from lmlib.state import abstract_model
 
 MESHES = ({}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
@@ -44,7 +43,7 @@ def gradients(layers: int, mesh: dict[str, int], **compute: Any):
     made = model_of(layers)
     model = jax.device_put(made, shardings(abstract_model(lambda: made, mesh)))
     with jax.set_mesh(mesh):
-        batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
+        batch = place(source, 0, sharding("batch seq", mesh))
         return jax.device_get(jax.jit(jax.grad(mean))(model, batch))
 
 

@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from user_model import Learned
 
 from lmlib import Compute, Experiment, batch_loss, describe, make_mesh, optim, whole_rows
@@ -23,7 +22,7 @@ from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.head import logits
 from lmlib.models.parts.mlp import GatedMLP, relu_squared
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.parallel.layout import partition, shardings
+from lmlib.parallel.layout import sharding, shardings
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse
 from lmlib.state import abstract_model
@@ -109,7 +108,7 @@ def gradients(mesh_name, sequence_parallel=False):
 
     with jax.set_mesh(mesh):
         model = jax.device_put(initial(), shardings(abstract_model(initial, mesh)))
-        batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
+        batch = place(source, 0, sharding("batch seq", mesh))
         return jax.device_get(jax.jit(jax.grad(mean))(model, batch))
 
 
@@ -131,7 +130,7 @@ def test_it_trains_and_resumes_bit_for_bit(tmp_path):
     run = experiment(MESHES["all"], sequence_parallel=True)
     run.check()
     step, numbers = run.trace_step().lower().compile(), run.training.hyperparameters
-    rows = NamedSharding(run.mesh, partition("batch seq"))
+    rows = sharding("batch seq", run.mesh)
     state, losses = run.initial_state(), []
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         for i in range(20):
@@ -156,7 +155,7 @@ def test_it_is_planned_described_measured_and_sampled():
     report = plan(run, parse("cpu:1"))
     assert report.parameters == sum(leaf.size for leaf in jax.tree.leaves(run.recipe.made))
     model = run.initial_state().model
-    rows = NamedSharding(run.mesh, partition("batch seq"))
+    rows = sharding("batch seq", run.mesh)
     found = layer_statistics(model, place(source, 0, rows), run.mesh, run.compute)
     names = [part.name for part in found.parts]
     assert names == ["tokens", "positions", "layer 0", "layer 1", "layer 2", "norm"]

@@ -9,18 +9,19 @@ pytestmark = pytest.mark.several_devices
 
 def test_axes_always_exist_and_are_explicit():
     mesh = make_mesh(fsdp=4, tensor=2)
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "expert": 1, "tensor": 2}
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "expert": 1, "context": 1, "tensor": 2}
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
 
 
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [
-        ({}, (1, 1, 1, 1)),
-        ({"fsdp": -1}, (1, 8, 1, 1)),
-        ({"data": 2, "fsdp": -1, "tensor": 2}, (2, 2, 1, 2)),
-        ({"fsdp": 2, "expert": -1}, (1, 2, 4, 1)),
-        ({"tensor": 4}, (1, 1, 1, 4)),
+        ({}, (1, 1, 1, 1, 1)),
+        ({"fsdp": -1}, (1, 8, 1, 1, 1)),
+        ({"data": 2, "fsdp": -1, "tensor": 2}, (2, 2, 1, 1, 2)),
+        ({"fsdp": 2, "expert": -1}, (1, 2, 4, 1, 1)),
+        ({"tensor": 4}, (1, 1, 1, 1, 4)),
+        ({"fsdp": 2, "context": -1}, (1, 2, 1, 4, 1)),
     ],
 )
 def test_minus_one_takes_every_device_left(sizes, shape):
@@ -33,10 +34,10 @@ def test_minus_one_takes_every_device_left(sizes, shape):
 @pytest.mark.parametrize(
     ("sizes", "shape", "slices"),
     [
-        ({"fsdp": -1}, (2, 4, 1, 1), [[0], [1]]),
-        ({"data": -1, "tensor": 2}, (4, 1, 1, 2), [[0], [0], [1], [1]]),
-        ({"data": 1, "fsdp": -1}, (1, 8, 1, 1), [[0, 1]]),
-        ({"expert": -1}, (2, 1, 4, 1), [[0], [1]]),
+        ({"fsdp": -1}, (2, 4, 1, 1, 1), [[0], [1]]),
+        ({"data": -1, "tensor": 2}, (4, 1, 1, 1, 2), [[0], [0], [1], [1]]),
+        ({"data": 1, "fsdp": -1}, (1, 8, 1, 1, 1), [[0, 1]]),
+        ({"expert": -1}, (2, 1, 4, 1, 1), [[0], [1]]),
     ],
 )
 def test_data_spans_slices_and_then_fsdp(sizes, shape, slices):
@@ -60,7 +61,7 @@ def test_slices_without_an_equal_part_are_told(sizes):
 @needs_gpu_compiler
 def test_hosts_of_gpus_do_not_change_the_mesh():
     _, devices = absent("h100:2x4")
-    assert tuple(make_mesh(fsdp=-1, devices=devices).shape.values()) == (1, 8, 1, 1)
+    assert tuple(make_mesh(fsdp=-1, devices=devices).shape.values()) == (1, 8, 1, 1, 1)
 
 
 @pytest.mark.parametrize(

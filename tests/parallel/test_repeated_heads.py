@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from lmlib import Compute, adamw, batch_loss, describe, llama, make_mesh, train
 from lmlib.data.batch import place
@@ -17,7 +16,7 @@ from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.creation import creator
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import partition, shardings
+from lmlib.parallel.layout import sharding, shardings
 from lmlib.state import Training, abstract_model, fresh_state
 
 pytestmark = pytest.mark.several_devices
@@ -55,7 +54,7 @@ def loss_and_gradients(kv_heads, sequence_parallel=False, **mesh):
     with jax.set_mesh(mesh):
         layout = shardings(abstract_model(make, mesh))
         model = jax.device_put(weights(kv_heads), layout)
-        batch = place(source, 0, NamedSharding(mesh, partition("batch seq")))
+        batch = place(source, 0, sharding("batch seq", mesh))
         loss, gradients = jax.jit(jax.value_and_grad(mean))(model, batch)
     for weight, gradient in zip(jax.tree.leaves(model), jax.tree.leaves(gradients), strict=True):
         assert gradient.sharding == weight.sharding

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from byte_texts import write_texts
 from forked_processes import run_forked
-from jax.sharding import NamedSharding
 from small_experiment import small
 
 from experiments import llama_84m
@@ -19,7 +18,7 @@ from lmlib.data import FlatTokens, Synthetic, place
 from lmlib.experiment import DataStage
 from lmlib.metrics.log import read_metrics
 from lmlib.models.families.gpt2 import gpt2
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 from runner import Options, fit
 from runner.absent_hardware.cost import cost_of
 from runner.command_line.exit_status import FINISHED
@@ -56,7 +55,7 @@ def bits(state) -> list[np.ndarray]:
 def test_each_step_is_one_of_a_run_with_batches_of_that_size(whole):
     experiment = fdl.build(staged())
     state, tokens = experiment.initial_state(), 0
-    rows_of_mesh = NamedSharding(experiment.mesh, partition("batch seq"))
+    rows_of_mesh = sharding("batch seq", experiment.mesh)
     for step, (rows, length) in enumerate(SIZES):
         source = Synthetic(512, rows, length)
         numbers = range(FIRST_ROWS[step], FIRST_ROWS[step] + rows)

@@ -4,13 +4,12 @@ resumed. Shapes of batches and models are as small as eight devices allow."""
 import functools
 
 import numpy as np
-from jax.sharding import NamedSharding
 
 from lmlib import Compute, Experiment, make_mesh, optim
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import sharding
 
 SOURCE = Synthetic(vocab_size=64, batch_size=16, sequence_length=16)
 FLOAT32 = Compute(dtype="float32")
@@ -34,7 +33,7 @@ def compiled(run):
 def trained(run, step, state, first=0, save=lambda step, state: None):
     """The metrics of each compiled `step` from `first` on, and the last state."""
     metrics = []
-    rows = NamedSharding(run.mesh, partition("batch seq"))
+    rows = sharding("batch seq", run.mesh)
     for i in range(first, STEPS):
         state, of_step = step(state, place(SOURCE, i, rows), run.training.hyperparameters)
         metrics.append({name: float(value) for name, value in of_step.items()})

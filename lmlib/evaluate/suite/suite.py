@@ -12,6 +12,7 @@ from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.suite.copying import copying, lengths
 from lmlib.evaluate.suite.induction import distances, induction
 from lmlib.evaluate.suite.pieces import Piece, RandomIds
+from lmlib.evaluate.suite.recall import depths, recall
 from lmlib.evaluate.suite.texts import TEXTS
 from lmlib.evaluate.windows import Packing, Window, windows
 from lmlib.models.protocol import Model
@@ -23,7 +24,7 @@ _SHORT = "ends of texts"
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Bits per byte of several kinds of text, copying, induction and in-context learning.
+    """Bits per byte of several kinds of text, copying, induction, recall and in-context learning.
 
     Args:
       seed: random tokens follow from it.
@@ -47,7 +48,11 @@ class Suite:
     def metrics(self, length: int, codec: TextCodec | None) -> tuple[str, ...]:
         """The names of what comes out, of sequences of `length` tokens."""
         begin = len(_begin(codec))
-        of = {"copying": lengths(length, begin), "induction": distances(length, begin)}
+        of = {
+            "copying": lengths(length, begin),
+            "induction": distances(length, begin),
+            "recall": depths(length),
+        }
         return (
             *((f"suite/bits_per_byte/{kind}" for kind in TEXTS) if codec else ()),
             *(("suite/in_context_slope",) if codec and length >= _LEAST_FOR_SLOPE else ()),
@@ -86,6 +91,7 @@ class SuiteEvaluator:
         self._pieces = [
             *copying(random_ids, begin, length),
             *induction(random_ids, begin, length),
+            *recall(random_ids, begin, codec.encode(TEXTS["prose"]) if codec else (), length),
             *(_of_texts(codec, length) if codec else ()),
         ]
         rows = scorer.divisor * max(1, _BATCH_TOKENS // (length * scorer.divisor))
@@ -101,8 +107,8 @@ class SuiteEvaluator:
         return sum(batch.tokens.size for batch, _ in self._batches)
 
     def __call__(self, model: Model) -> dict[str, float]:
-        """`Suite.metrics`, each a mean over its targets; accuracy and loss, in nats, of copying and
-        induction are means over their sizes as well. Every process must call it."""
+        """`Suite.metrics`, each a mean over its targets; accuracy and loss, in nats, of copying,
+        induction and recall are means over their sizes as well. Every process must call it."""
         nats_of: dict[int, np.ndarray] = {}
         hits_of: dict[int, np.ndarray] = {}
         for batch, placed in self._batches:
@@ -125,7 +131,7 @@ class SuiteEvaluator:
             texts = (each for kind in TEXTS for each in nats[f"text/{kind}"])
             whole = [each for each in texts if len(each) == self._length]
             found["suite/in_context_slope"] = in_context_slope(np.stack(whole), np.stack(short))
-        for name in ("copying", "induction"):
+        for name in ("copying", "induction", "recall"):
             sizes = [measure for measure in nats if measure.startswith(f"{name}/")]
             sizes.sort(key=lambda measure: int(measure.partition("/")[2]))
             for number, values in (("accuracy", hits), ("loss", nats)):

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend import blockwise, cudnn, plain, splash
+from lmlib.models.attend import blockwise, context, cudnn, plain, splash
 from lmlib.models.attend.options import Options
 from lmlib.models.attend.sinks import share, with_sinks
 from lmlib.parallel.collectives import on_each_device, platform
@@ -40,6 +40,8 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks_H: Float[Array, "heads"] | None = None,
+    order: str = "plain",
+    way: str = "auto",
 ) -> Float[Array, "b s heads value_dim"]:
     """softmax(scale · q kᵀ) v, each position over those of its own segment up to itself.
 
@@ -51,16 +53,16 @@ def attend(
       soft_cap: c, where a score s becomes c · tanh(s / c) before the mask (Gemma 2,
         arXiv:2408.00118, §2); `None`: s stays.
       sinks_H: as in `lmlib.models.attend.sinks`, of each head; `None`: there are none.
+      order: which tokens of a row each device along `context` has; see
+        `lmlib.row_order`.
+      way: "auto", or one of `lmlib.models.attend.context.WAYS`, where `context` splits rows.
 
     Softmax is in float32 at least; the result has v's dtype. `tensor` splits the heads; each device
-    attends with its own, and nothing is sent.
+    attends with its own. Nothing is sent but along `context`.
 
     Raises:
       ValueError: if the implementation asked for cannot compute these shapes.
     """
-    if implementation == "auto":
-        implementation = chosen(q_BSHD, soft_cap, v_BTKV.shape[-1], sinks_H is not None)
-    kernel = IMPLEMENTATIONS[implementation]
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
     heads, kv_heads = (
         partition("batch seq heads head_dim"),
@@ -75,14 +77,22 @@ def attend(
             tracked=False,
         )(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS)
 
-    if sinks_H is None:
-        mixed_BSHV = computed(kernel.attend, heads)
+    normalised = heads, partition("batch seq heads")
+    if context.is_split():
+        if way == "auto":
+            way = context.best_way(q_BSHD.shape[2], k_BTKD.shape[2])
+        function = functools.partial(context.attend_and_normalise, order=order, way=way)
+        mixed_BSHV, log_normaliser_BSH = computed(function, normalised)
     else:
+        if implementation == "auto":
+            implementation = chosen(q_BSHD, soft_cap, v_BTKV.shape[-1], sinks_H is not None)
+        kernel = IMPLEMENTATIONS[implementation]
+        if sinks_H is None:
+            return checkpoint_name(computed(kernel.attend, heads), "attention")
         if not hasattr(kernel, "attend_and_normalise"):
             raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
-        mixed_BSHV, log_normaliser_BSH = computed(
-            kernel.attend_and_normalise, (heads, partition("batch seq heads"))
-        )
+        mixed_BSHV, log_normaliser_BSH = computed(kernel.attend_and_normalise, normalised)
+    if sinks_H is not None:
         mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H)
     return checkpoint_name(mixed_BSHV, "attention")
 

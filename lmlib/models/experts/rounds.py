@@ -24,7 +24,7 @@ from lmlib.models.experts.exchanged import Exchanged
 from lmlib.models.experts.gathered import Gathered
 from lmlib.parallel.collectives import devices_along, on_each_device, psum, psum_scatter
 from lmlib.parallel.layout import along, mesh_axes_of, partition
-from lmlib.parallel.mesh_axes import NAMES, names_of
+from lmlib.parallel.mesh_axes import NAMES, TOKENS, names_of
 
 KEPT = ("expert_input", "expert_gate", "expert_up")
 FURTHER_ROUNDS = "further_rounds"  # the scope of those after the first
@@ -144,13 +144,15 @@ def _forward(
         y, computed = _further(move, lambda round: one(round)[:2], (y, computed))
         y_BSE = jnp.reshape(move.home(y.astype(x_BSE.dtype)), x_BSE.shape)
         computed_BS = jnp.reshape(move.home(computed), x_BSE.shape[:2])
-        over = partition(settings.residual)[1]  # sequence-parallel
-        y_BSE = psum_scatter(y_BSE, over, 1) if over else psum(y_BSE, along("mlp"))
+        if "seq_parallel" in settings.residual.split():
+            y_BSE = psum_scatter(y_BSE, along("mlp"), 1)
+        else:
+            y_BSE = psum(y_BSE, along("mlp"))
         return y_BSE, computed_BS, rows_CE, products_CF
 
     y_BSE, computed_BS, rows_CE, products_CF = on_each_device(
         on_device,
-        inputs=(_layouts(experts), _TOKENS, _PAIRS, _PAIRS),
+        inputs=(_layouts(experts), partition(_TOKENS), *2 * (partition(_PAIRS),)),
         outputs=(partition(settings.residual), partition("batch seq"), _ROWS, _HIDDEN),
         tracked=False,
     )(experts, x_BSE, choices_BSK, shares_BSK)
@@ -204,15 +206,15 @@ def _backward(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any
         dx_BSE = psum(dx_BSE, tuple(over - x_shared))
         return dw, dx_BSE, psum(dshares_BSK, tuple(over))
 
-    layouts = _layouts(experts)
+    layouts, tokens, pairs = _layouts(experts), partition(_TOKENS), partition(_PAIRS)
     lying = jax.tree.map(_split_along, experts)
     dw, dx_BSE, dshares_BSK = on_each_device(
         on_device,
-        inputs=(layouts, _TOKENS, _PAIRS, _PAIRS, _ROWS, _HIDDEN, _TOKENS),
+        inputs=(layouts, tokens, pairs, pairs, _ROWS, _HIDDEN, tokens),
         outputs=(
             jax.tree.map(_unreduced, layouts, weights_gathered),
-            _unreduced(_TOKENS, x_shared),
-            _PAIRS,
+            _unreduced(tokens, x_shared),
+            pairs,
         ),
         tracked=False,
     )(*saved, given[0])
@@ -221,9 +223,9 @@ def _backward(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any
 
 mixed.defvjp(_forward, _backward)
 
-_TOKENS, _PAIRS = partition("batch seq embed"), partition(("batch", "seq", None))
-_ROWS = PartitionSpec(along("batch"), None)  # one device's after the other's
-_HIDDEN = PartitionSpec(along("batch"), along("mlp"))
+_TOKENS, _PAIRS = "batch seq embed", ("batch", "seq", None)
+_ROWS = PartitionSpec(TOKENS, None)  # one device's after the other's
+_HIDDEN = PartitionSpec(TOKENS, along("mlp"))
 
 
 def _moved(settings: Settings, choices_BSK: Array, *of_tokens: Array) -> tuple[Any, list[Array]]:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, attention_weights, check_attention
+from lmlib.models.attend.context import check_way
 from lmlib.models.attend.options import Options
 from lmlib.models.layer import Norm
 from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
@@ -146,6 +147,8 @@ class Attention(eqx.Module):
                     scale=self.scale,
                     soft_cap=self.soft_cap,
                     sinks_H=self.sinks,
+                    order=context.order,
+                    way=context.compute.context,
                 )
                 cache = cache and extended(cache, k_BTKD, v_BTKD, context.positions_BS)
             else:
@@ -218,6 +221,7 @@ class Attention(eqx.Module):
         sequences are too long for the rotary positions."""
         if self.rotary is not None:
             self.rotary.check(sequence_length)
+        check_way(compute.context)
         check_attention(
             compute.attention, sequence_length, self.query.shape[-1], compute.dtype, self.soft_cap,
             sinks=self.sinks is not None,

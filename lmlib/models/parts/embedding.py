@@ -43,7 +43,7 @@ def embedded(
         x_BSE = table_VE.astype(wide).at[rows_BS].get(mode="fill", fill_value=0).astype(dtype)
         x_BSE = all_to_all(x_BSE, along("embed", STORED), split=0, joined=2)
         if "seq_parallel" in residual.split():
-            return psum_scatter(x_BSE, along("seq_parallel"), axis=1)
+            return psum_scatter(x_BSE, along("vocab"), axis=1)
         return psum(x_BSE, along("vocab"))
 
     return on_each_device(

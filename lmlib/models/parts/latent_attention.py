@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, attention_weights, check_attention
+from lmlib.models.attend.context import check_way
 from lmlib.models.attend.options import Options
 from lmlib.models.layer import Norm
 from lmlib.models.matrices.adapted import whole
@@ -135,6 +136,8 @@ class LatentAttention(eqx.Module):
                     context.segment_ids_BS,
                     context.compute.attention,
                     scale=self.scale,
+                    order=context.order,
+                    way=context.compute.context,
                 )
                 if cache is not None:
                     kept = _as_one_head(cache, rotary_BTR), _as_one_head(cache, latent_BTL)
@@ -248,6 +251,7 @@ class LatentAttention(eqx.Module):
             (self.key.shape[-1] + self.rotary_key.shape[-1]),
             self.value.shape[-1],
         )
+        check_way(compute.context)
         check_attention(
             compute.attention, sequence_length, query_dim, compute.dtype, value_dim=value_dim
         )

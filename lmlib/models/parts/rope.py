@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from lmlib.models.parts.rope_scaling import Length, LongRope, Scaling
+from lmlib.parallel.rows import gathered_rows, split_rows
 
 
 class Rotations(NamedTuple):
@@ -66,12 +67,14 @@ class Rotary:
         positions_BS: Int32[Array, "b s"],
         dtype: DTypeLike,
         lengths_B: Int32[Array, "b"] | None = None,
+        order: str = "plain",
     ) -> Rotations:
         """The table of `positions_BS`, in float32 at least; wider if `dtype` is.
 
         Args:
           lengths_B: of each row's text, where positions are of a part of it; `None`: a row's
             documents are all here, and each ends where positions do not go on.
+          order: in which positions stand; see `lmlib.row_order`.
 
         Raises:
           ValueError: as `check`.
@@ -81,18 +84,18 @@ class Rotary:
         frequency_D = self.theta ** (-jnp.arange(0, self.head_dim, 2, dtype=wide) / self.head_dim)
         amplitude = 1.0
         if self.scaling is not None:
-            length = self._length(positions_BS, lengths_B)
+            length = self._length(positions_BS, lengths_B, order)
             frequency_D = self.scaling.frequencies(frequency_D, length)
             amplitude = self.scaling.amplitude
         angle_BS1D = positions_BS[:, :, None, None] * frequency_D
         return Rotations(amplitude * jnp.cos(angle_BS1D), amplitude * jnp.sin(angle_BS1D))
 
-    def _length(self, positions_BS: Array, lengths_B: Array | None) -> Length:
+    def _length(self, positions_BS: Array, lengths_B: Array | None, order: str) -> Length:
         """Of each token's document, where it counts."""
         if self.switch is not None and lengths_B is not None:
             return lengths_B[:, None, None, None]
         if self.switch is not None and positions_BS.shape[1] > self.switch:
-            return document_lengths(positions_BS)[:, :, None, None]
+            return document_lengths(positions_BS, order)[:, :, None, None]
         return positions_BS.shape[1]
 
     def check(self, sequence_length: int) -> None:
@@ -106,14 +109,18 @@ class Rotary:
             )
 
 
-def document_lengths(positions_BS: Int32[Array, "b s"]) -> Int32[Array, "b s"]:
-    """How long each token's document is, if its end is here: where positions do not go on."""
+def document_lengths(
+    positions_BS: Int32[Array, "b s"], order: str = "plain"
+) -> Int32[Array, "b s"]:
+    """How long each token's document is, if its end is here: where positions do not go on. Rows lie
+    in `order` along `context`, and are gathered for it."""
     S = positions_BS.shape[1]
+    positions_BS = gathered_rows(positions_BS, order)
     goes_on_BS = positions_BS[:, 1:] == positions_BS[:, :-1] + 1
     ends_BS = jnp.pad(~goes_on_BS, ((0, 0), (0, 1)), constant_values=True)
     index_S = jnp.arange(S, dtype=jnp.int32)
     end_BS = jax.lax.cummin(jnp.where(ends_BS, index_S, S), axis=1, reverse=True)
-    return positions_BS + end_BS - index_S + 1
+    return split_rows(positions_BS + end_BS - index_S + 1, order)
 
 
 def rotate(

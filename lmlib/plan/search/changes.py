@@ -103,7 +103,7 @@ def _split_wider(experiment: Experiment) -> Change | None:
 
 def _split_sequences(experiment: Experiment) -> Change | None:
     """Sequence parallelism where there is tensor parallelism without it."""
-    parts = pieces(along("seq_parallel"), experiment.mesh)
+    parts = pieces(along("mlp"), experiment.mesh)
     if parts == 1 or experiment.compute.sequence_parallel:
         return None
     compute = dataclasses.replace(experiment.compute, sequence_parallel=True)

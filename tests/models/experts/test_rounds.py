@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from laid_out import laid_out
 
 from lmlib.models.experts.mlps import GatedExperts
 from lmlib.models.experts.rounds import Settings, mixed
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import partition, reshard, share
+from lmlib.parallel.layout import reshard, sharding, share
 from lmlib.parallel.mesh import make_mesh
 
 pytestmark = pytest.mark.several_devices
@@ -24,6 +23,7 @@ MESHES = {
     "8 expert": {"expert": 8},  # dense weights rest split over them too
     "2 fsdp, 2 expert, 2 tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
     "2 data, 4 expert": {"data": 2, "expert": 4},
+    "2 expert, 2 context, 2 tensor": {"expert": 2, "context": 2, "tensor": 2},
     "2 data, 2 fsdp, 2 tensor": {"data": 2, "fsdp": 2, "tensor": 2},
 }
 SHARED = functools.partial(jax.random.normal, dtype=jnp.float64)
@@ -91,7 +91,7 @@ def program(mesh_name, dispatch, room, sequence_parallel):
         return y_BSE, back(reshard(dy_BSE, residual)), computed_BS
 
     def call(experts, x, shares, choices, dy):
-        tokens = NamedSharding(mesh, partition(("batch", "seq", None)))
+        tokens = sharding(("batch", "seq", None), mesh)
         given = jax.device_put((x, shares, choices, dy), tokens)
         with jax.set_mesh(mesh):
             return jax.jit(run)(laid_out(experts, mesh), *given)

@@ -68,6 +68,21 @@ def test_experts_train_as_on_one_device_and_resume_bit_for_bit(
 
 
 @pytest.mark.slow
+def test_the_balance_of_a_row_is_that_of_the_whole_row_where_devices_share_it(tmp_path):
+    by_row = functools.partial(Router, balance="row")
+    mixture = functools.partial(Mixture, experts=EXPERTS, top=2, router=by_row)
+    model = functools.partial(llama, **SIZES, layers=2, heads=4, mlp=16, feed_forward=mixture)
+    objective = NextToken(model_losses={"router_balance": 1.0})
+    settings = {"optimizer": sgd, "objective": objective}
+    on_one = experiment(model, {}, **settings)
+    compute = Compute(dtype="float32", dispatch="exchange", context="ring")
+    run = experiment(
+        model, {"expert": 2, "context": 2, "tensor": 2}, compute, microbatches=2, **settings
+    )
+    check_outsider(run, on_one, tmp_path, rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
     """Here "everything" keeps the first round's activations, which are otherwise computed again."""
     for saved in ((), ("expert_gate", "expert_up"), ("everything",)):

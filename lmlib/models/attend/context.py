@@ -1,0 +1,67 @@
+"""Attention of rows that `context` splits: each device has some of a row's queries, and mixes
+values of the whole row.
+
+    way     where                   what
+    gather  keys_gathered.py        each device gathers all keys and values
+    ring    keys_in_a_ring.py       they go round, one device's at a time
+
+Both visit the tiles of `lmlib.models.attend.tiles`, and compute the same.
+
+Shapes: B batch, S sequence of a device, H heads, K kv_heads, G = H / K query heads to each
+key-value head, D head_dim of queries and keys, V that of values.
+"""
+
+from jaxtyping import Array, Float, Int32
+
+from lmlib.models.attend import keys_gathered, keys_in_a_ring
+from lmlib.models.attend.context_split import Split
+from lmlib.models.attend.options import Options
+from lmlib.parallel.collectives import devices_along
+from lmlib.parallel.layout import along
+
+WAYS = {"gather": keys_gathered.attend, "ring": keys_in_a_ring.attend}
+# Gathered keys and values may take so many times the memory of a device's queries.
+_SMALL = 4
+
+
+def is_split() -> bool:
+    """Whether several devices of the mesh that is set share each row."""
+    return devices_along(along("seq")) > 1
+
+
+def check_way(way: str) -> None:
+    """Raises ValueError if there is no such way."""
+    if way not in (known := ("auto", *WAYS)):
+        raise ValueError(f"context must be one of {', '.join(known)}, got {way!r}")
+
+
+def best_way(heads: int, kv_heads: int) -> str:
+    """What "auto" takes: "gather" while what is gathered is small beside queries."""
+    return "gather" if devices_along(along("seq")) * kv_heads <= _SMALL * heads else "ring"
+
+
+def attend_and_normalise(
+    q_BSHD: Float[Array, "b s h d"],
+    k_BSKD: Float[Array, "b s k d"],
+    v_BSKV: Float[Array, "b s k v"],
+    segment_ids_BS: Int32[Array, "b s"],
+    options: Options,
+    order: str,
+    way: str,
+) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    """As `lmlib.models.attend.blockwise.attend_and_normalise`, of this device's queries over the
+    keys of the whole row.
+
+    Args:
+      order: which tokens of the row each device has; see `lmlib.row_order`.
+      way: one of `WAYS`.
+    """
+    B, S, H, D = q_BSHD.shape
+    k_BKSD, v_BKSV = k_BSKD.swapaxes(1, 2), v_BSKV.swapaxes(1, 2)
+    q_BKGSD = q_BSHD.swapaxes(1, 2).reshape(B, k_BKSD.shape[1], -1, S, D)
+    split = Split.of(order, S)
+    mixed_BKGSV, log_normaliser_BKGS = WAYS[way](
+        split, options, q_BKGSD, k_BKSD, v_BKSV, segment_ids_BS
+    )
+    mixed_BHSV = mixed_BKGSV.reshape(B, H, S, -1)
+    return mixed_BHSV.swapaxes(1, 2), log_normaliser_BKGS.reshape(B, H, S).swapaxes(1, 2)

@@ -1,0 +1,259 @@
+"""Attention by pairs of a tile of queries and a tile of keys (FlashAttention-2: Dao 2023,
+arXiv:2307.08691): what is computed of one pair after another, in any order.
+
+Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, G = H / K query heads
+to each key-value head, D head_dim of queries and keys, V that of values, Q queries of a tile, R
+keys of a tile, P pairs of tiles.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from lmlib.models.attend.options import Options
+from lmlib.models.attend.pairs import Group
+
+# The mean of each query's values, [B, K, G, S, V], and the logarithm of its normaliser,
+# [B, K, G, S]; or the gradients of both.
+Mixed = tuple[Array, Array]
+# What the backward pass needs: queries, keys, values and segments of a device, and what it mixed.
+Saved = tuple[tuple[Array, Array, Array, Array], Mixed]
+
+_FAR = -1e30  # a score that no sum notices, and from which no infinity comes
+
+
+class Queries(NamedTuple):
+    """Attributes:
+    q_BKGSD: queries.
+    segments_BS: which document of its row each belongs to.
+    places_S: where in the row each stands.
+    """
+
+    q_BKGSD: Float[Array, "b k g s d"]
+    segments_BS: Int32[Array, "b s"]
+    places_S: Int[Array, "s"]
+
+
+class Keys(NamedTuple):
+    """As `Queries`, of keys and their values."""
+
+    k_BKTD: Float[Array, "b k t d"]
+    v_BKTV: Float[Array, "b k t v"]
+    segments_BT: Int32[Array, "b t"]
+    places_T: Int[Array, "t"]
+
+
+class Sums(NamedTuple):
+    """Of the pairs so far, for each query (the paper's algorithm 1).
+
+    Attributes:
+      mixed_BKGSV: the sum of values, each times its exponential.
+      normaliser_BKGS: the sum of the exponentials.
+      highest_BKGS: the largest score, which every exponential is relative to.
+    """
+
+    mixed_BKGSV: Float[Array, "b k g s v"]
+    normaliser_BKGS: Float[Array, "b k g s"]
+    highest_BKGS: Float[Array, "b k g s"]
+
+    def weighted(self, dtype: jnp.dtype) -> Mixed:
+        """In `dtype`; may be kept for the backward pass."""
+        mixed_BKGSV = (self.mixed_BKGSV / self.normaliser_BKGS[..., None]).astype(dtype)
+        log_normaliser_BKGS = self.highest_BKGS + jnp.log(self.normaliser_BKGS)
+        return (
+            checkpoint_name(mixed_BKGSV, "attention_kernel"),
+            checkpoint_name(log_normaliser_BKGS, "attention_kernel"),
+        )
+
+
+class Gradients(NamedTuple):
+    """Of the pairs so far, in float32 at least."""
+
+    dq_BKGSD: Float[Array, "b k g s d"]
+    dk_BKTD: Float[Array, "b k t d"]
+    dv_BKTV: Float[Array, "b k t v"]
+
+
+class Arriving(NamedTuple):
+    """What the backward pass knows of each query.
+
+    Attributes:
+      log_normaliser_BKGS: from the forward pass.
+      d_mixed_BKGSV: the gradient of what was mixed.
+      towards_BKGS: what is taken from the gradient of each of the query's weights.
+    """
+
+    log_normaliser_BKGS: Float[Array, "b k g s"]
+    d_mixed_BKGSV: Float[Array, "b k g s v"]
+    towards_BKGS: Float[Array, "b k g s"]
+
+
+Added = TypeVar("Added", Sums, Gradients)  # what pairs are added to
+
+
+def nothing_mixed(q_BKGSD: Array, value_dim: int) -> Sums:
+    """The sums of no pairs."""
+    wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
+    nothing_BKGS = jnp.zeros(q_BKGSD.shape[:-1], wide)
+    mixed_BKGSV = jnp.zeros((*nothing_BKGS.shape, value_dim), wide)
+    return Sums(mixed_BKGSV, nothing_BKGS, nothing_BKGS + _FAR)
+
+
+def no_gradients(q_BKGSD: Array, k_BKTD: Array, v_BKTV: Array) -> Gradients:
+    """The gradients of no pairs."""
+    wide = jnp.promote_types(q_BKGSD.dtype, jnp.float32)
+    return Gradients(*(jnp.zeros(x.shape, wide) for x in (q_BKGSD, k_BKTD, v_BKTV)))
+
+
+def arriving(mixed: Mixed, gradients: Mixed) -> Arriving:
+    """The derivative of a log-normaliser is the weights themselves, so what arrives for it is added
+    to what arrives for each weight."""
+    (mixed_BKGSV, log_normaliser_BKGS), (d_mixed_BKGSV, d_log_normaliser_BKGS) = mixed, gradients
+    wide = log_normaliser_BKGS.dtype
+    towards_BKGS = jnp.sum(mixed_BKGSV.astype(wide) * d_mixed_BKGSV.astype(wide), axis=-1)
+    return Arriving(log_normaliser_BKGS, d_mixed_BKGSV, towards_BKGS - d_log_normaliser_BKGS)
+
+
+def mixed_with(
+    sums: Sums,
+    queries: Queries,
+    keys: Keys,
+    groups: Sequence[Group],
+    device: Array | int,
+    options: Options,
+) -> Sums:
+    """The sums with the pairs of `groups` added, of a device's rows of them."""
+    queries, keys = _known_together(queries, keys)
+
+    def visit(sums: Sums, i: Array, j: Array, counts: Array) -> Sums:
+        tile = groups[0].tile
+        scores_BKGQR, allowed_BQR = _scores(queries, keys, i, j, tile, options)
+        allowed_BQR &= counts
+        scores_BKGQR = jnp.where(allowed_BQR[:, None, None], scores_BKGQR, _FAR)
+        before_BKGQ = _tile(sums.highest_BKGS, i, tile, 3)
+        highest_BKGQ = jnp.maximum(before_BKGQ, jnp.max(scores_BKGQR, axis=-1))
+        weights_BKGQR = jnp.exp(scores_BKGQR - highest_BKGQ[..., None])
+        shrink_BKGQ = jnp.exp(before_BKGQ - highest_BKGQ)
+        mixed_BKGQV = jnp.einsum(
+            "bkgqr,bkrv->bkgqv",
+            weights_BKGQR.astype(keys.v_BKTV.dtype),
+            _tile(keys.v_BKTV, j, tile, 2),
+            preferred_element_type=sums.mixed_BKGSV.dtype,
+        )
+        mixed_BKGQV += _tile(sums.mixed_BKGSV, i, tile, 3) * shrink_BKGQ[..., None]
+        normaliser_BKGQ = _tile(sums.normaliser_BKGS, i, tile, 3) * shrink_BKGQ
+        normaliser_BKGQ += jnp.sum(weights_BKGQR, axis=-1)
+        return Sums(
+            _put(sums.mixed_BKGSV, mixed_BKGQV, i, tile, 3),
+            _put(sums.normaliser_BKGS, normaliser_BKGQ, i, tile, 3),
+            _put(sums.highest_BKGS, highest_BKGQ, i, tile, 3),
+        )
+
+    return _visited(visit, sums, groups, device)
+
+
+def with_gradients(
+    gradients: Gradients,
+    queries: Queries,
+    keys: Keys,
+    given: Arriving,
+    groups: Sequence[Group],
+    device: Array | int,
+    options: Options,
+) -> Gradients:
+    """The gradients with those of the pairs of `groups` added (the paper's algorithm 2)."""
+    queries, keys = _known_together(queries, keys)
+    product = functools.partial(jnp.einsum, preferred_element_type=given.log_normaliser_BKGS.dtype)
+
+    def visit(sums: Gradients, i: Array, j: Array, counts: Array) -> Gradients:
+        tile = groups[0].tile
+        scores_BKGQR, allowed_BQR = _scores(queries, keys, i, j, tile, options)
+        allowed_BQR &= counts
+        shifted_BKGQR = scores_BKGQR - _tile(given.log_normaliser_BKGS, i, tile, 3)[..., None]
+        weights_BKGQR = jnp.where(allowed_BQR[:, None, None], jnp.exp(shifted_BKGQR), 0)
+        d_mixed_BKGQV = _tile(given.d_mixed_BKGSV, i, tile, 3)
+        v_BKRV, k_BKRD = _tile(keys.v_BKTV, j, tile, 2), _tile(keys.k_BKTD, j, tile, 2)
+        d_weights_BKGQR = product("bkgqv,bkrv->bkgqr", d_mixed_BKGQV, v_BKRV)
+        d_scores_BKGQR = d_weights_BKGQR - _tile(given.towards_BKGS, i, tile, 3)[..., None]
+        d_products_BKGQR = weights_BKGQR * d_scores_BKGQR * options.slope(scores_BKGQR)
+        d_products_BKGQR = d_products_BKGQR.astype(queries.q_BKGSD.dtype)
+        weights_BKGQR = weights_BKGQR.astype(keys.v_BKTV.dtype)
+        q_BKGQD = _tile(queries.q_BKGSD, i, tile, 3)
+        dq_BKGQD = product("bkgqr,bkrd->bkgqd", d_products_BKGQR, k_BKRD)
+        dk_BKRD = product("bkgqr,bkgqd->bkrd", d_products_BKGQR, q_BKGQD)
+        dv_BKRV = product("bkgqr,bkgqv->bkrv", weights_BKGQR, d_mixed_BKGQV)
+        return Gradients(
+            _put(sums.dq_BKGSD, _tile(sums.dq_BKGSD, i, tile, 3) + dq_BKGQD, i, tile, 3),
+            _put(sums.dk_BKTD, _tile(sums.dk_BKTD, j, tile, 2) + dk_BKRD, j, tile, 2),
+            _put(sums.dv_BKTV, _tile(sums.dv_BKTV, j, tile, 2) + dv_BKRV, j, tile, 2),
+        )
+
+    return _visited(visit, gradients, groups, device)
+
+
+def _known_together(queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
+    """Both, none of their arrays before the others. Else JAX, which sees that segments and places
+    are the same in all layers, would make the masks of all tiles ahead of the scan over layers, and
+    keep them."""
+    return jax.lax.optimization_barrier((queries, keys))
+
+
+def _visited(
+    visit: Callable[[Added, Array, Array, Array], Added],
+    sums: Added,
+    groups: Sequence[Group],
+    device: Array | int,
+) -> Added:
+    """`sums` after all pairs of tiles of the pairs of pieces that the device has."""
+    for group in groups:
+        pairs_N3 = jnp.asarray(group.pieces_CN3)[device]
+        of_pieces = functools.partial(_visited_pieces, visit, group)
+        if len(pairs_N3) == 1:
+            sums, _ = of_pieces(sums, pairs_N3[0])
+        else:
+            sums, _ = jax.lax.scan(of_pieces, sums, pairs_N3)
+    return sums
+
+
+def _visited_pieces(
+    visit: Callable[[Added, Array, Array, Array], Added], group: Group, sums: Added, pair_3: Array
+) -> tuple[Added, None]:
+    """`sums` after all pairs of tiles of two pieces."""
+    first_2, counts = pair_3[:2] * group.tiles_of_piece, pair_3[2] > 0
+
+    def one(sums: Added, tiles_2: Array) -> tuple[Added, None]:
+        i, j = first_2 + tiles_2
+        return visit(sums, i, j, counts), None
+
+    return jax.lax.scan(one, sums, jnp.asarray(group.tiles_P2))[0], None
+
+
+def _scores(
+    queries: Queries, keys: Keys, i: Array, j: Array, tile: int, options: Options
+) -> tuple[Float[Array, "b k g q r"], Bool[Array, "b q r"]]:
+    """The scores of query tile i and key tile j, and which of them count."""
+    q_BKGQD, k_BKRD = _tile(queries.q_BKGSD, i, tile, 3), _tile(keys.k_BKTD, j, tile, 2)
+    wide = jnp.promote_types(q_BKGQD.dtype, jnp.float32)
+    scores_BKGQR = jnp.einsum("bkgqd,bkrd->bkgqr", q_BKGQD, k_BKRD, preferred_element_type=wide)
+    places_Q, places_R = _tile(queries.places_S, i, tile, 0), _tile(keys.places_T, j, tile, 0)
+    distance_QR = places_Q[:, None] - places_R
+    near_QR = distance_QR >= 0
+    if options.window is not None:
+        near_QR &= distance_QR < options.window
+    segments_BQ = _tile(queries.segments_BS, i, tile, 1)
+    segments_BR = _tile(keys.segments_BT, j, tile, 1)
+    same_BQR = segments_BQ[:, :, None] == segments_BR[:, None]
+    return options.scores(scores_BKGQR), near_QR & same_BQR
+
+
+def _tile(x: Array, index: Array, tile: int, axis: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * tile, tile, axis)
+
+
+def _put(x: Array, part: Array, index: Array, tile: int, axis: int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, index * tile, axis)

@@ -1,0 +1,30 @@
+"""Rows that `context` splits, whole on each device for what needs them so.
+
+Shapes: B batch, S sequence.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from lmlib.parallel.collectives import devices_along
+from lmlib.parallel.layout import along, reshard
+from lmlib.row_order import places
+
+
+def gathered_rows(x_BS: Array, order: str) -> Array:
+    """Rows that lie in `order` along `context`, whole on each device and as they stand (an
+    all-gather over `context`)."""
+    devices = devices_along(along("seq"))
+    if devices == 1:
+        return x_BS
+    whole_BS = reshard(x_BS, ("batch", None))
+    return jnp.take(whole_BS, np.argsort(places(x_BS.shape[1], devices, order)), axis=1)
+
+
+def split_rows(x_BS: Array, order: str) -> Array:
+    """The inverse of `gathered_rows`; nothing is sent."""
+    devices = devices_along(along("seq"))
+    if devices == 1:
+        return x_BS
+    return reshard(jnp.take(x_BS, places(x_BS.shape[1], devices, order), axis=1), "batch seq")
