@@ -198,7 +198,7 @@ def test_a_gathered_weight_and_its_gradient(precision):
     )
     with jax.set_mesh(mesh):
         dx, dmatrix = jax.jit(gradients)(*placed)
-    assert dmatrix.w.sharding.spec == partition("embed mlp", STORED)
+    assert dmatrix.w.sharding.spec == partition("embed mlp", STORED, mesh)
     np.testing.assert_allclose(dx, alone[0], atol=FLOAT32 * np.abs(alone[0]).max())
     expected = alone[1].w
     np.testing.assert_allclose(dmatrix.w, expected, atol=FLOAT32 * np.abs(expected).max())

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from laid_out import laid_out
 from sentinels import sentinels
 
@@ -19,7 +18,7 @@ from lmlib.models.parts.attention import Attention
 from lmlib.models.protocol import Context
 from lmlib.models.weights import bell
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import partition, share
+from lmlib.parallel.layout import sharding, share
 
 FLOAT32 = Compute(dtype="float32")
 B, S, E, H, K, D, WINDOW = 4, 24, 16, 4, 2, 6, 7
@@ -113,9 +112,7 @@ def test_the_gradient_of_a_sink_is_the_slope_of_the_equations():
 def test_a_mesh_changes_neither_outputs_nor_gradients(mesh, parallel):
     *arrays, segment_ids_BS = inputs()
     compute, mesh = Compute(dtype="float32", sequence_parallel=parallel), make_mesh(**mesh)
-    residual, tokens = (
-        NamedSharding(mesh, partition(axes)) for axes in (compute.residual, "batch seq")
-    )
+    residual, tokens = (sharding(axes, mesh) for axes in (compute.residual, "batch seq"))
     with jax.default_matmul_precision("highest"):
         expected = with_gradients(made(), FLOAT32, *arrays, segment_ids_BS)
         with jax.set_mesh(mesh):
