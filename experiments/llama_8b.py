@@ -13,6 +13,7 @@ Shape, tokenizer, sequence length and peak learning rate of Grattafiori et al. 2
 import fiddle as fdl
 
 from experiments.base.pretraining import fast as fast
+from experiments.base.pretraining import longer_rows as longer_rows
 from experiments.base.pretraining import muon as muon
 from experiments.base.pretraining import pretraining, tiny_with
 from lmlib.experiment import Experiment

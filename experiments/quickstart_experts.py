@@ -9,6 +9,7 @@ import fiddle as fdl
 
 from experiments import quickstart
 from experiments.quickstart import later_stage as later_stage
+from experiments.quickstart import longer_rows as longer_rows
 from experiments.quickstart import stable as stable
 from lmlib.experiment import Experiment
 from lmlib.models.families.experts.mixtral import mixtral

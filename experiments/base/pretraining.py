@@ -21,6 +21,7 @@ from lmlib.experiment import (
 )
 from lmlib.guard import Guard
 from lmlib.losses import NextToken
+from lmlib.models.parts.rope_scaling import Yarn
 from lmlib.parallel.mesh import make_mesh
 
 Fiddler = Callable[[fdl.Config[Experiment]], None]
@@ -143,6 +144,24 @@ def later_stage(
     if same_pieces and len(lengths) > 1 and fdl.get_callable(data) is FlatTokens:
         for stage in stages:
             stage.data.shuffled_length = math.lcm(*lengths)
+
+
+def longer_rows(cfg: fdl.Config[Experiment], sequence_length: int) -> None:
+    """Rows of `sequence_length` tokens, as many tokens a step as before if that is a row or more,
+    and rotary positions scaled from the shorter rows to these (YaRN): to go on from a run of those
+    with --init_from."""
+    shorter = cfg.data.sequence_length
+    factor = sequence_length / shorter
+    cfg.model.rope_scaling = fdl.Config(
+        Yarn,
+        factor=factor,
+        theta=cfg.model.rope_theta,
+        original=shorter,
+        amplitude=0.1 * math.log(factor) + 1,  # the paper's
+    )
+    for data in (cfg.data, cfg.validation):
+        data.batch_size = max(1, data.batch_size * data.sequence_length // sequence_length)
+        data.sequence_length = sequence_length
 
 
 def fast(cfg: fdl.Config[Experiment]) -> None:
