@@ -120,6 +120,36 @@ def shares_of_norms(fsdp):
     return sends("all-reduce", ("tensor",), STEP, "bf16", [L * E // fsdp] * 2 + [E // fsdp])
 
 
+def keys_gathered(rows):
+    """Keys and values of whole rows, for attention and again for its backward pass; and the
+    gradients of both, in float32. Segments are gathered once before the layers, and then again."""
+    keys = 2 * [rows * S * K * D]
+    gathered = functools.partial(sends, "all-gather", ("context",), count=L)
+    return (
+        gathered(FORWARD, "bf16", keys)
+        + sends("all-gather", ("context",), STEP, "s32", [rows * S])
+        + gathered(BACKWARD, "bf16", keys)
+        + gathered(BACKWARD, "s32", [rows * S])
+        + sends("reduce-scatter", ("context",), BACKWARD, "f32", keys, count=L)
+    )
+
+
+def keys_in_a_ring(rows, devices):
+    """Each device's keys and values once round, for attention and again for its backward pass;
+    there their gradients go with them, in float32, and home. Segments as in `keys_gathered`."""
+    keys = 2 * [rows * S // devices * K * D]
+    passed = functools.partial(sends, "collective-permute", ("context",))
+    away = (devices - 1) * L
+    return (
+        passed(FORWARD, "bf16", keys, count=away)
+        + passed(STEP, "s32", [rows * S // devices], count=devices - 1)
+        + passed(BACKWARD, "bf16", keys, count=away)
+        + passed(BACKWARD, "s32", [rows * S // devices], count=away)
+        + passed(BACKWARD, "f32", keys, count=away)
+        + passed(BACKWARD, "bf16", keys, count=L)  # home
+    )
+
+
 def replicated_over_data(fsdp):
     """Each device's share of the gradients, summed over `data`."""
     summed = functools.partial(sends, "all-reduce", ("data",))
@@ -174,6 +204,24 @@ LAYOUTS = {
         {"data": 2, "fsdp": 4},
         {},
         [fully_sharded(4, data=2) + norms("reduce-scatter", ("fsdp",)) + replicated_over_data(4)],
+    ),
+    "FSDP × context, gathered": (
+        {"fsdp": 4, "context": 2},
+        {"context": "gather"},
+        [
+            fully_sharded(8, axes=("fsdp", "context"))
+            + norms("reduce-scatter", ("fsdp", "context"))
+            + keys_gathered(B // 4)
+        ],
+    ),
+    "FSDP × context, in a ring": (
+        {"fsdp": 2, "context": 4},
+        {"context": "ring"},
+        [
+            fully_sharded(8, axes=("fsdp", "context"))
+            + norms("reduce-scatter", ("fsdp", "context"))
+            + keys_in_a_ring(B // 2, devices=4)
+        ],
     ),
     "FSDP × SP": (
         {"fsdp": 4, "tensor": 2},
@@ -239,9 +287,12 @@ def budget(sent):
 
 
 def bytes_of(budget, mesh):
-    """What each device sends for a budget, by the ring algorithm."""
+    """What each device sends for a budget, by the ring algorithm; of a permutation all it has."""
     total = 0
     for (kind, axes, _, dtype, size), count in budget.items():
+        if kind == "collective-permute":
+            total += size * BYTES[dtype] * count
+            continue
         n = 1
         for axis in axes:
             n *= mesh.shape[axis]

@@ -71,8 +71,9 @@ def _backward(
         dq, *dkv = with_gradients(
             Gradients(dq, *dkv), queries, keys, known, groups, device(), options
         )
-    dk, dv = _passed_on(dkv, split.devices - before)  # home
-    return dq.astype(q_BKGSD.dtype), dk.astype(k_BKSD.dtype), dv.astype(v_BKSV.dtype), None
+    summed = dkv[0].astype(k_BKSD.dtype), dkv[1].astype(v_BKSV.dtype)
+    dk_BKSD, dv_BKSV = _passed_on(summed, split.devices - before)  # home
+    return dq.astype(q_BKGSD.dtype), dk_BKSD, dv_BKSV, None
 
 
 attend.defvjp(_forward, _backward)
