@@ -1,8 +1,9 @@
-"""The quickstart with experts: each token through 2 of 8, which together are as large as its mlp.
+"""The quickstart with experts, 1,200 steps of 4,096 tokens; 5.6e13 FLOPs, 8 minutes on 2 CPU cores.
 
     python -m runner --fdl_config=experiments/quickstart_experts --workdir=/tmp/quickstart_experts
 
-All else as in experiments/quickstart.py; docs/experts.md compares the two.
+Each token goes through 2 of 8 experts, which together are as large as the quickstart's mlp. All
+else as in experiments/quickstart.py; docs/experts.md compares the two.
 """
 
 import fiddle as fdl
