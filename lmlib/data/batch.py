@@ -159,6 +159,16 @@ def place(source: Source, step: int, sharding: NamedSharding, order: str = "bala
     return dataclasses.replace(jax.tree.map(assemble, local), order=order)
 
 
+def row_places(batch: Batch) -> np.ndarray:
+    """Where in its row each token of a batch stands: `row[row_places]` is the batch's order. The
+    batch may be abstract."""
+    shape = batch.tokens.shape
+    if isinstance(batch.tokens, np.ndarray):
+        return np.arange(shape[1])
+    devices = shape[1] // batch.tokens.sharding.shard_shape(shape)[1]
+    return places(shape[1], devices, batch.order)
+
+
 def _runs(held_B: np.ndarray) -> list[slice]:
     """The maximal slices over which `held_B` is true."""
     edges = np.flatnonzero(np.diff(held_B, prepend=False, append=False))

@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lmlib.checkpoint.folders import steps_in
-from lmlib.data.batch import Batch, Source
+from lmlib.data.batch import Batch, Source, row_places
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stages import Continued
 from lmlib.experiment import Experiment
@@ -40,7 +40,7 @@ from runner.training.recorder import Line
 from runner.training.saving import Saver
 
 FOLDER = "captures"
-_FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
+_FIELDS = tuple(field.name for field in dataclasses.fields(Batch) if field.name != "order")
 
 
 class Captures:
@@ -74,7 +74,10 @@ class Captures:
             return None
         self._saver.settle()  # no checkpoint may be removed while it is linked
         fields = {name: getattr(batch, name) for name in _FIELDS}
-        rows = {name: _whole(field) for name, field in fields.items() if field is not None}
+        stands_S = np.argsort(row_places(batch))
+        rows = {
+            name: _whole(field)[:, stands_S] for name, field in fields.items() if field is not None
+        }
         folder = self._workdir / FOLDER / str(step)
         self._lock.check()
         if jax.process_index() == 0:
@@ -164,7 +167,7 @@ def read_capture(folder: Path) -> Capture:
 
 
 def read_batch(folder: Path, expected: Batch) -> Batch:
-    """The captured batch.
+    """The captured batch, its tokens in the order of those of `expected`.
 
     Raises:
       ValueError: if the file does not hold arrays with the shapes of `expected`; before they are
@@ -183,7 +186,9 @@ def read_batch(folder: Path, expected: Batch) -> Batch:
                 if saved != shape or dtype.hasobject:
                     raise ValueError(f"{name} is {dtype}{list(saved)}, not {list(shape)}")
         with np.load(file, allow_pickle=False) as arrays:
-            return Batch(**{name: arrays[name] for name in shapes})
+            order_S = row_places(expected)
+            found = {name: arrays[name][:, order_S] for name in shapes}
+        return Batch(**found, order=expected.order)
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} holds no batch of {expected.tokens.shape}: {error}") from error
 

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 
 import jax
 from hypothesis import given, settings
@@ -55,7 +55,7 @@ def test_declarations_hold_each_weight_once_and_describe_the_model(made):
 
     tensors = placed(model, family.names)
     assert len({tensor.name for tensor in tensors}) == len(tensors)
-    held = Counter()
+    held = defaultdict(Counter)  # by weight and repetition: of which experts there is a tensor each
     for tensor in tensors:
         end = 0
         for piece in tensor.pieces:  # they follow each other without a gap, and are as wide
@@ -65,14 +65,16 @@ def test_declarations_hold_each_weight_once_and_describe_the_model(made):
             assert (*share.shape[:along], tensor.shape[along], *share.shape[along + 1 :]) == (
                 tensor.shape
             )
-            held[piece.path, piece.repetition] += 1
+            held[piece.path, piece.repetition][tuple(piece.fixed)] += 1
         assert end * share.groups == tensor.shape[along]
-    expected = Counter()
 
-    def count(weight, array):
+    def check(weight, array):
         stacked = weight.stacked > 0
         for repetition in range(array.shape[0]) if stacked else [None]:
-            expected[weight.path, repetition] += 1
+            of_experts = held.pop((weight.path, repetition))
+            assert set(of_experts.values()) == {1}
+            sizes = dict(zip(weight.axes, array.shape, strict=True))
+            assert len(of_experts) == (1 if () in of_experts else sizes["expert"])
 
-    map_weights(count, model)
-    assert held == expected
+    map_weights(check, model)
+    assert not held

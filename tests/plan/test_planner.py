@@ -63,7 +63,7 @@ def planned(request):
     sentinels(
         [
             ("v4:2x2x1", (1, 4, 1, 1)),
-            ("2xv5e:2x2", (2, 4, 1, 1)),  # each slice holds all weights
+            ("2xv5e:2x2", (2, 4, 1, 1, 1)),  # each slice holds all weights
             ("v5p:2x2x1", (1, 4, 1, 1)),
             ("v6e:2x2", (1, 4, 1, 1)),
             ("7x:2x2x1", (1, 8, 1, 1)),

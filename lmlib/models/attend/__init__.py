@@ -14,7 +14,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
@@ -22,7 +24,7 @@ from lmlib.models.attend import blockwise, context, cudnn, plain, splash
 from lmlib.models.attend.options import Options
 from lmlib.models.attend.sinks import share, with_sinks
 from lmlib.parallel.collectives import on_each_device, platform
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import COMPUTE, partition, reshard
 
 # Each has `attend`, `problem` if there is something that it cannot compute, and
 # `attend_and_normalise` if it can compute sinks.
@@ -64,25 +66,23 @@ def attend(
       ValueError: if the implementation asked for cannot compute these shapes.
     """
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
-    heads, kv_heads = (
-        partition("batch seq heads head_dim"),
-        partition("batch seq kv_heads head_dim"),
-    )
+    heads, kv_heads = "batch seq heads head_dim", "batch seq kv_heads head_dim"
 
-    def computed(function: Callable[..., Any], outputs: Any) -> Any:
-        return on_each_device(
+    def computed(function: Callable[..., Any], *outputs: str) -> Any:
+        results = on_each_device(
             functools.partial(function, options=options),
-            inputs=(heads, kv_heads, kv_heads, partition("batch seq")),
-            outputs=outputs,
+            inputs=tuple(map(_every_row, (heads, kv_heads, kv_heads, "batch seq"))),
+            outputs=tuple(map(_every_row, outputs)) if len(outputs) > 1 else _every_row(*outputs),
             tracked=False,
         )(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS)
+        return jax.tree.map(reshard, results, outputs if len(outputs) > 1 else outputs[0])
 
-    normalised = heads, partition("batch seq heads")
+    normalised = heads, "batch seq heads"
     if context.is_split():
         if way == "auto":
             way = context.best_way(q_BSHD.shape[2], k_BTKD.shape[2])
         function = functools.partial(context.attend_and_normalise, order=order, way=way)
-        mixed_BSHV, log_normaliser_BSH = computed(function, normalised)
+        mixed_BSHV, log_normaliser_BSH = computed(function, *normalised)
     else:
         if implementation == "auto":
             implementation = chosen(q_BSHD, soft_cap, v_BTKV.shape[-1], sinks_H is not None)
@@ -91,10 +91,17 @@ def attend(
             return checkpoint_name(computed(kernel.attend, heads), "attention")
         if not hasattr(kernel, "attend_and_normalise"):
             raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
-        mixed_BSHV, log_normaliser_BSH = computed(kernel.attend_and_normalise, normalised)
+        mixed_BSHV, log_normaliser_BSH = computed(kernel.attend_and_normalise, *normalised)
     if sinks_H is not None:
         mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H)
     return checkpoint_name(mixed_BSHV, "attention")
+
+
+def _every_row(axes: str) -> PartitionSpec:
+    """The layout of `axes`, which names the axis that splits rows even if one device lies along it:
+    else JAX would sum gradients over it."""
+    batch, _, *others = partition(axes)
+    return PartitionSpec(batch, COMPUTE["seq"], *others)
 
 
 def attention_weights(
