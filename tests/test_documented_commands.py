@@ -88,6 +88,11 @@ NOT_RUN = {
         "pip install": INSTALLS,
         "python -m runner.evaluate --from=RUN_OR_FOLDER --tasks": HUB,
     },
+    "docs/experts.md": {
+        "python -m runner.plan": LONG,
+        "python benchmarks/experts.py": "it measures for minutes",
+    },
+    "docs/long-context.md": {"python -m runner.plan": LONG},
     "docs/faults.md": {"python -m runner.replay": "it needs a skipped update: test_captures.py"},
     "docs/finetuning.md": {
         "python -m runner.convert --from=/tmp/llama_8b_lora": "its base is a folder on the Hub: "
@@ -128,6 +133,7 @@ IN_HAND = {
     for page in (
         "docs/optimizers.md",
         "docs/evaluation.md",
+        "docs/experts.md",
         "docs/finetuning.md",
         "docs/objectives.md",
     )
