@@ -1,12 +1,19 @@
 """Low-rank adapters on any model's matrices (LoRA: Hu et al. 2021, arXiv:2106.09685)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import Array, PRNGKeyArray
 
-from lmlib.models.matrices.adapted import adapted, can_be_adapted, has_adapters, map_adapted
+from lmlib.models.matrices.adapted import (
+    CHOICE,
+    EXPERT,
+    adapted,
+    can_be_adapted,
+    has_adapters,
+    map_adapted,
+)
 from lmlib.models.weights import fold
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.mesh import on_mesh_of
@@ -53,14 +60,16 @@ def with_adapters(
       rank: of the adapters. A mesh's `tensor` must divide it.
       alpha: what an adapter makes is multiplied by alpha / rank.
       paths, axes: which weights, as in `lmlib.parallel.selection.selected`; of these, all matrices
-        are adapted, but no norms, biases, learned positions, experts and routers. A table of the
-        vocabulary (`axes=("vocab",)`) is merged in every step, and so is its gradient as large as
-        the table.
+        are adapted, but no norms, biases, learned positions and routers. Those of experts are where
+        one of these means them alone: "*.experts.*", or the axis "expert"; each expert has a pair.
+        A table of the vocabulary (`axes=("vocab",)`) is merged in every step, and so is its
+        gradient as large as the table.
       rank_stabilized: multiply by alpha / √rank (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732).
-      dropout: rate at which elements of what an adapter multiplies are dropped in training.
+      dropout: rate at which elements of what an adapter multiplies are dropped in training; 0 with
+        experts.
 
     Raises:
-      ValueError: for numbers out of range, or a selection of no matrix.
+      ValueError: for numbers out of range, or a selection of no matrix, or of a router alone.
     """
     if rank < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"rank and alpha must be positive, got {rank} and {alpha}")
@@ -68,12 +77,9 @@ def with_adapters(
         raise ValueError(f"an adapter's dropout must be at least 0 and below 1, got {dropout}")
     if has_adapters(model):
         raise ValueError("the model has adapters already: merge them first (`merged`)")
-    chosen = selected(named_weights(model), paths, axes)
-    matrices = {path for path, weight in chosen.items() if can_be_adapted(weight)}
-    if not matrices:
-        raise SelectionError(
-            f"paths={paths!r} and axes={axes!r} select no matrix, but {', '.join(list(chosen)[:3])}"
-        )
+    matrices = _matrices(named_weights(model), paths, axes)
+    if dropout and any(EXPERT in weight.axes for weight in matrices.values()):
+        raise ValueError(f"adapters of experts have no dropout, got {dropout}: leave it out")
 
     def adapt(weight: Weight, array: Array) -> Any:
         if weight.path not in matrices:
@@ -81,6 +87,33 @@ def with_adapters(
         return adapted(weight, array, rank, alpha, rank_stabilized, dropout, key)
 
     return map_weights(adapt, model)
+
+
+def _matrices(
+    weights: Mapping[str, Weight], paths: Sequence[str], axes: Sequence[str]
+) -> dict[str, Weight]:
+    """Those of the selected weights that are adapted."""
+    chosen = selected(weights, paths, axes)
+    found = {path: one for path, one in chosen.items() if can_be_adapted(one)}
+    asked = dict[str, Weight]()
+    for selector in (*(((path,), ()) for path in paths), *(((), (axis,)) for axis in axes)):
+        meant = selected(weights, *selector)
+        if all(CHOICE in weight.axes for weight in meant.values()):
+            raise SelectionError(
+                f"{next(iter(meant))} is a router's, and routers have no adapters: let it train "
+                "whole, as adapters(besides=(…,)) of lmlib.optim.trainable does"
+            )
+        if all(EXPERT in weight.axes for weight in meant.values()):
+            asked |= meant
+    found = {path: one for path, one in found.items() if EXPERT not in one.axes or path in asked}
+    if not found:
+        alone = " (experts are adapted where a pattern means them alone: '*.experts.*')"
+        of_experts = any(EXPERT in weight.axes for weight in chosen.values())
+        raise SelectionError(
+            f"paths={paths!r} and axes={axes!r} select no matrix, but "
+            f"{', '.join(list(chosen)[:3])}{alone if of_experts else ''}"
+        )
+    return found
 
 
 def merged(model: M) -> M:

@@ -55,6 +55,8 @@ class Names:
       base: what names of all but the head begin with; folders of a trunk alone leave it out.
       without_effect: ends of further names that a folder may hold, which mean nothing.
       modules: names in the class, by which PEFT goes, of tensors that have another in a folder.
+      in_class: tensors that a layer's class has in place of those that hold the same weights in a
+        folder, as of all experts together; by these too PEFT goes.
       not_adapted: ends of modules' names that PEFT takes for those of experts, where others have
         them too.
     """
@@ -65,6 +67,7 @@ class Names:
     base: str = "model."
     without_effect: tuple[str, ...] = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    in_class: Sequence[Tensor] = ()
     not_adapted: tuple[str, ...] = ()
 
     def tensor_of(self, path: str) -> str:

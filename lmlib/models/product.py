@@ -69,10 +69,12 @@ def _low_rank_product(
     """
     operands, y_axes = equation.split("->")
     x_axes, w_axes = operands.split(",")
-    summed = "".join(axis for axis in w_axes if axis in x_axes)
-    lead, kept = x_axes[: -len(summed)], "".join(axis for axis in w_axes if axis not in x_axes)
+    rows = "".join(axis for axis in w_axes if axis in x_axes)
+    apart = "".join(axis for axis in rows if axis in y_axes)  # experts
+    lead, kept = x_axes[: len(apart) - len(rows)], "".join(a for a in w_axes if a not in x_axes)
     rank = next(letter for letter in string.ascii_lowercase if letter not in equation)
-    down, up = f"{x_axes},{summed}{rank}->{lead}{rank}", f"{lead}{rank},{rank}{kept}->{y_axes}"
+    down = f"{x_axes},{rows}{rank}->{lead}{rank}"
+    up = f"{lead}{rank},{apart}{rank}{kept}->{y_axes}"
     x, w_up = _dropped(x, w), w.up
     if jax.sharding.get_abstract_mesh().empty:
         h = _product(down, x, w.down, None, None)

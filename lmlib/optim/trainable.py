@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from lmlib.models.experts.mixture import Mixture
 from lmlib.models.matrices.adapted import DOWN_RANK, UP_RANK, is_adapted
 from lmlib.optim.optimizer import Decays, Optimizer, by_weight
 from lmlib.parallel.axes import Weight, map_weights
@@ -103,21 +104,33 @@ def _bases(model: Any) -> set[str]:
 def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, causal: bool) -> float:
     """FLOPs for a token of a step that trains `groups` of `model`, which has its weights as
     `Experiment.model` makes them: those of `Model.flops_per_token`, less two for each frozen
-    parameter that multiplies activations, whose gradient is not made."""
+    parameter that multiplies a token's activations, whose gradient is not made."""
     flops = model.flops_per_token(sequence_length, causal)
     if groups is None:
         return flops
     trained, weights = grouped(model, groups), named_weights(model)
     tied = not any(one.declaration.multiplied and "vocab" in one.axes for one in weights.values())
+    used = _used_shares(model)
 
     def count(weight: Weight, array: Any) -> None:
         nonlocal flops
         unembeds = tied and "vocab" in weight.axes
         if weight.path not in trained and (weight.declaration.multiplied or unembeds):
-            flops -= 2.0 * array.size
+            share = next((used[at] for at in used if weight.path.startswith(at)), 1.0)
+            flops -= 2.0 * array.size * share
 
     map_weights(count, model)
     return flops
+
+
+def _used_shares(model: Any) -> dict[str, float]:
+    """Which share of its experts a token goes to, by the beginning of their paths."""
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda one: isinstance(one, Mixture))
+    return {
+        f"{jax.tree_util.keystr(keys, simple=True, separator='.')}.experts.": one.used
+        for keys, one in nodes
+        if isinstance(one, Mixture)
+    }
 
 
 def with_rates(optimizer: Optimizer, model: Any, groups: Groups | None) -> Optimizer:

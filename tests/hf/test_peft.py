@@ -2,16 +2,22 @@
 PEFT does; what is written here is checked against merged weights and, with lmlib[parity], by PEFT
 itself."""
 
-import dataclasses
 import fnmatch
 import functools
 import json
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapted_models import (
+    adapted,
+    assert_same,
+    assert_same_logits,
+    base_of,
+    ids_of,
+    theirs,
+)
 from hugging_face_families import (
     ADAPTERS,
     FAMILIES,
@@ -25,56 +31,18 @@ from hugging_face_families import (
 )
 from sentinels import sentinels
 
-from lmlib import Compute, hf, make_mesh, whole_rows
+from lmlib import hf, make_mesh
 from lmlib.adapters import merged, with_adapters
 from lmlib.hf.families import described
 from lmlib.hf.folder import FolderError
 from lmlib.hf.peft import adapters_in, read_config
-from lmlib.models.matrices.adapted import map_adapted
 from lmlib.parallel.axes import map_weights
 
-FLOAT32 = Compute(dtype="float32")
-PROMPT = 300
 # Every other family with rsLoRA; Llama both ways.
 ALTERNATING = [
     ("llama", True),
     *((name, bool(i % 2)) for i, name in enumerate(KINDS)),
 ]
-
-
-@functools.cache
-def base_of(name):
-    return hf.load(GOLDEN / name)
-
-
-@jax.jit
-def logits(model, ids):
-    return model(ids, whole_rows(ids, FLOAT32))
-
-
-def assert_same_logits(model, ids, expected, kept=slice(None)):
-    with jax.default_matmul_precision("highest"):
-        found = np.asarray(logits(model, jnp.asarray(ids, jnp.int32)))[0, kept]
-    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
-
-
-def with_values(model):
-    """Adapters that change what the model computes, but not its scale."""
-
-    def filled(path, one):
-        key = jax.random.key(len(path))
-        return dataclasses.replace(one, up=0.1 * jax.random.normal(key, one.up.shape))
-
-    return map_adapted(filled, model)
-
-
-def adapted(name, **settings):
-    """Of all that PEFT can adapt, unless `paths` say otherwise."""
-    key, usual = jax.random.key(1), "*attention*" if name.startswith("deepseek") else "stack.*"
-    settings = {"paths": (usual,)} | settings
-    return jax.jit(lambda base: with_values(with_adapters(base, **settings, key=key)))(
-        base_of(name)
-    )
 
 
 def with_others(model, paths):
@@ -86,12 +54,6 @@ def with_others(model, paths):
         return array + 0.3 * jax.random.normal(jax.random.key(len(weight.path)), array.shape)
 
     return map_weights(changed, model)
-
-
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -215,7 +177,8 @@ def test_values_that_are_not_finite_are_refused(folder):
         ("modules_to_save", ["norm"], "input_layernorm.weight is missing"),
         ("init_lora_weights", "pissa", "init_lora_weights = 'pissa'"),
         ("layers_to_transform", [1], "layers_to_transform = "),
-        ("target_parameters", ["experts.up"], "target_parameters = "),
+        ("target_parameters", ["experts.up_proj"], "no such parameter of experts"),
+        ("target_parameters", "experts.up_proj", "target_parameters is a text"),
         ("a_new_key", 1, "a_new_key = 1: unknown here"),
         ("lora_alpha", 0, "an alpha of 0.0"),
         ("alpha_pattern", {"q_proj": 0}, "an alpha of 0.0"),
@@ -288,17 +251,6 @@ def test_what_float16_cannot_hold_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"lora_A\.weight holds .* become infinite in float16"):
         hf.save_adapters(model, tmp_path / "new", dtype="float16", trained=())
     assert not (tmp_path / "new").exists()
-
-
-def ids_of(name):
-    return np.random.default_rng(1).integers(0, base_of(name).vocab, (1, PROMPT))
-
-
-def theirs(model, ids):
-    import torch
-
-    with torch.no_grad():
-        return model(torch.tensor(ids)).logits[0].numpy()
 
 
 @pytest.fixture(scope="module")

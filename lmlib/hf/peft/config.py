@@ -20,7 +20,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", "lora_only", "all"),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "loftq_config": ({},),
-    "target_parameters": ([],),
     **dict.fromkeys(
         ("use_dora", "use_qalora", "lora_bias"),
         (False,),
@@ -51,7 +50,8 @@ class PeftConfig:
       rank, alpha, rank_stabilized, dropout: as in `lmlib.adapters.with_adapters`.
       base: the folder of the model that is adapted, or its name on the Hub; `None`: not said.
       targets: the adapted modules; `None`: those that have tensors.
-      excluded: of these, those that are not adapted; `None`: those that have no tensors.
+      parameters: those that are adapted, by their names or ends of these: of experts.
+      excluded: of the modules, those that are not adapted; `None`: those that have no tensors.
       ranks, alphas: of modules that have others.
       saved: modules whose weights are there whole (`lmlib.hf.peft.whole`).
       biases: whether those of adapted modules are; tensors decide when a folder is read.
@@ -64,6 +64,7 @@ class PeftConfig:
     dropout: float = 0.0
     base: str | None = None
     targets: tuple[str, ...] | None = None
+    parameters: tuple[str, ...] = ()
     excluded: tuple[str, ...] | None = ()
     ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alphas: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -88,6 +89,7 @@ class PeftConfig:
             "use_rslora": self.rank_stabilized,
             "lora_dropout": self.dropout,
             "target_modules": list(self.targets or ()),
+            **({"target_parameters": list(self.parameters)} if self.parameters else {}),
             "rank_pattern": dict(self.ranks),
             "alpha_pattern": {name: _number(alpha) for name, alpha in self.alphas.items()},
             "modules_to_save": list(self.saved) or None,
@@ -128,12 +130,13 @@ def read_config(folder: Path) -> PeftConfig:
         dropout=settings.take("lora_dropout", 0.0, float, zero=True),
         base=settings.take("base_model_name_or_path", None, str) or None,
         targets=_modules(content, "target_modules", where),
+        parameters=_listed(content, "target_parameters", where),
         excluded=_modules(content, "exclude_modules", where) if excludes else (),
         ranks=_by_module(settings, "rank_pattern", int),
         alphas=_by_module(settings, "alpha_pattern", float),
-        saved=_saved(content, where),
+        saved=_listed(content, "modules_to_save", where),
     )
-    settings.ignore("target_modules", "exclude_modules", "modules_to_save")
+    settings.ignore("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
     settings.done()
     for alpha in (found.alpha, *found.alphas.values()):
         if not 0 < alpha < math.inf:
@@ -156,10 +159,10 @@ def _modules(content: Mapping[str, Any], key: str, where: str) -> tuple[str, ...
     return tuple(value)
 
 
-def _saved(content: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    if isinstance(content.get("modules_to_save"), str):
-        raise FolderError(f"{where}: modules_to_save is a text, and has to be a list of names")
-    return _modules(content, "modules_to_save", where) or ()
+def _listed(content: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    if isinstance(content.get(key), str):
+        raise FolderError(f"{where}: {key} is a text, and has to be a list of names")
+    return _modules(content, key, where) or ()
 
 
 def _by_module(settings: Settings, key: str, kind: type) -> dict[str, Any]:
@@ -167,7 +170,8 @@ def _by_module(settings: Settings, key: str, kind: type) -> dict[str, Any]:
     content = settings.take(key, {}, dict)
     patterns = Settings(content, f"{settings.where}: {key}", ())
     for name in content:
-        plain = name.removeprefix("^")
+        # The longer forms PEFT writes for experts that had modules of their own.
+        plain = name.removeprefix("^").removeprefix(r".*\.").replace(r"\.", ".")
         if not plain.replace(".", "").replace("_", "").isalnum():
             raise FolderError(
                 f"{settings.where}: {key} has the pattern {name!r:.200}, but only names of "

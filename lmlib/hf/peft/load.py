@@ -2,7 +2,6 @@
 
 import dataclasses
 import fnmatch
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from lmlib.hf.finite import check_finite
 from lmlib.hf.folder import FolderError
 from lmlib.hf.names import Names, Piece, Placed, check_complete
 from lmlib.hf.peft.config import PeftConfig, means, read_config
-from lmlib.hf.peft.modules import TENSORS, Module, modules_of
+from lmlib.hf.peft.modules import TENSORS, Module, modules_of, modules_of_experts, nested
 from lmlib.hf.peft.whole import Whole, held
 from lmlib.hf.share import Share
 from lmlib.hf.tensor_files import Stored, read_header
@@ -173,8 +172,8 @@ def load_adapters(
     """`model` with the adapters of a folder that PEFT's `save_pretrained` wrote, in float32. They
     lie on the mesh that `model` lies on.
 
-    Where a module of the folder holds several weights (Phi-3's qkv_proj), each of them gets all of
-    the module's lora_A, and its own rows of lora_B.
+    Where something in the folder holds several weights (Phi-3's qkv_proj, experts' gate_up_proj),
+    each of them gets all of its lora_A, and its own rows of lora_B.
 
     Args:
       model: what they were made for, without adapters.
@@ -197,25 +196,31 @@ def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
       FolderError: if the folder cannot be used, or is for another model.
     """
     config, tensors = read_config(folder), _tensors(folder)
-    modules = [
+    every = [*modules_of(base, names).values(), *modules_of_experts(base, names).values()]
+    modules = nested(
         module
-        for module in modules_of(base, names).values()
+        for module in every
         if _is_adapted(module, config, any(name in tensors for name in module.tensors))
-    ]
+    )
+    for name in config.parameters:
+        if not any(module.is_parameter and means(name, module.name) for module in every):
+            raise FolderError(
+                f"{folder}: target_parameters has {name!r:.200}, and the model has no such "
+                "parameter of experts"
+            )
     wanted = []
     for module in modules:
-        rank, inputs, outputs = config.rank_of(module.name), module.inputs, module.outputs
-        shapes = zip(module.tensors, ((rank, inputs), (outputs, rank)), strict=True)
+        shapes = zip(module.tensors, module.shapes(config.rank_of(module.name)), strict=True)
         wanted += [Placed(name, shape, ()) for name, shape in shapes]
     try:
-        whole = held(base, names, {module.name for module in modules}, config, tensors)
+        whole = held(base, names, {module.holder for module in modules}, config, tensors)
         wanted += [each.tensor._replace(name=each.name) for each in whole]
         check_complete(wanted, {name: each.shape for name, each in tensors.items()}, ())
         if not modules:
             raise ValueError(f"it adapts nothing: {TENSORS} is empty")
         sizes = _sizes(modules, config, base)
         pieces = (piece for each in whole for piece in each.tensor.pieces)
-        _check_stacks((piece.path for piece in pieces), "a saved", base)
+        _check_stacks(pieces, "a saved", base)
     except ValueError as error:
         raise FolderError(f"{folder}: {error}") from None
     return Adapters(folder, config, tuple(modules), tensors, sizes, tuple(whole))
@@ -224,6 +229,8 @@ def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
 def _is_adapted(module: Module, config: PeftConfig, has_tensors: bool) -> bool:
     if any(f".{name}." in f".{module.name}." for name in config.saved):
         return False
+    if module.is_parameter:
+        return any(means(name, module.name) for name in config.parameters)
     if config.targets is None:
         return has_tensors
     if not any(means(name, module.name) for name in config.targets):
@@ -249,24 +256,29 @@ def _sizes(
                 )
 
     _check_stacks(
-        (place.piece.path for module in modules for place in module.places),
+        (place.piece for module in modules for place in module.places),
         "an adapter beside",
         base,
     )
     return found
 
 
-def _check_stacks(paths: Iterable[str], what: str, base: Any) -> None:
-    """Raises ValueError if one of `paths`, each as often as there is one in a layer, is not in all
-    layers of its stack."""
-    count = Counter(paths)
+def _check_stacks(pieces: Iterable[Piece], what: str, base: Any) -> None:
+    """Raises ValueError if one of the weights of `pieces` is not in all layers of its stack, or not
+    for all of its experts."""
+    places = dict[str, list[Piece]]()
+    for piece in pieces:
+        places.setdefault(piece.path, []).append(piece)
 
     def check(weight: Weight, array: Any) -> None:
-        layers = array.shape[0] if weight.stacked else 1
-        if 0 < count[weight.path] < layers:
+        found = places.get(weight.path, [])
+        every = array.shape[0] if weight.stacked else 1
+        for axis, _ in found[0].fixed if found else ():
+            every *= array.shape[weight.stacked + axis]
+        if 0 < len(found) < every:
             raise ValueError(
-                f"{count[weight.path]} of {layers} layers have {what} {weight.path}: all layers of "
-                "a stack must be alike"
+                f"{len(found)} of {every} layers have {what} {weight.path}: all layers of a stack "
+                "and all experts must be alike"
             )
 
     map_weights(check, base)

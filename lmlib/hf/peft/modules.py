@@ -3,13 +3,20 @@
 Beside a module's matrix [outputs, inputs] PEFT has lora_A [rank, inputs] and lora_B
 [outputs, rank]. Which weights are in the matrix, and how they lie there, is what the family says
 of its tensors (`lmlib.hf.names`).
+
+Beside a parameter [experts, outputs, inputs], which PEFT adapts in place of a module, it has lora_A
+[experts · rank, inputs] and lora_B [outputs, rank · experts].
 """
 
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lmlib.hf.names import Names, Piece, Placed, placed
 from lmlib.hf.share import Share
-from lmlib.models.matrices.adapted import can_be_adapted, summed_axes
+from lmlib.models.matrices.adapted import EXPERT, can_be_adapted, summed_axes
 from lmlib.parallel.axes import Weight
 from lmlib.parallel.selection import named_weights
 
@@ -19,68 +26,119 @@ _RANK = "rank"
 
 
 class Place(NamedTuple):
-    """A weight in a module's matrix.
+    """A weight in a module's matrix, or in those of all experts.
 
     Args:
       piece: as in the folder of the base.
       summed: its axes along which the matrix has its inputs.
       inputs: which axis of the matrix that is, 0 or 1.
+      apart: the axis of the weight along which each expert has a matrix; nothing if it is one.
     """
 
     piece: Piece
     summed: tuple[str, ...]
     inputs: int
+    apart: tuple[str, ...] = ()
 
     def down(self, rank: int) -> Share:
         """How what multiplies the weight's inputs lies in lora_A."""
-        share = self.piece.share
-        sizes = dict(zip(share.axes, share.sizes, strict=True))
-        own = tuple(sizes[axis] for axis in self.summed)
-        within = (_RANK, share.within[self.inputs])
-        return Share((*self.summed, _RANK), (*own, rank), within, 0, 0)
+        *_, rows, columns = self.piece.share.within
+        within = (" ".join((*self.apart, _RANK)), (rows, columns)[self.inputs])
+        axes = (*self.apart, *self.summed, _RANK)
+        return Share(axes, self._sizes(axes, rank), within, 0, 0)
 
     def up(self, rank: int) -> Share:
         """How what makes the weight's outputs lies in lora_B."""
         share = self.piece.share
-        kept = {a: n for a, n in zip(share.axes, share.sizes, strict=True) if a not in self.summed}
-        within = (share.within[1 - self.inputs], _RANK)
-        axes, sizes = (_RANK, *kept), (rank, *kept.values())
-        return Share(axes, sizes, within, 0, share.start, share.groups)
+        *_, rows, columns = share.within
+        within = ((rows, columns)[1 - self.inputs], " ".join((_RANK, *self.apart)))
+        kept = [axis for axis in share.axes if axis not in (*self.apart, *self.summed)]
+        axes = (*self.apart, _RANK, *kept)
+        return Share(axes, self._sizes(axes, rank), within, 0, share.start, share.groups)
+
+    @property
+    def experts(self) -> int:
+        """How many matrices there are."""
+        return math.prod(self._sizes(self.apart, 1))
+
+    def _sizes(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
+        share = self.piece.share
+        sizes = {**dict(zip(share.axes, share.sizes, strict=True)), _RANK: rank}
+        return tuple(sizes[axis] for axis in axes)
 
 
 class Module(NamedTuple):
-    """A module with a matrix: its name, which weights are in that, whether it looks rows up."""
+    """A module with a matrix, or a parameter with those of experts: its name, which weights are in
+    that, whether it looks rows up, and how many parameters of the same module are adapted around
+    it (`nested`)."""
 
     name: str
     places: tuple[Place, ...]
     looks_up: bool
+    around: int = 0
+
+    @property
+    def is_parameter(self) -> bool:
+        return bool(self.places[0].apart)
+
+    @property
+    def holder(self) -> str:
+        """The module that it is or lies in."""
+        return self.name.rpartition(".")[0] if self.is_parameter else self.name
+
+    @property
+    def end(self) -> str:
+        """Of its name, by which all of its kind are meant."""
+        return ".".join(self.name.split(".")[-2 if self.is_parameter else -1 :])
 
     @property
     def tensors(self) -> tuple[str, str]:
         """The names of lora_A and lora_B."""
-        name = PREFIX + self.name
+        name = PREFIX + self.holder + ".base_layer" * self.around
         if self.looks_up:
             return f"{name}.lora_embedding_A", f"{name}.lora_embedding_B"
         return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
 
-    @property
-    def inputs(self) -> int:
-        return self.places[0].down(1).shape[1]
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of lora_A and lora_B."""
+        outputs = [place.up(rank).shape for place in self.places]
+        return self.places[0].down(rank).shape, (sum(n for n, _ in outputs), outputs[0][1])
 
-    @property
-    def outputs(self) -> int:
-        return sum(place.up(1).shape[0] for place in self.places)
+
+def nested(adapted: Iterable[Module]) -> list[Module]:
+    """The modules that have adapters, with what their tensors are called: each further parameter of
+    a module that PEFT adapts is adapted around those before it."""
+    found, around = list[Module](), Counter[str]()
+    for module in reversed([*adapted]):
+        found.append(module._replace(around=around[module.holder]))
+        around[module.holder] += 1
+    return found[::-1]
 
 
 def modules_of(base: Any, names: Names) -> dict[str, Module]:
     """The modules of a model without adapters, whose arrays may be shapes, by their names: those
-    whose matrix has the inputs of its weights along one axis and their outputs along the other. A
-    tied table is not among them: PEFT would adapt it where it embeds alone."""
-    weights, found = named_weights(base), dict[str, Module]()
+    whose matrix has the inputs of its weights along one axis and their outputs along the other, and
+    parameters of experts with such matrices. A tied table is not among them: PEFT would adapt it
+    where it embeds alone."""
     tied = base.unembedding is None
-    for tensor in tensors_in_class(base, names):
+    found = _modules(tensors_in_class(base, names), named_weights(base), tied)
+    return {name: each for name, each in found.items() if not name.endswith(names.not_adapted)}
+
+
+def modules_of_experts(base: Any, names: Names) -> dict[str, Module]:
+    """As `modules_of`, of what classes of transformers 4 had: each expert's matrices are modules of
+    their own, by the names in a folder of the base."""
+    tensors = [each for each in placed(base, names) if each.pieces[0].fixed]
+    return _modules(tensors, named_weights(base), tied=True)
+
+
+def _modules(
+    tensors: Iterable[Placed], weights: Mapping[str, Weight], tied: bool
+) -> dict[str, Module]:
+    found = dict[str, Module]()
+    for tensor in tensors:
         own = [weights[piece.path] for piece in tensor.pieces]
-        if len(tensor.shape) != 2 or not all(map(can_be_adapted, own)) or tensor.pieces[0].fixed:
+        if len(tensor.shape) < 2 or not all(map(can_be_adapted, own)):
             continue
         if tied and any("vocab" in weight.axes for weight in own):
             continue
@@ -88,28 +146,33 @@ def modules_of(base: Any, names: Names) -> dict[str, Module]:
         places = tuple(place for place in found_in if place is not None)
         if len(places) < len(found_in):
             continue
-        shares_inputs = all(place.inputs != place.piece.share.along for place in places)
+        shares_inputs = all(
+            len(place.apart) + place.inputs != place.piece.share.along for place in places
+        )
         if not shares_inputs and (len(places) > 1 or places[0].piece.share.groups > 1):
             continue  # weights with inputs of their own
         name = tensor.name.removesuffix(".weight")
-        if name.endswith(names.not_adapted):
-            continue
         found[name] = Module(name, places, not own[0].declaration.multiplied)
     return found
 
 
 def tensors_in_class(base: Any, names: Names) -> list[Placed]:
-    """The tensors of a folder, by the names that they have in the class."""
+    """The tensors of a folder, by the names that they have in the class, or in place of some those
+    that the class has."""
+    held = {path for tensor in names.in_class for path in tensor.holds}
+    layer = [tensor for tensor in names.layer if held.isdisjoint(tensor.holds)]
     return [
         tensor._replace(name=names.modules.get(tensor.name, tensor.name))
-        for tensor in placed(base, names)
+        for tensor in placed(base, dataclasses.replace(names, layer=[*layer, *names.in_class]))
     ]
 
 
 def _place(piece: Piece, weight: Weight) -> Place | None:
-    """`None` if no axis of the matrix has the weight's inputs and nothing else."""
+    """`None` if no axis of the matrix, or of each expert's, has the weight's inputs and nothing
+    else."""
+    apart, matrix = piece.share.within[:-2], piece.share.within[-2:]
     summed = summed_axes(weight.declaration, piece.share.axes)
-    axes = [sorted(axis.split()) for axis in piece.share.within]
-    if sorted(summed) not in axes:
+    axes = [sorted(axis.split()) for axis in matrix]
+    if sorted(summed) not in axes or apart not in ((), (EXPERT,)):
         return None
-    return Place(piece, summed, axes.index(sorted(summed)))
+    return Place(piece, summed, axes.index(sorted(summed)), apart)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from lmlib.hf.families import FAMILIES, family_of
 from lmlib.hf.family import Family
 from lmlib.hf.names import Placed
 from lmlib.hf.peft.config import FILE, PeftConfig
-from lmlib.hf.peft.modules import TENSORS, Module, modules_of
+from lmlib.hf.peft.modules import TENSORS, Module, modules_of, nested
 from lmlib.hf.peft.whole import Kept, kept
 from lmlib.hf.rounding import in_dtype
 from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, require_new, unfinished_in
@@ -48,8 +48,8 @@ def save_adapters(
     PEFT takes all else from the base. What trained besides the adapters has to be in `trained`, or
     what PEFT loads is another model; a model does not know it, so there is no default.
 
-    A module of the folder that holds several weights (Phi-3's qkv_proj) gets the ranks of all their
-    adapters together, each in its own rows and columns.
+    What holds several weights in the folder (Phi-3's qkv_proj, experts' gate_up_proj) gets the
+    ranks of all their adapters together, each in its own rows and columns.
 
     Args:
       folder: new, or empty.
@@ -75,9 +75,8 @@ def save_adapters(
     whole = kept(shapes, family.names, _adapted(modules, adapters), changed)
     config, tensors = _told(modules, adapters, base, whole), dict[str, np.ndarray]()
     values = {path: (_whole(one.down), _whole(one.up)) for path, one in adapters.items()}
-    for module in modules.values():
-        if any(place.piece.path in adapters for place in module.places):
-            tensors |= zip(module.tensors, _joined(module, values), strict=True)
+    for module in nested(_with_adapters(modules, adapters)):
+        tensors |= zip(module.tensors, _joined(module, values), strict=True)
     given = _values(model, _paths(whole))
     tensors |= {name: _laid(tensor, given) for name, tensor in whole.tensors}
     tensors = {name: in_dtype(name, each, dtype) for name, each in tensors.items()}
@@ -92,7 +91,7 @@ def save_adapters(
         synced([unfinished / TENSORS])
         move_up(unfinished)
         transposed = any(
-            not module.looks_up and place.inputs == 0
+            not module.looks_up and not module.is_parameter and place.inputs == 0
             for module in modules.values() for place in module.places
         )  # fmt: skip
         write_whole(folder / FILE, json.dumps(config.content(transposed), indent=2) + "\n")
@@ -139,12 +138,16 @@ def shapes_of_base(model: M) -> M:
     )
 
 
+def _with_adapters(modules: Mapping[str, Module], adapters: Collection[str]) -> Iterator[Module]:
+    """Those with a weight in `adapters`."""
+    for module in modules.values():
+        if any(place.piece.path in adapters for place in module.places):
+            yield module
+
+
 def _adapted(modules: Mapping[str, Module], adapters: Collection[str]) -> set[str]:
-    """The modules with a weight in `adapters`."""
-    return {
-        name for name, module in modules.items()
-        if any(place.piece.path in adapters for place in module.places)
-    }  # fmt: skip
+    """The names of the modules with a weight in `adapters`."""
+    return {module.holder for module in _with_adapters(modules, adapters)}
 
 
 def _values(model: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
@@ -190,15 +193,18 @@ def _told(
             rank = sum(one.rank for one in own)
             more = rank / own[0].rank
             found[name] = rank, own[0].alpha * (math.sqrt(more) if stabilized else more)
-    named = _named(found, modules)
-    rank, alpha = Counter(found.values()).most_common(1)[0][0]
+    parameters = {name: found.pop(name) for name in [*found] if modules[name].is_parameter}
+    targets, of_experts = _named(found, modules), _named(parameters, modules)
+    named = targets | of_experts
+    rank, alpha = Counter([*found.values(), *parameters.values()]).most_common(1)[0][0]
     return PeftConfig(
         rank,
         alpha,
         stabilized,
         dropout,
         base,
-        targets=tuple(named),
+        targets=tuple(targets),
+        parameters=tuple(of_experts),
         ranks={name: own for name, (own, _) in named.items() if own != rank},
         alphas={name: own for name, (_, own) in named.items() if own != alpha},
         saved=whole.modules,
@@ -207,33 +213,39 @@ def _told(
     )
 
 
-def _named(values: Mapping[str, V], every: Iterable[str]) -> dict[str, V]:
+def _named(values: Mapping[str, V], modules: Mapping[str, Module]) -> dict[str, V]:
     """The same with ends of names, "q_proj", where all modules that end so have the same value."""
     ends: dict[str, set[V | None]] = {}
-    for name in every:
-        ends.setdefault(name.rpartition(".")[2], set()).add(values.get(name))
-    short = {name: name.rpartition(".")[2] for name in values}
+    for name, module in modules.items():
+        ends.setdefault(module.end, set()).add(values.get(name))
+    short = {name: modules[name].end for name in values}
     return {end if len(ends[end]) == 1 else name: values[name] for name, end in short.items()}
 
 
 def _joined(
     module: Module, values: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """lora_A and lora_B: of several weights one's rows of A follow another's, and B has only zeros
-    in the rows and columns that are not of the same weight."""
-    there = [place for place in module.places if place.piece.path in values]
-    rank = sum(len(values[place.piece.path][1][place.piece.at]) for place in there)
-    rows, blocks, column = [], [], 0
+    """lora_A and lora_B: of several weights one's rows of A follow another's, expert by expert, and
+    B has only zeros in the rows and columns that are not of the same weight."""
+    own = {
+        place: [each[place.piece.at] for each in values[place.piece.path]]
+        for place in module.places if place.piece.path in values
+    }  # fmt: skip
+    ranks = {place: up.shape[len(place.apart)] for place, (_, up) in own.items()}
+    rank, rows, blocks, column = sum(ranks.values()), [], [], 0
     for place in module.places:
-        share = place.up(rank)
-        block = np.zeros(share.sizes, np.float32)
-        if place in there:
-            down, up = (each[place.piece.at] for each in values[place.piece.path])
-            rows.append(np.asarray(place.down(len(up)).joined(jnp.asarray(down))))
-            block[column : column + len(up)] = up
-            column += len(up)
+        block = np.zeros(place.up(rank).sizes, np.float32)
+        if place in own:
+            down, up = own[place]
+            lying = np.asarray(place.down(ranks[place]).joined(jnp.asarray(down)))
+            rows.append(lying.reshape(place.experts, ranks[place], -1))
+            columns = slice(column, column + ranks[place])
+            block[(*[slice(None)] * len(place.apart), columns)] = up
+            column += ranks[place]
         blocks.append(jnp.asarray(block))
-    return np.concatenate(rows), np.asarray(joined([p.up(rank) for p in module.places], blocks))
+    a = np.concatenate(rows, axis=1)
+    b = joined([place.up(rank) for place in module.places], blocks)
+    return a.reshape(-1, a.shape[-1]), np.asarray(b)
 
 
 def _whole(array: jax.Array) -> np.ndarray:

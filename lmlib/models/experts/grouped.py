@@ -7,7 +7,7 @@
 "auto" takes ragged_dot where XLA has a kernel for it, else blocks. Elsewhere XLA expands ragged_dot
 into a product of all rows with all matrices, which costs as many times more as there are groups.
 
-Shapes: N rows, X groups, E summed over, F made, T rows of a block, L blocks.
+Shapes: N rows, X groups, E summed over, F made, R rank, T rows of a block, L blocks.
 """
 
 import functools
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.lax import RaggedDotDimensionNumbers
 from jaxtyping import Array, Float, Int32
 
+from lmlib.models.matrices.adapted import Adapted
 from lmlib.parallel.collectives import platform
 
 IMPLEMENTATIONS = ("ragged_dot", "blocks")
@@ -25,15 +26,29 @@ IMPLEMENTATIONS = ("ragged_dot", "blocks")
 _KERNEL_FOR_GRADIENTS = jax.__version_info__ >= (0, 11)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_product(
     x_NE: Float[Array, "n e"],
-    w_XEF: Float[Array, "x e f"],
+    w_XEF: Float[Array, "x e f"] | Adapted,
     sizes_X: Int32[Array, "x"],
     implementation: str = "auto",
 ) -> Float[Array, "n f"]:
     """Each row times the matrix of its group: the first `sizes_X[0]` rows by `w_XEF[0]`, and so on.
-    Rows beyond all groups give zeros, whatever is in them."""
+    Rows beyond all groups give zeros, whatever is in them.
+
+    An `Adapted` weight multiplies as its base, which gets no gradient, and besides as the two
+    matrices beside it. Where one of these axes is split over devices, each gives its part of what
+    the whole weight does: the sum over them is left to the caller, as for any weight.
+    """
+    if isinstance(w_XEF, Adapted):
+        base_XEF = jax.lax.stop_gradient(w_XEF.base)
+        h_NR = _grouped_product(x_NE, w_XEF.down, sizes_X, implementation)
+        added_NF = _grouped_product(h_NR, w_XEF.up, sizes_X, implementation)
+        return _grouped_product(x_NE, base_XEF, sizes_X, implementation) + w_XEF.scale * added_NF
+    return _grouped_product(x_NE, w_XEF, sizes_X, implementation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped_product(x_NE: Array, w_XEF: Array, sizes_X: Array, implementation: str) -> Array:
     if _resolved(implementation, gradient=False) == "blocks":
         return _rows(x_NE, w_XEF, sizes_X, "te,ef->tf")
     y_NF = jax.lax.ragged_dot(x_NE, w_XEF, sizes_X, preferred_element_type=x_NE.dtype)
@@ -43,7 +58,7 @@ def grouped_product(
 def _forward(
     x_NE: Array, w_XEF: Array, sizes_X: Array, implementation: str
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    return grouped_product(x_NE, w_XEF, sizes_X, implementation), (x_NE, w_XEF, sizes_X)
+    return _grouped_product(x_NE, w_XEF, sizes_X, implementation), (x_NE, w_XEF, sizes_X)
 
 
 def _backward(
@@ -60,7 +75,7 @@ def _backward(
     return _within(dx_NE, sizes_X), _gradient(x_NE, dy_NF, sizes_X, implementation), None
 
 
-grouped_product.defvjp(_forward, _backward)
+_grouped_product.defvjp(_forward, _backward)
 
 _BY_TRANSPOSED = RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())),

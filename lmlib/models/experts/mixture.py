@@ -100,8 +100,13 @@ class Mixture(eqx.Module):
         most, fewest = jnp.max(tallies_X) / mean, jnp.min(tallies_X) / mean
         return {"expert_most_tokens": most, "expert_fewest_tokens": fewest}
 
+    @property
+    def used(self) -> float:
+        """Which share of the experts a token goes to."""
+        return self.router.top / self.router.experts
+
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        active = product_flops(self.experts) * self.router.top / self.router.experts
+        active = product_flops(self.experts) * self.used
         whole = product_flops(self.router) + (
             0 if self.shared is None else product_flops(self.shared)
         )

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -22,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.models.experts.exchanged import Exchanged
 from lmlib.models.experts.gathered import Gathered
+from lmlib.models.matrices.adapted import gets_gradient
 from lmlib.parallel.collectives import devices_along, on_each_device, psum, psum_scatter
 from lmlib.parallel.layout import along, mesh_axes_of, partition
 from lmlib.parallel.mesh_axes import NAMES, TOKENS, names_of
@@ -121,7 +123,7 @@ def mixed(
     Layouts: the result as `settings.residual` names, for which it is summed over `tensor` (a psum
     or a reduce-scatter). Over `expert` rows move as `settings.dispatch` says. Backward, of what the
     devices along an axis give of a gradient the sum is left to whoever has shared x, or gathered
-    the weights, along it; the rest is added up here (a psum).
+    the weights, along it; the rest is added up here (a psum). Bases of adapters have none.
     """
     return _forward(settings, experts, x_BSE, choices_BSK, shares_BSK)[0]
 
@@ -164,7 +166,8 @@ def _forward(
 
 def _backward(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any:
     experts, x_BSE, *_ = saved
-    x_shared, weights_gathered = _reduced(x_BSE), jax.tree.map(_reduced, experts)
+    x_shared, learns = _reduced(x_BSE), gets_gradient(experts)
+    weights_gathered = jax.tree.map(_reduced, eqx.filter(experts, learns))
 
     def on_device(
         experts: Any,
@@ -178,18 +181,21 @@ def _backward(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any
         move, (sent, sent_shares, sent_dy) = _moved(
             settings, choices_BSK, x_BSE, shares_BSK, dy_BSE
         )
+        learning, still = eqx.partition(experts, learns)
+        whole = functools.partial(eqx.combine, still)
 
         def one(round: Array | int, rows_CE: Array, products_CF: tuple[Array, ...]) -> Any:
             sizes_X, dy_CE = move.sizes(round), move.rows(sent_dy, round)
             shares_C = move.rows(sent_shares, round, of_pairs=True)
             _, back = jax.vjp(
-                lambda *parts: type(experts).outputs(*parts, sizes_X),
-                experts, products_CF, shares_C,
+                lambda learning, *parts: whole(learning).outputs(*parts, sizes_X),
+                learning, products_CF, shares_C,
             )  # fmt: skip
             dw_of_outputs, dproducts_CF, dshares_C = back(dy_CE)
             _, back = jax.vjp(
-                lambda *parts: type(experts).products(*parts, sizes_X), experts, rows_CE
-            )
+                lambda learning, *parts: whole(learning).products(*parts, sizes_X),
+                learning, rows_CE,
+            )  # fmt: skip
             dw_of_products, dx_CE = back(dproducts_CF)
             dw = jax.tree.map(jnp.add, dw_of_outputs, dw_of_products)
             return dw, move.back(dx_CE, round), move.back(dshares_C, round, of_pairs=True)
@@ -207,12 +213,12 @@ def _backward(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any
         return dw, dx_BSE, psum(dshares_BSK, tuple(over))
 
     layouts, tokens, pairs = _layouts(experts), partition(_TOKENS), partition(_PAIRS)
-    lying = jax.tree.map(_split_along, experts)
+    lying = jax.tree.map(_split_along, eqx.filter(experts, learns))
     dw, dx_BSE, dshares_BSK = on_each_device(
         on_device,
         inputs=(layouts, tokens, pairs, pairs, _ROWS, _HIDDEN, tokens),
         outputs=(
-            jax.tree.map(_unreduced, layouts, weights_gathered),
+            jax.tree.map(_unreduced, eqx.filter(layouts, learns), weights_gathered),
             _unreduced(tokens, x_shared),
             pairs,
         ),

@@ -20,6 +20,7 @@ from lmlib.parallel.axes import METADATA, Declaration, LayoutError, M, Weight
 from lmlib.parallel.layout import COMPUTE
 
 DOWN_RANK, UP_RANK = "down_rank", "up_rank"  # the rank's axis in each of the two
+EXPERT, CHOICE = "expert", "choice"  # axes of experts, and of their router
 
 
 class Adapted(eqx.Module):
@@ -27,9 +28,12 @@ class Adapted(eqx.Module):
     by each of the three (LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3).
 
     `down` has the axes of `base` that products sum over, then the rank; `up` has the rank, then the
-    others; in the middle, as in `base`, lie stacked layers. They lie on the mesh as these axes do,
+    others; before them, as in `base`, lie stacked layers. They lie on the mesh as these axes do,
     both split over `fsdp` too (`lmlib.parallel.layout.stored`). Over `tensor` the rank is split
     where no axis of `down` is.
+
+    Experts, along the first axis of `base`, have a pair each, along the first axis of both; these
+    lie on the devices of the experts, and their rank is whole.
 
     Attributes:
       base: an array, or a `lmlib.models.matrices.int8.Int8`.
@@ -75,20 +79,26 @@ class Adapted(eqx.Module):
         """The axes of `base` that products sum over."""
         return summed_axes(self.declaration, self.axis_names["base"].split())
 
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes of `base` along which each index is a matrix by itself."""
+        return experts_axes(self.axis_names["base"].split())
+
     def merged(self) -> Float[Array, "..."]:
         """base + scale · down · up, in float32 at least, which lies as `base` does."""
         base = self.base.in_use(jnp.float32) if hasattr(self.base, "in_use") else self.base
         wide = jnp.promote_types(base.dtype, jnp.float32)
         down, up, layout = self.down, self.up, None
         stacked, summed = base.ndim - len(self.axis_names["base"].split()), self.down.ndim - 1
+        lead = stacked + len(self.apart)
         if not jax.sharding.get_abstract_mesh().empty:
             layout = jax.typeof(base).sharding.spec
             places = layout.partitions
             down = jax.sharding.reshard(down, PartitionSpec(*places[:summed], None))
-            up = jax.sharding.reshard(up, PartitionSpec(*places[:stacked], None, *places[summed:]))
+            up = jax.sharding.reshard(up, PartitionSpec(*places[:lead], None, *places[summed:]))
         letters = string.ascii_lowercase[: base.ndim]
-        lead, rows, kept = letters[:stacked], letters[:summed], letters[summed:]
-        equation = f"{rows}z,{lead}z{kept}->{letters}"
+        rows, kept = letters[:summed], letters[summed:]
+        equation = f"{rows}z,{letters[:lead]}z{kept}->{letters}"
         added = jnp.einsum(equation, down.astype(wide), up.astype(wide), out_sharding=layout)
         return base.astype(wide) + self.scale * added
 
@@ -96,7 +106,7 @@ class Adapted(eqx.Module):
         """Of `down` or `up`. The initial values are those of PEFT: `down` has variance 1 / (3 ·
         fan_in), `up` is zero, so that an adapted model starts as its base."""
         rules = {**COMPUTE, **self.declaration.rules}
-        taken = any(rules[axis] == rules[DOWN_RANK] for axis in self.summed)
+        taken = self.apart or any(rules[axis] == rules[DOWN_RANK] for axis in self.summed)
         rules = {**self.declaration.rules, **({DOWN_RANK: None} if taken else {})}
         initial = Random(3**-0.5, self.summed) if down else zeros
         summed = self.summed if down else (UP_RANK,)
@@ -115,12 +125,12 @@ def adapted(
     """`base`, which `weight` describes, with new matrices beside it.
 
     Raises:
-      LayoutError: if products do not sum over its first axes.
+      LayoutError: if products do not sum over its first axes, or the first after that of experts.
     """
     stacked, axes = weight.stacked, weight.own_axes
-    summed = summed_axes(weight.declaration, axes)
-    kept = axes[len(summed) :]
-    if axes[: len(summed)] != summed or not kept:
+    summed, apart = summed_axes(weight.declaration, axes), experts_axes(axes)
+    rows, kept = (*apart, *summed), axes[len(apart) + len(summed) :]
+    if axes[: len(rows)] != rows or not kept:
         raise LayoutError(
             f"{weight.path} ({' '.join(axes)}) cannot be adapted: products sum over "
             f"{' '.join(summed)}, which are not its first axes"
@@ -129,28 +139,32 @@ def adapted(
     lead = tuple(base.shape[:stacked])
     names = {
         "base": " ".join(axes),
-        "down": " ".join((*summed, DOWN_RANK)),
-        "up": " ".join((UP_RANK, *kept)),
+        "down": " ".join((*rows, DOWN_RANK)),
+        "up": " ".join((*apart, UP_RANK, *kept)),
     }
     empty = Adapted(
         base, base, base, alpha, rank_stabilized, dropout, weight.declaration, names
     )  # fmt: skip
 
-    def made(field: str, axes: tuple[str, ...]) -> Array:
+    def made(field: str) -> Array:
         initial = empty.low_rank(field == "down").initial
         every = sizes | {DOWN_RANK: rank, UP_RANK: rank}
-        shape = (*lead, *(every[axis] for axis in axes))
+        shape = (*lead, *(every[axis] for axis in names[field].split()))
         return initial.make(fold(fold(key, weight.path), field), shape, every)
 
-    down = made("down", tuple(names["down"].split()))
-    return dataclasses.replace(empty, down=down, up=made("up", (UP_RANK, *kept)))
+    return dataclasses.replace(empty, down=made("down"), up=made("up"))
 
 
 def can_be_adapted(weight: Weight) -> bool:
-    """Whether it is a matrix, or a table of the vocabulary, and not of experts or their router."""
-    if not {"expert", "choice"}.isdisjoint(weight.axes):
+    """Whether it is a matrix, or a table of the vocabulary, and not of a router."""
+    if CHOICE in weight.axes:
         return False
     return weight.declaration.multiplied or "vocab" in weight.axes
+
+
+def experts_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """Of the axes of one layer's weight that of experts, if it comes first."""
+    return (EXPERT,) if axes[0] == EXPERT else ()
 
 
 def summed_axes(declaration: Declaration, axes: Sequence[str]) -> tuple[str, ...]:
@@ -192,6 +206,18 @@ def with_bases(model: M, bases: Any) -> M:
 def whole(table: Array | Adapted) -> Array:
     """A table as one array."""
     return table.merged() if isinstance(table, Adapted) else table
+
+
+def gets_gradient(tree: M) -> M:
+    """For each array of `tree` whether it may have a gradient: bases of adapters have none."""
+
+    def of(node: Any) -> Any:
+        if not is_adapted(node):
+            return True
+        every = jax.tree.map(lambda _: True, node)
+        return eqx.tree_at(lambda one: one.base, every, replace=False)
+
+    return jax.tree.map(of, tree, is_leaf=is_adapted)
 
 
 def has_adapters(tree: Any) -> bool:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lmlib.hf.families.experts.mixtures import GATE_UP_DOWN, mixture
+from lmlib.hf.families.experts.mixtures import GATE_UP_DOWN, IN_CLASS, mixture
 from lmlib.hf.families.llama import MLP, NORMS_BEFORE, OUTSIDE
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor
@@ -168,7 +168,12 @@ FAMILIES: Sequence[Family] = (
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         deepseek_v3,
-        Names(OUTSIDE, (*NORMS_BEFORE, *_ATTENTION, *MLP, *_MIXTURE), not_adapted=GATE_UP_DOWN),
+        Names(
+            OUTSIDE,
+            (*NORMS_BEFORE, *_ATTENTION, *MLP, *_MIXTURE),
+            in_class=IN_CLASS,
+            not_adapted=GATE_UP_DOWN,
+        ),
         _arguments,
         _settings,
     ),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lmlib.hf.families.experts.mixtures import mixture, routing, routing_settings
+from lmlib.hf.families.experts.mixtures import IN_CLASS, mixture, routing, routing_settings
 from lmlib.hf.families.llama import ATTENTION, NORMS_BEFORE, OUTSIDE, shared_settings, sizes
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names
@@ -40,5 +40,12 @@ def _settings(model: Decoder) -> dict[str, Any]:
 
 
 FAMILIES: Sequence[Family] = (
-    Family("mixtral", "MixtralForCausalLM", mixtral, Names(OUTSIDE, _LAYER), _arguments, _settings),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        mixtral,
+        Names(OUTSIDE, _LAYER, in_class=IN_CLASS),
+        _arguments,
+        _settings,
+    ),
 )

@@ -1,4 +1,5 @@
-"""Mixtures of experts in folders: a tensor for each expert, and the keys of routers."""
+"""Mixtures of experts in folders: a tensor for each expert, and the keys of routers. In classes of
+transformers 5 a tensor is of all experts."""
 
 from typing import Any
 
@@ -11,6 +12,18 @@ from lmlib.models.decoder import Decoder
 from lmlib.models.experts.mixture import Mixture
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+IN_CLASS = (
+    Tensor("mlp.gate.weight", {"mlp.router.logits": ("choice", "embed")}),
+    Tensor(
+        "mlp.experts.gate_up_proj",
+        {
+            "mlp.experts.gate": ("expert", "mlp", "embed"),
+            "mlp.experts.up": ("expert", "mlp", "embed"),
+        },
+        along=1,
+    ),
+    Tensor("mlp.experts.down_proj", {"mlp.experts.down": ("expert", "embed", "mlp")}),
+)
 _COUNTS = ("num_experts", "num_local_experts")
 
 

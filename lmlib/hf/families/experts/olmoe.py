@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lmlib.hf.families.experts.mixtures import mixture, mixtures, routing, routing_settings
+from lmlib.hf.families.experts.mixtures import (
+    IN_CLASS,
+    mixture,
+    mixtures,
+    routing,
+    routing_settings,
+)
 from lmlib.hf.families.llama import ATTENTION, NORMS_BEFORE, OUTSIDE, shared_settings, sizes
 from lmlib.hf.families.olmo import QUERY_KEY_NORMS
 from lmlib.hf.family import Family
@@ -43,5 +49,12 @@ def _settings(model: Decoder) -> dict[str, Any]:
 
 
 FAMILIES: Sequence[Family] = (
-    Family("olmoe", "OlmoeForCausalLM", olmoe, Names(OUTSIDE, _LAYER), _arguments, _settings),
+    Family(
+        "olmoe",
+        "OlmoeForCausalLM",
+        olmoe,
+        Names(OUTSIDE, _LAYER, in_class=IN_CLASS),
+        _arguments,
+        _settings,
+    ),
 )

@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lmlib.hf.families.experts.mixtures import mixture, mixtures, routing, routing_settings
+from lmlib.hf.families.experts.mixtures import (
+    IN_CLASS,
+    mixture,
+    mixtures,
+    routing,
+    routing_settings,
+)
 from lmlib.hf.families.llama import ATTENTION, NORMS_BEFORE, OUTSIDE, shared_settings, sizes
 from lmlib.hf.families.qwen import HEAD_NORMS
 from lmlib.hf.family import Family
@@ -56,7 +62,7 @@ def _settings(model: Decoder) -> dict[str, Any]:
 
 FAMILIES: Sequence[Family] = (
     Family(
-        "qwen3_moe", "Qwen3MoeForCausalLM", qwen3_moe, Names(OUTSIDE, _LAYER),
+        "qwen3_moe", "Qwen3MoeForCausalLM", qwen3_moe, Names(OUTSIDE, _LAYER, in_class=IN_CLASS),
         _arguments, _settings,
     ),
 )  # fmt: skip
