@@ -122,7 +122,10 @@ def modules_of(base: Any, names: Names) -> dict[str, Module]:
     where it embeds alone."""
     tied = base.unembedding is None
     found = _modules(tensors_in_class(base, names), named_weights(base), tied)
-    return {name: each for name, each in found.items() if not name.endswith(names.not_adapted)}
+    return {
+        name: each for name, each in found.items()
+        if each.is_parameter or not name.endswith(names.not_adapted)
+    }  # fmt: skip
 
 
 def modules_of_experts(base: Any, names: Names) -> dict[str, Module]:
