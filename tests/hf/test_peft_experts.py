@@ -130,6 +130,13 @@ def test_modules_of_each_expert_are_read_too(tmp_path):
         read(tmp_path / "old", "mixtral")
 
 
+def test_experts_of_deepseek_have_a_place_where_its_dense_mlps_have_none(tmp_path):
+    """Their names end alike."""
+    model = adapted("deepseek_v3", rank=2, paths=("*.experts.*",))
+    config = read_config(written(model, tmp_path / "out", "deepseek_v3"))
+    assert {*config.parameters} == {"experts.gate_up_proj", "experts.down_proj"}
+
+
 def test_experts_that_trained_whole_beside_adapters_are_refused(tmp_path):
     model = adapted("mixtral", rank=2, paths=("*.experts.down",))
     with pytest.raises(ValueError, match=r"no place for the trained .*experts\.gate_up_proj"):
