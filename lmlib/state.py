@@ -160,10 +160,8 @@ def abstract_batch(
     sequence_length: int,
     mesh: Mesh,
     teacher_k: int | None = None,
-    order: str = "balanced",
 ) -> Batch:
-    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k`: see `Taught`,
-    `order`: `Batch.order`."""
+    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k`: see `Taught`."""
 
     def blank() -> Batch:
         integers = jnp.zeros((batch_size, sequence_length), jnp.int32)
@@ -174,7 +172,7 @@ def abstract_batch(
             integers,
             integers,
             integers.astype(bool),
-            order=order if is_split else "plain",
+            order="balanced" if is_split else "plain",
         )
         if teacher_k is None:
             return batch

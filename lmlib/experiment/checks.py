@@ -18,6 +18,7 @@ from lmlib.experiment.checkpoints import CheckpointSettings
 from lmlib.experiment.evaluation import EvaluationSettings
 from lmlib.experiment.samples import SampleSettings
 from lmlib.experiment.sources import check_source, training_sources, validation_sources
+from lmlib.experiment.split_rows import check_split_rows
 from lmlib.experiment.stages import DataStage
 from lmlib.guard import Guard
 from lmlib.losses import Objective
@@ -101,6 +102,7 @@ def check_experiment(experiment: Any) -> None:
     model = experiment.recipe.made
     check_protocol(model)
     check_model(model, experiment.mesh)
+    check_split_rows(model, experiment.compute, experiment.mesh)
     _check_objective(experiment, model)
     _check_model_losses(experiment)
     _check_stages(experiment, model)

@@ -35,12 +35,8 @@ COMPUTE: Rules = {
     "choice": None,  # of a router: each token's over all experts
     "vocab": "tensor",
     "whole_vocab": None,
-    "looked_up": (
-        "tensor",
-        "fsdp",
-        "expert",
-        "context",
-    ),  # columns of a table that is never gathered
+    # Columns of a table that is never gathered.
+    "looked_up": ("tensor", "fsdp", "expert", "context"),
     "down_rank": "tensor",  # of an adapter, where no other axis of its matrix lies there
     "up_rank": None,
     LAYER: None,

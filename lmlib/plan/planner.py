@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
+from lmlib.parallel.layout import COMPUTE, pieces
 from lmlib.parallel.mesh import sizes_text
 from lmlib.plan.communication.collectives import Collectives, collectives
 from lmlib.plan.communication.warnings import CommunicationWarning, communication_warnings
@@ -212,7 +213,9 @@ def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tupl
             f"speeds are those of {target.accelerator.name}"
         )
     attention = experiment.compute.attention
-    if compiler.platform == "cuda" and attention in ("auto", "cudnn") and not _has_cudnn():
+    whole_rows = pieces(COMPUTE["seq"], experiment.mesh) == 1  # others have no kernel
+    may_be_cudnn = compiler.platform == "cuda" and attention in ("auto", "cudnn") and whole_rows
+    if may_be_cudnn and not _has_cudnn():
         compute = dataclasses.replace(experiment.compute, attention="blockwise")
         experiment = dataclasses.replace(experiment, compute=compute)
         remarks.append(_NO_CUDNN)

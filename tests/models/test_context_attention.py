@@ -7,10 +7,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from outsider_runs import SIZES, experiment
 from sentinels import sentinels
 
+from lmlib.compute import Compute
 from lmlib.models.attend import attend
 from lmlib.models.attend.context import WAYS
+from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh
 from lmlib.row_order import ORDERS, places
@@ -25,6 +28,7 @@ MESHES = {
     "fsdp 2, context 2, tensor 2": {"fsdp": 2, "context": 2, "tensor": 2},
 }
 WINDOWS = [None, 100, 300]  # within a tile; over several pieces
+MODEL = functools.partial(llama, **SIZES, layers=1, heads=4, mlp=16)
 KV_HEADS = [4, 2, 1]
 CELLS = [
     cell
@@ -124,3 +128,11 @@ def test_every_token_is_somewhere_once():
     assert [*places(8, 2, "balanced")] == [0, 1, 6, 7, 2, 3, 4, 5]
     with pytest.raises(ValueError, match="a row of 10 tokens does not divide into the 4 pieces"):
         places(10, 2, "balanced")
+
+
+def test_a_kernel_that_has_only_whole_rows_is_refused():
+    run = experiment(MODEL, {"fsdp": 4, "context": 2}, Compute(attention="plain"))
+    with pytest.raises(ValueError, match="attention='plain' cannot compute rows that context=2"):
+        run.check()
+    experiment(MODEL, {"fsdp": 8}, Compute(attention="plain")).check()
+    experiment(MODEL, {"fsdp": 4, "context": 2}, Compute(attention="blockwise")).check()

@@ -78,6 +78,11 @@ def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
     check_outsider(experiment(recurrent, EIGHT), experiment(recurrent, {}), tmp_path)
 
 
+def test_rows_that_it_goes_along_are_not_split():
+    with pytest.raises(ValueError, match=r"context=2 splits rows.*Recurrence must say that"):
+        experiment(recurrent, {"fsdp": 4, "context": 2}).check()
+
+
 def test_generation_with_its_cache_is_the_whole_pass():
     model = jax.jit(recurrent)(jax.random.key(0))
     prompts = [[5, 9, 11, 2, 7], [3, 1]]
