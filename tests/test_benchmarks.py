@@ -118,6 +118,22 @@ def test_generation_is_measured_beside_peers_that_make_the_same_tokens():
 
 
 @pytest.mark.slow
+def test_a_mixture_is_measured_beside_a_dense_model_and_peers_of_its_losses():
+    ran = run("--sizes=tiny", "--steps=10", script="experts.py")
+    assert ran.returncode == 0, ran.stderr
+    ratios = {
+        name: float(ratio)
+        for name, ratio in re.findall(r"^(\w+) .* (\d+\.\d\d) +\S+$", ran.stdout, re.MULTILINE)
+    }
+    assert ratios["mixture"] == 1.0 and ratios["dense"] > 0
+    here = importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")
+    assert here is None or ratios["transformers"] > 0
+    ran = run("--sizes=9_of_9", script="experts.py")
+    assert ran.returncode == 1
+    assert "--sizes=9_of_9 is not known; choose from tiny," in ran.stderr
+
+
+@pytest.mark.slow
 def test_quality_is_compared_at_the_same_cpu_seconds(tmp_path):
     pytest.importorskip("torch")
     few = "--fiddler=tiny", "--seeds=2", "--rates=2e-3,4e-3"

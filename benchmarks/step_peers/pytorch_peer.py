@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from step_peers.contender import Weights, Work
+from step_peers.sizes import AdamW
 
 EPSILON, ROPE_THETA = 1e-5, 10_000.0
 
@@ -126,6 +127,22 @@ def _once(function, *arguments):
     return function(*arguments)
 
 
+def fused_adamw(weights: list[nn.Parameter], adamw: AdamW) -> torch.optim.AdamW:
+    """Matrices decay, vectors do not."""
+    matrices = [weight for weight in weights if weight.ndim > 1]
+    vectors = [weight for weight in weights if weight.ndim == 1]
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": adamw.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=adamw.learning_rate,
+        betas=(adamw.b1, adamw.b2),
+        eps=adamw.epsilon,
+        fused=True,
+    )
+
+
 class PyTorchStep:
     """See `step_peers.contender.Contender`. Runs on the GPU where PyTorch sees one."""
 
@@ -140,19 +157,8 @@ class PyTorchStep:
         model = Llama(work.weights, precision, size.recomputed, size.sequence).to(self._device)
         self._loss = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
         self._parameters = list(model.parameters())
-        matrices = [weight for weight in self._parameters if weight.ndim > 1]
-        vectors = [weight for weight in self._parameters if weight.ndim == 1]
         self._clip_norm = adamw.clip_norm
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": adamw.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=adamw.learning_rate,
-            betas=(adamw.b1, adamw.b2),
-            eps=adamw.epsilon,
-            fused=True,
-        )
+        self._optimizer = fused_adamw(self._parameters, adamw)
         self._batches = [
             tuple(
                 torch.from_numpy(np.asarray(part, np.int64)).to(self._device)

@@ -11,6 +11,7 @@ from transformers import MixtralForCausalLM
 
 from lmlib import hf
 from step_peers.contender import Work
+from step_peers.pytorch_peer import fused_adamw
 
 
 class TransformersMixture:
@@ -25,21 +26,8 @@ class TransformersMixture:
             self._model = MixtralForCausalLM.from_pretrained(
                 f"{folder}/model", dtype=torch.float32, experts_implementation=experts
             )
-        adamw = work.adamw
-        weights = list(self._model.parameters())
-        self._weights, self._clip_norm = weights, adamw.clip_norm
-        matrices = [weight for weight in weights if weight.ndim > 1]
-        vectors = [weight for weight in weights if weight.ndim == 1]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": adamw.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=adamw.learning_rate,
-            betas=(adamw.b1, adamw.b2),
-            eps=adamw.epsilon,
-            fused=True,
-        )
+        self._weights, self._clip_norm = list(self._model.parameters()), work.adamw.clip_norm
+        self._optimizer = fused_adamw(self._weights, work.adamw)
         self._batches = [
             [torch.from_numpy(np.asarray(x, np.int64)) for x in (batch.tokens, batch.targets)]
             for batch in work.batches

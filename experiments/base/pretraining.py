@@ -149,8 +149,14 @@ def later_stage(
 def longer_rows(cfg: fdl.Config[Experiment], sequence_length: int) -> None:
     """Rows of `sequence_length` tokens, as many tokens a step as before if that is a row or more,
     and rotary positions scaled from the shorter rows to these (YaRN): to go on from a run of those
-    with --init_from."""
+    with --init_from.
+
+    Raises:
+      ValueError: if these rows are not longer.
+    """
     shorter = cfg.data.sequence_length
+    if sequence_length <= shorter:
+        raise ValueError(f"sequence_length = {sequence_length}, but rows have {shorter} already")
     factor = sequence_length / shorter
     cfg.model.rope_scaling = fdl.Config(
         Yarn,

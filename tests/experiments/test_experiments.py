@@ -16,6 +16,7 @@ from runner.absent_hardware.cost import cost_of
 from runner.command_line.command import first_line
 from runner.config import configs
 from runner.config.text import flattened
+from runner.errors import ConfigError
 
 LLAMAS = ("llama_1b", "llama_270m", "llama_2b", "llama_540m", "llama_84m", "llama_8b")
 ON_CPUS = {  # on 2 cores
@@ -157,6 +158,19 @@ def test_two_steps_of_speedruns_on_a_mesh(name, fiddlers, tmp_path):
     result = fit(configs.load(f"experiments/{name}", fiddlers, [*overrides, *one]), tmp_path)
     assert int(result.state.step) == 2
     assert result.metrics[0]["loss"] == pytest.approx(math.log(result.state.model.vocab), abs=0.1)
+
+
+def test_longer_rows_are_as_many_tokens_a_step_with_positions_scaled_to_them():
+    short = configs.load("experiments/quickstart", ["tiny"])
+    longer = configs.load("experiments/quickstart", ["tiny", "longer_rows(256)"])
+    for before, after in ((short.data, longer.data), (short.validation, longer.validation)):
+        assert after.sequence_length == 256
+        assert after.batch_size * 256 == before.batch_size * before.sequence_length
+    scaling = fdl.build(longer.model.rope_scaling)
+    assert (scaling.factor, scaling.original) == (4.0, 64)
+    assert scaling.amplitude == pytest.approx(0.1 * math.log(4) + 1)
+    with pytest.raises(ConfigError, match="sequence_length = 64, but rows have 64 already"):
+        configs.load("experiments/quickstart", ["tiny", "longer_rows(64)"])
 
 
 @pytest.mark.slow
