@@ -125,7 +125,10 @@ EXCERPTS = {
 }  # fmt: skip
 NOT_RUN_PYTHON = {
     "docs/data.md": {"from data_tools.hf_stream": HUB},
-    "docs/huggingface.md": {"from lmlib import hf\nfrom lmlib.adapters": "test_peft.py does it"},
+    "docs/huggingface.md": {
+        "from lmlib import hf\nfrom lmlib.adapters": "test_peft.py does it",
+        "from transformers import AutoModelForCausalLM, Mxfp4Config": HUB,
+    },
 }
 # What a reader has in hand before the Python of a page.
 IN_HAND = {
