@@ -26,7 +26,7 @@ from lmlib.checkpoint import (
 )
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
-from lmlib.storage.local_folder import local_folder
+from lmlib.storage.local_folder import folder_to_read
 from lmlib.terminal.quantities import bytes_text, duration_text
 from lmlib.terminal.table import columns
 from runner.command_line.command import run
@@ -167,7 +167,7 @@ def _parse(arguments: Sequence[str]) -> tuple[str, Path]:
         raise ConfigError("give a command and a workdir, as in: list WORKDIR; see --help")
     command = arguments[0]
     with user_errors():
-        workdir = local_folder(arguments[1])
+        workdir = folder_to_read(arguments[1])
     if command not in _COMMANDS:
         raise ConfigError(f"unknown command {command!r}. {did_you_mean(command, _COMMANDS)}")
     for directory in (workdir / "checkpoints", workdir):

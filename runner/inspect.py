@@ -32,7 +32,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.resumable import Resumable
 from lmlib.data.stored.data_path import data_path
 from lmlib.experiment.stages import batches_of
-from lmlib.storage.local_folder import local_folder
+from lmlib.storage.local_folder import folder_to_read
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     if _ROWS.present and _BATCH.value is None:
         raise ConfigError("--rows is of use with --batch only")
     with user_errors():
-        workdir = local_folder(arguments[0])
+        workdir = folder_to_read(arguments[0])
         cfg = configs.load(str(workdir / "config.json"), trusted=TRUST_MODULE.value)
         if _BATCH.value is not None:
             part = _SPLIT.value or "train"

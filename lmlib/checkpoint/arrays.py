@@ -15,8 +15,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from lmlib.checkpoint.folders import files_of
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, SavedArray
 from lmlib.checkpoint.orbax_internals import LAYOUTS, STATE_FILES
+from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.stored_json import parse_json
 
 STATE = "state"
@@ -140,11 +142,13 @@ def _chunk_shape(
     if size > _LARGEST_ZARRAY:
         raise DamagedCheckpointError(folder, description, f"has {size:,} bytes, too many")
     try:
-        zarray = parse_json((folder / description).read_bytes())
+        zarray = parse_json(files_of(folder).read(description))
         chunks = [int(length) for length in zarray["chunks"]]
         stored = (tuple(zarray["shape"]), np.dtype(str(zarray["dtype"])))
         plain = (zarray["compressor"], zarray["filters"], zarray["order"]) == (None, None, "C")
         separator = zarray.get("dimension_separator", ".")
+    except BucketError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(folder, description, f"cannot be read: {error!r}") from error
     shape = leaf.shape

@@ -22,6 +22,8 @@ from lmlib.checkpoint import arrays as saved
 from lmlib.checkpoint import folders, orbax_internals, removal, writing
 from lmlib.checkpoint import notes as saved_notes
 from lmlib.checkpoint.failures import named_errors
+from lmlib.checkpoint.in_bucket.steps import steps_at
+from lmlib.checkpoint.in_bucket.uploads import Uploads
 from lmlib.checkpoint.manager import open_manager
 from lmlib.checkpoint.manifest import (
     DamagedCheckpointError,
@@ -29,13 +31,13 @@ from lmlib.checkpoint.manifest import (
     check_digests,
     check_names_and_sizes,
     read_manifest,
-    write_manifest,
 )
 from lmlib.checkpoint.processes import agreed, barrier, random_text
 from lmlib.checkpoint.reading import read_arrays
 from lmlib.checkpoint.restored import Restored
 from lmlib.checkpoint.retention import Retention
-from lmlib.storage.local_folder import local_folder
+from lmlib.storage.bucket.copies import shown
+from lmlib.storage.local_folder import folder_named
 from lmlib.storage.whole_file import make_folder
 
 
@@ -62,6 +64,8 @@ class Checkpoints:
     ):
         """Opens `directory`, made if absent; deletes what a kill has left unfinished there.
 
+        `gs://…` and `s3://…` are directories as well (docs/buckets.md).
+
         Args:
           keep: the newest so many stay; the rest go whenever another one is whole.
           keep_every: checkpoints at multiples of so many steps stay too.
@@ -74,12 +78,13 @@ class Checkpoints:
             same method raises it, or the next `wait`.
 
         Raises:
-          ValueError: if a number is out of range, or the directory is a URL.
+          ValueError: if a number is out of range, or the directory is a URL of another kind.
           OSError: if the directory cannot be made or read, naming it and the cause.
         """
-        self._directory = local_folder(directory).absolute()
+        self._directory = folder_named(directory).absolute()
         self._retention = Retention(keep, keep_every, keep_best, keep_steps)
-        self._manager: orbax_internals.ManagerOfOneFolder | None = None
+        self._in_bucket = steps_at(self._directory)
+        self._manager: orbax_internals.ManagerOfOneFolder | Uploads | None = None
         self._saving: int | None = None  # the step that was begun last
         # Of that step: each process digests the chunks it wrote; process 0 writes the manifest.
         self._digest: Callable[[Path], None] = lambda folder: None
@@ -92,7 +97,8 @@ class Checkpoints:
         with named_errors("open the checkpoints", self._directory):
             self._check()
             if jax.process_index() == 0:
-                make_folder(self._directory)
+                if self._in_bucket is None:
+                    make_folder(self._directory)
                 removal.finish(self._directory)
             # In the name of what is saved, so that no other run, which was asleep in the middle of
             # a save say, writes into it. The processes wait for each other here.
@@ -135,35 +141,26 @@ class Checkpoints:
         began = time.perf_counter()
         self.wait()
         if self._manager is None:
-            raise ValueError(f"{self._directory} was opened read-only: nothing can be saved there")
+            raise ValueError(
+                f"{shown(self._directory)} was opened read-only: nothing can be saved there"
+            )
         newest = self._manager.latest_step()
         if newest is not None and step <= newest:
             raise ValueError(
-                f"cannot save step {step}: {self._directory} already holds step {newest}; "
+                f"cannot save step {step}: {shown(self._directory)} already holds step {newest}; "
                 "resume from that one or use another directory"
             )
         arrays = saved.named_leaves(state)
         saved.check_savable(arrays)
         notes = saved_notes.copied(notes)
-        described = saved.saved_arrays(arrays)
+        self._saving, self._retention.held = step, hold
+        if isinstance(self._manager, Uploads):
+            self._manager.save(step, arrays, notes, beforehand)
+            return time.perf_counter() - began
         folder = folders.unfinished_folder(self._directory, step, self._opening)
-        bare = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-            for name, array in arrays.items()
-        }
-
-        def digest(arrays_folder: Path) -> None:
-            writing.send_digests(folder, writing.digest_own_chunks(arrays_folder, bare))
-
-        def finish() -> None:
-            beforehand()
-            digests = writing.received_digests(folder)
-            manifest = write_manifest(folder, step, described, digests)
-            saved.check_layout(folder, manifest, bare)  # what could not be restored is not saved
-            self._check()
-
-        self._digest, self._finish, self._saving = digest, finish, step
-        self._retention.held = hold
+        self._digest, self._finish = writing.around_the_manifest(
+            folder, step, arrays, beforehand, self._check
+        )
         items = ocp.args.Composite(state=writing.ArraysSave(arrays), notes=ocp.args.JsonSave(notes))
         with self._recovery(f"save step {step}"):
             if self.deleted:
@@ -326,7 +323,16 @@ class Checkpoints:
         if kind is None or jax.process_count() == 1:
             self.close()
 
-    def _open(self) -> orbax_internals.ManagerOfOneFolder:
+    def _open(self) -> orbax_internals.ManagerOfOneFolder | Uploads:
+        if self._in_bucket is not None:
+            return Uploads(
+                self._directory,
+                self._in_bucket,
+                self._opening,
+                self._check,
+                self._retention.remove_old,
+                self._save_seconds,
+            )
         return open_manager(
             self._directory,
             self._opening,
@@ -360,7 +366,7 @@ class Checkpoints:
     def _folder(self, step: int) -> Path:
         if step not in self.steps():
             raise ValueError(
-                f"{self._directory} has no whole checkpoint at step {step}; "
+                f"{shown(self._directory)} has no whole checkpoint at step {step}; "
                 f"it has {self.steps() or 'none'}"
             )
         return self._directory / str(step)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lmlib.checkpoint.orbax_internals import tensorstore_error_number
+from lmlib.storage.bucket.copies import shown
 from lmlib.storage.failures import storage_failure
 
 
@@ -27,15 +28,15 @@ def named_errors(doing: str, directory: Path) -> Iterator[None]:
 
 def _named(doing: str, directory: Path, error: Exception) -> OSError | None:
     """`None` if the storage is not to blame."""
-    code = _error_number(error)
+    code, place = _error_number(error), shown(directory)
     if code is None and isinstance(error, TimeoutError):
-        return TimeoutError(f"cannot {doing} in {directory}: {error}")
+        return TimeoutError(f"cannot {doing} in {place}: {error}")
     if code is None:
         return None
     if isinstance(error, OSError) and str(error.strerror).startswith("cannot "):
         # It names the file and the cause.
-        return OSError(code, f"cannot {doing} in {directory}: {error.strerror}")
-    return storage_failure(f"{doing} in {directory}", directory, code)
+        return OSError(code, f"cannot {doing} in {place}: {error.strerror}")
+    return storage_failure(f"{doing} in {place}", directory, code)
 
 
 def _error_number(error: BaseException) -> int | None:

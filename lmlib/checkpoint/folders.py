@@ -1,9 +1,12 @@
-"""The folders in a directory of checkpoints, told apart by their names."""
+"""The folders in a directory of checkpoints, told apart by their names; also those in a bucket."""
 
 import shutil
 from pathlib import Path
 
+from lmlib.checkpoint.in_bucket.steps import steps_at
 from lmlib.checkpoint.orbax_internals import UNFINISHED
+from lmlib.storage.folder_store import FolderStore
+from lmlib.storage.store import Store
 from lmlib.storage.whole_file import sync
 
 _SET_ASIDE = ".damaged"
@@ -33,6 +36,8 @@ def set_aside_in(directory: Path) -> list[Path]:
 def set_aside(folder: Path) -> None:
     """Renames a damaged step; one of the same step that was renamed before is deleted."""
     aside = folder.with_name(folder.name + _SET_ASIDE)
+    if (steps := steps_at(folder.parent)) is not None:
+        return steps.set_aside(folder.name, aside.name)
     if aside.exists():
         shutil.rmtree(aside)
     folder.rename(aside)
@@ -45,7 +50,22 @@ def make_again(directory: Path) -> None:
     sync(directory.parent)
 
 
+def is_there(folder: Path) -> bool:
+    """Whether the folder of a step is; in a bucket, whether it is whole."""
+    steps = steps_at(folder.parent)
+    return folder.is_dir() if steps is None else steps.is_whole(folder.name)
+
+
+def files_of(folder: Path) -> Store:
+    """The files of a step."""
+    steps = steps_at(folder.parent)
+    return FolderStore(folder) if steps is None else steps.files(folder.name)
+
+
 def _folder_names(directory: Path) -> list[str]:
+    if (steps := steps_at(directory)) is not None:
+        named = steps.names()
+        return [name if whole else f"{name}{UNFINISHED}" for name, whole in named.items()]
     if not directory.is_dir():
         return []
     return sorted(entry.name for entry in directory.iterdir() if entry.is_dir())

@@ -9,9 +9,7 @@ import datetime
 import json
 import math
 import os
-import re
 import shutil
-import stat
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,18 +18,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from lmlib.checkpoint.folders import files_of
+from lmlib.checkpoint.in_bucket.steps import MANIFEST, steps_at
 from lmlib.checkpoint.orbax_internals import STEP_FILES
+from lmlib.storage.bucket.copies import shown
+from lmlib.storage.bucket.failures import BucketError
+from lmlib.storage.folder_store import NotAFileError
+from lmlib.storage.store import Store
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import sync, sync_folders, write_whole
 
-MANIFEST = "manifest.json"
 FORMAT = 1
 NOT_COVERED = frozenset({MANIFEST, *STEP_FILES})  # nothing of ours reads the others
 THREADS = 8  # for reading files
 
 _LARGEST_MANIFEST = 32 << 20  # bytes; of a quarter of a million files
-_READ_SIZE = 1 << 20  # bytes
-_DELETED_ON_NFS = re.compile(r"\.nfs[0-9a-f]+")
 _ALIGNMENT = 64  # bytes; of an array that lies so, JAX makes no copy on CPUs
 
 
@@ -44,7 +45,7 @@ class DamagedCheckpointError(ValueError):
     """
 
     def __init__(self, folder: Path, file: str, reason: str):
-        super().__init__(f"the checkpoint {folder} is damaged: {file} {reason}")
+        super().__init__(f"the checkpoint {shown(folder)} is damaged: {file} {reason}")
         self.folder = folder
         self.file = file
 
@@ -123,10 +124,12 @@ def rewrite_metric(folder: Path, unfinished: Path, metric: float) -> None:
       DamagedCheckpointError: if the manifest cannot be read.
       OSError: if it cannot be written.
     """
-    manifest = dataclasses.replace(read_manifest(folder), metric=metric)
+    content = encode(dataclasses.replace(read_manifest(folder), metric=metric))
+    if (steps := steps_at(folder.parent)) is not None:
+        return steps.files(folder.name).write(MANIFEST, content)
     unfinished.mkdir()
     try:
-        write_whole(unfinished / MANIFEST, encode(manifest))
+        write_whole(unfinished / MANIFEST, content)
         os.replace(unfinished / MANIFEST, folder / MANIFEST)
     finally:
         shutil.rmtree(unfinished)
@@ -138,18 +141,16 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
       DamagedCheckpointError: if there is none, or not one byte for byte as it was written.
     """
-    path = folder / MANIFEST
     try:
-        facts = path.lstat()
-        if not stat.S_ISREG(facts.st_mode):
-            raise DamagedCheckpointError(folder, MANIFEST, "is no ordinary file")
-        if facts.st_size > _LARGEST_MANIFEST:
-            raise DamagedCheckpointError(folder, MANIFEST, f"has {facts.st_size:,} bytes")
-        content = path.read_bytes()
+        content = files_of(folder).read(MANIFEST, 0, _LARGEST_MANIFEST + 1)
+    except NotAFileError:
+        raise DamagedCheckpointError(folder, MANIFEST, "is no ordinary file") from None
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpointError(
             folder, MANIFEST, "is missing: it was deleted, or an older version saved this"
         ) from None
+    if len(content) > _LARGEST_MANIFEST:
+        raise DamagedCheckpointError(folder, MANIFEST, f"has over {_LARGEST_MANIFEST:,} bytes")
     try:
         manifest = _decode(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -178,10 +179,10 @@ def check_names_and_sizes(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(folder, name, "is missing")
         if name not in manifest.files:
             raise DamagedCheckpointError(folder, name, "is not in the manifest")
-        wanted = manifest.files[name].size
-        if found[name] != wanted:
+        wanted, size = manifest.files[name].size, found[name]
+        if size is not None and size != wanted:
             raise DamagedCheckpointError(
-                folder, name, f"has {found[name]:,} bytes, but {wanted:,} were saved"
+                folder, name, f"has {size:,} bytes, but {wanted:,} were saved"
             )
 
 
@@ -191,13 +192,14 @@ def check_digests(folder: Path, manifest: Manifest, names: Sequence[str]) -> Non
     Raises:
       DamagedCheckpointError: for the first of `names` that cannot be read or has other bytes.
     """
+    files = files_of(folder)
     with ThreadPoolExecutor(THREADS) as threads:
-        for _ in threads.map(lambda name: _verify(folder, manifest, name), names):
+        for _ in threads.map(lambda name: _verify(files, folder, manifest, name), names):
             pass
 
 
-def read_verified(folder: Path, name: str, manifest: Manifest) -> np.ndarray:
-    """The bytes of a file whose size was compared before, uint8[bytes]; read once.
+def read_verified(files: Store, folder: Path, name: str, manifest: Manifest) -> np.ndarray:
+    """The bytes of a file, one of the `files` of a step's `folder`, uint8[bytes]; read once.
 
     Raises:
       DamagedCheckpointError: if it cannot be read or has other bytes than were saved.
@@ -205,33 +207,20 @@ def read_verified(folder: Path, name: str, manifest: Manifest) -> np.ndarray:
     size = manifest.files[name].size
     spacious = np.empty(size + _ALIGNMENT, np.uint8)
     content = spacious[-spacious.ctypes.data % _ALIGNMENT :][:size]
-    _verify(folder, manifest, name, memoryview(content))
+    _verify(files, folder, manifest, name, memoryview(content))
     return content
 
 
-def files_below(folder: Path) -> dict[str, int]:
-    """Sizes in bytes of all files below `folder`, by relative path; links are not followed.
-
-    Files that NFS keeps because they were open when they were deleted are left out.
+def files_below(folder: Path) -> dict[str, int | None]:
+    """Sizes in bytes of all files of a step, by relative path; `None` where a bucket tells none.
 
     Raises:
       DamagedCheckpointError: for what is neither a file nor a folder.
     """
-    sizes: dict[str, int] = {}
-    pending = [""]
-    while pending:
-        prefix = pending.pop()
-        for entry in os.scandir(folder / prefix):
-            name = prefix + entry.name
-            if entry.is_dir(follow_symlinks=False):
-                pending.append(f"{name}/")
-            elif _DELETED_ON_NFS.fullmatch(entry.name):
-                continue
-            elif entry.is_file(follow_symlinks=False):
-                sizes[name] = entry.stat(follow_symlinks=False).st_size
-            else:
-                raise DamagedCheckpointError(folder, name, "is a link or no ordinary file")
-    return sizes
+    try:
+        return files_of(folder).list()
+    except NotAFileError as error:
+        raise DamagedCheckpointError(folder, error.name, "is a link or no ordinary file") from error
 
 
 def digest_of(content: bytes) -> str:
@@ -244,16 +233,20 @@ def digests_of(folder: Path, names: Sequence[str]) -> dict[str, SavedFile]:
 
     def synced(name: str) -> SavedFile:
         sync(folder / name)
-        return _read(folder / name)
+        return _read(files_of(folder), name)
 
     with ThreadPoolExecutor(THREADS) as threads:
         return dict(zip(names, threads.map(synced, names), strict=True))
 
 
-def _verify(folder: Path, manifest: Manifest, name: str, into: memoryview | None = None) -> None:
+def _verify(
+    files: Store, folder: Path, manifest: Manifest, name: str, into: memoryview | None = None
+) -> None:
     """Reads a file, `into` what has its size, and compares its digest with the manifest's."""
     try:
-        found = _read(folder / name, into)
+        found = _read(files, name, into)
+    except BucketError:  # which is no damage
+        raise
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
         raise DamagedCheckpointError(folder, name, reason) from error
@@ -262,16 +255,12 @@ def _verify(folder: Path, manifest: Manifest, name: str, into: memoryview | None
         raise DamagedCheckpointError(folder, name, reason)
 
 
-def _read(path: Path, into: memoryview | None = None) -> SavedFile:
+def _read(files: Store, name: str, into: memoryview | None = None) -> SavedFile:
     """Size and digest of a file, in one pass; its bytes, as many as fit, go `into` the buffer."""
     digest, size = xxhash.xxh3_128(), 0
-    piece = memoryview(bytearray(_READ_SIZE)) if into is None else into[:_READ_SIZE]
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            digest.update(piece[:count])
-            size += count
-            if into is not None:
-                piece = into[size : size + _READ_SIZE]
+    for piece in files.pieces(name, into):
+        digest.update(piece)
+        size += len(piece)
     return SavedFile(size, digest.hexdigest())
 
 

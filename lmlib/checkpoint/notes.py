@@ -6,7 +6,9 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from lmlib.checkpoint.folders import files_of
 from lmlib.checkpoint.manifest import DamagedCheckpointError, Manifest, digest_of
+from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.stored_json import parse_json
 
 NOTES = "notes"
@@ -38,11 +40,11 @@ def read_notes(folder: Path, manifest: Manifest) -> dict[str, Any]:
     if saved is None or saved.size > _LARGEST:
         raise DamagedCheckpointError(folder, name, "is not in the manifest or far too large")
     try:
-        content = (folder / name).read_bytes()
+        content = files_of(folder).read(name)
         if digest_of(content) != saved.digest:
             raise DamagedCheckpointError(folder, name, "has other bytes than were saved")
         notes = parse_json(content)
-    except DamagedCheckpointError:
+    except (DamagedCheckpointError, BucketError):
         raise
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(folder, name, f"cannot be read: {error!r}") from error

@@ -63,6 +63,18 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
+def wait_for_all(name: str, seconds: int) -> None:
+    """Returns once every process is here; raises TimeoutError after `seconds`."""
+    if jax.process_count() == 1:
+        return
+    try:
+        ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=1_000 * seconds)
+    except jax.errors.JaxRuntimeError as error:
+        raise TimeoutError(
+            f"another process has not written its part of the checkpoint in {seconds:,} s"
+        ) from error
+
+
 def orbax_barrier() -> Callable[..., None]:
     """The barrier of Orbax's threads for those of other processes; after an error it raises that.
 

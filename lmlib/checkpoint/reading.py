@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmlib.checkpoint.arrays import STATE, chunk_name, stored_leaf
+from lmlib.checkpoint.folders import files_of
 from lmlib.checkpoint.manifest import THREADS, Manifest, read_verified
 
 
@@ -36,11 +37,13 @@ def read_arrays(
       DamagedCheckpointError: for a chunk that cannot be read or has other bytes than were saved.
     """
 
+    files = files_of(folder)
+
     def read(name: str) -> jax.Array:
         leaf = stored_leaf(wanted[name])
         chunk = functools.cache(
             lambda file: (
-                read_verified(folder, f"{STATE}/{name}/{file}", manifest)
+                read_verified(files, folder, f"{STATE}/{name}/{file}", manifest)
                 .view(leaf.dtype)
                 .reshape(chunks[name])
             )

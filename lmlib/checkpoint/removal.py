@@ -10,8 +10,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lmlib.checkpoint.folders import unfinished_in
+from lmlib.checkpoint.folders import is_there, unfinished_in
+from lmlib.checkpoint.in_bucket.steps import steps_at
 from lmlib.checkpoint.orbax_internals import UNFINISHED
+from lmlib.storage.bucket.copies import shown
 from lmlib.storage.whole_file import sync
 
 REMOVED = f"{UNFINISHED}-removed"  # ending of the folder of a step that is being deleted
@@ -28,8 +30,8 @@ class RemovedCheckpointError(ValueError):
 
     def __init__(self, folder: Path):
         super().__init__(
-            f"the checkpoint {folder} was removed meanwhile, as a run that goes on removes those "
-            "that it need not keep"
+            f"the checkpoint {shown(folder)} was removed meanwhile, as a run that goes on removes "
+            "those that it need not keep"
         )
         self.folder = folder
 
@@ -44,7 +46,7 @@ def reading(folder: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        if folder.is_dir():
+        if is_there(folder):
             raise
         raise RemovedCheckpointError(folder) from error
 
@@ -52,6 +54,11 @@ def reading(folder: Path) -> Iterator[None]:
 def remove(steps: Sequence[Path]) -> None:
     """Deletes the folders of steps in one directory. A kill or a power cut meanwhile leaves folders
     with the ending `REMOVED`, and no half of a step."""
+    kept_apart = [(steps_at(step.parent), step) for step in steps]
+    for place, step in kept_apart:
+        if place is not None:
+            place.remove(step.name.removesuffix(UNFINISHED))
+    steps = [step for place, step in kept_apart if place is None]
     leaving = [step.with_name(step.name + REMOVED) for step in steps]
     for step, left in zip(steps, leaving, strict=True):
         step.rename(left)
@@ -74,6 +81,8 @@ def finish(directory: Path) -> None:
 
 def _delete(folder: Path) -> None:
     """What NFS keeps for a reader stays for the next time."""
+    if (steps := steps_at(folder.parent)) is not None:
+        return steps.remove(folder.name.removesuffix(UNFINISHED))
     try:
         shutil.rmtree(folder)
     except OSError as error:

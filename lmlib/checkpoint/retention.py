@@ -57,7 +57,7 @@ class Retention:
             return
         self._metrics[step] = metric
         folder = directory / str(step)
-        if jax.process_index() == 0 and folder.is_dir():
+        if jax.process_index() == 0 and folders.is_there(folder):
             rewrite_metric(folder, folders.unfinished_folder(directory, step, "ranked"), metric)
 
     def read_ranks(self, directory: Path) -> None:

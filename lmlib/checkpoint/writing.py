@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from lmlib.checkpoint.arrays import STATE, ZARRAY
-from lmlib.checkpoint.manifest import SavedFile, digests_of
+from lmlib.checkpoint.arrays import STATE, ZARRAY, check_layout, saved_arrays
+from lmlib.checkpoint.manifest import SavedFile, digests_of, write_manifest
+from lmlib.checkpoint.processes import wait_for_all
 from lmlib.storage.whole_file import write_whole
 
 _SENT = "digests_of_process_{}.json"  # from a process to process 0, until the manifest is written
@@ -45,7 +46,7 @@ class ArraysHandler(ocp.PyTreeCheckpointHandler):
         folder, number = Path(directory), next(_saves)
 
         def then() -> None:
-            _wait_for_all(f"arrays_written_{number}", self._seconds)
+            wait_for_all(f"arrays_written_{number}", self._seconds)
             self._written(folder)
 
         return [_Written(writes or [], then)]
@@ -76,16 +77,35 @@ class _Written:
         self.then()
 
 
-def _wait_for_all(name: str, seconds: int) -> None:
-    """Returns once every process is here; raises TimeoutError after `seconds`."""
-    if jax.process_count() == 1:
-        return
-    try:
-        ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=1_000 * seconds)
-    except jax.errors.JaxRuntimeError as error:
-        raise TimeoutError(
-            f"another process has not written its part of the checkpoint in {seconds:,} s"
-        ) from error
+def around_the_manifest(
+    folder: Path,
+    step: int,
+    arrays: dict[str, jax.Array],
+    beforehand: Callable[[], None],
+    check: Callable[[], None],
+) -> tuple[Callable[[Path], None], Callable[[], None]]:
+    """What every process does once the arrays of a step are written, and then process 0 alone.
+
+    Args:
+      folder: of the step while it is not whole.
+      beforehand, check: as in `Checkpoints`; called before the step gets its name.
+    """
+    described = saved_arrays(arrays)
+    bare = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        for name, array in arrays.items()
+    }
+
+    def digest(arrays_folder: Path) -> None:
+        send_digests(folder, digest_own_chunks(arrays_folder, bare))
+
+    def finish() -> None:
+        beforehand()
+        manifest = write_manifest(folder, step, described, received_digests(folder))
+        check_layout(folder, manifest, bare)  # what could not be restored is not saved
+        check()
+
+    return digest, finish
 
 
 def digest_own_chunks(folder: Path, arrays: dict[str, jax.ShapeDtypeStruct]) -> Digests:

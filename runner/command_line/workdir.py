@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lmlib.storage.local_folder import local_folder
+from lmlib.storage.local_folder import folder_to_read
 from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError, user_errors
 
@@ -14,13 +14,13 @@ def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
     """The folder, which is perhaps not there yet.
 
     Raises:
-      ConfigError: if none is named, if it is a URL or a file, or if it holds other files and no
-        run, unless `allow_other_files`.
+      ConfigError: if none is named, if it is a URL of another kind or a file, or if it holds other
+        files and no run, unless `allow_other_files`.
     """
     if not path:
         raise ConfigError("give --workdir, the folder for everything that the run writes")
     with user_errors():
-        workdir = local_folder(path)
+        workdir = folder_to_read(path)
         check_can_be_made(workdir)
         if not workdir.exists():
             return workdir

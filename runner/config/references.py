@@ -6,7 +6,7 @@ from pathlib import Path
 from lmlib.hf.folder import read_json
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.peft.config import holds_adapters, read_config
-from lmlib.storage.local_folder import local_folder
+from lmlib.storage.local_folder import folder_to_read
 from runner.errors import ConfigError, user_errors
 
 
@@ -42,7 +42,8 @@ def located(reference: str) -> Saved | HuggingFace:
         run, step = reference, ""
     with user_errors():
         number = int(step) if step else None
-        folder, whole = local_folder(run), local_folder(reference)
+        folder = folder_to_read(run)
+        whole = folder if run == reference else folder_to_read(reference)
         if (folder / "checkpoints").is_dir():
             return Saved(folder / "checkpoints", number)
         if is_hugging_face(whole):

@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,12 @@ class WorkdirLock:
         *,
         enabled: bool = True,
         abandoned_seconds: float = ABANDONED_SECONDS,
+        also: Callable[[], None] = lambda: None,
     ):
         """Takes the lock, and makes the folder if it is absent.
 
         Args:
+          also: called by each `check`; raises WorkdirLost where the folder's home is another run's.
           enabled: False on all processes of a run but one; then nothing is read or written.
           abandoned_seconds: for how long a lock is watched whose owner cannot be asked for.
 
@@ -88,7 +91,7 @@ class WorkdirLock:
           ConfigError: if another run goes on there, and whose; or if the folder cannot be written.
         """
         self._file = workdir / FILE_NAME
-        self._enabled = enabled
+        self._enabled, self._also = enabled, also
         self._mutex = threading.Lock()
         self._closed = threading.Event()
         self._lost: str | None = None  # how this run lost the lock
@@ -113,7 +116,7 @@ class WorkdirLock:
             raise
         self._descriptor, self._owner = taken
         self._made_file = os.fstat(self._descriptor)
-        self._renewed_at = _seconds_awake_or_not()
+        self._renewed_at = seconds_awake_or_not()
         threading.Thread(target=self._keep, name="lock", daemon=True).start()
 
     def check(self) -> None:
@@ -123,6 +126,7 @@ class WorkdirLock:
         """
         if not self._enabled or self._closed.is_set():
             return
+        self._also()
         self._look()
         if self._lost is not None:
             raise WorkdirLost(self._lost)
@@ -153,7 +157,7 @@ class WorkdirLock:
                 if self._lost is not None or self._closed.is_set():
                     return
                 _write(self._descriptor, self._owner)
-                self._renewed_at = _seconds_awake_or_not()
+                self._renewed_at = seconds_awake_or_not()
 
     def _look(self) -> None:
         """Sees whose lock it is; where that cannot be read now, the next look may show it."""
@@ -173,7 +177,7 @@ class WorkdirLock:
     def _how_lost(self, other: Owner | None) -> str:
         """In words, and what follows; `other` holds the lock now."""
         workdir = self._file.parent
-        silent = _seconds_awake_or_not() - self._renewed_at
+        silent = seconds_awake_or_not() - self._renewed_at
         ends = "this process ends, and writes nothing more"
         waited = other is not None and not other.is_kept_out_by(self._owner)
         if waited and silent >= ABANDONED_SECONDS:
@@ -270,7 +274,7 @@ def _held_at(descriptor: int, locked: bool | None) -> _Held | None:
         return _Held(content, owner, by_kernel=True)
     if owner is None:
         return None
-    here = (_kernel(), os.fstat(descriptor).st_dev)
+    here = (kernel(), os.fstat(descriptor).st_dev)
     dead = locked and owner.locked and (owner.kernel, owner.device) == here
     return None if dead else _Held(content, owner, by_kernel=False)
 
@@ -350,20 +354,20 @@ def _this_process(device: int, locked: bool) -> Owner:
         pid=os.getpid(),
         since=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         start=secrets.token_hex(8),
-        kernel=_kernel(),
+        kernel=kernel(),
         device=device,
         locked=locked,
     )
 
 
-def _kernel() -> str:
+def kernel() -> str:
     try:
         return _BOOT.read_text().strip()
     except OSError:
         return socket.gethostname()
 
 
-def _seconds_awake_or_not() -> float:
+def seconds_awake_or_not() -> float:
     """A clock that goes on while the machine is suspended, where there is one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 

@@ -26,7 +26,6 @@ from lmlib.parallel.layout import sharding
 from lmlib.report.page import FILE_NAME as REPORT
 from lmlib.report.page import leave_page
 from lmlib.state import State
-from lmlib.storage.local_folder import local_folder
 from lmlib.terminal.quantities import bytes_text
 from lmlib.train import Metrics
 from runner.command_line.paths import check_can_be_made
@@ -67,6 +66,7 @@ from runner.training.samples import Samples
 from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
+from runner.training.workdir import Workdir, opened
 from runner.weights.notes import WEIGHTS_ALONE, frozen_note, reference_note
 
 _SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"
@@ -97,9 +97,9 @@ def fit(
 
     Args:
       cfg: builds to an `Experiment`; stays as it is.
-      workdir: receives config.json, config.txt, starts/, metrics.jsonl, tensorboard/,
-        checkpoints/, run.log, goodput.json, result.json, validation.json, report.html and, where an
-        update was skipped, captures/.
+      workdir: a folder, or the URL of one in a bucket; receives config.json, config.txt, starts/,
+        metrics.jsonl, tensorboard/, checkpoints/, run.log, goodput.json, result.json,
+        validation.json, report.html and, where an update was skipped, captures/.
       options: settings that change nothing about what it trains; `None`: `Options()`.
 
     Raises:
@@ -115,9 +115,19 @@ def fit(
     keep_compiled_programs()
     options = options or Options()
     phases = Phases(time.time() if options.started is None else options.started)
-    primary = jax.process_index() == 0
+    with opened(workdir, _tell) as place:
+        return _fit_in(place, cfg, options, phases)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _fit_in(
+    place: Workdir, cfg: fdl.Config[Experiment], options: Options, phases: Phases
+) -> Result:
+    workdir, primary = place.folder, jax.process_index() == 0
     with agreed(), user_errors():
-        workdir = local_folder(workdir)
         check_can_be_made(workdir)
         start = Start(cfg, workdir, options.experiment_file)
     software = {"the code": start.code, "the software": start.versions}
@@ -131,15 +141,16 @@ def fit(
     require_same({"the config": config, "the command": options.of_the_command()})
     shown = primary if options.reports is None else options.reports
     with agreed():
-        lock = WorkdirLock(workdir, enabled=primary)
+        lock = WorkdirLock(workdir, enabled=primary, also=place.check)
     # The lock ends first: what goes wrong once it is lost is no news of this run's.
     with Progress(experiment.steps, stream=sys.stderr if shown else None) as progress, lock:
-        require_same_workdir(workdir)
+        if place.url is None:
+            require_same_workdir(workdir)
         with agreed():
             check_config(cfg, workdir, options.allowed_changes, progress)
         if changes := start.changes():
             progress.message(f"the code has changed since this run was last trained: {changes}")
-        run = _Run(cfg, experiment, start, workdir, options, progress, phases, lock, primary)
+        run = _Run(cfg, experiment, start, place, options, progress, phases, lock, primary)
         run.announce()
         beginning = begin(
             experiment, flattened(cfg), workdir / "checkpoints", options, progress, phases
@@ -182,12 +193,16 @@ class _Run:
     cfg: fdl.Config[Experiment]
     experiment: Experiment
     start: Start
-    workdir: Path
+    place: Workdir
     options: Options
     progress: Progress
     phases: Phases
     lock: WorkdirLock
     primary: bool
+
+    @property
+    def workdir(self) -> Path:
+        return self.place.folder
 
     @functools.cached_property
     def validation(self) -> Validation | None:
@@ -267,6 +282,7 @@ class _Run:
                 },
                 beginning.before_skipped,
                 beginning.fork,
+                self.place.sync,
             )
             if beginning.is_new_fork:
                 saver.save_fork(beginning.step, beginning.tokens, beginning.state, beginning.data)

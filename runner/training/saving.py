@@ -42,6 +42,7 @@ class Saver:
         unchanging: dict[str, Any],
         before_skipped: int | None,
         fork: Fork | None,
+        sync: Callable[[], None] = lambda: None,
     ):
         """Makes the saver of a run.
 
@@ -50,6 +51,7 @@ class Saver:
           unchanging: notes of what does not train and is in no checkpoint, by their names.
           before_skipped: as the attribute, from the checkpoint that the run goes on from.
           fork: the step of another run that the run was forked from, if it was.
+          sync: called before a checkpoint is whole, when the lines of metrics are on the disk.
         """
         self._experiment = experiment
         self._settings = experiment.checkpoints
@@ -61,6 +63,7 @@ class Saver:
         self._unchanging = unchanging | ({} if fork is None else {"forked_from": fork._asdict()})
         # The newest step that was saved while no update was being skipped; it is kept meanwhile.
         self.before_skipped = before_skipped
+        self._sync = sync
         self._failed = 0  # in a row
         self._last_error: OSError | FloatingPointError | None = None
         self._pending: Line | None = None  # of a save that has begun; how it ends is not known
@@ -112,11 +115,17 @@ class Saver:
                 )
             try:
                 hold = self.before_skipped if skipping else None
-                self._checkpoints.save(step, state.changing, notes, hold, beforehand=self._log.sync)
+                self._checkpoints.save(
+                    step, state.changing, notes, hold, beforehand=self._sync_files
+                )
             except OSError as failure:
                 self._tolerate(failure)
                 return
             self._pending = line
+
+    def _sync_files(self) -> None:
+        self._log.sync()
+        self._sync()
 
     def save_fork(
         self, step: int, tokens: int, state: State, data: list[dict[str, Any]] | None

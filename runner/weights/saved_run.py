@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import fiddle as fdl
 from jax.sharding import Mesh
 
 from lmlib.checkpoint import RemovedCheckpointError
-from lmlib.checkpoint.folders import steps_in
+from lmlib.checkpoint.folders import is_there, steps_in
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
 from lmlib.checkpoint.removal import reading
@@ -23,6 +24,8 @@ from lmlib.models.matrices.adapted import without_adapters
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Recipe
 from lmlib.state import abstract_model
+from lmlib.storage.bucket.copies import shown
+from lmlib.storage.local_folder import folder_to_read
 from runner.config import configs
 from runner.config.references import HuggingFace, Saved, base_of, located
 from runner.config.stages import training_data
@@ -173,8 +176,9 @@ class SavedRun:
             folder, _, step = (before or "").rpartition("@")
             if not step.isdecimal():
                 return
-            workdir, saved = Path(folder).parent, Path(folder, step)
-            notes = _notes(saved) if saved.is_dir() else {}
+            workdir = folder_to_read(os.path.dirname(folder))
+            saved = workdir / os.path.basename(folder) / step
+            notes = _notes(saved) if is_there(saved) else {}
 
 
 def recipe_of(cfg: fdl.Config) -> Recipe:
@@ -233,7 +237,7 @@ def opened(found: Saved, access: Access) -> SavedRun:
 def _trained(saved: Path, notes: Mapping[str, Any]) -> frozenset[str]:
     """The paths of the weights in a checkpoint, but for those of a whole model that was brought in,
     which nothing has trained yet."""
-    if not saved.is_dir() or (saved.name == str(WEIGHTS_ALONE) and notes.get("frozen") is None):
+    if not is_there(saved) or (saved.name == str(WEIGHTS_ALONE) and notes.get("frozen") is None):
         return frozenset()
     with reading(saved):
         names = read_manifest(saved).arrays
@@ -252,4 +256,4 @@ def _noted(reference: str) -> str:
     if isinstance(found, HuggingFace):
         return found.name
     step = max(steps_in(found.folder), default=None) if found.step is None else found.step
-    return f"{found.folder.absolute()}@{step}"
+    return f"{shown(found.folder.absolute())}@{step}"

@@ -175,7 +175,7 @@ RUNNER = [
     ((*TINY, f"--workdir={{run}}{'/folder' * 600}"), "bytes, and the file system takes 4,096"),
     ((f"--fdl_config={'x' * 300}", NEW), "there is no experiment and no file 'xxx"),
     ((*TINY, "--workdir={scratch}/data"), "data holds train, and no run: use another folder, or"),
-    ((*TINY, "--workdir=gs://bucket/run"), "remote folders are not supported yet: mount"),
+    ((*TINY, "--workdir=gs://bucket/run"), "remote folders are not supported here: mount"),
     ((*TINY, "--workdir=/proc/nowhere"), "/proc/nowhere"),
     (resumed(OLD, "--fdl.model.mlp=32"), "--allow_change=model"),
     (resumed(OLD, "--fdl.model.mlp=32", "--allow_change=model"), "is wanted"),
@@ -192,7 +192,7 @@ RUNNER = [
         "no_manifest/checkpoints/2 is damaged: manifest.json is missing",
     ),
     (resumed(NEW, "--init_from={scratch}/nowhere"), "nowhere is no folder; write RUN or RUN@STEP"),
-    (resumed(NEW, "--init_from=s3://bucket/run"), "remote folders are not supported yet: mount"),
+    (resumed(NEW, "--init_from=s3://bucket/run"), "remote folders are not supported here: mount"),
     (resumed(NEW, "--init_from={old}@7"), "no whole checkpoint at step 7; it has [1, 2]"),
     (resumed(NEW, "--init_from={scratch}/empty"), "empty holds no checkpoint"),
     (resumed(NEW, "--init_from={scratch}/all_damaged"), "is damaged"),
@@ -245,7 +245,7 @@ OTHERS = [
     ("runner.checkpoint", (), "give a command and a workdir"),
     ("runner.checkpoint", ("lst", "{old}"), "unknown command 'lst'. Did you mean list?"),
     ("runner.checkpoint", ("list", "{scratch}/nowhere"), "nowhere is no folder"),
-    ("runner.checkpoint", ("list", "gs://bucket/run"), "remote folders are not supported yet"),
+    ("runner.checkpoint", ("list", "gs://bucket/run"), "remote folders are not supported here"),
     (
         "runner.checkpoint",
         ("verify", "{old}", "--step=7"),
@@ -348,7 +348,7 @@ OTHERS = [
     (
         "data_tools.pretokenize",
         ("--dataset={scratch}/file", "--tokenizer=bytes", "--out=gs://b/out"),
-        "remote folders are not supported yet",
+        "remote folders are not supported here",
     ),
 ]
 ALL = [

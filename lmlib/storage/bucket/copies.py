@@ -1,0 +1,126 @@
+"""The copy on this machine of a folder in a bucket: its small files, which programs read and write.
+
+Each URL has one place, `<cache>/buckets/read/gs/BUCKET/FOLDER`, and another for the process that
+writes there, `buckets/written/…`. So a path says by itself where its files are at home, and what is
+large stays there: arrays of checkpoints, and tokens, are read from the bucket.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lmlib.storage.bucket.parts import file_of, put_together
+from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.cache_folder import NO_HOME, cache_folder
+from lmlib.storage.whole_file import write_whole
+
+LEASE = "lease"  # folder of who writes there, by number
+ARRAYS = ".arrays"  # ending of the folder that has the arrays of checkpoints in it
+# Folders whose files stay in the bucket: what reads them goes there, or they are for people alone.
+_LARGE = frozenset({"c", "tensorboard", "profile", "hlo", LEASE})
+REQUESTS = 16  # at once
+_READ, _WRITTEN, _LOCKS = "read", "written", "locks"
+
+
+def copies_folder() -> Path:
+    """Where all copies lie; raises ValueError where there is no such place."""
+    cache = cache_folder()
+    if cache is None:
+        raise ValueError(f"folders in buckets have a copy here, and {NO_HOME}: set XDG_CACHE_HOME")
+    return Path(os.path.realpath(cache / "buckets"))
+
+
+def url_of(path: Path) -> BucketUrl | None:
+    """What `path` is a copy of; `None` for any other folder."""
+    if cache_folder() is None:
+        return None
+    try:
+        kind, scheme, bucket, *parts = path.absolute().relative_to(copies_folder()).parts
+    except ValueError:
+        return None
+    return BucketUrl(scheme, bucket, "/".join(parts)) if kind in (_READ, _WRITTEN) else None
+
+
+def place_of(url: BucketUrl) -> Path:
+    """The path that stands for `url`, where nothing need be."""
+    return _copy(_READ, url)
+
+
+def shown(path: Path) -> str:
+    """What the user calls `path`: the URL that it is a copy of, if it is one."""
+    return str(url_of(path) or path)
+
+
+def copy_to_read(url: BucketUrl) -> Path:
+    """A copy of `url`, as the bucket has it now; others of this machine read the same.
+
+    Raises:
+      BucketError: if the bucket cannot be read.
+    """
+    copy = _copy(_READ, url)
+    names = _fetch(url, copy)
+    for file in [each for each in copy.rglob("*") if each.is_file()]:
+        if file.relative_to(copy).as_posix() not in names:
+            file.unlink(missing_ok=True)
+    return copy
+
+
+@contextlib.contextmanager
+def copy_to_write(url: BucketUrl, tokens_of: str | None = None) -> Iterator[Path]:
+    """A copy of `url`, as the bucket has it now, that is this process's alone on this machine while
+    the block runs.
+
+    Args:
+      tokens_of: the folder, relative to `url`, whose tokens are fetched too.
+
+    Raises:
+      BlockingIOError: if another process of this machine writes there.
+      BucketError: if the bucket cannot be read.
+    """
+    copy = _copy(_WRITTEN, url)
+    digest = hashlib.sha256(f"{url}/{tokens_of or ''}".encode()).hexdigest()[:32]
+    lock = copies_folder() / _LOCKS / digest
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the end of the process gives back
+        if tokens_of is None:
+            shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir(parents=True, exist_ok=True)
+        _fetch(url, copy, tokens_of)
+        yield copy
+
+
+def _copy(kind: str, url: BucketUrl) -> Path:
+    return copies_folder() / kind / url.scheme / url.bucket / url.folder
+
+
+def _fetch(url: BucketUrl, copy: Path, tokens_of: str | None = None) -> set[str]:
+    """The names of the files that were fetched."""
+    store = BucketStore(url)
+    wanted = f"{tokens_of}/"
+    names = {name for name in store.list() if name.startswith(wanted) or not _stays(name)}
+
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        parts.setdefault(file_of(name), []).append(name)
+
+    def fetch(name: str) -> None:
+        file = copy / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # it was deleted since
+            write_whole(file, put_together(store, name, parts[name]))
+
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        list(threads.map(fetch, parts))
+    return set(parts)
+
+
+def _stays(name: str) -> bool:
+    folders = name.split("/")[:-1]
+    return any(folder in _LARGE or folder.endswith(ARRAYS) for folder in folders)

@@ -1,0 +1,61 @@
+"""What servers of buckets answer, in a sentence that holds no secret.
+
+TensorStore's errors quote requests and answers, which have keys, tokens and signatures in them. So
+nothing of their texts is passed on: they are looked through for what is known.
+"""
+
+import errno
+import re
+
+_CREDENTIALS = "give others, or renew them (docs/buckets.md says where they are looked for)"
+# What an answer is known by, and what it means; the first that fits.
+_FINAL = (
+    (r"OUT_OF_RANGE", errno.ERANGE, "it has fewer bytes"),
+    (r"NoSuchBucket|NOT_FOUND", errno.ENOENT, "no bucket is called so: make it, or name another"),
+    (
+        r"ExpiredToken|TokenRefreshRequired|RequestExpired",
+        errno.EACCES,
+        f"the credentials have expired: {_CREDENTIALS}",
+    ),
+    (
+        r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|AuthorizationHeaderMalformed",
+        errno.EACCES,
+        f"the credentials are not valid there: {_CREDENTIALS}",
+    ),
+    (
+        r"UNAUTHENTICATED|[Cc]redentials|http_response_code='401'",
+        errno.EACCES,
+        f"there are no valid credentials: {_CREDENTIALS}",
+    ),
+    (
+        r"PERMISSION_DENIED|AccessDenied|http_response_code='403'",
+        errno.EACCES,
+        "permission is denied: these credentials may not do that there",
+    ),
+)
+_PASSING = (
+    (r"http_response_code='429'|SlowDown|RESOURCE_EXHAUSTED", "the server asks for fewer requests"),
+    (r"http_response_code='5\d\d'|INTERNAL", "the server fails"),
+    (r"UNAVAILABLE|DEADLINE_EXCEEDED|UNKNOWN|ABORTED|CURL|curl", "the server cannot be reached"),
+)
+
+
+class BucketError(OSError):
+    """What a bucket does not do: `cannot read gs://bucket/file: permission is denied …`."""
+
+
+def lasting(text: str) -> tuple[int, str] | None:
+    """The error number and the cause that a text of TensorStore's tells, if trying again is of no
+    use."""
+    for pattern, code, cause in _FINAL:
+        if re.search(pattern, text):
+            return code, cause
+    return None if any(re.search(pattern, text) for pattern, _ in _PASSING) else _UNKNOWN
+
+
+def passing(text: str) -> str:
+    """The cause of what may be over when it is tried again."""
+    return next((cause for pattern, cause in _PASSING if re.search(pattern, text)), _UNKNOWN[1])
+
+
+_UNKNOWN = errno.EIO, "the server refuses the request"

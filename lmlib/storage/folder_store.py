@@ -1,0 +1,115 @@
+"""The files of a folder on a disk, as a `Store`."""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lmlib.storage.whole_file import UNFINISHED, make_folder, sync, write_whole
+
+_PIECE = 1 << 20  # bytes
+_DELETED_ON_NFS = re.compile(r"\.nfs[0-9a-f]+")
+
+
+class NotAFileError(ValueError):
+    """A link, or no ordinary file, among the files of a folder.
+
+    Attributes:
+      name: relative to the folder.
+    """
+
+    def __init__(self, name: str):
+        super().__init__(f"{name} is a link or no ordinary file")
+        self.name = name
+
+
+class FolderStore:
+    """Files below `folder`, which may be absent until something is written."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def list(self, under: str = "") -> dict[str, int | None]:
+        """See `Store`. Files that NFS keeps because they were open when they were deleted, and what
+        a kill left of a write, are left out; raises NotAFileError for a link or a device."""
+        sizes: dict[str, int | None] = {}
+        pending = [f"{under}/" if under else ""]
+        while pending:
+            prefix = pending.pop()
+            for entry in os.scandir(self._folder / prefix):
+                name = prefix + entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(f"{name}/")
+                elif _DELETED_ON_NFS.fullmatch(entry.name):
+                    continue
+                elif entry.is_file(follow_symlinks=False):
+                    sizes[name] = entry.stat(follow_symlinks=False).st_size
+                else:
+                    raise NotAFileError(name)
+        return sizes
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `Store`."""
+        with self._opened(name, -1) as file:
+            file.seek(start)
+            return file.read() if stop is None else file.read(stop - start)
+
+    def pieces(self, name: str, into: memoryview | None = None) -> Iterator[bytes | memoryview]:
+        """See `Store`; a piece has at most a mebibyte."""
+        size = 0
+        piece = memoryview(bytearray(_PIECE)) if into is None else into[:_PIECE]
+        with self._opened(name, 0) as file:
+            while count := file.readinto(piece):
+                yield piece[:count]
+                size += count
+                if into is not None:
+                    piece = into[size : size + _PIECE]
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Store`."""
+        make_folder((self._folder / name).parent)
+        write_whole(self._folder / name, content)
+
+    def write_if_absent(self, name: str, content: bytes) -> bool:
+        """See `Store`: a link to a new file is made only where there is none of that name."""
+        file = self._folder / name
+        unfinished = file.with_name(f".{file.name}.{secrets.token_hex(8)}{UNFINISHED}")
+        make_folder(file.parent)
+        write_whole(unfinished, content)
+        try:
+            os.link(unfinished, file)
+        except FileExistsError:
+            return False
+        finally:
+            unfinished.unlink()
+        sync(file.parent)
+        return True
+
+    def _opened(self, name: str, buffering: int) -> Any:
+        """Raises NotAFileError for a link, a pipe or a device."""
+
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+        try:
+            file = open(self._folder / name, "rb", buffering, opener=opener)  # noqa: SIM115
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise NotAFileError(name) from error
+            raise
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise NotAFileError(name)
+        return file
+
+    def delete(self, name: str) -> None:
+        """See `Store`."""
+        file = self._folder / name
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()
+            sync(file.parent)

@@ -1,0 +1,91 @@
+"""The folder that a run writes: the one that the user names, or a copy of one in a bucket."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+from lmlib.storage.bucket.copies import copy_to_read, copy_to_write, url_of
+from lmlib.storage.bucket.mirror import Mirror
+from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.local_folder import local_folder
+from runner.errors import ConfigError
+from runner.processes.agreement import agreed
+from runner.processes.lease import Lease
+from runner.processes.lock import FILE_NAME as LOCK
+
+
+def _nothing() -> None:
+    """Of a folder on a disk there is nothing to send, and its lock is all that is to be held."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+    """Where a run writes.
+
+    Attributes:
+      folder: on this machine.
+      url: where it is at home; `None`: there.
+      check: raises WorkdirLost if it is another run's now.
+      sync: returns once all that was written is where it is at home; raises OSError.
+    """
+
+    folder: Path
+    url: BucketUrl | None = None
+    check: Callable[[], None] = _nothing
+    sync: Callable[[], None] = _nothing
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Iterator[Workdir]:
+    """The workdir `path`, a URL or a copy's path included, for as long as the block runs.
+
+    In a bucket process 0 holds its lease, and sends the small files that it writes into the copy;
+    the others read what was there.
+
+    Raises:
+      ConfigError: on all processes, if another run goes on there.
+      BucketError: if the bucket cannot be read or written, also for what is sent at the end.
+    """
+    url = BucketUrl.parsed(os.fspath(path)) or url_of(Path(path))
+    if url is None:
+        yield Workdir(local_folder(path))
+        return
+    with contextlib.ExitStack() as held:
+        with agreed(), _mistakes():
+            if jax.process_index() != 0:
+                found = Workdir(copy_to_read(url), url)
+            else:
+                store = BucketStore(url)
+                folder = held.enter_context(_alone(url))
+                lease = held.enter_context(Lease(store, tell=tell))
+                mirror = Mirror(folder, store, tell=tell, check=lease.check, without=(LOCK,))
+                held.callback(mirror.close)
+                found = Workdir(folder, url, lease.check, mirror.sync)
+        yield found
+
+
+@contextlib.contextmanager
+def _alone(url: BucketUrl) -> Iterator[Path]:
+    with contextlib.ExitStack() as held:
+        try:
+            folder = held.enter_context(copy_to_write(url))
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{url} is in use by a run of this machine: one run at a time; end that one or use "
+                "another workdir"
+            ) from error
+        yield folder
+
+
+@contextlib.contextmanager
+def _mistakes() -> Iterator[None]:
+    """What a bucket refuses at the start is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(error.strerror or str(error)) from error

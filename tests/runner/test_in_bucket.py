@@ -1,0 +1,128 @@
+"""Runs whose workdir is in a bucket: the same curve, bit for bit, or a sentence that says why not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from buckets.fixtures import folder_in_bucket
+from buckets.proxy import Fault, FaultyProxy, Request
+from small_experiment import small
+from states import assert_same_bits
+
+from lmlib.checkpoint import Checkpoints
+from lmlib.metrics.log import read_metrics
+from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.local_folder import folder_to_read
+from runner import Options, fit
+from runner.errors import ConfigError, StoppedEarly
+from runner.processes.lease import Lease
+
+STEPS = 6
+EXPERIMENT = (f"steps={STEPS}", "checkpoints.every=2")
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
+PASSING = (Fault.REFUSED, Fault.THROTTLED, Fault.UNAVAILABLE, Fault.CUT, Fault.LOST)
+
+
+@pytest.fixture(params=[pytest.param("s3", marks=pytest.mark.slow), "gs"])
+def bucket(request, monkeypatch) -> Iterator[tuple[str, FaultyProxy]]:
+    with folder_in_bucket(request.param, monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Makes this process one of another machine: with no copy of anything."""
+
+    def move(name: str) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+
+    move("first")
+    return move
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> tuple[object, list]:
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    return fit(small(*EXPERIMENT), workdir).state, curve(workdir)
+
+
+def curve(workdir: Path) -> list[dict]:
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(workdir)]
+
+
+def stopping_after(step: int) -> Options:
+    return Options(stop=lambda now: now >= step)
+
+
+def names_in(url: str) -> set[str]:
+    return set(BucketStore(BucketUrl.parsed(url)).list())
+
+
+def test_a_run_goes_on_on_another_machine(bucket, machine, undisturbed):
+    url, proxy = bucket
+    struck: set[str] = set()
+
+    def fault(request: Request) -> Fault | None:
+        """Each kind of fault once in a while: never twice for the same request."""
+        if request.number % 7 or f"{request.method} {request.path}" in struck:
+            return None
+        struck.add(f"{request.method} {request.path}")
+        return PASSING[request.number // 7 % len(PASSING)]
+
+    proxy.fault = fault
+    with pytest.raises(StoppedEarly):
+        fit(small(*EXPERIMENT), url, stopping_after(3))
+    machine("second")
+    state = fit(small(*EXPERIMENT), url).state
+    assert len(struck) > 10
+    assert_same_bits(state, undisturbed[0])
+    machine("third")
+    assert curve(folder_to_read(url)) == undisturbed[1]
+    names = names_in(url)
+    assert {"config.json", "metrics.jsonl", "result.json", "report.html"} <= names
+    assert not [name for name in names if ".parts/" in name or name.endswith("unfinished")]
+
+
+def test_a_save_that_fails_leaves_the_last_and_training_goes_on(bucket, machine, undisturbed):
+    """What is refused is an array of the save at step 4; the run goes on to its end."""
+    url, proxy = bucket
+    proxy.fault = lambda request: (
+        Fault.FORBIDDEN
+        if request.method in ("PUT", "POST")
+        and "checkpoints.arrays" in request.path
+        and ("/4-" in request.path or "%2F4-" in request.path)
+        else None
+    )
+    state = fit(small(*EXPERIMENT), url, Options(reports=False)).state
+    assert_same_bits(state, undisturbed[0])
+    with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.steps() == [2, 6]
+
+
+def test_of_two_runs_one_is_refused(bucket, machine):
+    url, _ = bucket
+    with Lease(BucketStore(BucketUrl.parsed(url)), abandoned_seconds=1.0):
+        machine("second")
+        with pytest.raises(ConfigError, match=f"{url} is in use by the run of") as caught:
+            fit(small(*EXPERIMENT), url)
+    assert url in str(caught.value)
+
+
+@pytest.mark.parametrize("fault, told", [(Fault.FORBIDDEN, "permission is denied")])
+def test_what_the_bucket_refuses_is_a_sentence(bucket, machine, fault, told):
+    url, proxy = bucket
+    proxy.fault = lambda request: fault
+    with pytest.raises(ConfigError, match=told) as caught:
+        fit(small(*EXPERIMENT), url)
+    assert url in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_what_a_run_began_with_may_lie_in_a_bucket(bucket, machine, tmp_path):
+    url, _ = bucket
+    first = fit(small(*EXPERIMENT), f"{url}/first").state
+    cfg = small("steps=1", "optimizer.peak_lr=1e-30")
+    second = fit(cfg, tmp_path / "second", Options(init_from=f"{url}/first@{STEPS}")).state
+    for one, other in zip(jax.tree.leaves(first.model), jax.tree.leaves(second.model), strict=True):
+        assert (one == other).all()
