@@ -28,11 +28,13 @@ from typing import Any
 import fiddle as fdl
 from fiddle.experimental import serialization
 
+from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.local_folder import folder_to_read
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
 from runner.config.text import flattened, parameters, text_of, with_defaults
-from runner.errors import ConfigError, did_you_mean, in_words
+from runner.errors import ConfigError, did_you_mean, in_words, user_errors
 
 # Whose errors are written for users.
 _OURS = tuple(
@@ -60,6 +62,9 @@ def load(
     that folder on the path already. Raises `ConfigError` for whatever the user can have got wrong,
     inside the experiment too.
     """
+    if BucketUrl.parsed(reference) is not None:  # the folder of a run, or its config.json
+        with user_errors():
+            reference = str(folder_to_read(reference.removesuffix("/config.json")))
     saved = Path(reference, "config.json") if os.path.isdir(reference) else Path(reference)
     if saved.suffix == ".json":
         if fiddlers:

@@ -9,6 +9,7 @@ from pathlib import Path
 import fiddle as fdl
 
 from lmlib.experiment import Experiment
+from lmlib.storage.bucket.copies import shown
 from lmlib.terminal.python_command import python_command
 from runner.config.saved_config import modules_to_trust
 from runner.config.text import parameters
@@ -24,16 +25,16 @@ def next_commands(cfg: fdl.Config[Experiment], workdir: Path) -> list[str]:
 
 def relaunch_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
     """Launches the run's config in another folder, with one change."""
-    config = f"--fdl_config={workdir / 'config.json'}"
+    config = f"--fdl_config={shown(workdir)}/config.json"
     trusted = modules_to_trust(cfg)
-    flags = (config, *_trusting(trusted), f"--workdir={workdir}_next", _change(cfg))
+    flags = (config, *_trusting(trusted), f"--workdir={shown(workdir)}_next", _change(cfg))
     return _where_found(trusted, python_command("runner", *flags))
 
 
 def generate_command(cfg: fdl.Config[Experiment], workdir: Path) -> str:
     """Continues the first of the run's prompts."""
     trusted = modules_to_trust(cfg)
-    flags = (f"--from={workdir}", *_trusting(trusted), f"--prompt={cfg.samples.prompts[0]}")
+    flags = (f"--from={shown(workdir)}", *_trusting(trusted), f"--prompt={cfg.samples.prompts[0]}")
     return _where_found(trusted, python_command("runner.generate", *flags))
 
 

@@ -15,6 +15,7 @@ from lmlib.report.page import FILE_NAME as PAGE
 from lmlib.runs.goodput import Goodput
 from lmlib.runs.validation import StoredValidation
 from lmlib.state import State
+from lmlib.storage.bucket.copies import shown
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import count_text
@@ -85,7 +86,7 @@ class Summary:
             *([("MFU", f"{self.mfu:.1%}")] if self.mfu else []),
             *self._validation_rows(),
             *self._compressed_rows(),
-            ("the run's files", str(workdir)),
+            ("the run's files", shown(workdir)),
             *([("its page", str(workdir / PAGE))] if (workdir / PAGE).exists() else []),
             *(("" if i else "try next", command) for i, command in enumerate(next_commands)),
         ]

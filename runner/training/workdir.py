@@ -8,13 +8,12 @@ from pathlib import Path
 
 import jax
 
-from lmlib.storage.bucket.copies import copy_to_read, copy_to_write, url_of
+from lmlib.storage.bucket.copies import copy_to_write, url_of
 from lmlib.storage.bucket.mirror import Mirror
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import local_folder
 from runner.errors import ConfigError
-from runner.processes.agreement import agreed
 from runner.processes.lease import Lease
 from runner.processes.lock import FILE_NAME as LOCK
 
@@ -44,29 +43,30 @@ class Workdir:
 def opened(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Iterator[Workdir]:
     """The workdir `path`, a URL or a copy's path included, for as long as the block runs.
 
-    In a bucket process 0 holds its lease, and sends the small files that it writes into the copy;
-    the others read what was there.
+    In a bucket the run holds its lease, and the small files that it writes into the copy are sent.
 
     Raises:
-      ConfigError: on all processes, if another run goes on there.
-      BucketError: if the bucket cannot be read or written, also for what is sent at the end.
+      ConfigError: if another run goes on there, the bucket cannot be read or written, or there are
+        several processes.
+      BucketError: if what is left cannot be sent at the end.
     """
     url = BucketUrl.parsed(os.fspath(path)) or url_of(Path(path))
     if url is None:
         yield Workdir(local_folder(path))
         return
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"{url} is in a bucket, where runs of several processes are not supported yet: mount "
+            "it, with gcsfuse or s3fs say, and give the mounted folder"
+        )
+    store = BucketStore(url)
     with contextlib.ExitStack() as held:
-        with agreed(), _mistakes():
-            if jax.process_index() != 0:
-                found = Workdir(copy_to_read(url), url)
-            else:
-                store = BucketStore(url)
-                folder = held.enter_context(_alone(url))
-                lease = held.enter_context(Lease(store, tell=tell))
-                mirror = Mirror(folder, store, tell=tell, check=lease.check, without=(LOCK,))
-                held.callback(mirror.close)
-                found = Workdir(folder, url, lease.check, mirror.sync)
-        yield found
+        with _mistakes():
+            folder = held.enter_context(_alone(url))
+            lease = held.enter_context(Lease(store, tell=tell))
+        mirror = Mirror(folder, store, tell=tell, check=lease.check, without=(LOCK,))
+        held.callback(mirror.close)
+        yield Workdir(folder, url, lease.check, mirror.sync)
 
 
 @contextlib.contextmanager

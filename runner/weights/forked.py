@@ -6,6 +6,7 @@ from collections.abc import Collection
 from lmlib.checkpoint import Checkpoints, Restored
 from lmlib.checkpoint.removal import reading
 from lmlib.state import State
+from lmlib.storage.bucket.copies import shown
 from lmlib.storage.stored_json import read_text
 from runner.config.references import HuggingFace, located
 from runner.config.text import changed_paths
@@ -61,7 +62,7 @@ def forked(
             ) from error
     found_there = Restored(run.step, state, notes, ())
     check_notes(found_there, run.checkpoints)
-    return found_there, Fork(str(run.checkpoints.absolute()), run.step)
+    return found_there, Fork(shown(run.checkpoints.absolute()), run.step)
 
 
 def _check_step(step: int | None, run: SavedRun, steps: int) -> None:

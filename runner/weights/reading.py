@@ -31,6 +31,7 @@ from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Parts, Recipe, parted
 from lmlib.state import State, abstract_model
+from lmlib.storage.bucket.copies import shown
 from runner.config.references import HuggingFace, located
 from runner.errors import ConfigError, in_words, user_errors
 from runner.processes.agreement import agreed
@@ -128,7 +129,7 @@ def _of_run(run: SavedRun, wanted: Wanted) -> tuple[Any, str]:
         if not is_batches_note(before, run.step):
             raise ConfigError(f"its notes make no sense: batches={before!r:.80}")
         wanted.check_tokenizer(tokenizer_changed(wanted.data, before))
-    name = f"{run.checkpoints}@{run.step}"
+    name = f"{shown(run.checkpoints)}@{run.step}"
     if in_part:
         if run.step == WEIGHTS_ALONE:  # a run in the same folder may delete it: its base stays
             name = notes.get("initialised_from") or name

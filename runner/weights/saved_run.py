@@ -86,7 +86,7 @@ class SavedRun:
 
     @property
     def name(self) -> str:
-        return f"{self.workdir}@{self.step}{', the average' * self.access.average}"
+        return f"{shown(self.workdir)}@{self.step}{', the average' * self.access.average}"
 
     @functools.cached_property
     def cfg(self) -> fdl.Config:

@@ -1,4 +1,4 @@
-"""Runs whose workdir is in a bucket: the same curve, bit for bit, or a sentence that says why not."""
+"""Runs whose workdir is in a bucket: the same curve, bit for bit, or a sentence that says why."""
 
 from collections.abc import Iterator
 from pathlib import Path
