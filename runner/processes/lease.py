@@ -1,10 +1,10 @@
 """One run at a time in a bucket: process 0 holds a lease while its run lasts.
 
 Who takes it makes `lease/<number>`, one more than the newest, by a conditional write: of several
-one succeeds. Its owner writes the object anew every ten seconds. One that has not changed for a minute,
-on the clock of the process that looks, is a dead run's, and the next number may be made; so is one
-of this machine, where a lock of the kernel's says whether its owner lives. An owner that finds a
-newer number, or could not write its own in time, has lost the lease.
+one succeeds. Its owner writes the object anew every ten seconds. One that has not changed for a
+minute, on the clock of the process that looks, is a dead run's, and the next number may be made; so
+is one of this machine, where a lock of the kernel's says whether its owner lives. An owner that
+finds a newer number, or could not write its own in time, has lost the lease.
 """
 
 import contextlib

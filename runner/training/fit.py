@@ -48,6 +48,7 @@ from runner.processes.agreement import (
     require_same_workdir,
 )
 from runner.processes.lock import WorkdirLock
+from runner.processes.workdir import Workdir, opened
 from runner.training.beginning import Beginning, begin, check_config, check_newest
 from runner.training.captures import Captures
 from runner.training.compiled_step import StepPrograms
@@ -66,7 +67,6 @@ from runner.training.samples import Samples
 from runner.training.saving import Saver
 from runner.training.starts import Start
 from runner.training.validation import Validation
-from runner.training.workdir import Workdir, opened
 from runner.weights.notes import WEIGHTS_ALONE, frozen_note, reference_note
 
 _SMALLER = "make the model or the batch smaller, or take more devices; runner.plan says what fits"
