@@ -26,6 +26,10 @@ class Compute:
       saved: activations kept for the backward pass, by the names that layers give them
         (`lmlib.models.layer.Names`), or `EVERYTHING`; it computes the others again.
       offloaded: more of them, kept in the host's memory.
+      pipeline_rows: rows that each device brings to a microbatch, where `stage` of the mesh
+        splits the layers; more of them make larger products, and a larger bubble.
+      pipeline_rounds: how often a microbatch goes around the stages, as in
+        `lmlib.models.pipeline.schedule`; more of them make a smaller bubble, and more to send.
       unroll: repetitions of a pattern of layers in each turn of the scan over layers; more than
         there are means no loop.
       sequence_parallel: split the residual stream between blocks along its sequence over `tensor`
@@ -46,6 +50,8 @@ class Compute:
     expert_room: float = 1.25
     saved: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
+    pipeline_rows: int = 1
+    pipeline_rounds: int = 1
     unroll: int = 1
     sequence_parallel: bool = False
     loss_chunk: int | None = None
@@ -54,8 +60,9 @@ class Compute:
     def __post_init__(self) -> None:
         for name in ("dtype", "logits_dtype"):
             _check_dtype(name, getattr(self, name))
-        if self.unroll < 1:
-            raise ValueError(f"unroll must be at least 1, got {self.unroll}")
+        for name in ("unroll", "pipeline_rows", "pipeline_rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk must be at least 1, or None, got {self.loss_chunk}")
         if self.expert_room < 1:

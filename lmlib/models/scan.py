@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Key, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Key, PRNGKeyArray
 
 from lmlib.models.layer import Layer
 from lmlib.models.matrices.adapted import with_keys
@@ -30,11 +30,14 @@ class Repeated(NamedTuple):
       layers: their weights.
       keys: a key for each repetition; `None` where nothing is random.
       caches: of earlier calls; `None` where there are none.
+      counts: which repetitions there are, if some are not; those leave the residual stream as it
+        is, and report nothing.
     """
 
     layers: tuple[Layer, ...]
     keys: tuple[Key[Array, "R"] | None, ...]
     caches: tuple[Any, ...]
+    counts: Bool[Array, "R"] | None = None
 
 
 class Given(NamedTuple):
@@ -104,10 +107,13 @@ def _one(
         policy=policy(context.compute, names),
         prevent_cse=not looped,
     )
-    outs = []
-    for layer, key, cache in zip(*repeated, strict=True):
+    outs, before_BSE = [], x_BSE
+    for layer, key, cache in zip(*repeated[:3], strict=True):
         x_BSE, out = run_layer(x_BSE, layer, key, cache)
         outs.append(out)
+    if repeated.counts is not None:
+        x_BSE = jnp.where(repeated.counts, x_BSE, before_BSE)
+        outs = [out._replace(reports=counted(out.reports, repeated.counts)) for out in outs]
     return x_BSE, tuple(outs)
 
 
@@ -124,6 +130,11 @@ def _layer(
     y_BSE, reports, cache = layer(x_BSE, context, cache)
     observed = context.observe and context.observe(LayerCall(layer, x_BSE, y_BSE, context))
     return y_BSE, Given(reports, cache, observed)
+
+
+def counted(reports: Reports, counts: Bool[Array, ""]) -> Reports:
+    """`reports`, or zeros."""
+    return jax.tree.map(lambda each: jnp.where(counts, each, jnp.zeros_like(each)), reports)
 
 
 def _unstacked(tree_R: Any, repeats: int) -> list[Any]:

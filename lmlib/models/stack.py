@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, E embed, L layers, R repetitions of a pattern.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,12 +23,16 @@ from lmlib.models.layer import Layer, Measuring
 from lmlib.models.matrices.adapted import drops
 from lmlib.models.matrices.quantized import check_quantized
 from lmlib.models.parts.rope import Rotary, Rotations
+from lmlib.models.pipeline.chunks import unstaged
+from lmlib.models.pipeline.run import run_in_stages
 from lmlib.models.protocol import Context, Names, Part, Reports, Trunk, joined
 from lmlib.models.rematerialization import check_names
 from lmlib.models.scan import Given, Repeated, reshaped, run, stacked
 from lmlib.models.weights import fold
-from lmlib.parallel.collectives import platform
+from lmlib.parallel.axes import LAYER
+from lmlib.parallel.collectives import devices_along, platform
 from lmlib.parallel.gathering import gather
+from lmlib.parallel.layout import along
 
 Pattern = tuple[Layer, ...]
 Stack = tuple[Pattern, ...]
@@ -94,6 +99,7 @@ def run_stack(
     context = dataclasses.replace(
         context, key=None, rotations=_rotations(stack, context), first_BSE=x_BSE
     )
+    rotations = functools.partial(_rotations, stack)
     names = stack_names(stack).saved
     given: list[tuple[Given, ...]] = []
     first = 0
@@ -104,6 +110,7 @@ def run_stack(
             for j in range(period)
         )
         layers = Repeated(pattern, keys, (None,) * period if cache is None else cache[number])
+        staged = _in_stages(context, repeats, cache)
         is_last_layer = number == len(stack) - 1 and repeats * period == 1
         with jax.named_scope("layers"):
             if is_last_layer and cache is not None and context.wanted_BS is not None:
@@ -111,7 +118,11 @@ def run_stack(
                 _, (kept,) = run(context, x_BSE, layers, repeats, names)
                 layers = layers._replace(caches=(kept.cache,))
                 x_BSE, context = _wanted(x_BSE, context)
-            x_BSE, given_R = run(context, x_BSE, layers, repeats, names)
+            if staged:
+                x_BSE, given_R = run_in_stages(context, rotations, x_BSE, layers, repeats, names)
+            else:
+                layers = layers._replace(layers=unstaged(layers.layers))
+                x_BSE, given_R = run(context, x_BSE, layers, repeats, names)
         given.append(given_R)
         first += repeats * period
     x_BSE, _ = _wanted(x_BSE, context)
@@ -214,6 +225,13 @@ def check_stack(stack: Stack, sequence_length: int, compute: Compute) -> None:
     for pattern in stack:
         for layer in pattern:
             _one_of(layer).check(sequence_length, compute)
+
+
+def _in_stages(context: Context, repeats: int, cache: Any) -> bool:
+    """Whether the stages of the mesh share these layers; else all of them compute each layer, of
+    their own rows."""
+    whole = cache is None and context.observe is None and context.lengths_B is None
+    return whole and 1 < devices_along(along(LAYER)) <= repeats
 
 
 def _rotations(stack: Stack, context: Context) -> dict[Any, Any]:

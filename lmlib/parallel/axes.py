@@ -15,6 +15,7 @@ Rules = Mapping[str, MeshAxes]
 M = TypeVar("M")
 
 LAYER = "layer"  # leading axes of an array that its field does not name: those of stacked layers
+WHOLE_LAYER = "whole_layer"  # such an axis, where no stage has layers of its own
 
 # Of a field that `lmlib.models.weights.weight` declares: a function of its module.
 METADATA = "lmlib"
@@ -71,6 +72,11 @@ class Weight:
     def stacked(self) -> int:
         """How many leading axes are those of stacked layers."""
         return self.axes.count(LAYER)
+
+    @property
+    def unstaged(self) -> "Weight":
+        """The same, but that stages do not split its layers."""
+        return dataclasses.replace(self, axes=(WHOLE_LAYER,) * self.stacked + self.own_axes)
 
     @property
     def own_axes(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
 
     def check(weight: Weight, array: Any) -> None:
         rules = {**COMPUTE, **weight.declaration.rules}
-        for layout in (in_use(weight, mesh), stored(weight, array.shape, mesh)):
+        for layout in (in_use(weight, array.shape, mesh), stored(weight, array.shape, mesh)):
             for axis, size, place in zip(weight.axes, array.shape, layout, strict=True):
                 if size % pieces(place, mesh) and repeats(axis, size, rules, mesh) == 1:
                     misfits.setdefault(_misfit(axis, size, place, mesh), {})[weight.path] = None

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lmlib.parallel.mesh_axes import COPIES, MeshAxes, names_of
+from lmlib.parallel.mesh_axes import COPIES, STAGE, MeshAxes, names_of
+from lmlib.parallel.stages import in_a_stage
 
 
 def on_each_device(
@@ -34,6 +35,15 @@ def on_each_device(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return function
+    if in_a_stage():
+        return _in_each_stage(function, inputs, outputs, tracked)
+    return _on_all_devices(function, inputs, outputs, tracked)
+
+
+def _on_all_devices(
+    function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool
+) -> Callable[..., Any]:
+    mesh = jax.sharding.get_abstract_mesh()
     # JAX cannot lower what one device gives as a part of a sum: there it is said afterwards.
     given = jax.tree.map(lambda spec: PartitionSpec(*spec.partitions), outputs)
     mapped = jax.shard_map(
@@ -48,6 +58,39 @@ def on_each_device(
         if mesh.size > 1 or given == outputs:
             return results
         return jax.sharding.reshard(results, outputs)
+
+    return call
+
+
+def _in_each_stage(
+    function: Callable[..., Any], inputs: Sequence[Any], outputs: Any, tracked: bool
+) -> Callable[..., Any]:
+    """What `each_stage` maps: each device computes `function` of its stage's parts. JAX alone would
+    leave `stage` to its partitioner, which cannot split kernels."""
+
+    def of_stages(layouts: Any) -> Any:
+        return jax.tree.map(
+            lambda spec: PartitionSpec(
+                STAGE, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced
+            ),
+            layouts,
+        )
+
+    def of_own(*arguments: Any) -> Any:
+        results = function(*jax.tree.map(lambda x: jnp.squeeze(x, 0), arguments))
+        return jax.tree.map(lambda y: jnp.expand_dims(y, 0), results)
+
+    call = jax.custom_batching.custom_vmap(_on_all_devices(function, inputs, outputs, tracked))
+
+    @call.def_vmap
+    def mapped(stages: int, has_stages: Any, *arguments: Any) -> tuple[Any, Any]:
+        def with_stages(x: jax.Array, has_them: bool) -> jax.Array:
+            return x if has_them else jnp.stack([x] * stages)
+
+        arguments = jax.tree.map(with_stages, arguments, tuple(has_stages))
+        call = _on_all_devices(of_own, tuple(of_stages([*inputs])), of_stages(outputs), tracked)
+        results = call(*arguments)
+        return results, jax.tree.map(lambda _: True, results)
 
     return call
 

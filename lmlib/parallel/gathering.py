@@ -14,6 +14,7 @@ from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import COMPUTE, in_use, mesh_axes_of, named, repeats, stored
 from lmlib.parallel.mesh_axes import COPIES, TOKENS, names_of
+from lmlib.parallel.stages import again, in_a_stage
 
 
 def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
@@ -59,6 +60,7 @@ class _Moves(NamedTuple):
     copies: PartitionSpec  # as `stored`, but split along the axes that are repeated
     repeats: tuple[int, ...]  # of each element, for each axis
     summed: frozenset[str]  # axes of the mesh over which devices' own gradients are added up
+    in_a_stage: bool
 
 
 def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _Moves:
@@ -66,7 +68,7 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
     times = tuple(
         repeats(axis, size, rules, mesh) for axis, size in zip(weight.axes, shape, strict=True)
     )
-    at_rest, computed = stored(weight, shape, mesh), in_use(weight, mesh)
+    at_rest, computed = stored(weight, shape, mesh), in_use(weight, shape, mesh)
     multiplied, tokens = weight.declaration.multiplied, frozenset(names_of(named(TOKENS, mesh)))
 
     def chosen(repeated: PartitionSpec | None, others: PartitionSpec) -> PartitionSpec:
@@ -83,6 +85,7 @@ def _moves(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> _
         copies=chosen(computed, at_rest),
         repeats=times,
         summed=tokens - mesh_axes_of(computed) if multiplied else frozenset(),
+        in_a_stage=in_a_stage(),
     )
 
 
@@ -103,7 +106,7 @@ def _move(moves: _Moves, array: jax.Array) -> jax.Array:
 
 
 def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
-    return _move(moves, array), None
+    return again(moves.in_a_stage, functools.partial(_move, moves))(array), None
 
 
 def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:

@@ -14,11 +14,20 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from lmlib.parallel.axes import LAYER, Axes, LayoutError, Rules, Weight
-from lmlib.parallel.mesh_axes import NAMED_IF_USED, PARTS, STORAGE, MeshAxes, names_of, place_of
+from lmlib.parallel.axes import LAYER, WHOLE_LAYER, Axes, LayoutError, Rules, Weight
+from lmlib.parallel.mesh_axes import (
+    NAMED_IF_USED,
+    PARTS,
+    STAGE,
+    STORAGE,
+    MeshAxes,
+    names_of,
+    place_of,
+)
+from lmlib.parallel.stages import in_a_stage
 
 COMPUTE: Rules = {
-    "batch": ("data", "fsdp", "expert"),
+    "batch": ("data", "stage", "fsdp", "expert"),
     "microbatch": None,
     "seq": "context",
     # The residual stream between blocks, when sequence-parallel.
@@ -36,12 +45,15 @@ COMPUTE: Rules = {
     "vocab": "tensor",
     "whole_vocab": None,
     # Columns of a table that is never gathered.
-    "looked_up": ("tensor", "fsdp", "expert", "context"),
+    "looked_up": ("tensor", "stage", "fsdp", "expert", "context"),
     "down_rank": "tensor",  # of an adapter, where no other axis of its matrix lies there
     "up_rank": None,
-    LAYER: None,
+    LAYER: "stage",  # where it divides them
+    WHOLE_LAYER: None,
+    "stage": "stage",
+    "stage_batch": ("data", "fsdp", "expert"),  # of the microbatch that a stage has
 }
-STORED: Rules = {**COMPUTE, "embed": ("fsdp", "expert", "context")}
+STORED: Rules = {**COMPUTE, "embed": ("stage", "fsdp", "expert", "context")}
 # A weight with fewer of these than the mesh has places for is stored whole along them, and computed
 # with each of them repeated: several devices then hold the same key and value heads.
 REPEATED = frozenset({"kv_heads"})
@@ -77,9 +89,12 @@ def sharding(axes: str | Axes, mesh: Mesh) -> NamedSharding:
 
 def named(place: MeshAxes, mesh: Mesh | AbstractMesh | None = None) -> MeshAxes:
     """Of the axes of the mesh that an array's axis lies along those that its layout names: see
-    `NAMED_IF_USED`. `None`: on the mesh that is set, if one is."""
+    `NAMED_IF_USED`, and, for what one stage computes, all but `STAGE`. `None`: on the mesh that is
+    set, if one is."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     unused = [] if mesh.empty else [name for name in NAMED_IF_USED if mesh.shape[name] == 1]
+    if in_a_stage():
+        unused.append(STAGE)
     if not {*unused} & {*names_of(place)}:
         return place
     return place_of([name for name in names_of(place) if name not in unused])
@@ -98,15 +113,18 @@ def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
             taken[mesh_axis] = name
 
 
-def in_use(weight: Weight, mesh: Mesh | AbstractMesh | None = None) -> PartitionSpec:
-    """The partition in which a weight is used, but for elements that are repeated; `mesh` as in
-    `partition`.
+def in_use(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The partition on `mesh` in which a weight is used, but for elements that are repeated. Layers
+    that the stages do not divide are all computed by each of them.
 
     Raises:
       LayoutError: as `partition`, naming the weight.
     """
+    stages = pieces(COMPUTE[LAYER], mesh)
+    staged = weight.stacked == 1 and shape[0] % stages == 0
+    axes = tuple(None if axis == LAYER and not staged else axis for axis in weight.axes)
     try:
-        return partition(weight.axes, {**COMPUTE, **weight.declaration.rules}, mesh)
+        return partition(axes, {**COMPUTE, **weight.declaration.rules}, mesh)
     except LayoutError as error:
         raise LayoutError(f"{weight.path}: {error}") from None
 
@@ -139,12 +157,13 @@ def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
     """How a weight lies between its uses: on `mesh` as `STORED` says, but for what another axis of
     it takes in use, as experts may. A matrix that has no `embed`, as one of an adapter's two, is
     split over `fsdp` and `expert` along another axis."""
-    computed, rules = in_use(weight, mesh), {**STORED, **weight.declaration.rules}
+    computed, rules = in_use(weight, shape, mesh), {**STORED, **weight.declaration.rules}
     taken = mesh_axes_of(computed)
     places: list[MeshAxes] = []
     for axis, size, used in zip(weight.axes, shape, computed, strict=True):
         elsewhere = taken.difference(names_of(used))
-        left = [name for name in names_of(named(rules[axis], mesh)) if name not in elsewhere]
+        at_rest = used if axis == LAYER else named(rules[axis], mesh)
+        left = [name for name in names_of(at_rest) if name not in elsewhere]
         places.append(None if repeats(axis, size, rules, mesh) > 1 else place_of(left))
     if weight.declaration.multiplied:
         _spread(places, weight, shape, mesh)
@@ -167,7 +186,7 @@ def _spread(
     held = {
         i: shape[i] // pieces(places[i], mesh)
         for i, axis in enumerate(weight.axes)
-        if axis != LAYER and axis not in REPEATED
+        if axis not in (LAYER, WHOLE_LAYER) and axis not in REPEATED
     }
     divided = [i for i, size in held.items() if size % pieces(tuple(left), mesh) == 0]
     if divided:

@@ -24,18 +24,20 @@ def make_mesh(
     tensor: int = 1,
     expert: int = 1,
     context: int = 1,
+    stage: int = 1,
     devices: Sequence[jax.Device] | None = None,
     others: Mapping[str, int] | None = None,
 ) -> Mesh:
-    """A mesh of `data` × `fsdp` × `expert` × `context` × `tensor` devices, with explicit axes
-    (`AxisType.Explicit`).
+    """A mesh of `data` × `stage` × `fsdp` × `expert` × `context` × `tensor` devices, with explicit
+    axes (`AxisType.Explicit`).
 
     `data` replicates the weights, `fsdp` shards them and gathers each layer for its use, `tensor`
     splits heads, mlp and vocabulary. `data` × `fsdp` together is hybrid sharding (HSDP). `expert`
     does what `fsdp` does, but for experts: each device along it keeps and computes its own, for the
     tokens of all (expert parallelism over the devices of FSDP). `context` splits each row of
     tokens, and does what `fsdp` does besides; `lmlib.models.attend.context` says what attention
-    sends.
+    sends. `stage` splits the layers, which microbatches pass through one stage after the other
+    (`lmlib.models.pipeline`); outside of them it does what `fsdp` does.
     One of the sizes may be -1: every device that the others leave. `devices` defaults to all of
     them; a mesh smaller than that uses the first ones.
 
@@ -55,7 +57,7 @@ def make_mesh(
     available = jax.devices() if devices is None else list(devices)
     if data is None:
         data = len(slices_of(available)) if available[0].platform == "tpu" else 1
-    sizes = dict(zip(NAMES, (data, fsdp, expert, context, tensor), strict=True))
+    sizes = dict(zip(NAMES, (data, stage, fsdp, expert, context, tensor), strict=True))
     if twice := sizes.keys() & (others or {}).keys():
         raise MeshError(
             f"others gives {', '.join(sorted(twice))}, which are arguments of their own"

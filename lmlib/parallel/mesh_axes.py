@@ -1,8 +1,9 @@
 """The axes of the mesh, and what each means. Their names stand here and in the layout tables
 (`lmlib.parallel.layout`); other code asks for what it needs of them.
 
-To all weights but experts `expert` is a second `fsdp`, and to all weights `context` is a third:
-what is said of one is true of all.
+To all weights but experts `expert` is a second `fsdp`, to all weights `context` is a third, and to
+all weights but those of layers that lie in stages `stage` is a fourth: what is said of one is true
+of all.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ class MeshAxis(NamedTuple):
 
 MESH_AXES = (
     MeshAxis("data", tokens_differ=True),
+    MeshAxis("stage", tokens_differ=True, weights_rest_split=True),  # each has layers of its own
     MeshAxis("fsdp", tokens_differ=True, weights_rest_split=True),
     MeshAxis("expert", tokens_differ=True, weights_rest_split=True),  # experts stay split in use
     MeshAxis("context", tokens_differ=True, weights_rest_split=True),  # splits each row
@@ -41,7 +43,8 @@ COPIES = tuple(name for name in TOKENS if name not in STORAGE)
 PARTS = tuple(name for name in NAMES if name not in TOKENS)
 # Named in a layout only where several devices lie along it. Else a model of a user's could not
 # multiply positions by positions, which would both lie there.
-NAMED_IF_USED = ("context",)
+NAMED_IF_USED = ("context", "stage")
+STAGE = "stage"
 
 MeshAxes = str | tuple[str, ...] | None
 

@@ -18,6 +18,7 @@ from lmlib.models.experts.router import Router
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.protocol import Context, Names, Reports, joined
 from lmlib.models.weights import fold, product_flops
+from lmlib.parallel.stages import in_a_stage
 
 
 class Mixture(eqx.Module):
@@ -76,7 +77,11 @@ class Mixture(eqx.Module):
             top = self.router.top
             dispatch = best_dispatch(top) if compute.dispatch == "auto" else compute.dispatch
             settings = Settings(
-                self.router.experts, dispatch, compute.expert_room, compute.residual
+                self.router.experts,
+                dispatch,
+                compute.expert_room,
+                compute.residual,
+                in_a_stage(),
             )
             y_BSE, computed_BS = mixed(
                 settings, self.experts, x_BSE, routing.choices_BSK, routing.shares_BSK

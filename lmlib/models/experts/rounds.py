@@ -25,8 +25,9 @@ from lmlib.models.experts.exchanged import Exchanged
 from lmlib.models.experts.gathered import Gathered
 from lmlib.models.matrices.adapted import gets_gradient
 from lmlib.parallel.collectives import devices_along, on_each_device, psum, psum_scatter
-from lmlib.parallel.layout import along, mesh_axes_of, partition
+from lmlib.parallel.layout import along, mesh_axes_of, named, partition
 from lmlib.parallel.mesh_axes import NAMES, TOKENS, names_of
+from lmlib.parallel.stages import again
 
 KEPT = ("expert_input", "expert_gate", "expert_up")
 FURTHER_ROUNDS = "further_rounds"  # the scope of those after the first
@@ -85,12 +86,14 @@ class Settings(NamedTuple):
       dispatch: one of `DISPATCHES`.
       room: rows of a device's buffer, as a multiple of what even routing brings.
       residual: axes of the result.
+      in_a_stage: whether this is what one stage of a pipeline computes.
     """
 
     experts: int
     dispatch: str
     room: float
     residual: str
+    in_a_stage: bool
 
     def movement(self, choices_BSK: Array) -> Movement:
         choices_nK = jnp.reshape(choices_BSK, (-1, choices_BSK.shape[-1]))
@@ -128,7 +131,18 @@ def mixed(
     return _forward(settings, experts, x_BSE, choices_BSK, shares_BSK)[0]
 
 
-def _forward(
+def _forward(settings: Settings, *arguments: Any) -> tuple[tuple[Array, Array], Any]:
+    return again(settings.in_a_stage, functools.partial(_computed, settings))(*arguments)
+
+
+def _backward(settings: Settings, *arguments: Any) -> Any:
+    return again(settings.in_a_stage, functools.partial(_gradients, settings))(*arguments)
+
+
+mixed.defvjp(_forward, _backward)
+
+
+def _computed(
     settings: Settings, experts: Any, x_BSE: Array, choices_BSK: Array, shares_BSK: Array
 ) -> tuple[tuple[Array, Array], Any]:
     def on_device(experts: Any, x_BSE: Array, choices_BSK: Array, shares_BSK: Array) -> Any:
@@ -155,7 +169,7 @@ def _forward(
     y_BSE, computed_BS, rows_CE, products_CF = on_each_device(
         on_device,
         inputs=(_layouts(experts), partition(_TOKENS), *2 * (partition(_PAIRS),)),
-        outputs=(partition(settings.residual), partition("batch seq"), _ROWS, _HIDDEN),
+        outputs=(partition(settings.residual), partition("batch seq"), *_rows_layouts()),
         tracked=False,
     )(experts, x_BSE, choices_BSK, shares_BSK)
     rows_CE = checkpoint_name(rows_CE, KEPT[0])
@@ -164,7 +178,7 @@ def _forward(
     return (y_BSE, computed_BS), saved
 
 
-def _backward(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any:
+def _gradients(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any:
     experts, x_BSE, *_ = saved
     x_shared, learns = _reduced(x_BSE), gets_gradient(experts)
     weights_gathered = jax.tree.map(_reduced, eqx.filter(experts, learns))
@@ -216,7 +230,7 @@ def _backward(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any
     lying = jax.tree.map(_split_along, eqx.filter(experts, learns))
     dw, dx_BSE, dshares_BSK = on_each_device(
         on_device,
-        inputs=(layouts, tokens, pairs, pairs, _ROWS, _HIDDEN, tokens),
+        inputs=(layouts, tokens, pairs, pairs, *_rows_layouts(), tokens),
         outputs=(
             jax.tree.map(_unreduced, eqx.filter(layouts, learns), weights_gathered),
             _unreduced(tokens, x_shared),
@@ -227,11 +241,12 @@ def _backward(settings: Settings, saved: Any, given: tuple[Array, Array]) -> Any
     return dw, dx_BSE, None, dshares_BSK
 
 
-mixed.defvjp(_forward, _backward)
-
 _TOKENS, _PAIRS = "batch seq embed", ("batch", "seq", None)
-_ROWS = PartitionSpec(TOKENS, None)  # one device's after the other's
-_HIDDEN = PartitionSpec(TOKENS, along("mlp"))
+
+
+def _rows_layouts() -> tuple[PartitionSpec, PartitionSpec]:
+    """Of rows (C, E) and what is hidden (C, F): one device's rows after the other's."""
+    return PartitionSpec(named(TOKENS), None), PartitionSpec(named(TOKENS), along("mlp"))
 
 
 def _moved(settings: Settings, choices_BSK: Array, *of_tokens: Array) -> tuple[Any, list[Array]]:
@@ -277,5 +292,5 @@ def _split_along(x: Array) -> frozenset[str]:
 
 def _summed(dw: Array, split_along: frozenset[str], later: frozenset[str]) -> Array:
     """A weight's gradient, summed over the devices that have copies of it."""
-    over = [name for name in NAMES if name not in split_along | later]
+    over = [name for name in names_of(named(NAMES)) if name not in split_along | later]
     return psum(dw, tuple(over))

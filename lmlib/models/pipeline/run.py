@@ -1,0 +1,141 @@
+"""Layers in stages, one beside the other: pipeline parallelism within one program.
+
+Each device along `stage` keeps and computes layers of its own. In a slot of the schedule all stages
+compute at once, each for another microbatch, and what they make moves on by one stage (a ppermute).
+Backward JAX reverses the loop over slots: gradients move from the last stage to the first.
+
+Shapes: W rows of a microbatch, S sequence, E embed, P stages, G groups, M microbatches, T slots,
+R repetitions of a pattern, V rounds, K repetitions of a chunk.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32, Key
+
+from lmlib.compute import Compute
+from lmlib.models.pipeline.chunks import in_chunks
+from lmlib.models.pipeline.microbatches import (
+    brought,
+    everywhere,
+    moved_up,
+    next_of,
+    put_back,
+    taken_home,
+    to_next_stage,
+)
+from lmlib.models.pipeline.schedule import Schedule, Work
+from lmlib.models.protocol import Context
+from lmlib.models.scan import Given, Repeated, counted, run
+from lmlib.parallel.axes import LAYER
+from lmlib.parallel.collectives import devices_along, on_each_device
+from lmlib.parallel.layout import along, partition
+from lmlib.parallel.stages import each_stage
+
+_OF_TOKENS = ("positions_BS", "segment_ids_BS", "counts_BS", "tokens_BS")
+
+
+def run_in_stages(
+    context: Context,
+    rotations: Callable[[Context], Any],
+    x_BSE: Float[Array, "b s embed"],
+    repeated: Repeated,
+    repeats: int,
+    names: Sequence[str],
+) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
+    """As `lmlib.models.scan.run`, of at least as many repetitions as there are stages; without
+    caches, and nothing is observed.
+
+    Args:
+      rotations: makes the rotary tables of a context.
+    """
+    residual = context.compute.residual
+    schedule = schedule_of(len(x_BSE), context.compute)
+    chunks = in_chunks(repeated, repeats, schedule)
+    of_tokens = {
+        name: everywhere(x_BS, schedule.groups)
+        for name in _OF_TOKENS
+        if (x_BS := getattr(context, name)) is not None
+    }
+
+    def stage(next: Any, at: Any, chunks: Repeated, work: Work) -> tuple[Any, Any]:
+        x_WSE, first_WSE = jax.tree.map(functools.partial(jnp.where, work.begins), next, at)
+        of_own = {name: _at(x_MWS, work.microbatch) for name, x_MWS in of_tokens.items()}
+        own = dataclasses.replace(context, first_BSE=first_WSE, **of_own)
+        own = dataclasses.replace(own, rotations=rotations(own))
+        chunk = jax.tree.map(lambda w_VK: _at(w_VK, work.round), chunks)
+        keys = jax.tree.map(lambda key_K: _folded(key_K, work.microbatch), chunk.keys)
+        length = jax.tree.leaves(chunk.layers)[0].shape[0]
+        y_WSE, given = run(own, x_WSE, chunk._replace(keys=keys), length, names)
+        return (y_WSE, first_WSE), tuple(counted(each.reports, work.counts) for each in given)
+
+    def slot(carry: Any, moment: _Moment) -> tuple[Any, Any]:
+        waiting, at = carry
+        next = tuple(next_of(each, moment.begins) for each in waiting)
+        waiting = [moved_up(each, moment.begins, residual) for each in waiting]
+        made, reports = each_stage(stage)(next, at, chunks, moment.work)
+        waiting[0] = put_back(waiting[0], made[0], moment.ends, moment.work.ends, residual)
+        return (waiting, tuple(to_next_stage(each, residual) for each in made)), reports
+
+    waiting = [brought(each, schedule.groups, residual) for each in (x_BSE, context.first_BSE)]
+    # Until a stage gets its first microbatch it computes what waits there, which does not count.
+    at = tuple(next_of(each, jnp.int32(0)) for each in waiting)
+    (waiting, _), reports_TPK = jax.lax.scan(slot, (waiting, at), _moments(schedule))
+    reports = jax.tree.map(lambda each: _by_layer(each, schedule, repeats), reports_TPK)
+    return taken_home(waiting[0], residual), tuple(Given(each, None, None) for each in reports)
+
+
+class _Moment(NamedTuple):
+    """A slot: what each stage does in it, and `Schedule.begins` and `Schedule.ends` of it."""
+
+    work: Work
+    begins: Int32[Array, "*t"]
+    ends: Int32[Array, "*t"]
+
+
+def schedule_of(rows: int, compute: Compute) -> Schedule:
+    """Of so many rows on the mesh that is set."""
+    stages, devices = devices_along(along(LAYER)), devices_along(along("batch"))
+    return Schedule(stages, rows // (devices * compute.pipeline_rows), compute.pipeline_rounds)
+
+
+def _moments(schedule: Schedule) -> _Moment:
+    def laid_out(x_TP: np.ndarray) -> Array:
+        return jax.sharding.reshard(_array(x_TP), partition((None, "stage")))
+
+    work = jax.tree.map(laid_out, schedule.work())
+    return _Moment(work, _array(schedule.begins()), _array(schedule.ends()))
+
+
+def _array(x: np.ndarray) -> Array:
+    return jnp.asarray(x, x.dtype if x.dtype == bool else jnp.int32)
+
+
+def _at(x: Array, index: Int32[Array, ""]) -> Array:
+    """`x[index]` of an axis that is whole."""
+    places = jax.typeof(x).sharding.spec.partitions
+    taken = on_each_device(
+        lambda x, index: jax.lax.dynamic_index_in_dim(x, index, keepdims=False),
+        (PartitionSpec(*places), PartitionSpec()),
+        PartitionSpec(*places[1:]),
+    )
+    return taken(x, index)
+
+
+def _folded(key_K: Key[Array, "k"], number: Int32[Array, ""]) -> Key[Array, "k"]:
+    return jax.vmap(jax.random.fold_in, (0, None))(key_K, number)
+
+
+def _by_layer(reported_TPK: Array, schedule: Schedule, repeats: int) -> Array:
+    """Sums over the slots of what each layer's chunk reported in them, (R, …)."""
+    round_T1P = schedule.work().round[:, None]
+    of_round_TVP = round_T1P == np.arange(schedule.rounds)[:, None]
+    whole_TPK = jax.sharding.reshard(reported_TPK, PartitionSpec())
+    per_chunk = jnp.einsum("tvp,tp...->vp...", of_round_TVP.astype(whole_TPK.dtype), whole_TPK)
+    return jnp.reshape(per_chunk, (-1, *whole_TPK.shape[3:]))[:repeats]
