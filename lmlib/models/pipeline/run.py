@@ -64,9 +64,11 @@ def run_in_stages(
         if (x_BS := getattr(context, name)) is not None
     }
 
-    def stage(next: Any, at: Any, chunks: Repeated, work: Work) -> tuple[Any, Any]:
-        x_WSE, first_WSE = jax.tree.map(functools.partial(jnp.where, work.begins), next, at)
-        of_own = {name: _at(x_MWS, work.microbatch) for name, x_MWS in of_tokens.items()}
+    def stage(entering: Any, at: Any, chunks: Repeated, work: Work) -> tuple[Any, Any]:
+        x_WSE, first_WSE = jax.tree.map(functools.partial(jnp.where, work.begins), entering, at)
+        of_own: dict[str, Any] = {
+            name: _at(x_MWS, work.microbatch) for name, x_MWS in of_tokens.items()
+        }
         own = dataclasses.replace(context, first_BSE=first_WSE, **of_own)
         own = dataclasses.replace(own, rotations=rotations(own))
         chunk = jax.tree.map(lambda w_VK: _at(w_VK, work.round), chunks)
@@ -77,13 +79,14 @@ def run_in_stages(
 
     def slot(carry: Any, moment: _Moment) -> tuple[Any, Any]:
         waiting, at = carry
-        next = tuple(next_of(each, moment.begins) for each in waiting)
+        entering = tuple(next_of(each, moment.begins) for each in waiting)
         waiting = [moved_up(each, moment.begins, residual) for each in waiting]
-        made, reports = each_stage(stage)(next, at, chunks, moment.work)
+        made, reports = each_stage(stage)(entering, at, chunks, moment.work)
         waiting[0] = put_back(waiting[0], made[0], moment.ends, moment.work.ends, residual)
         return (waiting, tuple(to_next_stage(each, residual) for each in made)), reports
 
-    waiting = [brought(each, schedule.groups, residual) for each in (x_BSE, context.first_BSE)]
+    streams = (x_BSE, context.first_BSE)
+    waiting = [brought(each, schedule.groups, residual) for each in streams if each is not None]
     # Until a stage gets its first microbatch it computes what waits there, which does not count.
     at = tuple(next_of(each, jnp.int32(0)) for each in waiting)
     (waiting, _), reports_TPK = jax.lax.scan(slot, (waiting, at), _moments(schedule))
