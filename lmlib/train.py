@@ -53,7 +53,7 @@ def step(
     microbatches = training.microbatches
     check_model(state.whole_model, mesh)
     B, S = batch.tokens.shape
-    check_batch(B, S, microbatches, compute.sequence_parallel, mesh)
+    check_batch(B, S, microbatches, compute, mesh)
     count = objective.count(batch)
     divisor = jnp.maximum(count, 1).astype(jnp.float32)
     step_key = jax.random.fold_in(state.key, state.step)
@@ -211,7 +211,7 @@ def make_step(training: Training) -> Callable[[State, Batch], tuple[State, Metri
     def call(state: State, batch: Batch) -> tuple[State, Metrics]:
         B, S = batch.tokens.shape
         compute, mesh = training.compute, training.mesh
-        check_batch(B, S, training.microbatches, compute.sequence_parallel, mesh)
+        check_batch(B, S, training.microbatches, compute, mesh)
         with jax.set_mesh(mesh):
             return compiled(state, jax.device_put(batch, rows), training.hyperparameters)
 

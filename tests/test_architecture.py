@@ -111,7 +111,7 @@ MAY_IMPORT = {
         "lmlib.verdicts",
     },
     "lmlib.verdicts": {"lmlib.runs", "lmlib.terminal"},
-    "lmlib.parallel": {"lmlib.row_order"},
+    "lmlib.parallel": {"lmlib.row_order", "lmlib.compute"},
     "lmlib.compute": set(),
     "lmlib.models": {"lmlib.parallel", "lmlib.compute", "lmlib.row_order"},
     "lmlib.adapters": {"lmlib.models", "lmlib.parallel"},

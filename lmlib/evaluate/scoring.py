@@ -12,7 +12,7 @@ from lmlib.losses.token_losses import token_losses
 from lmlib.models.protocol import Model
 from lmlib.parallel.layout import COMPUTE, pieces, sharding
 from lmlib.parallel.mesh import mesh_of
-from lmlib.parallel.other_meshes import with_whole_rows, with_whole_rows_of
+from lmlib.parallel.other_meshes import undivided, undivided_model
 
 
 class Scorer:
@@ -20,7 +20,7 @@ class Scorer:
     length: they are whole on each device."""
 
     def __init__(self, mesh: Mesh, compute: Compute):
-        self._mesh = mesh = with_whole_rows(mesh)
+        self._mesh = mesh = undivided(mesh)
         self._rows = sharding("batch seq", mesh)
         everywhere = NamedSharding(mesh, PartitionSpec())
         losses = functools.partial(token_losses, compute=compute)
@@ -39,7 +39,7 @@ class Scorer:
 
     def begin(self, model: Model, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """As a call, but the devices may still be at it."""
-        on_own, _ = with_whole_rows_of(model, mesh_of(model) or self._mesh)
+        on_own, _ = undivided_model(model, mesh_of(model) or self._mesh)
         with jax.set_mesh(self._mesh):
             return self._losses(on_own, jax.tree.map(self._placed, batch))
 

@@ -183,7 +183,7 @@ def _check_suite(experiment: Any, model: Any) -> None:
         raise ValueError("evaluation.suite is measured where validation is: set validation too")
     length, compute = experiment.suite_length, experiment.compute
     model.check(length, compute)
-    check_batch(experiment.data.batch_size, length, 1, compute.sequence_parallel, experiment.mesh)
+    check_batch(experiment.data.batch_size, length, 1, compute, experiment.mesh)
 
 
 def _check_validation(experiment: Any, model: Any) -> None:

@@ -54,7 +54,7 @@ def check_source(experiment: Any, name: str, source: Source, model: Any, microba
         source.batch_size,
         source.sequence_length,
         microbatches,
-        experiment.compute.sequence_parallel,
+        experiment.compute,
         experiment.mesh,
     )
 

@@ -25,7 +25,7 @@ from lmlib.parallel.axes import Axes
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import COMPUTE, pieces, sharding
 from lmlib.parallel.mesh import mesh_of
-from lmlib.parallel.other_meshes import with_whole_rows_of
+from lmlib.parallel.other_meshes import undivided_model
 
 Prompt = Sequence[int]
 ROUND = 64  # tokens at most between two looks at what was made
@@ -77,7 +77,7 @@ class Generator:
                 raise ValueError(f"{name} must be below 2^31, got {size}")
         mesh = mesh or mesh_of(model)
         if mesh is not None:
-            model, mesh = with_whole_rows_of(model, mesh)
+            model, mesh = undivided_model(model, mesh)
         self._mesh, self.length, self._chunk = mesh, length, chunk
         self.rows = self._divisible(rows)
         with self._on_mesh():

@@ -5,9 +5,10 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from lmlib.compute import Compute
 from lmlib.parallel.axes import LayoutError, Weight, map_weights
 from lmlib.parallel.layout import COMPUTE, REPEATED, in_use, pieces, repeats, splitting, stored
-from lmlib.parallel.mesh_axes import MeshAxes
+from lmlib.parallel.mesh_axes import STAGE, MeshAxes
 
 
 def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
@@ -40,7 +41,7 @@ def check_batch(
     batch_size: int,
     sequence_length: int,
     microbatches: int,
-    sequence_parallel: bool,
+    compute: Compute,
     mesh: Mesh | AbstractMesh,
 ) -> None:
     """Checks that `mesh` can split the batch.
@@ -54,13 +55,20 @@ def check_batch(
             f"microbatches of {_choices(batch_size)}, or a batch that {microbatches} divides"
         )
     sizes = {"batch": batch_size // microbatches}
-    if sequence_parallel:
+    if compute.sequence_parallel:
         sizes["seq_parallel"] = sequence_length
     devices = pieces(COMPUTE["seq"], mesh)
     if devices > 1 and sequence_length % (2 * devices):
         raise LayoutError(
             f"rows of {sequence_length} tokens do not divide into an early and a late piece for "
             f"each of {devices} devices along {COMPUTE['seq']}; use a multiple of {2 * devices}"
+        )
+    rows = compute.pipeline_rows * pieces(COMPUTE["batch"], mesh)
+    if mesh.shape[STAGE] > 1 and sizes["batch"] % rows:
+        raise LayoutError(
+            f"{sizes['batch']} sequences do not divide into {compute.pipeline_rows} rows of each of "
+            f"{rows // compute.pipeline_rows} devices for each microbatch of the pipeline; use a "
+            f"multiple of {rows}, or another pipeline_rows"
         )
     for axis, size in sizes.items():
         if size % pieces(COMPUTE[axis], mesh):

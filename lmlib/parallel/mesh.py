@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from lmlib.parallel.mesh_axes import NAMES
+from lmlib.parallel.mesh_axes import NAMES, OVER_SLICES
 
 
 class MeshError(ValueError):
@@ -43,7 +43,7 @@ def make_mesh(
 
     Slices of TPUs are joined by a slow network. `data` is by default their number, 1 elsewhere:
     each slice holds all weights, and only gradients cross that network. A `data` that does not span
-    all slices leaves the rest to `fsdp`.
+    all slices leaves the rest to `stage`, and then to `fsdp`.
 
     Args:
       others: sizes of further axes by their names, for weights whose `rules` name them; all devices
@@ -129,16 +129,17 @@ def slices_of(devices: Iterable[jax.Device]) -> Counter[int]:
 def _placed(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
     """Devices in an order that keeps neighbours in the mesh near each other in the network."""
     slices = slices_of(devices)
-    data, fsdp, *others = sizes.values()
-    over_data = math.gcd(data, len(slices))
-    over_fsdp = len(slices) // over_data
+    within, over = dict(sizes), dict.fromkeys(sizes, 1)
+    left = len(slices)
+    for axis in OVER_SLICES:
+        over[axis] = math.gcd(sizes[axis], left)
+        within[axis] //= over[axis]
+        left //= over[axis]
     is_even = len(set(slices.values())) == 1
     # A mesh axis may take a part of an axis of a TPU's torus.
-    if len(slices) > 1 and is_even and fsdp % over_fsdp == 0:
-        within = (data // over_data, fsdp // over_fsdp, *others)
-        over = (over_data, over_fsdp, *(1 for _ in others))
+    if len(slices) > 1 and is_even and left == 1:
         return mesh_utils.create_hybrid_device_mesh(
-            within, over, devices, allow_split_physical_axes=True
+            [*within.values()], [*over.values()], devices, allow_split_physical_axes=True
         )
     if len(slices) > 1 and devices[0].platform == "tpu":
         raise MeshError(

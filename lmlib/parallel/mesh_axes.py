@@ -45,6 +45,7 @@ PARTS = tuple(name for name in NAMES if name not in TOKENS)
 # multiply positions by positions, which would both lie there.
 NAMED_IF_USED = ("context", "stage")
 STAGE = "stage"
+OVER_SLICES = ("data", "stage", "fsdp")  # of TPUs, in this order; others stay within one
 
 MeshAxes = str | tuple[str, ...] | None
 

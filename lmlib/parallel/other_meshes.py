@@ -1,6 +1,7 @@
 """Other meshes of the same devices."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.layout import stored
 from lmlib.parallel.mesh import make_mesh, slices_of
-from lmlib.parallel.mesh_axes import NAMES
+from lmlib.parallel.mesh_axes import NAMES, STAGE
 
 REST = "fsdp"  # of several axes it has the devices that the others leave
 ROWS = "context"  # splits each row
@@ -62,21 +63,24 @@ def divisions(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
             yield remade(mesh, **{REST: rest}, **dict(zip(axes, sizes, strict=True)))
 
 
-def with_whole_rows(mesh: Mesh) -> Mesh:
-    """What `context` splits rows over is `fsdp`'s: for programs whose rows are short, or of lengths
-    that it does not divide. The mesh itself where nothing splits rows."""
-    if mesh.shape[ROWS] == 1:
+def undivided(mesh: Mesh) -> Mesh:
+    """What `context` splits rows over, and `stage` layers, is `fsdp`'s: for programs whose rows are
+    short, or of lengths that it does not divide, and that have a few of them. The mesh itself where
+    nothing splits rows or layers."""
+    if mesh.shape[ROWS] == mesh.shape[STAGE] == 1:
         return mesh
     axes = list(mesh.axis_names)
-    fsdp, rows = axes.index(REST), axes.index(ROWS)
-    devices = np.moveaxis(mesh.devices, rows, fsdp + 1)  # where a device's shard of a weight stays
-    sizes = {**mesh.shape, REST: mesh.shape[REST] * mesh.shape[ROWS], ROWS: 1}
+    # Where a device's shard of a weight stays, but for layers of stages.
+    together = [axes.index(STAGE), axes.index(REST), axes.index(ROWS)]
+    devices = np.moveaxis(mesh.devices, together[-1], together[1] + 1)
+    sizes = {**mesh.shape, REST: math.prod(mesh.devices.shape[axis] for axis in together)}
+    sizes |= {ROWS: 1, STAGE: 1}
     return Mesh(devices.reshape([*sizes.values()]), mesh.axis_names, mesh.axis_types)
 
 
-def with_whole_rows_of(model: M, mesh: Mesh) -> tuple[M, Mesh]:
-    """The model, stored on `with_whole_rows(mesh)`, and that mesh."""
-    other = with_whole_rows(mesh)
+def undivided_model(model: M, mesh: Mesh) -> tuple[M, Mesh]:
+    """The model, stored on `undivided(mesh)`, and that mesh."""
+    other = undivided(mesh)
     if other is mesh:
         return model, mesh
 

@@ -94,7 +94,7 @@ def test_an_axis_without_a_rule_is_named():
 
 def test_fsdp_is_the_difference_between_the_tables():
     assert {name for name in COMPUTE if COMPUTE[name] != STORED[name]} == {"embed"}
-    assert STORED["embed"] == ("fsdp", "expert", "context")
+    assert STORED["embed"] == ("stage", "fsdp", "expert", "context")
 
 
 class Pair(eqx.Module):

@@ -3,12 +3,15 @@ import functools
 import jax
 import pytest
 
+from lmlib.compute import Compute
 from lmlib.models.families.llama import llama
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.mesh import make_mesh
 
 pytestmark = pytest.mark.several_devices
+
+SPLIT = Compute(sequence_parallel=True)
 
 
 def model(**sizes):
@@ -20,7 +23,7 @@ def test_what_fits_passes():
     check_model(model(), make_mesh(fsdp=4, tensor=2))
     # Fewer key and value heads than places, which they divide, are repeated.
     check_model(model(), make_mesh(tensor=4))
-    check_batch(16, 32, 2, True, make_mesh(data=2, fsdp=2, tensor=2))
+    check_batch(16, 32, 2, SPLIT, make_mesh(data=2, fsdp=2, tensor=2))
 
 
 @pytest.mark.parametrize(
@@ -62,9 +65,9 @@ def test_a_misfit_names_parameter_axis_both_numbers_and_a_remedy(sizes, mesh, me
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((12, 32, 1, False), r"axis 'batch' of size 12 .*data=2 x fsdp=4 .*multiple of 8"),
-        ((16, 32, 4, False), r"each of 4 microbatches: axis 'batch' of size 4"),
-        ((16, 32, 3, False), r"16 sequences do not divide into 3 microbatches; .*1, 2, 4, 8 or 16"),
+        ((12, 32, 1, Compute()), r"axis 'batch' of size 12 .*data=2 x fsdp=4 .*multiple of 8"),
+        ((16, 32, 4, Compute()), r"each of 4 microbatches: axis 'batch' of size 4"),
+        ((16, 32, 3, Compute()), r"16 sequences do not divide into 3 microbatches; .*1, 2, 4, 8 or 16"),
     ],
 )
 def test_a_batch_that_does_not_split_is_named(arguments, message):
@@ -73,6 +76,14 @@ def test_a_batch_that_does_not_split_is_named(arguments, message):
 
 
 def test_sequence_parallelism_needs_a_sequence_that_tensor_divides():
-    check_batch(8, 30, 1, False, make_mesh(tensor=4))
+    check_batch(8, 30, 1, Compute(), make_mesh(tensor=4))
     with pytest.raises(LayoutError, match=r"axis 'seq_parallel' of size 30 .*tensor=4"):
-        check_batch(8, 30, 1, True, make_mesh(tensor=4))
+        check_batch(8, 30, 1, SPLIT, make_mesh(tensor=4))
+
+
+def test_a_pipeline_needs_rows_for_its_microbatches():
+    mesh, two = make_mesh(stage=2, fsdp=2), Compute(pipeline_rows=2)
+    check_batch(16, 32, 2, two, mesh)
+    check_batch(12, 32, 1, two, make_mesh(fsdp=4))
+    with pytest.raises(LayoutError, match=r"12 sequences .* 2 rows of each of 4 .* multiple of 8"):
+        check_batch(12, 32, 1, two, mesh)

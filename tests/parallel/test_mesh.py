@@ -1,8 +1,10 @@
 import jax
+import numpy as np
 import pytest
 from absent_hardware import absent, needs_gpu_compiler, needs_tpu_compiler
 
 from lmlib.parallel.mesh import MeshError, make_mesh
+from lmlib.parallel.mesh_axes import NAMES
 
 pytestmark = pytest.mark.several_devices
 
@@ -14,7 +16,8 @@ def used(mesh):
 
 def test_axes_always_exist_and_are_explicit():
     mesh = make_mesh(fsdp=4, tensor=2)
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "expert": 1, "context": 1, "tensor": 2}
+    assert tuple(mesh.shape) == NAMES
+    assert used(mesh) == {"fsdp": 4, "tensor": 2}
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
 
 
@@ -42,6 +45,7 @@ def test_minus_one_takes_every_device_left(sizes, shape):
         ({"fsdp": -1}, {"data": 2, "fsdp": 4}, [[0], [1]]),
         ({"data": -1, "tensor": 2}, {"data": 4, "tensor": 2}, [[0], [0], [1], [1]]),
         ({"data": 1, "fsdp": -1}, {"fsdp": 8}, [[0, 1]]),
+        ({"data": 1, "stage": 2, "fsdp": 4}, {"stage": 2, "fsdp": 4}, [[0, 1]]),
         ({"expert": -1}, {"data": 2, "expert": 4}, [[0], [1]]),
     ],
 )
@@ -51,6 +55,8 @@ def test_data_spans_slices_and_then_fsdp(sizes, shape, slices):
     assert used(mesh) == shape
     held = [sorted({device.slice_index for device in row.flat}) for row in mesh.devices]
     assert held == slices
+    for stage in np.moveaxis(mesh.devices, 1, 0) if mesh.shape["stage"] > 1 else []:
+        assert len({device.slice_index for device in stage.flat}) == 1
 
 
 @needs_tpu_compiler

@@ -1,0 +1,103 @@
+"""Layers in stages compute what one device computes: losses, every gradient, whole runs."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from laid_out import laid_out
+from outsider_runs import SIZES, SOURCE, check_outsider, compiled, experiment, trained
+from sentinels import sentinels
+
+from lmlib import Compute, NextToken
+from lmlib.checkpoint import Checkpoints
+from lmlib.data.batch import place
+from lmlib.losses import batch_loss
+from lmlib.models.experts.mixture import Mixture
+from lmlib.models.experts.router import Router
+from lmlib.models.families.gemma import gemma2
+from lmlib.models.families.llama import llama
+from lmlib.models.families.speedrun import speedrun
+from lmlib.parallel.layout import sharding, shardings
+from lmlib.parallel.mesh import make_mesh
+
+pytestmark = pytest.mark.several_devices
+
+FLOAT32 = Compute(dtype="float32")
+MESHES = {
+    "8": {"stage": 8},
+    "4, 2 fsdp": {"stage": 4, "fsdp": 2},
+    "2, 2 fsdp, 2 tensor": {"stage": 2, "fsdp": 2, "tensor": 2},
+    "2, 2 fsdp, 2 context": {"stage": 2, "fsdp": 2, "context": 2},
+    "2, 2 data, 2 expert": {"stage": 2, "data": 2, "expert": 2},
+}
+sizes = SIZES | {"heads": 4, "kv_heads": 2}
+# The layers of a period's repetitions, which are rarely as many as stages times rounds; further
+# layers lie outside of the stages.
+MODELS = {
+    "8 layers": functools.partial(llama, **sizes, mlp=16, layers=8),
+    "5 layers": functools.partial(llama, **sizes, mlp=16, layers=5, tied=True),
+    "local and global": functools.partial(
+        gemma2, **sizes, mlp=16, layers=9, head_dim=8, window=5, period=2
+    ),
+    "first residual, values": functools.partial(speedrun, **SIZES, heads=4, layers=6, window=8),
+    "experts": functools.partial(
+        llama, **sizes, layers=4, mlp=16,
+        feed_forward=functools.partial(Mixture, experts=4, top=2, shared_mlp=16),
+    ),
+}  # fmt: skip
+WAYS = {
+    "": FLOAT32,
+    "2 rounds": Compute(dtype="float32", pipeline_rounds=2),
+    "3 rounds, unrolled": Compute(dtype="float32", pipeline_rounds=3, unroll=2),
+    "2 rows, sequence-parallel": Compute(
+        dtype="float32", pipeline_rows=2, sequence_parallel=True
+    ),
+}
+CELLS = [
+    ("8", "8 layers", ""),
+    ("8", "local and global", ""),  # fewer repetitions than stages
+    ("4, 2 fsdp", "8 layers", "2 rounds"),
+    ("4, 2 fsdp", "5 layers", ""),
+    ("4, 2 fsdp", "experts", ""),
+    ("4, 2 fsdp", "first residual, values", "2 rounds"),
+    ("2, 2 fsdp, 2 tensor", "8 layers", "3 rounds, unrolled"),
+    ("2, 2 fsdp, 2 tensor", "5 layers", "2 rows, sequence-parallel"),
+    ("2, 2 fsdp, 2 tensor", "local and global", "2 rounds"),
+    ("2, 2 fsdp, 2 tensor", "experts", "2 rows, sequence-parallel"),
+    ("2, 2 fsdp, 2 context", "5 layers", "2 rounds"),
+    ("2, 2 fsdp, 2 context", "local and global", "3 rounds, unrolled"),
+    ("2, 2 data, 2 expert", "experts", "2 rounds"),
+    ("2, 2 data, 2 expert", "first residual, values", ""),
+]
+SHOWN = [("4, 2 fsdp", "8 layers", "2 rounds"), ("2, 2 fsdp, 2 context", "5 layers", "2 rounds")]
+
+
+@functools.cache
+def weights(model):
+    return MODELS[model](key=jax.random.key(3))
+
+
+@functools.cache
+def loss_and_gradients(mesh, model, way):
+    mesh = make_mesh(**mesh and MESHES[mesh])
+
+    def mean(model, batch):
+        sums, _ = batch_loss(model, batch, WAYS[way])
+        return sums.minimised / batch.loss_mask.sum()
+
+    model, batch = laid_out(weights(model), mesh), SOURCE.batch(0)
+    with jax.set_mesh(mesh):
+        rows = place(SOURCE, 0, sharding("batch seq", mesh))
+        loss, gradients = jax.jit(jax.value_and_grad(mean))(model, rows)
+    assert batch.segment_ids.max() > 1 and shardings(gradients) == shardings(model)
+    return float(loss), jax.device_get(gradients)
+
+
+@pytest.mark.parametrize(("mesh", "model", "way"), sentinels(CELLS, SHOWN.__contains__))
+def test_losses_and_gradients_are_those_of_one_device(mesh, model, way):
+    loss, gradients = loss_and_gradients(mesh, model, way)
+    expected_loss, expected = loss_and_gradients({}, model, "")
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for found, whole in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(found - whole) <= 2e-5 * np.linalg.norm(whole)
