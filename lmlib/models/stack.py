@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
@@ -148,6 +149,9 @@ def updated_stack(stack: Stack, tallies: Any) -> Stack:
         if tallies_R is None:
             return layer
         layer = gather(layer, jnp.float32)
+        if not jax.sharding.get_abstract_mesh().empty:
+            layers = jax.typeof(jax.tree.leaves(layer)[0]).sharding.spec[:1]
+            tallies_R = jax.sharding.reshard(tallies_R, PartitionSpec(*layers))
         return jax.vmap(lambda layer, tallies: layer.updated(tallies))(layer, tallies_R)
 
     return tuple(tuple(map(updated, *each)) for each in zip(stack, tallies, strict=True))

@@ -67,7 +67,7 @@ def test_a_misfit_names_parameter_axis_both_numbers_and_a_remedy(sizes, mesh, me
     [
         ((12, 32, 1, Compute()), r"axis 'batch' of size 12 .*data=2 x fsdp=4 .*multiple of 8"),
         ((16, 32, 4, Compute()), r"each of 4 microbatches: axis 'batch' of size 4"),
-        ((16, 32, 3, Compute()), r"16 sequences do not divide into 3 microbatches; .*1, 2, 4, 8 or 16"),
+        ((16, 32, 3, Compute()), r"16 sequences do not .* into 3 microbatches; .*1, 2, 4, 8 or 16"),
     ],
 )
 def test_a_batch_that_does_not_split_is_named(arguments, message):

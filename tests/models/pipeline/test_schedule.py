@@ -38,8 +38,8 @@ def test_the_bubble_is_that_of_the_formula(schedule):
 
 @given(schedules)
 def test_microbatches_are_back_at_the_stage_where_they_waited(schedule):
-    """Those of a group move up by one stage whenever the first takes one, and whenever the last puts
-    one back."""
+    """Those of a group move up by one stage when the first takes one, and when the last puts one
+    back."""
     waiting = np.arange(schedule.microbatches).reshape(schedule.groups, schedule.stages)
     place = waiting.copy()
     work, begins, ends = schedule.work(), schedule.begins(), schedule.ends()
