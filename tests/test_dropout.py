@@ -240,7 +240,7 @@ def test_every_mesh_drops_the_same(mesh_name):
     with jax.set_mesh(mesh):
         x_BSE = jax.device_put(jnp.ones((B, S, E)), sharding(layout, mesh))
         found = dropout(x_BSE, RATE, key, "mlp", layout)
-    assert found.sharding.spec == partition(layout)
+    assert found.sharding.spec == partition(layout, mesh=mesh)
     np.testing.assert_array_equal(found, expected)
     _, losses = advance(mesh_name, begin(mesh_name), 6)
     np.testing.assert_allclose(losses, advance("1", begin("1"), 6)[1], rtol=1e-4)

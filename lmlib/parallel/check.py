@@ -66,9 +66,9 @@ def check_batch(
     rows = compute.pipeline_rows * pieces(COMPUTE["batch"], mesh)
     if mesh.shape[STAGE] > 1 and sizes["batch"] % rows:
         raise LayoutError(
-            f"{sizes['batch']} sequences do not divide into {compute.pipeline_rows} rows of each of "
-            f"{rows // compute.pipeline_rows} devices for each microbatch of the pipeline; use a "
-            f"multiple of {rows}, or another pipeline_rows"
+            f"{sizes['batch']} sequences do not divide into {compute.pipeline_rows} rows of each "
+            f"of {rows // compute.pipeline_rows} devices for each microbatch of the pipeline; use "
+            f"a multiple of {rows}, or another pipeline_rows"
         )
     for axis, size in sizes.items():
         if size % pieces(COMPUTE[axis], mesh):
