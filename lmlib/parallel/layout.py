@@ -92,12 +92,21 @@ def named(place: MeshAxes, mesh: Mesh | AbstractMesh | None = None) -> MeshAxes:
     `NAMED_IF_USED`, and, for what one stage computes, all but `STAGE`. `None`: on the mesh that is
     set, if one is."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    place = whole_place(place)
     unused = [] if mesh.empty else [name for name in NAMED_IF_USED if mesh.shape[name] == 1]
-    if in_a_stage():
-        unused.append(STAGE)
-    if not {*unused} & {*names_of(place)}:
+    return _without(unused, place)
+
+
+def whole_place(place: MeshAxes) -> MeshAxes:
+    """`place`, with axes that one device lies along: for arguments of `on_each_device`, over whose
+    other axes JAX would sum gradients; but for what one stage computes without `STAGE`."""
+    return _without([STAGE], place) if in_a_stage() else place
+
+
+def _without(names: Sequence[str], place: MeshAxes) -> MeshAxes:
+    if not {*names} & {*names_of(place)}:
         return place
-    return place_of([name for name in names_of(place) if name not in unused])
+    return place_of([name for name in names_of(place) if name not in names])
 
 
 def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:

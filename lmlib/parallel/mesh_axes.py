@@ -41,8 +41,9 @@ STORAGE = tuple(axis.name for axis in MESH_AXES if axis.weights_rest_split)
 COPIES = tuple(name for name in TOKENS if name not in STORAGE)
 # Along these devices multiply the same tokens by other parts of the weights.
 PARTS = tuple(name for name in NAMES if name not in TOKENS)
-# Named in a layout only where several devices lie along it. Else a model of a user's could not
-# multiply positions by positions, which would both lie there.
+# Named in a layout only where several devices lie along them. Else a model of a user's could not
+# multiply positions by positions, which would both lie along `context`, and rules that name what
+# batches lie along would have to name `stage` too.
 NAMED_IF_USED = ("context", "stage")
 STAGE = "stage"
 OVER_SLICES = ("data", "stage", "fsdp")  # of TPUs, in this order; others stay within one

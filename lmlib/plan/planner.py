@@ -20,6 +20,7 @@ from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.parallel.layout import COMPUTE, pieces
 from lmlib.parallel.mesh import sizes_text
+from lmlib.plan.bubble import bubble
 from lmlib.plan.communication.collectives import Collectives, collectives
 from lmlib.plan.communication.warnings import CommunicationWarning, communication_warnings
 from lmlib.plan.dense_expansion import dense_expansions
@@ -151,6 +152,7 @@ def plan(
         counted=count_flops(step.traced.jaxpr, scopes),
         tokens=data.batch_size * data.sequence_length,
     )
+    remarks += bubble(experiment)
     program = sent = expected = None
     warnings: tuple[CommunicationWarning, ...] = ()
     if not isinstance(result, OutOfMemory):

@@ -24,7 +24,7 @@ from lmlib.models.attend import blockwise, context, cudnn, plain, splash
 from lmlib.models.attend.options import Options
 from lmlib.models.attend.sinks import share, with_sinks
 from lmlib.parallel.collectives import on_each_device, platform
-from lmlib.parallel.layout import COMPUTE, partition, reshard
+from lmlib.parallel.layout import COMPUTE, partition, reshard, whole_place
 
 # Each has `attend`, `problem` if there is something that it cannot compute, and
 # `attend_and_normalise` if it can compute sinks.
@@ -98,10 +98,10 @@ def attend(
 
 
 def _every_row(axes: str) -> PartitionSpec:
-    """The layout of `axes`, which names the axis that splits rows even if one device lies along it:
-    else JAX would sum gradients over it."""
-    batch, _, *others = partition(axes)
-    return PartitionSpec(batch, COMPUTE["seq"], *others)
+    """The layout of `axes`, which names what splits batch and rows even if one device lies along
+    it: else JAX would sum gradients over it."""
+    _, _, *others = partition(axes)
+    return PartitionSpec(whole_place(COMPUTE["batch"]), whole_place(COMPUTE["seq"]), *others)
 
 
 def attention_weights(

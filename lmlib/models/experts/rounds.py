@@ -93,7 +93,7 @@ class Settings(NamedTuple):
     dispatch: str
     room: float
     residual: str
-    in_a_stage: bool
+    in_a_stage: bool = False
 
     def movement(self, choices_BSK: Array) -> Movement:
         choices_nK = jnp.reshape(choices_BSK, (-1, choices_BSK.shape[-1]))

@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, Key
 
-from lmlib.compute import Compute
 from lmlib.models.pipeline.chunks import in_chunks
 from lmlib.models.pipeline.microbatches import (
     brought,
@@ -30,12 +29,11 @@ from lmlib.models.pipeline.microbatches import (
     taken_home,
     to_next_stage,
 )
-from lmlib.models.pipeline.schedule import Schedule, Work
+from lmlib.models.pipeline.schedule import Schedule, Work, schedule_of
 from lmlib.models.protocol import Context
 from lmlib.models.scan import Given, Repeated, counted, run
-from lmlib.parallel.axes import LAYER
-from lmlib.parallel.collectives import devices_along, on_each_device
-from lmlib.parallel.layout import along, partition
+from lmlib.parallel.collectives import on_each_device
+from lmlib.parallel.layout import partition
 from lmlib.parallel.stages import each_stage
 
 _OF_TOKENS = ("positions_BS", "segment_ids_BS", "counts_BS", "tokens_BS")
@@ -56,7 +54,7 @@ def run_in_stages(
       rotations: makes the rotary tables of a context.
     """
     residual = context.compute.residual
-    schedule = schedule_of(len(x_BSE), context.compute)
+    schedule = schedule_of(len(x_BSE), context.compute, jax.sharding.get_abstract_mesh())
     chunks = in_chunks(repeated, repeats, schedule)
     of_tokens = {
         name: everywhere(x_BS, schedule.groups)
@@ -100,12 +98,6 @@ class _Moment(NamedTuple):
     work: Work
     begins: Int32[Array, "*t"]
     ends: Int32[Array, "*t"]
-
-
-def schedule_of(rows: int, compute: Compute) -> Schedule:
-    """Of so many rows on the mesh that is set."""
-    stages, devices = devices_along(along(LAYER)), devices_along(along("batch"))
-    return Schedule(stages, rows // (devices * compute.pipeline_rows), compute.pipeline_rounds)
 
 
 def _moments(schedule: Schedule) -> _Moment:

@@ -13,6 +13,11 @@ Shapes: T slots, P stages.
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from lmlib.compute import Compute
+from lmlib.parallel.layout import COMPUTE, pieces
+from lmlib.parallel.mesh_axes import STAGE
 
 
 class Work(NamedTuple):
@@ -78,3 +83,9 @@ class Schedule(NamedTuple):
         """(T): the group to which the last stage gives one back; -1 if it gives none."""
         work = self.work()
         return np.where(work.ends[:, -1], work.microbatch[:, -1] // self.stages, -1)
+
+
+def schedule_of(rows: int, compute: Compute, mesh: Mesh | AbstractMesh) -> Schedule:
+    """Of so many rows, those of a microbatch of the optimizer's, on `mesh`."""
+    of_all_devices = compute.pipeline_rows * pieces(COMPUTE["batch"], mesh)
+    return Schedule(mesh.shape[STAGE], rows // of_all_devices, compute.pipeline_rounds)
