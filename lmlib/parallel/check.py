@@ -19,11 +19,13 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
 
     Raises:
       LayoutError: one line for each size that does not divide: the weights, the axis, both
-        numbers, and what would work.
+        numbers, and what would work; or if no stage would have layers of its own.
     """
+    layers = [0]
     misfits: dict[str, dict[str, None]] = {}  # to paths, each once and in order
 
     def check(weight: Weight, array: Any) -> None:
+        layers.append(array.shape[0] if weight.stacked else 0)
         rules = {**COMPUTE, **weight.declaration.rules}
         for layout in (in_use(weight, array.shape, mesh), stored(weight, array.shape, mesh)):
             for axis, size, place in zip(weight.axes, array.shape, layout, strict=True):
@@ -34,6 +36,12 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
     if misfits:
         raise LayoutError(
             "\n".join(f"{', '.join(paths)}: {misfit}" for misfit, paths in misfits.items())
+        )
+    if max(layers) < mesh.shape[STAGE] > 1:
+        raise LayoutError(
+            f"stage={mesh.shape[STAGE]} needs as many layers that follow each other in one "
+            f"pattern, and the model has {max(layers)}: no stage would have layers of its own; "
+            "use a smaller stage, and a larger fsdp"
         )
 
 

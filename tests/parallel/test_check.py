@@ -87,3 +87,9 @@ def test_a_pipeline_needs_rows_for_its_microbatches():
     check_batch(12, 32, 1, two, make_mesh(fsdp=4))
     with pytest.raises(LayoutError, match=r"12 sequences .* 2 rows of each of 4 .* multiple of 8"):
         check_batch(12, 32, 1, two, mesh)
+
+
+def test_stages_need_layers():
+    check_model(model(layers=5, embed=32), make_mesh(stage=4, fsdp=2))
+    with pytest.raises(LayoutError, match=r"stage=4 needs .*the model has 2: no stage"):
+        check_model(model(), make_mesh(stage=4, fsdp=2))
