@@ -16,7 +16,7 @@ from lmlib.data.chats.chat import ChatTemplate, read_chat_template
 from lmlib.data.packing import packed_batch
 from lmlib.data.permutation import Shuffle
 from lmlib.data.stored.damage import DamagedDataError
-from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.data_path import data_to_read
 from lmlib.data.stored.metadata import TOKENIZER_FILE, Content, SplitMetadata, TokenizerIdentity
 from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
 from lmlib.data.stored.split import StoredSplit
@@ -75,7 +75,8 @@ class FlatTokens:
         """Opens the split.
 
         Args:
-          path: the data set's folder, in this library's format or seqax's.
+          path: the data set's folder, in this library's format or seqax's; in a bucket too, from
+            where tokens are read by chunks, which are then kept on this machine.
           batch_size: rows of the global batch.
           sequence_length: tokens in a row.
           seed: of the order; None keeps the stored one.
@@ -109,7 +110,7 @@ class FlatTokens:
             raise ValueError(f"FlatTokens needs a seed in [0, 2**64) or None, not {seed}")
         self.batch_size = batch_size
         self.sequence_length = sequence_length
-        self._path, self._split = data_path(path), split
+        self._path, self._split = data_to_read(path), split
         self._epochs, self._packed = epochs, packed
         self._reset_positions = reset_positions
         self._attend_across_documents = attend_across_documents

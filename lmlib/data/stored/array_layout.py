@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmlib.storage.bucket.copies import url_of
+from lmlib.storage.store import store_of
 from lmlib.storage.stored_json import read_json
 
 _LARGEST_DESCRIPTION = 1 << 20  # bytes
@@ -138,7 +140,13 @@ def check_claim(layout: ArrayLayout, sizes: Mapping[str, int]) -> None:
 
 
 def file_sizes(layout: ArrayLayout) -> dict[str, int]:
-    """Bytes of each file in the array's folder; raises ValueError for a link or one too large."""
+    """Bytes of each file in the array's folder; raises ValueError for a link or one too large.
+
+    A bucket does not tell them: each file that is there has what it should, until it is read.
+    """
+    if url_of(layout.folder) is not None:
+        names = [name for name in store_of(layout.folder).list() if name.isdecimal()]
+        return {name: layout.least_bytes(int(name)) for name in names}
     if not layout.folder.is_dir():
         return {}
     if layout.folder.is_symlink():

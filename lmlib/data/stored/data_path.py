@@ -4,12 +4,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lmlib.storage.bucket.copies import copy_to_read, url_of
+from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.local_folder import local_folder
+
 
 def data_path(path: str | os.PathLike[str]) -> Path:
     """The absolute path that `path` means: `~` is the home folder, links and `..` are followed.
 
     Raises ValueError for a path that TensorStore cannot open.
     """
+    path = local_folder(path)
     real = os.path.realpath(os.path.expanduser(path))
     for problem, found in (
         ("it holds a backslash", "\\" in real),
@@ -21,8 +26,20 @@ def data_path(path: str | os.PathLike[str]) -> Path:
     return Path(real)
 
 
+def data_to_read(path: str | os.PathLike[str]) -> Path:
+    """As `data_path`; of a data set in a bucket, a copy of its small files.
+
+    Raises BucketError if the bucket cannot be read.
+    """
+    url = BucketUrl.parsed(os.fspath(path))
+    return data_path(path if url is None else copy_to_read(url))
+
+
 def file_store(folder: Path) -> dict[str, Any]:
-    """TensorStore's specification of the files in `folder`; raises ValueError as `data_path`."""
+    """TensorStore's specification of the files in `folder`, or in the bucket that it is a copy of;
+    raises ValueError as `data_path`."""
+    if (url := url_of(folder)) is not None:
+        return url.key_value_store(f"{url.folder}/")
     return {"driver": "file", "path": f"{data_path(folder)}/"}
 
 

@@ -20,6 +20,9 @@ from lmlib.data.stored.array_layout import (
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.data_path import file_store
 from lmlib.data.stored.digests import digests_of_chunks, read_chunk_digests
+from lmlib.storage.bucket.chunk_cache import ChunkCache
+from lmlib.storage.bucket.copies import copies_folder, shown, url_of
+from lmlib.storage.bucket.failures import BucketError, unreachable
 
 CHUNK_LENGTH = 16 * 1024  # tokens; the unit of reading, and of checksums
 FILE_LENGTH = 16 * 1024 * 1024  # tokens in one file, the unit of writing
@@ -109,6 +112,8 @@ class StoredArray:
         its elements are float16, and no unsigned integers.
         """
         self.path, self.length = path, length
+        self._url = url_of(path)
+        self._cache: ChunkCache | None = None
         try:
             layout = flat_tokens_layout(path) if driver == "zarr3" else seqax_layout(path)
         except (OSError, ValueError) as error:
@@ -132,6 +137,9 @@ class StoredArray:
                 self._chunk_digests = read_chunk_digests(path, chunks, digest)
             except (OSError, ValueError) as error:
                 raise self._damaged("has been changed or swapped", error) from error
+            if self._url is not None:
+                folder = copies_folder() / "chunks"
+                self._cache = ChunkCache(folder, digest, self._are_sound, self.chunk_length)
         spec = {
             "driver": driver,
             "kvstore": file_store(path),
@@ -142,12 +150,15 @@ class StoredArray:
         try:
             self._array = ts.open(spec, read=True, context=context).result()
         except ValueError as error:
+            self._raise_of_bucket(error)
             raise self._damaged("cannot be opened", error) from error
 
     def check_claim(self) -> None:
         """Raises DamagedDataError for links, and if most of an array so long is not there."""
         try:
             check_claim(self.layout, file_sizes(self.layout))
+        except BucketError:
+            raise
         except (OSError, ValueError) as error:
             raise self._damaged("cannot be read", error) from error
 
@@ -155,6 +166,8 @@ class StoredArray:
         """Raises DamagedDataError unless the files are there that an array so long has."""
         try:
             check_files(self.layout)
+        except BucketError:
+            raise
         except (OSError, ValueError) as error:
             raise self._damaged("cannot be read", error) from error
 
@@ -162,21 +175,48 @@ class StoredArray:
         """Starts reading elements [start, stop)."""
         return Reading(self, start, stop)
 
+    def _cached(self, first: int, last: int) -> np.ndarray | None:
+        """Whole chunks from element `first` to `last`, if this machine keeps all of them."""
+        if self._cache is None or first == last:
+            return None
+        chunks = range(first, last, self.chunk_length)
+        lengths = [min(self.chunk_length, last - start) for start in chunks]
+        dtype = np.dtype(self._array.dtype.numpy_dtype).newbyteorder("<")
+        return self._cache.read(first // self.chunk_length, lengths, dtype)
+
     def _check_chunks(self, values: np.ndarray, first: int) -> None:
         """Raises ValueError unless `values` are the whole chunks from element `first` on."""
         if self._chunk_digests is None:
             return
-        found = digests_of_chunks(values, self.chunk_length)
-        chunk = first // self.chunk_length
-        wrong = np.flatnonzero(found != self._chunk_digests[chunk : chunk + len(found)])
+        wrong = self._wrong(first // self.chunk_length, values)
         if len(wrong):
-            raise ValueError(f"chunk {chunk + wrong[0]} is not the one that was written there")
+            raise ValueError(f"chunk {wrong[0]} is not the one that was written there")
+
+    def _are_sound(self, chunk: int, values: np.ndarray) -> bool:
+        return len(self._wrong(chunk, values)) == 0
+
+    def _wrong(self, chunk: int, values: np.ndarray) -> np.ndarray:
+        """The numbers of those of the chunks from `chunk` on that `values` are not."""
+        assert self._chunk_digests is not None
+        found = digests_of_chunks(values, self.chunk_length)
+        return chunk + np.flatnonzero(found != self._chunk_digests[chunk : chunk + len(found)])
+
+    def _keep(self, values: np.ndarray, first: int) -> None:
+        if self._cache is not None and len(values):
+            self._cache.keep(first // self.chunk_length, values)
+
+    def _raise_of_bucket(self, error: Exception) -> None:
+        """Raises BucketError if it is a bucket, and no damage, that `error` of TensorStore's tells
+        of."""
+        if self._url is not None and (known := unreachable(str(error))) is not None:
+            code, cause = known
+            raise BucketError(code, f"cannot read {self._url}: {cause}") from None
 
     def _damaged(self, what: str, error: Exception) -> DamagedDataError:
         cause = str(error).partition(" [")[0]  # TensorStore appends its whole specification
         return DamagedDataError(
-            f"{self.path} {what}: the data set is damaged; make it again or restore the file "
-            f"({cause})"
+            f"{shown(self.path)} {what}: the data set is damaged; make it again or restore the "
+            f"file ({cause})"
         )
 
 
@@ -193,14 +233,20 @@ class Reading:
         # Whole chunks, so that they can be checked; they are read and decoded whole anyway.
         length = stored.chunk_length
         self._first = start // length * length
-        self._future = stored._array[self._first : self._last()].read()
+        self._cached = stored._cached(self._first, self._last())
+        if self._cached is None:
+            self._future = stored._array[self._first : self._last()].read()
 
     def result(self) -> np.ndarray:
         """The elements, once they have arrived; raises DamagedDataError if they cannot be."""
         try:
-            values = self._future.result()
-            self._stored._check_chunks(values, self._first)
+            values = self._cached
+            if values is None:
+                values = self._future.result()
+                self._stored._check_chunks(values, self._first)
+                self._stored._keep(values, self._first)
         except ValueError as error:
+            self._stored._raise_of_bucket(error)
             what = f"cannot be read from {self._start} to {self._stop}"
             raise self._stored._damaged(what, error) from error
         return values[self._start - self._first : self._stop - self._first]
@@ -214,4 +260,11 @@ class Reading:
 
 def reading_context() -> ts.Context:
     """Bounds the memory that all arrays opened with it may keep cached."""
-    return ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    retries = {"max_retries": 8, "initial_delay": "100ms", "max_delay": "10s"}  # of buckets
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": _CACHE_BYTES},
+            "s3_request_retries": retries,
+            "gcs_request_retries": retries,
+        }
+    )

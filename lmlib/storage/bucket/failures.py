@@ -53,6 +53,15 @@ def lasting(text: str) -> tuple[int, str] | None:
     return None if any(re.search(pattern, text) for pattern, _ in _PASSING) else _UNKNOWN
 
 
+def unreachable(text: str) -> tuple[int, str] | None:
+    """The error number and the cause, if a text tells of requests and not of what was read."""
+    for pattern, cause in _PASSING:
+        if re.search(pattern, text):
+            return errno.EIO, f"{cause}: try again later"
+    known = [(code, cause) for pattern, code, cause in _FINAL if re.search(pattern, text)]
+    return next((each for each in known if each[0] == errno.EACCES), None)
+
+
 def passing(text: str) -> str:
     """The cause of what may be over when it is tried again."""
     return next((cause for pattern, cause in _PASSING if re.search(pattern, text)), _UNKNOWN[1])
