@@ -54,15 +54,17 @@ def run(
     repeated: Repeated,
     repeats: int,
     names: Sequence[str],
+    chosen: Callable[[Any], Any] | None = None,
 ) -> tuple[Float[Array, "b s embed"], tuple[Given, ...]]:
     """The residual stream after all repetitions, and what each layer of the pattern gives, stacked
-    along R. `names`: of the activations that may be kept.
+    along R. `names`: of the activations that may be kept. `chosen`: makes the layer of what
+    `repeated` has of one, and again in the backward pass, so that no copy of it is kept.
 
     `context.compute.unroll` repetitions make one turn of the loop, and those that are left over
     follow it; this is not left to `jax.lax.scan`, which cannot split what is saved in a `reduced`
     layout. There is no loop of one turn, whose body XLA's TPU compiler would run twice.
     """
-    one = functools.partial(_one, context, names)
+    one = functools.partial(_one, context, names, chosen)
     unroll = context.compute.unroll
     iterations = repeats // unroll
     if iterations < 2:
@@ -98,12 +100,17 @@ def _in_a_row(
 
 
 def _one(
-    context: Context, names: Sequence[str], looped: bool, x_BSE: Array, repeated: Repeated
+    context: Context,
+    names: Sequence[str],
+    chosen: Callable[[Any], Any] | None,
+    looped: bool,
+    x_BSE: Array,
+    repeated: Repeated,
 ) -> tuple[Array, tuple[Given, ...]]:
     """One repetition of a pattern."""
     # Inside a loop nothing can merge the recomputation with the forward pass, so CSE is safe.
     run_layer = jax.checkpoint(
-        functools.partial(_layer, context),
+        functools.partial(_layer, context, chosen),
         policy=policy(context.compute, names),
         prevent_cse=not looped,
     )
@@ -118,10 +125,16 @@ def _one(
 
 
 def _layer(
-    context: Context, x_BSE: Array, layer: Layer, key: PRNGKeyArray | None, cache: Any
+    context: Context,
+    chosen: Callable[[Any], Any] | None,
+    x_BSE: Array,
+    layer: Any,
+    key: PRNGKeyArray | None,
+    cache: Any,
 ) -> tuple[Array, Given]:
     """One layer, as it is computed again in the backward pass."""
     x_BSE = checkpoint_name(x_BSE, "layer_input")
+    layer = layer if chosen is None else chosen(layer)
     layer = gather(layer, context.compute.dtype, after=x_BSE)
     if key is not None:
         layer = with_keys(layer, fold(key, "adapters"))

@@ -30,7 +30,7 @@ def unstaged(module: M) -> M:
 
 
 def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
-    """The chunks of each stage, (P, V, K, …), in place of (R, …).
+    """The chunks of each stage, (P, K, V, …), in place of (R, …).
 
     Layers rest in their order, those of a stage next to each other. Where each stage has one chunk,
     and all have as many layers, nothing moves; else weights travel to their stages, and their
@@ -45,14 +45,14 @@ def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
         of_stages = stored(weight, (stages, *w_R.shape[1:]), mesh).partitions
         layout = PartitionSpec(of_stages[0], None, None, *of_stages[1:])
         if (rounds, repeats) == (1, stages * each):
-            return jnp.reshape(w_R, (stages, 1, each, *w_R.shape[1:]), out_sharding=layout)
+            return jnp.reshape(w_R, (stages, each, 1, *w_R.shape[1:]), out_sharding=layout)
         whole_R = jax.sharding.reshard(w_R, stored(weight.unstaged, w_R.shape, mesh))
         return jax.sharding.reshard(cut(whole_R), layout)
 
     def cut(x_R: Array) -> Array:
         lacking = stages * rounds * each - repeats
         x_R = jnp.concatenate([x_R, *[x_R[-1:]] * lacking])
-        return jnp.swapaxes(reshaped(x_R, 1, (rounds, stages, each)), 0, 1)
+        return jnp.moveaxis(reshaped(x_R, 1, (rounds, stages, each)), 0, 2)
 
     def chunk_alike(x_R: Array) -> Array:
         return jax.sharding.reshard(cut(x_R), partition("stage"))
@@ -61,7 +61,7 @@ def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:
     if repeats < stages * rounds * each:
         numbers_VPK = np.arange(stages * rounds * each).reshape(rounds, stages, each)
         counts = jax.sharding.reshard(
-            jnp.asarray(np.swapaxes(numbers_VPK < repeats, 0, 1)), partition("stage")
+            jnp.asarray(np.moveaxis(numbers_VPK < repeats, 0, 2)), partition("stage")
         )
     return Repeated(
         map_weights(chunk, repeated.layers),

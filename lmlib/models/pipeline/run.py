@@ -5,7 +5,7 @@ compute at once, each for another microbatch, and what they make moves on by one
 Backward JAX reverses the loop over slots: gradients move from the last stage to the first.
 
 Shapes: W rows of a microbatch, S sequence, E embed, P stages, G groups, M microbatches, T slots,
-R repetitions of a pattern, V rounds, K repetitions of a chunk.
+R repetitions of a pattern, K repetitions of a chunk, V rounds.
 """
 
 import dataclasses
@@ -69,11 +69,17 @@ def run_in_stages(
         }
         own = dataclasses.replace(context, first_BSE=first_WSE, **of_own)
         own = dataclasses.replace(own, rotations=rotations(own))
-        chunk = jax.tree.map(lambda w_VK: _at(w_VK, work.round), chunks)
-        keys = jax.tree.map(lambda key_K: _folded(key_K, work.microbatch), chunk.keys)
+        keys, counts = jax.tree.map(
+            lambda x_KV: _at(jnp.swapaxes(x_KV, 0, 1), work.round), (chunks.keys, chunks.counts)
+        )
+        keys = jax.tree.map(lambda key_K: _folded(key_K, work.microbatch), keys)
+        chunk = chunks._replace(keys=keys, counts=counts)
         length = jax.tree.leaves(chunk.layers)[0].shape[0]
-        y_WSE, given = run(own, x_WSE, chunk._replace(keys=keys), length, names)
+        y_WSE, given = run(own, x_WSE, chunk, length, names, of_round(work.round))
         return (y_WSE, first_WSE), tuple(counted(each.reports, work.counts) for each in given)
+
+    def of_round(round: Array) -> Callable[[Any], Any]:
+        return lambda layer_V: jax.tree.map(lambda w_V: _at(w_V, round), layer_V)
 
     def slot(carry: Any, moment: _Moment) -> tuple[Any, Any]:
         waiting, at = carry

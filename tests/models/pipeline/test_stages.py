@@ -1,6 +1,7 @@
 """Layers in stages compute what one device computes: losses, every gradient, whole runs."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -19,9 +20,11 @@ from lmlib.models.experts.router import Router
 from lmlib.models.families.gemma import gemma2
 from lmlib.models.families.llama import llama
 from lmlib.models.families.speedrun import speedrun
+from lmlib.models.pipeline.schedule import schedule_of
 from lmlib.optim import Optimizer, as_declared
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
+from lmlib.state import abstract_batch, abstract_model
 
 pytestmark = pytest.mark.several_devices
 
@@ -162,3 +165,22 @@ def test_a_run_goes_on_with_other_stages(optimizer, tmp_path):
         ):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def test_no_copy_of_the_weights_is_kept_for_each_microbatch():
+    mesh, rounds = make_mesh(stage=2, fsdp=4), 2
+    mlp = 24  # which nothing else is
+    make = functools.partial(llama, **sizes, layers=4, mlp=mlp, key=jax.random.key(0))
+    compute = Compute(dtype="float32", pipeline_rounds=rounds)
+    slots = schedule_of(SOURCE.batch_size, compute, mesh).slots
+
+    def loss(model, batch):
+        return batch_loss(model, batch, compute)[0].minimised
+
+    model = abstract_model(make, mesh)
+    batch = abstract_batch(SOURCE.batch_size, SOURCE.sequence_length, mesh)
+    with jax.set_mesh(mesh):
+        program = str(jax.jit(jax.grad(loss)).trace(model, batch).jaxpr)
+    shapes = [re.findall(r"\d+", shape) for shape in re.findall(r"f32\[([^\]]*)\]", program)]
+    assert any(shape[:1] == [str(slots)] for shape in shapes)  # the layers' inputs are kept
+    assert not [shape for shape in shapes if shape[:1] == [str(slots)] and str(mlp) in shape]
