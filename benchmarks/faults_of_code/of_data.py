@@ -48,8 +48,8 @@ MUTATIONS = (
     Mutation(
         "a damaged chunk of tokens is trained on",
         "lmlib/data/stored/token_arrays.py",
-        "wrong = np.flatnonzero(found != self._chunk_digests[chunk : chunk + len(found)])",
-        "wrong = np.flatnonzero(found != found)",
+        "np.flatnonzero(found != self._chunk_digests[chunk : chunk + len(found)])",
+        "np.flatnonzero(found != found)",
         "tests/data/test_swapped_data.py",
     ),
     Mutation(

@@ -4,9 +4,23 @@ from faults_of_code.mutation import Mutation
 
 MUTATIONS = (
     Mutation(
+        "a stage computes the chunk of another round",
+        "lmlib/models/pipeline/schedule.py",
+        "            round=round_TP,\n",
+        "            round=np.roll(round_TP, 1, 0),\n",
+        "tests/models/pipeline",
+    ),
+    Mutation(
+        "what a stage computes in the bubble counts",
+        "lmlib/models/scan.py",
+        "jnp.where(counts, each, jnp.zeros_like(each))",
+        "each",
+        "tests/models/pipeline",
+    ),
+    Mutation(
         "weights rest whole on every device: no FSDP",
         "lmlib/parallel/layout.py",
-        'STORED: Rules = {**COMPUTE, "embed": ("fsdp", "expert", "context")}',
+        'STORED: Rules = {**COMPUTE, "embed": ("stage", "fsdp", "expert", "context")}',
         "STORED: Rules = {**COMPUTE}",
         "tests/parallel tests/inspect/test_describe.py",
     ),
