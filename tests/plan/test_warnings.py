@@ -155,9 +155,8 @@ def test_what_the_partitioner_complains_about_is_named():
     assert "sharding_constraint" in warning.message
     assert "f32[4,8,2]" in warning.message
     # Both layouts are named, as XLA prints them: by devices, or by axes of the mesh.
-    # XLA names layouts by devices, or by axes of the mesh.
     by_devices = "{devices=[2,1,4]<=[8]} to {devices=[1,8,1]<=[8]} directly"
-    axes = "mesh['data'=2,'fsdp'=4,'expert'=1,'context'=1,'tensor'=1]"
+    axes = f"mesh[{','.join(f'{axis!r}={size}' for axis, size in mesh.shape.items())}]"
     by_axes = (
         f"{{{axes}, [{{'data'}}, {{}}, {{'fsdp'}}]}} to "
         f"{{{axes}, [{{}}, {{'data', 'fsdp'}}, {{}}]}} directly"

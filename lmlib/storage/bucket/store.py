@@ -7,12 +7,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import tensorstore as ts
+from typing import TYPE_CHECKING, Any
 
 from lmlib.storage.bucket.failures import BucketError, lasting, passing
 from lmlib.storage.bucket.url import BucketUrl
+
+if TYPE_CHECKING:  # it is imported where a bucket is: most commands need none
+    import tensorstore as ts
 
 _ONCE = {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"}
 
@@ -50,6 +51,8 @@ class BucketStore:
         root = self.url.key("")
         prefix = f"{root}{under}/" if under else root
         # The character after the slash ends what begins with it.
+        import tensorstore as ts
+
         bounds = ts.KvStore.KeyRange(prefix, f"{prefix[:-1]}0" if prefix else "")
         keys = self._answer("list", under or ".", lambda: self._keys.list(bounds))
         if self.url.scheme == "gs":
@@ -102,7 +105,7 @@ class BucketStore:
         self._answer("delete", name, lambda: self._keys.write(self.url.key(name), None))
 
     @property
-    def _keys(self) -> ts.KvStore:
+    def _keys(self) -> "ts.KvStore":
         return _opened(json.dumps(self.url.key_value_store()))
 
     def _answer(self, doing: str, name: str, request: Callable[[], Any], size: int = 0) -> Any:
@@ -142,7 +145,9 @@ def _within(request: Callable[[], Any], seconds: float) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _opened(spec: str) -> ts.KvStore:
+def _opened(spec: str) -> "ts.KvStore":
     """The connections of a bucket, made once; `BucketStore` itself tries again."""
+    import tensorstore as ts
+
     retries = {"s3_request_retries": _ONCE, "gcs_request_retries": _ONCE}
     return ts.KvStore.open(json.loads(spec), context=ts.Context(retries)).result()
