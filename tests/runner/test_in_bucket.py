@@ -1,12 +1,15 @@
 """Runs whose workdir is in a bucket: the same curve, bit for bit, or a sentence that says why."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
+import small_experiment
 from buckets.fixtures import folder_in_bucket
 from buckets.proxy import Fault, FaultyProxy, Request
+from forked_processes import ForkedProcess
 from small_experiment import small
 from states import assert_same_bits
 
@@ -20,6 +23,13 @@ from runner.errors import ConfigError, StoppedEarly
 from runner.processes.lease import Lease
 
 STEPS = 6
+EXPERIMENT_FLAGS = (
+    f"--fdl_config={small_experiment.__file__}",
+    "--fdl.validation=None",
+    "--fdl.mesh.fsdp=1",
+    f"--fdl.steps={STEPS}",
+    "--fdl.checkpoints.every=2",
+)
 EXPERIMENT = (f"steps={STEPS}", "checkpoints.every=2")
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
 PASSING = (Fault.REFUSED, Fault.THROTTLED, Fault.UNAVAILABLE, Fault.CUT, Fault.LOST)
@@ -83,6 +93,36 @@ def test_a_run_goes_on_on_another_machine(bucket, machine, undisturbed):
     names = names_in(url)
     assert {"config.json", "metrics.jsonl", "result.json", "report.html"} <= names
     assert not [name for name in names if ".parts/" in name or name.endswith("unfinished")]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_anywhere_goes_on(bucket, machine, undisturbed, tmp_path):
+    """Killed when it sends a request, at several of the two hundred or so that it needs."""
+    url, proxy = bucket
+    machine("killed")
+    killed = 0
+    for strike in (40, 80, 120, 160, 400):
+        workdir, output = f"{url}/{strike}", tmp_path / f"{strike}.output"
+        arguments = (*EXPERIMENT_FLAGS, f"--workdir={workdir}")
+        began = len(proxy.requests)
+        with output.open("w") as file:
+            run = ForkedProcess("-m", "runner", *arguments, stdout=file, stderr=file)
+            reached = threading.Event()
+            proxy.fault = lambda request, at=began + strike, reached=reached: (
+                reached.set() if request.number == at else None
+            )
+            while run.poll() is None and not reached.wait(0.005):
+                pass
+            run.kill()
+            run.wait(60)
+        proxy.fault = lambda request: None
+        state = fit(small(*EXPERIMENT), workdir).state
+        assert_same_bits(state, undisturbed[0])
+        assert curve(folder_to_read(workdir)) == undisturbed[1], output.read_text()
+        if not reached.is_set():
+            break
+        killed += 1
+    assert killed == 4
 
 
 def test_a_save_that_fails_leaves_the_last_and_training_goes_on(bucket, machine, undisturbed):
