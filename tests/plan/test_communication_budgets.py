@@ -161,35 +161,43 @@ def replicated_over_data(fsdp):
     )
 
 
-def whole_matrices(devices, split_along):
+def whole_matrices(fsdp, t):
     """Muon's: each group of matrices of one shape is as many as the devices divide, and travels
-    along the axes that split embed, and those that split the other side, there and back. The
-    groups: queries and outputs, keys and values, mlp's."""
+    along both axes there and back. The groups: queries and outputs, keys and values, mlp's."""
+    devices = fsdp * t
     groups = {E * H * D: 2 * L, E * K * D: 2 * L, E * F: 3 * L}
     sizes = [-(-count // devices) * size for size, count in groups.items()]
     return sum(
-        (sends("all-to-all", axes, STEP, "bf16", sizes, count=2) for axes in split_along),
+        (sends("all-to-all", (axis,), STEP, "bf16", sizes, count=2) for axis in ("fsdp", "tensor")),
         Counter(),
     )
 
 
 # Sizes of the mesh, settings of the model, and the budgets that serve: XLA's versions differ. What
 # FSDP sends alone, and TP alone, is a part of what these send.
-ON_A_TPU = "FSDP × TP"  # on GPUs it is a part of what the next sends
 LAYOUTS = {
-    ON_A_TPU: (
+    "FSDP × TP": (
         {"fsdp": 4, "tensor": 2},
         {},
         [fully_sharded(4, t=2) + norms("reduce-scatter", ("fsdp",)) + tensor_parallel(B // 4)],
     ),
-    "FSDP over two axes × TP with Muon": (
+    "FSDP over two axes × TP": (
         {"fsdp": 2, "expert": 2, "tensor": 2},
         {},
         [
             fully_sharded(4, t=2, axes=("fsdp", "expert"))
             + norms("reduce-scatter", ("fsdp", "expert"))
             + tensor_parallel(B // 4)
-            + whole_matrices(8, split_along=(("fsdp", "expert"), ("tensor",)))
+        ],
+    ),
+    "FSDP × TP with Muon": (
+        {"fsdp": 4, "tensor": 2},
+        {},
+        [
+            fully_sharded(4, t=2)
+            + norms("reduce-scatter", ("fsdp",))
+            + tensor_parallel(B // 4)
+            + whole_matrices(4, t=2)
         ],
     ),
     "HSDP": (
@@ -229,11 +237,10 @@ LAYOUTS = {
 }
 
 
-# Which kernels would be the quickest takes long to find, as do Triton's to compile, and changes
-# nothing that is sent. All collectives stay in the loop over layers, by which they are counted.
+# Which kernels would be the quickest takes long to find, and changes nothing that is sent. All
+# collectives stay in the loop over layers, by which they are counted.
 ON_GPUS = {
     "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_triton_gemm": False,
     "xla_disable_hlo_passes": "collective-pipeliner-forward,collective-pipeliner-backward",
 }
 
@@ -294,7 +301,7 @@ def bytes_of(budget, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each != ON_A_TPU])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_sends_what_its_layout_needs_and_nothing_else(layout):
     sent, warnings, mesh = compiled("h100:1x8", layout)
     budgets = LAYOUTS[layout][2]
@@ -310,7 +317,7 @@ def test_a_step_sends_what_its_layout_needs_and_nothing_else(layout):
 @pytest.mark.slow
 def test_a_tpu_sends_the_same_but_for_how_it_sums_gradients():
     """libtpu scatters only sums whose shards fill its tiles, and reduces the others whole."""
-    sent, _, _ = compiled("v5e:4x2", ON_A_TPU)
+    sent, _, _ = compiled("v5e:4x2", "FSDP × TP")
 
     def without_the_kind_of_sums(budget):
         sums = ("all-reduce", "reduce-scatter")
@@ -319,6 +326,6 @@ def test_a_tpu_sends_the_same_but_for_how_it_sums_gradients():
             merged["sum" if kind in sums else kind, *rest] += count
         return merged
 
-    found, expected = map(without_the_kind_of_sums, (budget(sent), LAYOUTS[ON_A_TPU][2][0]))
+    found, expected = map(without_the_kind_of_sums, (budget(sent), LAYOUTS["FSDP × TP"][2][0]))
     assert found == expected, {"besides": found - expected, "missing": expected - found}
     assert any(one.kind == "all-gather" and one.overlaps for one in sent)
