@@ -6,7 +6,8 @@
     python -m runner.checkpoint prune WORKDIR --keep=2   removes all but the newest two
 
 --step   verify or show this one only
-WORKDIR is the folder of a run or of its checkpoints. While the run goes on, `prune` is refused.
+WORKDIR is the folder of a run or of its checkpoints. While the run goes on, `prune` is refused, and
+in a bucket always.
 """
 
 import json
@@ -26,6 +27,7 @@ from lmlib.checkpoint import (
 )
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
+from lmlib.storage.bucket.copies import shown, url_of
 from lmlib.storage.local_folder import folder_to_read
 from lmlib.terminal.quantities import bytes_text, duration_text
 from lmlib.terminal.table import columns
@@ -135,6 +137,11 @@ def _show(checkpoints: Checkpoints, directory: Path) -> int:
 def _prune(checkpoints: Checkpoints, directory: Path) -> int:
     if _KEEP.value is None:
         raise ConfigError("give --keep, how many of the newest checkpoints stay")
+    if url_of(directory) is not None:
+        raise ConfigError(
+            f"{shown(directory)} is in a bucket, where prune does not see whether a run goes on: "
+            "give the run --fdl.checkpoints.keep, which removes older ones as it saves"
+        )
     with WorkdirLock(directory.parent if directory.name == "checkpoints" else directory):
         return _remove_all_but(_KEEP.value, checkpoints, directory)
 

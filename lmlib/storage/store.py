@@ -42,6 +42,6 @@ class Store(Protocol):
 
 
 def store_of(folder: Path) -> Store:
-    """What holds the files of `folder`: the bucket that it is a copy of, or the folder itself."""
+    """The store of a folder's files: a bucket if `folder` is a bucket's copy, else the disk."""
     url = url_of(folder)
     return FolderStore(folder) if url is None else BucketStore(url)

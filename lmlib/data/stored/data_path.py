@@ -36,8 +36,8 @@ def data_to_read(path: str | os.PathLike[str]) -> Path:
 
 
 def file_store(folder: Path) -> dict[str, Any]:
-    """TensorStore's specification of the files in `folder`, or in the bucket that it is a copy of;
-    raises ValueError as `data_path`."""
+    """TensorStore's specification of a data set's files: in `folder`, or in a bucket if `folder` is
+    a bucket's copy. Raises ValueError as `data_path`."""
     if (url := url_of(folder)) is not None:
         return url.key_value_store(f"{url.folder}/")
     return {"driver": "file", "path": f"{data_path(folder)}/"}

@@ -53,7 +53,7 @@ def place_of(url: BucketUrl) -> Path:
 
 
 def shown(path: Path) -> str:
-    """What the user calls `path`: the URL that it is a copy of, if it is one."""
+    """The name that the user gave: a URL if `path` is a bucket's copy, else `path`."""
     return str(url_of(path) or path)
 
 
