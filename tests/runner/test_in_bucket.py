@@ -9,7 +9,7 @@ import pytest
 import small_experiment
 from buckets.fixtures import folder_in_bucket
 from buckets.proxy import Fault, FaultyProxy, Request
-from forked_processes import ForkedProcess
+from forked_processes import ForkedProcess, run_forked
 from small_experiment import small
 from states import assert_same_bits
 
@@ -139,6 +139,11 @@ def test_a_save_that_fails_leaves_the_last_and_training_goes_on(bucket, machine,
     assert_same_bits(state, undisturbed[0])
     with Checkpoints(f"{url}/checkpoints", read_only=True) as checkpoints:
         assert checkpoints.steps() == [2, 6]
+    proxy.fault = lambda request: None
+    asked, before = len(proxy.requests), names_in(url)
+    ended = run_forked("-m", "runner.checkpoint", "prune", url, "--keep=1")
+    assert ended.returncode == 2 and f"{url}/checkpoints is in a bucket" in ended.stderr
+    assert len(proxy.requests) > asked and names_in(url) == before
 
 
 def test_of_two_runs_one_is_refused(bucket, machine):
