@@ -27,6 +27,7 @@ from lmlib.hf.rounding import Rounding, rounding
 from lmlib.hf.share import Share, joined
 from lmlib.hf.tensor_files import DTYPES, Stored, begin_files, laid_out, synced, write
 from lmlib.models.decoder import Decoder
+from lmlib.models.experts.without_load import without_load
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
 from lmlib.storage.stored_json import parse_json
@@ -72,7 +73,7 @@ def save(
       FileNotFoundError: if `tokenizer` holds none.
       FolderError: if a file of `tokenizer` is damaged, or a link that leads out of its folder.
     """
-    folder = Path(folder)
+    folder, model = Path(folder), without_load(model)
     dtype = dtype or jnp.result_type(*jax.tree.leaves(model)).name
     if dtype not in NAMES_OF_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(NAMES_OF_DTYPES)}, got {dtype!r}")

@@ -27,6 +27,7 @@ from lmlib.hf.folder import FolderError, read_json
 from lmlib.hf.settings import Settings
 from lmlib.models.decoder import Decoder
 from lmlib.models.differences import differences
+from lmlib.models.experts.without_load import without_load
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES,
@@ -112,7 +113,8 @@ def family_of(
     model: Decoder, model_type: str | None = None, families: Sequence[Family] = FAMILIES
 ) -> tuple[Family, dict[str, Any]]:
     """The family of a model (arrays or shapes), and the config.json that describes exactly it:
-    what is built from that has the same parts, settings and shapes.
+    what is built from that has the same parts, settings and shapes, but for what training alone
+    reads.
 
     Args:
       model_type: of the family, where several have such a model; `None`: the first of them.
@@ -129,7 +131,7 @@ def family_of(
         except ValueError as error:  # it has no such part, or no config.json says such a thing
             reasons.add(str(error))
             continue
-        differing = list(differences(shapes, model))
+        differing = list(differences(shapes, without_load(model)))
         if not differing:
             return family, content
         where, one, other, _ = differing[0]
