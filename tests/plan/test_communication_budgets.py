@@ -11,7 +11,7 @@ from collections import Counter
 
 import jax
 import pytest
-from absent_hardware import absent
+from absent_hardware import COUNTED_ON_GPUS, absent
 
 from lmlib import optim, train
 from lmlib.compute import Compute
@@ -237,14 +237,6 @@ LAYOUTS = {
 }
 
 
-# Which kernels would be the quickest takes long to find, and changes nothing that is sent. All
-# collectives stay in the loop over layers, by which they are counted.
-ON_GPUS = {
-    "xla_gpu_autotune_level": 0,
-    "xla_disable_hlo_passes": "collective-pipeliner-forward,collective-pipeliner-backward",
-}
-
-
 @functools.cache
 def compiled(target, layout):
     """The collectives of a step in `layout`, what plan warns of, and its mesh."""
@@ -268,7 +260,7 @@ def compiled(target, layout):
     state = abstract_state(make, training)
     batch = abstract_batch(B, S, mesh)
     step = train.trace_step(state, batch, training).lower()
-    program = step.compile(ON_GPUS if target.startswith("h100") else {})
+    program = step.compile(COUNTED_ON_GPUS if target.startswith("h100") else {})
     sent = collectives(read_program(program.as_text()), mesh)
     return sent, communication_warnings(sent, state.model, mesh), mesh
 

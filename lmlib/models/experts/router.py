@@ -1,6 +1,6 @@
 """Which experts each token goes to, and with which shares.
 
-Shapes: B batch, S sequence, E embed, X experts (as choices), K choices of a token, G groups.
+Shapes: B batch, S sequence, E embed, X experts (as choices), K choices of a token.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
+from lmlib.models.experts.choices import best
 from lmlib.models.product import product
 from lmlib.models.protocol import Context, Names, Reports
 from lmlib.models.rematerialization import CHOICES
@@ -117,8 +118,7 @@ class Router(eqx.Module):
             probability_BSX = scores_BSX / jnp.sum(scores_BSX, axis=-1, keepdims=True)
         ranked_BSX = jax.lax.stop_gradient(scores_BSX)
         ranked_BSX = ranked_BSX if self.correction is None else ranked_BSX + self.correction
-        ranked_BSX = _of_best_groups(ranked_BSX, self.groups, self.top_groups)
-        _, choices_BSK = jax.lax.top_k(ranked_BSX, self.top)
+        choices_BSK = best(ranked_BSX, self.top, self.groups, self.top_groups)
         choices_BSK = checkpoint_name(choices_BSK, CHOICES)
         is_chosen_BSKX = choices_BSK[..., None] == jnp.arange(self.experts, dtype=jnp.int32)
         shares_BSK = jnp.sum(jnp.where(is_chosen_BSKX, scores_BSX[..., None, :], 0), axis=-1)
@@ -178,21 +178,6 @@ def _check(experts: int, top: int, scores: str, groups: int, top_groups: int, ba
         )
     if groups > 1 and experts // groups < 2:
         raise ValueError(f"groups={groups} of {experts} experts have fewer than two each")
-
-
-def _of_best_groups(
-    ranked_BSX: Float[Array, "b s x"], groups: int, top_groups: int
-) -> Float[Array, "b s x"]:
-    """With -inf for experts outside of a token's best groups."""
-    if groups == top_groups:
-        return ranked_BSX
-    *_, X = ranked_BSX.shape
-    ranked_BSGX = jnp.reshape(ranked_BSX, (*ranked_BSX.shape[:-1], groups, X // groups))
-    best_BSG2, _ = jax.lax.top_k(ranked_BSGX, 2)
-    _, kept_BSG = jax.lax.top_k(jnp.sum(best_BSG2, axis=-1), top_groups)
-    is_kept_BSG = jnp.any(kept_BSG[..., None] == jnp.arange(groups, dtype=jnp.int32), axis=-2)
-    of_kept_BSGX = jnp.where(is_kept_BSG[..., None], ranked_BSGX, -jnp.inf)
-    return jnp.reshape(of_kept_BSGX, ranked_BSX.shape)
 
 
 def _row_means(x_BSX: Float[Array, "b s x"], context: Context) -> Any:

@@ -1,0 +1,133 @@
+"""What a step with mixtures of experts sends, array by array: budgets computed by hand.
+
+On CPUs gradients are summed over FSDP's axes whole, and an exchange sends whole buffers; GPUs
+scatter sums, and send rows alone.
+"""
+
+import functools
+from collections import Counter
+
+import jax
+import pytest
+from absent_hardware import COUNTED_ON_GPUS, absent
+from sentinels import sentinels
+
+from lmlib.compute import Compute
+from lmlib.losses import batch_loss
+from lmlib.models.families.experts.mixtral import mixtral
+from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.communication.collectives import collectives
+from lmlib.plan.program import read_program
+from lmlib.state import abstract_batch, abstract_model
+
+pytestmark = pytest.mark.several_devices
+
+V, E, L, H, K, D, F = 512, 64, 3, 4, 2, 16, 96
+X, TOP = 8, 2
+B, S = 16, 128
+FSDP, EXPERT = 2, 4
+n = B * S // (FSDP * EXPERT)  # tokens of a device
+N = n * EXPERT  # of all along `expert`
+BYTES = {"bf16": 2, "f32": 4, "s32": 4}
+FORWARD, BACKWARD = "forward", "backward"  # with what is computed again
+
+
+def each_layer(kind, where, sizes):
+    return Counter({(kind, where, size): L * sizes.count(size) for size in sizes})
+
+
+def sends_by_gathering():
+    """Each device along `expert` gets tokens, their choices and shares of all, and scatters what
+    its experts make of them; in the backward pass also the outputs' gradients."""
+    return (
+        each_layer("all-gather", FORWARD, [N * E, N * TOP, N * TOP])
+        + each_layer("reduce-scatter", FORWARD, [N * E])
+        # Tokens again, and gradients with choices and shares.
+        + each_layer("all-gather", BACKWARD, [N * E, N * E, N * TOP, N * TOP])
+        + each_layer("reduce-scatter", BACKWARD, [N * E, N * TOP])
+    )
+
+
+def sends_by_exchange():
+    """Each device has room for 1.25 times the rows that even routing sends to each other one. A row
+    goes there with its share, and comes back."""
+    Q = n * TOP * 5 // (4 * EXPERT)
+    to_all = functools.partial(each_layer, "all-to-all")
+    return (
+        to_all(FORWARD, EXPERT * [Q * E, Q * E, Q])
+        # Rows again; their gradients there and back, with shares and their gradients.
+        + to_all(BACKWARD, EXPERT * [Q * E, Q * E, Q * E, Q, Q])
+        # How many rows each device has for each expert, once more for the backward pass.
+        + each_layer("all-gather", FORWARD, [EXPERT * X])
+        + each_layer("all-gather", BACKWARD, [EXPERT * X])
+    )
+
+
+SENDS = {"gather": sends_by_gathering, "exchange": sends_by_exchange}
+
+
+def expert_matrices(summed):
+    """Gate, up and down of a device's experts, over `fsdp`: gathered twice, gradients once."""
+    matrices = 3 * [X // EXPERT * E * F]
+    return (
+        each_layer("all-gather", FORWARD, matrices)
+        + each_layer("all-gather", BACKWARD, matrices)
+        + each_layer(summed, BACKWARD, matrices)
+    )
+
+
+def other_weights(summed):
+    """Of a layer, over both axes: attention, norms and the router, as with dense models."""
+    matrices = [E * H * D, E * K * D, E * K * D, H * D * E]
+    router, norms = [E * X], [E, E]
+    return (
+        each_layer("all-gather", FORWARD, matrices + router + norms)
+        + each_layer("all-gather", BACKWARD, matrices + router + norms)
+        + each_layer(summed, BACKWARD, matrices + router + norms)
+    )
+
+
+@functools.cache
+def sent(target, dispatch):
+    """By the axes of the mesh, what each layer sends, but for single numbers and what further
+    rounds of uneven routing would."""
+    devices = absent(target)[1] if target != "cpu:8" else None
+    mesh = make_mesh(fsdp=FSDP, expert=EXPERT, devices=devices)
+    make = functools.partial(
+        mixtral, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, head_dim=D, mlp=F, experts=X,
+        top=TOP, key=jax.random.key(0),
+    )  # fmt: skip
+    compute = Compute(dtype="float32", attention="plain", dispatch=dispatch)
+
+    def loss(model, batch):
+        return batch_loss(model, batch, compute)[0].minimised
+
+    with jax.set_mesh(mesh):
+        traced = jax.jit(jax.value_and_grad(loss)).trace(
+            abstract_model(make, mesh), abstract_batch(B, S, mesh)
+        )
+        program = traced.lower().compile(COUNTED_ON_GPUS if devices else {})
+    found = {}
+    for one in collectives(read_program(program.as_text()), mesh):
+        if one.each != "layer":
+            continue
+        where = FORWARD if one.phase == "forward" else BACKWARD
+        for array in one.arrays:
+            size = array.bytes // BYTES[array.dtype]
+            if size > 1:
+                budget = found.setdefault(one.mesh_axes, Counter())
+                budget[one.kind, where, size] += one.count_per_step
+    return found
+
+
+CASES = [("cpu:8", "gather"), ("cpu:8", "exchange"), ("h100:1x8", "gather")]
+
+
+@pytest.mark.parametrize(("target", "dispatch"), sentinels(CASES, lambda case: case == CASES[0]))
+def test_a_layer_sends_what_its_experts_need_and_nothing_else(target, dispatch):
+    summed = "all-reduce" if target == "cpu:8" else "reduce-scatter"
+    assert sent(target, dispatch) == {
+        ("expert",): SENDS[dispatch](),
+        ("fsdp",): expert_matrices(summed),
+        ("fsdp", "expert"): other_weights(summed),
+    }
