@@ -17,6 +17,7 @@ PHASES = ("forward", "recomputation", "backward", "update")
 # Named scopes around loops, and one turn of such a loop.
 TURNS = {
     "layers": "layer",
+    "slots": "slot",
     "microbatches": "microbatch",
     "loss": "chunk of the loss",
     FURTHER_ROUNDS: "further round of experts",

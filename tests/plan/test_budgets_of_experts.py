@@ -9,16 +9,11 @@ from collections import Counter
 
 import jax
 import pytest
-from absent_hardware import COUNTED_ON_GPUS, absent
+from sent_arrays import BACKWARD, FORWARD, sent
 from sentinels import sentinels
 
 from lmlib.compute import Compute
-from lmlib.losses import batch_loss
 from lmlib.models.families.experts.mixtral import mixtral
-from lmlib.parallel.mesh import make_mesh
-from lmlib.plan.communication.collectives import collectives
-from lmlib.plan.program import read_program
-from lmlib.state import abstract_batch, abstract_model
 
 pytestmark = pytest.mark.several_devices
 
@@ -28,8 +23,6 @@ B, S = 16, 128
 FSDP, EXPERT = 2, 4
 n = B * S // (FSDP * EXPERT)  # tokens of a device
 N = n * EXPERT  # of all along `expert`
-BYTES = {"bf16": 2, "f32": 4, "s32": 4}
-FORWARD, BACKWARD = "forward", "backward"  # with what is computed again
 
 
 def each_layer(kind, where, sizes):
@@ -87,46 +80,19 @@ def other_weights(summed):
     )
 
 
-@functools.cache
-def sent(target, dispatch):
-    """By the axes of the mesh, what each layer sends, but for single numbers and what further
-    rounds of uneven routing would."""
-    devices = absent(target)[1] if target != "cpu:8" else None
-    mesh = make_mesh(fsdp=FSDP, expert=EXPERT, devices=devices)
-    make = functools.partial(
-        mixtral, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, head_dim=D, mlp=F, experts=X,
-        top=TOP, key=jax.random.key(0),
-    )  # fmt: skip
-    compute = Compute(dtype="float32", attention="plain", dispatch=dispatch)
-
-    def loss(model, batch):
-        return batch_loss(model, batch, compute)[0].minimised
-
-    with jax.set_mesh(mesh):
-        traced = jax.jit(jax.value_and_grad(loss)).trace(
-            abstract_model(make, mesh), abstract_batch(B, S, mesh)
-        )
-        program = traced.lower().compile(COUNTED_ON_GPUS if devices else {})
-    found = {}
-    for one in collectives(read_program(program.as_text()), mesh):
-        if one.each != "layer":
-            continue
-        where = FORWARD if one.phase == "forward" else BACKWARD
-        for array in one.arrays:
-            size = array.bytes // BYTES[array.dtype]
-            if size > 1:
-                budget = found.setdefault(one.mesh_axes, Counter())
-                budget[one.kind, where, size] += one.count_per_step
-    return found
-
-
 CASES = [("cpu:8", "gather"), ("cpu:8", "exchange"), ("h100:1x8", "gather")]
 
 
 @pytest.mark.parametrize(("target", "dispatch"), sentinels(CASES, lambda case: case == CASES[0]))
 def test_a_layer_sends_what_its_experts_need_and_nothing_else(target, dispatch):
+    make = functools.partial(
+        mixtral, vocab=V, embed=E, layers=L, heads=H, kv_heads=K, head_dim=D, mlp=F, experts=X,
+        top=TOP, key=jax.random.key(0),
+    )  # fmt: skip
+    compute = Compute(dtype="float32", attention="plain", dispatch=dispatch)
     summed = "all-reduce" if target == "cpu:8" else "reduce-scatter"
-    assert sent(target, dispatch) == {
+    found = sent(make, compute, (B, S), target, fsdp=FSDP, expert=EXPERT)
+    assert found["layer"] == {
         ("expert",): SENDS[dispatch](),
         ("fsdp",): expert_matrices(summed),
         ("fsdp", "expert"): other_weights(summed),

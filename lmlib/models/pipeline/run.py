@@ -75,7 +75,8 @@ def run_in_stages(
         keys = jax.tree.map(lambda key_K: _folded(key_K, work.microbatch), keys)
         chunk = chunks._replace(keys=keys, counts=counts)
         length = jax.tree.leaves(chunk.layers)[0].shape[0]
-        y_WSE, given = run(own, x_WSE, chunk, length, names, of_round(work.round))
+        with jax.named_scope("layers"):
+            y_WSE, given = run(own, x_WSE, chunk, length, names, of_round(work.round))
         return (y_WSE, first_WSE), tuple(counted(each.reports, work.counts) for each in given)
 
     def of_round(round: Array) -> Callable[[Any], Any]:
@@ -93,7 +94,8 @@ def run_in_stages(
     waiting = [brought(each, schedule.groups, residual) for each in streams if each is not None]
     # Until a stage gets its first microbatch it computes what waits there, which does not count.
     at = tuple(next_of(each, jnp.int32(0)) for each in waiting)
-    (waiting, _), reports_TPK = jax.lax.scan(slot, (waiting, at), _moments(schedule))
+    with jax.named_scope("slots"):
+        (waiting, _), reports_TPK = jax.lax.scan(slot, (waiting, at), _moments(schedule))
     reports = jax.tree.map(lambda each: _by_layer(each, schedule, repeats), reports_TPK)
     return taken_home(waiting[0], residual), tuple(Given(each, None, None) for each in reports)
 
