@@ -4,9 +4,10 @@
     python benchmarks/generate.py --sizes=10m --rows=1 --peers=    # lmlib alone
 
 Prompts of 512 tokens, continued greedily by 64, in rows of 1 and 16, by random models of Llama's
-architecture with 10 and 135 million parameters (the latter has the shape of SmolLM2 135M). Whoever
-takes part reads the same folder of Hugging Face's and must make the same tokens, else the script
-says who does not and fails; in float32 ties of the likeliest are too rare to matter.
+architecture with 10 and 135 million parameters (the latter has the shape of SmolLM2 135M; `tiny` is
+for tests). Whoever takes part reads the same folder of Hugging Face's and must make the same
+tokens, else the script says who does not and fails; in float32 ties of the likeliest are too rare
+to matter.
 
 Contenders take turns, the first of which compiles and is not counted; figures are medians of tokens
 per second, of all rows together. Every token of a row takes all weights once through memory: beside
@@ -38,12 +39,13 @@ from lmlib.models.families.llama import llama
 from lmlib.terminal.table import columns
 
 SIZES = {
+    "tiny": dict(vocab=256, embed=64, layers=2, heads=2, mlp=128, tied=True),
     "10m": dict(vocab=8_192, embed=320, layers=6, heads=5, mlp=864, tied=True),
     "135m": dict(vocab=49_152, embed=576, layers=30, heads=9, kv_heads=3, mlp=1_536, tied=True),
 }
 PEERS = ("transformers", "transformers_compiled")
 
-_SIZES = flags.DEFINE_list("sizes", list(SIZES), f"Of {', '.join(SIZES)}.")
+_SIZES = flags.DEFINE_list("sizes", ["10m", "135m"], f"Of {', '.join(SIZES)}.")
 _ROWS = flags.DEFINE_list("rows", ["1", "16"], "Prompts together.")
 _PEERS = flags.DEFINE_list("peers", list(PEERS), f"Of {', '.join(PEERS)}.")
 _PRECISION = flags.DEFINE_enum("precision", "float32", ["float32", "bfloat16"], "Of all.")

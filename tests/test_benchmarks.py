@@ -107,7 +107,7 @@ def test_packed_rows_of_another_length_are_measured_alone():
 
 @pytest.mark.slow
 def test_generation_is_measured_beside_peers_that_make_the_same_tokens():
-    ran = run("--sizes=10m", "--rows=1", "--turns=1", script="generate.py")
+    ran = run("--sizes=tiny", "--rows=1", "--turns=1", script="generate.py")
     assert ran.returncode == 0, ran.stderr
     (row,) = re.findall(r"^lmlib .*$", ran.stdout, re.MULTILINE)
     prefill, _, decoding, _, share = (float(each.replace(",", "")) for each in row.split()[1:])

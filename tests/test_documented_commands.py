@@ -62,6 +62,7 @@ SHORTER = (
     (r"(--fiddler=stored)", r"\1 --fdl.data.teacher=taught --fdl.validation.teacher=taught2"),
     (r"(--fdl_config=tmp/.*)", r"\1 --fdl.steps=1 --fdl.data.batch_size=8 --fdl.validation=None "
      "--fdl.data.sequence_length=16"),
+    (r"(longer_rows\(|--sequence_length=)4096", r"\g<1>128"),
     (r"--vocab_size=\d+", "--vocab_size=300"),
     (r"(-m data_tools\.pretokenize)(?!.*--(?:workers|ray))", r"\1 --workers=0"),
     (r"(fsdp|expert)=8", r"\1=1"),
