@@ -159,6 +159,7 @@ def test_an_update_writes_each_number_once_and_reads_it_twice():
     assert sum(one.bytes for one in updates) == pytest.approx(12 * 4 * report.parameters, rel=0.2)
 
 
+@pytest.mark.slow
 @needs_tpu_compiler
 def test_too_large_for_a_tpu_is_an_answer():
     target = parse("v5e:1x1")

@@ -61,6 +61,7 @@ def config():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="of glibc alone")
 def test_what_has_been_freed_is_there_for_the_next(tmp_path):
     (tmp_path / "counted.py").write_text(EXPERIMENT)

@@ -117,6 +117,7 @@ def adapted_run(run, workdir):
     return eqx.combine(trained, parts.frozen)
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_is_a_base_of_all_three(run, tmp_path):
     workdir, model, data = run
     adapted = tmp_path / "adapted"

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from folder_contents import files_of
+from sentinels import sentinels
 from small_experiment import small
 
 from lmlib import optim
@@ -73,7 +74,10 @@ def test_a_fork_makes_the_steps_that_its_run_made(stable, tmp_path):
     assert again.summary.tokens == result.summary.tokens
 
 
-@pytest.mark.parametrize("schedule", [optim.warmup_stable_decay, optim.warmup_power_decay])
+SCHEDULES = optim.warmup_stable_decay, optim.warmup_power_decay
+
+
+@pytest.mark.parametrize("schedule", sentinels(SCHEDULES, lambda each: each is SCHEDULES[0]))
 def test_several_budgets_of_one_run_are_as_if_each_was_trained_alone(schedule, tmp_path):
     level = functools.partial(experiment, schedule=schedule, decay=0)
     fit(level("steps=6"), tmp_path / "stable")

@@ -125,6 +125,7 @@ def test_a_run_that_is_killed_anywhere_goes_on(bucket, machine, undisturbed, tmp
     assert killed == 4
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_leaves_the_last_and_training_goes_on(bucket, machine, undisturbed):
     """What is refused is an array of the save at step 4; the run goes on to its end."""
     url, proxy = bucket
@@ -164,6 +165,7 @@ def test_what_the_bucket_refuses_is_a_sentence(bucket, machine, fault, told):
     assert url in str(caught.value) and "secret" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_a_run_began_with_may_lie_in_a_bucket(bucket, machine, tmp_path):
     url, _ = bucket
     first = fit(small(*EXPERIMENT), f"{url}/first").state

@@ -68,6 +68,7 @@ def told_base(folder: Path) -> str:
     return json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
+@pytest.mark.slow
 def test_adapters_and_what_trained_besides_go_out_without_their_base(tmp_path, capsys):
     run, base, before = moved(tmp_path, "llama", "*norm.scale", "unembedding")
     convert.bring_adapters_out(located(str(run)), tmp_path / "peft")
@@ -91,6 +92,7 @@ def test_a_module_that_trained_in_part_needs_the_base(tmp_path):
     assert_same(tensors(tmp_path / "peft"), tensors(before))
 
 
+@pytest.mark.slow
 def test_a_model_is_made_with_its_base_from_another_place(tmp_path):
     run, base, before = moved(tmp_path, "llama")
     with pytest.raises(ConfigError, match=GONE):

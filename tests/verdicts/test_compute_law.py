@@ -19,6 +19,7 @@ def test_losses_without_noise_give_the_very_law_and_the_next_rung():
     assert found.loss(1e15).value == pytest.approx(loss(1e15), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_interval_holds_the_truth_about_as_often_as_it_says():
     inside = []
     for seed in range(20):

@@ -133,6 +133,7 @@ Generator(run.model, rows=1, length=8)([ids], 2)
 """
 
 
+@pytest.mark.slow
 def test_on_one_device_nothing_needs_a_mesh(run):
     """Not even code of the user's own, such as a gradient."""
     env = {**os.environ, "XLA_FLAGS": XLA_FLAGS}

@@ -120,6 +120,7 @@ def test_mistakes_are_told_before_anything_is_written(tmp_path, flags, told):
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_stops_it_with_a_checkpoint_and_the_same_command_goes_on(tmp_path):
     folder, steps = tmp_path / "sweep", 150
     arguments = ("-m", "runner.sweep", *EXPERIMENT, f"--fdl.steps={steps}", "--axis=seed=0,1")
