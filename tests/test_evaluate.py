@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from forked_processes import run_forked
-from laid_out import laid_out
+from laid_out import drawn, laid_out
 from sentinels import sentinels
 
 from lmlib.compute import Compute
@@ -23,7 +23,7 @@ from lmlib.parallel.mesh import make_mesh
 V = 32
 make = functools.partial(llama, vocab=V, embed=32, layers=2, heads=4, mlp=48, key=jax.random.key(0))
 FLOAT32 = Compute(dtype="float32")
-weights = functools.cache(make)
+weights = functools.cache(lambda: drawn(jax.eval_shape(make)))
 source = Synthetic(vocab_size=V, batch_size=8, sequence_length=16)
 
 
@@ -85,7 +85,11 @@ def test_batches_are_told_apart_by_all_that_they_hold_on_any_mesh():
 )
 def test_an_objective_is_validated_by_its_own_metrics(objective):
     """Three batches are as one of all their rows, with dropout off, beside the reference model."""
-    data, mesh, reference = Uneven(V, 8, 16, seed=1), make_mesh(), make(key=jax.random.key(1))
+    data, mesh, reference = (
+        Uneven(V, 8, 16, seed=1),
+        make_mesh(),
+        drawn(jax.eval_shape(make), seed=1),
+    )
     evaluate = Evaluator(mesh, FLOAT32, objective)
     found = evaluate(laid_out(weights(), mesh), data, 3, laid_out(reference, mesh))
     whole = jax.tree.map(lambda *parts: np.concatenate(parts), *map(data.batch, range(3)))

@@ -1,19 +1,35 @@
-"""Weights made once, on one device, and put on the meshes that tests ask about.
+"""Weights made by NumPy, or once on one device, and put on the meshes that tests ask about.
 
-A program that draws random numbers takes longer to compile than what most tests ask of the model,
-and the weights are the same on every mesh: tests/test_sharded_training.py asks that.
+A program that draws random numbers takes seconds to compile, as long as what most tests ask of the
+model, and the weights are the same on every mesh: tests/test_sharded_training.py asks that.
 """
 
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from lmlib import optim
+from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import shardings
 from lmlib.state import State, Training, abstract_model, initial_state
 
 M = TypeVar("M")
+
+
+def drawn(shapes: M, seed: int = 0) -> M:
+    """A model of these `shapes` with values from NumPy, about as large as those of a new one."""
+    random = np.random.default_rng(seed)
+
+    def values(weight, leaf):
+        if not weight.declaration.gradient:
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        middle = 1.0 if weight.path.endswith("scale") else 0.0
+        return jnp.asarray(random.normal(middle, 0.2, leaf.shape), leaf.dtype)
+
+    return map_weights(values, shapes)
 
 
 def laid_out(model: M, mesh: Mesh) -> M:
