@@ -60,15 +60,11 @@ WAYS = {
     "2 rows, sequence-parallel": Compute(dtype="float32", pipeline_rows=2, sequence_parallel=True),
 }
 CELLS = [
-    ("8", "8 layers", ""),
     ("8", "local and global", ""),  # fewer repetitions than stages
     ("4, 2 fsdp", "8 layers", "2 rounds"),
-    ("4, 2 fsdp", "5 layers", ""),
-    ("4, 2 fsdp", "experts", ""),
     ("4, 2 fsdp", "first residual, values", "2 rounds"),
     ("2, 2 fsdp, 2 tensor", "8 layers", "3 rounds, unrolled"),
     ("2, 2 fsdp, 2 tensor", "5 layers", "2 rows, sequence-parallel"),
-    ("2, 2 fsdp, 2 tensor", "local and global", "2 rounds"),
     ("2, 2 fsdp, 2 tensor", "experts", "2 rows, sequence-parallel"),
     ("2, 2 fsdp, 2 context", "5 layers", "2 rounds"),
     ("2, 2 fsdp, 2 context", "local and global", "3 rounds, unrolled"),
@@ -140,9 +136,9 @@ def test_a_run_with_state_without_gradient_trains_and_resumes(mesh, microbatches
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [optim.adamw, optim.muon])
-def test_a_run_goes_on_with_other_stages(optimizer, tmp_path):
-    settings = {"optimizer": functools.partial(optimizer, peak_lr=1e-2)}
+def test_a_run_goes_on_with_other_stages(tmp_path):
+    """Muon's state is that of matrices of whole stacks, and AdamW's of the rest."""
+    settings = {"optimizer": functools.partial(optim.muon, peak_lr=1e-2)}
     first = experiment(MODELS["8 layers"], {"stage": 4, "fsdp": 2}, **settings)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
 
@@ -151,7 +147,7 @@ def test_a_run_goes_on_with_other_stages(optimizer, tmp_path):
                 checkpoints.save(step, state.changing, {})
 
         metrics, _ = trained(first, compiled(first), first.initial_state(), save=save)
-    others = {"stage": 2, "tensor": 4}, {"fsdp": 8}, {"stage": 8}
+    others = {"stage": 2, "tensor": 4}, {"fsdp": 8}
     saved = None
     for mesh in others:
         other = experiment(MODELS["8 layers"], mesh, **settings)
