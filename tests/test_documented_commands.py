@@ -80,6 +80,11 @@ LONG = "it compiles for absent hardware, for minutes"
 # Commands that do not run here, by how they begin.
 NOT_RUN = {
     "README.md": {"python3 -m venv .venv": INSTALLS},
+    "docs/clusters.md": {
+        "sbatch": "tests/clusters/test_slurm.py does",
+        "python -m runner.sweep": "tests/clusters/test_slurm.py does",
+        "kubectl": "it needs a cluster",
+    },
     "docs/data.md": {
         "python -m data_tools.pretokenize --dataset=allenai/c4": HUB,
         "python -m data_tools.pretokenize --dataset=/shared/text": "it is for SLURM and Ray",
@@ -107,7 +112,6 @@ NOT_RUN = {
     "docs/install.md": {"python3 -m venv .venv": INSTALLS},
     "docs/multihost.md": {
         "export JAX_PLATFORMS=cpu": "test_processes.py starts several",
-        "#!/bin/bash": "it is for SLURM",
     },
     "docs/notebook.md": {"python -m runner --fdl_config=experiments/quickstart": "README.md does"},
     "docs/performance.md": {"pip install": INSTALLS, "python -m runner.plan": LONG},
@@ -142,7 +146,7 @@ IN_HAND = {
         "docs/objectives.md",
     )
 }
-COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3?|pip) |#SBATCH|#!/bin/bash|export ")
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3?|pip|sbatch|kubectl) |#SBATCH|export ")
 FILE = re.compile(r"# (\w+\.py)\n")  # the first line of what goes into a file
 
 SHOWN = {page.relative_to(ROOT).as_posix(): blocks(page) for page in PAGES}
