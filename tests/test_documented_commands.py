@@ -85,6 +85,7 @@ NOT_RUN = {
         "python -m runner.sweep": "tests/clusters/test_slurm.py does",
         "kubectl": "it needs a cluster",
     },
+    "docs/buckets.md": {"python -m runner": "it needs a bucket: tests/runner/test_in_bucket.py"},
     "docs/data.md": {
         "python -m data_tools.pretokenize --dataset=allenai/c4": HUB,
         "python -m data_tools.pretokenize --dataset=/shared/text": "it is for SLURM and Ray",

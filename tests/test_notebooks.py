@@ -13,12 +13,16 @@ from compiled_programs import XLA_FLAGS
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LARGEST = 300_000  # bytes
-SHORTER = (  # all that notebooks count in steps
+SHORTER = (  # all that notebooks count in steps, and in layers and seeds
     (r"\b(?:100|200|300)\b", "6"),
     (r"steps=150\b", "steps=6"),
     (r"evaluation\.every=50\b", "evaluation.every=2"),
+    (r"(quickstart\.tiny\(cfg\))", r"\1; cfg.model.layers = cfg.compute.unroll = 1"),
+    (r'("--fiddler=tiny",)',
+     r'\1 "--fdl.model.layers=1", "--fdl.compute.unroll=1", "--fdl.samples.prompts=()",'),
+    (r"seed=0,1,2", "seed=0,1"),
     (r'(?<="--xla_force_host_platform_device_count=8)', f" {XLA_FLAGS}"),
-)
+)  # fmt: skip
 
 
 def kinds(notebook):
