@@ -8,11 +8,15 @@ import tempfile
 import compiled_programs
 import pytest
 from checked_annotations import check_annotations
+from hypothesis import settings
 
 DEVICES = 8
 MANY_MAPPINGS = 20_000
 
 check_annotations("lmlib")
+# How long an example takes says how busy the machine is.
+settings.register_profile("without_deadlines", deadline=None)
+settings.load_profile("without_deadlines")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

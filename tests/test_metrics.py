@@ -159,7 +159,7 @@ def test_resuming_purges_tensorboard_from_the_next_step(tmp_path):
     assert scalars(tmp_path) == [(1, "loss", 5.0), (2, "loss", 5.0), (3, "loss", 4.0)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_cut_and_any_resume_give_every_step_once(data):
     """Resuming is from a step whose line was whole: metrics are written before the checkpoint."""

@@ -135,7 +135,7 @@ def test_packing_puts_each_unit_into_one_row(lengths: list[int], capacity: int) 
     assert sorted(spans) == sorted(zip(edges_U[:-1].tolist(), edges_U[1:].tolist(), strict=True))
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(2, 30), min_size=2, max_size=12),
     stops=st.lists(st.integers(0, 12)),

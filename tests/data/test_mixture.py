@@ -157,7 +157,7 @@ def test_counts_are_quotas_rounded_up_or_down(weights: list[float | int]) -> Non
     assert max(lost) <= min(lost) + 1  # otherwise a place would be better elsewhere
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(compositions())
 def test_every_prefix_of_the_pattern_keeps_the_proven_bound(counts: list[int]) -> None:
     pattern = np.array(interleave(counts))
@@ -168,13 +168,13 @@ def test_every_prefix_of_the_pattern_keeps_the_proven_bound(counts: list[int]) -
     assert Fraction(deviation, PERIOD) <= bound
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(compositions())
 def test_the_pattern_is_that_of_the_paper(counts: list[int]) -> None:
     assert interleave(counts) == reference_pattern(counts)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(weights, st.sampled_from([3, 64, 100, 1024, 1500]), st.integers(0, 2000))
 def test_every_window_of_1024_has_exactly_the_counts(
     weights: dict[str, float | int], batch_size: int, start: int
@@ -192,7 +192,7 @@ def test_every_window_of_1024_has_exactly_the_counts(
         assert np.abs(in_batch - batch_size * number / PERIOD).max() < 2
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(stage_arguments(), st.sampled_from([1, 7, 32, 300]))
 def test_equals_a_walk_from_the_first_sequence(
     arguments: list[tuple[dict[str, float | int], int]], batch_size: int
@@ -213,7 +213,7 @@ def test_equals_a_walk_from_the_first_sequence(
         assert mine == [f"{name}{number}" for number in range(total)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(stage_arguments(), weights, st.integers(1, 5))
 def test_a_later_stage_leaves_earlier_batches_alone(
     arguments: list[tuple[dict[str, float | int], int]],
@@ -244,7 +244,7 @@ def test_a_step_far_away() -> None:
     jax.tree.map(np.testing.assert_array_equal, mixture.batch(2**40, slice(0, 2)), expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(weights, st.integers(0, 600), st.slices(9))
 def test_some_rows_equal_those_of_the_whole_batch_and_no_other_row_is_read(
     weights: dict[str, float | int], step: int, rows: slice

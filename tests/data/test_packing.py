@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from lmlib.data.packing import packed_batch
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.data(), rows=st.integers(0, 3), length=st.integers(1, 9))
 def test_matches_a_loop(data: st.DataObject, rows: int, length: int) -> None:
     flags = st.lists(st.booleans(), min_size=length + 1, max_size=length + 1)

@@ -24,7 +24,7 @@ def test_bijection_for_larger_sizes(size: int) -> None:
     assert np.array_equal(np.sort(image), np.arange(size))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(size=st.integers(1, 2**63), seed=SEEDS, epoch=SEEDS, data=st.data())
 def test_any_size_stays_in_range_without_collisions(
     size: int, seed: int, epoch: int, data: st.DataObject

@@ -83,7 +83,7 @@ def test_three_documents_by_hand(tmp_path: Path) -> None:
     np.testing.assert_array_equal(batch.loss_mask, [[1, 0, 1, 1, 0, 1, 1, 0]])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     documents=st.lists(
         st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9), min_size=1, max_size=6

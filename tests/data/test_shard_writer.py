@@ -31,7 +31,7 @@ def same_files(one: Path, other: Path) -> bool:
     return files_of(one) == files_of(other) and not compared.left_only and not compared.right_only
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     documents=DOCUMENTS,
     bos_id=st.none() | st.just(0),
@@ -88,7 +88,7 @@ def test_round_trip(
     assert sorted(entry.name for entry in folder.iterdir()) == sorted([*arrays, "metadata.json"])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), documents=DOCUMENTS.filter(bool))
 def test_an_abandoned_shard_is_continued_to_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, documents: list[list[int]]

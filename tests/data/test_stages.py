@@ -165,7 +165,7 @@ def test_steps_that_there_are_not_are_refused():
 PIECE = 8  # tokens that are shuffled as one
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(st.integers(1, 9), st.sampled_from([2, 4, 8]), st.integers(1, 4)),

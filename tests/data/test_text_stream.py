@@ -63,7 +63,7 @@ def streamed(kind: str, ids: list[int], cuts: set[int], kept: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_the_pieces_are_the_whole(kind, data):
     some_ids = st.lists(st.integers(0, 275), max_size=4)
@@ -105,7 +105,7 @@ def expected(text: str, strings: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     pieces=st.lists(st.text("abc", max_size=4), max_size=8),
     strings=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),

@@ -69,7 +69,7 @@ def described(made: Tokenizer) -> dict[str, Any]:
 
 
 @given(st.lists(NORMALIZERS, max_size=4), st.text("abc 中é", min_size=1, max_size=9))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_a_normalizer_makes_no_more_than_is_said(steps: list[Any], text: str) -> None:
     made = tokenizer(normalizer={"type": "Sequence", "normalizers": steps})
     normalized = ""
@@ -89,7 +89,7 @@ def test_a_pre_tokenizer_makes_no_more_than_is_said(times: int) -> None:
 
 
 @given(st.lists(DECODERS, max_size=4), st.lists(LETTERS.filter(bool), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_a_decoder_makes_no_more_than_is_said(steps: list[Any], tokens: list[str]) -> None:
     made = tokenizer(decoder={"type": "Sequence", "decoders": steps})
     decoded = ""

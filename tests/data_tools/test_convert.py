@@ -103,7 +103,7 @@ def test_to_lmlib_by_hand(tmp_path: Path) -> None:
     assert read_split(tmp_path / "out/validation").tokens == 1
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     documents=DOCUMENTS,
     shards=st.integers(1, 3),
@@ -132,7 +132,7 @@ def test_round_trip_from_lmlib(
         assert stored_documents(path / "again") == kept
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(documents=DOCUMENTS, block_length=st.integers(1, 20))
 def test_round_trip_from_seqax(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], block_length: int

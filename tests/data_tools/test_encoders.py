@@ -139,7 +139,7 @@ HOSTILE = st.lists(
 
 
 @pytest.mark.parametrize("style", sentinels(STYLES, lambda style: style == "llama3"))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(texts=st.lists(HOSTILE, max_size=3))
 def test_hostile_text(style: str, texts: list[str]) -> None:
     assert_same_ids(encoder(style), trained(style), texts)
@@ -354,7 +354,7 @@ def test_merges(
         assert_same_ids(chosen, tokenizer_json, texts)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     merges=st.lists(
         st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=12, unique=True
@@ -372,7 +372,7 @@ def test_any_merges(merges: list[tuple[int, int]], ignore_merges: bool) -> None:
     assert_same_ids(make_encoder(tokenizer_json), tokenizer_json, texts)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     parts=st.lists(
         st.sampled_from(["<x>", "<xy>", "y>", "<S>", "S", "<N>", "N≯", "ab", "<"]), max_size=9

@@ -120,7 +120,7 @@ def test_reading_goes_on_from_any_block(
     assert entered > 4
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     lines=st.lists(st.text("ab", max_size=12), max_size=12),
     ends=st.booleans(),
@@ -307,7 +307,7 @@ def test_what_is_no_file_is_not_left_out_silently(tmp_path: Path) -> None:
 LINES = st.lists(st.text("ab", max_size=40), max_size=8)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(lines=LINES, ends=st.booleans(), block_bytes=st.integers(1, 20), shards=st.integers(1, 4))
 def test_lines_that_are_too_long_are_bad_rows(
     tmp_path_factory: pytest.TempPathFactory,

@@ -27,7 +27,7 @@ def bpe() -> JsonTokenizer:
     return train_byte_level_bpe(TEXT, 280)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(texts=st.lists(UNICODE, max_size=4))
 def test_bytes_are_utf8(texts: list[str]) -> None:
     tokenizer = ByteTokenizer()
@@ -37,7 +37,7 @@ def test_bytes_are_utf8(texts: list[str]) -> None:
     assert [tokenizer.decode(ids) for ids in framed] == texts
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(texts=st.lists(UNICODE, max_size=4))
 def test_byte_level_bpe_round_trips_any_text(bpe: JsonTokenizer, texts: list[str]) -> None:
     encoded = bpe.encode_batch(texts)

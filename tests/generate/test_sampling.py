@@ -55,7 +55,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SAMPLINGS, st.integers(0, 2**32 - 1))
 def test_the_distribution_is_that_of_the_definition(sampling, seed):
     rng = np.random.default_rng(seed)

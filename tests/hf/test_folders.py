@@ -279,7 +279,7 @@ axes = st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True)
 
 
 @given(st.data(), axes)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_cutting_and_joining_are_inverse(data, names):
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=len(names), max_size=len(names)))
     order = data.draw(st.permutations(names))
@@ -311,7 +311,7 @@ def test_cutting_and_joining_are_inverse(data, names):
     ),
     st.integers(1, 300),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_files_of_any_tensors_are_read_as_they_were_written(tmp_path_factory, tensors, file_bytes):
     folder = tmp_path_factory.mktemp("files")
     random = np.random.default_rng(0)

@@ -55,7 +55,7 @@ def models(draw):
 
 
 @given(models())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_declarations_hold_each_weight_once_and_describe_the_model(made):
     family, build = made
     model = jax.eval_shape(build)

@@ -75,7 +75,7 @@ def assert_close(values, expected):
         np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-5 * scale)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.integers(0, 2**32 - 1),
     st.floats(0.1, 40.0),

@@ -306,7 +306,7 @@ def test_what_cannot_be_quantized_is_named(quantized, message):
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_rounding_is_within_its_limits_at_any_size(dtype, data):
     exponents = data.draw(arrays(np.int64, (3, 1), elements=st.integers(-120, 120)))

@@ -19,7 +19,7 @@ from runner.errors import ConfigError, StoppedEarly
 from runner.inference.loading import load
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from([0.01, 0.5, 0.9, 0.999, 0.99999]), st.integers(1, 30))
 def test_it_is_the_mean_of_the_weights_so_far_in_float64(decay, updates):
     random = np.random.default_rng(updates)

@@ -68,7 +68,7 @@ def test_decay_follows_the_rule_given():
     assert (mask.matrix, mask.scale) == (False, True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(SCHEDULES)),
     st.integers(1, 3_000),

@@ -33,7 +33,7 @@ def by_optax(name, peak, steps, warmup, decay, end):
     return rates_N[: steps + 2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example("stable", 3, 1.0, 0.5, 0.5, 0.0)
 @given(
     st.sampled_from(["cosine", "linear", "stable", "constant"]),
@@ -99,7 +99,7 @@ def test_a_stable_rate_is_the_peak_to_the_bit(end, peak):
     assert set(_traced(schedule, jnp.arange(10, 81)).tolist()) == {float(np.float32(peak))}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 3_000), fractions, fractions, st.floats(0.01, 1.5))
 def test_a_power_of_the_tokens(steps, warmup, decay, exponent):
     """Shen et al.'s three pieces, one step at a time, in float64."""

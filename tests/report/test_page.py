@@ -115,7 +115,7 @@ TEXTS = st.text(min_size=1, max_size=40) | st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(name=TEXTS, value=TEXTS, sample=TEXTS)
 def test_text_of_runs_stays_text(tmp_path_factory, name, value, sample):
     folder = tmp_path_factory.mktemp("run")

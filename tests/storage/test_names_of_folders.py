@@ -26,7 +26,7 @@ NAMES = (
 )
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(NAMES)
 @example(b"sweep[lr=1e-3]")
 @example(b"gs:")

@@ -84,7 +84,7 @@ def test_every_fault_of_a_request_is_survived(bucket, struck):
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_store_behind_faults_is_a_dictionary(data, bucket):
     store, proxy = bucket

@@ -25,7 +25,7 @@ def group_sizes(draw):
 @example(np.array([0, 0, 0, 7], np.int32))
 @example(np.array([9, 8, 7, 16], np.int32))
 @given(group_sizes())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_each_row_is_multiplied_by_the_matrix_of_its_group(implementation, sizes):
     rng = np.random.default_rng(0)
     x, w, dy = (rng.normal(size=shape) for shape in ((N, E), (X, E, F), (N, F)))
