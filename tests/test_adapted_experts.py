@@ -1,7 +1,6 @@
 """Adapters of experts, a pair for each: what they compute, their gradients on every mesh and by
 every dispatch, and what cannot be adapted."""
 
-import dataclasses
 import functools
 import re
 
@@ -9,20 +8,18 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from laid_out import laid_out
+from laid_out import drawn, laid_out
 from outsider_runs import compiled, experiment, trained
 
 from lmlib import optim
-from lmlib.adapters import lora, merged, with_adapters
+from lmlib.adapters import lora, merged
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses import batch_loss
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.llama import llama
-from lmlib.models.matrices.adapted import map_adapted
 from lmlib.models.product import product
 from lmlib.models.protocol import whole_rows
 from lmlib.optim.trainable import adapters, flops_per_token, grouped
@@ -47,12 +44,8 @@ MATRICES = ("gate", "up", "down")
 
 @functools.cache
 def adapted():
-    def move(path, one):
-        up = 0.3 * jax.random.normal(jax.random.key(len(path)), one.up.shape)
-        return dataclasses.replace(one, up=up)
-
-    made = lora(BASE, rank=4, alpha=8.0, paths=PATHS, key=jax.random.key(0))
-    return map_adapted(move, made)
+    make = functools.partial(lora, BASE, rank=4, alpha=8.0, paths=PATHS)
+    return drawn(jax.eval_shape(make, key=jax.random.key(0)))
 
 
 def parts(model):
@@ -62,6 +55,19 @@ def parts(model):
 
 def loss(trained, frozen, batch, compute=FLOAT32):
     return batch_loss(eqx.combine(trained, frozen), batch, compute)[0].minimised
+
+
+@functools.cache
+def compiled_gradient():
+    return jax.jit(jax.grad(loss)).lower(*parts(adapted()), BATCH).compile()
+
+
+@functools.cache
+def compiled_gradient_of_merged():
+    def of_all(model):
+        return batch_loss(model, BATCH, FLOAT32)[0].minimised
+
+    return jax.jit(jax.grad(of_all)).lower(merged(adapted())).compile()
 
 
 def experts(model):
@@ -89,8 +95,8 @@ def test_merged_adapters_compute_the_same_and_are_what_each_expert_adds():
 
 def test_gradients_are_those_of_the_merged_weights():
     model = adapted()
-    gradients = jax.jit(jax.grad(loss))(*parts(model), BATCH)
-    whole = jax.jit(jax.grad(lambda m: batch_loss(m, BATCH, FLOAT32)[0].minimised))(merged(model))
+    gradients = compiled_gradient()(*parts(model), BATCH)
+    whole = compiled_gradient_of_merged()(merged(model))
     for name in MATRICES:
         one, found = getattr(experts(model), name), getattr(experts(gradients), name)
         assert found.base is None
@@ -117,19 +123,16 @@ def _slow(*values):
     ("mesh", "dispatch", "room", "sequence_parallel"),
     [
         ({"fsdp": 2, "expert": 2, "tensor": 2}, "exchange", 1.0, True),
-        _slow({"fsdp": 2, "expert": 2, "tensor": 2}, "gather", 1.0, False),
         _slow({"expert": 8}, "exchange", 1.0, False),
-        _slow({"expert": 4, "tensor": 2}, "gather", 2.0, True),
+        _slow({"fsdp": 2, "expert": 2, "tensor": 2}, "gather", 2.0, False),
         _slow({"data": 2, "fsdp": 2, "tensor": 2}, "auto", 1.0, True),
-        _slow({"data": 2, "fsdp": 4}, "auto", 1.0, False),
     ],
 )
 def test_every_mesh_and_dispatch_gives_the_gradients_of_one_device(
     mesh, dispatch, room, sequence_parallel
 ):
     """With little room, rows come in several rounds."""
-    gradient = jax.jit(jax.grad(loss), static_argnums=3)
-    expected = gradient(*parts(adapted()), BATCH, FLOAT32)
+    expected = compiled_gradient()(*parts(adapted()), BATCH)
     mesh = make_mesh(**mesh)
     compute = Compute(
         dtype="float32", dispatch=dispatch, expert_room=room, sequence_parallel=sequence_parallel
@@ -137,7 +140,8 @@ def test_every_mesh_and_dispatch_gives_the_gradients_of_one_device(
     with jax.set_mesh(mesh):
         placed = laid_out(adapted(), mesh)
         rows = jax.tree.map(lambda leaf: leaf.sharding, abstract_batch(8, S, mesh))
-        found = gradient(*parts(placed), jax.device_put(BATCH, rows), compute)
+        gradient = jax.jit(jax.grad(functools.partial(loss, compute=compute)))
+        found = gradient(*parts(placed), jax.device_put(BATCH, rows))
         whole = jax.jit(merged)(placed)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.max(np.abs(other)))
@@ -157,14 +161,10 @@ def test_pairs_lie_with_their_experts():
 
 @pytest.mark.slow
 @pytest.mark.several_devices
-@pytest.mark.parametrize("frozen_dtype", ["float32", "int8"])
-def test_a_run_trains_the_pairs_alone_and_on_a_mesh_as_on_one_device(frozen_dtype):
-    def sgd(steps):  # Adam makes whole steps of rounding where a gradient is zero
-        return optim.Optimizer(optax.sgd(0.3), optax.constant_schedule(0.3), optim.as_declared)
-
+def test_a_run_trains_the_pairs_alone_and_on_a_mesh_as_on_one_device():
     run_of = functools.partial(
         experiment, functools.partial(lora, BASE, rank=4, alpha=8.0, paths=PATHS),
-        optimizer=sgd, trainable=adapters(), frozen_dtype=frozen_dtype,
+        trainable=adapters(), frozen_dtype="int8",
     )  # fmt: skip
     found = {}
     for mesh in ({}, {"fsdp": 2, "expert": 2, "tensor": 2}):
@@ -180,22 +180,14 @@ def test_a_run_trains_the_pairs_alone_and_on_a_mesh_as_on_one_device(frozen_dtyp
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-3)
 
 
-@pytest.mark.slow
 def test_the_product_of_a_base_s_gradient_is_absent():
-    def shapes_of_products(function, *arguments):
-        text = jax.jit(function).lower(*arguments).compile().as_text()
-        return {
-            tuple(map(int, m.split(","))) for m in re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text)
-        }
+    def shapes_of_products(program):
+        shapes = re.findall(r"= f32\[([\d,]+)\]\S* dot\(", program.as_text())
+        return {tuple(map(int, shape.split(","))) for shape in shapes}
 
     matrix = {(E, F), (F, E)}
-    model = with_adapters(BASE(key=jax.random.key(0)), paths=PATHS, rank=4, key=jax.random.key(1))
-    assert matrix.isdisjoint(shapes_of_products(jax.grad(loss), *parts(model), BATCH))
-
-    def of_all(model):
-        return batch_loss(model, BATCH, FLOAT32)[0].minimised
-
-    assert matrix <= shapes_of_products(jax.grad(of_all), merged(model))
+    assert matrix.isdisjoint(shapes_of_products(compiled_gradient()))
+    assert matrix <= shapes_of_products(compiled_gradient_of_merged())
 
 
 def test_a_product_of_all_experts_at_once_has_their_pairs():

@@ -5,7 +5,6 @@ import functools
 
 import jax
 import numpy as np
-import optax
 import pytest
 from outsider_runs import SIZES, check_outsider, compiled, experiment, trained
 
@@ -13,7 +12,6 @@ from lmlib import Compute, NextToken
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.llama import llama
-from lmlib.optim import Optimizer, as_declared
 
 pytestmark = pytest.mark.several_devices
 
@@ -29,13 +27,8 @@ MESHES = {
 }
 
 
-def sgd(steps):
-    """No Adam, which makes a whole step of rounding where a gradient is zero: choices flip."""
-    return Optimizer(optax.sgd(0.1), optax.constant_schedule(0.1), as_declared)
-
-
 run_of = functools.partial(
-    experiment, MODEL, optimizer=sgd,
+    experiment, MODEL,
     objective=NextToken(model_losses={"router_z": 1e-2, "router_balance": 1e-1}),
 )  # fmt: skip
 
@@ -71,12 +64,10 @@ def test_the_balance_of_a_row_is_that_of_the_whole_row_where_devices_share_it(tm
     mixture = functools.partial(Mixture, experts=EXPERTS, top=2, router=by_row)
     model = functools.partial(llama, **SIZES, layers=2, heads=4, mlp=16, feed_forward=mixture)
     objective = NextToken(model_losses={"router_balance": 1.0})
-    settings = {"optimizer": sgd, "objective": objective}
-    on_one = experiment(model, {}, **settings)
+    run_of = functools.partial(experiment, model, objective=objective)
+    on_one = run_of({})
     compute = Compute(dtype="float32", dispatch="exchange", context="ring")
-    run = experiment(
-        model, {"expert": 2, "context": 2, "tensor": 2}, compute, microbatches=2, **settings
-    )
+    run = run_of({"expert": 2, "context": 2, "tensor": 2}, compute, microbatches=2)
     check_outsider(run, on_one, tmp_path, rtol=1e-4)
 
 
