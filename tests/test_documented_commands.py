@@ -52,6 +52,7 @@ STANDS_FOR = {
     "/tmp/ladder": "ladder",
 }
 # What would take long or more devices, in the order of replacement.
+# README.md's first run, .ci/run makes whole.
 SHORTER = (
     (r"@\d+", "@2"),
     (r"--fdl\.steps=\d+", "--fdl.steps=4"),
@@ -59,6 +60,12 @@ SHORTER = (
     (r"stable\(decay=\d+\)", "stable(decay=1)"),
     (r"--profile=20:24", "--profile=2:3"),
     (r"(--fdl_config=experiments/\w+)(?!.*--fiddler=tiny)", r"\1 --fiddler=tiny"),
+    (r"(-m runner(?:\.sweep)? --fdl_config=experiments/.*--fiddler=tiny)",
+     r"\1 --fdl.samples.prompts=()"),
+    (r"(-m runner --fdl_config=experiments/(?!.*(?:--fdl\.steps|later_stage)).*--fiddler=tiny)",
+     r"\1 --fdl.steps=3"),
+    (r"(experiments/(?:quickstart|quickstart_experts|distil) --fiddler=tiny)(?!.*stage=)",
+     r"\1 --fdl.model.layers=1 --fdl.compute.unroll=1"),
     (r"(--fiddler=stored)", r"\1 --fdl.data.teacher=taught --fdl.validation.teacher=taught2"),
     (r"(--fdl_config=tmp/.*)", r"\1 --fdl.steps=1 --fdl.data.batch_size=8 --fdl.validation=None "
      "--fdl.data.sequence_length=16"),
