@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from laid_out import drawn, laid_out
 
 from lmlib import Compute, adamw, batch_loss, describe, llama, make_mesh, train
 from lmlib.data.batch import place
@@ -16,8 +17,8 @@ from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.creation import creator
 from lmlib.parallel.gathering import gather
-from lmlib.parallel.layout import sharding, shardings
-from lmlib.state import Training, abstract_model, fresh_state
+from lmlib.parallel.layout import sharding
+from lmlib.state import Training, fresh_state
 
 pytestmark = pytest.mark.several_devices
 
@@ -40,20 +41,19 @@ def maker(kv_heads, attention=with_all_parts):
 
 @functools.cache
 def weights(kv_heads):
-    return maker(kv_heads)()
+    return drawn(jax.eval_shape(maker(kv_heads)))
 
 
 @functools.cache
 def loss_and_gradients(kv_heads, sequence_parallel=False, **mesh):
-    mesh, make = make_mesh(**mesh), maker(kv_heads)
+    mesh = make_mesh(**mesh)
     compute = Compute(dtype="float32", sequence_parallel=sequence_parallel)
 
     def mean(model, batch):
         return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
 
     with jax.set_mesh(mesh):
-        layout = shardings(abstract_model(make, mesh))
-        model = jax.device_put(weights(kv_heads), layout)
+        model = laid_out(weights(kv_heads), mesh)
         batch = place(source, 0, sharding("batch seq", mesh))
         loss, gradients = jax.jit(jax.value_and_grad(mean))(model, batch)
     for weight, gradient in zip(jax.tree.leaves(model), jax.tree.leaves(gradients), strict=True):
