@@ -125,6 +125,7 @@ def _slow(*values):
         ({"fsdp": 2, "expert": 2, "tensor": 2}, "exchange", 1.0, True),
         _slow({"expert": 8}, "exchange", 1.0, False),
         _slow({"fsdp": 2, "expert": 2, "tensor": 2}, "gather", 2.0, False),
+        _slow({"expert": 4, "tensor": 2}, "gather", 1.0, True),
         _slow({"data": 2, "fsdp": 2, "tensor": 2}, "auto", 1.0, True),
     ],
 )
