@@ -8,8 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from laid_out import first_state
+from laid_out import drawn, first_state
 from llama_reference import reference_logits
 from sentinels import sentinels
 
@@ -39,9 +40,11 @@ FLOAT32, DROPPED = Compute(dtype="float32"), NextToken(dropout=RATE)
 make = functools.partial(
     llama, vocab=V, embed=E, layers=L, heads=4, kv_heads=2, mlp=48, key=jax.random.key(0)
 )
-weights = functools.cache(make)
+weights = functools.cache(lambda: drawn(jax.eval_shape(make)))
 source = Synthetic(vocab_size=V, batch_size=B, sequence_length=S)
-optimizer = optim.adamw(6, peak_lr=1e-2)
+optimizer = optim.Optimizer(
+    optax.sgd(0.1, momentum=0.5), optax.constant_schedule(0.1), optim.as_declared
+)
 
 
 def inputs(batch):

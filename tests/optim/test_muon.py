@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jaxtyping import Array, Float
-from laid_out import laid_out
+from laid_out import drawn, laid_out
 from outsider_runs import EIGHT, SIZES, check_outsider, experiment
 
 from lmlib import optim
@@ -150,48 +150,50 @@ def test_heads_are_one_matrix_or_each_its_own():
     assert apart["up"] == whole["up"]
 
 
-@pytest.mark.several_devices
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"neuron_decay": 0.9, "apart": ("heads", "kv_heads")},
-    ],
-)
-def test_a_mesh_makes_the_same_bits_as_one_device(options):
+def updated_twice(options, sizes):
+    """The second updates, and the state after them, on a mesh of these `sizes`."""
     make = functools.partial(
         llama, vocab=64, embed=32, layers=3, heads=4, kv_heads=2, mlp=48,
         feed_forward=functools.partial(Mixture, experts=2, top=1, shared_mlp=48),
     )  # fmt: skip
-    model, gradients = make(key=jax.random.key(0)), make(key=jax.random.key(1))
+    shapes = jax.eval_shape(make, key=jax.random.key(0))
+    model, gradients = drawn(shapes), drawn(shapes, seed=1)
     # Without weight decay: how XLA fuses that may differ by a unit in the last place.
     optimizer = optim.muon(
         10, 1e-2, optim.warmup_constant, clip_norm=None, weight_decay=0.0, **options
     ).transformation
 
-    def made(**sizes):
-        mesh = make_mesh(**sizes)
-        weights, first, second = (laid_out(each, mesh) for each in (model, gradients, model))
-        with jax.set_mesh(mesh):
+    mesh = make_mesh(**sizes)
+    weights, first, second = (laid_out(each, mesh) for each in (model, gradients, model))
+    with jax.set_mesh(mesh):
 
-            @jax.jit
-            def twice(weights, first, second):
-                _, state = optimizer.update(first, optimizer.init(weights), weights)
-                return optimizer.update(second, state, weights)
+        @jax.jit
+        def twice(weights, first, second):
+            _, state = optimizer.update(first, optimizer.init(weights), weights)
+            return optimizer.update(second, state, weights)
 
-            updates, state = twice(weights, first, second)
-        for given, new in zip(*map(jax.tree.leaves, (second, updates)), strict=True):
-            assert new.sharding == given.sharding
-        return jax.device_get((updates, state))
+        updates, state = twice(weights, first, second)
+    for given, new in zip(*map(jax.tree.leaves, (second, updates)), strict=True):
+        assert new.sharding == given.sharding
+    return jax.device_get((updates, state))
 
-    alone = jax.tree.leaves(made())
-    for sizes in (
-        {"data": 2, "fsdp": 2, "tensor": 2},
-        {"fsdp": 2, "tensor": 4},  # two devices have the same key and value heads
-        {"fsdp": 2, "expert": 2, "tensor": 2},
-    ):
-        for ours, theirs in zip(jax.tree.leaves(made(**sizes)), alone, strict=True):
-            np.testing.assert_array_equal(ours, theirs, err_msg=str(sizes))
+
+APART = {"neuron_decay": 0.9, "apart": ("heads", "kv_heads")}
+
+
+@pytest.mark.several_devices
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        (APART, {"fsdp": 2, "tensor": 4}),  # two devices have the same key and value heads
+        pytest.param(APART, {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({}, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_makes_the_same_bits_as_one_device(options, sizes):
+    alone, found = (jax.tree.leaves(updated_twice(options, each)) for each in ({}, sizes))
+    for ours, theirs in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.slow
