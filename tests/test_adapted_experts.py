@@ -162,10 +162,11 @@ def test_pairs_lie_with_their_experts():
 
 @pytest.mark.slow
 @pytest.mark.several_devices
-def test_a_run_trains_the_pairs_alone_and_on_a_mesh_as_on_one_device():
+@pytest.mark.parametrize("frozen_dtype", ["float32", "int8"])
+def test_a_run_trains_the_pairs_alone_and_on_a_mesh_as_on_one_device(frozen_dtype):
     run_of = functools.partial(
         experiment, functools.partial(lora, BASE, rank=4, alpha=8.0, paths=PATHS),
-        trainable=adapters(), frozen_dtype="int8",
+        trainable=adapters(), frozen_dtype=frozen_dtype,
     )  # fmt: skip
     found = {}
     for mesh in ({}, {"fsdp": 2, "expert": 2, "tensor": 2}):

@@ -114,6 +114,7 @@ MESHES = [
     ({"data": 2, "fsdp": 2, "tensor": 2}, True),
     pytest.param({"fsdp": 2, "tensor": 4}, False, marks=pytest.mark.slow),
     pytest.param({"fsdp": 4, "expert": 2}, False, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2, "expert": 2, "tensor": 2}, True, marks=pytest.mark.slow),
 ]
 
 

@@ -178,7 +178,7 @@ def test_dropout_sends_nothing_and_draws_where_the_activations_lie(sequence_para
 
 
 @pytest.mark.parametrize(
-    "mesh", sentinels([{"data": 2, "fsdp": 4}, {"data": 8}], lambda m: len(m) == 2)
+    "mesh", sentinels([{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 8}], lambda m: len(m) == 2)
 )
 def test_gathers_follow_fsdp_alone(mesh):
     gathered = compiled_collectives(lowered(mesh=make_mesh(**mesh)), "all-gather")
@@ -187,8 +187,11 @@ def test_gathers_follow_fsdp_alone(mesh):
     assert bool(gathered) == (mesh.get("fsdp", 1) > 1)
 
 
-def test_dense_weights_lie_and_travel_over_expert_as_over_fsdp():
-    program = lowered(mesh=make_mesh(fsdp=2, expert=2, tensor=TENSOR))
+@pytest.mark.parametrize(
+    "mesh", sentinels([{"expert": 4}, {"fsdp": 2, "expert": 2}], lambda m: len(m) == 2)
+)
+def test_dense_weights_lie_and_travel_over_expert_as_over_fsdp(mesh):
+    program = lowered(mesh=make_mesh(**mesh, tensor=TENSOR))
     for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute"):
         found, expected = (
             Counter(shape for _, shape in compiled_collectives(each, kind))

@@ -22,6 +22,7 @@ MODEL = functools.partial(
     feed_forward=functools.partial(Mixture, experts=EXPERTS, top=2, shared_mlp=16, router=ROUTER),
 )  # fmt: skip
 MESHES = {
+    "8 expert": {"expert": 8},
     "2 fsdp, 2 expert, 2 tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
     "2 data, 4 fsdp": {"data": 2, "fsdp": 4},
 }
@@ -42,6 +43,7 @@ def corrections(state):
     [
         ("2 fsdp, 2 expert, 2 tensor", "exchange", 1),
         pytest.param("2 fsdp, 2 expert, 2 tensor", "gather", 2, marks=pytest.mark.slow),
+        pytest.param("8 expert", "exchange", 2, marks=pytest.mark.slow),
         pytest.param("2 data, 4 fsdp", "gather", 1, marks=pytest.mark.slow),
     ],
 )

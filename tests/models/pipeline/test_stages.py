@@ -59,6 +59,7 @@ WAYS = {
 }
 CELLS = [
     ("8", "local and global", ""),  # fewer repetitions than stages
+    ("8", "8 layers", ""),
     ("4, 2 fsdp", "8 layers", "2 rounds"),
     ("4, 2 fsdp", "first residual, values", "2 rounds"),
     ("2, 2 fsdp, 2 tensor", "8 layers", "3 rounds, unrolled"),
@@ -129,9 +130,9 @@ def test_a_run_with_state_without_gradient_trains_and_resumes(mesh, microbatches
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_stages(tmp_path):
-    """Muon's state is that of matrices of whole stacks, and AdamW's of the rest."""
-    settings = {"optimizer": functools.partial(optim.muon, peak_lr=1e-2)}
+@pytest.mark.parametrize("optimizer", [optim.adamw, optim.muon])
+def test_a_run_goes_on_with_other_stages(optimizer, tmp_path):
+    settings = {"optimizer": functools.partial(optimizer, peak_lr=1e-2)}
     first = experiment(MODELS["8 layers"], {"stage": 4, "fsdp": 2}, **settings)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
 
@@ -140,7 +141,7 @@ def test_a_run_goes_on_with_other_stages(tmp_path):
                 checkpoints.save(step, state.changing, {})
 
         metrics, _ = trained(first, compiled(first), first.initial_state(), save=save)
-    others = {"stage": 2, "tensor": 4}, {"fsdp": 8}
+    others = {"stage": 2, "tensor": 4}, {"fsdp": 8}, {"stage": 8}
     saved = None
     for mesh in others:
         other = experiment(MODELS["8 layers"], mesh, **settings)
