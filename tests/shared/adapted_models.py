@@ -1,6 +1,5 @@
 """Small golden models with adapters that are not zero, and what they compute."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,7 +9,7 @@ from hugging_face_families import GOLDEN
 
 from lmlib import Compute, hf, whole_rows
 from lmlib.adapters import with_adapters
-from lmlib.models.matrices.adapted import map_adapted
+from lmlib.parallel.axes import map_weights
 
 FLOAT32 = Compute(dtype="float32")
 PROMPT = 300
@@ -32,24 +31,22 @@ def assert_same_logits(model, ids, expected, kept=slice(None)):
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def with_values(model):
-    """Adapters that change what the model computes, but not its scale."""
-
-    def filled(path, one):
-        key = jax.random.key(len(path))
-        return dataclasses.replace(one, up=0.1 * jax.random.normal(key, one.up.shape))
-
-    return map_adapted(filled, model)
-
-
 def adapted(name, **settings):
-    """Of all that PEFT can adapt, unless `paths` say otherwise."""
+    """Of all that PEFT can adapt, unless `paths` say otherwise, with adapters that change what the
+    model computes, but not its scale."""
     key, usual = jax.random.key(1), "*attention*" if name.startswith("deepseek") else "stack.*"
     settings = {"paths": (usual,)} | settings
-    return jax.jit(lambda base: with_values(with_adapters(base, **settings, key=key)))(
-        base_of(name)
-    )
+    base = base_of(name)
+    weights, random = dict[str, jax.Array](), np.random.default_rng(1)
+    map_weights(lambda weight, array: weights.update({weight.path: array}), base)
 
+    def value(weight, shape):
+        found = weights.get(weight.path.removesuffix(".base"))
+        if found is not None:
+            return found
+        return jnp.asarray(random.normal(0.0, 0.1, shape.shape), shape.dtype)
+
+    return map_weights(value, jax.eval_shape(lambda: with_adapters(base, **settings, key=key)))
 
 def assert_same(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
