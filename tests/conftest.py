@@ -9,6 +9,7 @@ import compiled_programs
 import pytest
 from checked_annotations import check_annotations
 from hypothesis import settings
+from turns import left_for_another
 
 DEVICES = 8
 MANY_MAPPINGS = 20_000
@@ -25,6 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="leave JAX the devices of this machine, a GPU say, instead of eight simulated ones; "
         "where there are fewer, tests marked several_devices are left out",
+    )
+    parser.addoption(
+        "--turn",
+        metavar="K/N",
+        help="of the slow cases of each test every Nth, from the Kth on; without it all",
     )
 
 
@@ -62,15 +68,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Backwards, since long files come late in the alphabet; those of tests/data, all short, come
     # last, when a process may have none left.
     items.sort(key=lambda item: (item.path.parent.name != "data", item.path), reverse=True)
+    if turn := config.getoption("--turn"):
+        _deselect(config, items, left_for_another(items, turn))
     if not config.getoption("--real-devices"):
         return
     import jax
 
-    if jax.device_count() >= DEVICES:
-        return
-    several = [item for item in items if item.get_closest_marker("several_devices")]
-    config.hook.pytest_deselected(items=several)
-    items[:] = [item for item in items if item not in several]
+    if jax.device_count() < DEVICES:
+        several = [item for item in items if item.get_closest_marker("several_devices")]
+        _deselect(config, items, several)
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], these: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=these)
+    these = set(these)
+    items[:] = [item for item in items if item not in these]
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

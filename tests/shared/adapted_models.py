@@ -48,6 +48,7 @@ def adapted(name, **settings):
 
     return map_weights(value, jax.eval_shape(lambda: with_adapters(base, **settings, key=key)))
 
+
 def assert_same(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
