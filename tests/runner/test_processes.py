@@ -7,7 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from several_processes import SECONDS, STEPS, SeveralProcesses
+from several_processes import (
+    SECONDS,
+    STEPS,
+    SeveralProcesses,
+    assert_same_curve,
+    assert_same_line,
+)
 from small_runs import EXPERIMENT as SMALL
 
 from lmlib.checkpoint import Checkpoints
@@ -16,9 +22,6 @@ from runner.command_line.exit_status import FAILED, MISTAKE, PEER_ENDED, STOPPED
 from runner.errors import ConfigError
 from runner.processes.endings import ending
 from runner.processes.launch import Processes
-
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
-EXACT = ("step", "valid_tokens", "tokens")
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +35,6 @@ def alone(folder):
     workdir = folder / "workdir_alone"
     SeveralProcesses(1, workdir, folder / "outputs_alone").finished()
     return workdir
-
-
-def assert_same_curve(workdir, other):
-    lines, others = read_metrics(workdir), read_metrics(other)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    for line, expected in zip(lines, others, strict=True):
-        assert_same_line(line, expected)
-
-
-def assert_same_line(line, expected):
-    """The counts exactly, the rest to rounding."""
-    assert line.keys() == expected.keys()
-    for name in line.keys() - set(TIMES):
-        tolerance = 0 if name in EXACT else 2e-4
-        assert line[name] == pytest.approx(expected[name], rel=tolerance, abs=0), name
 
 
 @pytest.fixture(scope="module")

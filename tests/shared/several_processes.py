@@ -27,6 +27,9 @@ LLAMA = (
     "--fdl.evaluation.every=15",
 )
 
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
+EXACT = ("step", "valid_tokens", "tokens")
+
 
 class SeveralProcesses:
     """The processes of a run, begun; what each writes to its terminal goes to a file."""
@@ -130,3 +133,18 @@ class SeveralProcesses:
     def finished(self):
         assert set(self.exit_codes()) == {0}, self.everything()
         return self
+
+
+def assert_same_curve(workdir, other):
+    lines, others = read_metrics(workdir), read_metrics(other)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line, expected in zip(lines, others, strict=True):
+        assert_same_line(line, expected)
+
+
+def assert_same_line(line, expected):
+    """The counts exactly, the rest to rounding."""
+    assert line.keys() == expected.keys()
+    for name in line.keys() - set(TIMES):
+        tolerance = 0 if name in EXACT else 2e-4
+        assert line[name] == pytest.approx(expected[name], rel=tolerance, abs=0), name
