@@ -48,6 +48,11 @@ def adapted():
     return drawn(jax.eval_shape(make, key=jax.random.key(0)))
 
 
+@functools.cache
+def whole_on_one_device():
+    return jax.jit(merged)(adapted())
+
+
 def parts(model):
     trained, _, frozen = parted(model, grouped(model, adapters()).keys())
     return trained, frozen
@@ -67,7 +72,7 @@ def compiled_gradient_of_merged():
     def of_all(model):
         return batch_loss(model, BATCH, FLOAT32)[0].minimised
 
-    return jax.jit(jax.grad(of_all)).lower(merged(adapted())).compile()
+    return jax.jit(jax.grad(of_all)).lower(whole_on_one_device()).compile()
 
 
 def experts(model):
@@ -82,10 +87,10 @@ def logits(model):
 
 def test_merged_adapters_compute_the_same_and_are_what_each_expert_adds():
     model = adapted()
-    found, expected = logits(model), logits(merged(model))
+    found, expected = logits(model), logits(whole_on_one_device())
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.max(np.abs(expected)))
     for name in MATRICES:
-        one, whole = getattr(experts(model), name), getattr(experts(merged(model)), name)
+        one, whole = getattr(experts(model), name), getattr(experts(whole_on_one_device()), name)
         base, down, up = (np.asarray(x, np.float64) for x in (one.base, one.down, one.up))
         for layer in range(2):
             for expert in range(X):
@@ -96,7 +101,7 @@ def test_merged_adapters_compute_the_same_and_are_what_each_expert_adds():
 def test_gradients_are_those_of_the_merged_weights():
     model = adapted()
     gradients = compiled_gradient()(*parts(model), BATCH)
-    whole = compiled_gradient_of_merged()(merged(model))
+    whole = compiled_gradient_of_merged()(whole_on_one_device())
     for name in MATRICES:
         one, found = getattr(experts(model), name), getattr(experts(gradients), name)
         assert found.base is None
@@ -141,12 +146,16 @@ def test_every_mesh_and_dispatch_gives_the_gradients_of_one_device(
     with jax.set_mesh(mesh):
         placed = laid_out(adapted(), mesh)
         rows = jax.tree.map(lambda leaf: leaf.sharding, abstract_batch(8, S, mesh))
-        gradient = jax.jit(jax.grad(functools.partial(loss, compute=compute)))
-        found = gradient(*parts(placed), jax.device_put(BATCH, rows))
-        whole = jax.jit(merged)(placed)
+
+        @jax.jit
+        def both(model, batch):
+            gradient = jax.grad(functools.partial(loss, compute=compute))
+            return gradient(*parts(model), batch), merged(model)
+
+        found, whole = both(placed, jax.device_put(BATCH, rows))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.max(np.abs(other)))
-    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(merged(adapted())), strict=True):
+    for one, other in zip(*map(jax.tree.leaves, (whole, whole_on_one_device())), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
@@ -233,10 +242,12 @@ def test_flops_count_what_a_token_uses():
 
 def test_muon_takes_each_expert_s_matrices_by_themselves():
     trained, _ = parts(adapted())
-    gradients = jax.tree.map(lambda w: jax.random.normal(jax.random.key(w.size), w.shape), trained)
+    random = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda w: random.standard_normal(w.shape, np.float32), trained)
     optimizer = optim.muon(10, peak_lr=1.0, weight_decay=0.0, clip_norm=None, dtype="float32")
     transformation = optimizer.transformation
-    updates, _ = transformation.update(gradients, transformation.init(trained), trained)
+    begun = transformation.init(trained)
+    updates, _ = jax.jit(transformation.update)(gradients, begun, trained)
     for pair in (experts(updates).gate.down, experts(updates).down.up):
         found = np.asarray(pair, np.float64)
         singular = np.linalg.svd(found, compute_uv=False)  # of each layer and expert

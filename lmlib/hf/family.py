@@ -9,7 +9,7 @@ from lmlib.hf.settings import Settings
 from lmlib.models.decoder import Decoder
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Family:
     """One kind of folder.
 

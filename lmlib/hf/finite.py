@@ -29,7 +29,7 @@ def check_finite(name: str, source: Stored, values: ArrayLike) -> None:
             f"{source.file}: {name} has values of {source.dtype}, but weights are floats: "
             f"{', '.join(DTYPES)}"
         )
-    if bool(_all_finite(values)):
+    if np.isfinite(values).all() if isinstance(values, np.ndarray) else _all_finite(values):
         return
     count, first, value = 0, 0, np.float32(0)
     for start in range(0, source.size, _AT_ONCE):

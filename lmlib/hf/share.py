@@ -1,12 +1,14 @@
 """How weights lie in a tensor of a folder: reshaping, transposing and splitting follow from the
-names of axes, both ways."""
+names of axes, both ways. Values are arrays of JAX, or of NumPy: of those nothing is compiled."""
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+
+A = TypeVar("A", jax.Array, np.ndarray)
 
 
 class Share(NamedTuple):
@@ -38,34 +40,34 @@ class Share(NamedTuple):
         """Of the share, in one group."""
         return self.shape[self.along] // self.groups
 
-    def cut(self, tensor: jax.Array) -> jax.Array:
+    def cut(self, tensor: A) -> A:
         """The weight's values out of the tensor."""
-        end, axis = self.start + self.length, self.along + 1
-        share = jax.lax.slice_in_dim(_grouped(tensor, self), self.start, end, axis=axis)
+        before = (slice(None),) * (self.along + 1)
+        share = _grouped(tensor, self)[(*before, slice(self.start, self.start + self.length))]
         order = " ".join(self.within).split()
-        split = jnp.reshape(share, [self.sizes[self.axes.index(axis)] for axis in order])
-        return jnp.transpose(split, [order.index(axis) for axis in self.axes])
+        split = share.reshape([self.sizes[self.axes.index(axis)] for axis in order])
+        return split.transpose([order.index(axis) for axis in self.axes])
 
-    def joined(self, weight: jax.Array) -> jax.Array:
+    def joined(self, weight: A) -> A:
         """The weight's values as they lie in a tensor that holds no other: the inverse of `cut`."""
         order = " ".join(self.within).split()
-        ordered = jnp.transpose(weight, [self.axes.index(axis) for axis in order])
-        return jnp.reshape(ordered, self.shape)
+        ordered = weight.transpose([self.axes.index(axis) for axis in order])
+        return ordered.reshape(self.shape)
 
 
-def joined(shares: Sequence[Share], weights: Sequence[jax.Array]) -> jax.Array:
+def joined(shares: Sequence[Share], weights: Sequence[A]) -> A:
     """The tensor that these shares make up, of the values of their weights."""
     parts = [
         _grouped(share.joined(weight), share)
         for share, weight in zip(shares, weights, strict=True)
     ]  # fmt: skip
     axis = shares[0].along
-    whole = jnp.concatenate(parts, axis + 1)
-    return jnp.reshape(whole, (*whole.shape[:axis], -1, *whole.shape[axis + 2 :]))
+    whole = parts[0].__array_namespace__().concatenate(parts, axis=axis + 1)
+    return whole.reshape((*whole.shape[:axis], -1, *whole.shape[axis + 2 :]))
 
 
-def _grouped(tensor: jax.Array, share: Share) -> jax.Array:
+def _grouped(tensor: A, share: Share) -> A:
     """With an axis for the groups before that along which weights follow each other."""
     shape, axis = tensor.shape, share.along
     length = shape[axis] // share.groups
-    return jnp.reshape(tensor, (*shape[:axis], share.groups, length, *shape[axis + 1 :]))
+    return tensor.reshape((*shape[:axis], share.groups, length, *shape[axis + 1 :]))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from golden_models import FLOAT32, logits
 from hugging_face_families import (
     ADAMW,
     FAMILIES,
@@ -22,14 +23,13 @@ from hugging_face_families import (
 )
 from sentinels import sentinels
 
-from lmlib import Compute, hf, make_mesh, whole_rows
+from lmlib import Compute, hf, make_mesh
 from lmlib.data.batch import Batch
 from lmlib.losses import batch_loss
 from lmlib.optim.optimizer import as_declared
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import sharding
 
-FLOAT32 = Compute(dtype="float32")
 SOME = ("llama_3_1", "gemma3", "gpt2")
 # In bfloat16 routers choose some other experts, those of transformers too, which is far more than a
 # rounding where shares do not add up to one or gates are steep.
@@ -39,11 +39,6 @@ CHOOSY = ("deepseek_v3_direct_queries", "gpt_oss")
 @functools.cache
 def loaded(name):
     return hf.load(GOLDEN / name)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def logits(model, ids, compute):
-    return model(ids, whole_rows(ids, compute))
 
 
 def save(model, name, folder, **settings):
@@ -85,9 +80,9 @@ def loss_and_gradients(name):
 )
 def test_logits_of_a_long_prompt(name):
     model = loaded(name)
-    ids = jnp.asarray(tokens(model.vocab)[0], jnp.int32)
+    ids = tokens(model.vocab)[0].astype(np.int32)
     with jax.default_matmul_precision("highest"):
-        found = logits(model, ids, FLOAT32)[0, KEPT]
+        found = np.asarray(logits(model, ids, FLOAT32))[0, KEPT]
     expected = tensors(GOLDEN / name / "expected.safetensors")["logits"]
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
@@ -96,9 +91,9 @@ def test_logits_of_a_long_prompt(name):
 def test_logits_of_a_single_token(name):
     """Causally, they are the first of a long prompt's."""
     model = loaded(name)
-    ids = jnp.asarray(tokens(model.vocab)[0][:, :1], jnp.int32)
+    ids = tokens(model.vocab)[0][:, :1].astype(np.int32)
     with jax.default_matmul_precision("highest"):
-        found = logits(model, ids, FLOAT32)[0, 0]
+        found = np.asarray(logits(model, ids, FLOAT32))[0, 0]
     expected = tensors(GOLDEN / name / "expected.safetensors")["logits"]
     assert np.abs(found - expected[0]).max() <= 1e-5 * np.abs(expected).max()
 
@@ -110,8 +105,8 @@ def test_logits_of_a_single_token(name):
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name):
     """docs/huggingface.md says where the two round; the factors leave room for chance."""
     model = loaded(name)
-    ids = jnp.asarray(tokens(model.vocab)[0], jnp.int32)
-    ours = logits(model, ids, Compute(dtype="bfloat16"))[0, KEPT]
+    ids = tokens(model.vocab)[0].astype(np.int32)
+    ours = np.asarray(logits(model, ids, Compute(dtype="bfloat16")))[0, KEPT]
     expected = tensors(GOLDEN / name / "expected.safetensors")
     exact, theirs = expected["logits"], expected["logits_bfloat16"].astype(np.float32)
 

@@ -8,6 +8,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapted_models import (
@@ -16,8 +17,10 @@ from adapted_models import (
     assert_same_logits,
     base_of,
     ids_of,
+    merge,
     theirs,
 )
+from golden_models import as_tensors
 from hugging_face_families import (
     ADAPTERS,
     FAMILIES,
@@ -32,7 +35,7 @@ from hugging_face_families import (
 from sentinels import sentinels
 
 from lmlib import hf, make_mesh
-from lmlib.adapters import merged, with_adapters
+from lmlib.adapters import with_adapters
 from lmlib.hf.families import described
 from lmlib.hf.folder import FolderError
 from lmlib.hf.peft import adapters_in, read_config
@@ -51,7 +54,8 @@ def with_others(model, paths):
     def changed(weight, array):
         if not any(fnmatch.fnmatch(weight.path, path) for path in paths):
             return array
-        return array + 0.3 * jax.random.normal(jax.random.key(len(weight.path)), array.shape)
+        random = np.random.default_rng(len(weight.path))
+        return jnp.asarray(array + 0.3 * random.standard_normal(array.shape, np.float32))
 
     return map_weights(changed, model)
 
@@ -93,11 +97,8 @@ def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
     model = adapted(name, rank=3, alpha=5.0, rank_stabilized=True)
     kind = FAMILIES[name][0]
     hf.save_adapters(model, tmp_path / "adapters", model_type=kind, trained=())
-    hf.save(jax.jit(merged)(model), tmp_path / "merged", model_type=kind, dtype="float32")
     config = read_config(tmp_path / "adapters")
-    found, before = (
-        tensors(folder / "model.safetensors") for folder in (tmp_path / "merged", GOLDEN / name)
-    )
+    found, before = as_tensors(name, merge(model)), tensors(GOLDEN / name / "model.safetensors")
     pairs = tensors(tmp_path / "adapters" / "adapter_model.safetensors")
     turned = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     changed = 0
@@ -127,9 +128,7 @@ def test_what_is_written_is_read_again(name, tmp_path):
     again = hf.load_adapters(tmp_path / "out", base_of(name), model_type=kind)
     if not joined:
         assert_same(again, model)
-    added = [
-        jax.tree.leaves(jax.jit(merged)(each).stack[0][0].attention) for each in (again, model)
-    ]
+    added = [jax.tree.leaves(merge(each).stack[0][0].attention) for each in (again, model)]
     for one, other in zip(*added, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -247,7 +246,7 @@ def test_what_peft_has_not_is_refused(tmp_path):
 
 
 def test_what_float16_cannot_hold_is_refused_by_name(tmp_path):
-    model = jax.tree.map(lambda w: 1e6 * w, adapted("llama", rank=3))
+    model = jax.tree.map(lambda w: jnp.asarray(1e6 * np.asarray(w)), adapted("llama", rank=3))
     with pytest.raises(ValueError, match=r"lora_A\.weight holds .* become infinite in float16"):
         hf.save_adapters(model, tmp_path / "new", dtype="float16", trained=())
     assert not (tmp_path / "new").exists()
@@ -266,7 +265,7 @@ def test_peft_computes_the_same_of_what_is_written_here(peft, name, stabilized, 
     hf.save_adapters(model, tmp_path / "out", model_type=kind, trained=())
     expected = theirs(peft.read(name, tmp_path / "out"), ids_of(name))
     assert_same_logits(model, ids_of(name), expected)
-    assert_same_logits(merged(model), ids_of(name), expected)
+    assert_same_logits(merge(model), ids_of(name), expected)
 
 
 @pytest.mark.slow
@@ -285,7 +284,7 @@ def test_of_what_peft_writes_lmlib_computes_the_same(peft, name, stabilized, tmp
     found = hf.load_adapters(tmp_path, base_of(name), model_type=FAMILIES[name][0])
     expected = theirs(model, ids_of(name))
     assert_same_logits(found, ids_of(name), expected)
-    assert_same_logits(merged(found), ids_of(name), expected)
+    assert_same_logits(merge(found), ids_of(name), expected)
 
 
 # What trains besides adapters: the adapted matrices, the rest, and PEFT's names of the rest.

@@ -7,12 +7,12 @@ import json
 import jax
 import numpy as np
 import pytest
-from adapted_models import adapted, assert_same, assert_same_logits, base_of, ids_of, theirs
+from adapted_models import adapted, assert_same, assert_same_logits, base_of, ids_of, merge, theirs
+from golden_models import as_tensors
 from hugging_face_families import FAMILIES, GOLDEN, tensors
 from sentinels import sentinels
 
 from lmlib import hf
-from lmlib.adapters import merged
 from lmlib.hf.families import described
 from lmlib.hf.folder import FolderError
 from lmlib.hf.peft import adapters_in, read_config
@@ -41,14 +41,11 @@ def read(folder, name):
 def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
     """PEFT's definition: expert by expert W + alpha / r · B · A, where the rows of A are of one
     expert after the other, and the columns of B in turn of all."""
-    model, kind = adapted(name, rank=2, alpha=5.0, paths=ALL), FAMILIES[name][0]
+    model = adapted(name, rank=2, alpha=5.0, paths=ALL)
     config = read_config(written(model, tmp_path / "adapters", name))
     assert {*config.parameters} == {"experts.gate_up_proj", "experts.down_proj"}
-    hf.save(jax.jit(merged)(model), tmp_path / "merged", model_type=kind, dtype="float32")
     pairs = tensors(tmp_path / "adapters" / "adapter_model.safetensors")
-    found, before = (
-        tensors(folder / "model.safetensors") for folder in (tmp_path / "merged", GOLDEN / name)
-    )
+    found, before = as_tensors(name, merge(model)), tensors(GOLDEN / name / "model.safetensors")
     module, gate, up, down = IN_FOLDERS[name]
     X = base_of(name).stack[0][0].mlp.router.experts
 
@@ -78,7 +75,7 @@ def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
 def test_what_is_written_is_read_again(paths, tmp_path):
     model = adapted("mixtral", rank=2, alpha=5.0, paths=paths)
     again = read(written(model, tmp_path / "out", "mixtral"), "mixtral")
-    one, other = jax.jit(merged)(model), jax.jit(merged)(again)
+    one, other = merge(model), merge(again)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     if paths == ("*.experts.down",):
@@ -187,7 +184,7 @@ def test_peft_computes_the_same_of_what_is_written_here(peft, name, paths, tmp_p
     model = adapted(name, rank=3, alpha=5.0, rank_stabilized=name == "olmoe", paths=paths)
     expected = theirs(peft.read(name, written(model, tmp_path / "out", name)), ids_of(name))
     assert_same_logits(model, ids_of(name), expected)
-    assert_same_logits(merged(model), ids_of(name), expected)
+    assert_same_logits(merge(model), ids_of(name), expected)
 
 
 @pytest.mark.slow
@@ -209,7 +206,7 @@ def test_of_what_peft_writes_lmlib_computes_the_same(peft, name, settings, tmp_p
     model.save_pretrained(tmp_path)
     found, expected = read(tmp_path, name), theirs(model, ids_of(name))
     assert_same_logits(found, ids_of(name), expected)
-    assert_same_logits(merged(found), ids_of(name), expected)
+    assert_same_logits(merge(found), ids_of(name), expected)
 
 
 @pytest.mark.slow

@@ -5,32 +5,23 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hugging_face_families import GOLDEN
+from golden_models import FLOAT32, golden_model, logits
+from hugging_face_families import PROMPT
 
-from lmlib import Compute, hf, whole_rows
-from lmlib.adapters import with_adapters
+from lmlib.adapters import merged, with_adapters
 from lmlib.parallel.axes import map_weights
 
-FLOAT32 = Compute(dtype="float32")
-PROMPT = 300
-
-
-@functools.cache
-def base_of(name):
-    return hf.load(GOLDEN / name)
-
-
-@jax.jit
-def logits(model, ids):
-    return model(ids, whole_rows(ids, FLOAT32))
+base_of = golden_model
+merge = jax.jit(merged)
 
 
 def assert_same_logits(model, ids, expected, kept=slice(None)):
     with jax.default_matmul_precision("highest"):
-        found = np.asarray(logits(model, jnp.asarray(ids, jnp.int32)))[0, kept]
+        found = np.asarray(logits(model, np.asarray(ids, np.int32), FLOAT32))[0, kept]
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+@functools.cache
 def adapted(name, **settings):
     """Of all that PEFT can adapt, unless `paths` say otherwise, with adapters that change what the
     model computes, but not its scale."""

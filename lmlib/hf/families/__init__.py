@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 from jaxtyping import PRNGKeyArray
 
 from lmlib.hf.families import (
@@ -96,7 +98,14 @@ def described_by(
     if family is None:
         known = ", ".join(each.model_type for each in families)
         raise FolderError(f"{where}: model_type {kind!r:.200} is not supported; there are {known}")
-    settings = Settings(content, where)
+    text, mesh = json.dumps(content, sort_keys=True), jax.sharding.get_abstract_mesh()
+    return _described(family, text, where, mesh)
+
+
+@functools.lru_cache(maxsize=64)  # tracing a model for its shapes takes up to a second
+def _described(family: Family, content: str, where: str, mesh: AbstractMesh) -> Described:
+    """As `described_by`; the shapes are those under `mesh`, which is the current one."""
+    settings = Settings(json.loads(content), where)
     try:
         arguments = family.arguments(settings)
     except FolderError:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -101,7 +100,7 @@ class Adapters:
                 )
             if path not in found:
                 found[path] = np.zeros(shapes[path], np.float32)
-            found[path][piece.at] = share.cut(jnp.asarray(tensor))
+            found[path][piece.at] = share.cut(tensor)
 
         for module in self.modules:
             a, b = (self._read(name) for name in module.tensors)

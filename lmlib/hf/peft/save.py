@@ -165,8 +165,8 @@ def _values(model: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
 
 def _laid(tensor: Placed, values: Mapping[str, np.ndarray]) -> np.ndarray:
     """The tensor of the folder that holds `values`."""
-    own = [jnp.asarray(values[piece.path][piece.at]) for piece in tensor.pieces]
-    return np.asarray(joined([piece.share for piece in tensor.pieces], own))
+    own = [values[piece.path][piece.at] for piece in tensor.pieces]
+    return joined([piece.share for piece in tensor.pieces], own)
 
 
 def _told(
@@ -237,15 +237,15 @@ def _joined(
         block = np.zeros(place.up(rank).sizes, np.float32)
         if place in own:
             down, up = own[place]
-            lying = np.asarray(place.down(ranks[place]).joined(jnp.asarray(down)))
+            lying = place.down(ranks[place]).joined(down)
             rows.append(lying.reshape(place.experts, ranks[place], -1))
             columns = slice(column, column + ranks[place])
             block[(*[slice(None)] * len(place.apart), columns)] = up
             column += ranks[place]
-        blocks.append(jnp.asarray(block))
+        blocks.append(block)
     a = np.concatenate(rows, axis=1)
     b = joined([place.up(rank) for place in module.places], blocks)
-    return a.reshape(-1, a.shape[-1]), np.asarray(b)
+    return a.reshape(-1, a.shape[-1]), b
 
 
 def _whole(array: jax.Array) -> np.ndarray:

@@ -1,11 +1,15 @@
 """lm-eval's numbers of a model here are those of its own backend `hf` on the exported weights.
 Needs lmlib[eval,parity]."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from chat_templates import CHATS, TEMPLATES
+from laid_out import drawn
 from local_tasks import TASKS, write_tasks
 from small_tokenizer import TEXTS, write_tokenizer_folder
 from tokenizers import Tokenizer
@@ -35,7 +39,8 @@ def folder(request, tmp_path_factory):
     """A model that has learned a few sentences, with its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     vocab = write_tokenizer_folder(folder / "tokenizer", begins=request.param)
-    model = llama(vocab=vocab, embed=32, layers=2, heads=4, mlp=64, key=jax.random.key(1))
+    make = functools.partial(llama, vocab=vocab, embed=32, layers=2, heads=4, mlp=64)
+    model = drawn(jax.eval_shape(make, key=jax.random.key(1)))
     hf.save(
         learned(model, Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))),
         folder / "exported",
@@ -51,8 +56,8 @@ def learned(model, tokenizer):
     """`model` after some updates on the sentences."""
     tokenizer.enable_padding(pad_id=0)
     encoded = tokenizer.encode_batch(TEXTS)
-    tokens_BS = jnp.array([each.ids for each in encoded], jnp.int32)[:, :LENGTH]
-    mask_BS = jnp.array([each.attention_mask for each in encoded])[:, 1:LENGTH]
+    tokens_BS = jnp.asarray(np.array([each.ids for each in encoded], np.int32)[:, :LENGTH])
+    mask_BS = np.array([each.attention_mask for each in encoded])[:, 1:LENGTH]
     adam = optax.adam(1e-2)
 
     def loss(model):
@@ -65,7 +70,7 @@ def learned(model, tokenizer):
         updates, state = adam.update(jax.grad(loss)(model), state)
         return optax.apply_updates(model, updates), state
 
-    state = adam.init(model)
+    state = jax.jit(adam.init)(model)
     for _ in range(40):
         model, state = update(model, state)
     return model

@@ -1,9 +1,11 @@
 """Of two processes one asks what lm-eval wants to know, and both compute. Needs lmlib[eval]."""
 
+import functools
 import json
 
 import jax
 import pytest
+from laid_out import drawn
 from local_tasks import TASKS, write_tasks
 from small_tokenizer import write_tokenizer_folder
 from two_processes import run_two
@@ -42,7 +44,8 @@ print(json.dumps([found and found["results"], told], default=str))
 def test_two_processes_find_what_one_finds(tmp_path):
     tasks = write_tasks(tmp_path / "tasks")
     vocab = write_tokenizer_folder(tmp_path / "tokenizer", begins=True)
-    model = llama(vocab=vocab, embed=32, layers=1, heads=4, mlp=32, key=jax.random.key(0))
+    make = functools.partial(llama, vocab=vocab, embed=32, layers=1, heads=4, mlp=32)
+    model = drawn(jax.eval_shape(make, key=jax.random.key(0)))
     folder = tmp_path / "model"
     hf.save(model, folder, tokenizer=tmp_path / "tokenizer", dtype="float32", longest=64)
     lines = run_two(PROCESS, folder, tasks, ",".join(TASKS))

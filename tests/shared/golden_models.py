@@ -1,0 +1,50 @@
+"""The golden models, put together by NumPy, and what a prompt's tokens mean to them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hugging_face_families import GOLDEN, tensors
+
+from lmlib import Compute, whole_rows
+from lmlib.hf.families import described
+from lmlib.hf.names import placed
+from lmlib.hf.share import joined
+from lmlib.parallel.axes import map_weights
+
+FLOAT32 = Compute(dtype="float32")
+
+
+@functools.cache
+def golden_model(name):
+    """As `hf.load` makes it, which tests/hf/test_golden.py asks, without a program for each
+    shape."""
+    found = described(GOLDEN / name)
+    weights = {}
+    map_weights(
+        lambda w, shape: weights.update({w.path: np.zeros(shape.shape, shape.dtype)}), found.shapes
+    )
+    held = tensors(GOLDEN / name / "model.safetensors")
+    for tensor in placed(found.shapes, found.family.names):
+        for piece in tensor.pieces:
+            weights[piece.path][piece.at] = piece.share.cut(held[tensor.name])
+    return map_weights(lambda weight, _: jnp.asarray(weights[weight.path]), found.shapes)
+
+
+def as_tensors(name, model):
+    """As `hf.save` writes the weights of `model`, which is of the family of the golden `name`."""
+    weights = {}
+    map_weights(lambda weight, array: weights.update({weight.path: np.asarray(array)}), model)
+    return {
+        tensor.name: joined(
+            [piece.share for piece in tensor.pieces],
+            [weights[piece.path][piece.at] for piece in tensor.pieces],
+        )
+        for tensor in placed(model, described(GOLDEN / name).family.names)
+    }
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def logits(model, ids, compute=FLOAT32):
+    return model(ids, whole_rows(ids, compute))
