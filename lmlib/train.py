@@ -49,6 +49,24 @@ def step(
       LayoutError: if the mesh cannot split the weights or the batch.
       ValueError: if the model reports under a name that the objective has.
     """
+    gradients, reported, count = gradient(state, batch, training)
+    with jax.named_scope("optimizer"):
+        new_state, metrics = _updated(state, count, reported, gradients, hyperparameters, training)
+    tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
+    units = training.objective.units
+    return new_state, {**reported.metrics, **metrics, "tokens": tokens, units: count}
+
+
+class _Reported(NamedTuple):
+    """Of a microbatch, what adds up to that of the whole batch."""
+
+    metrics: Metrics
+    tallies: Any
+
+
+def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Reported, Array]:
+    """The part of `step` before the update: gradients of what trains, what is reported of the
+    batch, and the count of what the loss is a mean of."""
     mesh, compute, objective = training.mesh, training.compute, training.objective
     microbatches = training.microbatches
     check_model(state.whole_model, mesh)
@@ -69,32 +87,22 @@ def step(
         reported = _Reported(_of_model(sums, positions) | metrics, sums.model.tallies)
         return objective.minimised(sums, divisor, positions), reported
 
-    gradient = jax.grad(part_loss, has_aux=True)
+    part_gradient = jax.grad(part_loss, has_aux=True)
 
     def accumulate(gradients: Any, indexed: tuple[Array, Batch]) -> tuple[Any, _Reported]:
-        part_gradients, reported = gradient(state.model, *indexed)
+        part_gradients, reported = part_gradient(state.model, *indexed)
         return jax.tree.map(jnp.add, gradients, part_gradients), reported
 
     if microbatches == 1:
         # Without a loop, which XLA's TPU compiler would run twice.
-        gradients, reported = gradient(state.model, 0, batch)
+        gradients, reported = part_gradient(state.model, 0, batch)
     else:
         nothing = jax.tree.map(jnp.zeros_like, state.model)
         parts = jnp.arange(microbatches), split(batch, microbatches)
         with jax.named_scope("microbatches"):
             gradients, reported = jax.lax.scan(accumulate, nothing, parts)
         reported = jax.tree.map(lambda each_M: jnp.sum(each_M, axis=0), reported)
-    with jax.named_scope("optimizer"):
-        new_state, metrics = _updated(state, count, reported, gradients, hyperparameters, training)
-    tokens = jnp.sum(batch.loss_mask, dtype=jnp.int32)
-    return new_state, {**reported.metrics, **metrics, "tokens": tokens, objective.units: count}
-
-
-class _Reported(NamedTuple):
-    """Of a microbatch, what adds up to that of the whole batch."""
-
-    metrics: Metrics
-    tallies: Any
+    return gradients, reported, count
 
 
 def _of_model(sums: LossSums, positions: Array) -> Metrics:

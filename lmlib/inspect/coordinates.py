@@ -40,8 +40,7 @@ def changes(experiment: Experiment) -> Changes:
     mesh, data = experiment.mesh, experiment.data
     rows = sharding("batch seq", mesh)
     first = place(data, 0, rows)
-    seen = jax.jit(functools.partial(_seen, compute=experiment.compute))
-    changed = jax.jit(functools.partial(_changed, compute=experiment.compute))
+    seen = functools.partial(_seen, compute=experiment.compute)
     state = experiment.initial_state()
     step = experiment.trace_step().lower().compile()
     found: dict[str, list[float]] = {name: [] for name in LOOKED_AT}
@@ -51,7 +50,7 @@ def changes(experiment: Experiment) -> Changes:
         batch = place(data, number, rows)
         state, _ = step(state, batch, experiment.training.hyperparameters)
         with jax.set_mesh(mesh):
-            now = jax.device_get(changed(state.whole_model, first, before))
+            now = jax.device_get(_changes(seen(state.whole_model, first), before))
         for name in LOOKED_AT:
             found[name].append(float(now[name]))
     return found
@@ -67,6 +66,7 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
     return float(np.sum((x - x.mean()) * y) / np.sum((x - x.mean()) ** 2))
 
 
+@functools.partial(jax.jit, static_argnames="compute")
 def _seen(model: Model, batch: Batch, compute: Compute) -> dict[str, Array]:
     stream_BDSE = residual_stream(model, batch, compute)
     h_BSE = features(model, batch, compute).h_BSE
@@ -76,11 +76,10 @@ def _seen(model: Model, batch: Batch, compute: Compute) -> dict[str, Array]:
     return dict(zip(LOOKED_AT, looked_at, strict=True))
 
 
-def _changed(
-    model: Model, batch: Batch, before: Mapping[str, Array], compute: Compute
-) -> dict[str, Array]:
+@jax.jit
+def _changes(now: Mapping[str, Array], before: Mapping[str, Array]) -> dict[str, Array]:
     def of_one(new: Array, old: Array) -> Array:
         difference = new.astype(jnp.float32) - old.astype(jnp.float32)
         return jnp.sqrt(jnp.mean(jnp.square(difference)))
 
-    return jax.tree.map(of_one, _seen(model, batch, compute), dict(before))
+    return jax.tree.map(of_one, dict(now), dict(before))

@@ -61,8 +61,13 @@ def test_an_exponent_is_that_of_a_power():
     assert math.isnan(slope(sizes, [1.0, 0.0, 1.0])) and math.isnan(slope([64], [1.0]))
 
 
+@functools.cache
+def changes_of(scaling, *sizes):
+    return changes(experiment(scaling, **dict(sizes)))
+
+
 def exponents(scaling, sizes):
-    found = [changes(experiment(scaling, **each)) for each in sizes.values()]
+    found = [changes_of(scaling, *(BASE | each).items()) for each in sizes.values()]
     return {name: slope([*sizes], [each[name][-1] for each in found]) for name in LOOKED_AT}
 
 

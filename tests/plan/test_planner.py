@@ -4,12 +4,11 @@ import dataclasses
 import functools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
+from forked_processes import run_forked
 from sentinels import sentinels
 
 from lmlib import optim
@@ -137,10 +136,10 @@ def test_what_is_offloaded_lies_in_the_memory_of_the_host():
     target = parse("v5e:2x2")
     inner = ("mlp_gate", "mlp_up")
     kept, offloaded = (
-        plan(experiment(target, compute, mlp=2048, layers=4), target).memory
+        plan(experiment(target, compute, mlp=1024, layers=4), target).memory
         for compute in (Compute(saved=inner), Compute(offloaded=inner))
     )
-    activations = 2 * 4 * ROWS * LENGTH * 2048 * 2 // target.device_count
+    activations = 2 * 4 * ROWS * LENGTH * 1024 * 2 // target.device_count
     assert kept.counted.on_host == 0
     assert offloaded.counted.on_host == activations
     assert offloaded.counted.peak < kept.counted.peak - 0.5 * activations
@@ -204,25 +203,22 @@ def test_reading_weights_takes_the_largest_tensor_whole():
 @pytest.mark.slow
 def test_cpu_256():
     """In a process of its own: this one simulates eight devices."""
-    here = Path(__file__).parent
     code = f"""
 import sys
-sys.path[:0] = {[str(here), str(here.parent / "shared")]}
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 from lmlib.plan import targets
 target = targets.parse("cpu:256")
 targets.prepare(target)
 import test_planner
-from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 import dataclasses
 experiment = test_planner.experiment(target, embed=256, layers=1)
 experiment = dataclasses.replace(experiment, data=Synthetic(512, 256, 16))
-from lmlib.plan.loading import reading
 from lmlib.plan.planner import plan
 report = plan(experiment, target)
 print(report.parameters, report.memory.parameters, report.mesh["fsdp"])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    done = run_forked("-c", code)
     assert done.returncode == 0, done.stderr
     parameters, per_device, fsdp = map(int, done.stdout.split())
     assert fsdp == 256

@@ -201,9 +201,9 @@ def test_a_sweep_is_a_for_loop(tmp_path):
 @pytest.mark.slow
 def test_a_saved_config_is_launched_again(undisturbed, tmp_path):
     _, workdir = undisturbed
-    cfg = configs.load(
-        str(workdir / "config.json"), overrides=["steps=2", "mesh.fsdp=1", "mesh.tensor=1"]
-    )
+    # The program of another test.
+    overrides = ["steps=2", *SMALL, "mesh.tensor=1", "compute.dtype=bfloat16"]
+    cfg = configs.load(str(workdir / "config.json"), overrides=overrides)
     assert len(fit(cfg, tmp_path).metrics) == 2
 
 

@@ -31,6 +31,15 @@ def folder(tmp_path):
     return shutil.copytree(GOLDEN / "llama", tmp_path / "base")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run of adapters with dropout: its base, config, result and workdir."""
+    here = tmp_path_factory.mktemp("trained")
+    base = shutil.copytree(GOLDEN / "llama", here / "base")
+    cfg = adapted(base, dropout=0.1)
+    return base, cfg, fit(cfg, here / "run"), here / "run"
+
+
 def adapted(folder, *overrides, dropout=0.0, **settings):
     """Adapters on the model of a folder."""
     cfg = configs.load(
@@ -51,10 +60,15 @@ def same(one, other):
 @pytest.mark.parametrize(
     "dtype", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "float32"))]
 )
-def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(folder, tmp_path, dtype):
-    cfg = adapted(folder, frozen_dtype=dtype, dropout=0.1 if dtype is None else 0.0)
-    whole = fit(cfg, tmp_path / "whole")
-    again = fit(cfg, cut_short(tmp_path / "whole", 2, tmp_path / "cut"))
+def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(
+    folder, tmp_path, dtype, request
+):
+    if dtype is None:
+        folder, cfg, whole, workdir = request.getfixturevalue("trained")
+    else:
+        cfg, workdir = adapted(folder, frozen_dtype=dtype), tmp_path / "whole"
+        whole = fit(cfg, workdir)
+    again = fit(cfg, cut_short(workdir, 2, tmp_path / "cut"))
     same(whole.state.changing.model, again.state.changing.model)
     same(whole.state.optimizer, again.state.optimizer)
     same(whole.state.frozen, again.state.frozen)
@@ -85,28 +99,23 @@ def test_adapters_train_and_matrices_of_their_names_do_not(folder, rate):
 
 
 @pytest.mark.slow
-def test_another_base_is_refused(folder, tmp_path):
-    cfg = adapted(folder)
-    with pytest.raises(StoppedEarly):
-        fit(cfg, tmp_path / "run", Options(stop=lambda step: step == 2))
-    file = folder / "model.safetensors"
+def test_another_base_is_refused_and_one_that_has_moved_is_taken_from_where_it_is_now(
+    trained, tmp_path
+):
+    base, cfg, _, workdir = trained
+    run = cut_short(workdir, 2, tmp_path / "run")
+    moved = base.rename(tmp_path / "moved")
+    file = shutil.copytree(moved, base) / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="not those that the run was trained with"):
-        fit(cfg, tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_base_that_has_moved_is_taken_from_where_it_is_now(folder, tmp_path):
-    cfg = adapted(folder)
-    with pytest.raises(StoppedEarly):
-        fit(cfg, tmp_path / "run", Options(stop=lambda step: step == 2))
-    shutil.rmtree(folder)
+        fit(cfg, run)
+    shutil.rmtree(base)
     with pytest.raises(ConfigError, match="is no folder"):
-        fit(cfg, tmp_path / "run")
-    moved = Options(init_from=str(GOLDEN / "llama"))
-    assert fit(cfg, tmp_path / "run", moved).summary.steps == 4
+        fit(cfg, run)
+    assert fit(cfg, run, Options(init_from=str(moved))).summary.steps == 4
+    moved.rename(base)
 
 
 @pytest.mark.slow

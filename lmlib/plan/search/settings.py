@@ -10,15 +10,20 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from lmlib.compute import EVERYTHING
+from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.plan.flops import count_flops
-from lmlib.plan.planner import Report, compilable, plan, traced_step
+from lmlib.plan.planner import Report, compilable, plan
 from lmlib.plan.search.changes import keeping, microbatch_counts, microbatches_flag, saved_flag
 from lmlib.plan.targets import Target
+from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text
 from lmlib.terminal.table import columns
+from lmlib.train import gradient
 
 # How many larger numbers of microbatches are tried besides the smallest that fits: fewer sequences
 # at a time leave room to keep more.
@@ -81,10 +86,12 @@ class Search:
     """All trials, those with the largest microbatches first; `str()` gives the table.
 
     `best` has the largest microbatch that fits, and recomputes least; `None` if nothing fits.
+    `policies` are those that `policies` found; none if nothing fits.
     """
 
     trials: tuple[Trial, ...]
     best: Trial | None
+    policies: tuple[Policy, ...]
 
     def __str__(self) -> str:
         head = ("microbatches", "sequences at a time", "needs", "fits", "computed again")
@@ -172,11 +179,6 @@ class _Searcher:
         self._tell = tell
         self._trials: dict[_Choice, Trial] = {}
 
-    @functools.cached_property
-    def _policies(self) -> tuple[Policy, ...]:
-        self._tell("counting what each kept activation saves")
-        return policies(self._experiment)
-
     def add(self, report: Report) -> None:
         """Makes a trial of the plan of the experiment as it is, if that keeps nothing."""
         if not self._experiment.compute.saved:
@@ -187,16 +189,18 @@ class _Searcher:
         counts = microbatch_counts(self._experiment)
         self._try(self._experiment.microbatches, _NOTHING)  # what the first guess is made from
         least = self._first_that_fits([(count, _NOTHING) for count in counts])
-        best = None
+        best, found_policies = None, tuple[Policy, ...]()
         if least is not None:
+            self._tell("counting what each kept activation saves")
+            found_policies = policies(self._experiment)
             first = counts.index(least.microbatches)
             for count in counts[first : first + 1 + _MORE_COUNTS]:
-                found = self._first_that_fits([(count, policy) for policy in self._policies])
+                found = self._first_that_fits([(count, policy) for policy in found_policies])
                 best = best or found
                 if found is not None and found.recomputed == 0:
                     break  # fewer sequences at a time gain nothing more
         trials = sorted(self._trials.values(), key=lambda one: (one.microbatches, -len(one.saved)))
-        return Search(tuple(trials), best)
+        return Search(tuple(trials), best, found_policies)
 
     def _first_that_fits(self, choices: Sequence[_Choice]) -> Trial | None:
         """By bisection: each choice needs less memory than the one before."""
@@ -254,7 +258,8 @@ def policies(experiment: Experiment) -> tuple[Policy, ...]:
     and only the lowest is counted anew.
     """
     sizes = _sizes(experiment)
-    counted = functools.cache(lambda saved: _recomputed_flops(experiment, saved))
+    state, batch = experiment.abstract_state(), experiment.abstract_batch()
+    counted = functools.cache(lambda saved: _recomputed_flops(experiment, state, batch, saved))
 
     def worth(name: str, saved: tuple[str, ...]) -> tuple[float, int]:
         others = tuple(other for other in saved if other != name)
@@ -283,6 +288,11 @@ def _sizes(experiment: Experiment) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size > 0}
 
 
-def _recomputed_flops(experiment: Experiment, saved: tuple[str, ...]) -> float:
-    step = traced_step(keeping(experiment, saved))
-    return count_flops(step.traced.jaxpr, ()).of("recomputation")
+def _recomputed_flops(
+    experiment: Experiment, state: State, batch: Batch, saved: tuple[str, ...]
+) -> float:
+    """With the abstract `state` and `batch` of `experiment`; an update computes nothing again."""
+    training = keeping(experiment, saved).training
+    with jax.set_mesh(experiment.mesh):
+        traced = jax.make_jaxpr(functools.partial(gradient, training=training))(state, batch)
+    return count_flops(traced).of("recomputation")
