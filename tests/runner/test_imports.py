@@ -18,3 +18,10 @@ assert not loaded, loaded
 def test_supervising_and_refusing_mistakes_do_without_jax() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_training_does_without_torch_where_it_is_installed() -> None:
+    """What writes TensorBoard's files would import it, which takes seconds at every start."""
+    script = "import sys, runner.training.fit; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
