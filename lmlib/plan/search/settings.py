@@ -86,7 +86,7 @@ class Search:
     """All trials, those with the largest microbatches first; `str()` gives the table.
 
     `best` has the largest microbatch that fits, and recomputes least; `None` if nothing fits.
-    `policies` are those that `policies` found; none if nothing fits.
+    `policies` are those that were chosen from; none if nothing fits.
     """
 
     trials: tuple[Trial, ...]
