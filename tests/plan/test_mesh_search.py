@@ -1,5 +1,6 @@
 """The search over meshes, on simulated devices."""
 
+import dataclasses
 import functools
 import re
 
@@ -16,18 +17,16 @@ from lmlib.plan.search.meshes import search_meshes
 from lmlib.plan.targets import parse
 from lmlib.terminal.quantities import bytes_text
 
-TARGET = parse("cpu:4")
 
-
-def experiment(**mesh: int) -> Experiment:
+def experiment(devices: int) -> Experiment:
     model = functools.partial(
-        mixtral, vocab=64, embed=32, layers=1, heads=2, mlp=32, experts=2, top=1
+        mixtral, vocab=64, embed=32, layers=1, heads=2, mlp=32, experts=4, top=2
     )
     return Experiment(
         model=model,
         data=Synthetic(64, 8, 32),
         optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
-        mesh=make_mesh(**mesh, devices=TARGET.devices()),
+        mesh=make_mesh(fsdp=devices),
         steps=10,
     )
 
@@ -45,15 +44,17 @@ def test_every_division_is_tried_once_and_other_axes_stay():
 
 @pytest.mark.slow
 def test_the_table_has_what_a_plan_of_each_mesh_has():
-    search = search_meshes(experiment(fsdp=4), TARGET, ["expert"])
+    target = parse("cpu:8")
+    search = search_meshes(experiment(8), target, ["expert"])
     trial_by_expert = {trial.sizes["expert"]: trial for trial in search.trials}
-    assert set(trial_by_expert) == {1, 2, 4}
-    assert "4" in trial_by_expert[4].outcome  # there are 2 experts
-    for expert in (1, 2):
-        report = plan(experiment(fsdp=4 // expert, expert=expert), TARGET)
+    assert set(trial_by_expert) == {1, 2, 4, 8}
+    assert "8" in trial_by_expert[8].outcome  # there are 4 experts
+    for expert in (1, 4):
+        mesh = make_mesh(fsdp=8 // expert, expert=expert)
+        report = plan(dataclasses.replace(experiment(8), mesh=mesh), target)
         found = trial_by_expert[expert].outcome
         assert found.memory == report.memory and found.collectives == report.collectives
-        (line,) = re.findall(rf"^fsdp {4 // expert}.*$", str(search), re.MULTILINE)
+        (line,) = re.findall(rf"^fsdp {8 // expert}.*$", str(search), re.MULTILINE)
         assert (f"expert {expert}" in line) == (expert > 1)
         assert bytes_text(report.collectives.bytes_sent_per_step) in line
 
@@ -61,4 +62,4 @@ def test_the_table_has_what_a_plan_of_each_mesh_has():
 @pytest.mark.parametrize("axis", ["fsdp", "experts"])
 def test_what_is_no_axis_is_said(axis):
     with pytest.raises(ValueError, match=f"'{axis}' is no axis to try sizes of"):
-        search_meshes(experiment(fsdp=4), TARGET, [axis])
+        search_meshes(experiment(8), parse("cpu:8"), [axis])
