@@ -3,7 +3,7 @@ names of axes, both ways. Values are arrays of JAX, or of NumPy: of those nothin
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -42,8 +42,8 @@ class Share(NamedTuple):
 
     def cut(self, tensor: A) -> A:
         """The weight's values out of the tensor."""
-        before = (slice(None),) * (self.along + 1)
-        share = _grouped(tensor, self)[(*before, slice(self.start, self.start + self.length))]
+        chosen = slice(self.start, self.start + self.length)
+        share = _grouped(tensor, self)[(slice(None),) * (self.along + 1) + (chosen,)]
         order = " ".join(self.within).split()
         split = share.reshape([self.sizes[self.axes.index(axis)] for axis in order])
         return split.transpose([order.index(axis) for axis in self.axes])
@@ -63,11 +63,11 @@ def joined(shares: Sequence[Share], weights: Sequence[A]) -> A:
     ]  # fmt: skip
     axis = shares[0].along
     whole = parts[0].__array_namespace__().concatenate(parts, axis=axis + 1)
-    return whole.reshape((*whole.shape[:axis], -1, *whole.shape[axis + 2 :]))
+    return whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
 
 
-def _grouped(tensor: A, share: Share) -> A:
+def _grouped(tensor: Any, share: Share) -> Any:
     """With an axis for the groups before that along which weights follow each other."""
     shape, axis = tensor.shape, share.along
     length = shape[axis] // share.groups
-    return tensor.reshape((*shape[:axis], share.groups, length, *shape[axis + 1 :]))
+    return tensor.reshape(*shape[:axis], share.groups, length, *shape[axis + 1 :])

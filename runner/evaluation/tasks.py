@@ -1,9 +1,11 @@
 """Tasks of lm-eval, EleutherAI's evaluation harness."""
 
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lmlib.terminal.table import columns
@@ -55,8 +57,7 @@ def evaluate_tasks(
     """
     with agreed(), user_errors():
         try:
-            import lm_eval
-            from lm_eval.tasks import TaskManager
+            import lm_eval.tasks
 
             from runner.evaluation.lm_eval_model import LmEvalModel
         except ImportError as error:
@@ -71,7 +72,7 @@ def evaluate_tasks(
         model = LmEvalModel(answering, tokenizer)
 
         def found() -> dict[str, Any]:
-            manager = TaskManager(include_path=tasks.include_path)
+            manager = _manager(tasks.include_path, _files(tasks.include_path))
             chosen = []
             for name in tasks.names:
                 matching = manager.match_tasks([name])
@@ -98,6 +99,20 @@ def evaluate_tasks(
                 ) from error
 
         return answering.ask(found)
+
+
+@functools.lru_cache(maxsize=2)  # lm-eval reads 13,000 files for it, in many seconds
+def _manager(include_path: str | None, files: Sequence[tuple[str, int]]) -> Any:
+    """Of the tasks of lm-eval, and of those in a folder with these files."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path)
+
+
+def _files(folder: str | None) -> tuple[tuple[str, int], ...]:
+    """Its files, and when each was changed."""
+    files = () if folder is None else (file for file in Path(folder).rglob("*") if file.is_file())
+    return tuple(sorted((str(file), file.stat().st_mtime_ns) for file in files))
 
 
 def task_rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
