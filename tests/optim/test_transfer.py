@@ -75,9 +75,12 @@ CASES = {
 
 @pytest.mark.parametrize(("make", "base", "tied"), CASES.values(), ids=CASES)
 def test_first_values_are_those_of_the_base_times_what_the_paper_says(make, base, tied):
-    model = make(key=jax.random.key(0))
-    begun = by_path(CompleteP(base).scaled(make).begun(model))
-    first = by_path(make(**base, key=jax.random.key(0)))
+
+    @jax.jit
+    def both(key):
+        return CompleteP(base).scaled(make).begun(make(key=key)), make(**base, key=key)
+
+    begun, first = map(by_path, jax.device_get(both(jax.random.key(0))))
     for path, array in begun.items():
         row = of_paper(path, tied)
         size = math.sqrt(np.mean(np.square(first[path], dtype=np.float64)))
@@ -100,6 +103,7 @@ def test_steps_are_those_of_the_paper_s_adam_on_what_stands_behind_multipliers(m
     weights = {path: draw.normal(size=one.shape) for path, one in shapes.items()}
     found = jax.tree.unflatten(tree, [jnp.float32(each) for each in weights.values()])
     state = made.transformation.init(found)
+    update = jax.jit(made.transformation.update)
     first = {path: np.zeros(one.shape) for path, one in shapes.items()}
     second = {path: np.zeros(one.shape) for path, one in shapes.items()}
     decays = {path: one.declaration.decays for path, one in named_weights(model).items()}
@@ -108,7 +112,7 @@ def test_steps_are_those_of_the_paper_s_adam_on_what_stands_behind_multipliers(m
     for step in (1, 2):
         gradients = {path: draw.normal(size=one.shape) for path, one in shapes.items()}
         given = jax.tree.unflatten(tree, [jnp.float32(each) for each in gradients.values()])
-        updates, state = made.transformation.update(given, state, found)
+        updates, state = update(given, state, found)
         found = optax.apply_updates(found, updates)
         gradients = {path: each * rows[path]["multiplier"] for path, each in gradients.items()}
         norm = math.sqrt(sum(np.sum(each**2) for each in gradients.values()))
