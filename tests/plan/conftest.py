@@ -1,5 +1,5 @@
-"""What is planned is marked: CI asks the slow ones of the newest compilers alone, where they are not
-those of CPUs, which are here."""
+"""What is planned is marked: CI asks the slow ones of the newest compilers alone, but for those of
+CPUs, which are here."""
 
 from pathlib import Path
 
