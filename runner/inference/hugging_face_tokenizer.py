@@ -33,8 +33,8 @@ def hugging_face_tokenizer(loaded: Loaded) -> Any:
         if folder is not None and not tokenizers_differ(
             tokenizer_of(folder, str(folder)), loaded.tokenizer
         ):
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-            return _with_template(tokenizer, loaded.chat_template)
+            own = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+            return _with_template(own, loaded.chat_template)
         tokenizer = _of_data(loaded)
     begin = [] if loaded.codec is None else loaded.codec.encode("")
     ends = [*loaded.end_ids[:1]] if loaded.document_end is None else [loaded.document_end]
