@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="needs lmlib[parity]")
 golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")
 pytestmark = pytest.mark.slow
 
-NEW = 100  # beyond the original positions of phi3_long_rope
+NEW = 200
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -15,7 +15,7 @@ from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import plan
 from lmlib.plan.search.changes import keeping, microbatch_counts
-from lmlib.plan.search.settings import search
+from lmlib.plan.search.settings import policies, search
 from lmlib.plan.targets import Target
 from runner.config import configs
 from runner.config.overrides import apply_override
@@ -37,29 +37,9 @@ def experiment() -> Experiment:
     )
 
 
-def with_memory(capacity: int) -> Target:
-    return Target(dataclasses.replace(CPU, memory_bytes=capacity), (2,))
-
-
-def needed(changed: Experiment) -> int:
-    return plan(changed, with_memory(1)).memory.needed
-
-
 @pytest.fixture(scope="module")
-def found():
-    """With room for the smallest microbatches alone."""
-    least, more = (
-        needed(keeping(dataclasses.replace(experiment(), microbatches=count), ()))
-        for count in (ROWS // 2, ROWS // 4)
-    )
-    assert least < more
-    capacity = (least + more) // 2
-    return capacity, search(experiment(), with_memory(capacity))
-
-
-@pytest.fixture(scope="module")
-def all_policies(found):
-    return found[1].policies
+def all_policies():
+    return policies(experiment())
 
 
 @pytest.mark.slow
@@ -102,9 +82,28 @@ def test_each_device_has_as_few_sequences_whatever_axis_they_lie_along():
         assert microbatch_counts(split) == [1, 2]
 
 
+def with_memory(capacity: int) -> Target:
+    return Target(dataclasses.replace(CPU, memory_bytes=capacity), (2,))
+
+
+def needed(changed: Experiment) -> int:
+    return plan(changed, with_memory(1)).memory.needed
+
+
+@pytest.fixture(scope="module")
+def found(all_policies):
+    """With room for more than the least that the step can need, and less than the most."""
+    most = needed(keeping(experiment(), all_policies[0].saved))
+    least = needed(keeping(dataclasses.replace(experiment(), microbatches=ROWS // 2), ()))
+    assert least < most
+    capacity = (most + least) // 2
+    return capacity, search(experiment(), with_memory(capacity))
+
+
 @pytest.mark.slow
-def test_the_best_fits(found):
+def test_the_best_fits(found, all_policies):
     capacity, search_ = found
+    assert search_.policies == all_policies
     best = search_.best
     assert best.fits
     changed = dataclasses.replace(experiment(), microbatches=best.microbatches)

@@ -10,7 +10,6 @@ from hugging_face_families import GOLDEN, tensors
 from lmlib import Compute, whole_rows
 from lmlib.hf.families import described
 from lmlib.hf.names import placed
-from lmlib.hf.share import joined
 from lmlib.parallel.axes import map_weights
 
 FLOAT32 = Compute(dtype="float32")
@@ -30,19 +29,6 @@ def golden_model(name):
         for piece in tensor.pieces:
             weights[piece.path][piece.at] = piece.share.cut(held[tensor.name])
     return map_weights(lambda weight, _: jnp.asarray(weights[weight.path]), found.shapes)
-
-
-def as_tensors(name, model):
-    """As `hf.save` writes the weights of `model`, which is of the family of the golden `name`."""
-    weights = {}
-    map_weights(lambda weight, array: weights.update({weight.path: np.asarray(array)}), model)
-    return {
-        tensor.name: joined(
-            [piece.share for piece in tensor.pieces],
-            [weights[piece.path][piece.at] for piece in tensor.pieces],
-        )
-        for tensor in placed(model, described(GOLDEN / name).family.names)
-    }
 
 
 @functools.partial(jax.jit, static_argnums=2)
