@@ -98,6 +98,7 @@ def test_merged_adapters_compute_the_same_and_are_what_each_expert_adds():
                 np.testing.assert_allclose(whole[layer, expert], wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_merged_weights():
     model = adapted()
     gradients = compiled_gradient()(*parts(model), BATCH)
@@ -119,19 +120,16 @@ def test_gradients_are_those_of_the_merged_weights():
             )
 
 
-def _slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.several_devices
 @pytest.mark.parametrize(
     ("mesh", "dispatch", "room", "sequence_parallel"),
     [
         ({"fsdp": 2, "expert": 2, "tensor": 2}, "exchange", 1.0, True),
-        _slow({"expert": 8}, "exchange", 1.0, False),
-        _slow({"fsdp": 2, "expert": 2, "tensor": 2}, "gather", 2.0, False),
-        _slow({"expert": 4, "tensor": 2}, "gather", 1.0, True),
-        _slow({"data": 2, "fsdp": 2, "tensor": 2}, "auto", 1.0, True),
+        ({"expert": 8}, "exchange", 1.0, False),
+        ({"fsdp": 2, "expert": 2, "tensor": 2}, "gather", 2.0, False),
+        ({"expert": 4, "tensor": 2}, "gather", 1.0, True),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, "auto", 1.0, True),
     ],
 )
 def test_every_mesh_and_dispatch_gives_the_gradients_of_one_device(

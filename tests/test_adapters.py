@@ -112,12 +112,13 @@ def test_gradients_are_those_of_the_merged_weights():
 
 MESHES = [
     ({"data": 2, "fsdp": 2, "tensor": 2}, True),
-    pytest.param({"fsdp": 2, "tensor": 4}, False, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 4, "expert": 2}, False, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 2, "expert": 2, "tensor": 2}, True, marks=pytest.mark.slow),
+    ({"fsdp": 2, "tensor": 4}, False),
+    ({"fsdp": 4, "expert": 2}, False),
+    ({"fsdp": 2, "expert": 2, "tensor": 2}, True),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 @pytest.mark.parametrize(("mesh", "sequence_parallel"), MESHES)
 def test_every_mesh_gives_the_gradients_of_one_device(mesh, sequence_parallel):

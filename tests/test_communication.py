@@ -134,11 +134,13 @@ def test_compiled_scans_reduce_one_layer_at_a_time():
     assert backward == weights + Counter({activation: 3})
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_alone_gathers_no_weight():
     mesh = make_mesh(tensor=4)
     assert compiled_collectives(lowered(mesh=mesh), "all-gather") == []
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_gathers_activations_and_never_the_table():
     program = lowered(sequence_parallel=True)
     shapes = Counter(shape for _, shape in compiled_collectives(program, "all-gather"))
@@ -159,7 +161,8 @@ def test_a_gathered_stack_would_be_seen():
     assert len(gathered_stacks(lowered(gathers_everything_first))) >= 9
 
 
-@pytest.mark.parametrize("sequence_parallel", sentinels([False, True], bool))
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_sends_nothing_and_draws_where_the_activations_lie(sequence_parallel):
     def with_dropout(model, batch, compute):
         return batch_loss(model, batch, compute, NextToken(dropout=0.1), jax.random.key(0))
@@ -187,9 +190,8 @@ def test_gathers_follow_fsdp_alone(mesh):
     assert bool(gathered) == (mesh.get("fsdp", 1) > 1)
 
 
-@pytest.mark.parametrize(
-    "mesh", sentinels([{"expert": 4}, {"fsdp": 2, "expert": 2}], lambda m: len(m) == 2)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"expert": 4}, {"fsdp": 2, "expert": 2}])
 def test_dense_weights_lie_and_travel_over_expert_as_over_fsdp(mesh):
     program = lowered(mesh=make_mesh(**mesh, tensor=TENSOR))
     for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute"):

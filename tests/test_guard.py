@@ -146,6 +146,7 @@ def test_neither_an_infinite_update_nor_a_batch_without_targets_moves_anything()
     assert int(state.step) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_a_skipped_update_changes_nothing_but_its_count():
     mesh = make_mesh(fsdp=4, tensor=2)

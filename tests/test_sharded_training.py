@@ -126,13 +126,10 @@ CASES = [
     ("2 data, 2 expert, 2 context", "tied"),
 ]
 MESHES_OF_CURVES = ["2, 2, 2", "2 fsdp, 2 expert, 2 tensor", "2 fsdp, 2 context, 2 tensor"]
-KEPT = {
-    ("2 fsdp, 2 expert, 2 tensor", "tied"),
-    ("2 fsdp, 2 context, 2 tensor", "sequence-parallel"),
-}
+KEPT = "2 fsdp, 2 context, 2 tensor", "sequence-parallel"
 
 
-@pytest.mark.parametrize(("mesh_name", "variant"), sentinels(CASES, KEPT.__contains__))
+@pytest.mark.parametrize(("mesh_name", "variant"), sentinels(CASES, KEPT.__eq__))
 def test_loss_and_gradients_equal_those_of_one_device(mesh_name, variant):
     loss, gradients = loss_and_gradients(mesh_name, variant)
     plain = "tied" if variant == "tied" else "untied"
@@ -178,6 +175,7 @@ def test_twenty_steps_sequence_parallel_with_microbatches_give_the_same_curve():
     np.testing.assert_allclose(found, curve("1", "untied"), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_initialisation_never_holds_an_unsharded_copy():
     mesh = make_mesh(fsdp=8)
     make = functools.partial(

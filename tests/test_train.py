@@ -97,6 +97,7 @@ masks = st.integers(0, 2**32 - 1).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(masks, st.sampled_from([1, 4]))
 def test_any_split_gives_the_mean_over_valid_tokens(mask_BS, microbatches):
@@ -186,6 +187,7 @@ def test_z_loss_pulls_the_normaliser_down_and_is_not_reported_as_loss():
         np.testing.assert_allclose(one - other, 0.1 * pull, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loop_by_hand_makes_the_bits_of_the_compiled_step():
     """And its norm of the gradient is taken before that is clipped."""
     mesh = make_mesh(data=2, fsdp=2, tensor=2)

@@ -73,6 +73,7 @@ def test_greedy_takes_the_likeliest_token_of_the_whole_pass_each_time():
         np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_that_turn_by_other_tables_each_have_their_own():
     two = gemma3(V, 16, 2, 4, 24, kv_heads=2, head_dim=8, window=6, period=2, key=jax.random.key(1))
     for prompt, (made,) in zip(PROMPTS, generate(two, PROMPTS, 6, GREEDY), strict=True):

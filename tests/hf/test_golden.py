@@ -61,8 +61,18 @@ def mesh_for(name):
     return make_mesh(**sizes)
 
 
+def one_step(model, batch, compute):
+    """Loss, gradients and the weights after a step of AdamW."""
+    loss, gradients = jax.value_and_grad(mean_loss)(model, batch, compute)
+    decays = map_weights(lambda weight, _: as_declared(weight), model)
+    rate, (b1, b2) = ADAMW["lr"], ADAMW["betas"]
+    adamw = optax.adamw(rate, b1, b2, ADAMW["eps"], weight_decay=ADAMW["weight_decay"], mask=decays)
+    updates, _ = adamw.update(gradients, adamw.init(model), model)
+    return loss, gradients, eqx.apply_updates(model, updates)
+
+
 @functools.cache
-def loss_and_gradients(name):
+def after_one_step(name):
     """Of the families' sentinels on one device, of the others on a mesh if there are devices."""
     several = name not in SOME and jax.device_count() >= 8
     mesh = mesh_for(name) if several else make_mesh()
@@ -71,7 +81,7 @@ def loss_and_gradients(name):
     rows = sharding("batch seq", mesh)
     batch = jax.device_put(batch_of(model.vocab, times=4 if several else 1), rows)
     with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
-        found = jax.jit(jax.value_and_grad(mean_loss), static_argnums=2)(model, batch, compute)
+        found = jax.jit(one_step, static_argnums=2)(model, batch, compute)
     return jax.tree.map(jnp.asarray, jax.device_get(found))
 
 
@@ -120,7 +130,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name):
 
 @pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name == "gpt2"))
 def test_every_gradient(name, tmp_path):
-    loss, gradients = loss_and_gradients(name)
+    loss, gradients, _ = after_one_step(name)
     expected = tensors(GOLDEN / name / "expected.safetensors")["loss"]
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     save(gradients, name, tmp_path / "gradients")
@@ -130,12 +140,8 @@ def test_every_gradient(name, tmp_path):
 
 @pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name == "gpt2"))
 def test_weights_after_one_step(name, tmp_path):
-    model, (_, gradients) = loaded(name), loss_and_gradients(name)
-    decays = map_weights(lambda weight, _: as_declared(weight), model)
-    rate, (b1, b2) = ADAMW["lr"], ADAMW["betas"]
-    adamw = optax.adamw(rate, b1, b2, ADAMW["eps"], weight_decay=ADAMW["weight_decay"], mask=decays)
-    updates, _ = adamw.update(gradients, adamw.init(model), model)
-    save(eqx.apply_updates(model, updates), name, tmp_path / "after")
+    *_, after = after_one_step(name)
+    save(after, name, tmp_path / "after")
     found = tensors(tmp_path / "after" / "model.safetensors")
     assert_close(found, tensors(GOLDEN / name / "after.safetensors"), 1e-5)
 

@@ -119,6 +119,7 @@ def test_what_is_written_is_read(tmp_path):
     same(hf.load(tmp_path / "out", families=[family()]), model())
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_on_a_mesh_as_on_one_device(tmp_path):
     written = save(model(), tmp_path / "out")

@@ -33,6 +33,7 @@ def experiment(scaling=True, steps=3, **sizes):
     )
 
 
+@pytest.mark.slow
 def test_a_change_is_that_of_logits_by_hand():
     made = experiment(embed=16, heads=1, mlp=32, layers=1, steps=2)
     found = changes(made)

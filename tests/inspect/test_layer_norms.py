@@ -20,6 +20,7 @@ def with_norms(cfg, every):
     return cfg
 
 
+@pytest.mark.slow
 def test_they_are_those_of_the_model_and_training_is_the_same(tmp_path):
     found = fit(with_norms(small("steps=4"), 2), tmp_path / "run")
     plain = fit(small("steps=4"), tmp_path / "plain")

@@ -81,6 +81,7 @@ def test_each_layer_is_measured(tied, sizes):
     assert table(found).count("\n") == 1 + LAYERS + 2 + (not tied)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_what_is_minimised():
     objective, mesh, model = DPO(reference_from="another"), make_mesh(), weights(False)
     reference = llama(**SIZES, tied=False, key=jax.random.key(1))
@@ -125,6 +126,7 @@ def test_the_first_broken_part_is_named():
     )
 
 
+@pytest.mark.slow
 def test_a_model_whose_matrices_rest_in_8_bits_is_measured():
     mesh = make_mesh()
     resting = map_weights(in_int8, weights(False))

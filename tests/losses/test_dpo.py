@@ -179,6 +179,7 @@ def test_adapters_drop_nothing():
     np.testing.assert_array_equal(minimised(model, jax.random.key(2)), minimised(model, None))
 
 
+@pytest.mark.slow
 def test_the_reference_may_be_the_model_without_its_adapters():
     def loss(model, reference_model):
         sums = OBJECTIVE.sums(model, reference_model, batch(), FLOAT32)

@@ -56,7 +56,7 @@ def first_loss(family, tied, embed, dtype):
     sentinels(
         [(family, tied, 64) for family in FAMILIES for tied in (False, True)]
         + [(llama, True, 1_024), (gemma2, True, 1_024), (gpt2, True, 1_024)],
-        lambda case: case in ((llama, False, 64), (llama, True, 1_024), (gemma2, True, 64)),
+        lambda case: case == (llama, False, 64),
     ),
 )
 def test_the_first_loss_is_the_logarithm_of_the_vocabulary(family, tied, embed):
@@ -64,6 +64,7 @@ def test_the_first_loss_is_the_logarithm_of_the_vocabulary(family, tied, embed):
     assert float(found) == pytest.approx(math.log(VOCAB), abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_tied_model_does_not_begin_with_the_token_that_it_reads():
     own, other = first_loss(llama, True, 1_024, "bfloat16")
     assert float(own) == pytest.approx(float(other), abs=1)

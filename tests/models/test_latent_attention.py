@@ -121,14 +121,12 @@ def with_loss(part, compute, x_BSE, d_BSE):
     return jax.value_and_grad(loss, (0, 1))(part, x_BSE)
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 @pytest.mark.parametrize("parallel", [False, True], ids=["", "sequence-parallel"])
 @pytest.mark.parametrize(
     "mesh",
-    sentinels(
-        [{"data": 2, "fsdp": 2, "tensor": 2}, {"expert": 2, "tensor": 4}, {"fsdp": 4}],
-        lambda mesh: len(mesh) == 3,
-    ),
+    [{"data": 2, "fsdp": 2, "tensor": 2}, {"expert": 2, "tensor": 4}, {"fsdp": 4}],
     ids=str,
 )
 def test_a_mesh_changes_neither_outputs_nor_gradients(mesh, parallel):
@@ -156,7 +154,7 @@ def part_of(part, x_BSE, positions_BS, cache):
 
 
 @pytest.mark.parametrize("sizes", [(24,), (5, 1, 1, 9, 8), (1,) * 24], ids=len)
-@pytest.mark.parametrize("query_latent", [12, None])
+@pytest.mark.parametrize("query_latent", sentinels([12, None], bool))
 def test_a_cache_of_latents_gives_what_the_whole_pass_does(query_latent, sizes):
     part, x_BSE = made(query_latent), inputs()
     index_BS = np.broadcast_to(np.arange(S, dtype=np.int32), (B, S))
@@ -177,6 +175,7 @@ def test_a_cache_holds_the_latent_and_the_rotary_key_alone():
     assert sum(leaf.size for leaf in jax.tree.leaves(cache)) == B * S * (L + R)
 
 
+@pytest.mark.slow
 def test_weights_shown_are_those_it_mixes_by():
     part, x_BSE = (
         eqx.tree_at(lambda part: part.rotary_key, made(), jnp.zeros((E, R))),

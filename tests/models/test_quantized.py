@@ -222,6 +222,7 @@ def test_a_sequence_parallel_result_takes_its_layout():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", FORMATS)
 def test_scan_and_rematerialization_change_nothing(precision):
     random = np.random.default_rng(0)
@@ -276,6 +277,7 @@ def test_a_model_learns_alike_on_any_mesh():
     np.testing.assert_allclose(together, alone, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_each_kind_of_layer_has_its_own_precision():
     model = llama(vocab=64, embed=32, layers=1, heads=4, mlp=48, key=jax.random.key(0))
     tokens_BS = jnp.zeros((1, 8), jnp.int32)

@@ -125,6 +125,7 @@ def test_its_gradients_are_the_same_on_every_mesh(mesh_name, sequence_parallel):
         assert np.linalg.norm(found - expected) <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_it_trains_and_resumes_bit_for_bit(tmp_path):
     run = experiment(MESHES["all"], sequence_parallel=True)

@@ -60,6 +60,7 @@ def same(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_a_run_keeps_it_on_its_mesh_over_stops_and_commands_read_it(tmp_path):
     seen = []

@@ -159,6 +159,7 @@ def adafactor(*overrides):
     return cfg
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_a_run_resumes_to_the_same_bits(tmp_path):
     whole = fit(adafactor(), tmp_path / "whole")

@@ -181,13 +181,14 @@ def updated_twice(options, sizes):
 APART = {"neuron_decay": 0.9, "apart": ("heads", "kv_heads")}
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
         (APART, {"fsdp": 2, "tensor": 4}),  # two devices have the same key and value heads
-        pytest.param(APART, {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param({}, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+        (APART, {"fsdp": 2, "expert": 2, "tensor": 2}),
+        ({}, {"data": 2, "fsdp": 2, "tensor": 2}),
     ],
 )
 def test_a_mesh_makes_the_same_bits_as_one_device(options, sizes):

@@ -72,6 +72,7 @@ def test_groups_move_at_their_rates_and_the_rest_stays_without_moments():
     assert len(jax.tree.leaves(adam.mu)) == len(by_path) - len(frozen)
 
 
+@pytest.mark.slow
 def test_training_a_group_is_training_all_with_the_others_gradients_left_out():
     """Of SGD, whose update is the gradient."""
 

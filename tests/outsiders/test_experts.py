@@ -34,6 +34,7 @@ def test_experts_train_as_on_one_device_and_resume_bit_for_bit(tmp_path):
     np.testing.assert_allclose(biases(state).mean(axis=1), 0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_skipped_update_leaves_the_bias_and_a_coefficient_may_change():
     run = run_of({}, objective=NextToken(z_loss=3e38))
     metrics, state = trained(run, compiled(run), run.initial_state())
@@ -41,6 +42,7 @@ def test_a_skipped_update_leaves_the_bias_and_a_coefficient_may_change():
     assert metrics[0]["router_z"] > 0  # reported, and not minimised
 
 
+@pytest.mark.slow
 def test_layer_statistics_are_of_all_that_is_minimised():
     run = run_of({})
     state, batch = run.initial_state(), jax.tree.map(jnp.asarray, SOURCE.batch(0))

@@ -60,12 +60,13 @@ def run_of(feed_forward, **mesh):
     return experiment(model, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feed_forward", "mesh"),
     [
         (UNKNOWN, {"fsdp": 2, "tensor": 2, "others": {"own": 2}}),
         # By default the test below asks where these lie.
-        pytest.param(OVER_FSDP, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+        (OVER_FSDP, {"data": 2, "fsdp": 2, "tensor": 2}),
     ],
     ids=["an axis of its own", "over fsdp"],
 )

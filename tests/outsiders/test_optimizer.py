@@ -50,6 +50,7 @@ def model(key):
     return llama(**SIZES, layers=2, heads=4, mlp=16, key=key)
 
 
+@pytest.mark.slow
 def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
     run, alone = (experiment(model, mesh, optimizer=signs) for mesh in (EIGHT, {}))
     metrics, _ = check_outsider(run, alone, tmp_path, rtol=2e-4)

@@ -83,6 +83,7 @@ def test_rows_that_it_goes_along_are_not_split():
         experiment(recurrent, {"fsdp": 4, "context": 2}).check()
 
 
+@pytest.mark.slow
 def test_generation_with_its_cache_is_the_whole_pass():
     model = jax.jit(recurrent)(jax.random.key(0))
     prompts = [[5, 9, 11, 2, 7], [3, 1]]

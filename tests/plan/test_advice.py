@@ -42,6 +42,7 @@ def planned():
     return plan(experiment(), TARGET)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_comes_with_split_sequences_and_no_more_of_them_at_a_time(planned):
     found = {change.flags: change.experiment for change in changes(experiment(), planned.memory)}
     assert set(found) == {

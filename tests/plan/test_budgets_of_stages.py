@@ -6,7 +6,6 @@ from collections import Counter
 import jax
 import pytest
 from sent_arrays import BACKWARD, FORWARD, sent
-from sentinels import sentinels
 
 from lmlib.compute import Compute
 from lmlib.models.families.llama import llama
@@ -19,7 +18,8 @@ STAGE, FSDP = 4, 2
 TARGETS = ("cpu:8", "h100:1x8")
 
 
-@pytest.mark.parametrize("target", sentinels(TARGETS, lambda target: target == "cpu:8"))
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_slot_passes_rows_on_and_gathers_its_own_layers_alone(target):
     """With one round a stage has L / STAGE layers, and all microbatches go through them."""
     make = functools.partial(

@@ -55,6 +55,7 @@ def assert_refused(run, folder, message):
         assert told in log.read_text()
 
 
+@pytest.mark.slow
 def test_processes_with_other_configs_are_refused(tmp_path):
     run = SeveralProcesses(2, tmp_path / "run", tmp_path / "outputs", own={1: ["--fdl.seed=1"]})
     message = r"the config of process 1 is another than that of process 0 \(seed: 1, there 0\)"

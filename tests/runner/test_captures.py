@@ -57,6 +57,7 @@ def made_again(folder):
     return run_forked("-m", "runner.replay", folder)
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_the_first_of_each_row_of_skipped_updates_is_captured(captured):
     workdir, folders = captured
@@ -82,6 +83,7 @@ def test_what_a_teacher_said_is_read_back(tmp_path):
     np.testing.assert_array_equal(read_batch(tmp_path, batch).teacher_ids, batch.teacher_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_a_captured_step_is_made_again_to_the_bit(captured, tmp_path):
     """Also when the run is gone."""

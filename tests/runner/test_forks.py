@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from folder_contents import files_of
-from sentinels import sentinels
 from small_experiment import small
 
 from lmlib import optim
@@ -77,7 +76,8 @@ def test_a_fork_makes_the_steps_that_its_run_made(stable, tmp_path):
 SCHEDULES = optim.warmup_stable_decay, optim.warmup_power_decay
 
 
-@pytest.mark.parametrize("schedule", sentinels(SCHEDULES, lambda each: each is SCHEDULES[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_several_budgets_of_one_run_are_as_if_each_was_trained_alone(schedule, tmp_path):
     level = functools.partial(experiment, schedule=schedule, decay=0)
     fit(level("steps=6"), tmp_path / "stable")
@@ -91,6 +91,7 @@ def test_several_budgets_of_one_run_are_as_if_each_was_trained_alone(schedule, t
         assert rates[-1] < rates[0]
 
 
+@pytest.mark.slow
 def test_a_fork_that_was_stopped_needs_the_other_run_no_more(stable, tmp_path, capsys):
     _, workdir = stable
     other = shutil.copytree(workdir, tmp_path / "other")
@@ -120,6 +121,7 @@ def test_a_fork_may_have_another_mesh_and_other_microbatches(stable, tmp_path):
         assert one == pytest.approx(another, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_fork_trains_the_same_part(tmp_path):
     """What is frozen is in no checkpoint; here it is made of the seed of the run that was
     forked."""
@@ -189,6 +191,7 @@ def test_other_data_is_taken_if_that_is_allowed(stable, tmp_path):
     assert summary["steps"] == 5
 
 
+@pytest.mark.slow
 def test_a_stage_of_other_batches_and_rows_is_a_fork_that_resumes_as_any_run(stable, tmp_path):
     result, workdir = stable
     stage = experiment("steps=7", "data.batch_size=4", "data.sequence_length=32")

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 HEAVY = ("datasets", "equinox", "jax", "jaxlib", "lmlib.experiment", "orbax", "tensorstore")
 SCRIPT = f"""
@@ -20,6 +22,7 @@ def test_supervising_and_refusing_mistakes_do_without_jax() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_training_does_without_torch_where_it_is_installed() -> None:
     """What writes TensorBoard's files would import it, which takes seconds at every start."""
     script = "import sys, runner.training.fit; assert 'torch' not in sys.modules"

@@ -70,6 +70,7 @@ def names_in(url: str) -> set[str]:
     return set(BucketStore(BucketUrl.parsed(url)).list())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_machine(bucket, machine, undisturbed):
     url, proxy = bucket
     struck: set[str] = set()

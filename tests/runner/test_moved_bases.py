@@ -81,6 +81,7 @@ def test_adapters_and_what_trained_besides_go_out_without_their_base(tmp_path, c
     assert "WARNING" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_module_that_trained_in_part_needs_the_base(tmp_path):
     """PEFT saves a norm with its bias, which did not train."""
     run, base, before = moved(tmp_path, "gpt2", "*norm.scale")

@@ -51,9 +51,8 @@ def config_of_folder(teacher):
 REFUSED = "compares with other weights than those"
 
 
-@pytest.mark.parametrize(
-    "mesh", [{}, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}])
 def test_a_run_with_a_teacher_resumes_bit_for_bit_and_refuses_another(mesh, tmp_path):
     whole = fit(config(**mesh), tmp_path / "run")
     killed = cut_short(tmp_path / "run", 1, tmp_path / "killed")

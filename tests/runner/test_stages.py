@@ -53,6 +53,7 @@ def bits(state) -> list[np.ndarray]:
     return jax.tree.leaves(jax.device_get([state.step, state.model, state.optimizer, state.guard]))
 
 
+@pytest.mark.slow
 def test_each_step_is_one_of_a_run_with_batches_of_that_size(whole):
     experiment = fdl.build(staged())
     state, tokens = experiment.initial_state(), 0
@@ -113,6 +114,7 @@ def test_moved_stages_are_other_data(whole, tmp_path):
     assert fit(moved, tmp_path).summary.steps == 7
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_eight_devices_and_microbatches_of_a_stage_change_nothing_but_rounding(tmp_path):
     one = fit(staged(batch_size=8), tmp_path / "one")

@@ -57,9 +57,8 @@ def same(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize(
-    "dtype", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "float32"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "int8", "float32"])
 def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(
     folder, tmp_path, dtype, request
 ):

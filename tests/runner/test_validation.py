@@ -121,6 +121,7 @@ def ranked_by(metric):
     return {"checkpoints": CheckpointSettings(best_by=metric)}
 
 
+@pytest.mark.slow
 def test_preferences_are_validated_and_ranked_as_what_they_are(experiment):
     experiment = dataclasses.replace(
         experiment,

@@ -67,6 +67,7 @@ def test_the_weights_of_a_folder_lie_as_the_experiment_wants_them(mesh):
     assert model.embedding.sharding == experiment.abstract_state().model.embedding.sharding
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_a_base_read_into_8_bits_is_the_whole_base_rounded_at_once():
     build = functools.partial(lora, described(LLAMA).build)

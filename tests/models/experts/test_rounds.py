@@ -102,7 +102,7 @@ def program(mesh_name, dispatch, room, sequence_parallel):
 SLOW = pytest.mark.slow
 CASES = [
     *(pytest.param(name, "gather", 1.5, 2, False, marks=SLOW) for name in MESHES),
-    ("8 expert", "exchange", 1.0, 2, False),
+    pytest.param("8 expert", "exchange", 1.0, 2, False, marks=SLOW),
     ("2 fsdp, 2 expert, 2 tensor", "gather", 1.0, 2, True),
     ("2 fsdp, 2 expert, 2 tensor", "exchange", 1.5, 2, False),
     pytest.param("8 expert", "gather", 1.0, 1, False, marks=SLOW),

@@ -38,13 +38,14 @@ def corrections(state):
     return np.stack([np.asarray(each) for each in jax.tree.leaves(state.buffers)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "dispatch", "microbatches"),
     [
         ("2 fsdp, 2 expert, 2 tensor", "exchange", 1),
-        pytest.param("2 fsdp, 2 expert, 2 tensor", "gather", 2, marks=pytest.mark.slow),
-        pytest.param("8 expert", "exchange", 2, marks=pytest.mark.slow),
-        pytest.param("2 data, 4 fsdp", "gather", 1, marks=pytest.mark.slow),
+        ("2 fsdp, 2 expert, 2 tensor", "gather", 2),
+        ("8 expert", "exchange", 2),
+        ("2 data, 4 fsdp", "gather", 1),
     ],
 )
 def test_experts_train_as_on_one_device_and_resume_bit_for_bit(
@@ -86,6 +87,7 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
         np.testing.assert_allclose(norms, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_active_experts():
     dense = llama(**SIZES, layers=2, heads=4, mlp=3 * 16, key=jax.random.key(0))
     model = MODEL(key=jax.random.key(0))

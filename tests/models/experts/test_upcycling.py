@@ -31,12 +31,13 @@ def logits(model, dtype):
     return np.asarray(jax.jit(lambda model: model(TOKENS_BS, context))(model), np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "bound"),
     [
         (llama, "float32", 1e-6),
-        pytest.param(llama, "bfloat16", 2**-6, marks=pytest.mark.slow),
-        pytest.param(gemma2, "float32", 1e-6, marks=pytest.mark.slow),
+        (llama, "bfloat16", 2**-6),
+        (gemma2, "float32", 1e-6),
     ],
 )
 def test_it_computes_what_the_dense_model_does(family, dtype, bound):

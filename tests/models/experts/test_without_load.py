@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from lmlib import hf
 from lmlib.models.experts.mixture import Mixture
@@ -20,6 +21,7 @@ def mixture(balance, key):
     )
 
 
+@pytest.mark.slow
 def test_a_model_balanced_over_batches_leaves_as_one_that_routes_alike(tmp_path):
     model = mixture("batch", jax.random.key(0))
     hf.save(model, tmp_path / "out")

@@ -70,7 +70,7 @@ CELLS = [
     ("2, 2 data, 2 expert", "experts", "2 rounds"),
     ("2, 2 data, 2 expert", "first residual, values", ""),
 ]
-SHOWN = [("4, 2 fsdp", "8 layers", "2 rounds"), ("2, 2 fsdp, 2 context", "5 layers", "2 rounds")]
+SHOWN = ("2, 2 fsdp, 2 context", "5 layers", "2 rounds")
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def loss_and_gradients(mesh, model, way):
     return float(loss), jax.device_get(gradients)
 
 
-@pytest.mark.parametrize(("mesh", "model", "way"), sentinels(CELLS, SHOWN.__contains__))
+@pytest.mark.parametrize(("mesh", "model", "way"), sentinels(CELLS, SHOWN.__eq__))
 def test_losses_and_gradients_are_those_of_one_device(mesh, model, way):
     loss, gradients = loss_and_gradients(mesh, model, way)
     expected_loss, expected = loss_and_gradients(None, model, "")
@@ -109,15 +109,10 @@ def router_is_corrected(layers=4):
     return functools.partial(llama, **sizes, layers=layers, mlp=16, feed_forward=mixture)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "way"),
-    sentinels(
-        [
-            ({"stage": 2, "fsdp": 2, "expert": 2}, 2, "2 rounds"),
-            ({"stage": 4, "fsdp": 2}, 1, ""),
-        ],
-        lambda case: case[2] == "",
-    ),
+    [({"stage": 2, "fsdp": 2, "expert": 2}, 2, "2 rounds"), ({"stage": 4, "fsdp": 2}, 1, "")],
 )
 def test_a_run_with_state_without_gradient_trains_and_resumes(mesh, microbatches, way, tmp_path):
     run_of = functools.partial(

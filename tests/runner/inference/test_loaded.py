@@ -92,6 +92,7 @@ def test_a_run_whose_mesh_is_not_there(run):
     assert found.document_end == EOS
 
 
+@pytest.mark.slow
 def test_what_a_run_makes_of_a_text_on_several_devices(run):
     found = load(Path(run[0]))
     text = "hé!"

@@ -42,6 +42,7 @@ def made(tmp_path_factory):
 POINTS = [f"peak_lr={rate},seed={seed}" for rate in ("0.001", "0.01") for seed in (0, 1)]
 
 
+@pytest.mark.slow
 def test_each_point_is_a_run_in_a_folder_of_its_own(made):
     folder, _, done = made
     assert sorted(file.parent.name for file in folder.glob("*/result.json")) == POINTS
