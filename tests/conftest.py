@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turn",
         metavar="K/N",
-        help="of the slow cases of each test every Nth, from the Kth on; without it all",
+        help="of the slow cases one of N parts, number K; without it all",
     )
 
 

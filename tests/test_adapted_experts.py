@@ -85,6 +85,7 @@ def logits(model):
     return model(tokens, whole_rows(tokens, FLOAT32))
 
 
+@pytest.mark.slow
 def test_merged_adapters_compute_the_same_and_are_what_each_expert_adds():
     model = adapted()
     found, expected = logits(model), logits(whole_on_one_device())
@@ -189,6 +190,7 @@ def test_a_run_trains_the_pairs_alone_and_on_a_mesh_as_on_one_device(frozen_dtyp
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_product_of_a_base_s_gradient_is_absent():
     def shapes_of_products(program):
         shapes = re.findall(r"= f32\[([\d,]+)\]\S* dot\(", program.as_text())

@@ -56,6 +56,7 @@ def logits(model):
     return model(tokens, whole_rows(tokens, FLOAT32))
 
 
+@pytest.mark.slow
 def test_new_adapters_change_nothing_and_merged_ones_compute_the_same():
     new, base = lora(BASE, axes=("vocab",), key=jax.random.key(0)), BASE(key=jax.random.key(0))
     np.testing.assert_array_equal(logits(new), logits(base))
@@ -187,6 +188,7 @@ def test_a_frozen_matrix_gets_no_gradient_and_its_product_is_absent():
     assert not np.any(jax.grad(through, argnums=1)(low_rank, base, x))
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_anew_for_each_adapter_and_layer():
     trained, frozen = parts(adapted(dropout=0.5))
     compiled = jax.jit(lambda key: loss(trained, frozen, BATCH, key=key))

@@ -105,6 +105,7 @@ def test_each_layer_is_gathered_in_bfloat16_inside_the_scan():
     assert not gathered_stacks(program)
 
 
+@pytest.mark.slow
 def test_compiled_scans_gather_one_layer_at_a_time():
     by_computation = {}
     for computation, shape in compiled_collectives(lowered(), "all-gather"):

@@ -66,6 +66,7 @@ class OneTargetLess(Synthetic):
         return dataclasses.replace(batch, loss_mask=mask_BS)
 
 
+@pytest.mark.slow
 def test_batches_are_told_apart_by_all_that_they_hold_on_any_mesh():
     less, found = OneTargetLess(V, 8, 16), []
     parted = [{"data": 2, "fsdp": 2, "tensor": 2}] if jax.device_count() == 8 else []
@@ -80,7 +81,10 @@ def test_batches_are_told_apart_by_all_that_they_hold_on_any_mesh():
 
 @pytest.mark.parametrize(
     "objective",
-    [DPO(reference_from="another"), Distillation(make, "another", temperature=2.0)],
+    [
+        pytest.param(DPO(reference_from="another"), marks=pytest.mark.slow),
+        Distillation(make, "another", temperature=2.0),
+    ],
     ids=lambda objective: objective.loss_name,
 )
 def test_an_objective_is_validated_by_its_own_metrics(objective):

@@ -71,6 +71,7 @@ def rows(mesh):
 
 
 # Weights lie alike on each device along `data` and `context`, and over `expert` as over `fsdp`.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh_name",
     sentinels(
@@ -87,6 +88,7 @@ def test_first_weights_are_the_same_on_every_mesh(mesh_name):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2**32 - 1])
 def test_a_recipe_makes_the_weights_of_its_seed(seed):
     make = model_maker(tied=False)

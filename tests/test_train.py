@@ -146,6 +146,7 @@ def test_microbatches_spread_over_all_devices():
         assert f" {collective}(" not in text
 
 
+@pytest.mark.slow
 def test_metrics_are_what_they_say():
     mask_BS = np.ones((B, S), bool)
     gradient, metrics = gradient_and_metrics(mask_BS, 4)

@@ -15,16 +15,23 @@ class Case:
         return self.slow and name == "slow"
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.booleans())), st.integers(1, 5))
-def test_every_case_has_its_turn_and_every_test_one_in_each(cases, turns):
-    cases = [Case(f"test_{test}[{i}]", slow) for i, (test, slow) in enumerate(cases)]
-    asked = [set(cases) - set(left_for_another(cases, f"{turn}/{turns}")) for turn in range(turns)]
-    assert set().union(*asked) == set(cases)
-    for each in asked:
-        assert {case for case in cases if not case.slow} <= each
-        assert {case.nodeid.partition("[")[0] for case in cases} == {
-            case.nodeid.partition("[")[0] for case in each
-        }
+@given(st.sets(st.tuples(st.text(), st.booleans())), st.integers(1, 5), st.integers(0, 3))
+def test_a_slow_case_has_one_turn_and_any_other_each(cases, turns, first):
+    cases = {Case(*case) for case in cases}
+    for case in cases:
+        among_all = [case not in left_for_another([*cases], f"{k}/{turns}") for k in range(turns)]
+        assert sum(among_all) == (1 if case.slow else turns)
+        alone = [case not in left_for_another([case], f"{k}/{turns}") for k in range(turns)]
+        assert alone == among_all
+        assert left_for_another([case], f"{first + turns}/{turns}") == left_for_another(
+            [case], f"{first}/{turns}"
+        )
+
+
+def test_slow_cases_are_about_evenly_many_each_day():
+    cases = [Case(f"tests/test_it.py::test_it[{number}]", slow=True) for number in range(600)]
+    for turn in range(3):
+        assert 350 < len(left_for_another(cases, f"{turn}/3")) < 450
 
 
 @pytest.mark.parametrize("turn", ["3", "1/0", "a/3", "1/3/5", "-1/3"])

@@ -147,6 +147,7 @@ def test_heads_that_tensor_repeats_are_cached_repeated(kv_heads):
     assert error <= 2e-5 * np.abs(expected_BSV).max()
 
 
+@pytest.mark.slow
 def test_there_is_one_cache_which_stays_where_it_is():
     sizes = dict(vocab=64, embed=16, layers=2, heads=2, mlp=32)
     model = ready(llama(**sizes, key=jax.random.key(0)), "float32", None, whole=True, int8=False)

@@ -115,6 +115,7 @@ def broken(where, value: float) -> str | None:
     return first_offender(layer_statistics(model, batch, mesh, FLOAT32))
 
 
+@pytest.mark.slow
 def test_the_first_broken_part_is_named():
     nan = float("nan")
     assert broken(lambda m: m.stack[0][0].mlp.up, nan) == "the weights of layer 1"

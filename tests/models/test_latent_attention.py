@@ -107,7 +107,9 @@ def assert_close(found, expected, tolerance):
     assert np.linalg.norm(found - expected) <= tolerance * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(("query_latent", "interleaved"), [(12, True), (None, False)])
+@pytest.mark.parametrize(
+    ("query_latent", "interleaved"), sentinels([(12, True), (None, False)], (None, False).__eq__)
+)
 def test_it_computes_its_equations(query_latent, interleaved):
     part = made(query_latent, interleaved)
     assert_close(whole(part, inputs()), reference(part, inputs()), 1e-6)

@@ -170,6 +170,7 @@ def test_compute_dtype_is_that_of_the_residual_stream(inputs):
     np.testing.assert_allclose(narrow, logits(model, inputs), atol=0.1)
 
 
+@pytest.mark.slow
 def test_a_weight_depends_on_the_seed_and_its_path_only():
     model = initial()
     deeper = initial(layers=L + 2, window=3)

@@ -118,6 +118,7 @@ def tokens():
         return jnp.asarray(np.random.default_rng(2).integers(0, V, (B, S)), jnp.int32)
 
 
+@pytest.mark.slow
 def test_logits_match_the_equations():
     with jax.default_matmul_precision("highest"):
         found = jax.jit(lambda model: model(tokens(), whole_rows(tokens(), FLOAT32)))(model())

@@ -194,6 +194,7 @@ def test_patterns_run_in_the_order_of_their_layers(stack, unroll):
     np.testing.assert_allclose(found.reports.losses["squares"], cost / 8, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cache_goes_on_where_the_last_call_ended(stack):
     x_BSE, context = inputs()
     whole = run_stack(stack, x_BSE, context).x_BSE

@@ -79,6 +79,7 @@ def with_random_biases(model):
     )
 
 
+@pytest.mark.slow
 def test_its_logits_are_those_of_the_definition():
     model = jax.jit(lambda: with_random_biases(make(key=jax.random.key(0))))()
     tokens_BS = source.batch(0).tokens
@@ -188,6 +189,7 @@ def test_a_model_that_lacks_a_part_is_told_which_and_what_for():
         run.check()
 
 
+@pytest.mark.slow
 def test_an_activation_and_a_query_norm_are_changed_in_a_line():
     changed = functools.partial(
         llama, vocab=64, embed=32, layers=2, heads=4, mlp=48, key=jax.random.key(0),

@@ -26,6 +26,7 @@ def test_a_variant_has_the_parameters_of_its_family_but_for_those_it_names():
         mistral(**SIZES, rotary_fraction=0.5, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_its_arguments_come_by_name_or_by_place():
     key = jax.random.key(0)
     found = [mistral(**SIZES, key=key), mistral(*SIZES.values(), key=key)]

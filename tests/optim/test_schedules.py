@@ -99,6 +99,7 @@ def test_a_stable_rate_is_the_peak_to_the_bit(end, peak):
     assert set(_traced(schedule, jnp.arange(10, 81)).tolist()) == {float(np.float32(peak))}
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(1, 3_000), fractions, fractions, st.floats(0.01, 1.5))
 def test_a_power_of_the_tokens(steps, warmup, decay, exponent):

@@ -75,7 +75,8 @@ CASES = {
 SHOWN = sentinels(CASES, "llama, tied".__eq__)
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_first_values_are_those_of_the_base_times_what_the_paper_says(name):
     make, base, tied = CASES[name]
 

@@ -25,6 +25,7 @@ def biases(state):
     return np.asarray(buffer)
 
 
+@pytest.mark.slow
 def test_experts_train_as_on_one_device_and_resume_bit_for_bit(tmp_path):
     saving_router = Compute(dtype="float32", saved=("router", "attention"))
     run = run_of(EIGHT, saving_router, microbatches=2)

@@ -55,6 +55,13 @@ def untimed(line):
     return {name: value for name, value in line.items() if name not in TIMES}
 
 
+@pytest.mark.parametrize(("at_end", "expected"), [(False, [2, 4]), (True, [2, 4, 5])])
+def test_an_action_is_due_every_so_many_steps(at_end, expected):
+    every = Every(2, largest_weight, at_end)
+    assert [step for step in range(1, 6) if every.due(step, last=step == 5)] == expected
+
+
+@pytest.mark.slow
 def test_actions_are_alike_on_any_mesh_and_after_any_stop(tmp_path, capsys):
     lines, average = run(tmp_path / "one", 1)
     assert all(line["largest_weight"] > 0 for line in lines)

@@ -29,6 +29,7 @@ def model():
     return llama(**sizes, key=jax.random.key(3))
 
 
+@pytest.mark.slow
 def test_rows_are_whole_and_no_weight_travels():
     mesh = make_mesh(**SPLIT)
     other = undivided(mesh)

@@ -68,6 +68,7 @@ def test_tensor_parallelism_comes_with_split_sequences_and_no_more_of_them_at_a_
         assert built.compute.sequence_parallel == changed.compute.sequence_parallel
 
 
+@pytest.mark.slow
 def test_devices_along_the_axis_of_experts_share_batch_and_weights_too(planned):
     advised = {}
     for data, expert in ((1, 4), (2, 2)):

@@ -39,6 +39,7 @@ def experiment(model=student, **settings):
     )
 
 
+@pytest.mark.slow
 def test_a_teacher_costs_its_forward_pass():
     taught = experiment(objective=TAUGHT)
     multiplied = PARAMETERS - V * 32 - 5 * 32  # not the embedding, nor norms

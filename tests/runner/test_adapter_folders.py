@@ -138,6 +138,7 @@ def test_what_comes_in_goes_out(folder, tmp_path):
         np.testing.assert_allclose(one[name], values, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_comes_in_whole_beside_adapters_trains_and_goes_out(tmp_path):
     folder, base = HF / "golden_adapters" / "qwen2_saved", str(HF / "golden" / "qwen2")
     convert.bring_in(HuggingFace(folder, str(folder), base), tmp_path / "run")

@@ -51,6 +51,7 @@ def checkpoints(run, tmp_path):
     return shutil.copytree(run, tmp_path / "run") / "checkpoints"
 
 
+@pytest.mark.slow
 def test_of_all_checkpoints_the_others_are_evaluated_and_none_that_was_is_lost(
     checkpoints, tmp_path
 ):

@@ -113,6 +113,7 @@ def test_a_fork_that_was_stopped_needs_the_other_run_no_more(stable, tmp_path, c
         assert origin == {"checkpoints": str(other / "checkpoints"), "step": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_a_fork_may_have_another_mesh_and_other_microbatches(stable, tmp_path):
     result, workdir = stable

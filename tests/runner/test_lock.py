@@ -234,6 +234,7 @@ def without_events(files: dict[str, bytes]) -> dict[str, bytes]:
     return {name: files[name] for name in files if not name.startswith("tensorboard/")}
 
 
+@pytest.mark.slow
 def test_a_run_whose_lock_is_deleted_disturbs_the_next_in_nothing(tmp_path):
     """The second begins while the first goes on, and ends before that makes its next step."""
     workdir, seconds = tmp_path / "run", []

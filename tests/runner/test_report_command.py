@@ -1,9 +1,11 @@
 """`python -m runner.report` and `runner.watch` through the command line."""
 
+import pytest
 from forked_processes import run_forked
 from left_runs import leave_run, losses
 
 
+@pytest.mark.slow
 def test_a_page_and_mistakes(tmp_path):
     leave_run(tmp_path / "sweep/a", {"seed": 0, "steps": 2}, losses(3.0, 2.0))
     leave_run(tmp_path / "sweep/b", {"seed": 1, "steps": 2}, losses(3.5, 2.5))

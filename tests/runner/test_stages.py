@@ -88,6 +88,7 @@ def test_the_summary_counts_each_step_by_its_size(whole):
     assert whole.summary.flops_per_token == 6 * 512 * 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended_after", sentinels([2, 3, 4, 6], lambda step: step == 3))
 def test_a_run_goes_on_to_the_same_bits_wherever_it_ended(ended_after, whole, tmp_path):
     with pytest.raises(StoppedEarly):
@@ -101,6 +102,7 @@ def test_a_run_goes_on_to_the_same_bits_wherever_it_ended(ended_after, whole, tm
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_moved_stages_are_other_data(whole, tmp_path):
     """Which a run does not go on with unasked."""
     with pytest.raises(StoppedEarly):

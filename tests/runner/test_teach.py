@@ -79,6 +79,7 @@ def taught(data, teacher):
     return folder
 
 
+@pytest.mark.slow
 def test_a_student_learns_as_from_the_teacher_itself(data, teacher, taught):
     experiment = fdl.build(student(data, taught))
     experiment.check()

@@ -67,6 +67,7 @@ def test_damage_is_named(tmp_path, damage):
         read_validation(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_its_loss_is_made_of(tmp_path):
     """Two runs on the same batches have one digest, whatever they trained on."""
     found = {}

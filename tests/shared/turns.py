@@ -1,31 +1,25 @@
-"""Slow cases by turns: of a test that asks the same of many arguments, each day some."""
+"""Slow cases by turns: each has one day of several, by its name, whatever other tests there are."""
 
-import collections
+import zlib
 
 import pytest
 
 
 def left_for_another(items: list[pytest.Item], turn: str) -> list[pytest.Item]:
-    """The slow cases that are not of this turn.
-
-    Every case that runs by default stays, and each slow test has at least one.
+    """The slow cases that are not of this turn; what runs by default is of each.
 
     Args:
-      turn: "K/N": of each test's slow cases every Nth, from the Kth on.
+      turn: "K/N": of N parts of the slow cases that with number K modulo N.
 
     Raises:
       pytest.UsageError: if that is no turn.
     """
-    first, slash, turns = turn.partition("/")
-    if not (slash and first.isdecimal() and turns.isdecimal() and int(turns) > 0):
+    number, slash, turns = turn.partition("/")
+    if not (slash and number.isdecimal() and turns.isdecimal() and int(turns) > 0):
         raise pytest.UsageError(f"--turn={turn}: it is K/N, two whole numbers, as in 1/3")
-    cases = collections.defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("slow"):
-            cases[item.nodeid.partition("[")[0]].append(item)
     return [
-        case
-        for each in cases.values()
-        for i, case in enumerate(each)
-        if (i - int(first)) % min(int(turns), len(each))
+        item
+        for item in items
+        if item.get_closest_marker("slow")
+        and (zlib.crc32(item.nodeid.encode()) - int(number)) % int(turns)
     ]

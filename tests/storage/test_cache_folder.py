@@ -52,6 +52,7 @@ def test_a_plan_is_not_kept_and_that_is_told(a_number, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_standard_library_goes_to_a_temporary_folder(a_number, capsys, tmp_path):
     folder = standard_library(vocab_size=260, max_bytes=40_000)
     (own,) = tmp_path.iterdir()

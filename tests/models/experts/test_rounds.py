@@ -103,7 +103,7 @@ SLOW = pytest.mark.slow
 CASES = [
     *(pytest.param(name, "gather", 1.5, 2, False, marks=SLOW) for name in MESHES),
     pytest.param("8 expert", "exchange", 1.0, 2, False, marks=SLOW),
-    ("2 fsdp, 2 expert, 2 tensor", "gather", 1.0, 2, True),
+    pytest.param("2 fsdp, 2 expert, 2 tensor", "gather", 1.0, 2, True, marks=SLOW),
     ("2 fsdp, 2 expert, 2 tensor", "exchange", 1.5, 2, False),
     pytest.param("8 expert", "gather", 1.0, 1, False, marks=SLOW),
     pytest.param("8 expert", "exchange", 1.0, 1, False, marks=SLOW),

@@ -47,6 +47,7 @@ def test_it_computes_what_the_dense_model_does(family, dtype, bound):
     assert np.abs(logits(mixture, dtype) - expected).max() <= bound * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_experts_are_copies_and_routers_are_new():
     dense = llama(**SIZES, key=KEY)
     mixture = upcycle(dense, experts=3, top=1, key=ROUTERS)

@@ -1,11 +1,13 @@
 """Steps that compile to one program are compiled once in a process."""
 
 import fiddle as fdl
+import pytest
 from small_experiment import small
 
 from runner.sweep.programs import Programs
 
 
+@pytest.mark.slow
 def test_equal_programs_are_compiled_once_and_the_oldest_forgotten():
     programs = Programs(most=2)
 

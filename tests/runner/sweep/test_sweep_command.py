@@ -63,6 +63,7 @@ def test_what_it_will_cost_is_shown_first(made):
     assert "4 points, " in shown.stdout and "H100-" in shown.stdout
 
 
+@pytest.mark.slow
 def test_the_ordinary_command_makes_the_same_bits(made, tmp_path):
     folder, _, _ = made
     settings = ("--fdl.steps=3", "--fdl.optimizer.peak_lr=1e-2", "--fdl.seed=1")
@@ -74,6 +75,7 @@ def test_the_ordinary_command_makes_the_same_bits(made, tmp_path):
     assert losses(tmp_path / "alone") == losses(folder / POINTS[3])
 
 
+@pytest.mark.slow
 def test_what_has_finished_is_left_out_and_points_can_be_added(made):
     folder, _, _ = made
     before = {file: file.read_bytes() for file in folder.glob("*/metrics.jsonl")}
