@@ -117,6 +117,7 @@ def test_compiled_scans_gather_one_layer_at_a_time():
     assert entry == Counter({(B, S): 1, (E,): 2, (E, V // TENSOR): 1})
 
 
+@pytest.mark.slow
 def test_compiled_scans_reduce_one_layer_at_a_time():
     by_computation = {}
     for computation, shape in compiled_collectives(lowered(), "all-reduce"):

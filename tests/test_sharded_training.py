@@ -217,6 +217,7 @@ def test_the_state_is_donated_and_every_sharding_is_named():
     assert aliased >= held
 
 
+@pytest.mark.slow
 def test_the_abstract_state_is_the_state():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     training = Training(optim.adamw(10, peak_lr=1e-2), mesh)

@@ -17,6 +17,7 @@ make = functools.partial(
 )
 
 
+@pytest.mark.slow
 def test_every_parameter_has_a_row_that_its_arrays_bear_out():
     mesh = make_mesh(fsdp=4, tensor=2)
     with jax.set_mesh(mesh):

@@ -28,7 +28,11 @@ def initial():
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(n, marks=pytest.mark.several_devices) for n in MESHES]
+    scope="module",
+    params=[
+        pytest.param("no mesh", marks=pytest.mark.slow),
+        pytest.param("eight devices", marks=pytest.mark.several_devices),
+    ],
 )
 def model(request):
     sizes, made = MESHES[request.param], initial()

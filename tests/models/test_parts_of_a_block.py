@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sentinels import sentinels
 
 from lmlib import Compute, whole_rows
 from lmlib.models.block import Block
@@ -141,7 +142,7 @@ def attention_reference(w, x, scale, cap, window, norm_axes, rotary):
     [None, Rotary(D, 10.0), Rotary(D, 10.0, interleaved=True), Rotary(4, 10.0, interleaved=True)],
     ids=str,
 )
-@pytest.mark.parametrize("axes", ["head_dim", "heads head_dim"])
+@pytest.mark.parametrize("axes", sentinels(["head_dim", "heads head_dim"], "head_dim".__eq__))
 def test_attention_with_every_option(axes, rotary):
     attention = moved(
         Attention(

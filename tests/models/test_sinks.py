@@ -86,6 +86,7 @@ def test_it_computes_its_equations_in_packed_rows():
     assert_close(found, reference(made(), x_BSE, segment_ids_BS), 1e-6)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_sink_is_the_slope_of_the_equations():
     x_BSE, d_BSE, segment_ids_BS = inputs()
     _, gradients, _ = with_gradients(made(), FLOAT32, x_BSE, d_BSE, segment_ids_BS)

@@ -234,6 +234,7 @@ def test_with_zero_outputs_layers_begin_as_the_identity():
     assert len(outputs) == 4 and all(how.decays and how.multiplied for how in outputs)
 
 
+@pytest.mark.slow
 def test_flops_count_what_is_multiplied():
     per_layer = E * H * D + 2 * E * K * D + H * D * E + 2 * E * F
     long, short = 12 * H * D * S, 12 * H * D * WINDOW
@@ -241,6 +242,7 @@ def test_flops_count_what_is_multiplied():
     assert model().flops_per_token(S, causal=False) == expected
 
 
+@pytest.mark.slow
 def test_the_reading_of_attention_is_that_of_the_layer():
     """Weights of the first layer, from what it is given."""
     context = dataclasses.replace(

@@ -172,6 +172,7 @@ def blocks_in_order(stack):
                 yield jax.tree.map(lambda leaf, i=repetition: leaf[i], block)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", sentinels([1, 2, 8], lambda unroll: unroll == 2))
 def test_patterns_run_in_the_order_of_their_layers(stack, unroll):
     x_BSE, context = inputs()

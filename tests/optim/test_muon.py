@@ -11,6 +11,7 @@ import pytest
 from jaxtyping import Array, Float
 from laid_out import drawn, laid_out
 from outsider_runs import EIGHT, SIZES, check_outsider, experiment
+from sentinels import sentinels
 
 from lmlib import optim
 from lmlib.adapters.lora import lora
@@ -55,7 +56,7 @@ def of_norm_one(x):
 
 @pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "heavy_ball"])
 @pytest.mark.parametrize("neuron_decay", [None, 0.9], ids=["muon", "normuon"])
-@pytest.mark.parametrize("cautious", [False, True], ids=["decay", "cautious"])
+@pytest.mark.parametrize("cautious", sentinels([False, True], bool), ids=["decay", "cautious"])
 def test_updates_follow_the_equations(nesterov, neuron_decay, cautious):
     random = np.random.default_rng(0)
     weights = {name: random.normal(size=shape) for name, shape in SHAPES.items()}

@@ -87,6 +87,7 @@ def test_devices_along_the_axis_of_experts_share_batch_and_weights_too(planned):
     }
 
 
+@pytest.mark.slow
 @needs_tpu_compiler
 def test_weights_are_not_split_over_slices(planned):
     """Gradients alone cross the network between them."""

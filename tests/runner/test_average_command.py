@@ -29,6 +29,7 @@ def average(*flags):
     return run_forked("-m", "runner.average", *flags)
 
 
+@pytest.mark.slow
 def test_it_is_the_mean_and_is_taken_as_a_run_is(trained, tmp_path):
     ended = average(f"--from={trained}", "--last=3", f"--to={tmp_path / 'mean'}")
     assert ended.returncode == 0, ended.stderr

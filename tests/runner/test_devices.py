@@ -60,6 +60,7 @@ print(jax.numpy.zeros(2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platforms", sentinels([None, "cpu", ""], lambda each: each is None))
 def test_a_notebook_starts_no_plugins_without_hardware(tmp_path, platforms):
     """Quietly, unless the user has said which to start."""

@@ -80,6 +80,7 @@ def test_each_step_is_one_of_a_run_with_batches_of_that_size(whole):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_the_summary_counts_each_step_by_its_size(whole):
     positions = sum(rows * length for rows, length in SIZES)
     seconds = sum(line["step_seconds"] for line in whole.metrics)
@@ -129,6 +130,7 @@ def test_eight_devices_and_microbatches_of_a_stage_change_nothing_but_rounding(t
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_without_stages_is_forked_into_those_of_another(whole, tmp_path):
     plain = small("steps=3", "data.batch_size=4", "data.sequence_length=32")
     fit(plain, tmp_path / "plain")

@@ -144,6 +144,7 @@ def test_trust_in_one_name_is_none_in_another(evil: Path, trusted: str) -> None:
     assert not (evil / CANARY).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -45,6 +45,7 @@ def test_nothing_is_read_beyond_twice_the_curve():
     assert near.factor == near.least == pytest.approx(1 / 16)
 
 
+@pytest.mark.slow
 def test_the_interval_holds_the_truth_at_its_rate():
     tokens, factor, error = 8e6, 1.3, 0.004
     truth = loss(factor * tokens) - loss(tokens)

@@ -77,6 +77,7 @@ def test_a_llama_becomes_a_mixtral():
     assert [w.shape for w in jax.tree.leaves(made)] == [w.shape for w in jax.tree.leaves(family)]
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_on_a_mesh_it_is_the_same_and_experts_are_split():
     mesh = make_mesh(fsdp=2, expert=2, tensor=2)
@@ -110,6 +111,7 @@ def test_what_cannot_be_upcycled_is_refused(make, told):
         jax.eval_shape(lambda key: upcycle(make(key=key), key=key), KEY)
 
 
+@pytest.mark.slow
 def test_mixtures_in_a_model_have_the_experts_that_were_asked_for():
     mlp = upcycle(llama(**SIZES, key=KEY), experts=6, top=3, key=ROUTERS).stack[0][0].mlp
     assert isinstance(mlp, Mixture) and mlp.router.normalized and mlp.router.scale == 1
