@@ -20,7 +20,8 @@ IMPORTED_AT = time.time()  # seconds since the epoch; on the command line, when 
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first asked for: a process that only supervises does without.
+    """Imports a name when it is first asked for, and keeps it: a process that only supervises does
+    without.
 
     In a notebook JAX has started no devices by then: plugins without hardware are left out.
     """
@@ -28,7 +29,8 @@ def __getattr__(name: str) -> Any:
         from lmlib.hardware.detection import use_cpu_if_alone
 
         use_cpu_if_alone()
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
