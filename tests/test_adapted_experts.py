@@ -240,6 +240,7 @@ def test_flops_count_what_a_token_uses():
     assert flops_per_token(model, groups, S, causal=False) == expected
 
 
+@pytest.mark.slow
 def test_muon_takes_each_expert_s_matrices_by_themselves():
     trained, _ = parts(adapted())
     random = np.random.default_rng(0)

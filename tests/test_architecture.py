@@ -89,6 +89,7 @@ MAY_IMPORT = {
     },
     "experiments": {"lmlib", "data_tools"},
     "benchmarks": {"lmlib", "runner", "data_tools"},
+    "clusters": set(),
     "data_tools": {"lmlib.data", "lmlib.storage", "lmlib.terminal"},
     "docs": set(),  # api_reference.py finds modules by name
     "notebooks": set(),  # run.py; what they import is not checked

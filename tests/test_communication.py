@@ -151,6 +151,7 @@ def test_sequence_parallelism_gathers_activations_and_never_the_table():
     assert not gathered_stacks(program)
 
 
+@pytest.mark.slow
 def test_a_gathered_stack_would_be_seen():
     def gathers_everything_first(model, batch, compute):
         def gathered(weight, array):
@@ -204,6 +205,7 @@ def test_dense_weights_lie_and_travel_over_expert_as_over_fsdp(mesh):
         assert found == expected
 
 
+@pytest.mark.slow
 def test_embedding_sends_activations_and_never_the_table():
     program = lowered()
     exchanged = Counter(shape for _, shape in compiled_collectives(program, "all-to-all"))

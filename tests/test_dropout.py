@@ -133,6 +133,7 @@ def test_what_only_looks_at_a_model_drops_nothing():
     assert made.tokens == [likeliest]
 
 
+@pytest.mark.slow
 def test_rate_zero_traces_to_the_same_program_with_a_key_as_without():
     model, key = weights(), jax.random.key(0)
     gradient = jax.value_and_grad(
@@ -177,6 +178,7 @@ def advance(mesh_name, state, steps, batch=None):
     return state, np.array(losses)
 
 
+@pytest.mark.slow
 def test_a_step_without_dropout_draws_nothing():
     """Threefry is the only part of a step that takes exclusive ors."""
     assert "stablehlo.xor" in lowered_step("1")[0].as_text()

@@ -79,10 +79,11 @@ def test_batches_are_told_apart_by_all_that_they_hold_on_any_mesh():
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
     [
-        pytest.param(DPO(reference_from="another"), marks=pytest.mark.slow),
+        DPO(reference_from="another"),
         Distillation(make, "another", temperature=2.0),
     ],
     ids=lambda objective: objective.loss_name,

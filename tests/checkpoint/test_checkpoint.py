@@ -181,6 +181,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
     root = str(Path(__file__).parents[2])
     child = subprocess.run(

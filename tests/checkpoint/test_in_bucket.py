@@ -64,6 +64,7 @@ def equal(one, other) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_state_is_saved_and_restored_on_another_mesh(bucket, monkeypatch):
     monkeypatch.setattr(uploads, "CHUNK_BYTES", 256)  # several chunks of a shard
     state = state_on(mesh(4, 2))
@@ -80,6 +81,7 @@ def test_a_state_is_saved_and_restored_on_another_mesh(bucket, monkeypatch):
             assert restored["matrix"].sharding == target["matrix"].sharding
 
 
+@pytest.mark.slow
 def test_older_ones_go_and_the_ranked_stays(bucket):
     url, state = f"{bucket[0]}/checkpoints", state_on(mesh(2, 1))
     with Checkpoints(url, keep=1, keep_best=1) as checkpoints:
@@ -122,6 +124,7 @@ def test_a_save_that_is_cut_off_leaves_the_one_before(bucket):
                 return
 
 
+@pytest.mark.slow
 def test_damage_is_noticed_and_set_aside(bucket):
     url, state = bucket[0], state_on(mesh(2, 1))
     with Checkpoints(f"{url}/checkpoints") as checkpoints:

@@ -115,6 +115,7 @@ for array, whole in zip(jax.tree.leaves(placed), jax.tree.leaves(expected), stri
 """
 
 
+@pytest.mark.slow
 def test_each_of_two_processes_reads_its_own_rows() -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -196,6 +196,7 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, write_documents: Callable
     read_everything(tmp_path)
 
 
+@pytest.mark.slow
 def test_truncated_and_deleted_files_are_noticed(tmp_path: Path, example: Path) -> None:
     shutil.copytree(example / "train", tmp_path / "train")
     files = data_files(tmp_path)

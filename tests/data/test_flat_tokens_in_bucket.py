@@ -35,6 +35,7 @@ def assert_same_batches(one: FlatTokens, other: FlatTokens, steps: int) -> None:
             np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
 
 
+@pytest.mark.slow
 def test_batches_are_those_of_a_disk_and_each_chunk_comes_once(bucket, example):
     url, proxy = bucket
     came = len(proxy.requests)
@@ -48,6 +49,7 @@ def test_batches_are_those_of_a_disk_and_each_chunk_comes_once(bucket, example):
     assert len(proxy.requests) == came
 
 
+@pytest.mark.slow
 def test_a_chunk_that_was_damaged_here_is_read_again(bucket, example, tmp_path):
     url, _ = bucket
     on_disk = FlatTokens(str(example), "train", *ROWS)
@@ -59,6 +61,7 @@ def test_a_chunk_that_was_damaged_here_is_read_again(bucket, example, tmp_path):
     assert_same_batches(FlatTokens(url, "train", *ROWS), on_disk, on_disk.steps_per_epoch)
 
 
+@pytest.mark.slow
 def test_damage_in_the_bucket_is_no_fault_of_the_network(bucket):
     url, proxy = bucket
     store = BucketStore(BucketUrl.parsed(url))

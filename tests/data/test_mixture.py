@@ -192,6 +192,7 @@ def test_every_window_of_1024_has_exactly_the_counts(
         assert np.abs(in_batch - batch_size * number / PERIOD).max() < 2
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(stage_arguments(), st.sampled_from([1, 7, 32, 300]))
 def test_equals_a_walk_from_the_first_sequence(

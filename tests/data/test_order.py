@@ -149,6 +149,7 @@ def cases() -> Iterator[tuple[str, tuple[int, ...], int]]:
     return itertools.product(["stored", "made up", "mixture"], MESHES, steps)
 
 
+@pytest.mark.slow
 def test_the_global_batch_is_the_same_for_any_processes_mesh_and_resume(
     held_by_processes: list[dict[str, np.ndarray]], example: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_round_trip(
     assert sorted(entry.name for entry in folder.iterdir()) == sorted([*arrays, "metadata.json"])
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data(), documents=DOCUMENTS.filter(bool))
 def test_an_abandoned_shard_is_continued_to_the_same_bytes(

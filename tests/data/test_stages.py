@@ -80,6 +80,7 @@ def test_a_further_stage_changes_no_batch_before_it(sources, more):
         assert numbers(Stages(longer).batch(step)) == numbers(Stages(sources).batch(step))
 
 
+@pytest.mark.slow
 def test_where_batches_grow_each_row_of_an_epoch_comes_once(example: Path):
     def source(batch_size: int) -> FlatTokens:
         return FlatTokens(str(example), "train", batch_size, 8)
@@ -165,6 +166,7 @@ def test_steps_that_there_are_not_are_refused():
 PIECE = 8  # tokens that are shuffled as one
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(

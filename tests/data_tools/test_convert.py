@@ -132,6 +132,7 @@ def test_round_trip_from_lmlib(
         assert stored_documents(path / "again") == kept
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(documents=DOCUMENTS, block_length=st.integers(1, 20))
 def test_round_trip_from_seqax(
@@ -255,6 +256,7 @@ def test_the_wrong_source_is_refused(tmp_path: Path) -> None:
         to_seqax(tmp_path / "nothing", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     write_seqax(tmp_path / "in", [[1, 2], [], [3]])
 

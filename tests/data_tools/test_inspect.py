@@ -246,6 +246,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, arguments: str, message: str) -> 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"inspect: {message}\n")
 
 
+@pytest.mark.slow
 def test_an_unfinished_split_has_no_samples(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "data", shards=2)
     shutil.rmtree(folder / "shard_00001_of_00002")

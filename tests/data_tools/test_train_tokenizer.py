@@ -17,6 +17,7 @@ TEXTS = [
 ] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_every_style_is_encoded_fast(style: Style) -> None:
     tokenizer = train_byte_level_bpe(TEXTS, 285, "x", style, SPECIAL_TOKENS[style])

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sentinels import sentinels
 from user_model import Learned
 
 from lmlib import Compute, make_mesh, whole_rows
@@ -82,7 +81,8 @@ def test_layers_that_turn_by_other_tables_each_have_their_own():
         np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", sentinels([None, 6], lambda window: window == 6))
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 6])
 def test_a_text_that_grows_beyond_the_original_length_is_computed_again(window):
     """Each row by itself, when it does; one prompt is longer at once."""
     scaling = LongRope((1.0, 1.5), (4.0, 9.0), original=16, amplitude=1.2)
@@ -96,6 +96,7 @@ def test_a_text_that_grows_beyond_the_original_length_is_computed_again(window):
         np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sample_is_the_same_whatever_else_is_in_its_batch():
     together = generator()(PROMPTS, 20, DRAWN, samples=2, seed=3)
     for id, prompt in enumerate(PROMPTS):
@@ -111,6 +112,7 @@ def test_a_sample_is_the_same_whatever_else_is_in_its_batch():
     )
 
 
+@pytest.mark.slow
 def test_long_prompts_give_the_same_in_groups_as_alone():
     """A CPU takes two of these at a time, since more would not stay in its cache."""
     lengths = (600, 5, 520)
@@ -175,6 +177,7 @@ def test_tokens_are_drawn_as_often_as_the_whole_pass_says():
     assert (np.abs(counts - draws * p_V) <= 5 * np.sqrt(draws * p_V * (1 - p_V)) + 1).all()
 
 
+@pytest.mark.slow
 def test_a_stop_id_ends_a_row_and_no_other():
     free = generator()(PROMPTS, 20, DRAWN)
     end = free[0][0].tokens[7]

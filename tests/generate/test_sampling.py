@@ -80,6 +80,7 @@ def test_tokens_that_are_equally_likely_stay_together():
         )
 
 
+@pytest.mark.slow
 def test_a_token_is_drawn_as_often_as_it_is_likely_and_told_with_its_own_probability():
     sampling, draws = Sampling(temperature=0.7, top_k=9, top_p=0.9), 20_000
     z_V = np.random.default_rng(0).normal(0, 2, V).astype(np.float32)

@@ -353,6 +353,7 @@ def test_every_value_is_kept_unless_a_dtype_is_given(folder):
     assert (told.largest, str(told)) == (0.0, "float32, which keeps every value")
 
 
+@pytest.mark.slow
 def test_what_a_narrower_dtype_rounds_is_told(folder):
     told = hf.save(hf.load(folder), folder / "out", dtype="bfloat16")
     changes = {}

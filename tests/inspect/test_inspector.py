@@ -73,6 +73,7 @@ def test_a_tokens_loss_is_minus_its_log_probability(inspector, expected):
     np.testing.assert_allclose(inspector.token_losses(IDS), nats, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_model_is_called_without_setting_its_mesh(model, expected):
     tokens_BS = jnp.array([IDS] * 4, jnp.int32)
     found = np.asarray(model(tokens_BS), np.float32)

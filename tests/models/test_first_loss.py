@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from sentinels import sentinels
 
 from lmlib import Compute, whole_rows
 from lmlib.models.families.experts.deepseek import deepseek_v3
@@ -51,13 +50,11 @@ def first_loss(family, tied, embed, dtype):
     return own, -jnp.mean(jnp.take_along_axis(log_probabilities, next_one, axis=-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tied", "embed"),
-    sentinels(
-        [(family, tied, 64) for family in FAMILIES for tied in (False, True)]
-        + [(llama, True, 1_024), (gemma2, True, 1_024), (gpt2, True, 1_024)],
-        lambda case: case == (llama, False, 64),
-    ),
+    [(family, tied, 64) for family in FAMILIES for tied in (False, True)]
+    + [(llama, True, 1_024), (gemma2, True, 1_024), (gpt2, True, 1_024)],
 )
 def test_the_first_loss_is_the_logarithm_of_the_vocabulary(family, tied, embed):
     _, found = first_loss(family, tied, embed, "float32")

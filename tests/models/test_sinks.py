@@ -122,6 +122,7 @@ def test_a_mesh_changes_neither_outputs_nor_gradients(mesh, parallel):
         assert_close(np.asarray(one), np.asarray(other), 1e-5)
 
 
+@pytest.mark.slow
 def test_what_mixes_values_is_what_is_shown():
     x_BSE, d_BSE, segment_ids_BS = (jnp.asarray(x) for x in inputs())
     part = made()

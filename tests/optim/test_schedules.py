@@ -33,6 +33,7 @@ def by_optax(name, peak, steps, warmup, decay, end):
     return rates_N[: steps + 2]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @example("stable", 3, 1.0, 0.5, 0.5, 0.0)
 @given(

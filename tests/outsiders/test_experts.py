@@ -55,6 +55,7 @@ def test_layer_statistics_are_of_all_that_is_minimised():
     assert found - without == pytest.approx(metrics[0]["router_z"] / 2, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_only_active_experts_count_and_unknown_losses_are_refused():
     model = run_of({}).recipe.shapes
     dense = llama(**SIZES, layers=2, heads=4, mlp=16, key=jax.random.key(0))

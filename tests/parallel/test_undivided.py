@@ -43,6 +43,7 @@ def test_rows_are_whole_and_no_weight_travels():
         assert held[0] == held[1]
 
 
+@pytest.mark.slow
 def test_stages_become_fsdp():
     mesh = make_mesh(**STAGES)
     whole, other = undivided_model(laid_out(model(), mesh), mesh)

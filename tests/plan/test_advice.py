@@ -100,6 +100,7 @@ def test_weights_are_not_split_over_slices(planned):
     assert advised == {2: [], 4: ["--fdl.mesh.data=2"]}
 
 
+@pytest.mark.slow
 def test_a_change_that_does_not_fit_the_model_is_left_out(planned):
     three_heads = functools.partial(llama, vocab=64, embed=32, layers=2, heads=1, mlp=128)
     flags = [each.flags for each in changes(experiment(model=three_heads), planned.memory)]

@@ -83,6 +83,7 @@ def test_a_step_compiles_for_every_generation_of_tpus(topology, mesh):
     assert bf16 >= 2 * (4 * EMBED**2 + 3 * EMBED * MLP)
 
 
+@pytest.mark.slow
 def test_state_is_sharded_over_all_devices(planned):
     target, report = planned
     memory, devices = report.memory, target.device_count

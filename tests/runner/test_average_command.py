@@ -48,6 +48,7 @@ def test_it_is_the_mean_and_is_taken_as_a_run_is(trained, tmp_path):
         np.testing.assert_allclose(found, of, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "flags", "message"),
     [

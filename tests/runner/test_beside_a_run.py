@@ -104,6 +104,7 @@ def test_the_newest_is_taken_again_and_one_that_was_named_is_told(
         assert np.isfinite(stored_tensors(tmp_path / "out")["model.norm.weight"].read(0, 4)).all()
 
 
+@pytest.mark.slow
 def test_what_is_removed_once_it_is_opened(checkpoints):
     """Of the newest, the newest then; but not without end, and not of one that was named."""
     told: list[str] = []

@@ -52,6 +52,7 @@ def test_the_users_own_folder_is_taken(tmp_path):
     assert not home.exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_told_and_done_without():
     made = ended(XDG_CACHE_HOME="/proc/nowhere")
     assert made.stdout.strip() == "None"
@@ -60,6 +61,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_done_without():
     assert "/proc/nowhere" not in made.stderr.replace(told, "")
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_where_the_user_says_so(tmp_path):
     assert run(HOME=str(tmp_path), JAX_ENABLE_COMPILATION_CACHE="false") == "None"
     assert not list(tmp_path.iterdir())

@@ -65,6 +65,7 @@ def learned(result):
     return [{name: line[name] for name in names} for line in result.metrics]
 
 
+@pytest.mark.slow
 def test_a_fork_makes_the_steps_that_its_run_made(stable, tmp_path):
     result, workdir = stable
     again = fit(experiment("steps=6"), tmp_path, of(workdir, 2))

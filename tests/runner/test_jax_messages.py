@@ -64,10 +64,7 @@ def missed(missing, how, folder):
     [
         (1, "killed", "process 0 ends because process 1 ended or stopped answering"),
         (0, "killed", "process 1 ends because process 0, the coordinator, ended"),
-        pytest.param(
-            *(0, "stopped", "process 1 ends because process 0, the coordinator, ended, stopped"),
-            marks=pytest.mark.slow,
-        ),
+        (0, "stopped", "process 1 ends because process 0, the coordinator, ended, stopped"),
         (1, "waits", "process 0 ends because process 1 did not come to a barrier in time"),
     ],
 )

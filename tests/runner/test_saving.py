@@ -112,6 +112,7 @@ def test_a_workdir_that_is_deleted_is_told(tmp_path):
     assert not workdir.exists()
 
 
+@pytest.mark.slow
 def test_a_save_in_whose_course_the_lock_is_lost_gives_no_checkpoint(tmp_path, monkeypatch):
     """The lock goes when the lines of the step are on the disk, right before its checkpoint is."""
     fsync, lost = os.fsync, []
@@ -144,6 +145,7 @@ class BringsBack(Synthetic):
         return super().batch(step, rows)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_another_run_saves_while_one_begins_is_told(tmp_path):
     cfg = small("steps=4", "checkpoints.every=2")
     fit(cfg, tmp_path)

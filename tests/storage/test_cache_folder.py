@@ -60,6 +60,7 @@ def test_the_standard_library_goes_to_a_temporary_folder(a_number, capsys, tmp_p
     assert f"no home folder, so the data goes to {own}, which may not" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_programs_compile_and_are_not_kept(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", COMPILED],

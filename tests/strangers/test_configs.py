@@ -149,7 +149,7 @@ def test_trust_in_one_name_is_none_in_another(evil: Path, trusted: str) -> None:
     "command",
     [
         ["runner", "--fdl_config={file}", "--workdir=work"],
-        pytest.param(["runner.inspect", "{folder}", "--batch=0"], marks=pytest.mark.slow),
+        ["runner.inspect", "{folder}", "--batch=0"],
     ],
 )
 def test_the_commands_refuse_it_in_a_line(evil: Path, command: list[str]) -> None:

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
+from sentinels import sentinels
 from simulated_comparisons import ERRORS, Design, differences, share
 
 from lmlib.verdicts.power import MOST_SEEDS, power_of, seeds_needed, smallest_effect
@@ -52,7 +53,9 @@ DESIGNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("design", DESIGNS, ids=str)
+@pytest.mark.parametrize(
+    "design", sentinels(DESIGNS, lambda each: each.errors == "normal"), ids=str
+)
 def test_without_an_effect_better_is_said_at_most_as_often_as_allowed(design):
     found = differences(design, COMPARISONS)
     for verdict in ("better", "worse"):

@@ -133,6 +133,7 @@ def test_it_is_a_loop_over_experts(mesh, dispatch, room, top, sequence_parallel)
                 np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.slow
 def test_gradients_are_laid_out_as_what_they_are_of():
     """Split over fsdp and expert they arrive by a reduce-scatter, not whole on each device."""
     mesh = make_mesh(fsdp=2, expert=2, tensor=2)

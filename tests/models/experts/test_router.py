@@ -130,6 +130,7 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
         routed(**settings)
 
 
+@pytest.mark.slow
 def test_what_is_not_chosen_has_no_gradient_through_shares():
     router, routing, _ = routed(normalized=False)
 

@@ -91,6 +91,7 @@ def write_conversations(folder, content):
     writer.finish()
 
 
+@pytest.mark.slow
 def test_of_conversations_the_answers_count(tmp_path, loaded):
     write_conversations(tmp_path, "conversations")
     (found,) = measured(loaded, data_set(str(tmp_path), "train", "text"))

@@ -127,6 +127,7 @@ def answer(generator, folder, out, samples=2, settings=()):
     file.answer(lines, generator, replace(MANNER, samples=samples), together=2)
 
 
+@pytest.mark.slow
 def test_a_file_of_answers_is_the_same_after_a_kill_anywhere(generator, tmp_path, capsys):
     whole = tmp_path / "whole.jsonl"
     answer(generator, tmp_path, whole)

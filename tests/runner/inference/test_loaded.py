@@ -61,6 +61,7 @@ def assert_same_weights(found, expected):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 def test_a_folder_and_what_was_imported_of_it_are_the_same(folder, tmp_path):
     convert.bring_in(located(str(folder)), tmp_path / "run")

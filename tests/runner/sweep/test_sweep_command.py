@@ -94,6 +94,7 @@ def test_what_has_finished_is_left_out_and_points_can_be_added(made):
     assert all(file.read_bytes() == content for file, content in before.items())
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_stops_no_other_and_is_listed_with_its_reason(tmp_path):
     done = sweep(tmp_path / "sweep", "--axis=microbatches=3,1")
     assert done.returncode == FAILED

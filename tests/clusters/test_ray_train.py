@@ -1,0 +1,97 @@
+"""clusters/ray_train.py on a real Ray cluster of several nodes on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from compiled_programs import XLA_FLAGS
+from forked_processes import PATHS, ROOT, run_forked
+from several_processes import HEARTBEAT_SECONDS, LLAMA, assert_same_curve
+
+from lmlib.metrics.log import read_metrics
+
+ray_cluster = pytest.importorskip("ray.cluster_utils", reason="needs lmlib[ray]")
+pytestmark = pytest.mark.slow
+
+SCRIPT = ROOT / "clusters/ray_train.py"
+SECONDS = 400
+DEVICES = f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}"
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Of a head without hosts for runs and three nodes with a GPU by name each."""
+    monkeypatch.setenv("XLA_FLAGS", DEVICES)
+    monkeypatch.setenv("PYTHONPATH", PATHS)
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    made = ray_cluster.Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(3):
+        made.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 * 2**20)
+    yield made
+    made.shutdown()
+
+
+def begun(cluster, output, *flags):
+    command = [sys.executable, SCRIPT, f"--address={cluster.address}", "--gpus=1", *flags]
+    with output.open("w") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+
+
+def wait_until(condition, process, output):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+        time.sleep(0.2)
+
+
+def steps_of(workdir):
+    return [line["step"] for line in read_metrics(workdir)]
+
+
+def test_a_run_that_loses_a_host_goes_on_with_fewer_and_stops_when_asked(cluster, tmp_path):
+    workdir, output = tmp_path / "run", tmp_path / "output"
+    flags = (
+        "--hosts=3", "--fewest=2", "--wait_seconds=60", *LLAMA,
+        "--fdl.mesh.fsdp=1", "--fdl.mesh.data=-1",
+        "--fdl.data.batch_size=12", "--fdl.validation.batch_size=12",
+        f"--heartbeat_seconds={HEARTBEAT_SECONDS}",
+    )  # fmt: skip
+    process = begun(cluster, output, *flags, f"--workdir={workdir}")
+    try:
+        wait_until(lambda: len(steps_of(workdir)) > 6, process, output)
+        cluster.remove_node(cluster.worker_nodes[0], allow_graceful=False)
+        wait_until(lambda: "start 2: 2 hosts" in output.read_text(), process, output)
+        before = len(steps_of(workdir))
+        wait_until(lambda: len(steps_of(workdir)) > before, process, output)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(SECONDS) == 75, output.read_text()
+        again = begun(cluster, output, *flags, f"--workdir={workdir}")
+        assert again.wait(SECONDS) == 0, output.read_text()
+    finally:
+        process.kill()
+    alone = tmp_path / "alone"
+    ended = run_forked(
+        "-m", "runner", *LLAMA, "--fdl.data.batch_size=12", "--fdl.validation.batch_size=12",
+        f"--workdir={alone}",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert_same_curve(workdir, alone)
+
+
+def test_a_mistake_is_not_started_again(cluster, tmp_path):
+    output = tmp_path / "output"
+    process = begun(
+        cluster, output, "--hosts=2", *LLAMA, "--fdl.batch=1", f"--workdir={tmp_path}/run"
+    )
+    assert process.wait(SECONDS) == 2
+    assert "start 1: 2 hosts" in output.read_text() and "start 2" not in output.read_text()
+
+
+def test_what_is_not_there_is_said(cluster, tmp_path):
+    output = tmp_path / "output"
+    process = begun(cluster, output, "--hosts=9", "--wait_seconds=2", *LLAMA)
+    assert process.wait(SECONDS) == 1
+    assert "error: within 2 s Ray had no 9 hosts with {'CPU': 1, 'GPU': 1}" in output.read_text()
