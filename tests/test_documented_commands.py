@@ -91,6 +91,9 @@ NOT_RUN = {
         "sbatch": "tests/clusters/test_slurm.py does",
         "python -m runner.sweep": "tests/clusters/test_slurm.py does",
         "kubectl": "it needs a cluster",
+        "docker": "it needs Docker",
+        "python clusters/ray_train.py": "tests/clusters/test_ray_train.py does",
+        "sky": "it needs SkyPilot and a cloud",
     },
     "docs/buckets.md": {"python -m runner": "it needs a bucket: tests/runner/test_in_bucket.py"},
     "docs/data.md": {
@@ -154,7 +157,9 @@ IN_HAND = {
         "docs/objectives.md",
     )
 }
-COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3?|pip|sbatch|kubectl) |#SBATCH|export ")
+COMMAND = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:python3?|pip|sbatch|kubectl|docker|sky) |#SBATCH|export "
+)
 FILE = re.compile(r"# (\w+\.py)\n")  # the first line of what goes into a file
 
 SHOWN = {page.relative_to(ROOT).as_posix(): blocks(page) for page in PAGES}

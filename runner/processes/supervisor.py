@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO
@@ -24,16 +25,13 @@ from lmlib.terminal.text import shown
 from runner.command_line.exit_status import SIGNALLED
 from runner.command_line.lossy_stream import LossyStream
 from runner.processes.endings import Ending, ending
+from runner.processes.logs import log_of
 from runner.processes.stopping import StopSignals
 
 FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 KEPT_BYTES = 1 << 18  # of the end of the output, to look for the reason in
 LAST_WORDS_SECONDS = 5.0  # for what a dead child's own children still hold open
 _VARIABLE = "RUNNER_SUPERVISOR"  # the environment's name for the child's end of the connection
-
-
-def log_file(workdir: Path, process: int) -> Path:
-    return workdir / "logs" / f"process_{process:05}.log"
 
 
 @dataclasses.dataclass
@@ -143,6 +141,8 @@ class _Output(threading.Thread):
         self._end = bytearray()
         self._facts = b""
         self._log: LossyStream | None = None
+        self._log_file = workdir
+        self._send_log: Callable[[], None] = lambda: None
 
     def run(self) -> None:
         """Until the child, and every process that it has left behind, has closed its output."""
@@ -178,9 +178,9 @@ class _Output(threading.Thread):
         if self._log is not None:
             self._log.flush()
             if lost := self._log.dropped:
-                where = log_file(self._workdir, self.process or 0)
-                loss = f"the last {lost:,} bytes of {where} are lost: {self._log.reason}\n"
-                self._told.show(loss.encode())
+                reason = self._log.reason
+                self._tell(f"the last {lost:,} bytes of {self._log_file} are lost: {reason}")
+            self._send_log()
 
     def _hear(self) -> bool:
         """Takes in what the child tells; whether there may be more."""
@@ -198,8 +198,8 @@ class _Output(threading.Thread):
         if self.process is not None:
             return
         self.process = fact["process"]
-        file = log_file(self._workdir, self.process)
-        self._log = LossyStream(lambda: _opened(file))
+        file, self._send_log = log_of(self._workdir, self.process, self._tell)
+        self._log_file, self._log = file, LossyStream(lambda: _opened(file))
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
         header = (
             f"=== process {self.process} of {fact['processes']} on {socket.gethostname()}, {now}\n"
@@ -215,6 +215,9 @@ class _Output(threading.Thread):
         self._write(written)
         if self.process == 0:
             screen.show(written)
+
+    def _tell(self, text: str) -> None:
+        self._told.show(f"{text}\n".encode())
 
     def _write(self, written: bytes) -> None:
         if self._log is not None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import jax
 
-from lmlib.storage.bucket.copies import copy_to_write, url_of
+from lmlib.storage.bucket.copies import LOGS, copy_to_read, copy_to_write, url_of
 from lmlib.storage.bucket.mirror import Mirror
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import local_folder
 from runner.errors import ConfigError
+from runner.processes.agreement import agreed, require_same
 from runner.processes.lease import Lease
 from runner.processes.lock import FILE_NAME as LOCK
 
@@ -43,30 +44,45 @@ class Workdir:
 def opened(path: str | os.PathLike[str], tell: Callable[[str], None]) -> Iterator[Workdir]:
     """The workdir `path`, a URL or a copy's path included, for as long as the block runs.
 
-    In a bucket the run holds its lease, and the small files that it writes into the copy are sent.
+    In a bucket process 0 holds the run's lease, and the small files that it writes into its copy
+    are sent; the others have a copy to read, as the bucket is once process 0 has the lease. Every
+    process must enter the block.
 
     Raises:
-      ConfigError: if another run goes on there, the bucket cannot be read or written, or there are
-        several processes.
+      ConfigError: if another run goes on there, the bucket cannot be read or written, or the
+        processes were given different ones.
       BucketError: if what is left cannot be sent at the end.
     """
     url = BucketUrl.parsed(os.fspath(path)) or url_of(Path(path))
+    require_same({"the workdir": {"bucket": "" if url is None else str(url)}})
     if url is None:
         yield Workdir(local_folder(path))
         return
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"{url} is in a bucket, where runs of several processes are not supported yet: mount "
-            "it, with gcsfuse or s3fs say, and give the mounted folder"
-        )
+    first = jax.process_index() == 0
+    with contextlib.ExitStack() as held:
+        with agreed():
+            place = held.enter_context(_written(url, tell)) if first else None
+        with agreed(), _mistakes():
+            place = place or Workdir(copy_to_read(url), url)
+        yield place
+
+
+@contextlib.contextmanager
+def _written(url: BucketUrl, tell: Callable[[str], None]) -> Iterator[Workdir]:
+    """The workdir of process 0, while it holds the lease."""
     store = BucketStore(url)
     with contextlib.ExitStack() as held:
         with _mistakes():
             folder = held.enter_context(_alone(url))
             lease = held.enter_context(Lease(store, tell=tell))
-        mirror = Mirror(folder, store, tell=tell, check=lease.check, without=(LOCK,))
+        mirror = Mirror(folder, store, tell=tell, check=lease.check, wanted=_is_the_runs)
         held.callback(mirror.close)
         yield Workdir(folder, url, lease.check, mirror.sync)
+
+
+def _is_the_runs(name: str) -> bool:
+    """And not this machine's own, nor sent by `supervise`."""
+    return name != LOCK and not name.startswith(f"{LOGS}/")
 
 
 @contextlib.contextmanager

@@ -21,9 +21,10 @@ from lmlib.storage.cache_folder import NO_HOME, cache_folder
 from lmlib.storage.whole_file import write_whole
 
 LEASE = "lease"  # folder of who writes there, by number
+LOGS = "logs"  # folder of what the processes of a run print: each sends its own
 ARRAYS = ".arrays"  # ending of the folder that has the arrays of checkpoints in it
 # Folders whose files stay in the bucket: what reads them goes there, or they are for people alone.
-_LARGE = frozenset({"c", "tensorboard", "profile", "hlo", LEASE})
+_LARGE = frozenset({"c", "tensorboard", "profile", "hlo", LEASE, LOGS})
 REQUESTS = 16  # at once
 _READ, _WRITTEN, _LOCKS = "read", "written", "locks"
 
@@ -66,7 +67,8 @@ def copy_to_read(url: BucketUrl) -> Path:
     copy = _copy(_READ, url)
     names = _fetch(url, copy)
     for file in [each for each in copy.rglob("*") if each.is_file()]:
-        if file.relative_to(copy).as_posix() not in names:
+        name = file.relative_to(copy).as_posix()
+        if name not in names and not _stays(name):  # what was not fetched is this machine's own
             file.unlink(missing_ok=True)
     return copy
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,17 +48,18 @@ class Mirror:
         *,
         tell: Callable[[str], None],
         check: Callable[[], None] = lambda: None,
-        without: Collection[str] = (),
+        wanted: Callable[[str], bool] = lambda name: True,
     ):
         """Takes what is in `copy` for what the bucket has, and looks every `SECONDS`.
 
         Args:
           tell: is told that files wait, and why.
           check: called before anything is sent; what it raises prevents that.
-          without: names of files that are of this machine alone.
+          wanted: whether the file of that name is sent; others are of this machine alone, or
+            another process's to send.
         """
         self._copy, self._store = copy, store
-        self._tell, self._check, self._without = tell, check, frozenset(without)
+        self._tell, self._check, self._wanted = tell, check, wanted
         self._mutex, self._closed = threading.Lock(), threading.Event()
         # Whole objects of files that grow are made anew: which parts they have is not known here.
         found = {} if not copy.is_dir() else self._files()
@@ -108,7 +109,7 @@ class Mirror:
             for file in files:
                 path = Path(folder, file)
                 name = path.relative_to(self._copy).as_posix()
-                if name in self._without or file.endswith(UNFINISHED):
+                if file.endswith(UNFINISHED) or not self._wanted(name):
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     facts = path.stat()
