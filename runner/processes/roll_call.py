@@ -8,6 +8,7 @@ that disagree, or crash where something else holds the port.
 import asyncio
 import json
 import os
+import resource
 import socket
 
 from runner.errors import ConfigError
@@ -16,6 +17,7 @@ _GREETING = b"lmlib roll call\n"
 GREETING_SECONDS = 10.0  # that process 0 may take to greet who connects
 _RETRY_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0  # that process 0 may take beyond its limit
+_OTHER_FILES = 4_096  # open at once, besides a connection to each process, at most
 
 
 def roll_call(coordinator: str, process: int, processes: int, seconds: float) -> str:
@@ -40,6 +42,7 @@ def roll_call(coordinator: str, process: int, processes: int, seconds: float) ->
 
 async def _call(coordinator: str, port: int, processes: int, seconds: float) -> str:
     """The roll call of process 0."""
+    _allow_files(processes + _OTHER_FILES)
     came: dict[int, asyncio.StreamReader] = {}
     waiting: list[asyncio.StreamWriter] = []
     found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -79,7 +82,7 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
             f"({os.strerror(error.errno or 0)}): give all processes a port that is free on its "
             "machine"
         ) from error
-    server = await asyncio.start_server(hear, sock=listening)
+    server = await asyncio.start_server(hear, sock=listening, backlog=processes)
     if processes == 1:
         found.set_result("")
     try:
@@ -98,6 +101,15 @@ async def _call(coordinator: str, port: int, processes: int, seconds: float) -> 
     closed = (writer.wait_closed() for writer in waiting)
     await asyncio.gather(*closed, return_exceptions=True)
     return mistake
+
+
+def _allow_files(number: int) -> None:
+    """Raises this process's limit of open files where the system lets it: each of the others has a
+    connection to process 0, here and with JAX, and many systems begin with a limit of 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _answer(host: str, port: int, process: int, processes: int, seconds: float) -> str:

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from forked_processes import run_forked
 
 from runner.errors import ConfigError
 from runner.processes import roll_call as module
@@ -105,3 +106,38 @@ def test_a_port_that_something_else_holds_is_refused(monkeypatch, says, message)
         other
     )
     assert message in str(other)
+
+
+MANY = 1_024
+# Process 0, where the limit of open files is that of many systems.
+FIRST = f"""
+import resource
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (1_024, hard))
+from runner.processes.roll_call import roll_call
+print(repr(roll_call("ADDRESS", 0, {MANY}, 120)))
+"""
+# The others, in 32 processes with 32 threads each.
+OTHERS = f"""
+import os
+from concurrent.futures import ThreadPoolExecutor
+from runner.processes.roll_call import roll_call
+children = []
+for child in range(32):
+    if not (number := os.fork()):
+        mine = range(max(1, 32 * child), 32 * (child + 1))
+        with ThreadPoolExecutor(32) as pool:
+            told = set(pool.map(lambda n: roll_call("ADDRESS", n, {MANY}, 120), mine))
+        os._exit(told != {{""}})
+    children.append(number)
+print(sum(os.waitpid(number, 0)[1] for number in children))
+"""
+
+
+@pytest.mark.slow
+def test_a_thousand_processes_meet(address):
+    codes = [code.replace("ADDRESS", address) for code in (FIRST, OTHERS)]
+    with ThreadPoolExecutor(2) as pool:
+        first, others = pool.map(lambda code: run_forked("-c", code), codes)
+    assert first.stdout.strip() == "''", first.stderr
+    assert others.stdout.strip() == "0", others.stderr

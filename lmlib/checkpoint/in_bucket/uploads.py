@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -115,10 +115,8 @@ class Uploads:
         if first:
             texts = {**descriptions, f"{saved_notes.NOTES}/notes.json": json.dumps(notes).encode()}
             digests |= _send_all(files, list(texts.items()))
-            for process in range(1, jax.process_count()):
-                sent_by = json.loads(files.read(_SENT.format(process)))
-                digests |= {name: SavedFile(*file) for name, file in sent_by.items()}
-                files.delete(_SENT.format(process))
+            for sent_by in _taken(files, range(1, jax.process_count())):
+                digests |= sent_by
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             manifest = Manifest(step, now, None, arrays, digests)
             # What could not be restored is not saved.
@@ -141,6 +139,19 @@ def _send_all(files: FilesOfStep, contents: list[Any]) -> dict[str, SavedFile]:
 
     with ThreadPoolExecutor(REQUESTS) as threads:
         return dict(threads.map(send, contents))
+
+
+def _taken(files: FilesOfStep, processes: Iterable[int]) -> list[dict[str, SavedFile]]:
+    """What each of `processes` sent, whose notes of that are deleted."""
+
+    def take(process: int) -> dict[str, SavedFile]:
+        name = _SENT.format(process)
+        sent = json.loads(files.read(name))
+        files.delete(name)
+        return {file: SavedFile(*facts) for file, facts in sent.items()}
+
+    with ThreadPoolExecutor(REQUESTS) as threads:  # of a thousand one after the other take a minute
+        return list(threads.map(take, processes))
 
 
 def _copied(state: Mapping[str, jax.Array]) -> tuple[list[Chunk], dict[str, bytes]]:
