@@ -116,11 +116,11 @@ def test_a_mesh_changes_nothing(features):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     layouts = [partition(features), partition("embed vocab", STORED), *[partition("batch seq")] * 2]
     layouts += [partition("batch seq embed"), partition("embed vocab", STORED)]
+    placed = [
+        jax.device_put(array, NamedSharding(mesh, layout))
+        for array, layout in zip(inputs(), layouts, strict=True)
+    ]
     with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(array, NamedSharding(mesh, layout))
-            for array, layout in zip(inputs(), layouts, strict=True)
-        ]
         check(placed, reference(inputs()), chunk=5)
 
 

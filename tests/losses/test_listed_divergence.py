@@ -119,11 +119,11 @@ def test_a_mesh_changes_nothing(k):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     layouts = partition("batch seq embed"), partition("embed vocab", STORED)
     layouts += (partition("batch seq"),) * 4
+    placed = [
+        jax.device_put(array, NamedSharding(mesh, layout))
+        for array, layout in zip(inputs(k), layouts, strict=True)
+    ]
     with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(array, NamedSharding(mesh, layout))
-            for array, layout in zip(inputs(k), layouts, strict=True)
-        ]
         check(placed, reference(inputs(k)), chunk=5)
 
 

@@ -133,9 +133,10 @@ def gradients(mesh, **compute):
     def mean(model, batch):
         return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
 
+    placed = laid_out(model(), mesh)
     with jax.set_mesh(mesh):
         batch = place(source, 0, sharding("batch seq", mesh))
-        return jax.device_get(jax.jit(jax.grad(mean))(laid_out(model(), mesh), batch))
+        return jax.device_get(jax.jit(jax.grad(mean))(placed, batch))
 
 
 def assert_same_gradients(found, expected):

@@ -107,8 +107,8 @@ def gradients(mesh_name, sequence_parallel=False):
     def mean(model, batch):
         return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
 
+    model = jax.device_put(initial(), shardings(abstract_model(initial, mesh)))
     with jax.set_mesh(mesh):
-        model = jax.device_put(initial(), shardings(abstract_model(initial, mesh)))
         batch = place(source, 0, sharding("batch seq", mesh))
         return jax.device_get(jax.jit(jax.grad(mean))(model, batch))
 

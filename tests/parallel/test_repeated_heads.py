@@ -52,8 +52,8 @@ def loss_and_gradients(kv_heads, sequence_parallel=False, **mesh):
     def mean(model, batch):
         return batch_loss(model, batch, compute)[0].minimised / batch.loss_mask.sum()
 
+    model = laid_out(weights(kv_heads), mesh)
     with jax.set_mesh(mesh):
-        model = laid_out(weights(kv_heads), mesh)
         batch = place(source, 0, sharding("batch seq", mesh))
         loss, gradients = jax.jit(jax.value_and_grad(mean))(model, batch)
     for weight, gradient in zip(jax.tree.leaves(model), jax.tree.leaves(gradients), strict=True):
