@@ -129,7 +129,7 @@ def main() -> int:
     for restart in range(flags.restarts + 1):
         group = placed(flags)
         hosts[:] = started(group, flags)
-        print(f"start {restart + 1}: {len(hosts)} hosts", file=sys.stderr)
+        print(f"start {restart + 1}: {len(hosts)} of {flags.hosts} hosts", file=sys.stderr)
         codes = run(hosts, arguments)
         remove_placement_group(group)
         for last in (MISTAKE, STOPPED):
