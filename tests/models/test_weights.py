@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float
 from linear import Linear
+from sentinels import sentinels
 
 from lmlib import llama
 from lmlib.models.parts.attention import Attention
@@ -39,8 +40,7 @@ def test_the_bits_are_those_of_exact_integers():
     np.testing.assert_array_equal(bell(key, shape, 0.25), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", sentinels([False, True], bool))
 def test_initial_values_of_llama(tied):
     """As `llama` says: matrices by fan-in, what each of 3 layers writes twice / √6."""
     sizes = {"vocab": 1_000, "embed": 64, "heads": 8, "head_dim": 16, "mlp": 256}

@@ -68,7 +68,6 @@ def test_decay_follows_the_rule_given():
     assert (mask.matrix, mask.scale) == (False, True)
 
 
-@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.sampled_from(sorted(SCHEDULES)),
