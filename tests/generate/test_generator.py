@@ -96,7 +96,6 @@ def test_a_text_that_grows_beyond_the_original_length_is_computed_again(window):
         np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_sample_is_the_same_whatever_else_is_in_its_batch():
     together = generator()(PROMPTS, 20, DRAWN, samples=2, seed=3)
     for id, prompt in enumerate(PROMPTS):

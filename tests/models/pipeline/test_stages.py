@@ -109,6 +109,27 @@ def router_is_corrected(layers=4):
     return functools.partial(llama, **sizes, layers=layers, mlp=16, feed_forward=mixture)
 
 
+def test_what_layers_report_is_that_of_one_device():
+    """What a stage computes before its first rows and after its last counts nowhere."""
+
+    def reported(mesh, way):
+        def reports(model, batch):
+            return batch_loss(model, batch, WAYS[way])[0].model
+
+        model = laid_out(weights("experts"), mesh)
+        with jax.set_mesh(mesh):
+            rows = place(SOURCE, 0, sharding("batch seq", mesh))
+            return jax.tree.leaves(jax.device_get(jax.jit(reports)(model, rows)))
+
+    found = reported(make_mesh(**MESHES["2, 2 data, 2 expert"]), "2 rounds")
+    expected = reported(make_mesh(), "")
+    assert (
+        sum(bool(np.any(each)) for each in expected) >= 4
+    )  # none is dropped, and that is one more
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "way"),
