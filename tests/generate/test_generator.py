@@ -111,6 +111,12 @@ def test_a_sample_is_the_same_whatever_else_is_in_its_batch():
     )
 
 
+def test_each_token_is_drawn_with_noise_of_its_own():
+    """So hot that the noise alone decides."""
+    ((made,),) = generator()([[5]], 20, Sampling(temperature=1e6))
+    assert len(set(made.tokens)) > 5
+
+
 @pytest.mark.slow
 def test_long_prompts_give_the_same_in_groups_as_alone():
     """A CPU takes two of these at a time, since more would not stay in its cache."""
