@@ -1,5 +1,6 @@
 """clusters/ray_train.py on a real Ray cluster of several nodes on this machine."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -43,8 +44,9 @@ def begun(cluster, output, *flags):
 def wait_until(condition, process, output):
     deadline = time.monotonic() + SECONDS
     while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, output.read_text()
-        time.sleep(0.2)
+        assert time.monotonic() < deadline, output.read_text()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            pytest.fail(f"ended with {process.wait(0.2)}\n{output.read_text()}")
 
 
 def steps_of(workdir):
