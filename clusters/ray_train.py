@@ -15,13 +15,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# Exit codes of the runner after which another start would end the same way, or is not wanted.
+# Exit codes of the runner; after the first three another start would change nothing, or is not
+# wanted. A host that is gone counts as its process would that lost another.
 FINISHED, MISTAKE, STOPPED, LOST = 0, 2, 75, 3
 
 
@@ -30,6 +32,7 @@ class Host:
     """A host of the run, with all its accelerators."""
 
     process: subprocess.Popen[bytes] | None = None
+    stopped = False
 
     def address(self) -> str:
         """A port of this host that is free by now."""
@@ -39,11 +42,14 @@ class Host:
 
     def run(self, folder: str, arguments: list[str]) -> int:
         """The exit code of the runner; what it prints is Ray's to show."""
+        if self.stopped:
+            return STOPPED
         command = [sys.executable, "-m", "runner", *arguments]
         self.process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL)
         return self.process.wait()
 
     def stop(self) -> None:
+        self.stopped = True
         if self.process is not None:
             self.process.send_signal(signal.SIGTERM)
 
@@ -54,7 +60,8 @@ def placed(flags: argparse.Namespace) -> PlacementGroup:
     bundle = {name: amount for name, amount in each.items() if amount}
     for hosts in range(flags.hosts, flags.fewest - 1, -1):
         group = placement_group([bundle] * hosts, strategy="STRICT_SPREAD")
-        if group.wait(flags.wait_seconds if hosts == flags.hosts else 5):
+        seconds = flags.wait_seconds if hosts == flags.hosts else 5
+        if any(group.wait(1) for _ in range(seconds)):  # between which signals are seen
             return group
         remove_placement_group(group)
     raise SystemExit(
@@ -118,25 +125,32 @@ def main() -> int:
     # Whoever is left of the start before holds the workdir until its heartbeat fails.
     arguments = ["--lock_seconds=300", *arguments]
     ray.init(address=flags.address)
+    asked_to_stop = threading.Event()
     hosts: list[Any] = []
 
     def stop(*_: Any) -> None:
-        for host in hosts[:1]:  # all stop after the same step
+        asked_to_stop.set()
+        if not hosts:
+            raise SystemExit(STOPPED)
+        for host in hosts:  # which agree on a step
             host.stop.remote()
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, stop)  # after Ray's own
     signal.signal(signal.SIGINT, stop)
     for restart in range(flags.restarts + 1):
+        print(f"waiting for {flags.hosts} hosts", file=sys.stderr)
         group = placed(flags)
         hosts[:] = started(group, flags)
         print(f"start {restart + 1}: {len(hosts)} of {flags.hosts} hosts", file=sys.stderr)
         codes = run(hosts, arguments)
+        hosts.clear()
         remove_placement_group(group)
-        for last in (MISTAKE, STOPPED):
-            if last in codes:
-                return last
         if set(codes) == {FINISHED}:
             return FINISHED
+        if MISTAKE in codes:
+            return MISTAKE
+        if STOPPED in codes or asked_to_stop.is_set():
+            return STOPPED
         print(f"ended with exit codes {codes}", file=sys.stderr)
     return max(codes)
 

@@ -62,6 +62,7 @@ def test_a_run_adds_no_flag():
     assert environment["XLA_FLAGS"] == XLA_FLAGS
 
 
+@pytest.mark.slow
 def test_another_name_of_a_scope_is_another_program_and_another_line_is_not(tmp_path):
     settings = SETTINGS | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

@@ -9,7 +9,6 @@ from tempfile import TemporaryFile
 
 import pytest
 from forked_processes import ForkedProcess, fresh_process, run_forked
-from sentinels import sentinels
 
 DESCRIBES_ITSELF = """
 import atexit, json, os, sys, threading
@@ -44,7 +43,8 @@ def ended(start, *arguments, **settings):
         return status, out.read(), err.read()
 
 
-@pytest.mark.parametrize("way", sentinels(["code", "module", "file"], lambda way: way != "code"))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["code", "module", "file"])
 def test_a_forked_process_sees_what_a_fresh_one_sees(tmp_path, way):
     (tmp_path / "mine.py").write_text(DESCRIBES_ITSELF)
     asked = {"code": ("-c", DESCRIBES_ITSELF), "module": ("-m", "mine"), "file": ("mine.py",)}[way]
@@ -62,6 +62,7 @@ def test_a_forked_process_sees_what_a_fresh_one_sees(tmp_path, way):
     assert found["devices"] == 3 and end == "the end"
 
 
+@pytest.mark.slow
 def test_processes_run_beside_each_other_and_are_signalled_one_by_one():
     with open(os.devnull, "w") as nothing:
         one, other = (

@@ -92,3 +92,14 @@ def test_what_is_not_there_is_said(cluster, tmp_path):
     process = begun(cluster, output, "--hosts=9", "--wait_seconds=2", *LLAMA)
     assert process.wait(SECONDS) == 1
     assert "error: within 2 s Ray had no 9 hosts with {'CPU': 1, 'GPU': 1}" in output.read_text()
+
+
+def test_a_signal_ends_the_wait_for_hosts(cluster, tmp_path):
+    output = tmp_path / "output"
+    process = begun(cluster, output, "--hosts=9", "--wait_seconds=300", *LLAMA)
+    try:
+        wait_until(lambda: "waiting for 9 hosts" in output.read_text(), process, output)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == 75, output.read_text()
+    finally:
+        process.kill()

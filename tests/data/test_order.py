@@ -7,7 +7,6 @@ program); the tests put the global batches together and compare them with `Sourc
 import dataclasses
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from forked_processes import ForkedProcess
 from jax.sharding import NamedSharding
 
 from lmlib import train
@@ -108,18 +108,16 @@ def held_by_processes(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count}",
-    }
+    devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // count}"}
     logs = [out / f"{process}.log" for process in range(count)]
     running = []
     for process, log in enumerate(logs):
         arguments = json.dumps([port, count, process, str(example), str(out / f"{process}.npz")])
         with log.open("w") as stream:
-            command = [sys.executable, __file__, arguments]
             running.append(
-                subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+                ForkedProcess(
+                    __file__, arguments, stdout=stream, stderr=stream, environment=devices
+                )
             )
     try:
         for each in running:

@@ -146,7 +146,8 @@ def test_hostile_text(style: str, texts: list[str]) -> None:
     assert_same_ids(encoder(style), trained(style), texts)
 
 
-@pytest.mark.parametrize("style", sentinels(STYLES, lambda style: style == "llama3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
 def test_real_text_and_round_trip(style: str) -> None:
     assert isinstance(encoder(style), ByteLevelEncoder)
     texts = standard_library() + multilingual()
@@ -233,7 +234,8 @@ print(len(text), len(ids), int(peak.group(1)) // 1024)
     assert size > 30e6 and count > 5e6 and mebibytes < 700
 
 
-@pytest.mark.parametrize("style", sentinels(STYLES, lambda style: style == "gpt2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
 def test_pickling(style: str) -> None:
     texts = ["Hello world", "naïve café"]
     again = pickle.loads(pickle.dumps(encoder(style)))

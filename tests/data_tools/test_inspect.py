@@ -1,15 +1,13 @@
 """Descriptions, samples, verification and batches of small data sets, against lists by hand."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from byte_texts import BOS, EOS, RAGGED, TEXTS, write_ids, write_texts, writer_of_texts
+from forked_processes import Ended, run_forked
 from sentinels import sentinels
 
 from data_tools.convert import to_seqax
@@ -28,8 +26,6 @@ from data_tools.inspect import (
 from data_tools.inspect.report import description_text, lengths_text, sample_text
 from data_tools.train_tokenizer import train_byte_level_bpe
 from lmlib.data import TokenizerIdentity
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def framed_tokens() -> int:
@@ -189,14 +185,8 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
         split_folders(folder / "shard_00000_of_00001")
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "data_tools.inspect", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "utf-8"},
-    )
+def command(folder: Path, *arguments: str) -> Ended:
+    return run_forked("-m", "data_tools.inspect", *arguments, cwd=folder)
 
 
 def test_the_command_shows_a_data_set(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 import gzip
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from folder_contents import files_of
+from forked_processes import Ended, run_forked
 from sentinels import sentinels
 
 from data_tools.pretokenize import Progress, pretokenize, pretokenize_shard
@@ -18,7 +17,6 @@ from lmlib.data import FlatTokens, ShardWriter, read_split
 
 TEXTS = ["hello", "", "ünï 🤖", "x" * 100]
 BOS, EOS = 256, 257
-REPOSITORY = Path(__file__).parents[2]
 
 
 def tokens_of(path: Path, split: str = "train") -> list[int]:
@@ -158,9 +156,8 @@ def test_special_tokens_in_documents_never_split_them(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "data_tools.pretokenize", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+def command_line(*arguments: str) -> Ended:
+    return run_forked("-m", "data_tools.pretokenize", *arguments)
 
 
 def test_command_line(tmp_path: Path) -> None:

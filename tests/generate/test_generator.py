@@ -96,6 +96,7 @@ def test_a_text_that_grows_beyond_the_original_length_is_computed_again(window):
         np.testing.assert_allclose(made.logprobs, logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sample_is_the_same_whatever_else_is_in_its_batch():
     together = generator()(PROMPTS, 20, DRAWN, samples=2, seed=3)
     for id, prompt in enumerate(PROMPTS):
@@ -195,6 +196,7 @@ def test_a_stop_id_ends_a_row_and_no_other():
         assert made.stopped == (end in whole.tokens)
 
 
+@pytest.mark.slow
 def test_a_stream_gives_the_same_in_rounds_and_stops_when_told():
     expected = [made for (made,) in generator()(PROMPTS, 20, DRAWN)]
     stream = generator().stream(PROMPTS, 20, DRAWN, round=4)

@@ -367,6 +367,7 @@ def test_what_a_narrower_dtype_rounds_is_told(folder):
     assert str(told) == f"bfloat16, which rounds by up to {told.largest:.2%} (in {told.tensor})"
 
 
+@pytest.mark.slow
 def test_a_value_beyond_float16_is_refused_by_its_tensors_name(folder):
     model = hf.load(folder)
     up = model.stack[0][0].mlp.up.at[1, 3, 2].set(-1e5)

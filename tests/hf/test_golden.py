@@ -145,7 +145,7 @@ def test_weights_after_one_step(name, tmp_path):
     assert_close(found, tensors(GOLDEN / name / "after.safetensors"), 1e-5)
 
 
-@pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name in ("llama", "gemma3", "gpt2")))
+@pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name in ("llama", "gpt2")))
 def test_what_is_written_is_what_was_read(name, tmp_path):
     save(loaded(name), name, tmp_path / "again")
     found, expected = (

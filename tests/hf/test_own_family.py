@@ -88,6 +88,7 @@ def save(model, folder, **settings):
     return tensors(folder / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_folder_holds_them_as_declared(tmp_path):
     found = save(model(), tmp_path / "out")
     (block,) = model().stack[0]
@@ -166,6 +167,7 @@ def with_values(adapters):
     return map_adapted(filled, adapters)
 
 
+@pytest.mark.slow
 def test_adapters_of_merged_weights_are_those_of_peft(tmp_path):
     """lora_B · lora_A is what is added to the merged matrix."""
     adapted = with_values(

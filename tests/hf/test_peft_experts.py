@@ -4,6 +4,7 @@ written here is checked against PEFT's definition in NumPy and, with lmlib[parit
 
 import json
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -82,6 +83,25 @@ def test_what_is_written_is_read_again(paths, tmp_path):
         np.testing.assert_allclose(a, b, atol=1e-6)
     if paths == ("*.experts.down",):
         assert_same(model, again)
+
+
+def of_two_ranks(name):
+    """Attention's adapters have rank 4 and another alpha, those of experts rank 2."""
+    model = adapted(name, rank=2, alpha=5.0, paths=("*.experts.*",))
+    attention = adapted(name, rank=4, alpha=8.0, paths=("*.attention.*",)).stack[0][0].attention
+    return eqx.tree_at(lambda model: model.stack[0][0].attention, model, attention)
+
+
+def test_attention_and_experts_may_have_ranks_of_their_own(tmp_path):
+    model = of_two_ranks("mixtral")
+    config = read_config(written(model, tmp_path / "out", "mixtral"))
+    names = ("q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj")
+    found = [(config.rank_of(name), config.alpha_of(name)) for name in names]
+    # Gate and up are one parameter there, with the ranks of both.
+    assert found == [(4, 8.0), (4, 8.0), (4, 10.0), (2, 5.0)]
+    again = merge(read(tmp_path / "out", "mixtral"))
+    for a, b in zip(jax.tree.leaves(merge(model)), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def save_tensors(found, file):
@@ -187,6 +207,14 @@ def test_peft_computes_the_same_of_what_is_written_here(peft, name, paths, tmp_p
     expected = theirs(peft.read(name, written(model, tmp_path / "out", name)), ids_of(name))
     assert_same_logits(model, ids_of(name), expected)
     assert_same_logits(merge(model), ids_of(name), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_FOLDERS)
+def test_peft_computes_the_same_of_two_ranks(peft, name, tmp_path):
+    model = of_two_ranks(name)
+    expected = theirs(peft.read(name, written(model, tmp_path / "out", name)), ids_of(name))
+    assert_same_logits(model, ids_of(name), expected)
 
 
 @pytest.mark.slow

@@ -87,6 +87,7 @@ def test_changes_stay_with_the_rule_and_grow_without(sizes):
     assert own["last layer"] > 0.4 and own["middle layer"] > 0.4, own
 
 
+@pytest.mark.slow
 def test_a_picture_has_a_line_for_each_step_and_leaves_out_what_is_no_number(tmp_path):
     rows = [
         {"by": by, "rule": "with", "size": size, "looked_at": name, "step": step, "change": 0.1}

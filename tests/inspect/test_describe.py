@@ -40,6 +40,7 @@ def test_every_parameter_has_a_row_that_its_arrays_bear_out():
     )
 
 
+@pytest.mark.slow
 def test_shapes_suffice():
     mesh = make_mesh(fsdp=8)
     abstract = describe(jax.eval_shape(make), mesh)

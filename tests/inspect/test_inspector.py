@@ -30,8 +30,8 @@ def initial():
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("no mesh", marks=pytest.mark.slow),
-        pytest.param("eight devices", marks=pytest.mark.several_devices),
+        "no mesh",
+        pytest.param("eight devices", marks=[pytest.mark.several_devices, pytest.mark.slow]),
     ],
 )
 def model(request):

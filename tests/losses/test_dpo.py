@@ -120,7 +120,8 @@ def definition():
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "chunk"),
     sentinels(
-        [(MANY, 1, 5), (MANY, 2, None), ({}, 1, None), ({}, 4, 7)], lambda case: case[1] == 2
+        [(MANY, 1, 5), (MANY, 2, None), ({}, 1, None), ({}, 4, 7)],
+        lambda case: case == ({}, 1, None),
     ),
 )
 def test_a_step_follows_the_definition(mesh, microbatches, chunk):

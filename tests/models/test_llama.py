@@ -74,7 +74,8 @@ def test_without_a_context_a_row_is_one_document(inputs):
     np.testing.assert_array_equal(model(tokens_BS), model(tokens_BS, given))
 
 
-@pytest.mark.parametrize("tied", sentinels([False, True], lambda tied: not tied))
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
 def test_gradients_match_central_differences_in_float64(inputs, tied):
     narrow = initial(tied=tied)
     with jax.enable_x64(True):
@@ -217,6 +218,7 @@ def test_impossible_ways_to_compute_are_named(settings, message):
         model.check(S, Compute(**settings))
 
 
+@pytest.mark.slow
 def test_flops_count_every_multiplication():
     model = initial()
     per_layer = E * H * D + 2 * E * K * D + H * D * E + 3 * E * F

@@ -219,6 +219,7 @@ def test_parts_know_their_layers(stack):
             assert leaf.shape[0] == len(part.layers)
 
 
+@pytest.mark.slow
 def test_a_layers_weights_depend_on_its_index_alone(stack):
     other = jax.jit(lambda: make_stack([Segment([plainer], 8)], jax.random.key(0)))()
     for one, two in zip(blocks_in_order(stack), blocks_in_order(other), strict=True):

@@ -93,6 +93,7 @@ def test_first_values_are_those_of_the_base_times_what_the_paper_says(name):
         assert found == pytest.approx(expected, rel=0.1), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
 def test_steps_are_those_of_the_paper_s_adam_on_what_stands_behind_multipliers(name):
     make, base, tied = CASES[name]

@@ -107,6 +107,7 @@ def test_a_change_that_does_not_fit_the_model_is_left_out(planned):
     assert flags and not any("--fdl.mesh.tensor=2" in each for each in flags)
 
 
+@pytest.mark.slow
 def test_only_what_was_found_to_need_less_is_advised(planned):
     def with_need(needed):
         return dataclasses.replace(planned, memory=dataclasses.replace(planned.memory, step=needed))

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from run_on_bytes import write_run_on_bytes
-from sentinels import sentinels
 
 from lmlib.adapters import merged, without_adapters
 from lmlib.checkpoint import Checkpoints
@@ -71,7 +70,8 @@ def reference_model(cfg):
     return reference_model_of(fdl.build(cfg), Access())
 
 
-@pytest.mark.parametrize("name", sentinels(["lora", "dpo"], "dpo".__eq__))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "dpo"])
 def test_new_adapters_begin_on_a_run(run, name):
     workdir, model, data = run
     cfg = config(name, workdir, data)
@@ -82,6 +82,7 @@ def test_new_adapters_begin_on_a_run(run, name):
     assert reference_model(cfg) is None  # of preferences the model without its adapters
 
 
+@pytest.mark.slow
 def test_a_run_teaches(run):
     workdir, model, data = run
     same(reference_model(distilled(workdir, data)), model)

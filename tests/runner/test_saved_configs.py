@@ -219,6 +219,7 @@ def test_config_is_called_with_the_overrides_of_its_own_parameters(tmp_path):
     assert "--fdl.scale=big: big is no Python literal" in error(str(file), overrides=["scale=big"])
 
 
+@pytest.mark.slow
 def test_every_shipped_experiment_is_saved_and_loaded_again(tmp_path):
     need_more = {f"experiments/{name}" for name in ("from_hf", "lora", "dpo", "own_text")}
     for name in configs.experiments().keys() - need_more:

@@ -50,6 +50,7 @@ def measured(loaded, *data_sets, **settings):
     return list(Measuring(settings, lambda line: None)(loaded, data_sets))
 
 
+@pytest.mark.slow
 def test_texts_in_files_are_the_same_as_their_flat_tokens(folder, loaded):
     names = ("data", "texts.jsonl", "texts")
     given = [data_set(str(folder / name), "train", "text") for name in names]

@@ -31,12 +31,9 @@ def losses(workdir: Path) -> list[float]:
 def made(tmp_path_factory):
     """The folder of a sweep of four points, and what the command wrote."""
     folder = tmp_path_factory.mktemp("sweeps") / "sweep"
-    shown = sweep(folder, *AXES, "--dry_run")
-    assert shown.returncode == FINISHED, shown.stderr
-    assert not folder.exists()
     done = sweep(folder, *AXES)
     assert done.returncode == FINISHED, done.stderr
-    return folder, shown, done
+    return folder, done
 
 
 POINTS = [f"peak_lr={rate},seed={seed}" for rate in ("0.001", "0.01") for seed in (0, 1)]
@@ -44,7 +41,7 @@ POINTS = [f"peak_lr={rate},seed={seed}" for rate in ("0.001", "0.01") for seed i
 
 @pytest.mark.slow
 def test_each_point_is_a_run_in_a_folder_of_its_own(made):
-    folder, _, done = made
+    folder, done = made
     assert sorted(file.parent.name for file in folder.glob("*/result.json")) == POINTS
     curves = [losses(folder / name) for name in POINTS]
     assert len({tuple(curve) for curve in curves}) == 4
@@ -56,8 +53,10 @@ def test_each_point_is_a_run_in_a_folder_of_its_own(made):
     assert shown == sorted(POINTS, key=lambda name: results[name]["training_loss"])
 
 
-def test_what_it_will_cost_is_shown_first(made):
-    _, shown, _ = made
+def test_what_it_will_cost_is_shown_first(tmp_path):
+    shown = sweep(tmp_path / "sweep", *AXES, "--dry_run")
+    assert shown.returncode == FINISHED, shown.stderr
+    assert not (tmp_path / "sweep").exists()
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert [row[:2] for row in rows[1:5]] == [[name, "3"] for name in POINTS]
     assert "4 points, " in shown.stdout and "H100-" in shown.stdout
@@ -65,7 +64,7 @@ def test_what_it_will_cost_is_shown_first(made):
 
 @pytest.mark.slow
 def test_the_ordinary_command_makes_the_same_bits(made, tmp_path):
-    folder, _, _ = made
+    folder, _ = made
     settings = ("--fdl.steps=3", "--fdl.optimizer.peak_lr=1e-2", "--fdl.seed=1")
     alone = run_forked(
         *("-m", "runner", *EXPERIMENT, *settings, f"--workdir={tmp_path / 'alone'}"),
@@ -77,7 +76,7 @@ def test_the_ordinary_command_makes_the_same_bits(made, tmp_path):
 
 @pytest.mark.slow
 def test_what_has_finished_is_left_out_and_points_can_be_added(made):
-    folder, _, _ = made
+    folder, _ = made
     before = {file: file.read_bytes() for file in folder.glob("*/metrics.jsonl")}
     again = sweep(folder, *AXES)
     assert (again.returncode, "point 1 of" in again.stderr) == (FINISHED, False)
