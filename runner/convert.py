@@ -26,7 +26,8 @@ weights that trained.
 --weights        out: ema: the average that the run kept of its weights, in place of the last
 --trust_module   out: a module of yours that the run's config.json may refer to; repeatable
 The model is held in float32 in this machine's memory. --to is new or empty; a conversion that is
-cut leaves nothing there.
+cut leaves nothing there. Out, it may be gs://… or s3://…: the folder is made on this machine's disk
+and sent, its config.json last.
 """
 
 import contextlib
@@ -51,10 +52,11 @@ from lmlib.models.matrices.adapted import has_adapters
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.recipe import parted
-from lmlib.storage.local_folder import local_folder
+from lmlib.storage.bucket.url import BucketUrl
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.command_line.command import run
 from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.destination import destination
 from runner.command_line.exit_status import FINISHED
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.new_folder import made_whole
@@ -71,6 +73,7 @@ from runner.weights.texts import KnownTexts, tokenizer_of
 from runner.weights.wanted import Wanted
 from runner.weights.weights_alone import keep_origin, save_weights_alone
 
+_LAST = ("config.json", "adapter_config.json")  # files without which there is no model
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 
 _FROM = flags.DEFINE_string("from", None, "a folder of Hugging Face's, its name, or RUN[@STEP]")
@@ -89,8 +92,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("give --from and --to, as in: --from=HF_DIR --to=WORKDIR; see --help")
     began = time.perf_counter()
     access = Access(TRUST_MODULE.value, INIT_FROM.value, WEIGHTS.value == EMA, _show)
-    with user_errors():
-        to, found = local_folder(_TO.value), located(_FROM.value)
+    with user_errors(), destination(_TO.value, _LAST, told("sending", _show)) as to:
+        found = located(_FROM.value)
         if isinstance(found, HuggingFace):
             of_the_file = (_DTYPE, _LARGEST_FILE, _TOKENIZER, _ADAPTERS)
             outward = (*of_the_file, TRUST_MODULE, INIT_FROM, WEIGHTS)
@@ -98,6 +101,11 @@ def main(arguments: Sequence[str]) -> int:
                 raise ConfigError(f"--{given[0]} is for the way out; --from={found.name} comes in")
             if _BASE.present and not holds_adapters(found.folder):
                 raise ConfigError(f"--base is for adapters; --from={found.name} is a whole model")
+            if BucketUrl.parsed(_TO.value):
+                raise ConfigError(
+                    f"--to={_TO.value}: a run's folder is made on a disk; a run in a bucket can "
+                    f"begin with --init_from={found.name}"
+                )
             made = bring_in(dataclasses.replace(found, base=_BASE.value), to)
         elif _ADAPTERS.value:
             whole = (_LARGEST_FILE, _TOKENIZER)
@@ -116,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
                 round(_LARGEST_FILE.value * 1e9),
                 access,
             )
-    print(f"{to} holds {made}; it took {duration_text(time.perf_counter() - began)}")
+    print(f"{_TO.value} holds {made}; it took {duration_text(time.perf_counter() - began)}")
     return FINISHED
 
 
