@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from folder_contents import files_of
+from sentinels import sentinels
 from small_experiment import small
 
 from lmlib.checkpoint import Checkpoints, folders
@@ -205,7 +206,6 @@ def test_after_an_infinite_update_every_checkpoint_is_finite_and_the_one_before_
             assert not_finite(state.model, state.optimizer) == []
 
 
-@pytest.mark.slow
 def test_what_is_kept_from_before_skipped_updates_stays_over_a_restart(tmp_path):
     settings = ("checkpoints.every=2", "checkpoints.keep=1", "guard.captures=0")
     fit(breaking_down(False, *settings, "steps=8"), tmp_path)
@@ -241,8 +241,7 @@ class FailingOnce(Synthetic):
         return super().batch(step, rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fails", [1, 2])
+@pytest.mark.parametrize("fails", sentinels([1, 2], lambda fails: fails == 1))
 def test_an_evaluation_that_fails_costs_no_step_and_is_made_by_the_next_start(tmp_path, fails):
     cfg = small("steps=4")
     cfg.evaluation.every = cfg.checkpoints.every = 2

@@ -118,7 +118,7 @@ def _gradient(x_NE: Array, dy_NF: Array, sizes_X: Array, implementation: str) ->
         return jax.lax.dynamic_update_index_in_dim(dw_XEF, before_EF + dw_EF, block.group, 0), None
 
     zeros_XEF = jnp.zeros((len(sizes_X), E, dy_NF.shape[1]), wide)
-    dw_XEF, _ = jax.lax.scan(add, zeros_XEF, _blocks(sizes_X, N, _OF_A_GRADIENT))
+    dw_XEF, _ = jax.lax.scan(add, zeros_XEF, _blocks(sizes_X, N))
     return dw_XEF.astype(x_NE.dtype)
 
 
@@ -142,11 +142,10 @@ class _Block(NamedTuple):
         return (rows_T >= self.start) & (rows_T < self.end)
 
 
-def _blocks(sizes_X: Int32[Array, "x"], N: int, of_a_group: int) -> _Block:
-    """Blocks that cover all groups, in their order, stacked; those at the end may be empty. A group
-    of the mean size has about `of_a_group`."""
+def _blocks(sizes_X: Int32[Array, "x"], N: int) -> _Block:
+    """Blocks that cover all groups, in their order, stacked; those at the end may be empty."""
     X = len(sizes_X)
-    T = _rows_of_a_block(N, X, of_a_group)
+    T = _rows_of_a_block(N, X)
     most = (N + min(X, N) * (T - 1)) // T  # each group but for empty ones fills up its last block
     ends_X = jnp.cumsum(sizes_X)
     blocks_X = -(-sizes_X // T)
@@ -161,15 +160,13 @@ def _blocks(sizes_X: Int32[Array, "x"], N: int, of_a_group: int) -> _Block:
     return _Block(groups_L, starts_L.astype(jnp.int32), ends_L.astype(jnp.int32), rows_LT)
 
 
-# Each group wastes up to a block. Each block reads its group's matrix; for a gradient it reads and
-# writes that in float32, four times as many bytes.
-_OF_ROWS, _OF_A_GRADIENT = 8, 4
-
-
-def _rows_of_a_block(N: int, X: int, of_a_group: int) -> int:
-    """A power of two, which on a GPU or a TPU should fill its matrix units."""
-    least, most = (16, 512) if platform() == "cpu" else (128, 2_048)
-    T = 1 << max(N // (of_a_group * X), 1).bit_length() - 1
+def _rows_of_a_block(N: int, X: int) -> int:
+    """A power of two. Each group wastes up to a block. Each block reads its matrix, and in a
+    gradient adds to one in float32: from a GPU's memory that takes longer than larger blocks waste,
+    and a product of few rows leaves most of its units without work."""
+    on_cpu = platform() == "cpu"
+    least, most, blocks = (16, 512, 8) if on_cpu else (128, 2_048, 4)  # of a group of mean size
+    T = 1 << max(N // (blocks * X), 1).bit_length() - 1
     return min(max(T, least), most, N)
 
 
@@ -188,5 +185,5 @@ def _rows(x_NE: Array, w_XEF: Array, sizes_X: Array, equation: str) -> Array:
         y_TF = jnp.where(block.mask(N)[:, None], y_TF, _slice(y_NF, block))
         return jax.lax.dynamic_update_slice_in_dim(y_NF, y_TF, block.start, 0), None
 
-    y_NF, _ = jax.lax.scan(put, jnp.zeros((N, made), x_NE.dtype), _blocks(sizes_X, N, _OF_ROWS))
+    y_NF, _ = jax.lax.scan(put, jnp.zeros((N, made), x_NE.dtype), _blocks(sizes_X, N))
     return y_NF
