@@ -128,16 +128,26 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed, capsys):
 
 
 @pytest.mark.slow
-def test_resumed_on_another_mesh_the_curve_is_the_same(undisturbed, tmp_path):
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        (("mesh.expert=2", "mesh.tensor=1"), {"fsdp": 4, "expert": 2}),
+        (
+            ("mesh.context=2", "mesh.tensor=2", "compute.context=ring"),
+            {"fsdp": 2, "context": 2, "tensor": 2},
+        ),
+    ],
+)
+def test_resumed_on_another_mesh_the_curve_is_the_same(undisturbed, mesh, sizes, tmp_path):
     expected, whole = undisturbed
     parted = tmp_path / "parted"
     # As if it had been killed after step 10: no later checkpoint, no result.
     shutil.copytree(whole, parted)
     shutil.rmtree(parted / "checkpoints" / "20")
     (parted / "result.json").unlink()
-    found = fit(tiny("mesh.expert=2", "mesh.tensor=1", "compute.dtype=float32"), parted)
-    mesh = found.state.model.stack[0][0].mlp.up.sharding.mesh
-    assert (mesh.shape["fsdp"], mesh.shape["expert"]) == (4, 2)
+    found = fit(tiny(*mesh, "compute.dtype=float32"), parted)
+    there = found.state.model.stack[0][0].mlp.up.sharding.mesh.shape
+    assert {axis: size for axis, size in there.items() if size > 1} == sizes
     assert without_times(found.metrics)[:10] == without_times(expected.metrics)[:10]
     assert [line["step"] for line in found.metrics] == list(range(1, 21))
     for one, other in zip(found.metrics, expected.metrics, strict=True):
