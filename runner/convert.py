@@ -52,6 +52,7 @@ from lmlib.models.matrices.adapted import has_adapters
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.recipe import parted
+from lmlib.storage.bucket.copies import shown
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.command_line.command import run
@@ -183,7 +184,7 @@ def bring_out(
     def write(run: SavedRun) -> str:
         model_type, texts, own = _model_type(run), run.texts, tokenizer
         with made_whole(to) as unfinished:
-            _show(f"reading {run.folder}")
+            _show(f"reading {shown(run.folder)}")
             model = merged(_model(run))
             template = texts.template_of_data() if own is None else None
             if own is None:
@@ -209,7 +210,7 @@ def bring_out(
             if template is not None and own is not None:
                 put_chat_template(unfinished, template)
         of = "no tokenizer" if own is None else f"the tokenizer of {own}"
-        return f"step {run.step:,} of {run.workdir}, {_size(model)} in {rounded}, with {of}"
+        return f"step {run.step:,} of {shown(run.workdir)}, {_size(model)} in {rounded}, with {of}"
 
     return use_run(found, write, access)
 
@@ -235,7 +236,9 @@ def bring_adapters_out(
 
     def write(run: SavedRun) -> str:
         if not has_adapters(run.shapes):
-            raise ConfigError(f"the model of {run.workdir} has no adapters: leave out --adapters")
+            raise ConfigError(
+                f"the model of {shown(run.workdir)} has no adapters: leave out --adapters"
+            )
         model_type, device = _model_type(run), _one_device()
         own, *before = run.trained
         begun = base is None and run.began_with is not None
@@ -251,7 +254,7 @@ def bring_adapters_out(
                 "give --base, or --init_from if it has moved, or if it held adapters itself"
             )
         with made_whole(to) as unfinished:
-            _show(f"reading {run.folder}")
+            _show(f"reading {shown(run.folder)}")
             written, there = written_whole(run.shapes, trained, model_type), run.recipe.trained
             alone = there is not None and written <= there  # the base is not needed
             hf.save_adapters(
@@ -263,7 +266,7 @@ def bring_adapters_out(
                 dtype=dtype,
             )
         of_base = "" if whose is None else f", for {whose}"
-        return f"the adapters of step {run.step:,} of {run.workdir} in {dtype}{of_base}"
+        return f"the adapters of step {run.step:,} of {shown(run.workdir)} in {dtype}{of_base}"
 
     return use_run(found, write, access)
 
