@@ -1,7 +1,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from turns import left_for_another
 
@@ -15,7 +15,6 @@ class Case:
         return self.slow and name == "slow"
 
 
-@settings(max_examples=30)
 @given(st.sets(st.tuples(st.text(), st.booleans())), st.integers(1, 5), st.integers(0, 3))
 def test_a_slow_case_has_one_turn_and_any_other_each(cases, turns, first):
     cases = {Case(*case) for case in cases}
