@@ -185,6 +185,7 @@ def test_a_step_without_dropout_draws_nothing():
     assert "stablehlo.xor" not in lowered_step("1", rate=0.0)[0].as_text()
 
 
+@pytest.mark.landing
 def test_the_loss_of_a_step_is_that_of_its_documented_keys():
     model, batch, seed = weights(), source.batch(0), 5
     state = begin("1", seed)

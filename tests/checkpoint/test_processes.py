@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from two_processes import run_two
 
 from lmlib.checkpoint import Checkpoints
@@ -96,6 +97,7 @@ print(json.dumps([in_save, opened]))
 """
 
 
+@pytest.mark.landing
 def test_each_process_digests_what_it_wrote_and_restores_from_one_reading(tmp_path):
     directory = tmp_path / "checkpoints"
     (saved_0, restored_0), (saved_1, restored_1) = map(json.loads, run_two(READS, directory))

@@ -133,6 +133,7 @@ def test_a_process_that_was_killed_is_started_again(started: tuple[ChatTemplate,
     assert template.render(asked("a")).text == "a"
 
 
+@pytest.mark.landing
 def test_a_process_that_is_killed_at_work_is_told_of(started: tuple[ChatTemplate, int]) -> None:
     template, process = started
     resource.prlimit(process, resource.RLIMIT_CPU, (1, 1))  # the kernel kills it within a second

@@ -12,6 +12,7 @@ TEXTS = st.text(st.sampled_from("a\x00é😀\ud83d\ude00"))  # lone surrogates t
 VALUES = st.none() | st.dictionaries(st.text(), st.lists(st.integers()))
 
 
+@pytest.mark.landing
 @given(st.lists(st.tuples(VALUES, TEXTS)), st.data())
 def test_messages_arrive_whole_and_in_order(said: list, data: st.DataObject) -> None:
     messages = [message_of(*each) for each in said]

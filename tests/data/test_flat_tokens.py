@@ -180,6 +180,7 @@ def data_files(path: Path) -> list[Path]:
     return sorted((path / "train").glob("shard_*/*/c/*"))
 
 
+@pytest.mark.landing
 def test_every_flipped_byte_is_noticed(tmp_path: Path, write_documents: Callable) -> None:
     write_documents(tmp_path, [list(range(1, 20)), [0] * 20], file_length=16)
     for file in data_files(tmp_path):

@@ -174,6 +174,7 @@ def test_the_pattern_is_that_of_the_paper(counts: list[int]) -> None:
     assert interleave(counts) == reference_pattern(counts)
 
 
+@pytest.mark.landing
 @settings(max_examples=10)
 @given(weights, st.sampled_from([3, 64, 100, 1024, 1500]), st.integers(0, 2000))
 def test_every_window_of_1024_has_exactly_the_counts(

@@ -181,6 +181,7 @@ def test_each_process_reads_the_rows_of_its_devices_once(
             assert all(rows_read == list(range(BATCH_SIZE)) for rows_read in read), key
 
 
+@pytest.mark.landing
 @pytest.mark.several_devices
 @pytest.mark.parametrize("mesh", [pytest.param((8, 1, 1), marks=slow), (2, 2, 2)])
 def test_microbatches_hold_the_rows_of_the_batch(example: Path, mesh: tuple[int, ...]) -> None:

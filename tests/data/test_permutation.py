@@ -37,6 +37,7 @@ def test_any_size_stays_in_range_without_collisions(
     assert alone.shape == () and alone == image[0]
 
 
+@pytest.mark.landing
 def test_all_orders_of_few_elements_are_equally_likely() -> None:
     orders = list(itertools.permutations(range(4)))
     counts = dict.fromkeys(orders, 0)

@@ -187,6 +187,7 @@ def test_texts_longer_than_a_chunk(style: str) -> None:
     assert_same_ids(encoder(style), trained(style), [text, text.replace(" ", "")[: 3 << 19]])
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("style", "run"),
     sentinels(
@@ -410,6 +411,7 @@ def test_bad_texts_are_named() -> None:
         make_encoder("{}")
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("style", ["gpt2", "llama3"])
 @pytest.mark.parametrize("character", ["a", "é", " ", "!", "\n", "1"])
 def test_runs_that_take_too_much_memory_are_refused(style: str, character: str) -> None:

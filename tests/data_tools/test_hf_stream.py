@@ -129,6 +129,7 @@ def test_unshuffled_epochs_follow_each_other_without_a_gap(jsonl: str) -> None:
     assert len(tokens) == steps_of(3 * TEXTS) * BATCH * SEQUENCE + 1
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("kind", "settings"),
     sentinels(

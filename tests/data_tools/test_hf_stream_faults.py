@@ -220,6 +220,7 @@ def test_opening_is_retried_too() -> None:
     assert documents_in(all_batches(source, steps_of(TEXTS))) == TEXTS
 
 
+@pytest.mark.landing
 def test_a_stalled_stream_is_opened_again_and_then_given_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -252,6 +253,7 @@ def reading_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "'a dropped list'" in thread.name]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_a_source_no_longer_used_leaves_no_thread(how: str) -> None:
     source = stream("a dropped list", records=lambda i, n: Texts(columns(TEXTS), lambda k: None))

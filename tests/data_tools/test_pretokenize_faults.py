@@ -65,6 +65,7 @@ def drive(driver: Path, *arguments: object) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.landing
 def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path: Path) -> None:
     write_lines(tmp_path / "lines.jsonl", 4_000_000)
     driver = tmp_path / "driver.py"
@@ -229,6 +230,7 @@ def test_a_lost_worker_is_an_error_and_the_run_goes_on(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "number", sentinels([signal.SIGINT, signal.SIGTERM], lambda number: number == signal.SIGTERM)
 )

@@ -115,6 +115,7 @@ def test_a_compressor_that_comes_later_is_measured_then(
     assert compressors.read(folder / "validation") == before
 
 
+@pytest.mark.landing
 def test_it_is_made_once_for_each_setting(
     folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

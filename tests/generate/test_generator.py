@@ -65,6 +65,7 @@ def by_the_whole_pass(model, prompt, count):
     return tokens_S[len(prompt) : len(prompt) + count].tolist(), logprobs
 
 
+@pytest.mark.landing
 def test_greedy_takes_the_likeliest_token_of_the_whole_pass_each_time():
     for prompt, (made,) in zip(PROMPTS, generator()(PROMPTS, 20, GREEDY), strict=True):
         tokens, logprobs = by_the_whole_pass(model(), prompt, 20)

@@ -107,6 +107,7 @@ def test_logits_of_a_single_token(name):
     assert np.abs(found - expected[0]).max() <= 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "name",
     sentinels([name for name in FAMILIES if name not in CHOOSY], lambda name: name == "llama_3_1"),
@@ -127,6 +128,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name):
     assert distance(ours, theirs) <= 1.3 * distance(theirs, exact)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name == "gpt2"))
 def test_every_gradient(name, tmp_path):
     loss, gradients, _ = after_one_step(name)

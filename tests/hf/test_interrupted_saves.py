@@ -21,8 +21,15 @@ def adapted():
 
 @pytest.mark.parametrize(
     ("save", "make"),
-    [(hf.save, model), (functools.partial(hf.save_adapters, trained=()), adapted)],
-    ids=["model", "adapters"],
+    [
+        pytest.param(hf.save, model, id="model"),
+        pytest.param(
+            functools.partial(hf.save_adapters, trained=()),
+            adapted,
+            id="adapters",
+            marks=pytest.mark.landing,
+        ),
+    ],
 )
 def test_tensors_have_no_names_before_all_of_them_are_on_the_disk(
     tmp_path, monkeypatch, save, make

@@ -59,6 +59,7 @@ def with_others(model, paths):
     return map_weights(changed, model)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_logits_of_a_folder_that_peft_wrote(name):
     base, folder = base_of(ADAPTERS[name][0]), GOLDEN_ADAPTERS / name

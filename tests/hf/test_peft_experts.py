@@ -138,6 +138,7 @@ def with_modules_of_experts(folder, name, ranks=2):
     return model
 
 
+@pytest.mark.landing
 def test_modules_of_each_expert_are_read_too(tmp_path):
     model = with_modules_of_experts(tmp_path / "old", "mixtral")
     assert_same(read(tmp_path / "old", "mixtral"), model)
@@ -149,6 +150,7 @@ def test_modules_of_each_expert_are_read_too(tmp_path):
         read(tmp_path / "old", "mixtral")
 
 
+@pytest.mark.landing
 def test_experts_of_deepseek_have_a_place_where_its_dense_mlps_have_none(tmp_path):
     """Their names end alike."""
     model = adapted("deepseek_v3", rank=2, paths=("*.experts.*",))

@@ -75,6 +75,7 @@ def assert_close(values, expected):
         np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-5 * scale)
 
 
+@pytest.mark.landing
 @settings(max_examples=10)
 @given(
     st.integers(0, 2**32 - 1),
@@ -114,6 +115,7 @@ def test_neither_a_split_vocabulary_nor_a_split_batch_changes_anything(mesh, chu
     check_on_a_mesh(mesh, chunk, "batch seq embed")
 
 
+@pytest.mark.landing
 @pytest.mark.several_devices
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_nor_does_a_split_sequence(chunk):

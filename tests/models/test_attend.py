@@ -176,6 +176,7 @@ def test_what_cudnn_is_told_is_the_definition(options, monkeypatch):
     assert_bfloat16_is_close("cudnn", **options)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("implementation", BUT_THE_KERNEL)
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"),
@@ -227,6 +228,7 @@ def test_cudnn_has_no_soft_cap_and_says_so():
         check_attention("cudnn", S, D, "bfloat16", soft_cap=30.0)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("sequence", "heads", "kv_heads", "head_dim"),
     sentinels(
@@ -241,6 +243,7 @@ def test_any_shape_will_do(implementation, sequence, heads, kv_heads, head_dim):
     assert_close(values, reference(*arrays, None), 2e-6)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("implementation", BUT_THE_KERNEL)
 def test_bfloat16_comes_within_its_rounding(implementation):
     assert_bfloat16_is_close(implementation, window=None)
@@ -284,6 +287,7 @@ def test_the_mesh_changes_nothing(implementation, mesh):
         assert value.sharding.is_equivalent_to(array.sharding, value.ndim)
 
 
+@pytest.mark.landing
 def test_blockwise_needs_no_square_of_the_sequence():
     sequence = 8_192
     shape = jax.ShapeDtypeStruct((1, sequence, 1, 64), jnp.float32)

@@ -137,6 +137,7 @@ def attention_reference(w, x, scale, cap, window, norm_axes, rotary):
     return output + w.output_bias
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "rotary",
     [None, Rotary(D, 10.0), Rotary(D, 10.0, interleaved=True), Rotary(4, 10.0, interleaved=True)],

@@ -136,6 +136,7 @@ def test_forward_product_and_input_gradient_multiply_8_bits(precision):
     assert sorted(found) == sorted([(narrow, narrow), (arriving, narrow), ("bfloat16", "bfloat16")])
 
 
+@pytest.mark.landing
 @pytest.mark.several_devices
 @pytest.mark.parametrize("equation", sentinels(list(EQUATIONS)[:3], lambda each: each in SOME))
 @pytest.mark.parametrize("precision", FORMATS)
@@ -170,6 +171,7 @@ class Matrix(eqx.Module):
     w: Float[Array, "embed mlp"] = weight(fan_in("embed"))
 
 
+@pytest.mark.landing
 @pytest.mark.several_devices
 @pytest.mark.parametrize("precision", FORMATS)
 def test_a_gathered_weight_and_its_gradient(precision):
@@ -204,6 +206,7 @@ def test_a_gathered_weight_and_its_gradient(precision):
     np.testing.assert_allclose(dmatrix.w, expected, atol=FLOAT32 * np.abs(expected).max())
 
 
+@pytest.mark.landing
 @pytest.mark.several_devices
 def test_a_sequence_parallel_result_takes_its_layout():
     """The scales of x lie whole along the sequence, the result is split along it."""

@@ -75,6 +75,7 @@ def laid_out(mesh, arrays):
     )
 
 
+@pytest.mark.landing
 @pytest.mark.several_devices
 @pytest.mark.parametrize("name", sentinels(MAKERS, "adafactor".__eq__))
 def test_updates_on_a_mesh_are_those_of_optax_on_one_device(name):

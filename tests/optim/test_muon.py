@@ -54,7 +54,11 @@ def of_norm_one(x):
     return (u * s[..., None, :]) @ vt
 
 
-@pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "heavy_ball"])
+@pytest.mark.parametrize(
+    "nesterov",
+    [True, pytest.param(False, marks=pytest.mark.landing)],
+    ids=["nesterov", "heavy_ball"],
+)
 @pytest.mark.parametrize("neuron_decay", [None, 0.9], ids=["muon", "normuon"])
 @pytest.mark.parametrize("cautious", sentinels([False, True], bool), ids=["decay", "cautious"])
 def test_updates_follow_the_equations(nesterov, neuron_decay, cautious):

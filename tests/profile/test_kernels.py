@@ -38,7 +38,11 @@ def compiled_for(target: str, options: dict[str, bool]) -> tuple[float, str]:
     return count_flops(traced.jaxpr, ()).total, text
 
 
-@pytest.mark.parametrize("library", [False, True], ids=["triton", "cublas"])
+@pytest.mark.parametrize(
+    "library",
+    [pytest.param(False, marks=pytest.mark.landing), True],
+    ids=["triton", "cublas"],
+)
 def test_a_program_multiplies_as_much_as_the_step_that_was_traced(library):
     expected, text = compiled_for("h100:1x1", {"xla_gpu_enable_triton_gemm": not library})
     assert ("__cublas$" in text) is library

@@ -173,6 +173,7 @@ def test_layers_are_in_the_order_of_the_model(tmp_path):
     assert [row["value"] for row in found["rows"] if row["part"] == "norm"] == [10, 20]
 
 
+@pytest.mark.landing
 def test_pictures_for_papers(tmp_path):
     for seed in (0, 1):
         lines = losses(3.0 + seed, math.nan if seed else 2.5, 2.0)

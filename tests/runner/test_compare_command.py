@@ -94,6 +94,7 @@ def test_a_law_that_is_refused_names_the_runs_that_it_lacks(places, tmp_path):
     assert f"{tmp_path}/3 has not finished" in ended.stderr
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", ["compare", "ladder"])
 def test_they_need_no_jax(places, name):
     code = f"import sys, runner.{name}; print({{'jax', 'jaxlib', 'equinox'}} & {{*sys.modules}})"

@@ -36,6 +36,7 @@ def run(**changed):
     return ended(**changed).stdout.strip()
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("variable", "below"),
     [("XDG_CACHE_HOME", "lmlib/compiled"), ("HOME", ".cache/lmlib/compiled")],

@@ -214,6 +214,7 @@ def test_the_tokenizer_is_that_of_the_ids(brought_in, tmp_path, origin, data, ex
     assert config["max_position_embeddings"] == longest
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", ["chatml", None])
 def test_the_chat_template_of_its_data_goes_with_a_run(tmp_path, name):
     folder = tmp_path / "folder"

@@ -44,6 +44,7 @@ def hanging_run(tmp_path, *flags):
     return SmallRun(tmp_path / "run", experiment=experiment, flags=flags)
 
 
+@pytest.mark.landing
 def test_sigterm_saves_and_exits_with_the_code_to_requeue_on(tmp_path):
     run = SmallRun(tmp_path / "run", *NEVER_ENDS, fresh=True)
     run.wait_for("step 3/")

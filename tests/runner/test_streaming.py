@@ -121,6 +121,7 @@ def test_other_data_than_the_checkpoint_was_made_with_is_refused(
         fit(streamed(texts), tmp_path / "synthetic")
 
 
+@pytest.mark.landing
 @pytest.mark.several_devices
 def test_a_batch_must_be_prefetched(texts: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prefetch_batches must be at least 1, got 0"):

@@ -72,6 +72,7 @@ def test_devices_without_order_are_noticed():
     assert not may_wait_for_ever({"XLA_FLAGS": IN_ORDER_ON_CPU})
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("flags", "are_known"),
     [

@@ -1,4 +1,4 @@
-"""Cases of a test of which some run by default and the others are slow."""
+"""Cases of a test of which some run by default and the others do not."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -6,11 +6,19 @@ from typing import Any
 import pytest
 
 
-def sentinels(cases: Iterable[Any], kept: Callable[[Any], bool]) -> list[Any]:
-    """For `pytest.mark.parametrize`: all `cases`, marked slow but for those that are `kept`."""
-    return [
-        case
-        if kept(case)
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
-    ]
+def sentinels(
+    cases: Iterable[Any],
+    kept: Callable[[Any], bool],
+    *,
+    landing: Callable[[Any], bool] = lambda case: False,
+) -> list[Any]:
+    """For `pytest.mark.parametrize`: all `cases`, as they are where they are `kept`, others marked
+    `landing` where that says so, and else `slow`."""
+
+    def marked(case: Any) -> Any:
+        if kept(case):
+            return case
+        mark = pytest.mark.landing if landing(case) else pytest.mark.slow
+        return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+
+    return [marked(case) for case in cases]

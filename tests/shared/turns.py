@@ -6,7 +6,7 @@ import pytest
 
 
 def left_for_another(items: list[pytest.Item], turn: str) -> list[pytest.Item]:
-    """The slow cases that are not of this turn; what runs by default is of each.
+    """The slow cases that are not of this turn; all others are of each.
 
     Args:
       turn: "K/N": of N parts of the slow cases that with number K modulo N.

@@ -26,6 +26,7 @@ NAMES = (
 )
 
 
+@pytest.mark.landing
 @settings(max_examples=2)
 @given(NAMES)
 @example(b"sweep[lr=1e-3]")

@@ -127,7 +127,8 @@ def every(fault: Fault):
             (Fault.TIMED_OUT, "no answer came"),
             (Fault.FORBIDDEN, "permission is denied"),
         ],
-        lambda case: case[0] in (Fault.REFUSED, Fault.FORBIDDEN),
+        lambda case: case[0] is Fault.FORBIDDEN,
+        landing=lambda case: case[0] is Fault.REFUSED,
     ),
 )
 def test_what_does_not_pass_is_a_sentence(bucket, fault, told):

@@ -52,7 +52,10 @@ def _program(implementation):
 _PROGRAMS = {name: _program(name) for name in IMPLEMENTATIONS}
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (3, 16), (700, 3), (4_096, 2)])
+@pytest.mark.parametrize(
+    ("rows", "groups"),
+    sentinels([(1, 1), (3, 16), (700, 3), (4_096, 2)], (3, 16).__eq__, landing=lambda case: True),
+)
 def test_any_number_of_rows(rows, groups):
     rng = np.random.default_rng(1)
     x, w = rng.integers(-4, 5, (rows, 4)), rng.integers(-4, 5, (groups, 4, 4))

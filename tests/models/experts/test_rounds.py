@@ -21,6 +21,7 @@ pytestmark = pytest.mark.several_devices
 B, S, E, F, X = 8, 6, 8, 12, 8
 MESHES = {
     "1": {},
+    "2 expert": {"expert": 2},
     "8 expert": {"expert": 8},  # dense weights rest split over them too
     "2 fsdp, 2 expert, 2 tensor": {"fsdp": 2, "expert": 2, "tensor": 2},
     "2 data, 4 expert": {"data": 2, "expert": 4},
@@ -102,6 +103,7 @@ def program(mesh_name, dispatch, room, sequence_parallel):
 
 CASES = [
     *((name, "gather", 1.5, 2, False) for name in MESHES),
+    ("2 expert", "exchange", 1.5, 2, False),
     ("8 expert", "exchange", 1.0, 2, False),
     ("2 fsdp, 2 expert, 2 tensor", "gather", 1.0, 2, True),
     ("2 fsdp, 2 expert, 2 tensor", "exchange", 1.5, 2, False),
@@ -112,11 +114,13 @@ CASES = [
     ("2 fsdp, 2 expert, 2 tensor", "exchange", 1.0, 1, True),
     ("2 data, 4 expert", "exchange", 2.0, 2, False),
 ]
-SHOWN = ("2 fsdp, 2 expert, 2 tensor", "exchange", 1.5, 2, False)
+SHOWN = "2 expert", "exchange", 1.5, 2, False
+AT_EACH_LANDING = "2 fsdp, 2 expert, 2 tensor", "exchange", 1.5, 2, False
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dispatch", "room", "top", "sequence_parallel"), sentinels(CASES, SHOWN.__eq__)
+    ("mesh", "dispatch", "room", "top", "sequence_parallel"),
+    sentinels(CASES, SHOWN.__eq__, landing=AT_EACH_LANDING.__eq__),
 )
 def test_it_is_a_loop_over_experts(mesh, dispatch, room, top, sequence_parallel):
     with jax.enable_x64(True):

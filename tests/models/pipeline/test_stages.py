@@ -28,6 +28,7 @@ pytestmark = pytest.mark.several_devices
 
 FLOAT32 = Compute(dtype="float32")
 MESHES = {
+    "2": {"stage": 2},
     "8": {"stage": 8},
     "4, 2 fsdp": {"stage": 4, "fsdp": 2},
     "2, 2 fsdp, 2 tensor": {"stage": 2, "fsdp": 2, "tensor": 2},
@@ -38,6 +39,7 @@ sizes = SIZES | {"heads": 4, "kv_heads": 2}
 # The layers of a period's repetitions, which are rarely as many as stages times rounds; further
 # layers lie outside of the stages.
 MODELS = {
+    "4 layers": functools.partial(llama, **sizes, mlp=16, layers=4),
     "8 layers": functools.partial(llama, **sizes, mlp=16, layers=8),
     "5 layers": functools.partial(llama, **sizes, mlp=16, layers=5, tied=True),
     "local and global": functools.partial(
@@ -58,6 +60,7 @@ WAYS = {
     "2 rows, sequence-parallel": Compute(dtype="float32", pipeline_rows=2, sequence_parallel=True),
 }
 CELLS = [
+    ("2", "4 layers", "2 rounds"),
     ("8", "local and global", ""),  # fewer repetitions than stages
     ("8", "8 layers", ""),
     ("4, 2 fsdp", "8 layers", "2 rounds"),
@@ -70,7 +73,8 @@ CELLS = [
     ("2, 2 data, 2 expert", "experts", "2 rounds"),
     ("2, 2 data, 2 expert", "first residual, values", ""),
 ]
-SHOWN = ("4, 2 fsdp", "8 layers", "2 rounds")
+SHOWN = "2", "4 layers", "2 rounds"
+AT_EACH_LANDING = "4, 2 fsdp", "8 layers", "2 rounds"
 
 
 @functools.cache
@@ -94,7 +98,9 @@ def loss_and_gradients(mesh, model, way):
     return float(loss), jax.device_get(gradients)
 
 
-@pytest.mark.parametrize(("mesh", "model", "way"), sentinels(CELLS, SHOWN.__eq__))
+@pytest.mark.parametrize(
+    ("mesh", "model", "way"), sentinels(CELLS, SHOWN.__eq__, landing=AT_EACH_LANDING.__eq__)
+)
 def test_losses_and_gradients_are_those_of_one_device(mesh, model, way):
     loss, gradients = loss_and_gradients(mesh, model, way)
     expected_loss, expected = loss_and_gradients(None, model, "")
@@ -178,6 +184,7 @@ def test_a_run_goes_on_with_other_stages(optimizer, tmp_path):
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.landing
 def test_no_copy_of_the_weights_is_kept_for_each_microbatch():
     mesh, rounds = make_mesh(stage=2, fsdp=4), 2
     mlp = 24  # which nothing else is

@@ -83,6 +83,7 @@ def run(tmp_path_factory):
     return write_run_on_bytes(tmp_path_factory.mktemp("bytes"))
 
 
+@pytest.mark.landing
 def test_a_run_whose_mesh_is_not_there(run):
     workdir, model = run
     found = load(f"{workdir}@3")
