@@ -80,6 +80,7 @@ def test_processes_run_beside_each_other_and_are_signalled_one_by_one():
     other.kill()  # of one that has ended, nothing
 
 
+@pytest.mark.landing
 def test_an_error_and_a_signal_of_its_own_give_the_status():
     failed = run_forked("-c", "1 / 0")
     assert failed.returncode == 1 and failed.stderr.endswith(

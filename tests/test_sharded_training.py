@@ -200,6 +200,7 @@ def step_of_a_tied_model():
     return *compiled_step(state, optimizer, mesh), optimizer, mesh
 
 
+@pytest.mark.landing
 def test_the_state_is_donated_and_every_sharding_is_named():
     compiled, numbers, optimizer, mesh = step_of_a_tied_model()
     for each in jax.tree.leaves((compiled.input_shardings[0], compiled.output_shardings)):
@@ -225,6 +226,7 @@ def test_the_abstract_state_is_the_state():
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
 
 
+@pytest.mark.landing
 def test_a_tied_table_is_one_leaf_and_stays_one():
     compiled, numbers, optimizer, mesh = step_of_a_tied_model()
     state = first_state(weights(True), optimizer, mesh)

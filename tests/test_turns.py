@@ -15,6 +15,7 @@ class Case:
         return self.slow and name == "slow"
 
 
+@pytest.mark.landing
 @given(st.sets(st.tuples(st.text(), st.booleans())), st.integers(1, 5), st.integers(0, 3))
 def test_a_slow_case_has_one_turn_and_any_other_each(cases, turns, first):
     cases = {Case(*case) for case in cases}

@@ -139,6 +139,7 @@ def test_every_gradient(name, tmp_path):
     assert_close(found, tensors(GOLDEN / name / "gradients.safetensors"), 1e-4)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", sentinels(KINDS, lambda name: name == "gpt2"))
 def test_weights_after_one_step(name, tmp_path):
     *_, after = after_one_step(name)

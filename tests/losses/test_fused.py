@@ -198,6 +198,7 @@ def test_masked_positions_have_no_gradient_even_with_infinite_logits():
     assert_close(found(h_BSE, table_EV, targets_BS, mask_BS), expected)
 
 
+@pytest.mark.landing
 def test_the_cross_entropy_is_for_reporting():
     h_BSE, *rest = inputs()
     gradient = jax.grad(lambda h: sums_of(h, *rest)[1])(h_BSE)

@@ -164,6 +164,7 @@ def test_attention_with_every_option(axes, rotary):
     assert_close(found, expected)
 
 
+@pytest.mark.landing
 def test_norms_after_what_a_block_adds():
     mlp, norm = GatedMLP(E, F, key=key), moved(RMSNorm(embed=E, key=key))
     attention = Attention(E, H, K, D, key=key)

@@ -58,6 +58,7 @@ def stacked_by_scans(jaxpr: Any) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.landing
 def test_weights_are_not_copied_for_the_backward_pass():
     """Of each stacked matrix the scans leave its gradient, and nothing else of that size."""
     model = llama(vocab=32, embed=8, layers=5, heads=2, mlp=24, key=jax.random.key(0))

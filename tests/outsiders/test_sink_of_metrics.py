@@ -60,6 +60,7 @@ def run(workdir, devices, stop=lambda step: False):
     return [{name: row[name] for name in row if name not in TIMES} for row in rows.values()]
 
 
+@pytest.mark.landing
 def test_a_sink_has_what_metrics_jsonl_has_on_any_mesh_and_after_any_stop(tmp_path, capsys):
     one, many = run(tmp_path / "one", 1), run(tmp_path / "many", 8)
     np.testing.assert_allclose([r["loss"] for r in many], [r["loss"] for r in one], rtol=1e-5)

@@ -8,7 +8,7 @@ import pytest
 
 def sentinels(
     cases: Iterable[Any],
-    kept: Callable[[Any], bool],
+    kept: Callable[[Any], bool] = lambda case: False,
     *,
     landing: Callable[[Any], bool] = lambda case: False,
 ) -> list[Any]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sentinels import sentinels
 
 from lmlib.models.experts.grouped import IMPLEMENTATIONS, grouped_product
 

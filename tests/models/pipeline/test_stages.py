@@ -73,8 +73,7 @@ CELLS = [
     ("2, 2 data, 2 expert", "experts", "2 rounds"),
     ("2, 2 data, 2 expert", "first residual, values", ""),
 ]
-SHOWN = "2", "4 layers", "2 rounds"
-AT_EACH_LANDING = "4, 2 fsdp", "8 layers", "2 rounds"
+AT_EACH_LANDING = ("2", "4 layers", "2 rounds"), ("4, 2 fsdp", "8 layers", "2 rounds")
 
 
 @functools.cache
@@ -99,7 +98,7 @@ def loss_and_gradients(mesh, model, way):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "model", "way"), sentinels(CELLS, SHOWN.__eq__, landing=AT_EACH_LANDING.__eq__)
+    ("mesh", "model", "way"), sentinels(CELLS, landing=lambda cell: cell in AT_EACH_LANDING)
 )
 def test_losses_and_gradients_are_those_of_one_device(mesh, model, way):
     loss, gradients = loss_and_gradients(mesh, model, way)

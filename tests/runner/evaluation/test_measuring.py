@@ -75,6 +75,7 @@ def test_texts_in_files_are_the_same_as_their_flat_tokens(folder, loaded):
     assert [each["first"] for each in content["results"][0]["loss_by_position"]] == [0, 2, 4, 8, 16]
 
 
+@pytest.mark.landing
 def test_numbers_that_are_not_finite_are_strict_json(folder, loaded):
     (found,) = measured(loaded, data_set(str(folder / "data"), "train", "text"))
     estimate = dataclasses.replace(found.evaluation.loss, value=np.inf, standard_error=np.nan)
