@@ -1,18 +1,23 @@
-"""What `plan` expects of 1B to 405B parameters on 1 to 4,096 GPUs: the table of docs/scaling.md.
+"""What `plan` expects of 1B to 405B parameters on 1 to 4,096 GPUs: the tables of docs/scaling.md.
 
     pip install -e '.[plan-gpu]' && python benchmarks/scaling.py [--sizes=8B] [--devices=64,256]
+    python benchmarks/scaling.py --networks=50,12.5,3.125   # with layers in stages beside it
 
 Every step is compiled for the absent GPUs, in one to a few minutes each, layout by layout until one
 fits; nothing is measured. A step has 4.2 M tokens, or 16.8 M on 4,096 GPUs.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from absl import app, flags
+from jax.sharding import Mesh
 
 from lmlib.experiment import Experiment
+from lmlib.models.pipeline.schedule import Schedule
 from lmlib.plan import targets
+from lmlib.plan.estimate import with_communication
 from lmlib.plan.planner import Report, plan
 from runner.absent_hardware.stand_ins import built, without_data
 from runner.config import configs
@@ -20,6 +25,9 @@ from runner.jax_settings.xla_flags import overlap_communication
 
 _SIZES = flags.DEFINE_list("sizes", None, "of 1B, 8B, 70B, 405B; all by default")
 _DEVICES = flags.DEFINE_list("devices", None, "how many GPUs; 1, 8, 64, 256 and 4,096 by default")
+_NETWORKS = flags.DEFINE_list(
+    "networks", [], "GB/s of each GPU to other hosts: steps at these, without stages and with them"
+)
 _GPU = flags.DEFINE_string("gpu", "h100", "which")
 
 GPUS_OF_A_HOST = 8
@@ -33,28 +41,47 @@ MODELS = {
 }
 NOTHING_SAVED: tuple[str, ...] = ()
 KERNELS_SAVED = ("query", "key", "value", "attention")
+# Bytes that parameters, moments and gradients may take where others share a GPU with them, and
+# these with the inputs of layers.
+ROOM_FOR_WEIGHTS, ROOM_FOR_ALL = 30e9, 55e9
+SMALL_BUBBLE = 0.1
+Candidates = Callable[[str, int, int], Iterator["Layout"]]  # of a size, GPUs and sequences
 
 
 class Layout(NamedTuple):
-    """Sizes of the mesh, sequences of a microbatch on each device, and what is saved."""
+    """Sizes of the mesh, sequences of each device in a microbatch, what is saved, and how often a
+    sequence goes around the stages."""
 
     data: int
     fsdp: int
     tensor: int
     sequences: int
-    saved: tuple[str, ...]
+    saved: tuple[str, ...] = NOTHING_SAVED
+    stage: int = 1
+    rounds: int = 1
+
+    @property
+    def whole_rows(self) -> int:
+        """How many sequences all devices have, if each has one."""
+        return self.data * self.stage * self.fsdp
+
+    @property
+    def bubble(self) -> float:
+        return Schedule(self.stage, self.sequences, self.rounds).bubble
 
     def __str__(self) -> str:
-        mesh = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-        used = [f"{name} {size}" for name, size in mesh.items() if size > 1] or ["one device"]
+        names = "data", "stage", "fsdp", "tensor"
+        used = [f"{name} {size}" for name in names if (size := getattr(self, name)) > 1]
+        around = f", {self.rounds} rounds" if self.rounds > 1 else ""
         kept = "attention kept" if self.saved else "all computed again"
-        return f"{' × '.join(used)}, {self.sequences} sequence(s) at a time, {kept}"
+        mesh = " × ".join(used or ["one device"])
+        return f"{mesh}{around}, {self.sequences} sequence(s) at a time, {kept}"
 
 
-def layouts(devices: int, batch: int) -> Iterator[Layout]:
+def layouts(size: str, devices: int, batch: int) -> Iterator[Layout]:
     """Those worth a try, the fastest first: FSDP alone, which sends least for the work it does as
     long as every device has whole sequences; then tensor parallelism within hosts."""
-    tensors = [size for size in (1, 2, 4, 8) if devices % size == 0]
+    tensors = [tensor for tensor in (1, 2, 4, 8) if devices % tensor == 0]
     for tensor in tensors:
         shards = devices // tensor
         if batch % shards:
@@ -66,34 +93,86 @@ def layouts(devices: int, batch: int) -> Iterator[Layout]:
                 yield Layout(shards // fsdp, fsdp, tensor, sequences, saved)
 
 
+def with_copies(size: str, devices: int, batch: int) -> Iterator[Layout]:
+    """FSDP over as few hosts as hold the weights, and copies of those, between which only gradients
+    are sent (HSDP)."""
+    for hosts, tensor in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8)):
+        fsdp = hosts * GPUS_OF_A_HOST // tensor
+        data = devices // (fsdp * tensor)
+        holds = least_bytes(size, fsdp * tensor) < ROOM_FOR_WEIGHTS
+        if data < 2 or not holds or batch % (data * fsdp):
+            continue
+        for sequences, saved in ((2, KERNELS_SAVED), (1, KERNELS_SAVED), (1, NOTHING_SAVED)):
+            if batch % (data * fsdp * sequences) == 0:
+                yield Layout(data, fsdp, tensor, sequences, saved)
+
+
+def in_stages(size: str, devices: int, batch: int) -> Iterator[Layout]:
+    """A host's GPUs, or several hosts' with the same layers, are a stage: few stages before many,
+    large microbatches, whose bubble is small, before small ones."""
+    model = MODELS[size]
+    for stage, tensor in itertools.product((8, 16, 32), (1, 2, 4, 8)):
+        fsdp = GPUS_OF_A_HOST // tensor
+        data = devices // (stage * fsdp * tensor)
+        if data < 1 or batch % (data * stage * fsdp):
+            continue
+        each = -(-model["layers"] // stage)
+        sequences = batch // (data * stage * fsdp)
+        while sequences >= 1:
+            inputs = 2.0 * sequences * SEQUENCE * model["embed"] * model["layers"] / tensor
+            held = least_bytes(size, stage * fsdp * tensor) + inputs
+            divisors = [rounds for rounds in range(1, each + 1) if each % rounds == 0]
+            found = [
+                Layout(data, fsdp, tensor, sequences, stage=stage, rounds=rounds)
+                for rounds in divisors
+            ]
+            small = [layout for layout in found if layout.bubble < SMALL_BUBBLE]
+            if held < ROOM_FOR_ALL and small:
+                yield small[0]
+            sequences //= 2
+
+
 def experiment(size: str, layout: Layout, batch: int, target: targets.Target) -> Experiment:
     cfg = configs.load("experiments/llama_8b")
     for name, value in MODELS[size].items():
         setattr(cfg.model, name, value)
     cfg.compute.saved = layout.saved
     cfg.compute.sequence_parallel = layout.tensor > 1
-    for name in ("data", "fsdp", "tensor"):
+    cfg.compute.pipeline_rounds = layout.rounds
+    for name in ("data", "stage", "fsdp", "tensor"):
         setattr(cfg.mesh, name, getattr(layout, name))
     cfg.data.batch_size = batch
-    cfg.microbatches = batch // (layout.data * layout.fsdp * layout.sequences)
+    cfg.microbatches = batch // (layout.whole_rows * layout.sequences)
     return built(without_data(cfg), target.devices())
 
 
-def best(size: str, devices: int) -> tuple[Layout, Report] | None:
-    """The first layout that fits, and its plan."""
-    hosts = max(1, devices // GPUS_OF_A_HOST)
-    target = targets.parse(f"{_GPU.value}:{hosts}x{devices // hosts}")
-    batch = 2_048 if devices > 1_024 else 512
+class Found(NamedTuple):
+    """A layout that fits, its plan, and the mesh."""
+
+    layout: Layout
+    report: Report
+    mesh: Mesh
+
+
+def best(size: str, devices: int, candidates: Candidates) -> Found | None:
+    """The first layout that fits."""
+    target, batch = target_of(devices), 2_048 if devices > 1_024 else 512
     targets.prepare(target)
     overlap_communication()
-    for layout in layouts(devices, batch):
+    for layout in candidates(size, devices, batch):
         if least_bytes(size, devices) > (target.accelerator.memory_bytes or 0):
             return None  # parameters and moments alone do not fit
-        report = plan(experiment(size, layout, batch, target), target)
+        made = experiment(size, layout, batch, target)
+        report = plan(made, target)
         if report.memory.fits:
-            return layout, report
+            return Found(layout, report, made.mesh)
         print(f"# {size} on {devices}: {layout} does not fit", flush=True)
     return None
+
+
+def target_of(devices: int) -> targets.Target:
+    hosts = max(1, devices // GPUS_OF_A_HOST)
+    return targets.parse(f"{_GPU.value}:{hosts}x{devices // hosts}")
 
 
 def least_bytes(size: str, devices: int) -> float:
@@ -105,18 +184,54 @@ def least_bytes(size: str, devices: int) -> float:
 
 
 def main(arguments: list[str]) -> None:
+    sizes = _SIZES.value or MODELS
+    if _NETWORKS.value:
+        counts = [int(devices) for devices in _DEVICES.value or (64, 256, 4_096)]
+        speeds = [float(speed) for speed in _NETWORKS.value]
+        return print_networks(sizes, counts, speeds)
     print("| size | GPUs | layout | memory | step | tokens/s | MFU | MFU, causal half |")
     print("|---|---|---|---|---|---|---|---|")
-    for size in _SIZES.value or MODELS:
+    for size in sizes:
         for devices in map(int, _DEVICES.value or (1, 8, 64, 256, 4_096)):
-            found = best(size, devices)
+            found = best(size, devices, layouts)
             print(f"| {size} | {devices:,} | {cells(found)} |", flush=True)
 
 
-def cells(found: tuple[Layout, Report] | None) -> str:
+def print_networks(sizes: Iterable[str], counts: Sequence[int], speeds: Sequence[float]) -> None:
+    """Steps at each speed of the network, GB/s of each GPU to other hosts."""
+    heads = " | ".join(f"step at {speed:g} GB/s" for speed in speeds)
+    print(f"| size | GPUs | layout | memory | bubble | {heads} |")
+    print("|---|---|---|---|---|" + "---|" * len(speeds))
+    for size, devices, candidates in itertools.product(
+        sizes, counts, (layouts, with_copies, in_stages)
+    ):
+        found = best(size, devices, candidates)
+        if found is None:
+            print(f"# {size} on {devices}: no layout of {candidates.__name__} fits", flush=True)
+            continue
+        peak = f"{found.report.memory.needed / 1e9:.1f} GB"
+        bubble = f"{found.layout.bubble:.1%}" if found.layout.stage > 1 else ""
+        steps = " | ".join(f"{seconds_at(found, speed * 1e9, devices):.2f} s" for speed in speeds)
+        print(
+            f"| {size} | {devices:,} | {found.layout} | {peak} | {bubble} | {steps} |", flush=True
+        )
+
+
+def seconds_at(found: Found, bandwidth: float, devices: int) -> float:
+    """Of a step, on a network of so many bytes/s: the compiled program is the same."""
+    report, accelerator = found.report, target_of(devices).on_network(bandwidth).accelerator
+    assert report.estimate is not None and report.collectives is not None
+    expected = with_communication(
+        report.estimate.scopes, report.flops, report.collectives, accelerator, found.mesh
+    )
+    assert expected is not None
+    return expected.step_seconds
+
+
+def cells(found: Found | None) -> str:
     if found is None:
         return "does not fit | | | | |"
-    layout, report = found
+    layout, report = found.layout, found.report
     peak = f"{report.memory.needed / 1e9:.1f} GB"
     estimate = report.estimate
     if estimate is None:

@@ -7,6 +7,7 @@
 --fdl_config, --fiddler, --fdl.x.y=…   as for `python -m runner`; the data need not be there
 --topology   v5e:16x16, v4:4x4x4, 2xv5e:16x16 (two slices), h100:8x8 (hosts x GPUs of each), cpu:256
              without it, only the tokens and FLOPs of the whole run are told
+--network    GB/s that each device sends to other hosts or slices, in place of the vendor's
 --search     looks for the largest microbatch and the least recomputation that fit
 --search_mesh=expert,tensor   tries every division of the devices among fsdp and these axes
 --advise     tries what would need less memory; without it only where the step does not fit
@@ -18,6 +19,7 @@ TPUs: pip install 'lmlib[plan-tpu]'; NVIDIA GPUs: 'lmlib[plan-gpu]'.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ from runner.jax_settings.xla_flags import overlap_communication
 from runner.monitoring.telling import Telling
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
+_NETWORK = flags.DEFINE_float("network", None, "GB/s of each device to other hosts or slices")
 _SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")
 _SEARCH_MESH = flags.DEFINE_list("search_mesh", [], "try all sizes of these axes of the mesh")
 _ADVISE = flags.DEFINE_bool("advise", False, "try what would need less memory")
@@ -84,6 +87,10 @@ def _target() -> Target:
             f"give --topology, for example v5e:16x16; there are {', '.join(ACCELERATORS)}"
         )
     target = targets.parse(_TOPOLOGY.value)
+    if _NETWORK.value is not None:
+        if not 0 < _NETWORK.value < math.inf:
+            raise ConfigError(f"--network={_NETWORK.value}: GB/s, above 0, like 12.5")
+        target = target.on_network(_NETWORK.value * 1e9)
     check_axes(_SEARCH_MESH.value)
     if _SEARCH.value and target.accelerator.memory_bytes is None:
         raise ConfigError(f"--search: how much memory {target} has is unknown; name an accelerator")
@@ -93,6 +100,7 @@ def _target() -> Target:
 def _report(cfg: fdl.Config, target: Target, tell: Callable[[str], None]) -> dict[str, Any]:
     """`text` and `json` of the report; from the cache if it is there."""
     settings = {
+        "network": _NETWORK.value,
         "search": _SEARCH.value,
         "search_mesh": _SEARCH_MESH.value,
         "advise": _ADVISE.value,

@@ -114,6 +114,17 @@ def estimate(
     if peak is None or accelerator.memory_bandwidth is None:
         return None
     scopes = compute_time(flops.counted.matmuls, traffic, accelerator, flops.counted.scopes)
+    return with_communication(scopes, flops, collectives, accelerator, mesh)
+
+
+def with_communication(
+    scopes: tuple[ScopeTime, ...],
+    flops: FlopsPerToken,
+    collectives: Sequence[Collective],
+    accelerator: Accelerator,
+    mesh: Mesh,
+) -> Estimate | None:
+    """`estimate` of a step whose compute is known, as from the estimate for another network."""
     compute = {loop: math.fsum(one.seconds for one in scopes if one.loop == loop) for loop in LOOPS}
     sent = communication_time(collectives, compute, mesh, accelerator)
     if sent is None:
@@ -122,7 +133,7 @@ def estimate(
     exposed = math.fsum(one.exposed_seconds for one in sent)
     seconds = compute_seconds + exposed
     tokens_per_second = flops.tokens / seconds
-    all_peaks = peak * mesh.devices.size
+    all_peaks = accelerator.flops["bfloat16"] * mesh.devices.size
     return Estimate(
         scopes=scopes,
         collectives=sent,

@@ -44,6 +44,11 @@ class Target:
         slices = f"{self.slices}x" if self.slices > 1 else ""
         return f"{slices}{self.accelerator.name}:{'x'.join(map(str, self.shape))}"
 
+    def on_network(self, bandwidth: float) -> "Target":
+        """The same devices, each of which sends `bandwidth` bytes/s to other hosts or slices."""
+        accelerator = dataclasses.replace(self.accelerator, network_bandwidth=bandwidth)
+        return dataclasses.replace(self, accelerator=accelerator)
+
     @property
     def device_count(self) -> int:
         per_chip = _DEVICES_PER_CHIP.get(self.accelerator.name, 1)

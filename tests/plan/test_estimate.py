@@ -14,7 +14,7 @@ from lmlib.plan import compute_time
 from lmlib.plan.communication import time as communication_time
 from lmlib.plan.communication.collectives import Collective
 from lmlib.plan.communication.time import Route, closes, route
-from lmlib.plan.estimate import estimate
+from lmlib.plan.estimate import estimate, with_communication
 from lmlib.plan.flops import FlopsPerToken, Matmul, StepFlops
 from lmlib.plan.program import ArrayType, read_program
 from lmlib.plan.traffic import Traffic, traffic
@@ -172,6 +172,21 @@ def test_routes_on_real_topologies(target, sizes, axes, inside, outside, links):
     assert (way.inside, way.outside) == (inside, outside)
     bandwidth = accelerator.link_bandwidth * communication_time.LINK_EFFICIENCY
     assert way.link_bandwidth == pytest.approx(links * bandwidth)
+
+
+@pytest.mark.parametrize(("axis", "times"), [("fsdp", 1), ("data", 10)])
+def test_a_slower_network_slows_what_crosses_it_alone(axis, times):
+    """`data` lies across hosts, `fsdp` within; one compiled step is timed on several networks."""
+    target, devices = absent("h100:4x8")
+    mesh, one = make_mesh(data=4, fsdp=8, devices=devices), sent(10**9, overlaps=False)
+    collectives = [dataclasses.replace(one, mesh_axes=(axis,))]
+    flops = FlopsPerToken(3e9, 2e9, StepFlops((), SCOPES), 1_000)
+    fast = estimate(flops, (), collectives, target.accelerator, mesh)
+    slower = target.on_network(target.accelerator.network_bandwidth / 10)
+    slow = with_communication(fast.scopes, flops, collectives, slower.accelerator, mesh)
+    assert slow.exposed_seconds == pytest.approx(times * fast.exposed_seconds, rel=1e-2)
+    assert slow == estimate(flops, (), collectives, slower.accelerator, mesh)
+    assert str(slower) == "h100:4x8" and slower.devices()
 
 
 def test_traffic_of_a_compiled_program_is_what_its_arrays_hold():
