@@ -26,7 +26,7 @@ from absl import app, flags, logging
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jax
-from quality_peer.trained import Trained
+from quality_peer.trained import Progress, Trained
 
 from lmlib.data.batch import place
 from lmlib.data.flat_tokens import FlatTokens
@@ -45,15 +45,17 @@ _RATES = flags.DEFINE_list("rates", ["1e-3", "2e-3", "4e-3"], "peak learning rat
 Pair = tuple[Trained, Trained]  # lmlib, the GPT
 
 
-def train_lmlib(experiment: Experiment, validation: FlatTokens) -> Trained:
+def train_lmlib(experiment: Experiment, validation: FlatTokens, seed: int) -> Trained:
     """Makes all steps of the experiment, then evaluates."""
     step = experiment.trace_step().lower().compile()
     state = experiment.initial_state()
     rows = sharding("batch seq", experiment.mesh)
+    progress = Progress(f"seed {seed}: lmlib")
     begun = time.process_time()
     for number in range(experiment.steps):
         batch = place(experiment.data, number, rows)
         state, _ = step(state, batch, experiment.training.hyperparameters)
+        progress.tell((number + 1) / experiment.steps, number + 1)
     jax.block_until_ready(state)
     spent = time.process_time() - begun
     evaluate = Evaluator(experiment.mesh, experiment.compute, experiment.objective)
@@ -79,7 +81,7 @@ def pairs(rates: Sequence[float]) -> Iterator[Pair]:
         data, (validation,) = experiment.data, experiment.validation_sets.values()
         shape = Shape(size.vocab, size.embed, size.layers, size.heads, data.sequence_length)
 
-        ours = train_lmlib(experiment, validation)
+        ours = train_lmlib(experiment, validation, seed)
         print(f"seed {seed}: lmlib: {ours}", file=sys.stderr, flush=True)
         found = {}
         for rate in rates:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bigram import Bigram
 from laid_out import drawn, first_state
 from llama_reference import reference_logits
 
@@ -21,13 +22,21 @@ from lmlib.evaluate.validation import Evaluator
 from lmlib.generate import GREEDY, generate
 from lmlib.inspect.layer_statistics import layer_statistics
 from lmlib.losses import NextToken, batch_loss
+from lmlib.losses.objective import Metric
 from lmlib.models.families.llama import llama
 from lmlib.models.parts.dropout import dropout
 from lmlib.models.protocol import Context, whole_rows
 from lmlib.models.weights import fold
 from lmlib.parallel.layout import partition, sharding
 from lmlib.parallel.mesh import make_mesh
-from lmlib.state import Training, abstract_batch, abstract_model, abstract_state, initial_state
+from lmlib.state import (
+    Training,
+    abstract_batch,
+    abstract_model,
+    abstract_state,
+    initial_state,
+    new_state,
+)
 
 V, E, L, B, S, RATE = 48, 32, 2, 16, 8, 0.25
 MESHES = {
@@ -183,6 +192,33 @@ def test_a_step_without_dropout_draws_nothing():
     """Threefry is the only part of a step that takes exclusive ors."""
     assert "stablehlo.xor" in lowered_step("1")[0].as_text()
     assert "stablehlo.xor" not in lowered_step("1", rate=0.0)[0].as_text()
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws(NextToken):
+    """Reports a number that its key draws."""
+
+    @property
+    def metrics(self):
+        return {"loss": Metric("nats per token"), "drawn": Metric("")}
+
+    def sums(self, model, reference_model, batch, compute, key=None):
+        sums = super().sums(model, reference_model, batch, compute)
+        return sums._replace(reported=sums.reported | {"drawn": jax.random.uniform(key)})
+
+
+def test_each_microbatch_has_the_documented_key():
+    mesh, seed = make_mesh(), 5
+    training = Training(optimizer, mesh, FLOAT32, Draws(), microbatches=2, seed=seed)
+    state = new_state(functools.partial(Bigram, V, E, key=jax.random.key(0)), training)
+    with jax.set_mesh(mesh):
+        batch = place(source, 0, sharding("batch seq", mesh))
+        _, reported, count = jax.jit(functools.partial(train.gradient, training=training))(
+            state, batch
+        )
+    key = jax.random.fold_in(fold(jax.random.key(seed), "steps"), 0)
+    drawn_of = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(2)]
+    assert float(reported.metrics["drawn"] * count) == pytest.approx(sum(drawn_of), rel=1e-5)
 
 
 @pytest.mark.landing

@@ -150,6 +150,27 @@ def test_a_file_in_another_runs_place_is_left_alone(tmp_path):
     assert not (tmp_path / "metrics.jsonl.1").exists()
 
 
+class FailsAtOnce:
+    def __init__(self, workdir, first_step):
+        self.name = workdir
+
+    def write(self, step, metrics):
+        raise RuntimeError("no route to the service")
+
+    def close(self):
+        raise AssertionError("what has failed is left alone")
+
+
+def test_a_sink_that_fails_ends_nothing_and_is_told_of_once(tmp_path):
+    told = []
+    with MetricsLog(tmp_path, None, sinks=[FailsAtOnce, TensorBoard], tell=told.append) as log:
+        for step in (1, 2):
+            log.write(step, {"loss": 3.0})
+    assert len(told) == 1
+    assert told[0].startswith("WARNING: FailsAtOnce gets no more metrics: RuntimeError: no route")
+    assert [step for step, _, _ in scalars(tmp_path)] == [1, 2]
+
+
 def test_resuming_purges_tensorboard_from_the_next_step(tmp_path):
     with MetricsLog(tmp_path, resume_step=None, sinks=[TensorBoard]) as log:
         for step in (1, 2, 3):

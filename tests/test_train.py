@@ -67,14 +67,17 @@ def logits(model, batch):
     return model(tokens_BS, Context(positions_BS, segment_ids_BS, FLOAT32))
 
 
+def losses_of(model):
+    """Of each position of the batch, (B, S)."""
+    batch = source.batch(0)
+    log_p_BSV = jax.nn.log_softmax(logits(model, batch))
+    return -jnp.take_along_axis(log_p_BSV, jnp.asarray(batch.targets)[..., None], -1)[..., 0]
+
+
 @functools.cache
 def token_gradients():
     """For each position of the batch its loss and its gradient, each computed alone, float64."""
-    model, batch = initial_model(), source.batch(0)
-
-    def losses_of(model):
-        log_p_BSV = jax.nn.log_softmax(logits(model, batch))
-        return -jnp.take_along_axis(log_p_BSV, jnp.asarray(batch.targets)[..., None], -1)[..., 0]
+    model = initial_model()
 
     @jax.jit
     def one(model, b, s):
@@ -130,6 +133,8 @@ def test_devices_with_uneven_masks_count_tokens_alike(microbatches, mesh):
     expected, expected_metrics = gradient_and_metrics(mask_BS, 1)
     found, metrics = gradient_and_metrics(mask_BS, microbatches, **mesh)
     assert metrics["loss"] == pytest.approx(float(expected_metrics["loss"]), rel=1e-6)
+    of_valid = np.asarray(jax.jit(losses_of)(initial_model()))[mask_BS]
+    assert metrics["loss"] == pytest.approx(of_valid.mean(), rel=1e-6)
     for one, other in zip(found, expected, strict=True):
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
 

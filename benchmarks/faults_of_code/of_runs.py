@@ -56,14 +56,14 @@ MUTATIONS = (
         "lmlib/metrics/log.py",
         "Sinks(sinks, folder, last + 1, tell)",
         "Sinks(sinks, folder, last, tell)",
-        "tests/outsiders/test_sink_of_metrics.py",
+        "tests/outsiders/test_sink_of_metrics.py tests/test_metrics.py",
     ),
     Mutation(
         "a sink that fails ends the run",
         "lmlib/metrics/sinks.py",
         "except Exception as error:",
         "except OSError as error:",
-        "tests/outsiders/test_sink_of_metrics.py",
+        "tests/outsiders/test_sink_of_metrics.py tests/test_metrics.py",
     ),
     Mutation(
         "an action that is due at the end is left out",

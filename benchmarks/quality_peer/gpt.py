@@ -16,7 +16,7 @@ from torch.nn import functional
 from lmlib.data.batch import Batch
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.evaluate.validation import bits_per_byte
-from quality_peer.trained import Trained
+from quality_peer.trained import Progress, Trained
 
 BETAS, WEIGHT_DECAY, CLIP_NORM = (0.9, 0.95), 0.1, 1.0
 WARMUP, END = 0.05, 0.1  # shares of the budget, and of the peak rate
@@ -95,6 +95,7 @@ def train_gpt(
     optimizer = _adamw(model)
     loss_of(*_tensors(data.batch(0))[:2]).backward()  # compiles
     optimizer.zero_grad(set_to_none=True)
+    progress = Progress(f"seed {seed}: GPT at {peak_lr:g}")
     begun, spent, step = time.process_time(), 0.0, 0
     while spent < cpu_seconds:
         for group in optimizer.param_groups:
@@ -105,6 +106,7 @@ def train_gpt(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step, spent = step + 1, time.process_time() - begun
+        progress.tell(spent / cpu_seconds, step)
     assert validation.bytes_per_target is not None
     return Trained(
         bits_per_byte=bits_per_byte(_nats(loss_of, validation), validation.bytes_per_target),

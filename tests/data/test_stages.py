@@ -48,7 +48,6 @@ def stages_of(draw: st.DrawFn) -> list[tuple[int, Numbered]]:
     return [(begin, Numbered(*draw(sizes))) for begin in begins]
 
 
-@pytest.mark.landing
 @given(stages_of())
 def test_each_stage_goes_on_where_the_one_before_it_ends(sources):
     stages = Stages(sources)

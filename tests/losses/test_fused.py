@@ -75,6 +75,11 @@ def assert_close(values, expected):
         np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-5 * scale)
 
 
+def test_with_a_cap_and_z_loss_sums_and_gradients_match_float64():
+    arrays, settings = inputs(), {"z_loss": 1e-2, "cap": 8.0}
+    assert_close(found(*arrays, chunk=5, **settings), reference(*arrays, **settings))
+
+
 @pytest.mark.landing
 @settings(max_examples=10)
 @given(

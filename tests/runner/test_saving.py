@@ -241,7 +241,6 @@ class FailingOnce(Synthetic):
         return super().batch(step, rows)
 
 
-@pytest.mark.landing
 @pytest.mark.parametrize("fails", sentinels([1, 2], lambda fails: fails == 1))
 def test_an_evaluation_that_fails_costs_no_step_and_is_made_by_the_next_start(tmp_path, fails):
     cfg = small("steps=4")

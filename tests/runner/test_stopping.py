@@ -1,5 +1,6 @@
 """Signals: stop with a checkpoint, at once, or when the grace period is over."""
 
+import os
 import signal
 import time
 
@@ -8,10 +9,10 @@ from small_runs import SmallRun
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
-from runner.command_line.exit_status import SIGNALLED
+from runner.command_line.exit_status import SIGNALLED, STOPPED
 from runner.monitoring.awake import Awake
 
-REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: what schedulers are told to start again on
+REQUEUE = 75  # what schedulers are told to start again on
 NEVER_ENDS = ("steps=1_000_000", "evaluation.every=1_000_000", "checkpoints.every=1_000_000")
 LLAMA = ("--fdl_config=experiments/llama_84m", "--fiddler=tiny", "--fdl.validation=None")
 # A source that gives four batches and then nothing more.
@@ -42,6 +43,10 @@ def hanging_run(tmp_path, *flags):
     file.write_text(HANGING)
     experiment = (f"--fdl_config={file}",)
     return SmallRun(tmp_path / "run", experiment=experiment, flags=flags)
+
+
+def test_the_code_to_requeue_on_is_that_of_sysexits():
+    assert STOPPED == REQUEUE == os.EX_TEMPFAIL
 
 
 @pytest.mark.landing
