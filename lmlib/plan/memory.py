@@ -10,7 +10,12 @@ from lmlib.data.batch import Batch
 from lmlib.experiment import Experiment
 from lmlib.hardware.free_memory import bytes_per_device
 from lmlib.hardware.specifications import Accelerator
-from lmlib.inspect.saved_activations import SavedActivation, saved_activations
+from lmlib.inspect.saved_activations import (
+    SavedActivation,
+    SavedActivations,
+    saved_activations,
+)
+from lmlib.parallel.layout import COMPUTE, pieces
 from lmlib.plan.loading import reading
 from lmlib.plan.program import FUSIONS, HOST_MEMORY, Program
 from lmlib.state import State
@@ -231,7 +236,7 @@ def memory(
         step=needed,
         largest=(),
         largest_arrays=arrays,
-        remarks=tuple(_remarks(accelerator, needed)),
+        remarks=(*_remarks(accelerator, needed), *_on_copies(experiment, saved)),
     )
     others = temporaries - parameters - saved.bytes_per_device
     rest = Share("other temporaries", others, "what the step computes with")
@@ -273,6 +278,17 @@ def _remarks(accelerator: Accelerator, needed: int) -> Iterator[str]:
                 f"JAX takes {_TAKEN_BY_JAX:.0%} of it unless told otherwise: set "
                 f"XLA_PYTHON_CLIENT_MEM_FRACTION={_USABLE_ON_GPU}"
             )
+
+
+def _on_copies(experiment: Experiment, saved: SavedActivations) -> Iterator[str]:
+    """What tensor parallelism without sequence parallelism keeps several times."""
+    parts = pieces(COMPUTE["mlp"], experiment.mesh)
+    if parts > 1 and not experiment.compute.sequence_parallel:
+        kept = sum(one.bytes_per_device for one in saved if one.name == "layer_input")
+        yield (
+            f"The {parts} devices along `tensor` keep the same layer inputs, {bytes_text(kept)} "
+            "each: --fdl.compute.sequence_parallel=True splits them."
+        )
 
 
 # Opcodes that hand on what others have made, or stand for the program's arguments.

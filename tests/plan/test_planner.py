@@ -20,6 +20,7 @@ from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.loading import reading
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import Target, parse, prepare
+from lmlib.terminal.quantities import bytes_text
 
 pytestmark = pytest.mark.several_devices
 
@@ -105,6 +106,25 @@ def test_state_is_sharded_over_all_devices(planned):
     assert arguments <= memory.counted.arguments
     if target.accelerator.platform != "tpu":  # which pads arrays as small as these
         assert memory.counted.arguments < arguments + 1000
+
+
+@pytest.mark.landing
+def test_layer_inputs_that_lie_whole_along_tensor_are_told():
+    target = parse("cpu:8")
+    base = dataclasses.replace(
+        experiment(target), mesh=make_mesh(fsdp=4, tensor=2, devices=target.devices())
+    )
+    split = dataclasses.replace(base, compute=Compute(sequence_parallel=True))
+    found = [plan(each, target).memory for each in (base, split)]
+    # bfloat16: an input of each layer, of the rows of a device's quarter.
+    kept = LAYERS * ROWS // 4 * LENGTH * EMBED * 2
+    inputs = [
+        sum(one.bytes_per_device for one in each.saved if one.name == "layer_input")
+        for each in found
+    ]
+    assert inputs == [kept, kept // 2]
+    told = f"The 2 devices along `tensor` keep the same layer inputs, {bytes_text(kept)} each"
+    assert [told in str(each) for each in found] == [True, False]
 
 
 def test_what_is_always_kept_is_listed(planned):
