@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from absent_hardware import absent, needs_tpu_compiler
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -54,6 +55,25 @@ def test_a_gathered_stack_is_named_with_its_bytes():
     assert f"{stack:,} bytes" in warning.message
     assert warning.bytes_sent_per_step == stack * 3 // 4
     assert warnings_of(functools.partial(gathered, whole_stack=False), mesh) == ()
+
+
+@needs_tpu_compiler
+@pytest.mark.absent_hardware
+@pytest.mark.landing
+def test_a_cube_of_tpus_is_told_how_to_gather():
+    """And it is right: with the mesh that is named XLA gathers."""
+
+    def step(model):
+        ((blocks,),) = model.stack
+        gates = gather(blocks.mlp, jnp.float32).gate
+        return jnp.sum(jnp.sin(gates))
+
+    _, devices = absent("v5p:4x4x4")
+    (told,) = warnings_of(step, make_mesh(fsdp=64, devices=devices))
+    assert told.problem.startswith("all-reduce for")
+    assert "for example --fdl.mesh.data=4 --fdl.mesh.fsdp=16," in told.message
+    better = warnings_of(step, make_mesh(data=4, fsdp=16, devices=devices))
+    assert [one.problem for one in better] == ["gathered stack"]
 
 
 def gradient_program(mesh, scattered):

@@ -137,10 +137,7 @@ class Route:
 def route(axes: Sequence[str], mesh: Mesh, accelerator: Accelerator) -> Route | None:
     """The route between devices that differ along `axes`; `None` where the accelerator's links, or
     its network if it is needed, are unknown."""
-    others = [index for index, name in enumerate(mesh.axis_names) if name not in axes]
-    group = mesh.devices.transpose(
-        *others, *(mesh.axis_names.index(name) for name in axes)
-    ).reshape(-1, math.prod(mesh.shape[name] for name in axes))[0]
+    group = _group(axes, mesh)
     islands: dict[int, list[jax.Device]] = {}
     for device in group:
         islands.setdefault(_island(device, accelerator), []).append(device)
@@ -158,6 +155,23 @@ def route(axes: Sequence[str], mesh: Mesh, accelerator: Accelerator) -> Route | 
         latency=hops * LINK_LATENCY + (len(islands) - 1) * NETWORK_LATENCY,
         mean_hops=mean_hops,
     )
+
+
+def dimensions_of_torus(axes: Sequence[str], mesh: Mesh) -> int:
+    """Along how many dimensions of a TPU slice devices lie that differ along `axes`; 0 for others
+    than TPUs."""
+    group = _group(axes, mesh)
+    if group[0].platform != "tpu":
+        return 0
+    return sum(len(set(places)) > 1 for places in zip(*(one.coords for one in group), strict=True))
+
+
+def _group(axes: Sequence[str], mesh: Mesh) -> list[Any]:
+    """The first of the groups of devices that differ along `axes` alone."""
+    others = [index for index, name in enumerate(mesh.axis_names) if name not in axes]
+    own = [mesh.axis_names.index(name) for name in axes]
+    size = math.prod(mesh.shape[name] for name in axes)
+    return mesh.devices.transpose(*others, *own).reshape(-1, size)[0].tolist()
 
 
 def _island(device: Any, accelerator: Accelerator) -> int:

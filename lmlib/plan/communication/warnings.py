@@ -14,11 +14,18 @@ from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.gathering import shard_shapes
 from lmlib.parallel.mesh_axes import STORAGE
 from lmlib.plan.communication.collectives import Collective
+from lmlib.plan.communication.time import dimensions_of_torus
 from lmlib.plan.program import ArrayType
 
 # Below this an array's bytes take less time than the messages' latency: what sends it matters more
 # than how much it sends, and an all-reduce is one round of messages.
 SMALL_BYTES = 2**20
+# Seen with libtpu 0.0.50 on v5p:4x4x4, whatever the arrays' sizes.
+_CUBE = (
+    "XLA for TPUs does so where a group spans three dimensions of the torus, not where it spans "
+    "two: try a smaller fsdp axis with data along the third dimension, for example {flags}, if a "
+    "copy of the weights for each fits; --search_mesh=data compares them."
+)
 _ADVICE = {
     # Seen with libtpu 0.0.42, also for a jax.lax.psum_scatter.
     "tpu": "XLA for TPUs scatters sums only along one dimension of the torus, and not of every "
@@ -28,6 +35,10 @@ _ADVICE = {
     "cuda": "Cast the gradient before it is summed rather than after, so that XLA sees the sum and "
     "the slice side by side; or sum it with jax.lax.psum_scatter in a jax.shard_map.",
 }
+_SMALL_SHARDS = (
+    "XLA for TPUs does so with some shards that are no whole tiles (8 × 128): with a smaller fsdp "
+    "axis each device has a larger shard of embed."
+)
 _REMATERIALIZED = re.compile(
     r"Involuntary full rematerialization\. The compiler \D*? from sharding (?P<source>\{.*?\}) to "
     r"(?P<target>\{.*?\}) (?:efficiently|without) .*?HLO operation:? %?(?P<name>\S+) = "
@@ -90,7 +101,7 @@ def communication_warnings(
     weights = _weights(model, mesh)
     found = [
         *_gathered_stacks(collectives, weights),
-        *_whole_sums(collectives, weights, mesh.devices.flat[0].platform),
+        *_whole_sums(collectives, weights, mesh),
         *_full_rematerializations(compiler_log),
     ]
     return tuple(sorted(found, key=lambda one: -one.bytes_sent_per_step))
@@ -129,10 +140,11 @@ def _gathered_stacks(
 
 
 def _whole_sums(
-    collectives: Sequence[Collective], weights: list[_Weight], platform: str
+    collectives: Sequence[Collective], weights: list[_Weight], mesh: Mesh
 ) -> Iterator[CommunicationWarning]:
     """All-reduces of gradients of which each device keeps a shard only, or of weights' shards."""
     split = [weight for weight in weights if weight.gathered > 1]
+    platform = mesh.devices.flat[0].platform
     groups: dict[tuple[bool, str, str, str], list[Collective]] = {}
     for one in collectives:
         if one.kind == "all-reduce" and {*STORAGE}.intersection(one.mesh_axes):
@@ -145,13 +157,13 @@ def _whole_sums(
         size = sum(array.bytes * one.count_per_step for one in group for array in _large(one))
         sends, would_send = (f"{round(times * (n - 1) / n * size):,}" for times in (2, 1))
         name = " and ".join(one.name for one in group)
+        over_cube = _over_cube(group[0].mesh_axes, mesh)
         if assembles:
             problem = "all-reduce for all-gather"
             message = (
                 f"{name}: weights ({paths}) are gathered over {axes} {where} by adding each "
                 f"device's shard to zeros, which sends {sends} bytes per step where an all-gather "
-                f"sends {would_send}. XLA for TPUs does so with some shards that are no whole "
-                "tiles (8 × 128): with a smaller fsdp axis each device has a larger shard of embed."
+                f"sends {would_send}. {over_cube or _SMALL_SHARDS}"
             )
         else:
             problem = "all-reduce for reduce-scatter"
@@ -159,10 +171,21 @@ def _whole_sums(
                 f"{name}: whole gradients ({paths}) are summed over {axes} {where}, though each "
                 f"device keeps a shard of them only: an all-reduce sends {sends} bytes per step "
                 f"where a reduce-scatter sends {would_send}. "
-                f"{_ADVICE.get(platform, _ADVICE['cuda'])}"
+                f"{over_cube or _ADVICE.get(platform, _ADVICE['cuda'])}"
             )
         sent = sum(one.bytes_sent_per_step for one in group)
         yield CommunicationWarning(problem, message, sent)
+
+
+def _over_cube(axes: Sequence[str], mesh: Mesh) -> str:
+    """Advice for a group of TPUs that spans three dimensions of their torus; "" for others."""
+    if dimensions_of_torus(axes, mesh) < 3:
+        return ""
+    third, fsdp = len({device.coords[-1] for device in mesh.devices.flat}), mesh.shape["fsdp"]
+    if fsdp % third:
+        return ""
+    data = mesh.shape["data"] * third
+    return _CUBE.format(flags=f"--fdl.mesh.data={data} --fdl.mesh.fsdp={fsdp // third}")
 
 
 def _large(one: Collective) -> list[ArrayType]:
