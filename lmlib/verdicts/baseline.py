@@ -1,9 +1,9 @@
 """Which group is the baseline of which other one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lmlib.verdicts.groups import Group, Settings
+from lmlib.verdicts.groups import Group, Settings, shown
 
 LENGTH = "steps"  # the setting in which runs of one ladder of lengths differ
 
@@ -15,10 +15,11 @@ def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
       named: a run, by its workdir or its name, whose group is the baseline of all; or settings,
         `optimizer.peak_lr=0.001,steps=100` or `peak_lr=1e-3,steps=100`: the baseline of a group
         then has these, and all others as the group has them, so that each size of a sweep is
-        compared with its own.
+        compared with its own. Settings of what is named, as `optimizer.peak_lr` is of `optimizer`,
+        may be others.
 
     Raises:
-      ValueError: if nothing is so named.
+      ValueError: if nothing is so named, or several for one group.
     """
     of_run = [
         number
@@ -36,11 +37,21 @@ def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
         raise ValueError(f"no finished run has the baseline's settings, {named}")
     found = {}
     for number, group in enumerate(groups):
-        rest = {path: text for path, text in group.settings.items() if path not in wanted}
-        for other in chosen:
-            if all(groups[other].settings[path] == text for path, text in rest.items()):
-                found[number] = other
+        rest = {path: text for path, text in group.settings.items() if not _is_of(path, wanted)}
+        alike = [i for i in chosen if rest.items() <= dict(groups[i].settings).items()]
+        if len(alike) > 1:
+            differing = [path for path in group.settings if _is_of(path, wanted)]
+            raise ValueError(
+                f"the baseline {named} is {len(alike)} settings: name one more of "
+                f"{', '.join(path for path in differing if path not in wanted)}"
+            )
+        if alike:
+            found[number] = alike[0]
     return found
+
+
+def _is_of(path: str, wanted: Iterable[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in wanted)
 
 
 def ladder(groups: Sequence[Group], baseline: Group) -> list[Group]:
@@ -80,10 +91,10 @@ def _has(settings: Settings, wanted: dict[str, str]) -> bool:
 
 
 def _same(text: str | None, wanted: str) -> bool:
-    """1e-3 is 0.001, and quotes may be left out."""
+    """1e-3 is 0.001, quotes may be left out, and a callable is named as in a table."""
     if text is None:
         return wanted == "None"
-    if wanted in (text, text.strip("'")):
+    if wanted in (text, text.strip("'"), shown(text)):
         return True
     try:
         return float(text) == float(wanted)

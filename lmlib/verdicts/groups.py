@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -31,6 +32,8 @@ WITHOUT_EFFECT = (
     "sinks",
     "prefetch_batches",
 )
+
+_CALLABLE = re.compile(r"[A-Za-z_][\w.]*\.(\w+)(?: \(partial\))?")  # in config.txt
 
 Seed = tuple[tuple[str, str], ...]  # every seed's path and value
 Settings = Mapping[str, str | None]
@@ -120,6 +123,14 @@ def telling(groups: Sequence[Group]) -> list[str]:
             seen.add(pattern)
             found.append(path)
     return found
+
+
+def shown(setting: str | None) -> str:
+    """A setting in a table: of a callable its name without its modules'."""
+    if setting is None:
+        return "not there"
+    found = _CALLABLE.fullmatch(setting)
+    return setting if found is None else found[1]
 
 
 def _seed(settings: Mapping[str, str]) -> Seed:

@@ -1,17 +1,16 @@
 """A comparison of runs as text for people."""
 
 import math
-import re
 from collections.abc import Iterator
 
 from lmlib.terminal.table import columns
 from lmlib.verdicts.comparison import Comparison, Judged, Row
+from lmlib.verdicts.groups import shown
 from lmlib.verdicts.power import MOST_SEEDS, USUAL_POWER
 from lmlib.verdicts.seeds import LEAST_SEEDS
 from lmlib.verdicts.speedup import Speedup
 
 _COSTS = ("steps", "FLOPs", "seconds")
-_CALLABLE = re.compile(r"[A-Za-z_][\w.]*\.(\w+)(?: \(partial\))?")  # in config.txt
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -35,7 +34,7 @@ def comparison_text(comparison: Comparison) -> str:
 
 def _cells(comparison: Comparison, row: Row, judged: bool, sped: bool) -> list[str]:
     group = row.group
-    settings = [_short(group.settings[path]) for path in comparison.settings]
+    settings = [shown(group.settings[path]) for path in comparison.settings]
     cells = [*settings, str(len(group.runs)), _estimate(group.mean, group.standard_error)]
     if not judged:
         return cells
@@ -69,7 +68,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     for row in comparison.rows:
         if row.judged is not None:
             name = ", ".join(
-                f"{path.rpartition('.')[2]} = {_short(row.group.settings[path])}"
+                f"{path.rpartition('.')[2]} = {shown(row.group.settings[path])}"
                 for path in comparison.settings
             )
             yield f"{name}: {'; '.join(_said(comparison, row.judged))}"
@@ -155,14 +154,6 @@ def _factor(judged: Judged, cost: str) -> str:
 def _within(found: Speedup, factor: float, scale: float) -> str:
     words = "over " if factor >= found.most else "under " if factor <= found.least else ""
     return f"{words}{factor * scale:.2f}"
-
-
-def _short(setting: str | None) -> str:
-    """A callable's name without its modules'."""
-    if setting is None:
-        return "not there"
-    found = _CALLABLE.fullmatch(setting)
-    return setting if found is None else found[1]
 
 
 def _estimate(value: float, error: float | None, sign: str = "") -> str:

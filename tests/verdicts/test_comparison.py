@@ -66,14 +66,26 @@ def test_what_has_no_effect_makes_no_other_group_and_what_varies_along_is_not_sh
         compare(find_runs([tmp_path]), ignored=["yours"])
 
 
-def test_a_callable_is_shown_by_its_name(tmp_path):
-    for name in ("adamw", "muon"):
-        leave_run(tmp_path / name, 3.0)
-        with (tmp_path / name / "config.txt").open("a") as file:
-            print(f"optimizer: lmlib.optim.{name}.{name} (partial)", file=file)
-            print(f"optimizer.rate = 0.{len(name)}", file=file)
+def leave_run_with(optimizer, rate, workdir, loss):
+    leave_run(workdir, loss)
+    with (workdir / "config.txt").open("a") as file:
+        print(f"optimizer: lmlib.optim.{optimizer}.{optimizer} (partial)", file=file)
+        print(f"optimizer.rate = {rate}", file=file)
+
+
+def test_a_callable_is_shown_and_named_by_its_name(tmp_path):
+    leave_run_with("adamw", 0.5, tmp_path / "adamw", 3.0)
+    leave_run_with("muon", 0.4, tmp_path / "muon", 3.1)
     text = comparison_text(compare(find_runs([tmp_path])))
     assert [line.split()[0] for line in text.splitlines()[1:3]] == ["adamw", "muon"]
+    judged = compare(find_runs([tmp_path]), baseline="optimizer=adamw")
+    assert [row.judged is None for row in judged.rows] == [True, False]
+
+    leave_run_with("adamw", 0.1, tmp_path / "another", 3.2)
+    with pytest.raises(ValueError, match=r"is 2 settings: name one more of optimizer\.rate"):
+        compare(find_runs([tmp_path]), baseline="optimizer=adamw")
+    judged = compare(find_runs([tmp_path]), baseline="optimizer=adamw,rate=0.5")
+    assert [row.judged is None for row in judged.rows] == [True, False, False]
 
 
 def test_the_baselines_of_a_sweep_of_two_settings_have_the_other_one_alike(tmp_path):
