@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lmlib.parallel.mesh_axes import COPIES, STAGE, MeshAxes, names_of
+from lmlib.parallel.mesh_axes import COPIES, STAGE, MeshAxes, names_of, place_of
 from lmlib.parallel.stages import in_a_stage
 
 
@@ -99,7 +99,9 @@ def all_gather(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
     """The parts of all devices along `mesh_axes`, one after the other along `axis`."""
     if _alone(mesh_axes):
         return x
-    return jax.lax.all_gather(x, mesh_axes, axis=axis, tiled=True)
+    for names in reversed(in_steps(mesh_axes)):
+        x = jax.lax.all_gather(x, names, axis=axis, tiled=True)
+    return x
 
 
 def psum(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:
@@ -111,7 +113,9 @@ def psum_scatter(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
     """The sum over the devices along `mesh_axes`; each keeps its part of it along `axis`."""
     if _alone(mesh_axes):
         return x
-    return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=axis, tiled=True)
+    for names in in_steps(mesh_axes):
+        x = jax.lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
+    return x
 
 
 def psum_to_storage(x: jax.Array, mesh_axes: MeshAxes, axis: int) -> jax.Array:
@@ -198,6 +202,22 @@ def platform() -> str:
     if device.platform == "gpu":
         return "rocm" if device.device_kind.startswith("AMD") else "cuda"
     return device.platform
+
+
+def in_steps(mesh_axes: MeshAxes) -> list[MeshAxes]:
+    """`mesh_axes`, along which something is scattered, or backwards gathered, in as many steps as
+    there are axes that several devices lie along: that sends no more. On TPUs all of these together
+    may span three dimensions of the torus, over which libtpu adds zeros, or whole sums, in twice
+    the bytes. On GPUs NCCL finds its own way, in one step."""
+    if platform() not in ("cpu", "tpu"):
+        return [mesh_axes]
+    steps: list[list[str]] = []
+    for name in names_of(mesh_axes):
+        if steps and 1 in (devices_along(name), devices_along(tuple(steps[-1]))):
+            steps[-1].append(name)
+        else:
+            steps.append([name])
+    return [place_of(step) for step in steps]
 
 
 def _nowhere(mesh_axes: MeshAxes) -> bool:

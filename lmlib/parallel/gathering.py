@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from lmlib.parallel.axes import M, Weight, map_weights
-from lmlib.parallel.collectives import on_each_device
+from lmlib.parallel.collectives import in_steps, on_each_device, psum, psum_scatter
 from lmlib.parallel.layout import COMPUTE, in_use, mesh_axes_of, named, repeats, stored
-from lmlib.parallel.mesh_axes import COPIES, TOKENS, names_of
+from lmlib.parallel.mesh_axes import COPIES, NAMES, TOKENS, names_of, place_of
 from lmlib.parallel.stages import again, in_a_stage
 
 
@@ -27,8 +27,10 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
     This is FSDP's all-gather. The cast comes first, so that bf16 travels. Backward the gradient of
     a weight that is multiplied, of which each device has the part that its own tokens give, is
     summed and split over `fsdp` (a reduce-scatter), and what is left of it is summed over `data` (a
-    psum), all in `dtype`. Nothing is summed over an axis that splits the weight in use, as experts
-    may lie along one. The gradients of others, which are small, JAX sums at once.
+    psum), all in `dtype`. What rests split over several axes of the mesh moves along one after the
+    other (`lmlib.parallel.collectives.in_steps`). Nothing is summed over an axis that splits the
+    weight in use, as experts may lie along one. The gradients of others, which are small, JAX sums
+    at once.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -98,11 +100,42 @@ def _move(moves: _Moves, array: jax.Array) -> jax.Array:
         lambda shard: with_layout_constraint(shard, rows_first), (moves.given,), moves.given
     )
     array = constrained(array)
+    for step in _steps(moves):
+        array = jax.sharding.reshard(array, step)
     if moves.whole != moves.computed:
         array = jax.sharding.reshard(array, moves.whole)
         for axis, times in enumerate(moves.repeats):
             array = jnp.repeat(array, times, axis) if times > 1 else array
     return jax.sharding.reshard(array, moves.computed.update(reduced=moves.summed))
+
+
+def _steps(moves: _Moves) -> list[PartitionSpec]:
+    """Between rest and use, where a gather takes several steps."""
+    places, layouts = [*moves.given.partitions], []
+    for axis, (there, used) in enumerate(zip(places, moves.computed.partitions, strict=True)):
+        names, kept = names_of(there), len(names_of(used))
+        if names[:kept] == names_of(used):
+            for step in reversed(in_steps(names[kept:])[1:]):
+                names = names[: -len(names_of(step))]
+                places[axis] = place_of(names)
+                layouts.append(PartitionSpec(*places))
+    return layouts
+
+
+def _scattered(moves: _Moves, gradient: jax.Array) -> jax.Array:
+    """The sum of all devices' gradients, in the layout `copies`: along one axis of the mesh after
+    the other, by hand, since JAX would sum over all of them first."""
+    pairs = zip(moves.computed.partitions, moves.copies.partitions, strict=True)
+    new = [tuple(n for n in names_of(b) if n not in names_of(a)) for a, b in pairs]
+    others = tuple(name for name in NAMES if name in moves.summed.difference(*new))
+
+    def own(gradient: jax.Array) -> jax.Array:
+        for axis, names in enumerate(new):
+            gradient = psum_scatter(gradient, names, axis)
+        return psum(gradient, others)
+
+    unsummed = moves.computed.update(unreduced=moves.summed)
+    return on_each_device(own, (unsummed,), moves.copies, tracked=False)(gradient)
 
 
 def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
@@ -111,7 +144,9 @@ def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
 
 def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     over_copies = moves.summed.intersection(COPIES)
-    if over_copies:
+    if _steps(moves) and moves.summed:
+        gradient = _scattered(moves, gradient)
+    elif over_copies:
         gradient = jax.sharding.reshard(gradient, moves.copies.update(unreduced=over_copies))
     gradient = jax.sharding.reshard(gradient, moves.copies)
     if moves.copies != moves.stored:

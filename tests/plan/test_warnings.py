@@ -8,9 +8,11 @@ import pytest
 from absent_hardware import absent, needs_tpu_compiler
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sentinels import sentinels
 
 from lmlib.models.families.llama import llama
 from lmlib.parallel.gathering import gather
+from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.communication.collectives import collectives
 from lmlib.plan.communication.warnings import communication_warnings
@@ -60,20 +62,27 @@ def test_a_gathered_stack_is_named_with_its_bytes():
 @needs_tpu_compiler
 @pytest.mark.absent_hardware
 @pytest.mark.landing
-def test_a_cube_of_tpus_is_told_how_to_gather():
-    """And it is right: with the mesh that is named XLA gathers."""
+@pytest.mark.parametrize("topology", sentinels(["v4:4x4x4", "v5p:4x4x4"], "v5p:4x4x4".__eq__))
+def test_a_cube_of_tpus_is_told_how_to_gather_and_scatter(topology):
+    """And it is right: with the mesh that is named XLA does, in half of the bytes."""
 
-    def step(model):
+    def loss(model):
         ((blocks,),) = model.stack
-        gates = gather(blocks.mlp, jnp.float32).gate
-        return jnp.sum(jnp.sin(gates))
+        gate_EF = gather(blocks, jnp.float32).mlp.gate[0]
+        x_BE = reshard(jnp.ones((64, E)), ("batch", "embed"))
+        return jnp.sum(jnp.sin(x_BE @ gate_EF))
 
-    _, devices = absent("v5p:4x4x4")
-    (told,) = warnings_of(step, make_mesh(fsdp=64, devices=devices))
-    assert told.problem.startswith("all-reduce for")
-    assert "for example --fdl.mesh.data=4 --fdl.mesh.fsdp=16," in told.message
-    better = warnings_of(step, make_mesh(data=4, fsdp=16, devices=devices))
-    assert [one.problem for one in better] == ["gathered stack"]
+    _, devices = absent(topology)
+    told = warnings_of(jax.grad(loss), make_mesh(fsdp=64, devices=devices))
+    problems = {one.problem for one in told}
+    assert problems & {"all-reduce for all-gather", "all-reduce for reduce-scatter"}
+    assert all("--fdl.mesh.fsdp=16 --fdl.mesh.expert=4." in one.message for one in told)
+    for mesh in (
+        make_mesh(fsdp=16, expert=4, devices=devices),
+        make_mesh(data=4, fsdp=16, devices=devices),
+    ):
+        better = warnings_of(jax.grad(loss), mesh)
+        assert {one.problem for one in better} <= {"gathered stack"}
 
 
 def gradient_program(mesh, scattered):

@@ -20,11 +20,11 @@ from lmlib.plan.program import ArrayType
 # Below this an array's bytes take less time than the messages' latency: what sends it matters more
 # than how much it sends, and an all-reduce is one round of messages.
 SMALL_BYTES = 2**20
-# Seen with libtpu 0.0.50 on v5p:4x4x4, whatever the arrays' sizes.
+# Seen with libtpu 0.0.42 and 0.0.50 on 4x4x4 of v4, v5p and 7x, whatever the arrays' sizes and the
+# order of the devices.
 _CUBE = (
-    "XLA for TPUs does so where a group spans three dimensions of the torus, not where it spans "
-    "two: try a smaller fsdp axis with data along the third dimension, for example {flags}, if a "
-    "copy of the weights for each fits; --search_mesh=data compares them."
+    "XLA for TPUs does so where an axis spans three dimensions of the torus, not where it spans "
+    "two: give the third dimension to expert, which is a second fsdp: {flags}."
 )
 _ADVICE = {
     # Seen with libtpu 0.0.42, also for a jax.lax.psum_scatter.
@@ -184,8 +184,8 @@ def _over_cube(axes: Sequence[str], mesh: Mesh) -> str:
     third, fsdp = len({device.coords[-1] for device in mesh.devices.flat}), mesh.shape["fsdp"]
     if fsdp % third:
         return ""
-    data = mesh.shape["data"] * third
-    return _CUBE.format(flags=f"--fdl.mesh.data={data} --fdl.mesh.fsdp={fsdp // third}")
+    expert = mesh.shape["expert"] * third
+    return _CUBE.format(flags=f"--fdl.mesh.fsdp={fsdp // third} --fdl.mesh.expert={expert}")
 
 
 def _large(one: Collective) -> list[ArrayType]:
