@@ -1,7 +1,7 @@
 """What a step with mixtures of experts sends, array by array: budgets computed by hand.
 
-On CPUs gradients are summed over FSDP's axes whole, and an exchange sends whole buffers; GPUs
-scatter sums, and send rows alone.
+On CPUs gradients are summed over one of FSDP's axes whole, over both one after the other, and an
+exchange sends whole buffers; GPUs scatter sums, over both axes at once, and send rows alone.
 """
 
 import functools
@@ -68,15 +68,32 @@ def expert_matrices(summed):
     )
 
 
-def other_weights(summed):
-    """Of a layer, over both axes: attention, norms and the router, as with dense models."""
-    matrices = [E * H * D, E * K * D, E * K * D, H * D * E]
-    router, norms = [E * X], [E, E]
-    return (
-        each_layer("all-gather", FORWARD, matrices + router + norms)
-        + each_layer("all-gather", BACKWARD, matrices + router + norms)
-        + each_layer(summed, BACKWARD, matrices + router + norms)
-    )
+# Of a layer, over both axes: attention and the router, as with dense models, and norms.
+MATRICES = [E * H * D, E * K * D, E * K * D, H * D * E, E * X]
+NORMS = [E, E]
+
+
+def gathered(sizes):
+    return each_layer("all-gather", FORWARD, sizes) + each_layer("all-gather", BACKWARD, sizes)
+
+
+def at_once():
+    sizes = MATRICES + NORMS
+    return {("fsdp", "expert"): gathered(sizes) + each_layer("reduce-scatter", BACKWARD, sizes)}
+
+
+def one_after_the_other():
+    """Over `expert` each device gathers, and scatters, what it has of a half along `fsdp`."""
+
+    def halves(sizes):
+        return [size // FSDP for size in sizes]
+
+    return {
+        ("expert",): gathered(halves(MATRICES + NORMS))
+        + each_layer("reduce-scatter", BACKWARD, halves(MATRICES)),
+        ("fsdp",): gathered(MATRICES + NORMS) + each_layer("reduce-scatter", BACKWARD, MATRICES),
+        ("fsdp", "expert"): each_layer("all-reduce", BACKWARD, NORMS),
+    }
 
 
 CASES = [("cpu:8", "gather"), ("cpu:8", "exchange"), ("h100:1x8", "gather")]
@@ -90,10 +107,11 @@ def test_a_layer_sends_what_its_experts_need_and_nothing_else(target, dispatch):
         top=TOP, key=jax.random.key(0),
     )  # fmt: skip
     compute = Compute(dtype="float32", attention="plain", dispatch=dispatch)
-    summed = "all-reduce" if target == "cpu:8" else "reduce-scatter"
-    found = sent(make, compute, (B, S), target, fsdp=FSDP, expert=EXPERT)
-    assert found["layer"] == {
+    on_cpu = target == "cpu:8"
+    expected = {
         ("expert",): SENDS[dispatch](),
-        ("fsdp",): expert_matrices(summed),
-        ("fsdp", "expert"): other_weights(summed),
+        ("fsdp",): expert_matrices("all-reduce" if on_cpu else "reduce-scatter"),
     }
+    for axes, arrays in (one_after_the_other() if on_cpu else at_once()).items():
+        expected[axes] = expected.get(axes, Counter()) + arrays
+    assert sent(make, compute, (B, S), target, fsdp=FSDP, expert=EXPERT)["layer"] == expected
