@@ -126,9 +126,12 @@ CASES = [
 ]
 MESHES_OF_CURVES = ["2, 2, 2", "2 fsdp, 2 expert, 2 tensor", "2 fsdp, 2 context, 2 tensor"]
 KEPT = "2 fsdp, 2 context, 2 tensor", "sequence-parallel"
+AT_EACH_LANDING = "2 data, 2 expert, 2 context", "tied"
 
 
-@pytest.mark.parametrize(("mesh_name", "variant"), sentinels(CASES, KEPT.__eq__))
+@pytest.mark.parametrize(
+    ("mesh_name", "variant"), sentinels(CASES, KEPT.__eq__, landing=AT_EACH_LANDING.__eq__)
+)
 def test_loss_and_gradients_equal_those_of_one_device(mesh_name, variant):
     loss, gradients = loss_and_gradients(mesh_name, variant)
     plain = "tied" if variant == "tied" else "untied"

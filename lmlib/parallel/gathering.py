@@ -110,7 +110,10 @@ def _move(moves: _Moves, array: jax.Array) -> jax.Array:
 
 
 def _steps(moves: _Moves) -> list[PartitionSpec]:
-    """Between rest and use, where a gather takes several steps."""
+    """Between rest and use, where a gather takes several steps; in a stage it takes one, since JAX
+    cannot map what scatters sums by hand over stages."""
+    if moves.in_a_stage:
+        return []
     places, layouts = [*moves.given.partitions], []
     for axis, (there, used) in enumerate(zip(places, moves.computed.partitions, strict=True)):
         names, kept = names_of(there), len(names_of(used))

@@ -38,6 +38,15 @@ def with_smaller_parts(mesh: Mesh) -> Mesh | None:
     return remade(mesh, **{halved: sizes[halved] // 2, "tensor": 2 * sizes["tensor"]})
 
 
+def with_a_second_fsdp(mesh: Mesh, size: int) -> Mesh | None:
+    """With `size` times as many devices along `expert`, to all weights but experts a second `fsdp`,
+    and as many fewer along that; `None` if it does not divide them."""
+    sizes = dict(mesh.shape)
+    if sizes["fsdp"] % size:
+        return None
+    return remade(mesh, fsdp=sizes["fsdp"] // size, expert=sizes["expert"] * size)
+
+
 def check_axes(axes: Sequence[str]) -> None:
     """Raises `ValueError` if one is none of a mesh's, or is `REST`."""
     for axis in axes:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.gathering import shard_shapes
 from lmlib.parallel.mesh_axes import STORAGE
+from lmlib.parallel.other_meshes import with_a_second_fsdp
 from lmlib.plan.communication.collectives import Collective
 from lmlib.plan.communication.time import dimensions_of_torus
 from lmlib.plan.program import ArrayType
@@ -181,11 +182,11 @@ def _over_cube(axes: Sequence[str], mesh: Mesh) -> str:
     """Advice for a group of TPUs that spans three dimensions of their torus; "" for others."""
     if dimensions_of_torus(axes, mesh) < 3:
         return ""
-    third, fsdp = len({device.coords[-1] for device in mesh.devices.flat}), mesh.shape["fsdp"]
-    if fsdp % third:
+    other = with_a_second_fsdp(mesh, len({device.coords[-1] for device in mesh.devices.flat}))
+    if other is None:
         return ""
-    expert = mesh.shape["expert"] * third
-    return _CUBE.format(flags=f"--fdl.mesh.fsdp={fsdp // third} --fdl.mesh.expert={expert}")
+    changed = {axis: size for axis, size in other.shape.items() if size != mesh.shape[axis]}
+    return _CUBE.format(flags=" ".join(f"--fdl.mesh.{axis}={n}" for axis, n in changed.items()))
 
 
 def _large(one: Collective) -> list[ArrayType]:
