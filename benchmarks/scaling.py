@@ -1,4 +1,4 @@
-"""What `plan` expects of 1B to 405B parameters on 1 to 4,096 GPUs: the tables of docs/scaling.md.
+"""What `plan` expects of 1B to 405B parameters on 1 to 4,096 GPUs: the table of docs/scaling.md.
 
     pip install -e '.[plan-gpu]' && python benchmarks/scaling.py [--sizes=8B] [--devices=64,256]
     python benchmarks/scaling.py --networks=50,12.5,3.125   # with layers in stages beside it

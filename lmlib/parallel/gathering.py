@@ -100,7 +100,7 @@ def _move(moves: _Moves, array: jax.Array) -> jax.Array:
         lambda shard: with_layout_constraint(shard, rows_first), (moves.given,), moves.given
     )
     array = constrained(array)
-    for step in _steps(moves):
+    for step in _steps(moves, moves.given):
         array = jax.sharding.reshard(array, step)
     if moves.whole != moves.computed:
         array = jax.sharding.reshard(array, moves.whole)
@@ -109,19 +109,21 @@ def _move(moves: _Moves, array: jax.Array) -> jax.Array:
     return jax.sharding.reshard(array, moves.computed.update(reduced=moves.summed))
 
 
-def _steps(moves: _Moves) -> list[PartitionSpec]:
-    """Between rest and use, where a gather takes several steps; in a stage it takes one, since JAX
-    cannot map what scatters sums by hand over stages."""
-    if moves.in_a_stage:
-        return []
-    places, layouts = [*moves.given.partitions], []
+def _steps(moves: _Moves, rest: PartitionSpec) -> list[PartitionSpec]:
+    """Between `rest` and use, where a gather takes several steps. It takes one in a stage, since
+    JAX cannot map a scatter by hand over stages, and where pieces at rest are not pieces of those
+    in use."""
+    places, layouts = [*rest.partitions], []
     for axis, (there, used) in enumerate(zip(places, moves.computed.partitions, strict=True)):
+        if moves.repeats[axis] > 1:
+            continue
         names, kept = names_of(there), len(names_of(used))
-        if names[:kept] == names_of(used):
-            for step in reversed(in_steps(names[kept:])[1:]):
-                names = names[: -len(names_of(step))]
-                places[axis] = place_of(names)
-                layouts.append(PartitionSpec(*places))
+        if moves.in_a_stage or names[:kept] != names_of(used):
+            return []
+        for step in reversed(in_steps(names[kept:])[1:]):
+            names = names[: -len(names_of(step))]
+            places[axis] = place_of(names)
+            layouts.append(PartitionSpec(*places))
     return layouts
 
 
@@ -147,7 +149,7 @@ def _forward(moves: _Moves, array: jax.Array) -> tuple[jax.Array, None]:
 
 def _backward(moves: _Moves, _: None, gradient: jax.Array) -> tuple[jax.Array]:
     over_copies = moves.summed.intersection(COPIES)
-    if _steps(moves) and moves.summed:
+    if moves.summed and _steps(moves, moves.copies):
         gradient = _scattered(moves, gradient)
     elif over_copies:
         gradient = jax.sharding.reshard(gradient, moves.copies.update(unreduced=over_copies))
