@@ -32,12 +32,12 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 @functools.cache
 def standard_library() -> list[str]:
-    """About 3 MB of source text, part of it not ASCII."""
+    """About 1 MB of source text, part of it not ASCII."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(file for file in folder.rglob("*.py") if "site-packages" not in file.parts)
     texts = [file.read_bytes().decode("utf-8", errors="replace") for file in files]
     beyond_ascii = [text for text in texts if not text.isascii() and len(text) < 100_000]
-    return beyond_ascii[:60] + texts[:120]
+    return beyond_ascii[:20] + texts[:40]
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def trained(style: str) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=4000, special_tokens=[SPECIAL], initial_alphabet=ALPHABET, show_progress=False
     )
-    tokenizer.train_from_iterator(standard_library()[:300] + multilingual(), trainer)
+    tokenizer.train_from_iterator(standard_library() + multilingual(), trainer)
     tokenizer.add_special_tokens(["<|im_end|>"])
     if style == "qwen2":
         tokenizer.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])

@@ -5,6 +5,7 @@ functions inside others, which each call makes anew, those with shapes: mypy kno
 """
 
 import ast
+import copy
 import dataclasses
 import importlib.abc
 import importlib.machinery
@@ -68,22 +69,30 @@ class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Never that of `__pycache__`, which has no decorators."""
         path = self.get_filename(fullname)
-        tree = _Decorate().visit(ast.parse(self.get_data(path), path))
-        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+        tree = ast.parse(self.get_data(path), path)
+        _decorate(tree)
+        return compile(tree, path, "exec", dont_inherit=True)
 
 
-class _Decorate(ast.NodeTransformer):
+_CHECKED, _CHECKED_CLASS = (
+    ast.parse(f"__import__({__name__!r}).{name}", mode="eval").body
+    for name in ("checked", "checked_class")
+)
+_BLOCKS = (
+    "body",
+    "orelse",
+    "handlers",
+    "finalbody",
+    "cases",
+)  # of statements, where each may have one
+
+
+def _decorate(node: ast.AST) -> None:
     """Each function innermost, as it was written; each class outermost, when it is a dataclass."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.decorator_list.append(_imported("checked", node))
-        return self.generic_visit(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        node.decorator_list.insert(0, _imported("checked_class", node))
-        return self.generic_visit(node)
-
-
-def _imported(name: str, node: ast.AST) -> ast.expr:
-    """What stands for `name` of this file wherever `node` does."""
-    return ast.copy_location(ast.parse(f"__import__({__name__!r}).{name}", mode="eval").body, node)
+    if isinstance(node, ast.FunctionDef):
+        node.decorator_list.append(ast.copy_location(copy.copy(_CHECKED), node))
+    elif isinstance(node, ast.ClassDef):
+        node.decorator_list.insert(0, ast.copy_location(copy.copy(_CHECKED_CLASS), node))
+    for block in _BLOCKS:
+        for statement in getattr(node, block, ()):
+            _decorate(statement)

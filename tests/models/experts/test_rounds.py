@@ -66,13 +66,17 @@ def plain_loop(experts, x, shares, choices):
     return y
 
 
+@jax.jit
+def loop_and_gradients(dy, choices, experts, x, shares):
+    y, back = jax.vjp(functools.partial(plain_loop, choices=choices), experts, x, shares)
+    return y, back(dy)
+
+
 @functools.cache
 def expected(top, case):
     with jax.enable_x64(True):
         experts, x, shares, dy = arrays(top)
-        loop = functools.partial(plain_loop, choices=routings(top)[case])
-        y, back = jax.vjp(loop, experts, x, shares)
-        return jax.device_get((y, back(jnp.asarray(dy))))
+        return jax.device_get(loop_and_gradients(dy, routings(top)[case], experts, x, shares))
 
 
 @functools.cache
