@@ -21,11 +21,11 @@ def models(draw):
     known = inspect.signature(family.build).parameters
     kv_heads = draw(st.integers(1, 3)) if "kv_heads" in known else 1
     heads, head_dim = kv_heads * draw(st.integers(1, 3)), 2 * draw(st.integers(1, 3))
-    free = "head_dim" in known
+    free, layers = "head_dim" in known, draw(st.integers(1, 5))
     sizes = {
         "vocab": draw(st.integers(1, 9)),
         "embed": draw(st.integers(1, 9)) if free else heads * head_dim,
-        "layers": draw(st.integers(1, 5)),
+        "layers": layers,
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -35,7 +35,7 @@ def models(draw):
         "top": draw(st.integers(1, 4)),
         "groups": 1,
         "top_groups": 1,
-        "dense_layers": draw(st.integers(0, 2)),
+        "dense_layers": draw(st.integers(0, min(2, layers - 1))),  # the last one has experts
         "rotary_dim": 2,
         "value_dim": draw(st.integers(1, 4)),
         "latent": draw(st.integers(1, 9)),
