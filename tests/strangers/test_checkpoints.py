@@ -155,7 +155,7 @@ ATTACKS: dict[str, Callable[[Path], None]] = {
     ),
     "a linked step": link(STEP_METADATA),
     "deep notes": text("notes/notes.json", DEEP),
-    "long notes": sparse("notes/notes.json", 900 << 20),
+    "long notes": sparse("notes/notes.json", 600 << 20),
     "notes of lists": text("notes/notes.json", '{"a": [' + "[]," * 30_000_000 + "[]]}"),
     "no notes": text("notes/notes.json", "[]"),
     "notes twice": twice("notes/notes.json", '"tokens": 2'),
