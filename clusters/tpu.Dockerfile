@@ -7,5 +7,5 @@ COPY lmlib lmlib
 COPY runner runner
 COPY data_tools data_tools
 COPY experiments experiments
-RUN pip install --no-cache-dir --constraint constraints.txt '.[tpu,kubernetes]'
+RUN pip install --no-cache-dir --constraint constraints.txt '.[tpu]'
 CMD ["python", "-m", "runner", "--help"]

@@ -78,6 +78,33 @@ def test_a_job_goes_on_without_a_node_that_died(cluster, undisturbed):
     cluster.start_node(dead)
 
 
+def test_a_job_that_others_preempt_saves_and_goes_on_after_them(cluster, undisturbed):
+    number, workdir = begun(cluster, "preempted", *FOUR_TASKS)
+    all_nodes = f"--nodes={len(cluster.names)}"
+    urgent = cluster.submit("--partition=urgent", all_nodes, "--exclusive", "--wrap=true")
+    assert cluster.finished(urgent)["JobState"] == "COMPLETED"
+    job = cluster.finished(number)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1")
+    assert "as a signal asked; its checkpoint is whole" in (workdir / "run.log").read_text()
+    assert curve(workdir) == undisturbed
+
+
+def test_a_job_at_its_time_limit_saves_and_is_requeued(cluster):
+    """Of a run without end; SLURM may send the signal up to a minute earlier than asked."""
+    arguments = ("--nodes=1", "--time=2", "--signal=TERM@30", SCRIPT, *EXPERIMENT)
+    workdir = cluster.folder / "limited"
+    number = cluster.submit(*arguments, "--fdl.steps=1_000_000", f"--workdir={workdir}")
+
+    def goes_on():
+        job = cluster.hurried(number)
+        return job["Restarts"] == "1" and "resuming after step" in (workdir / "run.log").read_text()
+
+    cluster.wait_until(goes_on)
+    cluster.run("scancel", number)
+    steps = [each["step"] for each in read_metrics(workdir)]
+    assert steps == list(range(1, len(steps) + 1))
+
+
 def test_a_mistake_is_not_requeued(cluster):
     workdir = cluster.folder / "mistaken"
     flags = (*EXPERIMENT, "--fdl.batch=1", f"--workdir={workdir}")

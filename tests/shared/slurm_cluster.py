@@ -42,8 +42,11 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 SlurmdTimeout=10
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
+PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE PriorityTier=1 GraceTime=120
+PartitionName=urgent Nodes=ALL State=UP MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -105,18 +108,18 @@ class SlurmCluster:
         """What SLURM says of a job: "JobState", "Restarts" and more."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
+    def hurried(self, number: str) -> dict[str, str]:
+        """The same; a job that was requeued is started at once, where SLURM would wait for two
+        minutes."""
+        job = self.job(number)
+        if job["JobState"] == "PENDING" and job["Restarts"] != "0":
+            self.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+        return job
+
     def finished(self, number: str) -> dict[str, str]:
-        """The same once the job has ended for good. One that was requeued is started at once, where
-        SLURM would wait for two minutes."""
+        """The same once the job has ended for good."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-
-        def has_ended() -> bool:
-            job = self.job(number)
-            if job["JobState"] == "PENDING":
-                self.run("scontrol", "update", f"JobId={number}", "StartTime=now")
-            return job["JobState"] in ended
-
-        self.wait_until(has_ended)
+        self.wait_until(lambda: self.hurried(number)["JobState"] in ended)
         return self.job(number)
 
     def stop(self) -> None:
