@@ -89,7 +89,10 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _told(name: str, error: Exception) -> int:
-    print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is None and error.strerror:
+        text = error.strerror  # of no file: a number before the sentence would say nothing
+    print(f"{name}: {' '.join(text.split())}", file=sys.stderr)
     return MISTAKE
 
 

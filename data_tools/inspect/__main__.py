@@ -4,8 +4,8 @@
     python -m data_tools.inspect DIR --verify         reads everything; status 1 if it is damaged
     python -m data_tools.inspect DIR --batch=0 --batch_size=8 --sequence_length=1024
 
-DIR is a data set, of this library's format or seqax's, or one of its splits. `python -m
-runner.inspect RUN` shows the data of a run, as its config has it.
+DIR is a data set, of this library's format or seqax's, on a disk or in a bucket, or one of its
+splits. `python -m runner.inspect RUN` shows the data of a run, as its config has it.
 """
 
 import os
@@ -20,6 +20,8 @@ from data_tools.inspect.description import Decode
 from data_tools.inspect.showing import show_batch, show_damage, show_split, usable_decoder
 from lmlib.data import FlatTokens, Source
 from lmlib.data.stored.data_path import data_path
+from lmlib.storage.bucket.copies import shown
+from lmlib.storage.local_folder import folder_to_read
 
 _SPLIT = flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
 _SAMPLES = flags.DEFINE_integer("samples", 3, "How many stretches of text to show.", lower_bound=0)
@@ -69,7 +71,7 @@ def inspect(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0, or 1 if --verify found damage."""
     if len(arguments) != 1:
         raise ValueError("give one data set or split; see --help")
-    path = Path(os.path.expanduser(arguments[0]))
+    path = folder_to_read(os.path.expanduser(arguments[0]))
     if _BATCH.value is not None:
         if _VERIFY.value:
             raise ValueError("--batch and --verify are two commands: give one of them")
@@ -95,7 +97,7 @@ def _folders(path: Path) -> list[Path]:
     wanted = [folder for folder in folders if _SPLIT.value in (None, data_path(folder).name)]
     if not wanted:
         names = ", ".join(data_path(folder).name for folder in folders)
-        raise ValueError(f"{path} has no split {_SPLIT.value!r}; it has {names}")
+        raise ValueError(f"{shown(path)} has no split {_SPLIT.value!r}; it has {names}")
     return wanted
 
 
@@ -105,7 +107,7 @@ def _of_data_set(path: Path) -> tuple[Source, Decode | None]:
     if split_folders(path) == [path]:  # a split
         own = data_path(path).name
         if _SPLIT.value not in (None, own):
-            raise ValueError(f"{path} is the split {own!r}, not {_SPLIT.value!r}")
+            raise ValueError(f"{shown(path)} is the split {own!r}, not {_SPLIT.value!r}")
         path, split = data_path(path).parent, own
     source = FlatTokens(
         str(path),

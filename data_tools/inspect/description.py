@@ -30,6 +30,7 @@ from lmlib.data.stored.metadata import (
 from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
 from lmlib.data.stored.split import StoredSplit
 from lmlib.data.stored.token_arrays import StoredArray, reading_context
+from lmlib.storage.bucket.copies import shown
 
 BLOCK_LENGTH = 4 * 1024 * 1024  # tokens; a few tens of megabytes in memory
 
@@ -50,7 +51,7 @@ def split_folders(path: Path) -> list[Path]:
     Raises FileNotFoundError for a folder that is not there, ValueError if it is neither.
     """
     if not path.exists():
-        raise FileNotFoundError(f"there is no folder {path}")
+        raise FileNotFoundError(f"there is no folder {shown(path)}")
     if not path.is_dir():
         raise ValueError(f"{path} is no folder: give a data set, or one of its splits")
     if shard_number(path):
@@ -60,8 +61,8 @@ def split_folders(path: Path) -> list[Path]:
     found = [entry for entry in sorted(path.iterdir()) if entry.is_dir() and _is_split(entry)]
     if not found:
         raise ValueError(
-            f"{path} is neither a data set of flat tokens nor a split of one; if it holds text, "
-            "pretokenize it first with python -m data_tools.pretokenize "
+            f"{shown(path)} is neither a data set of flat tokens nor a split of one; if it holds "
+            "text, pretokenize it first with python -m data_tools.pretokenize "
             f"--dataset={shlex.quote(str(path))} --tokenizer=… --out=…"
         )
     return found

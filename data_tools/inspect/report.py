@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from data_tools.inspect.batch_rows import Piece, Row
 from data_tools.inspect.description import Decode, DocumentLengths, Sample, SplitDescription
+from lmlib.storage.bucket.copies import url_of
 from lmlib.terminal.text import shown
 
 _WIDTH = 100
@@ -33,7 +34,7 @@ def description_text(split: SplitDescription) -> str:
         "tokenizer": split.tokenizer.name if split.tokenizer else "unknown",
         "sha256": split.tokenizer.sha256 if split.tokenizer else None,
         "framing": f"BOS {_id(split.bos_id)}, EOS {_id(split.eos_id)}",
-        "on disk": _disk_size(split.disk_bytes),
+        "on disk": None if url_of(split.folder) else _disk_size(split.disk_bytes),
     }
     rows |= {f"source {name}": _source_text(value) for name, value in split.source.items()}
     width = max(map(len, rows)) + 2
@@ -44,7 +45,7 @@ def description_text(split: SplitDescription) -> str:
         f"  {'unfinished':<{width}}{shard.name}, {shard.tokens:,} tokens on disk so far"
         for shard in split.unfinished
     ]
-    return "\n".join([str(split.folder), *lines])
+    return "\n".join([str(url_of(split.folder) or split.folder), *lines])
 
 
 def lengths_text(lengths: DocumentLengths) -> str:

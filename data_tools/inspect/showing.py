@@ -20,6 +20,7 @@ from data_tools.inspect.verification import verify_split
 from lmlib.data import Source, TokenizerIdentity
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.seqax import is_seqax_split
+from lmlib.storage.bucket.copies import shown
 from lmlib.terminal.text import TerminalText
 
 
@@ -54,7 +55,7 @@ def show_damage(folders: Sequence[Path]) -> bool:
         found = found or bool(damages)
         for damage in damages:
             print(f"damaged: {damage.path}: {' '.join(damage.reason.split())}")
-        print(f"{folder}: {_verdict(len(damages), is_seqax_split(folder))}")
+        print(f"{shown(folder)}: {_verdict(len(damages), is_seqax_split(folder))}")
     return found
 
 

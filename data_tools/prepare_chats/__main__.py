@@ -10,7 +10,6 @@ targets. Killed and started again, it goes on where it was. docs/finetuning.md s
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import cast, get_args
 
 from absl import flags
@@ -20,12 +19,12 @@ from data_tools.prepare_chats import ConversationField, load_template, prepare_c
 from data_tools.prepare_chats.lengths import TooLong
 from data_tools.prepare_chats.prepare import NOW
 from data_tools.prepare_chats.template import template_names
+from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.progress import ProgressLines
 from data_tools.pretokenize.report import SkippedRows, summary
 from data_tools.pretokenize.writing import OnBadRow
 from data_tools.source_flags import ON_BAD_ROW
 from data_tools.split_flags import OUT, TOKENIZER
-from lmlib.storage.local_folder import local_folder
 
 for module in (source_flags, split_flags):
     flags.adopt_module_key_flags(module)  # --help lists them
@@ -59,7 +58,7 @@ def make_splits(arguments: Sequence[str]) -> int:
     """Returns the exit status."""
     if arguments:
         raise ValueError(f"unexpected argument {arguments[0]!r}: settings are --name=value")
-    local_folder(OUT.value)
+    out = OutFolder(OUT.value)
     try:
         now = datetime.strptime(_DATE.value, "%Y-%m-%d")
     except ValueError as error:
@@ -86,7 +85,7 @@ def make_splits(arguments: Sequence[str]) -> int:
             progress=ProgressLines(),
             skipped=skipped,
         )
-        print(summary(made, Path(OUT.value) / split, time.monotonic() - begun), flush=True)
+        print(summary(made, f"{out}/{split}", time.monotonic() - begun), flush=True)
     return 0
 
 

@@ -10,13 +10,13 @@ from data_tools.held_out import Part
 from data_tools.prepare_chats.chats import ChatRecipe
 from data_tools.prepare_chats.conversations import ConversationField
 from data_tools.prepare_chats.lengths import TooLong
+from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.progress import Progress
 from data_tools.pretokenize.writing import FILE_LENGTH, OnBadRow, write_shard
 from data_tools.rows import Block, Row, RowSource
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import SplitMetadata, read_split
 from lmlib.data.chats.chat import ChatTemplate, write_chat_template
-from lmlib.data.stored.data_path import data_path
 
 NOW = datetime(2024, 7, 26)  # what Llama 3.1's template takes for today if it is not told
 
@@ -88,14 +88,14 @@ def prepare_chats(
         max_length=max_length,
         too_long=too_long,
     )
-    out = data_path(out)
+    folder = OutFolder(out)
     if template is not None:
-        write_chat_template(out, template)
+        write_chat_template(folder.path, template)
     write_shard(
         source,
         recipe,
         tokenizer,
-        out,
+        folder,
         split,
         described=described,
         content="pairs" if field.pairs else "conversations",
@@ -108,7 +108,7 @@ def prepare_chats(
         skipped=skipped,
         file_length=file_length,
     )
-    return read_split(out / split)
+    return read_split(folder.path / split)
 
 
 def _digest(template: ChatTemplate) -> str:

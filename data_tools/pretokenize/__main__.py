@@ -12,13 +12,13 @@ import importlib.util
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from data_tools import command_line, split_flags, text_flags
 from data_tools.held_out import Part
+from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.progress import ProgressLines
 from data_tools.pretokenize.report import SkippedRows, next_command, summary
 from data_tools.pretokenize.shard import pretokenize_shard, tokens_of_shard
@@ -28,7 +28,6 @@ from data_tools.source_flags import ON_BAD_ROW
 from data_tools.split_flags import OUT
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import ShardMetadata, SplitMetadata
-from lmlib.storage.local_folder import local_folder
 
 for module in (text_flags, split_flags):
     flags.adopt_module_key_flags(module)  # --help lists them
@@ -116,7 +115,7 @@ def make_splits(arguments: Sequence[str]) -> int:
     if arguments:
         raise ValueError(f"unexpected argument {arguments[0]!r}: settings are --name=value")
     skipped = SkippedRows()
-    local_folder(OUT.value)
+    out = OutFolder(OUT.value)
     splits = _splits()
     source = text_flags.source()
     tokenizer = split_flags.tokenizer()
@@ -124,7 +123,7 @@ def make_splits(arguments: Sequence[str]) -> int:
         begun = time.monotonic()
         made = _make(source, tokenizer, skipped, *split)
         print("\n" if count else "", end="")
-        print(summary(made, Path(OUT.value) / split[0], time.monotonic() - begun), flush=True)
+        print(summary(made, f"{out}/{split[0]}", time.monotonic() - begun), flush=True)
     if (command := next_command(OUT.value)) is not None:
         print(f"\ntry next          {command}")
     return 0

@@ -1,4 +1,4 @@
-"""All shards of a split on a Ray cluster, whose machines share a file system."""
+"""All shards of a split on a Ray cluster, whose machines share a file system or reach a bucket."""
 
 import os
 import sys
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.progress import Progress
 from data_tools.pretokenize.shard import pretokenize_shard
 from data_tools.pretokenize.split import finished_split
 from data_tools.rows import RowSource
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import SplitMetadata, shard_progress
-from lmlib.data.stored.data_path import data_path
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 
@@ -33,8 +33,8 @@ def pretokenize_on_ray(
     """What `pretokenize` writes, each shard by a task of its own; needs the extra `ray`.
 
     A shard whose task fails, or whose machine is lost, is begun again where it stopped, up to
-    `retries` times each. All machines see the same files under the same paths, and have this
-    library installed.
+    `retries` times each. All machines see the same files under the same paths, or `out` is in a
+    bucket, whose shards' progress is not known; all have this library installed.
 
     Args:
       address: of the cluster; 'auto' for the one that this machine is in, 'local' for a new one.
@@ -47,7 +47,9 @@ def pretokenize_on_ray(
     """
     import ray
 
-    out = data_path(out)
+    folder = OutFolder(out)
+    # Tasks may run elsewhere, so a path has to be whole; of a bucket each has a folder of its own.
+    target_folder = str(out) if folder.is_in_bucket else str(folder.path)
 
     begun_here = not ray.is_initialized()
     if begun_here:
@@ -59,7 +61,7 @@ def pretokenize_on_ray(
         task = ray.remote(num_cpus=max(1, workers), max_retries=0)(_make_shard)
 
         def start(shard: int) -> Any:
-            target = (source, tokenizer, str(out), split)
+            target = (source, tokenizer, target_folder, split)
             wanted = settings | {"shard": shard, "shards": shards, "workers": workers}
             return task.remote(os.getcwd(), target, wanted)
 
@@ -79,12 +81,12 @@ def pretokenize_on_ray(
                     line = (str(cause).strip().splitlines() or [repr(cause)])[0]
                     _report(shard, shards, failures[shard], retries, line)
                     running[start(shard)] = shard
-            if progress is not None:
-                progress(_progress(out / split, shards))
+            if progress is not None and not folder.is_in_bucket:
+                progress(_progress(folder.path / split, shards))
     finally:
         if begun_here:
             ray.shutdown()
-    return finished_split(out, split, settings.get("part"))
+    return finished_split(OutFolder(out), split, settings.get("part"))
 
 
 def _make_shard(folder: str, target: tuple[Any, ...], settings: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+from lmlib.terminal.quantities import bytes_text
+
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -25,6 +27,20 @@ class Progress:
             self.bytes + shard.bytes,
             self.fraction + shard.fraction / shards if known else None,  # type: ignore[operator]
         )
+
+
+class SendingLines:
+    """Prints a line to stderr every few seconds while something is sent."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._printed = what, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._printed = time.monotonic()
+            print(
+                f"sending {self._what}: {bytes_text(done)} of {bytes_text(total)}", file=sys.stderr
+            )
 
 
 class ProgressLines:

@@ -1,12 +1,11 @@
 """What a run of pretokenize says at its end, and of the rows that it left out."""
 
 import sys
-from pathlib import Path
 
 from data_tools.held_out import VALIDATION
+from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.rows import Block, Row
 from lmlib.data import ShardMetadata, SplitMetadata, read_split
-from lmlib.data.stored.data_path import data_path
 from lmlib.terminal.python_command import python_command
 
 _SHOWN = 10
@@ -26,11 +25,11 @@ class SkippedRows:
             print("further skipped rows are counted, not shown", file=sys.stderr)
 
 
-def summary(made: SplitMetadata | ShardMetadata, folder: Path, seconds: float) -> str:
+def summary(made: SplitMetadata | ShardMetadata, folder: str, seconds: float) -> str:
     """The counts of what was made, and the time that this run took."""
     whole = isinstance(made, SplitMetadata)
     rows = {
-        "folder": str(folder if isinstance(made, SplitMetadata) else folder / made.name),
+        "folder": folder if isinstance(made, SplitMetadata) else f"{folder}/{made.name}",
         "documents": f"{made.documents:,}",
         "skipped rows": f"{made.skipped_rows:,}",
         **(_left_out(made) if made.content != "text" else {}),
@@ -52,12 +51,12 @@ def summary(made: SplitMetadata | ShardMetadata, folder: Path, seconds: float) -
 
 def next_command(out: str) -> str | None:
     """Trains on the data set `out`; None while it lacks a split that this takes."""
+    folder = OutFolder(out)
     try:
         for split in ("train", VALIDATION):
-            read_split(data_path(out) / split)
+            read_split(folder.path / split)
     except FileNotFoundError:
         return None
-    folder = Path(out)
     flags = ("--fdl_config=experiments/own_text", f"--fdl.tokens={folder}")
     return python_command("runner", *flags, f"--workdir={folder}_run")
 

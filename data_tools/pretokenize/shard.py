@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_tools.held_out import Part
+from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.progress import Progress
 from data_tools.pretokenize.texts import TextRecipe
 from data_tools.pretokenize.writing import FILE_LENGTH, OnBadRow, write_shard
@@ -15,7 +16,7 @@ from lmlib.data import ShardMetadata
 def pretokenize_shard(
     source: RowSource,
     tokenizer: Tokenizer,
-    out: str | Path,
+    out: str | Path | OutFolder,
     split: str,
     *,
     shard: int = 0,
@@ -37,6 +38,8 @@ def pretokenize_shard(
 
     Args:
       source: the rows; the shard takes its share.
+      out: the data set's folder. If it is `gs://…` or `s3://…`, the shard is made on this machine,
+        in the user's cache folder, and sent when it is whole.
       part: which documents to take; None for all.
       max_tokens: of the split: a shard ends with the document that reaches its equal part.
       workers: processes that tokenise; 0 for the calling one.
@@ -49,7 +52,7 @@ def pretokenize_shard(
       FileExistsError: if the shard was made or begun with other settings, or is being written.
       ValueError: for a bad row, with its file and line, settings that make no sense, or, where it
         is the only shard, no text at all.
-      OSError: for a file that cannot be read or written.
+      OSError: for a file or a bucket that cannot be read or written.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.held_out import Part
+from data_tools.pretokenize.out_folder import OutFolder, out_folder
 from data_tools.pretokenize.progress import Progress
 from data_tools.pretokenize.shard import pretokenize_shard
 from data_tools.pretokenize.writing import EmptySourceError, check_not_empty
 from data_tools.rows import RowSource, Texts
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import SplitMetadata, read_split
-from lmlib.data.stored.data_path import data_path
 
 
 def pretokenize(
@@ -37,20 +37,27 @@ def pretokenize(
         if progress is not None:
             progress(before.plus(in_shard, shards))
 
+    folder = out_folder(out)
     for shard in range(shards):
         made = pretokenize_shard(
-            rows, tokenizer, out, split, shard=shard, shards=shards, progress=in_split, **settings
+            rows,
+            tokenizer,
+            folder,
+            split,
+            shard=shard,
+            shards=shards,
+            progress=in_split,
+            **settings,
         )
         before = before.plus(Progress(made.documents, made.tokens, made.bytes, 1.0), shards)
-    return finished_split(out, split, settings.get("part"))
+    return finished_split(folder, split, settings.get("part"))
 
 
-def finished_split(out: str | Path, split: str, part: Part | None) -> SplitMetadata:
+def finished_split(out: OutFolder, split: str, part: Part | None) -> SplitMetadata:
     """All shards of `out`/`split`; raises ValueError for a split without text."""
-    folder = data_path(out) / split
-    metadata = read_split(folder)
+    metadata = read_split(out.path / split)
     try:
         check_not_empty(metadata, split, part)
     except EmptySourceError as error:
-        raise EmptySourceError(f"{error}, and delete {folder}") from None
+        raise EmptySourceError(f"{error}, and delete {out}/{split}") from None
     return metadata

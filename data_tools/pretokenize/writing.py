@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from data_tools.encoding import EncodedBlock, Recipe, encode_in_order
 from data_tools.held_out import Part
-from data_tools.pretokenize.progress import Progress
+from data_tools.pretokenize.out_folder import OutFolder, out_folder
+from data_tools.pretokenize.progress import Progress, SendingLines
 from data_tools.rows import Block, Row, RowSource, bad_row
 from data_tools.tokenizer import Tokenizer
 from lmlib.data import ShardMetadata, ShardWriter, SplitMetadata, finished_shard
@@ -21,7 +22,7 @@ def write_shard(
     source: RowSource,
     recipe: Recipe,
     tokenizer: Tokenizer,
-    out: str | Path,
+    out: str | Path | OutFolder,
     split: str,
     *,
     described: Mapping[str, Any],
@@ -43,6 +44,7 @@ def write_shard(
     See `pretokenize_shard` for what else is given, and raised.
 
     Args:
+      out: the data set's folder, on a disk or in a bucket.
       described: all that the documents depend on, for the record.
       content: what they are.
       bos_id, eos_id: what frames each of them, for the record.
@@ -56,11 +58,13 @@ def write_shard(
         "bos_id": bos_id,
         "eos_id": eos_id,
     }
-    done = finished_shard(out, split, shard, shards, **made_by)
+    folder = out_folder(out)
+    done = finished_shard(folder.path, split, shard, shards, **made_by)
     if done is not None:
+        folder.send(split, done.name, SendingLines(done.name))
         return done
     writer = ShardWriter(
-        out,
+        folder.path,
         split,
         shard=shard,
         shards=shards,
@@ -86,13 +90,15 @@ def write_shard(
                 break
         if shards == 1:
             check_not_empty(writer.totals, split, part, content)
-        return writer.finish()
+        made = writer.finish()
     except EmptySourceError:
         writer.discard()
         raise
     finally:
         encoding.close()
         writer.close()
+    folder.send(split, made.name, SendingLines(made.name))
+    return made
 
 
 class EmptySourceError(ValueError):

@@ -19,6 +19,7 @@ from lmlib.data.stored.metadata import (
     shard_folders,
     shard_number,
 )
+from lmlib.storage.bucket.copies import shown
 from lmlib.storage.whole_file import UNFINISHED
 
 
@@ -82,8 +83,8 @@ def check_data_set(path: Path, tokenizer_json: str | None) -> None:
         with open(file, encoding="utf-8", newline="") as stream:
             if stream.read() != tokenizer_json:
                 raise FileExistsError(
-                    f"{file} is not the tokenizer that was asked for: choose another folder, the "
-                    "same tokenizer, or delete it if it is of no use any more"
+                    f"{shown(file)} is not the tokenizer that was asked for: choose another "
+                    "folder, the same tokenizer, or delete it if it is of no use any more"
                 )
 
 
@@ -98,16 +99,17 @@ def check_neighbours(path: Path, split: str, wanted: Mapping[str, Any]) -> None:
         number = shard_number(folder)
         if number is not None and number[1] != wanted["shards"]:
             raise FileExistsError(
-                f"{path / split} holds {folder.name}, so the split is made of {number[1]} shards, "
-                f"not {wanted['shards']}: choose another folder, or delete it first"
+                f"{shown(path / split)} holds {folder.name}, so the split is made of {number[1]} "
+                f"shards, not {wanted['shards']}: choose another folder, or delete it first"
             )
     for split_folder in sorted({file.parents[1] for file in path.glob(f"*/shard_*/{FILE_NAME}")}):
         folder = next(f for f in shard_folders(split_folder) if (f / FILE_NAME).exists())
         other = read_shard(folder)
         if other.tokenizer != wanted["tokenizer"]:
             raise ValueError(
-                f"{folder} was made with {other.tokenizer}, not {wanted['tokenizer']}: all splits "
-                "of a data set share one tokenizer, so choose another folder or the same tokenizer"
+                f"{shown(folder)} was made with {other.tokenizer}, not {wanted['tokenizer']}: all "
+                "splits of a data set share one tokenizer, so choose another folder or the same "
+                "tokenizer"
             )
         if split_folder.name == split:
             check_same(
@@ -121,8 +123,9 @@ def check_same(
     """Raises FileExistsError if a finished shard was made with other settings."""
     for name in names:
         if getattr(found, name) != wanted[name]:
+            differing = difference(name, getattr(found, name), wanted[name])
             raise FileExistsError(
-                f"{folder} is finished, with {difference(name, getattr(found, name), wanted[name])}"
+                f"{shown(folder)} is finished, with {differing}"
                 ": choose another folder, or delete it to make it again"
             )
 

@@ -2,7 +2,8 @@
 
 Each URL has one place, `<cache>/buckets/read/gs/BUCKET/FOLDER`, and another for the process that
 writes there, `buckets/written/…`. So a path says by itself where its files are at home, and what is
-large stays there: arrays of checkpoints, and tokens, are read from the bucket.
+large stays there: arrays of checkpoints, and tokens, are read from the bucket. What is large and
+made on this machine, to be sent when it is whole, has a third, `buckets/made/…`.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ ARRAYS = ".arrays"  # ending of the folder that has the arrays of checkpoints in
 # Folders whose files stay in the bucket: what reads them goes there, or they are for people alone.
 _LARGE = frozenset({"c", "tensorboard", "profile", "hlo", LEASE, LOGS})
 REQUESTS = 16  # at once
-_READ, _WRITTEN, _LOCKS = "read", "written", "locks"
+_READ, _WRITTEN, _MADE, _LOCKS = "read", "written", "made", "locks"
 
 
 def copies_folder() -> Path:
@@ -39,13 +40,7 @@ def copies_folder() -> Path:
 
 def url_of(path: Path) -> BucketUrl | None:
     """What `path` is a copy of; `None` for any other folder."""
-    if cache_folder() is None:
-        return None
-    try:
-        kind, scheme, bucket, *parts = path.absolute().relative_to(copies_folder()).parts
-    except ValueError:
-        return None
-    return BucketUrl(scheme, bucket, "/".join(parts)) if kind in (_READ, _WRITTEN) else None
+    return _url_of(path, _READ, _WRITTEN)
 
 
 def place_of(url: BucketUrl) -> Path:
@@ -53,9 +48,14 @@ def place_of(url: BucketUrl) -> Path:
     return _copy(_READ, url)
 
 
+def place_to_make(url: BucketUrl) -> Path:
+    """The path at which what `url` will have is made; what a kill left there stays."""
+    return _copy(_MADE, url)
+
+
 def shown(path: Path) -> str:
-    """The name that the user gave: a URL if `path` is a bucket's copy, else `path`."""
-    return str(url_of(path) or path)
+    """The name that the user gave: a URL if `path` is a bucket's copy, or made for one."""
+    return str(_url_of(path, _READ, _WRITTEN, _MADE) or path)
 
 
 def copy_to_read(url: BucketUrl) -> Path:
@@ -74,27 +74,23 @@ def copy_to_read(url: BucketUrl) -> Path:
 
 
 @contextlib.contextmanager
-def copy_to_write(url: BucketUrl, tokens_of: str | None = None) -> Iterator[Path]:
+def copy_to_write(url: BucketUrl) -> Iterator[Path]:
     """A copy of `url`, as the bucket has it now, that is this process's alone on this machine while
     the block runs.
-
-    Args:
-      tokens_of: the folder, relative to `url`, whose tokens are fetched too.
 
     Raises:
       BlockingIOError: if another process of this machine writes there.
       BucketError: if the bucket cannot be read.
     """
     copy = _copy(_WRITTEN, url)
-    digest = hashlib.sha256(f"{url}/{tokens_of or ''}".encode()).hexdigest()[:32]
+    digest = hashlib.sha256(f"{url}/".encode()).hexdigest()[:32]
     lock = copies_folder() / _LOCKS / digest
     lock.parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the end of the process gives back
-        if tokens_of is None:
-            shutil.rmtree(copy, ignore_errors=True)
+        shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir(parents=True, exist_ok=True)
-        _fetch(url, copy, tokens_of)
+        _fetch(url, copy)
         yield copy
 
 
@@ -102,11 +98,20 @@ def _copy(kind: str, url: BucketUrl) -> Path:
     return copies_folder() / kind / url.scheme / url.bucket / url.folder
 
 
-def _fetch(url: BucketUrl, copy: Path, tokens_of: str | None = None) -> set[str]:
+def _url_of(path: Path, *kinds: str) -> BucketUrl | None:
+    if cache_folder() is None:
+        return None
+    try:
+        kind, scheme, bucket, *parts = path.absolute().relative_to(copies_folder()).parts
+    except ValueError:
+        return None
+    return BucketUrl(scheme, bucket, "/".join(parts)) if kind in kinds else None
+
+
+def _fetch(url: BucketUrl, copy: Path) -> set[str]:
     """The names of the files that were fetched."""
     store = BucketStore(url)
-    wanted = f"{tokens_of}/"
-    names = {name for name in store.list() if name.startswith(wanted) or not _stays(name)}
+    names = {name for name in store.list() if not _stays(name)}
 
     parts: dict[str, list[str]] = {}
     for name in names:

@@ -1,0 +1,106 @@
+"""Where shards are made: in the folder that the user names; or, if that is in a bucket, on this
+machine, from where each is sent when it is whole."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.metadata import FILE_NAME
+from lmlib.storage.bucket.copies import REQUESTS, place_to_make
+from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.upload import upload
+from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.whole_file import write_whole
+
+
+class OutFolder:
+    """The folder of a data set.
+
+    Attributes:
+      path: on this machine. For a folder in a bucket it has the metadata of the shards that the
+        bucket has, and unfinished shards, which any later process goes on with.
+    """
+
+    def __init__(self, out: str | os.PathLike[str]):
+        """Raises ValueError for what is no folder's name, BucketError if the bucket cannot be
+        read."""
+        self._name = os.fspath(out)
+        self._url = BucketUrl.parsed(self._name)
+        if self._url is None:
+            self.path = data_path(out)
+        else:
+            self.path = data_path(place_to_make(self._url))
+            self._fetch(BucketStore(self._url))
+
+    @property
+    def is_in_bucket(self) -> bool:
+        return self._url is not None
+
+    def __str__(self) -> str:
+        """As the user named it."""
+        return self._name.rstrip("/") or self._name
+
+    def send(self, split: str, shard: str, progress: Callable[[int, int], None]) -> None:
+        """Puts a whole shard into the bucket, its metadata last; that alone stays here.
+
+        Nothing is sent that the bucket has already.
+
+        Args:
+          progress: is called with the bytes that the bucket has, and those of all files.
+
+        Raises:
+          FileExistsError: if the bucket has another tokenizer or chat template.
+          BucketError: if it cannot be written.
+        """
+        if self._url is None:
+            return
+        store, name = BucketStore(self._url), f"{split}/{shard}"
+        folder = self.path / name
+        if f"{name}/{FILE_NAME}" not in store.list(name):
+            self._send_shared(store)
+            below = f"{self._url.folder}/{name}".lstrip("/")
+            of_shard = BucketStore(dataclasses.replace(self._url, folder=below))
+            upload(folder, of_shard, [FILE_NAME], progress)
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != FILE_NAME:
+                entry.unlink()
+
+    def _send_shared(self, store: BucketStore) -> None:
+        """What all shards have in common: the files beside the splits."""
+        for file in self._shared():
+            if not store.write_if_absent(file.name, file.read_bytes()):
+                raise FileExistsError(
+                    f"{self._url}/{file.name} is another than that of {self.path}: choose another "
+                    "folder, or the same tokenizer and template"
+                )
+
+    def _shared(self) -> list[Path]:
+        return [file for file in self.path.glob("[!.]*") if file.is_file()]
+
+    def _fetch(self, store: BucketStore) -> None:
+        names = {name for name in store.list() if "/" not in name or name.endswith(f"/{FILE_NAME}")}
+        for file in self.path.glob(f"*/*/{FILE_NAME}"):
+            was_sent = len(list(file.parent.iterdir())) == 1
+            if was_sent and file.relative_to(self.path).as_posix() not in names:
+                shutil.rmtree(file.parent)  # somebody deleted the shard
+        if not any(self.path.glob("*/*")):
+            for file in self._shared():
+                file.unlink()
+
+        def fetch(name: str) -> None:
+            file = self.path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, store.read(name))
+
+        with ThreadPoolExecutor(REQUESTS) as threads:
+            list(threads.map(fetch, names))
+
+
+def out_folder(out: str | Path | OutFolder) -> OutFolder:
+    return out if isinstance(out, OutFolder) else OutFolder(out)
