@@ -1,0 +1,273 @@
+"""Random faults on runs whose folder is in a bucket: how many are survived?
+
+    python benchmarks/faults_in_buckets.py [--faults=80] [--seed=0] [--schemes=s3,gs]
+
+Small runs, of one process and of two, write into emulators of S3 and of Google's buckets over HTTP,
+through a proxy. Each is started, something happens at a request drawn at random, and it is started
+again until its end, each time on this machine or on another, which has no copy of anything. A
+fault is survived if every exit code is one that fits, no traceback and no secret is shown, and at
+the end curve and digests are those of an undisturbed run. Some twenty seconds a fault; Linux only.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from absl import app, flags
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
+
+import small_experiment
+from buckets.proxy import Fault, FaultyProxy, Request
+from buckets.servers import BUCKET, emulator, environment
+from compiled_programs import XLA_FLAGS
+from forked_processes import ForkedProcess
+
+from lmlib.metrics.log import read_metrics
+from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.url import BucketUrl
+from lmlib.storage.local_folder import folder_to_read
+from lmlib.terminal.table import columns
+
+_FAULTS = flags.DEFINE_integer("faults", 80, "How many.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the faults and their moments.")
+_SCHEMES = flags.DEFINE_list("schemes", ["s3", "gs"], "Of the buckets.")
+
+STEPS, SECONDS, STARTS = 6, 300, 8
+REQUESTS = 200  # or so that a run sends
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
+PASSING = (Fault.REFUSED, Fault.THROTTLED, Fault.UNAVAILABLE, Fault.CUT, Fault.LOST)
+KILLED, STOPPED, MISTAKE, MISSED = -signal.SIGKILL, 75, 2, 3
+
+
+@dataclasses.dataclass
+class Run:
+    """Of `processes` processes, with its workdir at `url`."""
+
+    proxy: FaultyProxy
+    url: str
+    processes: int
+    scratch: Path
+    outputs: list[Path] = dataclasses.field(default_factory=list)
+
+    def start(self, machine: str) -> list[ForkedProcess]:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        together = [
+            (f"--coordinator=localhost:{port}", f"--num_processes={self.processes}"),
+            ("--heartbeat_seconds=10", "--lock_seconds=100"),
+        ]
+        started = []
+        for process in range(self.processes):
+            several = (*together[0], f"--process_id={process}", *together[1])
+            self.outputs.append(self.scratch / f"output_{len(self.outputs)}")
+            with self.outputs[-1].open("w") as file:
+                started.append(
+                    ForkedProcess(
+                        "-m",
+                        "runner",
+                        f"--fdl_config={small_experiment.__file__}",
+                        "--fdl.validation=None",
+                        f"--fdl.mesh.fsdp={self.processes}",
+                        f"--fdl.steps={STEPS}",
+                        "--fdl.checkpoints.every=2",
+                        f"--workdir={self.url}",
+                        *(several if self.processes > 1 else ()),
+                        stdout=file,
+                        stderr=file,
+                        environment={
+                            "XDG_CACHE_HOME": str(self.scratch / machine),
+                            "XLA_FLAGS": f"--xla_force_host_platform_device_count=1 {XLA_FLAGS}",
+                        },
+                    )
+                )
+        return started
+
+    def store(self) -> BucketStore:
+        return BucketStore(BucketUrl.parsed(self.url))
+
+    def result(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Its curve, and the digests of the arrays of its last checkpoint."""
+        lines = read_metrics(folder_to_read(self.url))
+        manifest = json.loads(self.store().read(f"checkpoints/{STEPS}/manifest.json"))
+        arrays = {name: entry for name, entry in manifest["files"].items() if "state/" in name}
+        return [{k: v for k, v in line.items() if k not in TIMES} for line in lines], arrays
+
+
+def ended(processes: list[ForkedProcess]) -> list[int]:
+    try:
+        return [each.wait(SECONDS) for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+
+
+def at_request(run: Run, number: int, act: Callable[[], None]) -> threading.Event:
+    """`act`s once, when that many further requests have come; the event says whether it did."""
+    at, done = len(run.proxy.requests) + number, threading.Event()
+
+    def fault(request: Request) -> None:
+        if request.number >= at and not done.is_set():
+            done.set()
+            act()
+
+    run.proxy.fault = fault
+    return done
+
+
+# Each strikes a start of a run; it returns the exit codes, and those that fit.
+def killed(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
+    """All its processes at once, as a machine that loses its power."""
+    started = run.start(machine)
+    at_request(run, random.randrange(REQUESTS), lambda: [each.kill() for each in started])
+    return ended(started), {0, KILLED}
+
+
+def one_lost(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
+    """One of its processes, whichever that is."""
+    started = run.start(machine)
+    lost = random.choice(started)
+    at_request(run, random.randrange(REQUESTS), lost.kill)
+    return ended(started), {0, KILLED, MISSED}
+
+
+def terminated(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
+    started = run.start(machine)
+    signalled = random.choice(started)
+    at_request(run, random.randrange(REQUESTS), lambda: signalled.send_signal(signal.SIGTERM))
+    return ended(started), {0, STOPPED}
+
+
+def unreliable(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
+    """One request in seven fails in a way that passes, none of them twice."""
+    struck: set[str] = set()
+
+    def fault(request: Request) -> Fault | None:
+        asked = f"{request.method} {request.path}"
+        if asked in struck or random.randrange(7):
+            return None
+        struck.add(asked)
+        return random.choice(PASSING)
+
+    run.proxy.fault = fault
+    return ended(run.start(machine)), {0}
+
+
+def denied(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
+    """From one request on nothing is permitted, as when credentials are withdrawn."""
+    at = len(run.proxy.requests) + random.randrange(REQUESTS)
+    run.proxy.fault = lambda request: Fault.FORBIDDEN if request.number >= at else None
+    return ended(run.start(machine)), {0, 1, MISTAKE, MISSED}
+
+
+def started_twice(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
+    """By another machine while it runs: one of the two is refused, and the other goes on."""
+    first = run.start(machine)
+    reached = at_request(run, random.randrange(REQUESTS), lambda: None)
+    while not reached.wait(0.05) and first[0].poll() is None:
+        pass
+    codes = ended(run.start(f"{machine}_too")) if reached.is_set() else []
+    return ended(first) + codes, {0, MISTAKE}
+
+
+def flipped(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
+    """A bit of an object of the newest checkpoint, after a kill."""
+    codes, fitting = killed(run, random, machine)
+    run.proxy.fault = lambda request: None
+    below = BucketStore(BucketUrl.parsed(f"{run.url}/checkpoints"))
+    arrays = BucketStore(BucketUrl.parsed(f"{run.url}/checkpoints.arrays"))
+    steps = [int(name.split("/")[0]) for name in below.list() if name.endswith("/manifest.json")]
+    if steps and max(steps) < STEPS:
+        of_step = [(below, name) for name in below.list(str(max(steps)))]
+        of_step += [(arrays, name) for name in arrays.list() if name.startswith(f"{max(steps)}-")]
+        store, name = random.choice(sorted(of_step, key=lambda each: each[1]))
+        content = bytearray(store.read(name))
+        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+        store.write(name, bytes(content))
+    return codes, fitting
+
+
+FAULTS = {1: (killed, terminated, unreliable, denied, started_twice, flipped)}
+FAULTS[2] = (*FAULTS[1], one_lost)
+
+
+def undisturbed(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    codes = ended(run.start("here"))
+    if set(codes) != {0}:
+        raise SystemExit(f"the undisturbed run failed:\n{run.outputs[0].read_text()}")
+    return run.result()
+
+
+def problems(run: Run, codes: list[int], fitting: set[int]) -> list[str]:
+    found = [f"exit code {code}" for code in codes if code not in fitting]
+    for output in run.outputs:
+        text = output.read_text(errors="replace")
+        found += [f"{word} in {output}" for word in ("Traceback", "secret") if word in text]
+    return found
+
+
+def campaign(scheme: str, count: int, random: Random, scratch: Path) -> list[tuple[str, list[str]]]:
+    records: list[tuple[str, list[str]]] = []
+    with (
+        emulator(scheme) as server,
+        FaultyProxy(server, keeps_conditions=scheme == "gs") as proxy,
+    ):
+        os.environ.update(environment(scheme, proxy.port))
+        expected = {}
+        for processes in FAULTS:
+            (folder := scratch / f"{scheme}_undisturbed_{processes}").mkdir()
+            run = Run(proxy, f"{scheme}://{BUCKET}/undisturbed_{processes}", processes, folder)
+            expected[processes] = undisturbed(run)
+        while len(records) < count:
+            number = len(records)
+            processes = 2 if number % 4 == 3 else 1
+            strike = random.choice(FAULTS[processes])
+            (folder := scratch / f"{scheme}_{number}").mkdir()
+            run = Run(proxy, f"{scheme}://{BUCKET}/run_{number}", processes, folder)
+            codes, fitting = strike(run, random, "here")
+            found = problems(run, codes, fitting)
+            proxy.fault = lambda request: None
+            for start in range(STARTS):
+                last = ended(run.start(random.choice(("here", f"elsewhere_{start}"))))
+                if set(last) == {0}:
+                    break
+            found += problems(run, last, {0})
+            if not found and run.result() != expected[processes]:
+                found.append("another curve, or other weights")
+            name = f"{strike.__name__.replace('_', ' ')}, {processes} process(es)"
+            records.append((f"{scheme}: {name}", found))
+            told = "; ".join(found) or "survived"
+            print(f"{len(records):3}/{count}  {scheme}  {name:<34} {codes}  {told}", flush=True)
+    return records
+
+
+def main(_: list[str]) -> None:
+    random = Random(_SEED.value)
+    share = -(-_FAULTS.value // len(_SCHEMES.value))
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["XDG_CACHE_HOME"] = f"{scratch}/campaign"
+        records = [
+            record
+            for scheme in _SCHEMES.value
+            for record in campaign(scheme, share, random, Path(scratch))
+        ]
+    came = Counter(name for name, _ in records)
+    survived = Counter(name for name, found in records if not found)
+    rows = [[name, f"{survived[name]} of {came[name]}"] for name in sorted(came)]
+    print(columns([["fault", "survived"], *rows]))
+    sys.exit(sum(survived.values()) != len(records))
+
+
+if __name__ == "__main__":
+    app.run(main)
