@@ -86,6 +86,14 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], these: list[pytes
     items[:] = [item for item in items if item not in these]
 
 
+@pytest.fixture(scope="session")
+def stats():
+    """scipy's, whose import takes each process a second: here, one that tests with it."""
+    from scipy import stats
+
+    return stats
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Lets go of compiled programs between files once there are many: each is some mappings of
     memory, of which Linux gives a process 65,530. Without any left XLA's compiler ends it."""

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from lmlib.data import permute
 
@@ -38,7 +37,7 @@ def test_any_size_stays_in_range_without_collisions(
 
 
 @pytest.mark.landing
-def test_all_orders_of_few_elements_are_equally_likely() -> None:
+def test_all_orders_of_few_elements_are_equally_likely(stats) -> None:
     orders = list(itertools.permutations(range(4)))
     counts = dict.fromkeys(orders, 0)
     for seed in range(4800):
@@ -48,7 +47,7 @@ def test_all_orders_of_few_elements_are_equally_likely() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [5, 37, 1000])
-def test_every_position_is_equally_likely_over_the_seeds(size: int) -> None:
+def test_every_position_is_equally_likely_over_the_seeds(size: int, stats) -> None:
     images = [permute(np.array([0, size - 1]), size, seed=seed, epoch=0) for seed in range(4000)]
     buckets = min(size, 20)
     for column in np.array(images).T:
@@ -57,7 +56,7 @@ def test_every_position_is_equally_likely_over_the_seeds(size: int) -> None:
         assert stats.chisquare(counts, expected).pvalue > 1e-4
 
 
-def test_a_large_permutation_looks_random() -> None:
+def test_a_large_permutation_looks_random(stats) -> None:
     size = 200_000
     points = np.arange(size)
     first = permute(points, size, seed=0, epoch=0)

@@ -67,6 +67,7 @@ def fails_from(number: int, before: int):
     return fault
 
 
+@pytest.mark.landing
 def test_the_objects_are_the_files_of_a_disk(bucket, texts, tmp_path):
     url, _ = bucket
     tokenizer = train_byte_level_bpe(TEXTS, 300)

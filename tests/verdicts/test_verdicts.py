@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 from sentinels import sentinels
 from simulated_comparisons import ERRORS, Design, differences, share
 
@@ -17,7 +16,7 @@ COMPARISONS = 4_000
 STANDARD_ERROR = math.sqrt(RATE * (1 - RATE) / COMPARISONS)
 
 
-def test_a_paired_verdict_is_that_of_scipys_one_sided_t_test():
+def test_a_paired_verdict_is_that_of_scipys_one_sided_t_test(stats):
     generator = np.random.default_rng(0)
     for seeds in (3, 4, 9):
         values, baseline = generator.normal(3.0, 0.01, (2, seeds))
@@ -34,7 +33,7 @@ def test_a_paired_verdict_is_that_of_scipys_one_sided_t_test():
         assert (low, high) == pytest.approx((expected.low, expected.high))
 
 
-def test_the_statistic_of_other_seeds_is_welchs_with_no_more_degrees_of_freedom():
+def test_the_statistic_of_other_seeds_is_welchs_with_no_more_degrees_of_freedom(stats):
     generator = np.random.default_rng(1)
     values, baseline = generator.normal(3.0, 0.01, 3), generator.normal(3.1, 0.04, 7)
     found, expected = unpaired_difference(values, baseline), stats.ttest_ind(
@@ -100,7 +99,7 @@ def test_the_smallest_effect_is_found_four_times_in_five():
     assert found == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / COMPARISONS))
 
 
-def test_seeds_needed_are_the_fewest_with_enough_power():
+def test_seeds_needed_are_the_fewest_with_enough_power(stats):
     known = Difference(-0.9, 4, True, 1.0, 0.5, 3.0)
     needed = seeds_needed(known, 0.1, RATE)
     critical = [stats.t.isf(RATE, n - 1) for n in (needed - 1, needed)]
