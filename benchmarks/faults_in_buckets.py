@@ -182,13 +182,13 @@ def started_twice(run: Run, random: Random, machine: str) -> tuple[list[int], se
 
 
 def flipped(run: Run, random: Random, machine: str) -> tuple[list[int], set[int]]:
-    """A bit of an object of the newest checkpoint, after a kill."""
+    """A bit of an object of the newest checkpoint of several, after a kill."""
     codes, fitting = killed(run, random, machine)
     run.proxy.fault = lambda request: None
     below = BucketStore(BucketUrl.parsed(f"{run.url}/checkpoints"))
     arrays = BucketStore(BucketUrl.parsed(f"{run.url}/checkpoints.arrays"))
     steps = [int(name.split("/")[0]) for name in below.list() if name.endswith("/manifest.json")]
-    if steps and max(steps) < STEPS:
+    if len(steps) > 1 and max(steps) < STEPS:  # of one alone nothing would be left to go on from
         of_step = [(below, name) for name in below.list(str(max(steps)))]
         of_step += [(arrays, name) for name in arrays.list() if name.startswith(f"{max(steps)}-")]
         store, name = random.choice(sorted(of_step, key=lambda each: each[1]))

@@ -44,7 +44,7 @@ KERNELS_SAVED = ("query", "key", "value", "attention")
 # Bytes that parameters, moments and gradients may take where others share a GPU with them, and
 # these with the inputs of layers.
 ROOM_FOR_WEIGHTS, ROOM_FOR_ALL = 30e9, 55e9
-SMALL_BUBBLE = 0.1
+SMALL_BUBBLE, LARGEST_BUBBLE = 0.1, 1 / 3
 Candidates = Callable[[str, int, int], Iterator["Layout"]]  # of a size, GPUs and sequences
 
 
@@ -108,6 +108,18 @@ def with_copies(size: str, devices: int, batch: int) -> Iterator[Layout]:
 
 
 def in_stages(size: str, devices: int, batch: int) -> Iterator[Layout]:
+    """The fewest rounds that make the bubble small."""
+    return _staged(size, devices, batch, range(1, MODELS[size]["layers"] + 1), SMALL_BUBBLE)
+
+
+def in_stages_once(size: str, devices: int, batch: int) -> Iterator[Layout]:
+    """One round, which sends least, whatever the bubble is up to a third."""
+    return _staged(size, devices, batch, range(1, 2), LARGEST_BUBBLE)
+
+
+def _staged(
+    size: str, devices: int, batch: int, rounds: Iterable[int], bubble: float
+) -> Iterator[Layout]:
     """A host's GPUs, or several hosts' with the same layers, are a stage: few stages before many,
     large microbatches, whose bubble is small, before small ones."""
     model = MODELS[size]
@@ -121,12 +133,12 @@ def in_stages(size: str, devices: int, batch: int) -> Iterator[Layout]:
         while sequences >= 1:
             inputs = 2.0 * sequences * SEQUENCE * model["embed"] * model["layers"] / tensor
             held = least_bytes(size, stage * fsdp * tensor) + inputs
-            divisors = [rounds for rounds in range(1, each + 1) if each % rounds == 0]
             found = [
-                Layout(data, fsdp, tensor, sequences, stage=stage, rounds=rounds)
-                for rounds in divisors
+                Layout(data, fsdp, tensor, sequences, stage=stage, rounds=count)
+                for count in rounds
+                if each % count == 0
             ]
-            small = [layout for layout in found if layout.bubble < SMALL_BUBBLE]
+            small = [layout for layout in found if layout.bubble < bubble]
             if held < ROOM_FOR_ALL and small:
                 yield small[0]
             sequences //= 2
@@ -203,7 +215,7 @@ def print_networks(sizes: Iterable[str], counts: Sequence[int], speeds: Sequence
     print(f"| size | GPUs | layout | memory | bubble | {heads} |")
     print("|---|---|---|---|---|" + "---|" * len(speeds))
     for size, devices, candidates in itertools.product(
-        sizes, counts, (layouts, with_copies, in_stages)
+        sizes, counts, (layouts, with_copies, in_stages, in_stages_once)
     ):
         found = best(size, devices, candidates)
         if found is None:

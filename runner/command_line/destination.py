@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from lmlib.storage.bucket.copies import copy_to_write
+from lmlib.storage.bucket.copies import place_to_write
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.upload import upload
 from lmlib.storage.bucket.url import BucketUrl
@@ -37,7 +37,7 @@ def destination(
         raise ConfigError(f"--to={to} is not empty: give a new folder")
     with contextlib.ExitStack() as held:
         try:
-            copy = held.enter_context(copy_to_write(url))
+            copy = held.enter_context(place_to_write(url))
         except BlockingIOError as error:
             raise ConfigError(f"--to={to}: another command of this machine makes it") from error
         held.callback(shutil.rmtree, copy, ignore_errors=True)

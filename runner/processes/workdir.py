@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from lmlib.storage.bucket.copies import LOGS, copy_to_read, copy_to_write, url_of
+from lmlib.storage.bucket.copies import LOGS, copy_to_read, fetch, place_to_write, url_of
 from lmlib.storage.bucket.mirror import Mirror
 from lmlib.storage.bucket.store import BucketStore
 from lmlib.storage.bucket.url import BucketUrl
@@ -75,6 +75,7 @@ def _written(url: BucketUrl, tell: Callable[[str], None]) -> Iterator[Workdir]:
         with _mistakes():
             folder = held.enter_context(_alone(url))
             lease = held.enter_context(Lease(store, tell=tell))
+            fetch(url, folder)  # not before: who held the lease may have written until then
         mirror = Mirror(folder, store, tell=tell, check=lease.check, wanted=_is_the_runs)
         held.callback(mirror.close)
         yield Workdir(folder, url, lease.check, mirror.sync)
@@ -89,7 +90,7 @@ def _is_the_runs(name: str) -> bool:
 def _alone(url: BucketUrl) -> Iterator[Path]:
     with contextlib.ExitStack() as held:
         try:
-            folder = held.enter_context(copy_to_write(url))
+            folder = held.enter_context(place_to_write(url))
         except BlockingIOError as error:
             raise ConfigError(
                 f"{url} is in use by a run of this machine: one run at a time; end that one or use "

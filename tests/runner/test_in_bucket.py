@@ -1,5 +1,8 @@
 """Runs whose workdir is in a bucket: the same curve, bit for bit, or a sentence that says why."""
 
+import contextlib
+import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +35,8 @@ EXPERIMENT_FLAGS = (
 )
 EXPERIMENT = (f"steps={STEPS}", "checkpoints.every=2")
 TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "goodput", "peak_memory_bytes")
+LOG = "metrics.jsonl"
+LEASE = r"lease(/|%2F)0"  # the object of an owner, in a request's path
 PASSING = (Fault.REFUSED, Fault.THROTTLED, Fault.UNAVAILABLE, Fault.CUT, Fault.LOST)
 
 
@@ -155,6 +160,33 @@ def test_of_two_runs_one_is_refused(bucket, machine):
         with pytest.raises(ConfigError, match=f"{url} is in use by the run of") as caught:
             fit(small(*EXPERIMENT), url)
     assert url in str(caught.value)
+
+
+@pytest.mark.landing
+def test_who_waited_for_the_lease_goes_on_from_what_its_owner_wrote_last(bucket, machine):
+    """The owner's last lines come while another machine waits."""
+    url, proxy = bucket
+    with pytest.raises(StoppedEarly):
+        fit(small(*EXPERIMENT), url, stopping_after(3))
+    lines = [json.loads(line) for line in (folder_to_read(url) / LOG).read_text().splitlines()]
+    last = "".join(json.dumps(line | {"by_its_owner": 1}) + "\n" for line in lines)
+    store, seen = BucketStore(BucketUrl.parsed(url)), threading.Event()
+    with contextlib.ExitStack() as held:
+        held.enter_context(Lease(store))
+        proxy.fault = lambda request: (
+            seen.set() if request.method == "GET" and re.search(LEASE, request.path) else None
+        )
+
+        def end() -> None:
+            seen.wait(60)
+            store.write(LOG, last.encode())
+            held.close()
+
+        threading.Thread(target=end).start()
+        machine("second")
+        fit(small(*EXPERIMENT), url)
+    found = curve(folder_to_read(url))
+    assert [line.get("by_its_owner") for line in found] == [1, 1, 1, None, None, None]
 
 
 @pytest.mark.parametrize("fault, told", [(Fault.FORBIDDEN, "permission is denied")])

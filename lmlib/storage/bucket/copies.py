@@ -65,7 +65,7 @@ def copy_to_read(url: BucketUrl) -> Path:
       BucketError: if the bucket cannot be read.
     """
     copy = _copy(_READ, url)
-    names = _fetch(url, copy)
+    names = fetch(url, copy)
     for file in [each for each in copy.rglob("*") if each.is_file()]:
         name = file.relative_to(copy).as_posix()
         if name not in names and not _stays(name):  # what was not fetched is this machine's own
@@ -73,14 +73,37 @@ def copy_to_read(url: BucketUrl) -> Path:
     return copy
 
 
+def fetch(url: BucketUrl, copy: Path) -> set[str]:
+    """Brings the small files of `url`, as the bucket has them now; returns their names.
+
+    Raises:
+      BucketError: if the bucket cannot be read.
+    """
+    store = BucketStore(url)
+    names = {name for name in store.list() if not _stays(name)}
+
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        parts.setdefault(file_of(name), []).append(name)
+
+    def bring(name: str) -> None:
+        file = copy / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # it was deleted since
+            write_whole(file, put_together(store, name, parts[name]))
+
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        list(threads.map(bring, parts))
+    return set(parts)
+
+
 @contextlib.contextmanager
-def copy_to_write(url: BucketUrl) -> Iterator[Path]:
-    """A copy of `url`, as the bucket has it now, that is this process's alone on this machine while
-    the block runs.
+def place_to_write(url: BucketUrl) -> Iterator[Path]:
+    """An empty folder that stands for `url`, this process's alone on this machine while the block
+    runs; `fetch` brings what the bucket has.
 
     Raises:
       BlockingIOError: if another process of this machine writes there.
-      BucketError: if the bucket cannot be read.
     """
     copy = _copy(_WRITTEN, url)
     digest = hashlib.sha256(f"{url}/".encode()).hexdigest()[:32]
@@ -90,7 +113,6 @@ def copy_to_write(url: BucketUrl) -> Iterator[Path]:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which the end of the process gives back
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir(parents=True, exist_ok=True)
-        _fetch(url, copy)
         yield copy
 
 
@@ -106,26 +128,6 @@ def _url_of(path: Path, *kinds: str) -> BucketUrl | None:
     except ValueError:
         return None
     return BucketUrl(scheme, bucket, "/".join(parts)) if kind in kinds else None
-
-
-def _fetch(url: BucketUrl, copy: Path) -> set[str]:
-    """The names of the files that were fetched."""
-    store = BucketStore(url)
-    names = {name for name in store.list() if not _stays(name)}
-
-    parts: dict[str, list[str]] = {}
-    for name in names:
-        parts.setdefault(file_of(name), []).append(name)
-
-    def fetch(name: str) -> None:
-        file = copy / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # it was deleted since
-            write_whole(file, put_together(store, name, parts[name]))
-
-    with ThreadPoolExecutor(REQUESTS) as threads:
-        list(threads.map(fetch, parts))
-    return set(parts)
 
 
 def _stays(name: str) -> bool:
