@@ -78,13 +78,8 @@ _CHECKED, _CHECKED_CLASS = (
     ast.parse(f"__import__({__name__!r}).{name}", mode="eval").body
     for name in ("checked", "checked_class")
 )
-_BLOCKS = (
-    "body",
-    "orelse",
-    "handlers",
-    "finalbody",
-    "cases",
-)  # of statements, where each may have one
+# Of statements: what a node may have.
+_BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
 
 
 def _decorate(node: ast.AST) -> None:

@@ -106,7 +106,7 @@ def place_to_write(url: BucketUrl) -> Iterator[Path]:
       BlockingIOError: if another process of this machine writes there.
     """
     copy = _copy(_WRITTEN, url)
-    digest = hashlib.sha256(f"{url}/".encode()).hexdigest()[:32]
+    digest = hashlib.sha256(str(url).encode()).hexdigest()[:32]
     lock = copies_folder() / _LOCKS / digest
     lock.parent.mkdir(parents=True, exist_ok=True)
     with open(lock, "ab") as held:
