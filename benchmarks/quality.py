@@ -36,6 +36,7 @@ from lmlib.parallel.layout import sharding
 from lmlib.terminal.table import columns
 from runner.absent_hardware.stand_ins import built
 from runner.config import configs
+from runner.jax_settings.allocator import keep_freed_memory
 
 _FIDDLERS = flags.DEFINE_multi_string("fiddler", [], "of the quickstart; repeatable")
 _STEPS = flags.DEFINE_integer("steps", None, "of the quickstart, instead of its own", lower_bound=2)
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
     if importlib.util.find_spec("torch") is None:
         sys.exit("the GPT needs PyTorch: pip install torch")
+    keep_freed_memory()  # as in a run: for both
     logging.set_verbosity(logging.WARNING)  # not what JAX looked for and did not find
     jax.config.update("jax_platforms", "cpu")
     found = list(pairs([float(rate) for rate in _RATES.value]))

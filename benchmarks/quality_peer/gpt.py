@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, E embed, H heads, D head_dim, V vocab.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -89,7 +90,7 @@ def train_gpt(
 ) -> Trained:
     """Makes steps until `cpu_seconds` of all threads are spent, then evaluates."""
     torch.manual_seed(seed)
-    torch.set_num_threads(2)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = GPT(shape)
     loss_of = torch.compile(model, fullgraph=True, dynamic=False)
     optimizer = _adamw(model)

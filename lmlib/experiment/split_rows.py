@@ -8,9 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from lmlib.compute import Compute
+from lmlib.models.attend import IMPLEMENTATIONS
+from lmlib.models.attend.context import problem
 from lmlib.parallel.layout import COMPUTE, pieces
-
-_KERNELS = ("auto", "blockwise")  # whose tiles are visited
 
 
 def check_split_rows(model: Any, compute: Compute, mesh: Mesh) -> None:
@@ -25,11 +25,13 @@ def check_split_rows(model: Any, compute: Compute, mesh: Mesh) -> None:
     axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
     if devices == 1:
         return
-    if compute.attention not in _KERNELS:
-        raise ValueError(
-            f"attention={compute.attention!r} cannot compute rows that {axis}={devices} splits; "
-            f"use attention='auto', or {axis}=1"
-        )
+    if compute.attention not in ("auto", "blockwise"):
+        reason = problem(IMPLEMENTATIONS[compute.attention], compute.context)
+        if reason is not None:
+            raise ValueError(
+                f"attention={compute.attention!r} cannot compute rows that {axis}={devices} "
+                f"splits: {reason}; use attention='auto', or {axis}=1"
+            )
     for module in _modules(model):
         kind = type(module)
         if not kind.__module__.startswith("lmlib.") and not getattr(

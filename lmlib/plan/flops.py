@@ -348,8 +348,9 @@ def _pallas_kernel(equation: Any) -> _Work | None:
         return None
     grid = equation.params["grid_mapping"].grid
     blocks = float(math.prod(size for size in grid if isinstance(size, int)))
-    if str(equation.params.get("name", "")).startswith("splash"):
-        blocks *= (grid[-1] + 1) / (2 * grid[-1])
+    if (name := str(equation.params.get("name", ""))).startswith("splash"):
+        keys = grid[-3] if "dkv" in name else grid[-1]
+        blocks *= (keys + 1) / (2 * keys)
     return _Work(
         dtype=products[0].dtype,
         sizes=products[0].sizes,

@@ -11,7 +11,7 @@ from sentinels import sentinels
 
 from lmlib import optim, train
 from lmlib.compute import Compute
-from lmlib.models.attend import splash
+from lmlib.models.attend import attend, splash
 from lmlib.models.attend.options import Options
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
@@ -212,3 +212,25 @@ def test_scopes_of_a_step():
     }
     # The loss computes the gradients of its logits along with them.
     assert loss == 3 * 2 * E * V
+
+
+@pytest.mark.several_devices
+def test_splash_attention_of_split_rows_counts_what_each_device_computes():
+    B, S, H, D, tile, devices = 2, 4_096, 4, 64, 512, 2
+    with jax.set_mesh(make_mesh(context=devices, devices=jax.devices()[:devices])):
+        layout = jax.sharding.PartitionSpec(None, "context")
+        mesh = jax.sharding.get_abstract_mesh()
+        arguments = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, layout))
+            for shape, dtype in [((B, S, H, D), jnp.bfloat16)] * 3 + [((B, S), jnp.int32)]
+        ]
+
+        def total(q, k, v, segments):
+            mixed_BSHD = attend(q, k, v, segments, "splash", order="balanced", way="gather")
+            return jnp.sum(mixed_BSHD.astype(jnp.float32))
+
+        both = counted(jax.grad(total, argnums=(0, 1, 2)), *arguments)
+    kernels = [one for one in both.matmuls if one.operation == "pallas_call"]
+    tiles = S // tile
+    product = 2 * B * H * tile * tile * D * (tiles * (tiles + 1) // 2) / devices
+    assert sum(one.device_flops for one in kernels) == (2 + 4 + 3) * product

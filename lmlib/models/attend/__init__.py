@@ -8,6 +8,8 @@
 
 "auto" takes cudnn on NVIDIA GPUs and splash on TPUs where they can compute the shapes, else
 blockwise. All of them compute the same: a test holds each against the definition in float64.
+Where `context` splits rows, splash computes them with gathered keys, and blockwise in two ways
+(`lmlib.models.attend.context`).
 """
 
 import functools
@@ -26,8 +28,9 @@ from lmlib.models.attend.sinks import share, with_sinks
 from lmlib.parallel.collectives import on_each_device, platform
 from lmlib.parallel.layout import COMPUTE, partition, reshard, whole_place
 
-# Each has `attend`, `problem` if there is something that it cannot compute, and
-# `attend_and_normalise` if it can compute sinks.
+# Each has `attend`, `problem` if there is something that it cannot compute,
+# `attend_and_normalise` if it can compute sinks, and `attend_gathered` if it can take some of a
+# row's queries.
 IMPLEMENTATIONS = {"cudnn": cudnn, "splash": splash, "blockwise": blockwise, "plain": plain}
 
 
@@ -77,21 +80,21 @@ def attend(
         )(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS)
         return jax.tree.map(reshard, results, outputs if len(outputs) > 1 else outputs[0])
 
-    normalised = heads, "batch seq heads"
-    if context.is_split():
+    if implementation == "auto":
+        sizes = soft_cap, v_BTKV.shape[-1], sinks_H is not None
+        implementation = chosen(q_BSHD, *sizes, order=order, way=way)
+    kernel, split = IMPLEMENTATIONS[implementation], context.is_split()
+    if sinks_H is None and (implementation != "blockwise" or not split):
+        function = context.of_kernel(kernel, order, way) if split else kernel.attend
+        return checkpoint_name(computed(function, heads), "attention")
+    if not hasattr(kernel, "attend_and_normalise"):
+        raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
+    function = kernel.attend_and_normalise
+    if split:
         if way == "auto":
             way = context.best_way(q_BSHD.shape[2], k_BTKD.shape[2])
         function = functools.partial(context.attend_and_normalise, order=order, way=way)
-        mixed_BSHV, log_normaliser_BSH = computed(function, *normalised)
-    else:
-        if implementation == "auto":
-            implementation = chosen(q_BSHD, soft_cap, v_BTKV.shape[-1], sinks_H is not None)
-        kernel = IMPLEMENTATIONS[implementation]
-        if sinks_H is None:
-            return checkpoint_name(computed(kernel.attend, heads), "attention")
-        if not hasattr(kernel, "attend_and_normalise"):
-            raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
-        mixed_BSHV, log_normaliser_BSH = computed(kernel.attend_and_normalise, *normalised)
+    mixed_BSHV, log_normaliser_BSH = computed(function, heads, "batch seq heads")
     if sinks_H is not None:
         mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H)
     return checkpoint_name(mixed_BSHV, "attention")
@@ -185,9 +188,15 @@ def chosen(
     soft_cap: float | None = None,
     value_dim: int | None = None,
     sinks: bool = False,
+    order: str = "plain",
+    way: str = "auto",
 ) -> str:
     """What "auto" takes for such queries on the devices of the mesh that is set."""
     _, S, _, D = q_BSHD.shape
     best = {"tpu": "splash", "cuda": "cudnn"}.get(platform(), "blockwise")
+    if context.is_split():
+        if context.problem(IMPLEMENTATIONS[best], way) is not None:
+            return "blockwise"
+        S = context.length_of_piece(S, order)
     reason = problem(best, S, D, q_BSHD.dtype, soft_cap, value_dim, sinks)
     return best if reason is None else "blockwise"

@@ -5,19 +5,25 @@ values of the whole row.
     gather  keys_gathered.py        each device gathers all keys and values
     ring    keys_in_a_ring.py       they go round, one device's at a time
 
-Both visit the tiles of `lmlib.models.attend.tiles`, and compute the same.
+Both visit the tiles of `lmlib.models.attend.tiles`, and compute the same. With "gather" a fused
+kernel may take their place (gathered_kernel.py).
 
 Shapes: B batch, S sequence of a device, H heads, K kv_heads, G = H / K query heads to each
 key-value head, D head_dim of queries and keys, V that of values.
 """
 
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend import keys_gathered, keys_in_a_ring
+from lmlib.models.attend import gathered_kernel, keys_gathered, keys_in_a_ring
 from lmlib.models.attend.context_split import Split
 from lmlib.models.attend.options import Options
 from lmlib.parallel.collectives import devices_along
 from lmlib.parallel.layout import along
+from lmlib.row_order import pieces_of_devices
 
 WAYS = {"gather": keys_gathered.attend, "ring": keys_in_a_ring.attend}
 # Gathered keys and values may take so many times the memory of a device's queries.
@@ -33,6 +39,33 @@ def check_way(way: str) -> None:
     """Raises ValueError if there is no such way."""
     if way not in (known := ("auto", *WAYS)):
         raise ValueError(f"context must be one of {', '.join(known)}, got {way!r}")
+
+
+def problem(kernel: ModuleType, way: str) -> str | None:
+    """Why a fused kernel, one of `lmlib.models.attend.IMPLEMENTATIONS`, cannot compute split rows,
+    if it cannot."""
+    if not hasattr(kernel, "attend_gathered"):
+        return "it computes whole rows only"
+    if way == "ring":
+        return "it computes rows whose keys are gathered, not context='ring'"
+    return None
+
+
+def length_of_piece(length: int, order: str) -> int:
+    """How many of a row's tokens follow each other on a device at least."""
+    return length // pieces_of_devices(devices_along(along("seq")), order).size
+
+
+def of_kernel(kernel: ModuleType, order: str, way: str) -> Callable[..., Array]:
+    """The kernel's `attend`, of this device's queries over the keys of the whole row.
+
+    Raises:
+      ValueError: if it cannot compute that; see `problem`.
+    """
+    if (reason := problem(kernel, way)) is not None:
+        name = kernel.__name__.split(".")[-1]
+        raise ValueError(f"{name}: {reason}; use attention='blockwise' or 'auto'")
+    return functools.partial(gathered_kernel.attend, kernel=kernel, order=order)
 
 
 def best_way(heads: int, kv_heads: int) -> str:

@@ -37,9 +37,13 @@ class Split(NamedTuple):
     @classmethod
     def of(cls, order: str, length: int) -> "Split":
         """On the mesh that is set, for rows of which a device has `length` tokens."""
-        devices = devices_along(along("seq"))
-        piece = length // pieces_of_devices(devices, order).shape[1]
-        return cls(order, length, devices, largest_tile(piece, best_tile()))
+        split = cls(order, length, devices_along(along("seq")), 0)
+        return split._replace(tile=largest_tile(split.piece, best_tile()))
+
+    @property
+    def piece(self) -> int:
+        """Tokens of one, which stand in order."""
+        return self.length // self.pieces_CM.shape[1]
 
     @property
     def pieces_CM(self) -> Int[np.ndarray, "c m"]:
@@ -54,8 +58,16 @@ class Split(NamedTuple):
 
     def groups(self, keys_CL: Int[np.ndarray, "c l"], options: Options) -> list[Group]:
         """Pairs of each device's pieces and the pieces of keys that it has then."""
-        piece = self.length // self.pieces_CM.shape[1]
-        return grouped_pairs(self.pieces_CM, keys_CL, piece, self.tile, options.window)
+        return grouped_pairs(self.pieces_CM, keys_CL, self.piece, self.tile, options.window)
+
+    def in_row_order(self, gathered_BT: Array) -> Array:
+        """What was gathered along the axis 1, one device's after the other's."""
+        if self.order == "plain":
+            return gathered_BT
+        B, T, *others = gathered_BT.shape
+        pieces_BCML = gathered_BT.reshape(B, self.devices, -1, self.piece, *others)
+        early, late = pieces_BCML[:, :, 0], pieces_BCML[:, ::-1, 1]
+        return jnp.concatenate([early, late], axis=1).reshape(B, T, *others)
 
     def queries(self, q_BKGSD: Array, segments_BS: Array) -> Queries:
         """Those of this device."""

@@ -1,19 +1,22 @@
 """Splash attention: Pallas's fused attention for TPUs, which skips tiles that are all masked.
 
-Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim of queries
-and keys, V that of values.
+Shapes: C devices along `context`, B batch, S sequence (queries), T sequence (keys), H heads,
+K kv_heads, D head_dim of queries and keys, V that of values.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as kernel,
 )
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
+from lmlib.models.attend.context_split import Split, device
 from lmlib.models.attend.options import Options
+from lmlib.models.attend.pairs import largest_tile
+from lmlib.models.attend.splash_tiles import Visible, visited
 from lmlib.parallel.collectives import platform
 
 _LANES = 128  # of a TPU's vector unit: tiles are multiples of it
@@ -44,29 +47,62 @@ def attend(
 ) -> Float[Array, "b s h v"]:
     """See `lmlib.models.attend.attend`; on the part of one device. Where there is no TPU, Pallas
     interprets the kernel, which is for tests."""
-    _, S, H, D = q_BSHD.shape
-    for size in (D, v_BTKV.shape[-1]):
-        if (reason := problem(S, size, q_BSHD.dtype, options.soft_cap)) is not None:
-            raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
-    window = options.window
-    mask = (
-        masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
+    S = q_BSHD.shape[1]
+    segments = kernel.SegmentIds(segment_ids_BS, segment_ids_BS)
+    return _attend(np.arange(S)[None], 0, S, q_BSHD, k_BTKD, v_BTKV, segments, options)
+
+
+def attend_gathered(
+    split: Split,
+    q_BSHD: Float[Array, "b s h d"],
+    k_BTKD: Float[Array, "b t k d"],
+    v_BTKV: Float[Array, "b t k v"],
+    segments_BS: Int32[Array, "b s"],
+    segments_BT: Int32[Array, "b t"],
+    options: Options,
+) -> Float[Array, "b s h v"]:
+    """As `attend`, of a device's queries and the keys of the whole row, in the row's order."""
+    segments = kernel.SegmentIds(segments_BS, segments_BT)
+    return _attend(
+        split.places_CS, device(), split.piece, q_BSHD, k_BTKD, v_BTKV, segments, options
     )
-    tile = max(size for size in range(_LANES, _LARGEST_TILE + 1, _LANES) if S % size == 0)
-    attend_HSD = kernel.make_splash_mha(
-        masks.MultiHeadMask([mask] * H),
+
+
+def _attend(
+    places_CS: Int[np.ndarray, "c s"],
+    own: Array | int,
+    piece: int,
+    q_BSHD: Array,
+    k_BTKD: Array,
+    v_BTKV: Array,
+    segments: kernel.SegmentIds,
+    options: Options,
+) -> Array:
+    """Of the queries of device `own`, of whose tokens each `piece` stand in order."""
+    for size in (q_BSHD.shape[-1], v_BTKV.shape[-1]):
+        if (reason := problem(piece, size, q_BSHD.dtype, options.soft_cap)) is not None:
+            raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
+    tile = _LANES * largest_tile(piece // _LANES, _LARGEST_TILE // _LANES)
+    of_devices = visited(places_CS, k_BTKD.shape[1], tile, options.window)
+    to_keys, to_queries = jax.tree.map(lambda x_C: jnp.asarray(x_C)[own], of_devices)
+    attend_HSD = kernel.SplashAttentionKernel(
+        to_keys,
+        to_keys,
+        to_queries,
         block_sizes=kernel.BlockSizes(
             block_q=tile, block_kv=tile, block_kv_compute=tile,
             block_q_dkv=tile, block_kv_dkv=tile, block_kv_dkv_compute=tile,
             block_q_dq=tile, block_kv_dq=tile,
         ),
-        head_shards=1,
-        q_seq_shards=1,
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=kernel.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=options.soft_cap,
         residual_checkpoint_name="attention_kernel",
+        mask_function=Visible(options.window),
         interpret=platform() != "tpu",
     )  # fmt: skip
     q_BSHD = q_BSHD * options.scale
     q_BHSD, k_BKTD, v_BKTV = (x.transpose(0, 2, 1, 3) for x in (q_BSHD, k_BTKD, v_BTKV))
-    segments = kernel.SegmentIds(segment_ids_BS, segment_ids_BS)
-    return jax.vmap(attend_HSD)(q_BHSD, k_BKTD, v_BKTV, segments).transpose(0, 2, 1, 3)
+    mixed_BHSV = jnp.asarray(jax.vmap(attend_HSD)(q_BHSD, k_BKTD, v_BKTV, segments))
+    return mixed_BHSV.transpose(0, 2, 1, 3)
