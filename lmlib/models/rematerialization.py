@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from lmlib.compute import EVERYTHING, Compute
-from lmlib.models.attend import cudnn
+from lmlib.models.attend.fused import cudnn
 
 CHOICES = "choices"  # of a router
 

@@ -341,8 +341,9 @@ def _attention_kernel(products: int) -> Any:
 
 
 def _pallas_kernel(equation: Any) -> _Work | None:
-    """A Pallas kernel: the products of a block, times the blocks of its grid; no rule for one that
-    multiplies nothing. Splash attention leaves out the blocks above the diagonal."""
+    """A Pallas kernel: what it says of itself, or the products of a block, times the blocks of its
+    grid; no rule for one that multiplies nothing. Splash attention leaves out the blocks above the
+    diagonal."""
     products = list(_matmuls(equation.params["jaxpr"], _Place("", 1, 1)))
     if not products:
         return None
@@ -351,11 +352,13 @@ def _pallas_kernel(equation: Any) -> _Work | None:
     if (name := str(equation.params.get("name", ""))).startswith("splash"):
         keys = grid[-3] if "dkv" in name else grid[-1]
         blocks *= (keys + 1) / (2 * keys)
+    said = equation.params.get("cost_estimate")
+    counted = blocks * math.fsum(one.device_flops for one in products)
     return _Work(
         dtype=products[0].dtype,
         sizes=products[0].sizes,
         pieces=1,
-        device_flops=blocks * math.fsum(one.device_flops for one in products),
+        device_flops=counted if said is None else said.flops,
         device_bytes=_bytes(*(each.aval for each in (*equation.invars, *equation.outvars))),
     )
 

@@ -215,7 +215,7 @@ def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tupl
             f"speeds are those of {target.accelerator.name}"
         )
     attention = experiment.compute.attention
-    whole_rows = pieces(COMPUTE["seq"], experiment.mesh) == 1  # others have no kernel
+    whole_rows = pieces(COMPUTE["seq"], experiment.mesh) == 1  # cuDNN takes no others
     may_be_cudnn = compiler.platform == "cuda" and attention in ("auto", "cudnn") and whole_rows
     if may_be_cudnn and not _has_cudnn():
         compute = dataclasses.replace(experiment.compute, attention="blockwise")

@@ -21,10 +21,10 @@ from lmlib.models.attend import (
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 
-# CPUs interpret splash; cudnn needs an NVIDIA GPU.
-KERNEL = "cudnn" if jax.default_backend() == "gpu" else "splash"
-RUNNABLE = ["plain", "blockwise", KERNEL]
-BUT_THE_KERNEL = sentinels(RUNNABLE, lambda name: name != KERNEL)
+# CPUs interpret splash and triton; cudnn needs an NVIDIA GPU.
+FUSED = ["cudnn" if jax.default_backend() == "gpu" else "splash", "triton"]
+RUNNABLE = ["plain", "blockwise", *FUSED]
+BUT_FUSED = sentinels(RUNNABLE, lambda name: name not in FUSED)
 B, S, H, K, D = 2, 256, 4, 2, 64
 WINDOWS = [None, 1, 100, 128, 129, 1_000]
 # Beside a window alone, which has its own test: each with and without each other.
@@ -147,7 +147,7 @@ def assert_bfloat16_is_close(implementation, **options):
 @pytest.mark.parametrize(
     ("implementation", "window"),
     sentinels(
-        itertools.product(RUNNABLE, WINDOWS), lambda case: case[1] == 129 and case[0] != "splash"
+        itertools.product(RUNNABLE, WINDOWS), lambda case: case[1] == 129 and case[0] not in FUSED
     ),
 )
 def test_outputs_and_gradients_match_the_definition(implementation, window):
@@ -177,7 +177,7 @@ def test_what_cudnn_is_told_is_the_definition(options, monkeypatch):
 
 
 @pytest.mark.landing
-@pytest.mark.parametrize("implementation", BUT_THE_KERNEL)
+@pytest.mark.parametrize("implementation", BUT_FUSED)
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"),
     sentinels([(64, 128), (128, 64)], lambda sizes: sizes == (128, 64)),
@@ -198,9 +198,12 @@ OF_SINKS = [{"window": None}, {"window": 100, "scale": 0.3, "soft_cap": 2.0}]
 @pytest.mark.parametrize(
     "options", sentinels(OF_SINKS, OF_SINKS[-1].__eq__), ids=["plainly", "with all options"]
 )
-@pytest.mark.parametrize("implementation", sentinels(["plain", "blockwise"], "blockwise".__eq__))
+@pytest.mark.parametrize(
+    "implementation",
+    sentinels(["plain", "blockwise", "triton"], "blockwise".__eq__, landing="triton".__eq__),
+)
 def test_sinks_are_logits_without_a_value(implementation, options):
-    arrays, sinks_H = inputs(200), np.array([-2.0, 0.0, 3.0, 30.0], np.float32)
+    arrays, sinks_H = inputs(208), np.array([-2.0, 0.0, 3.0, 30.0], np.float32)
     with jax.default_matmul_precision("highest"):
         values = found_with_sinks(implementation, *arrays, sinks_H, **options)
     expected = reference(*arrays, **options, sinks_H=sinks_H.astype(np.float64))
@@ -244,12 +247,12 @@ def test_any_shape_will_do(implementation, sequence, heads, kv_heads, head_dim):
 
 
 @pytest.mark.landing
-@pytest.mark.parametrize("implementation", BUT_THE_KERNEL)
+@pytest.mark.parametrize("implementation", BUT_FUSED)
 def test_bfloat16_comes_within_its_rounding(implementation):
     assert_bfloat16_is_close(implementation, window=None)
 
 
-@pytest.mark.parametrize("implementation", BUT_THE_KERNEL)
+@pytest.mark.parametrize("implementation", BUT_FUSED)
 def test_a_document_does_not_notice_the_others_of_its_row(implementation):
     q, k, v, _, d_BSHD = inputs()
     segments_BS = np.zeros((B, S), np.int32)
@@ -336,9 +339,9 @@ def test_what_an_implementation_cannot_compute_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "expected"),
-    [("v5e:2x2", ("splash", "splash")), ("h100:1x1", ("cudnn", "blockwise"))],
+    [("v5e:2x2", ("splash", "splash")), ("h100:1x1", ("cudnn", "triton"))],
 )
-def test_where_the_best_kernel_has_no_soft_cap_auto_takes_blockwise(target, expected):
+def test_where_the_best_kernel_has_no_soft_cap_auto_takes_another(target, expected):
     _, devices = absent(target)
     q_BSHD = jnp.zeros((B, S, H, D), jnp.bfloat16)
     with jax.set_mesh(make_mesh(devices=devices)):

@@ -21,7 +21,7 @@ from lmlib.row_order import ORDERS, places
 pytestmark = pytest.mark.several_devices
 
 D = 64
-KERNELS = ["splash"]
+KERNELS = ["splash", "triton"]
 MESHES = {  # and the sequence, of which a piece is 128 tokens or some
     "context 2": ({"context": 2}, 1_024),
     "context 4": ({"context": 4}, 1_024),
@@ -30,7 +30,7 @@ MESHES = {  # and the sequence, of which a piece is 128 tokens or some
 }
 WINDOWS = [None, 100, 300]
 CELLS = list(itertools.product(KERNELS, ORDERS, MESHES, WINDOWS))
-SHOWN = "splash", "balanced", "fsdp 2, context 2, tensor 2", 100
+SHOWN = "triton", "balanced", "fsdp 2, context 2, tensor 2", 100
 AT_EACH_LANDING = "splash", "balanced", "context 4", None
 
 

@@ -11,7 +11,8 @@ from sentinels import sentinels
 
 from lmlib import optim, train
 from lmlib.compute import Compute
-from lmlib.models.attend import attend, splash
+from lmlib.models.attend import attend
+from lmlib.models.attend.fused import splash
 from lmlib.models.attend.options import Options
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh

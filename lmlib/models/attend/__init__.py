@@ -2,14 +2,15 @@
 
     implementation  where                what
     cudnn           NVIDIA GPUs          cuDNN's fused attention
+    triton          NVIDIA GPUs          a fused kernel that skips other documents
     splash          TPUs                 Pallas's splash attention
     blockwise       anywhere             tiles in plain JAX; no S × S matrix
     plain           anywhere             the definition; an S × S matrix for each head
 
-"auto" takes cudnn on NVIDIA GPUs and splash on TPUs where they can compute the shapes, else
-blockwise. All of them compute the same: a test holds each against the definition in float64.
-Where `context` splits rows, splash computes them with gathered keys, and blockwise in two ways
-(`lmlib.models.attend.context`).
+"auto" takes cudnn or else triton on NVIDIA GPUs, and splash on TPUs, where they can compute the
+shapes, else blockwise. All of them compute the same: a test holds each against the definition in
+float64. Where `context` splits rows, triton and splash compute them with gathered keys, and
+blockwise in two ways (`lmlib.models.attend.context`).
 """
 
 import functools
@@ -22,7 +23,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend import blockwise, context, cudnn, plain, splash
+from lmlib.models.attend import blockwise, context, plain
+from lmlib.models.attend.fused import cudnn, splash, triton
 from lmlib.models.attend.options import Options
 from lmlib.models.attend.sinks import share, with_sinks
 from lmlib.parallel.collectives import on_each_device, platform
@@ -31,7 +33,15 @@ from lmlib.parallel.layout import COMPUTE, partition, reshard, whole_place
 # Each has `attend`, `problem` if there is something that it cannot compute,
 # `attend_and_normalise` if it can compute sinks, and `attend_gathered` if it can take some of a
 # row's queries.
-IMPLEMENTATIONS = {"cudnn": cudnn, "splash": splash, "blockwise": blockwise, "plain": plain}
+IMPLEMENTATIONS = {
+    "cudnn": cudnn,
+    "triton": triton,
+    "splash": splash,
+    "blockwise": blockwise,
+    "plain": plain,
+}
+# What "auto" takes, of each platform the best first; else blockwise.
+_BEST = {"cuda": ("cudnn", "triton"), "tpu": ("splash",)}
 
 
 def attend(
@@ -193,10 +203,11 @@ def chosen(
 ) -> str:
     """What "auto" takes for such queries on the devices of the mesh that is set."""
     _, S, _, D = q_BSHD.shape
-    best = {"tpu": "splash", "cuda": "cudnn"}.get(platform(), "blockwise")
-    if context.is_split():
-        if context.problem(IMPLEMENTATIONS[best], way) is not None:
-            return "blockwise"
-        S = context.length_of_piece(S, order)
-    reason = problem(best, S, D, q_BSHD.dtype, soft_cap, value_dim, sinks)
-    return best if reason is None else "blockwise"
+    split = context.is_split()
+    length = context.length_of_piece(S, order) if split else S
+    for name in _BEST.get(platform(), ()):
+        if split and (sinks or context.problem(IMPLEMENTATIONS[name], way) is not None):
+            continue
+        if problem(name, length, D, q_BSHD.dtype, soft_cap, value_dim, sinks) is None:
+            return name
+    return "blockwise"

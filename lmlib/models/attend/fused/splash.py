@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from lmlib.models.attend.context_split import Split, device
+from lmlib.models.attend.fused.splash_tiles import Visible, visited
 from lmlib.models.attend.options import Options
 from lmlib.models.attend.pairs import largest_tile
-from lmlib.models.attend.splash_tiles import Visible, visited
 from lmlib.parallel.collectives import platform
 
 _LANES = 128  # of a TPU's vector unit: tiles are multiples of it

@@ -1,0 +1,1 @@
+"""Fused kernels of attention, each for one kind of device."""

@@ -1,0 +1,156 @@
+"""Fused attention for NVIDIA GPUs that knows documents, in Pallas for Triton.
+
+A tile of queries visits the tiles of keys that its documents and the window leave. So a packed row
+costs what its documents cost, no mask lies in memory, and a device may have any pieces of a row.
+cuDNN, as JAX calls it, has neither, nor soft caps or sinks, but is quicker where a row is one
+document (not measured here).
+
+Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim of queries
+and keys, V that of values.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from lmlib.models.attend.context_split import Split
+from lmlib.models.attend.fused import triton_kernels
+from lmlib.models.attend.fused.visits import Visits, visits
+from lmlib.models.attend.options import Options
+
+_SMALLEST_TILE = 16  # that a GPU's units for products take
+_LARGEST_HEAD = 256
+
+
+def problem(
+    sequence_length: int, head_dim: int, dtype: DTypeLike, soft_cap: float | None = None
+) -> str | None:
+    """Why this kernel cannot compute attention of these sizes, if it cannot."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"triton computes in bfloat16, float16 or float32, not in {jnp.dtype(dtype)}"
+    if sequence_length % _SMALLEST_TILE:
+        return (
+            f"triton needs a sequence length that is a multiple of {_SMALLEST_TILE}, not "
+            f"{sequence_length}"
+        )
+    if head_dim > _LARGEST_HEAD:
+        return f"triton needs a head_dim of at most {_LARGEST_HEAD}, not {head_dim}"
+    return None
+
+
+def attend(
+    q_BSHD: Float[Array, "b s h d"],
+    k_BSKD: Float[Array, "b s k d"],
+    v_BSKV: Float[Array, "b s k v"],
+    segment_ids_BS: Int32[Array, "b s"],
+    options: Options,
+) -> Float[Array, "b s h v"]:
+    """See `lmlib.models.attend.attend`; on the part of one device. Where there is no GPU, Pallas
+    interprets the kernel, which is for tests."""
+    return attend_and_normalise(q_BSHD, k_BSKD, v_BSKV, segment_ids_BS, options)[0]
+
+
+def attend_and_normalise(
+    q_BSHD: Float[Array, "b s h d"],
+    k_BSKD: Float[Array, "b s k d"],
+    v_BSKV: Float[Array, "b s k v"],
+    segment_ids_BS: Int32[Array, "b s"],
+    options: Options,
+) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    """As `attend`, and the logarithm of what softmax divides each query's exponentials by."""
+    whole = Split("plain", q_BSHD.shape[1], 1, 0)
+    return _attend(whole, q_BSHD, k_BSKD, v_BSKV, segment_ids_BS, segment_ids_BS, options)
+
+
+def attend_gathered(
+    split: Split,
+    q_BSHD: Float[Array, "b s h d"],
+    k_BTKD: Float[Array, "b t k d"],
+    v_BTKV: Float[Array, "b t k v"],
+    segments_BS: Int32[Array, "b s"],
+    segments_BT: Int32[Array, "b t"],
+    options: Options,
+) -> Float[Array, "b s h v"]:
+    """As `attend`, of a device's queries and the keys of the whole row, in the row's order."""
+    return _attend(split, q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, options)[0]
+
+
+def _attend(
+    split: Split,
+    q_BSHD: Array,
+    k_BTKD: Array,
+    v_BTKV: Array,
+    segments_BS: Array,
+    segments_BT: Array,
+    options: Options,
+) -> tuple[Array, Array]:
+    V = v_BTKV.shape[-1]
+    for size in (q_BSHD.shape[-1], V):
+        if (reason := problem(split.piece, size, q_BSHD.dtype)) is not None:
+            raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
+    q_BSHD, k_BTKD, v_BTKV = map(_filled, (q_BSHD, k_BTKD, v_BTKV))
+    tiles = triton_kernels.tiles(split.piece, max(q_BSHD.shape[-1], v_BTKV.shape[-1]))
+    seen = visits(split, segments_BS, segments_BT, tiles, options.window)
+    mixed_BSHV, log_normaliser_BHS = _mixed(tiles, options, q_BSHD, k_BTKD, v_BTKV, seen)
+    return mixed_BSHV[..., :V], log_normaliser_BHS.swapaxes(1, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mixed(
+    tiles: triton_kernels.Tiles,
+    options: Options,
+    q_BSHD: Array,
+    k_BTKD: Array,
+    v_BTKV: Array,
+    seen: Visits,
+) -> tuple[Array, Array]:
+    return _forward(tiles, options, q_BSHD, k_BTKD, v_BTKV, seen)[0]
+
+
+_Saved = tuple[Array, Array, Array, Visits, Array, Array]
+
+
+def _forward(
+    tiles: triton_kernels.Tiles,
+    options: Options,
+    q_BSHD: Array,
+    k_BTKD: Array,
+    v_BTKV: Array,
+    seen: Visits,
+) -> tuple[tuple[Array, Array], _Saved]:
+    mixed = triton_kernels.mixed(tiles, options, q_BSHD, k_BTKD, v_BTKV, seen)
+    mixed_BSHV, log_normaliser_BHS = (checkpoint_name(x, "attention_kernel") for x in mixed)
+    saved = q_BSHD, k_BTKD, v_BTKV, seen, mixed_BSHV, log_normaliser_BHS
+    return (mixed_BSHV, log_normaliser_BHS), saved
+
+
+def _backward(
+    tiles: triton_kernels.Tiles, options: Options, saved: _Saved, given: tuple[Array, Array]
+) -> tuple[Array, Array, Array, None]:
+    q_BSHD, k_BTKD, v_BTKV, seen, mixed_BSHV, log_normaliser_BHS = saved
+    d_mixed_BSHV, d_log_normaliser_BHS = given
+    # What is taken from the gradient of each weight: see `lmlib.models.attend.tiles.arriving`.
+    products_BSHV = mixed_BSHV.astype(jnp.float32) * d_mixed_BSHV.astype(jnp.float32)
+    towards_BHS = jnp.sum(products_BSHV, axis=-1).swapaxes(1, 2) - d_log_normaliser_BHS
+    arriving = d_mixed_BSHV, log_normaliser_BHS, towards_BHS
+    dq_BSHD = triton_kernels.query_gradients(
+        tiles, options, q_BSHD, k_BTKD, v_BTKV, seen, *arriving
+    )
+    dk_BTKD, dv_BTKV = triton_kernels.key_gradients(
+        tiles, options, q_BSHD, k_BTKD, v_BTKV, seen, *arriving
+    )
+    return dq_BSHD, dk_BTKD, dv_BTKV, None
+
+
+_mixed.defvjp(_forward, _backward)
+
+
+def _filled(x_BSHD: Array) -> Array:
+    """With zeros, to a head_dim that is a power of two: Triton's tiles have no other sizes."""
+    size = x_BSHD.shape[-1]
+    missing = max(_SMALLEST_TILE, 1 << (size - 1).bit_length()) - size
+    return jnp.pad(x_BSHD, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BSHD
