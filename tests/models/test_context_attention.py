@@ -30,14 +30,10 @@ MESHES = {
 WINDOWS = [None, 100, 300]  # within a tile; over several pieces
 MODEL = functools.partial(llama, **SIZES, layers=1, heads=4, mlp=16)
 KV_HEADS = [4, 2, 1]
-# Each way with each order on each mesh, there with each number of heads, of which each meets each
-# window: on every mesh, in every way and in every order.
 CELLS = [
-    (way, order, mesh, kv_heads, WINDOWS[(i + j + k + n) % len(WINDOWS)])
-    for (i, way), (j, order), (k, mesh), (n, kv_heads) in itertools.product(
-        *map(enumerate, (WAYS, ORDERS, MESHES, KV_HEADS))
-    )
-    if not ("tensor" in mesh and kv_heads == 1)  # `gather` repeats such a head before
+    cell
+    for cell in itertools.product(WAYS, ORDERS, MESHES, KV_HEADS, WINDOWS)
+    if not ("tensor" in cell[2] and cell[3] == 1)  # `gather` repeats such a head before
 ]
 SHOWN = "ring", "balanced", "context 4", 1, 300
 AT_EACH_LANDING = "gather", "balanced", "fsdp 2, context 2, tensor 2", 2, 300
