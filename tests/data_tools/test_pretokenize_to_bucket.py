@@ -1,6 +1,8 @@
 """A data set whose folder is in a bucket: shards are made here, and sent when they are whole."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from buckets.fixtures import SCHEMES, folder_in_bucket
 from buckets.proxy import Fault, FaultyProxy, Request
 from folder_contents import files_of
-from forked_processes import run_forked
+from forked_processes import SECONDS, ForkedProcess, run_forked
 from sentinels import sentinels
 
 from data_tools.pretokenize import pretokenize, pretokenize_shard
@@ -93,6 +95,35 @@ def test_what_could_not_be_sent_is_sent_by_the_next_start(bucket, texts, tmp_pat
         proxy.fault = lambda request: None
         FlatTokens(url, "train", 4, 32)
     pretokenize(texts, ByteTokenizer(), url, "train", shards=SHARDS)
+    assert objects_of(url) == on_disk(texts, tmp_path / "data", ByteTokenizer())
+
+
+@pytest.mark.parametrize("uploads", sentinels([0, 5, 9, 17], landing=(9).__eq__))
+def test_a_command_that_is_killed_while_it_sends_goes_on(bucket, texts, tmp_path, uploads):
+    url, proxy = bucket
+    before, sent = len(proxy.requests), []
+    command = (
+        "-m",
+        "data_tools.pretokenize",
+        f"--dataset={tmp_path / 'texts.jsonl'}",
+        "--split=train",
+    )
+    command += ("--tokenizer=bytes", f"--shards={SHARDS}", f"--out={url}")
+    with open(tmp_path / "shown", "wb") as shown:
+        process = ForkedProcess(*command, stdout=shown, stderr=shown)
+
+        def kill(request: Request) -> None:
+            if request.method in ("PUT", "POST") and request.number >= before:
+                sent.append(request)
+                if len(sent) == uploads + 1:
+                    os.kill(process.pid, signal.SIGKILL)
+
+        proxy.fault = kill
+        status = process.wait(SECONDS)
+    assert status == -signal.SIGKILL, (tmp_path / "shown").read_text()
+    proxy.fault = lambda request: None
+    ended = run_forked(*command)
+    assert ended.returncode == 0, ended.stderr
     assert objects_of(url) == on_disk(texts, tmp_path / "data", ByteTokenizer())
 
 
