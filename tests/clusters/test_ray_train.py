@@ -8,11 +8,13 @@ import sys
 import time
 
 import pytest
+from buckets.fixtures import folder_in_bucket
 from compiled_programs import XLA_FLAGS
 from forked_processes import PATHS, ROOT, run_forked
 from several_processes import HEARTBEAT_SECONDS, LLAMA, assert_same_curve
 
 from lmlib.metrics.log import read_metrics
+from lmlib.storage.local_folder import folder_to_read
 
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="needs lmlib[ray]")
 pytestmark = pytest.mark.slow
@@ -22,8 +24,18 @@ SECONDS = 400
 DEVICES = f"--xla_force_host_platform_device_count=2 {XLA_FLAGS}"
 
 
+@pytest.fixture(params=["disk"])
+def workdir(request, monkeypatch, tmp_path):
+    """On a disk, or a URL; what a cluster that is started after it finds there."""
+    if request.param == "disk":
+        yield str(tmp_path / "run")
+        return
+    with folder_in_bucket(request.param, monkeypatch) as (url, _):
+        yield url
+
+
 @pytest.fixture
-def cluster(monkeypatch):
+def cluster(monkeypatch, workdir):
     """Of a head without hosts for runs and two nodes with a GPU by name each."""
     monkeypatch.setenv("XLA_FLAGS", DEVICES)
     monkeypatch.setenv("PYTHONPATH", PATHS)
@@ -50,11 +62,14 @@ def wait_until(condition, process, output):
 
 
 def steps_of(workdir):
-    return [line["step"] for line in read_metrics(workdir)]
+    return [line["step"] for line in read_metrics(folder_to_read(workdir))]
 
 
-def test_a_run_that_loses_a_host_goes_on_with_fewer_and_stops_when_asked(cluster, tmp_path):
-    workdir, output = tmp_path / "run", tmp_path / "output"
+@pytest.mark.parametrize("workdir", ["disk", "s3"], indirect=True)
+def test_a_run_that_loses_a_host_goes_on_with_fewer_and_stops_when_asked(
+    cluster, workdir, tmp_path
+):
+    output = tmp_path / "output"
     flags = (
         "--hosts=2", "--fewest=1", "--wait_seconds=10", *LLAMA,
         f"--heartbeat_seconds={HEARTBEAT_SECONDS}",
@@ -75,7 +90,7 @@ def test_a_run_that_loses_a_host_goes_on_with_fewer_and_stops_when_asked(cluster
     alone = tmp_path / "alone"
     ended = run_forked("-m", "runner", *LLAMA, f"--workdir={alone}")
     assert ended.returncode == 0, ended.stderr
-    assert_same_curve(workdir, alone)
+    assert_same_curve(folder_to_read(workdir), alone)
 
 
 def test_a_mistake_is_not_started_again(cluster, tmp_path):

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+from buckets.fixtures import folder_in_bucket
+from buckets.servers import environment
 from compiled_programs import XLA_FLAGS
 from forked_processes import ROOT
 from slurm_cluster import IS_HERE, SlurmCluster
 
 from lmlib.metrics.log import read_metrics
+from lmlib.storage.local_folder import folder_to_read
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,6 +68,18 @@ def test_a_signal_ends_a_job_with_a_checkpoint_and_it_is_requeued(cluster, undis
     job = cluster.finished(number)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1")
     assert curve(workdir) == undisturbed and max(undisturbed) == STEPS
+
+
+def test_a_requeued_job_goes_on_in_a_bucket(cluster, undisturbed, monkeypatch):
+    with folder_in_bucket("s3", monkeypatch) as (url, proxy):
+        for name, value in environment("s3", proxy.port).items():
+            monkeypatch.setitem(cluster.environment, name, value)
+        number = cluster.submit(*FOUR_TASKS, SCRIPT, *EXPERIMENT, f"--workdir={url}")
+        cluster.wait_until(lambda: max(curve(folder_to_read(url)), default=0) > 5)
+        cluster.run("scancel", "--signal=TERM", number)
+        job = cluster.finished(number)
+        assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1")
+        assert curve(folder_to_read(url)) == undisturbed
 
 
 def test_a_job_goes_on_without_a_node_that_died(cluster, undisturbed):

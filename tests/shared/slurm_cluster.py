@@ -3,6 +3,7 @@
 Nodes are called by their loopback addresses, 127.0.0.1 and on, which need no entry in /etc/hosts.
 """
 
+import datetime
 import getpass
 import os
 import re
@@ -109,11 +110,14 @@ class SlurmCluster:
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
     def hurried(self, number: str) -> dict[str, str]:
-        """The same; a job that was requeued is started at once, where SLURM would wait for two
-        minutes."""
+        """The same; a job that was requeued is started in some seconds, where SLURM would wait for
+        two minutes. At once, a node may still think that it was to kill the job."""
         job = self.job(number)
-        if job["JobState"] == "PENDING" and job["Restarts"] != "0":
-            self.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+        starts = job.get("StartTime", "Unknown")  # while the job is being put back
+        if job["JobState"] == "PENDING" and job["Restarts"] != "0" and starts != "Unknown":
+            wait = datetime.datetime.fromisoformat(starts) - datetime.datetime.now()
+            if wait > datetime.timedelta(seconds=10):
+                self.run("scontrol", "update", f"JobId={number}", "StartTime=now+3")
         return job
 
     def finished(self, number: str) -> dict[str, str]:
