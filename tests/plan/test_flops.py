@@ -215,6 +215,7 @@ def test_scopes_of_a_step():
     assert loss == 3 * 2 * E * V
 
 
+@pytest.mark.landing
 @pytest.mark.several_devices
 def test_splash_attention_of_split_rows_counts_what_each_device_computes():
     B, S, H, D, tile, devices = 2, 4_096, 4, 64, 512, 2
