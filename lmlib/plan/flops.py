@@ -358,7 +358,7 @@ def _pallas_kernel(equation: Any) -> _Work | None:
         dtype=products[0].dtype,
         sizes=products[0].sizes,
         pieces=1,
-        device_flops=counted if said is None else said.flops,
+        device_flops=counted if said is None else float(said.flops),
         device_bytes=_bytes(*(each.aval for each in (*equation.invars, *equation.outvars))),
     )
 

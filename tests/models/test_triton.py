@@ -1,0 +1,105 @@
+"""What Triton's kernel visits, and whether it compiles for the GPUs that plan knows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absent_hardware import absent, needs_gpu_compiler
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lmlib.models.attend import attend
+from lmlib.models.attend.context_split import Split
+from lmlib.models.attend.fused import triton_kernels
+from lmlib.models.attend.fused.visits import Tiles, visits
+from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.flops import count_flops
+
+T = 64  # tokens of a row
+
+
+@st.composite
+def rows(draw):
+    """Segments of a row, a window, tiles, and the part of it that the first device has."""
+    borders = draw(st.sets(st.integers(1, T - 1), max_size=6))
+    segments_T = np.isin(np.arange(T), sorted(borders)).cumsum()
+    window = draw(st.none() | st.integers(1, T))
+    tiles = Tiles(draw(st.sampled_from([4, 8])), draw(st.sampled_from([4, 8])))
+    order, devices = draw(st.sampled_from([("plain", 1), ("plain", 2), ("balanced", 4)]))
+    return segments_T.astype(np.int32), window, tiles, Split(order, T // devices, devices, 0)
+
+
+@pytest.mark.landing
+@given(rows())
+def test_tiles_that_see_each_other_are_visited_and_others_seldom(row):
+    segments_T, window, tiles, split = row
+    places_S = split.places_CS[0]
+    distance_ST = places_S[:, None] - np.arange(T)
+    visible_ST = (distance_ST >= 0) & (segments_T[places_S][:, None] == segments_T)
+    visible_ST &= distance_ST < (window or T)
+    by_tile = visible_ST.reshape(-1, tiles.queries, T // tiles.keys, tiles.keys)
+    visible_NM = by_tile.any(axis=(1, 3))
+
+    segments_BT = jnp.asarray(segments_T)[None]
+    seen = visits(split, segments_BT[:, places_S], segments_BT, tiles, window)
+    tiles_N, tiles_M = (np.arange(size) for size in visible_NM.shape)
+    lowest_N1, after_N1 = np.asarray(seen.keys_BN2[0]).T[..., None]
+    by_queries_NM = (lowest_N1 <= tiles_M) & (tiles_M < after_N1)
+    ranges_MP2 = np.asarray(seen.queries_BMP2[0])[:, :, :, None]
+    by_keys_NM = ((ranges_MP2[:, :, 0] <= tiles_N) & (tiles_N < ranges_MP2[:, :, 1])).any(1).T
+
+    assert np.all(by_queries_NM >= visible_NM) and np.all(by_keys_NM >= visible_NM)
+    assert visible_NM[tiles_N, lowest_N1[:, 0]].all()
+    assert visible_NM[tiles_N, after_N1[:, 0] - 1].all()
+    # Between the first and the last that a tile of keys has to visit, all see it or lie in a gap.
+    first_N = visible_NM & (visible_NM.cumsum(axis=0) == 1)
+    assert np.array_equal(by_keys_NM & first_N, first_N)
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("target", ["a100:1x1", "h100:1x1", "b200:1x1"])
+def test_it_compiles_for_gpus_that_are_not_here(target, head_dim):
+    _, devices = absent(target)
+    mesh = make_mesh(devices=devices)
+
+    def total(q, k, v, segments):
+        return attend(q, k, v, segments, "triton", window=300).astype(jnp.float32).sum()
+
+    S = 1_024
+    shapes = [(1, S, 4, head_dim), *[(1, S, 2, head_dim)] * 2, (1, S)]
+    arguments = [
+        jax.ShapeDtypeStruct(
+            shape, jnp.int32 if len(shape) == 2 else jnp.bfloat16, sharding=NamedSharding(mesh, P())
+        )
+        for shape in shapes
+    ]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*arguments).compile()
+    # Nothing of the size of sequence × sequence.
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * S * 8 * head_dim * 4
+
+
+def test_it_says_what_it_multiplies():
+    B, S, H, D, window = 2, 256, 4, 64, 96
+    shapes = [jax.ShapeDtypeStruct((B, S, H, D), jnp.bfloat16)] * 3
+    segments = jax.ShapeDtypeStruct((B, S), jnp.int32)
+
+    def total(q, k, v, segments):
+        return attend(q, k, v, segments, "triton", window=window).astype(jnp.float32).sum()
+
+    traced = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(*shapes, segments)
+    kernels = [one for one in count_flops(traced, ()).matmuls if one.operation == "pallas_call"]
+    seen = sum(min(place + 1, window) for place in range(S)) - S / 2  # a diagonal counts half
+    product = 2 * B * H * D * seen
+    assert sum(one.flops for one in kernels) == pytest.approx((2 + 3 + 4) * product, rel=1e-2)
+
+
+def test_tiles_divide_pieces():
+    for piece in (16, 48, 80, 128, 1_000):
+        found = triton_kernels.tiles(piece, 64)
+        assert piece % found.queries == piece % found.keys == 0
+    assert triton_kernels.tiles(4_096, 128) == Tiles(64, 64)
