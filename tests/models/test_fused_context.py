@@ -71,16 +71,22 @@ def on_one_device(S, window):
         return jax.device_get(found(*wide, segments, window, "plain"))
 
 
-def on_a_mesh(given, sizes, order, kernel, window):
+def split(given, mesh, order):
+    """Each array on the mesh that is set, tokens in the order of the devices, and that order."""
     layouts = ["heads", "kv_heads", "kv_heads", "heads"]
+    named = [partition(f"batch seq {heads} head_dim") for heads in layouts]
+    order_S = places(given[0].shape[1], mesh.shape["context"], order)
+    arrays = [
+        jax.device_put(x[:, order_S], NamedSharding(mesh, layout))
+        for x, layout in zip(given, [*named, partition("batch seq")], strict=True)
+    ]
+    return arrays, order_S
+
+
+def on_a_mesh(given, sizes, order, kernel, window):
     with jax.set_mesh(mesh := make_mesh(**sizes)):
-        named = [partition(f"batch seq {heads} head_dim") for heads in layouts]
-        order_S = places(given[0].shape[1], sizes["context"], order)
-        split = [
-            jax.device_put(x[:, order_S], NamedSharding(mesh, layout))
-            for x, layout in zip(given, [*named, partition("batch seq")], strict=True)
-        ]
-        values = jax.device_get(found(*split, window, kernel, order))
+        arrays, order_S = split(given, mesh, order)
+        values = jax.device_get(found(*arrays, window, kernel, order))
     return [each[:, np.argsort(order_S)] for each in values]
 
 
@@ -110,6 +116,32 @@ def test_other_documents_change_nothing_bit_for_bit(kernel):
     for before, after in zip(*both, strict=True):
         assert np.array_equal(before[1, own], after[1, own])
         assert np.array_equal(before[0], after[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
+def test_sinks_take_their_share_of_split_rows(implementation):
+    q, k, v, d, segments = arrays(512)
+    sinks_H = np.array([-2.0, 0.0, 3.0, 30.0], np.float32)
+
+    def gradients(q, k, v, d, segments, sinks_H, implementation, order="plain"):
+        def output(q, k, v, sinks_H):
+            options = {"window": 100, "sinks_H": sinks_H, "order": order}
+            return attend(q, k, v, segments, implementation, **options)
+
+        values, pullback = jax.vjp(output, q, k, v, sinks_H)
+        return values, *pullback(d)
+
+    compute = jax.jit(gradients, static_argnames=("implementation", "order"))
+    with jax.default_matmul_precision("highest"):
+        whole = compute(q, k, v, d, segments, sinks_H, implementation="plain")
+        with jax.set_mesh(mesh := make_mesh(fsdp=2, context=4)):
+            laid_out, order_S = split((q, k, v, d, segments), mesh, "balanced")
+            found = compute(*laid_out, sinks_H, implementation=implementation, order="balanced")
+    for value, expected in zip(found[:4], whole[:4], strict=True):
+        error = np.asarray(value)[:, np.argsort(order_S)] - expected
+        assert np.abs(error).max() <= 1e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(found[4], whole[4], rtol=1e-4, atol=1e-4)
 
 
 def test_a_kernel_has_no_ring():

@@ -31,8 +31,8 @@ from lmlib.parallel.collectives import on_each_device, platform
 from lmlib.parallel.layout import COMPUTE, partition, reshard, whole_place
 
 # Each has `attend`, `problem` if there is something that it cannot compute,
-# `attend_and_normalise` if it can compute sinks, and `attend_gathered` if it can take some of a
-# row's queries.
+# `attend_and_normalise` if it can compute sinks, and `attend_gathered`, with sinks
+# `attend_and_normalise_gathered`, if it can take some of a row's queries.
 IMPLEMENTATIONS = {
     "cudnn": cudnn,
     "triton": triton,
@@ -93,21 +93,20 @@ def attend(
     if implementation == "auto":
         sizes = soft_cap, v_BTKV.shape[-1], sinks_H is not None
         implementation = chosen(q_BSHD, *sizes, order=order, way=way)
-    kernel, split = IMPLEMENTATIONS[implementation], context.is_split()
-    if sinks_H is None and (implementation != "blockwise" or not split):
-        function = context.of_kernel(kernel, order, way) if split else kernel.attend
-        return checkpoint_name(computed(function, heads), "attention")
-    if not hasattr(kernel, "attend_and_normalise"):
+    kernel, sinks = IMPLEMENTATIONS[implementation], sinks_H is not None
+    if sinks and not hasattr(kernel, "attend_and_normalise"):
         raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
-    function = kernel.attend_and_normalise
-    if split:
-        if way == "auto":
-            way = context.best_way(q_BSHD.shape[2], k_BTKD.shape[2])
-        function = functools.partial(context.attend_and_normalise, order=order, way=way)
+    function: Callable[..., Any]
+    if not context.is_split():
+        function = kernel.attend_and_normalise if sinks else kernel.attend
+    elif kernel is blockwise:
+        function = context.of_tiles(q_BSHD.shape[2], k_BTKD.shape[2], order, way, sinks)
+    else:
+        function = context.of_kernel(kernel, order, way, sinks)
+    if sinks_H is None:
+        return checkpoint_name(computed(function, heads), "attention")
     mixed_BSHV, log_normaliser_BSH = computed(function, heads, "batch seq heads")
-    if sinks_H is not None:
-        mixed_BSHV = with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H)
-    return checkpoint_name(mixed_BSHV, "attention")
+    return checkpoint_name(with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H), "attention")
 
 
 def _every_row(axes: str) -> PartitionSpec:
@@ -206,7 +205,7 @@ def chosen(
     split = context.is_split()
     length = context.length_of_piece(S, order) if split else S
     for name in _BEST.get(platform(), ()):
-        if split and (sinks or context.problem(IMPLEMENTATIONS[name], way) is not None):
+        if split and context.problem(IMPLEMENTATIONS[name], way, sinks) is not None:
             continue
         if problem(name, length, D, q_BSHD.dtype, soft_cap, value_dim, sinks) is None:
             return name

@@ -15,6 +15,7 @@ key-value head, D head_dim of queries and keys, V that of values.
 import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from jaxtyping import Array, Float, Int32
 
@@ -41,11 +42,13 @@ def check_way(way: str) -> None:
         raise ValueError(f"context must be one of {', '.join(known)}, got {way!r}")
 
 
-def problem(kernel: ModuleType, way: str) -> str | None:
+def problem(kernel: ModuleType, way: str, sinks: bool = False) -> str | None:
     """Why a fused kernel, one of `lmlib.models.attend.IMPLEMENTATIONS`, cannot compute split rows,
     if it cannot."""
     if not hasattr(kernel, "attend_gathered"):
         return "it computes whole rows only"
+    if sinks and not hasattr(kernel, "attend_and_normalise_gathered"):
+        return "it has no sinks"
     if way == "ring":
         return "it computes rows whose keys are gathered, not context='ring'"
     return None
@@ -56,21 +59,36 @@ def length_of_piece(length: int, order: str) -> int:
     return length // pieces_of_devices(devices_along(along("seq")), order).size
 
 
-def of_kernel(kernel: ModuleType, order: str, way: str) -> Callable[..., Array]:
-    """The kernel's `attend`, of this device's queries over the keys of the whole row.
+def of_kernel(kernel: ModuleType, order: str, way: str, sinks: bool) -> Callable[..., Any]:
+    """The kernel's `attend`, of this device's queries over the keys of the whole row; with `sinks`
+    its `attend_and_normalise`.
 
     Raises:
       ValueError: if it cannot compute that; see `problem`.
     """
-    if (reason := problem(kernel, way)) is not None:
+    if (reason := problem(kernel, way, sinks)) is not None:
         name = kernel.__name__.split(".")[-1]
         raise ValueError(f"{name}: {reason}; use attention='blockwise' or 'auto'")
-    return functools.partial(gathered_kernel.attend, kernel=kernel, order=order)
+    mix = kernel.attend_and_normalise_gathered if sinks else kernel.attend_gathered
+    return functools.partial(gathered_kernel.attend, mix=mix, order=order)
 
 
-def best_way(heads: int, kv_heads: int) -> str:
-    """What "auto" takes: "gather" while what is gathered is small beside queries."""
-    return "gather" if devices_along(along("seq")) * kv_heads <= _SMALL * heads else "ring"
+def of_tiles(heads: int, kv_heads: int, order: str, way: str, sinks: bool) -> Callable[..., Any]:
+    """As `of_kernel`, tile by tile in plain JAX. The way "auto" is "gather" while what is gathered
+    is small beside queries."""
+    if way == "auto":
+        small = devices_along(along("seq")) * kv_heads <= _SMALL * heads
+        way = "gather" if small else "ring"
+    return functools.partial(attend_and_normalise if sinks else _attend, order=order, way=way)
+
+
+def _attend(
+    q_BSHD: Array, k_BSKD: Array, v_BSKV: Array, segment_ids_BS: Array, *,
+    options: Options, order: str, way: str,
+) -> Array:  # fmt: skip
+    return attend_and_normalise(
+        q_BSHD, k_BSKD, v_BSKV, segment_ids_BS, options=options, order=order, way=way
+    )[0]
 
 
 def attend_and_normalise(

@@ -7,7 +7,8 @@ Shapes: P what each device has of T, B batch, S sequence of a device, T that of 
 H heads, D head_dim of queries and keys, V that of values.
 """
 
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +26,19 @@ def attend(
     v_BSKV: Float[Array, "b s k v"],
     segments_BS: Int32[Array, "b s"],
     options: Options,
-    kernel: ModuleType,
+    mix: Callable[..., Any],
     order: str,
-) -> Float[Array, "b s h v"]:
-    """See `lmlib.models.attend.attend`; on the part of one device.
+) -> Any:
+    """What `mix` makes of a device's part.
 
     Args:
-      kernel: one of `lmlib.models.attend.IMPLEMENTATIONS` that has `attend_gathered`.
+      mix: a kernel's `attend_gathered`, or `attend_and_normalise_gathered`.
       order: which tokens of the row each device has; see `lmlib.row_order`.
     """
     split = Split.of(order, q_BSHD.shape[1])
     k_BTKD, v_BTKV = (split.in_row_order(_gathered(x)) for x in (k_BSKD, v_BSKV))
     segments_BT = split.in_row_order(all_gather(segments_BS, along("seq"), axis=1))
-    return kernel.attend_gathered(split, q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, options)
+    return mix(split, q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, options)
 
 
 @jax.custom_vjp

@@ -63,7 +63,9 @@ def attend_and_normalise(
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
     """As `attend`, and the logarithm of what softmax divides each query's exponentials by."""
     whole = Split("plain", q_BSHD.shape[1], 1, 0)
-    return _attend(whole, q_BSHD, k_BSKD, v_BSKV, segment_ids_BS, segment_ids_BS, options)
+    return attend_and_normalise_gathered(
+        whole, q_BSHD, k_BSKD, v_BSKV, segment_ids_BS, segment_ids_BS, options
+    )
 
 
 def attend_gathered(
@@ -76,18 +78,21 @@ def attend_gathered(
     options: Options,
 ) -> Float[Array, "b s h v"]:
     """As `attend`, of a device's queries and the keys of the whole row, in the row's order."""
-    return _attend(split, q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, options)[0]
+    return attend_and_normalise_gathered(
+        split, q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, options
+    )[0]
 
 
-def _attend(
+def attend_and_normalise_gathered(
     split: Split,
-    q_BSHD: Array,
-    k_BTKD: Array,
-    v_BTKV: Array,
-    segments_BS: Array,
-    segments_BT: Array,
+    q_BSHD: Float[Array, "b s h d"],
+    k_BTKD: Float[Array, "b t k d"],
+    v_BTKV: Float[Array, "b t k v"],
+    segments_BS: Int32[Array, "b s"],
+    segments_BT: Int32[Array, "b t"],
     options: Options,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
+    """As `attend_gathered`, and what `attend_and_normalise` gives besides."""
     V = v_BTKV.shape[-1]
     for size in (q_BSHD.shape[-1], V):
         if (reason := problem(split.piece, size, q_BSHD.dtype)) is not None:
