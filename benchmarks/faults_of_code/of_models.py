@@ -148,7 +148,7 @@ MUTATIONS = (
         "lmlib/models/attend/fused/splash_tiles.py",
         "visible_CNM = last_CN1 >= first_M",
         "visible_CNM = first_CN1 == first_M",
-        "tests/models/test_attend.py",
+        "tests/models/test_splash_tiles.py",
     ),
     Mutation(
         "a window one token too wide",
