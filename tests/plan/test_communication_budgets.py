@@ -207,7 +207,7 @@ LAYOUTS = {
     ),
     "FSDP × context, gathered": (
         {"fsdp": 4, "context": 2},
-        {"context": "gather"},
+        {"context": "gather", "attention": "blockwise"},
         [
             fully_sharded(8, axes=("fsdp", "context"))
             + norms("reduce-scatter", ("fsdp", "context"))
@@ -216,7 +216,7 @@ LAYOUTS = {
     ),
     "FSDP × context, in a ring": (
         {"fsdp": 2, "context": 4},
-        {"context": "ring"},
+        {"context": "ring", "attention": "blockwise"},
         [
             fully_sharded(8, axes=("fsdp", "context"))
             + norms("reduce-scatter", ("fsdp", "context"))
@@ -254,7 +254,7 @@ def compiled(target, layout):
         mlp=F,
         key=jax.random.key(0),
     )
-    compute = Compute(attention="plain", **settings)
+    compute = Compute(**{"attention": "plain"} | settings)
     optimizer = optim.muon if layout.endswith("Muon") else optim.adamw
     training = Training(optimizer(100, 1e-3), mesh, compute)
     state = abstract_state(make, training)
