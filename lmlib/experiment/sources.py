@@ -7,6 +7,7 @@ from lmlib.data.batch import Source, holds_pairs, teacher_k
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture
 from lmlib.experiment import first_rows
+from lmlib.experiment.split_rows import check_pieces
 from lmlib.losses import Objective
 from lmlib.parallel.check import check_batch
 
@@ -57,6 +58,7 @@ def check_source(experiment: Any, name: str, source: Source, model: Any, microba
         experiment.compute,
         experiment.mesh,
     )
+    check_pieces(model, source.sequence_length, experiment.compute, experiment.mesh)
 
 
 def _check_part(name: str, source: Source, objective: Objective, model: Any) -> None:

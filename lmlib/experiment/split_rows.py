@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from lmlib.compute import Compute
 from lmlib.models.attend import IMPLEMENTATIONS
-from lmlib.models.attend.context import problem
+from lmlib.models.attend.context import length_of_piece, problem
 from lmlib.parallel.layout import COMPUTE, pieces
 
 
@@ -43,6 +43,26 @@ def check_split_rows(model: Any, compute: Compute, mesh: Mesh) -> None:
                 f"positions and segments alone, `rows_may_be_split = True` in the class; or use "
                 f"{axis}=1"
             )
+
+
+def check_pieces(model: Any, sequence_length: int, compute: Compute, mesh: Mesh) -> None:
+    """Checks that the kernel asked for can compute what devices have of a row: pieces of it, which
+    are shorter.
+
+    Raises:
+      ValueError: if it cannot.
+    """
+    axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
+    if devices == 1:
+        return
+    piece = length_of_piece(sequence_length, devices, "balanced")
+    try:
+        model.check(piece, compute)
+    except ValueError as error:
+        raise ValueError(
+            f"{axis}={devices} cuts rows of {sequence_length} tokens into pieces of {piece}: "
+            f"{error}"
+        ) from error
 
 
 def _modules(node: Any) -> Iterator[eqx.Module]:

@@ -144,8 +144,18 @@ def test_sinks_take_their_share_of_split_rows(implementation):
     np.testing.assert_allclose(found[4], whole[4], rtol=1e-4, atol=1e-4)
 
 
+MODEL = functools.partial(llama, **SIZES, layers=1, heads=4, mlp=16)
+
+
+def test_pieces_that_a_kernel_cannot_compute_are_refused():
+    run = experiment(MODEL, {"fsdp": 2, "context": 4}, Compute(attention="triton"))
+    length = run.data.sequence_length
+    message = f"context=4 cuts rows of {length} tokens into pieces of {length // 8}: .* multiple of"
+    with pytest.raises(ValueError, match=message):
+        run.check()
+
+
 def test_a_kernel_has_no_ring():
-    model = functools.partial(llama, **SIZES, layers=1, heads=4, mlp=16)
-    run = experiment(model, {"fsdp": 4, "context": 2}, Compute(attention="splash", context="ring"))
+    run = experiment(MODEL, {"fsdp": 4, "context": 2}, Compute(attention="splash", context="ring"))
     with pytest.raises(ValueError, match="rows whose keys are gathered, not context='ring'"):
         run.check()

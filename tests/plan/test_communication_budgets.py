@@ -214,6 +214,15 @@ LAYOUTS = {
             + keys_gathered(B // 4)
         ],
     ),
+    "FSDP × context, a fused kernel": (
+        {"fsdp": 4, "context": 2},
+        {"context": "gather", "attention": "triton"},
+        [
+            fully_sharded(8, axes=("fsdp", "context"))
+            + norms("reduce-scatter", ("fsdp", "context"))
+            + keys_gathered(B // 4)
+        ],
+    ),
     "FSDP × context, in a ring": (
         {"fsdp": 2, "context": 4},
         {"context": "ring", "attention": "blockwise"},

@@ -61,7 +61,8 @@ def attend(
     """softmax(scale · q kᵀ) v, each position over those of its own segment up to itself.
 
     Args:
-      segment_ids_BS: which document of its row each position belongs to.
+      segment_ids_BS: which document of its row each position belongs to; those of one follow each
+        other in the row.
       implementation: "auto", or one of `IMPLEMENTATIONS`.
       window: a position sees itself and the `window` - 1 before it; `None`: all before it.
       scale: `None`: D^-1/2.
@@ -203,7 +204,7 @@ def chosen(
     """What "auto" takes for such queries on the devices of the mesh that is set."""
     _, S, _, D = q_BSHD.shape
     split = context.is_split()
-    length = context.length_of_piece(S, order) if split else S
+    length = context.length_of_piece(S, context.sharing(), order)
     for name in _BEST.get(platform(), ()):
         if split and context.problem(IMPLEMENTATIONS[name], way, sinks) is not None:
             continue

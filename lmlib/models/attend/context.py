@@ -31,9 +31,14 @@ WAYS = {"gather": keys_gathered.attend, "ring": keys_in_a_ring.attend}
 _SMALL = 4
 
 
+def sharing() -> int:
+    """How many devices of the mesh that is set share each row."""
+    return devices_along(along("seq"))
+
+
 def is_split() -> bool:
     """Whether several devices of the mesh that is set share each row."""
-    return devices_along(along("seq")) > 1
+    return sharing() > 1
 
 
 def check_way(way: str) -> None:
@@ -54,9 +59,9 @@ def problem(kernel: ModuleType, way: str, sinks: bool = False) -> str | None:
     return None
 
 
-def length_of_piece(length: int, order: str) -> int:
-    """How many of a row's tokens follow each other on a device at least."""
-    return length // pieces_of_devices(devices_along(along("seq")), order).size
+def length_of_piece(length: int, devices: int, order: str) -> int:
+    """How many of a row's tokens follow each other at least on one of the devices that share it."""
+    return length // pieces_of_devices(devices, order).size
 
 
 def of_kernel(kernel: ModuleType, order: str, way: str, sinks: bool) -> Callable[..., Any]:
@@ -77,7 +82,7 @@ def of_tiles(heads: int, kv_heads: int, order: str, way: str, sinks: bool) -> Ca
     """As `of_kernel`, tile by tile in plain JAX. The way "auto" is "gather" while what is gathered
     is small beside queries."""
     if way == "auto":
-        small = devices_along(along("seq")) * kv_heads <= _SMALL * heads
+        small = sharing() * kv_heads <= _SMALL * heads
         way = "gather" if small else "ring"
     return functools.partial(attend_and_normalise if sinks else _attend, order=order, way=way)
 
