@@ -160,8 +160,10 @@ def abstract_batch(
     sequence_length: int,
     mesh: Mesh,
     teacher_k: int | None = None,
+    whole_rows: bool = False,
 ) -> Batch:
-    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k`: see `Taught`."""
+    """Shapes, dtypes and `NamedSharding`s of a global batch; `teacher_k` and `whole_rows`: see
+    `Taught` and `Whole` of lmlib.data.batch."""
 
     def blank() -> Batch:
         integers = jnp.zeros((batch_size, sequence_length), jnp.int32)
@@ -173,6 +175,7 @@ def abstract_batch(
             integers,
             integers.astype(bool),
             order="balanced" if is_split else "plain",
+            whole_rows=whole_rows,
         )
         if teacher_k is None:
             return batch

@@ -61,9 +61,10 @@ def test_lmlib_and_its_peers_make_the_same_losses():
     ],
 )
 def test_other_numbers_are_noticed(peers, reference, change):
-    _, jax_step, _, report, sizes = peers
+    _, jax_step, _, report, _ = peers
     work, expected = reference
-    other = dataclasses.replace(work, adamw=dataclasses.replace(sizes.ADAMW, **change))
+    adamw = dataclasses.replace(work.adamw, **change)
+    other = dataclasses.replace(work, size=dataclasses.replace(work.size, adamw=adamw))
     losses = jax_step.BareJaxStep(other).run(range(report.CHECKED))
     if not change:
         report.check_same_work("jax", losses, expected, "float32")

@@ -125,15 +125,29 @@ MUTATIONS = (
     Mutation(
         "Triton's attention leaves out the last tile of keys",
         "lmlib/models/attend/fused/visits.py",
-        "highest_N // tiles.keys + 1)",
-        "highest_N // tiles.keys)",
+        "highest_N // tiles.keys + 1,",
+        "highest_N // tiles.keys,",
         "tests/models/test_attend.py",
     ),
     Mutation(
         "Triton's attention forgets how far a document's queries reach",
         "lmlib/models/attend/fused/visits.py",
-        "jnp.minimum(last_BT, places_T + (window - 1)),",
-        "jnp.minimum(last_BT, places_T),",
+        "jnp.minimum(last_BT, places_T + (window - 1))",
+        "jnp.minimum(last_BT, places_T)",
+        "tests/models/test_attend.py",
+    ),
+    Mutation(
+        "Triton's attention takes tiles for seen whole that hold a document's beginning",
+        "lmlib/models/attend/fused/visits.py",
+        "-(-first_key_BNQ.max(axis=2) // tiles.keys)",
+        "-(-first_key_BNQ.min(axis=2) // tiles.keys)",
+        "tests/models/test_attend.py",
+    ),
+    Mutation(
+        "Triton's keys take queries of the next document for their own",
+        "lmlib/models/attend/fused/visits.py",
+        "(last_query_BM1R.min(axis=3) + 1 - begins_P)",
+        "(last_query_BM1R.max(axis=3) + 1 - begins_P)",
         "tests/models/test_attend.py",
     ),
     Mutation(

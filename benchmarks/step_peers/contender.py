@@ -13,7 +13,7 @@ import numpy as np
 from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.decoder import Decoder
-from step_peers.sizes import ADAMW, AdamW, Size
+from step_peers.sizes import AdamW, Size
 
 Weights = dict[str, np.ndarray]
 
@@ -30,8 +30,11 @@ class Work:
     size: Size
     precision: str
     steps: int
-    adamw: AdamW = ADAMW
     packed: bool = False
+
+    @property
+    def adamw(self) -> AdamW:
+        return self.size.adamw
 
     @functools.cached_property
     def weights(self) -> Weights:
@@ -92,4 +95,5 @@ def one_document_rows(batch_BS: Batch) -> Batch:
         segment_ids=np.ones_like(batch_BS.segment_ids),
         positions=np.tile(np.arange(sequence, dtype=np.int32), (rows, 1)),
         loss_mask=np.ones_like(batch_BS.loss_mask),
+        whole_rows=True,
     )

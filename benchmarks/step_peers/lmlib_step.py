@@ -31,7 +31,8 @@ class LmlibStep:
         mesh, size = make_mesh(), work.size
         training = Training(make_optimizer(work), mesh, size.compute(work.precision))
         self._state = new_state(size.make_model, training)
-        batch = abstract_batch(size.batch, size.sequence, mesh)
+        whole_rows = not work.packed
+        batch = abstract_batch(size.batch, size.sequence, mesh, whole_rows=whole_rows)
         traced = train.trace_step(self._state, batch, training)
         self._step = traced.lower().compile()
         self._hyperparameters = training.hyperparameters

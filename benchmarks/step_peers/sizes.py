@@ -27,9 +27,6 @@ class AdamW:
     clip_norm: float = 1.0
 
 
-ADAMW = AdamW()
-
-
 @dataclasses.dataclass(frozen=True)
 class Size:
     """A model and the batch that it sees in each step.
@@ -40,6 +37,7 @@ class Size:
       batch, sequence: rows, and tokens in a row.
       recomputed: each layer and the head are computed again in the backward pass, so that only
         their inputs are kept; if not, everything that may be kept is.
+      adamw: its learning rate is so small that rounding does not decide where losses go.
       mfu_to_reach: in percent, with the causal half, on an H100 or H200.
       computed: how lmlib computes it, as an experiment sets it; the precision and what is kept are
         set here.
@@ -52,6 +50,7 @@ class Size:
     batch: int
     sequence: int
     recomputed: bool = False
+    adamw: AdamW = AdamW()
     mfu_to_reach: float | None = None
     computed: Compute = Compute()
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -102,7 +101,8 @@ def _sizes() -> dict[str, Size]:
     ]
     for name, reach in {"84m": 42, "270m": 53, "540m": 61, "1b": 63, "2b": 67}.items():
         settings, compute = _of_experiment(f"llama_{name}")
-        sizes.append(Size(name, settings, 64, 1_024, mfu_to_reach=reach, computed=compute))
+        adamw = AdamW(1e-3 if settings["embed"] <= 1_024 else 1e-4)
+        sizes.append(Size(name, settings, 64, 1_024, False, adamw, reach, compute))
     return {size.name: size for size in sizes}
 
 

@@ -37,6 +37,9 @@ class Batch(eqx.Module):
     teacher_log_probabilities: Float16[Array | np.ndarray, "batch seq k"] | None = None
     # In which order tokens stand, as `lmlib.row_order` says; "plain" in a `Source`.
     order: str = eqx.field(static=True, default="plain")
+    # Whether it is known before any is read that a row is one segment and then padding, so that
+    # attention needs no mask; `place` says it of sources that are `Whole`.
+    whole_rows: bool = eqx.field(static=True, default=False)
 
 
 @runtime_checkable
@@ -94,6 +97,15 @@ class Paired(Protocol):
 
 
 @runtime_checkable
+class Whole(Protocol):
+    """A source that says whether each of its rows is one segment."""
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether each row of every batch is one segment, and what follows it padding."""
+
+
+@runtime_checkable
 class Staged(Protocol):
     """A source whose batches have other sizes from some step on."""
 
@@ -114,6 +126,11 @@ def teacher_k(source: Source) -> int | None:
 def holds_pairs(source: Source) -> bool | None:
     """`Paired.pairs` of any source; None if it does not say."""
     return source.pairs if isinstance(source, Paired) else None
+
+
+def has_whole_rows(source: Source) -> bool:
+    """`Whole.whole_rows` of any source; False if it does not say."""
+    return isinstance(source, Whole) and source.whole_rows
 
 
 def place(source: Source, step: int, sharding: NamedSharding, order: str = "balanced") -> Batch:
@@ -156,7 +173,8 @@ def place(source: Source, step: int, sharding: NamedSharding, order: str = "bala
         whole = (*shape, *values.shape[2:])
         return jax.make_array_from_callback(whole, sharding, part)
 
-    return dataclasses.replace(jax.tree.map(assemble, local), order=order)
+    placed = jax.tree.map(assemble, local)
+    return dataclasses.replace(placed, order=order, whole_rows=has_whole_rows(source))
 
 
 def row_places(batch: Batch) -> np.ndarray:

@@ -193,6 +193,11 @@ class FlatTokens:
         return None if self.teacher is None else self.teacher.k
 
     @property
+    def whole_rows(self) -> bool:
+        """See `Whole`."""
+        return self._attend_across_documents or (not self._packed and not self.pairs)
+
+    @property
     def tokens(self) -> int:
         """Tokens in the split, framing included."""
         return self._stored.tokens

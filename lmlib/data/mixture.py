@@ -16,7 +16,7 @@ from fractions import Fraction
 import jax
 import numpy as np
 
-from lmlib.data.batch import Batch, Source, teacher_k
+from lmlib.data.batch import Batch, Source, has_whole_rows, teacher_k
 from lmlib.data.resumable import Resumable
 from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.data.text import HasText, TextCodec
@@ -95,6 +95,7 @@ class Mixture:
         self.batch_size = first.batch_size
         self.sequence_length = first.sequence_length
         self.teacher_k = teacher_k(first)
+        self.whole_rows = all(map(has_whole_rows, sources.values()))
         self.max_token_id = max(source.max_token_id for source in sources.values())
         self.batches = None
         # Sources do not tell targets per sequence, so their bytes per target have no exact mean.

@@ -11,7 +11,7 @@ from jaxtyping import PRNGKeyArray
 
 from lmlib.adapters import without_adapters
 from lmlib.compute import Compute
-from lmlib.data.batch import Batch, Source, teacher_k
+from lmlib.data.batch import Batch, Source, has_whole_rows, teacher_k
 from lmlib.data.text import HasText, TextCodec
 from lmlib.evaluate.suite.suite import Suite
 from lmlib.evaluate.validation import validation_metrics
@@ -246,7 +246,8 @@ class Experiment:
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and `NamedSharding`s of a batch."""
         data = self.data
-        return abstract_batch(data.batch_size, data.sequence_length, self.mesh, teacher_k(data))
+        sizes = data.batch_size, data.sequence_length
+        return abstract_batch(*sizes, self.mesh, teacher_k(data), has_whole_rows(data))
 
     def initial_state(self, model: Any = None, reference_model: Any = None) -> State:
         """The state before the first step.

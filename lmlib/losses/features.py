@@ -46,7 +46,7 @@ def features(
     )
     context = Context(
         positions_BS,
-        segment_ids_BS,
+        None if batch.whole_rows else segment_ids_BS,
         compute,
         key,
         dropout,

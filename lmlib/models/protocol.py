@@ -26,6 +26,7 @@ class Context:
     Args:
       positions_BS: of each token within its document, from 0.
       segment_ids_BS: which document of its row each token belongs to; attention stays within.
+        `None`: a row is one document, and what follows it does not count.
       compute: how to compute.
       key: of what is random in this call (dropout); `None` for none of it.
       dropout: rate at which what blocks add to the residual stream is dropped, with a key.
@@ -42,7 +43,7 @@ class Context:
     """
 
     positions_BS: Int32[Array, "b s"]
-    segment_ids_BS: Int32[Array, "b s"]
+    segment_ids_BS: Int32[Array, "b s"] | None
     compute: Compute
     key: PRNGKeyArray | None = None
     dropout: float = 0.0
@@ -66,7 +67,7 @@ class Context:
 def whole_rows(tokens_BS: Int32[Array, "b s"], compute: Compute) -> Context:
     """The context of rows that are one document each, from its first position on."""
     positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
-    return Context(positions_BS, jnp.zeros_like(tokens_BS), compute)
+    return Context(positions_BS, None, compute)
 
 
 class LayerCall(NamedTuple):

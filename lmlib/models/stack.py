@@ -279,7 +279,7 @@ def _wanted(x_BSE: Array, context: Context) -> tuple[Array, Context]:
     return of(x_BSE), dataclasses.replace(
         context,
         positions_BS=of(context.positions_BS + 1) - 1,
-        segment_ids_BS=of(context.segment_ids_BS),
+        segment_ids_BS=None if context.segment_ids_BS is None else of(context.segment_ids_BS),
         tokens_BS=None if context.tokens_BS is None else of(context.tokens_BS),
         first_BSE=None if context.first_BSE is None else of(context.first_BSE),
         rotations={rotary: Rotations(*map(of, each)) for rotary, each in context.rotations.items()},

@@ -188,7 +188,7 @@ def read_batch(folder: Path, expected: Batch) -> Batch:
         with np.load(file, allow_pickle=False) as arrays:
             order_S = row_places(expected)
             found = {name: arrays[name][:, order_S] for name in shapes}
-        return Batch(**found, order=expected.order)
+        return Batch(**found, order=expected.order, whole_rows=expected.whole_rows)
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} holds no batch of {expected.tokens.shape}: {error}") from error
 

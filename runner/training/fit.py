@@ -32,6 +32,7 @@ from runner.command_line.paths import check_can_be_made
 from runner.config.text import flattened
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.determinism import check_determinism
 from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, flags_of_the_run, may_wait_for_ever
 from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.limits import Limits
@@ -135,6 +136,7 @@ def _fit_in(
     with agreed(), user_errors(), chosen_sizes(_SMALLER):
         experiment = fdl.build(cfg)
         experiment.check()
+        check_determinism(experiment)
         experiment.check_memory()
         check_first_rows(experiment)
     config = dict(line.partition(" = ")[::2] for line in flattened(cfg).splitlines())

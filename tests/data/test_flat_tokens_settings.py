@@ -4,10 +4,15 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from lmlib.data import Batch, FlatTokens, permute
+from lmlib.data import Batch, FlatTokens, Mixture, Stage, permute, place
+from lmlib.data.batch import has_whole_rows
+from lmlib.data.stages import Stages
+from lmlib.parallel.mesh import make_mesh
 
 S = 9
 
@@ -87,6 +92,39 @@ def test_attention_across_documents_is_for_those_who_ask(example: Path) -> None:
         np.testing.assert_array_equal(batch.segment_ids, used)
         np.testing.assert_array_equal(batch.loss_mask, apart.batch(step).loss_mask)
     assert max(apart.batch(step).segment_ids.max() for step in range(5)) > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "whole"),
+    [
+        ({}, False),
+        ({"begin_with_documents": True}, False),
+        ({"packed": False}, True),
+        ({"attend_across_documents": True}, True),
+    ],
+)
+def test_whole_rows_are_said_of_those_whose_every_row_is_one_segment(
+    example: Path, settings: dict, whole: bool
+) -> None:
+    source = FlatTokens(str(example), "train", 3, S, epochs=2, **settings)
+    assert source.whole_rows == whole
+    segments = np.concatenate([source.batch(step).segment_ids for step in range(source.batches)])
+    # Ones, then padding.
+    assert np.array_equal(segments, np.minimum.accumulate(segments > 0, axis=1)) == whole
+    mixed = Mixture({"a": source_of(example, **settings)}, [Stage({"a": 1})])
+    apart = Mixture(
+        {"a": source_of(example, **settings), "b": source_of(example)}, [Stage({"a": 1, "b": 1})]
+    )
+    stages = Stages([(0, source_of(example)), (1, source_of(example, **settings))])
+    assert (mixed.whole_rows, apart.whole_rows) == (whole, False)
+    rows = NamedSharding(make_mesh(devices=jax.devices()[:1]), PartitionSpec())
+    for step, expected in ((0, False), (1, whole)):
+        batch = place(stages, step, rows)
+        assert batch.whole_rows == has_whole_rows(stages.at(step)) == expected
+
+
+def source_of(example: Path, **settings: bool) -> FlatTokens:
+    return FlatTokens(str(example), "train", 3, S, **settings)
 
 
 @pytest.mark.parametrize("length", [2, 9, 40])

@@ -201,7 +201,7 @@ def test_microbatches_hold_the_rows_of_the_batch(example: Path, mesh: tuple[int,
 def fields_of(batch: Batch) -> dict[str, Any]:
     """Its arrays, those that are there: a teacher's are not always."""
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
-    del fields["order"]
+    del fields["order"], fields["whole_rows"]
     return {name: values for name, values in fields.items() if values is not None}
 
 

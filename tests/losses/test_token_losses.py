@@ -1,5 +1,6 @@
 """-log p of each token against float64 NumPy on the model's logits, on every mesh."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from lmlib.compute import Compute
+from lmlib.data.packing import packed_batch
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.scoring import Scorer
 from lmlib.losses.token_losses import token_losses
@@ -67,3 +69,17 @@ def test_each_token_has_its_own_loss(mesh, settings):
     np.testing.assert_allclose(nats_BS, right_BS, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(likeliest_BS, chosen_BS)
     assert chosen_BS.any()
+
+
+def test_rows_known_to_be_whole_lose_what_their_segments_say():
+    random = np.random.default_rng(0)
+    tokens_BT = random.integers(V, size=(8, 17))
+    starts_BT = random.random(tokens_BT.shape) < 0.2
+    lengths_B = np.array([16, 0, 3, 16, 9, 1, 16, 12])  # padding follows
+    batch = packed_batch(tokens_BT, starts_BT, lengths_B, attend_across_documents=True)
+    compute = jax.jit(functools.partial(token_losses, compute=FLOAT32))
+    known = compute(initial(), dataclasses.replace(batch, whole_rows=True))
+    for one, other in zip(known, compute(initial(), batch), strict=True):
+        np.testing.assert_array_equal(one, other)
+    apart_BS, _ = compute(initial(), packed_batch(tokens_BT, starts_BT, lengths_B))
+    assert np.abs(apart_BS - known[0]).max() > 1e-3

@@ -18,6 +18,7 @@ from lmlib.models.attend import (
     chosen,
     problem,
 )
+from lmlib.models.attend.blockwise import best_tile
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 
@@ -133,10 +134,13 @@ def assert_matches_the_definition(implementation, tolerance, **options):
     assert_close(values, reference(*arrays, **options), tolerance)
 
 
-def assert_bfloat16_is_close(implementation, **options):
+def assert_bfloat16_is_close(implementation, whole_rows=False, **options):
     *arrays, d_BSHD = inputs()
+    if whole_rows:
+        arrays[3] = np.zeros_like(arrays[3])
     q, k, v, d_BSHD = (jnp.asarray(x, jnp.bfloat16) for x in (*arrays[:3], d_BSHD))
-    values = found(implementation, q, k, v, arrays[3], d_BSHD, **options)
+    segments_BS = None if whole_rows else arrays[3]
+    values = found(implementation, q, k, v, segments_BS, d_BSHD, **options)
     assert all(value.dtype == jnp.bfloat16 for value in values)
     wide = [np.asarray(x.astype(jnp.float32)) for x in (q, k, v)]
     expected = reference(*wide, arrays[3], np.asarray(d_BSHD.astype(jnp.float32)), **options)
@@ -164,7 +168,8 @@ def test_each_option_matches_the_definition(implementation, options):
 @pytest.mark.parametrize(
     "options", sentinels([{"window": None}, {"window": 100, "scale": 0.3}], lambda o: len(o) == 2)
 )
-def test_what_cudnn_is_told_is_the_definition(options, monkeypatch):
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_what_cudnn_is_told_is_the_definition(options, whole_rows, monkeypatch):
     """Its kernel runs on NVIDIA GPUs alone, but XLA can be given the same call."""
     call = jax.nn.dot_product_attention
 
@@ -173,7 +178,7 @@ def test_what_cudnn_is_told_is_the_definition(options, monkeypatch):
         return call(*arrays, implementation="xla", **settings)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
-    assert_bfloat16_is_close("cudnn", **options)
+    assert_bfloat16_is_close("cudnn", whole_rows=whole_rows, **options)
 
 
 @pytest.mark.landing
@@ -270,6 +275,20 @@ def test_a_document_does_not_notice_the_others_of_its_row(implementation):
         np.testing.assert_array_equal(value[:, own], other[:, own])
 
 
+@pytest.mark.parametrize("implementation", sentinels(RUNNABLE, "blockwise".__eq__))
+def test_rows_of_one_document_need_no_segments(implementation):
+    q, k, v, _, d_BSHD = (jnp.asarray(x, jnp.bfloat16) for x in inputs())
+    one_BS = jnp.ones((B, S), jnp.int32)
+    values = found(implementation, q, k, v, None, d_BSHD, None)
+    for value, expected in zip(
+        values, found(implementation, q, k, v, one_BS, d_BSHD, None), strict=True
+    ):
+        if implementation == "cudnn":  # another kernel
+            assert_close([value], [np.asarray(expected, np.float64)], 4 * 2**-9)
+        else:
+            np.testing.assert_array_equal(value, expected)
+
+
 @pytest.mark.several_devices
 @pytest.mark.parametrize("implementation", ["plain", "blockwise"])
 @pytest.mark.parametrize(
@@ -307,7 +326,8 @@ def test_blockwise_needs_no_square_of_the_sequence():
 
 @pytest.mark.parametrize("window", [None, 200])
 def test_blockwise_leaves_tiles_out_that_nobody_sees(window):
-    sequence, tile = 1_024, 128
+    sequence = 2_048
+    tile = best_tile()
     arrays = inputs(sequence, 1, 1, 8)[:4]
 
     def visits(jaxpr):
@@ -324,7 +344,7 @@ def test_blockwise_leaves_tiles_out_that_nobody_sees(window):
     seen = np.abs(np.subtract.outer(np.arange(sequence), np.arange(sequence))) < (
         window or sequence
     )
-    tiles = (np.tril(seen)).reshape(8, tile, 8, tile).any(axis=(1, 3))
+    tiles = np.tril(seen).reshape(sequence // tile, tile, -1, tile).any(axis=(1, 3))
     assert list(visits(traced.jaxpr)) == [tiles.sum()]
 
 
@@ -339,18 +359,19 @@ def test_what_an_implementation_cannot_compute_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "expected"),
-    [("v5e:2x2", ("splash", "splash")), ("h100:1x1", ("cudnn", "triton"))],
+    [("v5e:2x2", ("splash", "splash", "splash")), ("h100:1x1", ("triton", "cudnn", "triton"))],
 )
-def test_where_the_best_kernel_has_no_soft_cap_auto_takes_another(target, expected):
+def test_auto_takes_the_best_kernel_for_whole_rows_and_for_soft_caps(target, expected):
     _, devices = absent(target)
     q_BSHD = jnp.zeros((B, S, H, D), jnp.bfloat16)
     with jax.set_mesh(make_mesh(devices=devices)):
-        assert (chosen(q_BSHD), chosen(q_BSHD, soft_cap=50.0)) == expected
+        whole, capped = chosen(q_BSHD, whole_rows=True), chosen(q_BSHD, 50.0, whole_rows=True)
+        assert (chosen(q_BSHD), whole, capped) == expected
 
 
 def test_auto_takes_what_the_device_is_best_at():
-    q_BSHD = jnp.asarray(inputs()[0])
-    assert chosen(q_BSHD) == "blockwise"
+    q_BSHD = jnp.asarray(inputs()[0], jnp.bfloat16)
     on_a_gpu = jax.default_backend() == "gpu"
-    assert chosen(q_BSHD.astype(jnp.bfloat16)) == ("cudnn" if on_a_gpu else "blockwise")
+    assert chosen(q_BSHD) == ("triton" if on_a_gpu else "blockwise")
+    assert chosen(q_BSHD, whole_rows=True) == ("cudnn" if on_a_gpu else "blockwise")
     assert set(IMPLEMENTATIONS) - set(RUNNABLE) == {"splash" if on_a_gpu else "cudnn"}

@@ -48,7 +48,9 @@ def test_a_document_is_turned_as_long_or_as_short_from_its_first_token_on():
         assert_rotations(ROTARY.rotations(positions_BS, "float32"), 0, range(length), factors)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{}, pytest.param({"data": 2}, marks=pytest.mark.several_devices)], ids=str
+)
 def test_documents_of_a_row_are_turned_as_if_each_were_alone(mesh):
     lengths = [3, 7, 5, 6]
     row = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)

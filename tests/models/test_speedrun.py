@@ -161,6 +161,7 @@ def test_what_is_kept_and_unrolled_changes_no_gradient():
     assert_same_gradients(gradients((), saved=EVERYTHING, unroll=4), gradients(()))
 
 
+@pytest.mark.several_devices
 def test_a_table_of_values_rests_where_it_is_used():
     """`gather` has nothing to send, in training or in generation."""
     mesh = make_mesh(fsdp=4, tensor=2)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lmlib.models.attend import attend
 from lmlib.models.attend.context_split import Split
 from lmlib.models.attend.fused import triton_kernels
-from lmlib.models.attend.fused.visits import Tiles, visits
+from lmlib.models.attend.fused.visits import Tiles, keys_visited, queries_visited, sight
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
 
@@ -43,19 +43,32 @@ def test_tiles_that_see_each_other_are_visited_and_others_seldom(row):
     visible_NM = by_tile.any(axis=(1, 3))
 
     segments_BT = jnp.asarray(segments_T)[None]
-    seen = visits(split, segments_BT[:, places_S], segments_BT, tiles, window)
-    tiles_N, tiles_M = (np.arange(size) for size in visible_NM.shape)
-    lowest_N1, after_N1 = np.asarray(seen.keys_BN2[0]).T[..., None]
-    by_queries_NM = (lowest_N1 <= tiles_M) & (tiles_M < after_N1)
-    ranges_MP2 = np.asarray(seen.queries_BMP2[0])[:, :, :, None]
-    by_keys_NM = ((ranges_MP2[:, :, 0] <= tiles_N) & (tiles_N < ranges_MP2[:, :, 1])).any(1).T
+    seen = sight(split, segments_BT[:, places_S], segments_BT, window)
+    N, M = visible_NM.shape
+    of_queries_N4 = np.asarray(keys_visited(seen, tiles))[0]
+    of_keys_MP4 = np.asarray(queries_visited(seen, tiles, split.piece))[0]
+    by_queries_NM, whole_by_queries_NM = within(of_queries_N4, M)
+    by_keys_NM, whole_by_keys_NM = (one.any(axis=1).T for one in within(of_keys_MP4, N))
 
     assert np.all(by_queries_NM >= visible_NM) and np.all(by_keys_NM >= visible_NM)
-    assert visible_NM[tiles_N, lowest_N1[:, 0]].all()
-    assert visible_NM[tiles_N, after_N1[:, 0] - 1].all()
+    assert visible_NM[range(N), of_queries_N4[:, 0]].all()
+    assert visible_NM[range(N), of_queries_N4[:, 3] - 1].all()
     # Between the first and the last that a tile of keys has to visit, all see it or lie in a gap.
     first_N = visible_NM & (visible_NM.cumsum(axis=0) == 1)
     assert np.array_equal(by_keys_NM & first_N, first_N)
+    # No mask where all is visible, and nowhere else.
+    whole_NM = by_tile.all(axis=(1, 3))
+    assert np.array_equal(whole_by_queries_NM, whole_NM)
+    assert np.array_equal(whole_by_keys_NM, whole_NM)
+
+
+def within(ranges_4, tiles):
+    """Which tiles are in the outer range, and which in the inner, of (…, 4) ranges."""
+    first, first_whole, after_whole, after = np.moveaxis(ranges_4[..., None], -2, 0)
+    numbers = np.arange(tiles)
+    return (first <= numbers) & (numbers < after), (
+        (first_whole <= numbers) & (numbers < after_whole)
+    )
 
 
 @needs_gpu_compiler
@@ -100,6 +113,6 @@ def test_it_says_what_it_multiplies():
 
 def test_tiles_divide_pieces():
     for piece in (16, 48, 80, 128, 1_000):
-        found = triton_kernels.tiles(piece, 64)
-        assert piece % found.queries == piece % found.keys == 0
-    assert triton_kernels.tiles(4_096, 128) == Tiles(64, 64)
+        *kernels, _ = triton_kernels.launches(piece, 64)
+        assert all(piece % size == 0 for launch in kernels for size in launch.tiles)
+    assert triton_kernels.launches(4_096, 128).mixed.tiles == Tiles(64, 64)

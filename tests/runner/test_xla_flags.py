@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 
+import fiddle as fdl
 import pytest
 
+from runner.config.configs import load
+from runner.jax_settings.determinism import check_determinism
 from runner.jax_settings.xla_flags import (
     DETERMINISTIC,
     IN_ORDER_ON_CPU,
@@ -107,3 +110,30 @@ def test_flags_that_must_be_the_same_for_all_processes():
         "LIBTPU_INIT_ARGS": {"--xla_tpu_a": "1"},
     }
     assert not any(flags_of_the_run({}).values())
+
+
+@pytest.mark.parametrize(
+    ("attention", "whole_rows", "flags", "platform", "refused"),
+    [
+        ("cudnn", False, DETERMINISTIC, "gpu", True),
+        ("auto", True, DETERMINISTIC, "gpu", True),
+        ("auto", True, "--xla_gpu_exclude_nondeterministic_ops", "gpu", True),
+        ("auto", False, DETERMINISTIC, "gpu", False),
+        ("triton", True, DETERMINISTIC, "gpu", False),
+        ("auto", True, "--xla_gpu_deterministic_ops=false", "gpu", False),
+        ("auto", True, DETERMINISTIC, "cpu", False),
+    ],
+)
+def test_attention_that_cannot_give_the_same_bits_is_refused(
+    attention, whole_rows, flags, platform, refused
+):
+    cfg = load("experiments/llama_84m", ["tiny"])
+    cfg.compute.attention = attention
+    experiment = fdl.build(cfg)
+    experiment.data.whole_rows = whole_rows
+    given = {"XLA_FLAGS": flags}, platform
+    if not refused:
+        check_determinism(experiment, *given)
+        return
+    with pytest.raises(ValueError, match=r"add --fdl\.compute\.attention=triton"):
+        check_determinism(experiment, *given)

@@ -1,16 +1,17 @@
 """Causal attention kept within documents, by the best implementation for the devices at hand.
 
     implementation  where                what
-    cudnn           NVIDIA GPUs          cuDNN's fused attention
     triton          NVIDIA GPUs          a fused kernel that skips other documents
+    cudnn           NVIDIA GPUs          cuDNN's fused attention, the quickest for rows of one
+                                         document; others it computes whole, under a mask
     splash          TPUs                 Pallas's splash attention
     blockwise       anywhere             tiles in plain JAX; no S × S matrix
     plain           anywhere             the definition; an S × S matrix for each head
 
-"auto" takes cudnn or else triton on NVIDIA GPUs, and splash on TPUs, where they can compute the
-shapes, else blockwise. All of them compute the same: a test holds each against the definition in
-float64. Where `context` splits rows, triton and splash compute them with gathered keys, and
-blockwise in two ways (`lmlib.models.attend.context`).
+"auto" takes triton on NVIDIA GPUs, cudnn for rows that are known to be one document each, and
+splash on TPUs, where they can compute the shapes, else blockwise. All of them compute the same: a
+test holds each against the definition in float64. Where `context` splits rows, triton and splash
+compute them with gathered keys, and blockwise in two ways (`lmlib.models.attend.context`).
 """
 
 import functools
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -41,14 +43,15 @@ IMPLEMENTATIONS = {
     "plain": plain,
 }
 # What "auto" takes, of each platform the best first; else blockwise.
-_BEST = {"cuda": ("cudnn", "triton"), "tpu": ("splash",)}
+_BEST = {"cuda": ("triton",), "tpu": ("splash",)}
+_BEST_OF_WHOLE_ROWS = _BEST | {"cuda": ("cudnn", "triton")}
 
 
 def attend(
     q_BSHD: Float[Array, "b s heads head_dim"],
     k_BTKD: Float[Array, "b s kv_heads head_dim"],
     v_BTKV: Float[Array, "b s kv_heads value_dim"],
-    segment_ids_BS: Int32[Array, "b s"],
+    segment_ids_BS: Int32[Array, "b s"] | None,
     implementation: str = "auto",
     *,
     window: int | None = None,
@@ -62,7 +65,7 @@ def attend(
 
     Args:
       segment_ids_BS: which document of its row each position belongs to; those of one follow each
-        other in the row.
+        other in the row. `None`: each row is one document.
       implementation: "auto", or one of `IMPLEMENTATIONS`.
       window: a position sees itself and the `window` - 1 before it; `None`: all before it.
       scale: `None`: D^-1/2.
@@ -93,7 +96,10 @@ def attend(
 
     if implementation == "auto":
         sizes = soft_cap, v_BTKV.shape[-1], sinks_H is not None
-        implementation = chosen(q_BSHD, *sizes, order=order, way=way)
+        whole_rows = segment_ids_BS is None
+        implementation = chosen(q_BSHD, *sizes, order=order, way=way, whole_rows=whole_rows)
+    if segment_ids_BS is None and implementation != "cudnn":
+        segment_ids_BS = _one_document(q_BSHD)
     kernel, sinks = IMPLEMENTATIONS[implementation], sinks_H is not None
     if sinks and not hasattr(kernel, "attend_and_normalise"):
         raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
@@ -117,10 +123,14 @@ def _every_row(axes: str) -> PartitionSpec:
     return PartitionSpec(whole_place(COMPUTE["batch"]), whole_place(COMPUTE["seq"]), *others)
 
 
+def _one_document(q_BSHD: Array) -> Int32[Array, "b s"]:
+    return reshard(jnp.zeros(q_BSHD.shape[:2], jnp.int32), "batch seq")
+
+
 def attention_weights(
     q_BSHD: Float[Array, "b s heads head_dim"],
     k_BTKD: Float[Array, "b s kv_heads head_dim"],
-    segment_ids_BS: Int32[Array, "b s"],
+    segment_ids_BS: Int32[Array, "b s"] | None,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -131,6 +141,8 @@ def attention_weights(
     (t); each row adds up to 1, but for what a sink takes. float32 at least. The arguments are those
     of `attend`."""
     options = Options.of(window, scale, soft_cap, q_BSHD.shape[-1])
+    if segment_ids_BS is None:
+        segment_ids_BS = _one_document(q_BSHD)
     weights_BHST, log_normaliser_BHS = on_each_device(
         functools.partial(plain.weights, options=options),
         inputs=(
@@ -200,12 +212,13 @@ def chosen(
     sinks: bool = False,
     order: str = "plain",
     way: str = "auto",
+    whole_rows: bool = False,
 ) -> str:
     """What "auto" takes for such queries on the devices of the mesh that is set."""
     _, S, _, D = q_BSHD.shape
     split = context.is_split()
     length = context.length_of_piece(S, context.sharing(), order)
-    for name in _BEST.get(platform(), ()):
+    for name in (_BEST_OF_WHOLE_ROWS if whole_rows else _BEST).get(platform(), ()):
         if split and context.problem(IMPLEMENTATIONS[name], way, sinks) is not None:
             continue
         if problem(name, length, D, q_BSHD.dtype, soft_cap, value_dim, sinks) is None:

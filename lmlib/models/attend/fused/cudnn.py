@@ -32,20 +32,22 @@ def attend(
     q_BSHD: Float[Array, "b s h d"],
     k_BTKD: Float[Array, "b s k d"],
     v_BTKV: Float[Array, "b s k v"],
-    segment_ids_BS: Int32[Array, "b s"],
+    segment_ids_BS: Int32[Array, "b s"] | None,
     options: Options,
 ) -> Float[Array, "b s h v"]:
     """See `lmlib.models.attend.attend`; on the part of one device.
 
-    Documents are kept apart by a mask of (B, 1, S, T) that all heads share: JAX's interface to
-    cuDNN takes neither segment ids nor borders within a row. It has one head_dim: the smaller of D
-    and V is filled up with zeros.
+    Rows that are one document, `segment_ids_BS=None`, need no mask. Else documents are kept apart
+    by one of (B, 1, S, T) that all heads share: JAX's interface to cuDNN takes neither segment ids
+    nor borders within a row. It has one head_dim: the smaller of D and V is filled up with zeros.
     """
     S, V = q_BSHD.shape[1], v_BTKV.shape[-1]
     D = max(q_BSHD.shape[-1], V)
     if (reason := problem(S, D, q_BSHD.dtype, options.soft_cap)) is not None:
         raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
-    same_B1ST = (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :])[:, None]
+    same_B1ST = None
+    if segment_ids_BS is not None:
+        same_B1ST = (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :])[:, None]
     q_BSHD, k_BTKD, v_BTKD = (_filled(x, D) for x in (q_BSHD, k_BTKD, v_BTKV))
     mixed_BSHD = jax.nn.dot_product_attention(
         q_BSHD,

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend.context_split import Split
 from lmlib.models.attend.fused import triton_kernels
-from lmlib.models.attend.fused.visits import Visits, visits
+from lmlib.models.attend.fused.visits import Sight, sight
 from lmlib.models.attend.options import Options
 
 _SMALLEST_TILE = 16  # that a GPU's units for products take
@@ -98,43 +98,43 @@ def attend_and_normalise_gathered(
         if (reason := problem(split.piece, size, q_BSHD.dtype)) is not None:
             raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     q_BSHD, k_BTKD, v_BTKV = map(_filled, (q_BSHD, k_BTKD, v_BTKV))
-    tiles = triton_kernels.tiles(split.piece, max(q_BSHD.shape[-1], v_BTKV.shape[-1]))
-    seen = visits(split, segments_BS, segments_BT, tiles, options.window)
-    mixed_BSHV, log_normaliser_BHS = _mixed(tiles, options, q_BSHD, k_BTKD, v_BTKV, seen)
+    launches = triton_kernels.launches(split.piece, max(q_BSHD.shape[-1], v_BTKV.shape[-1]))
+    seen = sight(split, segments_BS, segments_BT, options.window)
+    mixed_BSHV, log_normaliser_BHS = _mixed(launches, options, q_BSHD, k_BTKD, v_BTKV, seen)
     return mixed_BSHV[..., :V], log_normaliser_BHS.swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mixed(
-    tiles: triton_kernels.Tiles,
+    launches: triton_kernels.Launches,
     options: Options,
     q_BSHD: Array,
     k_BTKD: Array,
     v_BTKV: Array,
-    seen: Visits,
+    seen: Sight,
 ) -> tuple[Array, Array]:
-    return _forward(tiles, options, q_BSHD, k_BTKD, v_BTKV, seen)[0]
+    return _forward(launches, options, q_BSHD, k_BTKD, v_BTKV, seen)[0]
 
 
-_Saved = tuple[Array, Array, Array, Visits, Array, Array]
+_Saved = tuple[Array, Array, Array, Sight, Array, Array]
 
 
 def _forward(
-    tiles: triton_kernels.Tiles,
+    launches: triton_kernels.Launches,
     options: Options,
     q_BSHD: Array,
     k_BTKD: Array,
     v_BTKV: Array,
-    seen: Visits,
+    seen: Sight,
 ) -> tuple[tuple[Array, Array], _Saved]:
-    mixed = triton_kernels.mixed(tiles, options, q_BSHD, k_BTKD, v_BTKV, seen)
+    mixed = triton_kernels.mixed(launches.mixed, options, q_BSHD, k_BTKD, v_BTKV, seen)
     mixed_BSHV, log_normaliser_BHS = (checkpoint_name(x, "attention_kernel") for x in mixed)
     saved = q_BSHD, k_BTKD, v_BTKV, seen, mixed_BSHV, log_normaliser_BHS
     return (mixed_BSHV, log_normaliser_BHS), saved
 
 
 def _backward(
-    tiles: triton_kernels.Tiles, options: Options, saved: _Saved, given: tuple[Array, Array]
+    launches: triton_kernels.Launches, options: Options, saved: _Saved, given: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, None]:
     q_BSHD, k_BTKD, v_BTKV, seen, mixed_BSHV, log_normaliser_BHS = saved
     d_mixed_BSHV, d_log_normaliser_BHS = given
@@ -143,10 +143,10 @@ def _backward(
     towards_BHS = jnp.sum(products_BSHV, axis=-1).swapaxes(1, 2) - d_log_normaliser_BHS
     arriving = d_mixed_BSHV, log_normaliser_BHS, towards_BHS
     dq_BSHD = triton_kernels.query_gradients(
-        tiles, options, q_BSHD, k_BTKD, v_BTKV, seen, *arriving
+        launches.query_gradients, options, q_BSHD, k_BTKD, v_BTKV, seen, *arriving
     )
     dk_BTKD, dv_BTKV = triton_kernels.key_gradients(
-        tiles, options, q_BSHD, k_BTKD, v_BTKV, seen, *arriving
+        launches.key_gradients, launches.piece, options, q_BSHD, k_BTKD, v_BTKV, seen, *arriving
     )
     return dq_BSHD, dk_BTKD, dv_BTKV, None
 

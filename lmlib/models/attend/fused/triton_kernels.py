@@ -14,7 +14,7 @@ keys of a tile, N and M tiles of queries and of keys, P pieces.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,37 +22,66 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
 from jaxtyping import Array
 
-from lmlib.models.attend.fused.visits import Tiles, Visits
+from lmlib.models.attend.fused.visits import Sight, Tiles, keys_visited, queries_visited
 from lmlib.models.attend.options import Options
 from lmlib.parallel.collectives import platform
 
 Ref = Any  # of Pallas: an array in the GPU's memory, or a tile of one
 
 _FAR = -1e30  # a score that no sum notices, and from which no infinity comes
+_LOG2_E = math.log2(math.e)
 _SMALLEST = 1e-37  # what a query's exponentials add up to at least
 
 
-# Tokens of a tile of queries and of one of keys, for heads of up to so many coordinates: what the
-# shared memory of each GPU that plan knows has room for. Not measured.
-_TILES = {64: Tiles(128, 64), 128: Tiles(64, 64), 256: Tiles(64, 32)}
+class Launch(NamedTuple):
+    """How a kernel is launched: a program for each tile, of so many warps, and how many turns of
+    its loop are loaded ahead."""
+
+    tiles: Tiles
+    warps: int
+    stages: int
 
 
-def tiles(piece: int, head_dim: int) -> Tiles:
-    """For pieces of so many tokens, which both divide."""
-    largest = next(tiles for limit, tiles in _TILES.items() if head_dim <= limit)
-    return Tiles(*(math.gcd(piece, size) for size in largest))
+class Launches(NamedTuple):
+    """Of each kernel, and the tokens of a piece."""
+
+    mixed: Launch
+    query_gradients: Launch
+    key_gradients: Launch
+    piece: int
+
+
+# For heads of up to so many coordinates: of some twenty each, the quickest on an H200 at rows of
+# 1,024 tokens; a tile of 128 keys is 8 % quicker for their gradients at 16,384.
+_LAUNCHES = {
+    64: (Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 3)),
+    128: (Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 2)),
+    256: (Launch(Tiles(64, 32), 4, 2), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 32), 4, 2)),
+}
+
+
+def launches(piece: int, head_dim: int) -> Launches:
+    """For pieces of so many tokens, which every tile divides."""
+    largest = next(each for limit, each in _LAUNCHES.items() if head_dim <= limit)
+    mixed, query_gradients, key_gradients = (
+        launch._replace(tiles=Tiles(*(math.gcd(piece, size) for size in launch.tiles)))
+        for launch in largest
+    )
+    return Launches(mixed, query_gradients, key_gradients, piece)
 
 
 def mixed(
-    tiles: Tiles, options: Options, q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, seen: Visits
+    launch: Launch, options: Options, q_BSHD: Array, k_BTKD: Array, v_BTKV: Array, sight: Sight
 ) -> tuple[Array, Array]:
     """What each query gets, [B, S, H, V], and the logarithm of its normaliser, [B, H, S]."""
     B, S, H, _ = q_BSHD.shape
     V = v_BTKV.shape[-1]
+    tiles = launch.tiles
     specs = _query_specs(tiles, q_BSHD, k_BTKD, v_BTKV)
     return _call(
         functools.partial(_mixed_kernel, tiles=tiles, options=options),
         "attention_mixed",
+        launch,
         grid=(S // tiles.queries, B, H),
         inputs=specs,
         outputs=[
@@ -64,16 +93,19 @@ def mixed(
             jax.ShapeDtypeStruct((B, H, S), jnp.float32),
         ],
         flops=2 * _product_flops(q_BSHD, k_BTKD, options),
-    )(seen.keys_BN2, q_BSHD, seen.places_S, seen.segments_BS, k_BTKD, v_BTKV, seen.segments_BT)
+    )(
+        keys_visited(sight, tiles), q_BSHD, sight.places_S, sight.segments_BS, k_BTKD, v_BTKV,
+        sight.segments_BT,
+    )  # fmt: skip
 
 
 def query_gradients(
-    tiles: Tiles,
+    launch: Launch,
     options: Options,
     q_BSHD: Array,
     k_BTKD: Array,
     v_BTKV: Array,
-    seen: Visits,
+    sight: Sight,
     d_mixed_BSHV: Array,
     log_normaliser_BHS: Array,
     towards_BHS: Array,
@@ -84,6 +116,7 @@ def query_gradients(
       d_mixed_BSHV, log_normaliser_BHS, towards_BHS: see `lmlib.models.attend.tiles.Arriving`.
     """
     B, S, H, D = q_BSHD.shape
+    tiles = launch.tiles
     number = pl.BlockSpec((None, None, tiles.queries), lambda i, b, h: (b, h, i))
     d_mixed = pl.BlockSpec(
         (None, tiles.queries, None, d_mixed_BSHV.shape[-1]), lambda i, b, h: (b, i, h, 0)
@@ -91,33 +124,37 @@ def query_gradients(
     (dq_BSHD,) = _call(
         functools.partial(_query_kernel, tiles=tiles, options=options),
         "attention_query_gradients",
+        launch,
         grid=(S // tiles.queries, B, H),
         inputs=[*_query_specs(tiles, q_BSHD, k_BTKD, v_BTKV), d_mixed, number, number],
         outputs=[pl.BlockSpec((None, tiles.queries, None, D), lambda i, b, h: (b, i, h, 0))],
         shapes=[jax.ShapeDtypeStruct(q_BSHD.shape, q_BSHD.dtype)],
         flops=3 * _product_flops(q_BSHD, k_BTKD, options),
     )(
-        seen.keys_BN2, q_BSHD, seen.places_S, seen.segments_BS, k_BTKD, v_BTKV, seen.segments_BT,
-        d_mixed_BSHV, log_normaliser_BHS, towards_BHS,
+        keys_visited(sight, tiles), q_BSHD, sight.places_S, sight.segments_BS, k_BTKD, v_BTKV,
+        sight.segments_BT, d_mixed_BSHV, log_normaliser_BHS, towards_BHS,
     )  # fmt: skip
     return dq_BSHD
 
 
 def key_gradients(
-    tiles: Tiles,
+    launch: Launch,
+    piece: int,
     options: Options,
     q_BSHD: Array,
     k_BTKD: Array,
     v_BTKV: Array,
-    seen: Visits,
+    sight: Sight,
     d_mixed_BSHV: Array,
     log_normaliser_BHS: Array,
     towards_BHS: Array,
 ) -> tuple[Array, Array]:
-    """dk, [B, T, K, D], and dv, [B, T, K, V]; arguments as `query_gradients`."""
+    """dk, [B, T, K, D], and dv, [B, T, K, V]; arguments as `query_gradients`, and the tokens of a
+    piece."""
     B, S, H, D = q_BSHD.shape
     _, T, K, V = v_BTKV.shape
-    P = seen.queries_BMP2.shape[2]
+    tiles = launch.tiles
+    visited_BMP4 = queries_visited(sight, tiles, piece)
     key, value = (
         pl.BlockSpec((None, tiles.keys, None, size), lambda j, b, k: (b, j, k, 0))
         for size in (D, V)
@@ -129,9 +166,10 @@ def key_gradients(
     return _call(
         functools.partial(_key_kernel, tiles=tiles, options=options),
         "attention_key_gradients",
+        launch,
         grid=(T // tiles.keys, B, K),
         inputs=[
-            pl.BlockSpec((None, None, P, 2), lambda j, b, k: (b, j, 0, 0)),
+            pl.BlockSpec((None, None, S // piece, 4), lambda j, b, k: (b, j, 0, 0)),
             query,
             pl.BlockSpec((S,), lambda j, b, k: (0,)),
             pl.BlockSpec((None, S), lambda j, b, k: (b, 0)),
@@ -146,65 +184,75 @@ def key_gradients(
         shapes=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_BTKD, v_BTKV)],
         flops=4 * _product_flops(q_BSHD, k_BTKD, options),
     )(
-        seen.queries_BMP2, q_BSHD, seen.places_S, seen.segments_BS, k_BTKD, v_BTKV,
-        seen.segments_BT, d_mixed_BSHV, log_normaliser_BHS, towards_BHS,
+        visited_BMP4, q_BSHD, sight.places_S, sight.segments_BS, k_BTKD, v_BTKV,
+        sight.segments_BT, d_mixed_BSHV, log_normaliser_BHS, towards_BHS,
     )  # fmt: skip
 
 
 def _mixed_kernel(
-    visited_2: Ref, q_QD: Ref, place_Q: Ref, segment_Q: Ref, k_TD: Ref, v_TV: Ref, segment_T: Ref,
+    visited_4: Ref, q_QD: Ref, place_Q: Ref, segment_Q: Ref, k_TD: Ref, v_TV: Ref, segment_T: Ref,
     mixed_QV: Ref, log_normaliser_Q: Ref, *,
     tiles: Tiles, options: Options,
 ) -> None:  # fmt: skip
     q, place, segment = q_QD[...], place_Q[...], segment_Q[...]
 
-    def visit(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def visit(j: Array, sums: tuple[Array, Array, Array], whole: bool) -> tuple[Array, ...]:
         before_QV, normaliser_Q, highest_Q = sums
         here = pl.ds(j * tiles.keys, tiles.keys)
-        v_RV = v_TV[here, :]
-        scores_QR = options.scores(_dot(q, k_TD[here, :].T))
-        allowed_QR = _allowed(place, segment, _places(j, tiles), segment_T[here], options)
-        scores_QR = jnp.where(allowed_QR, scores_QR, _FAR)
-        new_Q = jnp.maximum(highest_Q, jnp.max(scores_QR, axis=1))
-        weights_QR = jnp.exp(scores_QR - new_Q[:, None])
-        shrink_Q = jnp.exp(highest_Q - new_Q)
+        powers_QR = _powers(_dot(q, k_TD[here, :].T), options)
+        if not whole:
+            allowed_QR = _allowed(
+                place[:, None], segment[:, None], _places(j, tiles)[None, :],
+                segment_T[here][None, :], options,
+            )  # fmt: skip
+            powers_QR = jnp.where(allowed_QR, powers_QR, _FAR)
+        new_Q = jnp.maximum(highest_Q, jnp.max(powers_QR, axis=1))
+        weights_QR = jnp.exp2(powers_QR - new_Q[:, None])
+        shrink_Q = jnp.exp2(highest_Q - new_Q)
         normaliser_Q = normaliser_Q * shrink_Q + jnp.sum(weights_QR, axis=1)
+        v_RV = v_TV[here, :]
         added_QV = _dot(weights_QR.astype(v_RV.dtype), v_RV)
         return before_QV * shrink_Q[:, None] + added_QV, normaliser_Q, new_Q
 
     nothing_Q = jnp.zeros(place.shape, jnp.float32)
     sums = jnp.zeros(mixed_QV.shape, jnp.float32), nothing_Q, nothing_Q + _FAR
-    sum_QV, normaliser_Q, highest_Q = jax.lax.fori_loop(visited_2[0], visited_2[1], visit, sums)
+    sum_QV, normaliser_Q, highest_Q = _each([visited_4[i] for i in range(4)], visit, sums)
     normaliser_Q = jnp.maximum(normaliser_Q, _SMALLEST)
     mixed_QV[...] = (sum_QV / normaliser_Q[:, None]).astype(mixed_QV.dtype)
-    log_normaliser_Q[...] = highest_Q + jnp.log(normaliser_Q)
+    log_normaliser_Q[...] = highest_Q / _LOG2_E + jnp.log(normaliser_Q)
 
 
 def _query_kernel(
-    visited_2: Ref, q_QD: Ref, place_Q: Ref, segment_Q: Ref, k_TD: Ref, v_TV: Ref, segment_T: Ref,
+    visited_4: Ref, q_QD: Ref, place_Q: Ref, segment_Q: Ref, k_TD: Ref, v_TV: Ref, segment_T: Ref,
     d_mixed_QV: Ref, log_normaliser_Q: Ref, towards_Q: Ref, dq_QD: Ref, *,
     tiles: Tiles, options: Options,
 ) -> None:  # fmt: skip
     q, place, segment = q_QD[...], place_Q[...], segment_Q[...]
-    d_mixed, log_normaliser, towards = d_mixed_QV[...], log_normaliser_Q[...], towards_Q[...]
+    d_mixed, towards = d_mixed_QV[...], towards_Q[...]
+    log2_normaliser = log_normaliser_Q[...] * _LOG2_E
 
-    def visit(j: Array, sum_QD: Array) -> Array:
+    def visit(j: Array, sum_QD: Array, whole: bool) -> Array:
         here = pl.ds(j * tiles.keys, tiles.keys)
         k_RD = k_TD[here, :]
-        scores_QR = options.scores(_dot(q, k_RD.T))
-        allowed_QR = _allowed(place, segment, _places(j, tiles), segment_T[here], options)
-        weights_QR = jnp.where(allowed_QR, jnp.exp(scores_QR - log_normaliser[:, None]), 0.0)
+        powers_QR = _powers(_dot(q, k_RD.T), options)
+        weights_QR = jnp.exp2(powers_QR - log2_normaliser[:, None])
+        if not whole:
+            allowed_QR = _allowed(
+                place[:, None], segment[:, None], _places(j, tiles)[None, :],
+                segment_T[here][None, :], options,
+            )  # fmt: skip
+            weights_QR = jnp.where(allowed_QR, weights_QR, 0.0)
         d_weights_QR = _dot(d_mixed, v_TV[here, :].T) - towards[:, None]
-        d_products_QR = weights_QR * d_weights_QR * options.slope(scores_QR)
+        d_products_QR = weights_QR * d_weights_QR * _flatness(powers_QR, options)
         return sum_QD + _dot(d_products_QR.astype(k_RD.dtype), k_RD)
 
     nothing = jnp.zeros(dq_QD.shape, jnp.float32)
-    sum_QD = jax.lax.fori_loop(visited_2[0], visited_2[1], visit, nothing)
-    dq_QD[...] = sum_QD.astype(dq_QD.dtype)
+    sum_QD = _each([visited_4[i] for i in range(4)], visit, nothing)
+    dq_QD[...] = (options.scale * sum_QD).astype(dq_QD.dtype)
 
 
 def _key_kernel(
-    visited_P2: Ref, q_SGD: Ref, place_S: Ref, segment_S: Ref, k_RD: Ref, v_RV: Ref, segment_R: Ref,
+    visited_P4: Ref, q_SGD: Ref, place_S: Ref, segment_S: Ref, k_RD: Ref, v_RV: Ref, segment_R: Ref,
     d_mixed_SGV: Ref, log_normaliser_GS: Ref, towards_GS: Ref, dk_RD: Ref, dv_RV: Ref, *,
     tiles: Tiles, options: Options,
 ) -> None:  # fmt: skip
@@ -212,36 +260,69 @@ def _key_kernel(
     place_R = _places(pl.program_id(0), tiles)
 
     def of_head(g: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        def visit(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        def visit(i: Array, sums: tuple[Array, Array], whole: bool) -> tuple[Array, Array]:
             dk, dv = sums
             here = pl.ds(i * tiles.queries, tiles.queries)
             q_QD, d_mixed_QV = q_SGD[here, g, :], d_mixed_SGV[here, g, :]
-            scores_QR = options.scores(_dot(q_QD, k.T))
-            allowed_QR = _allowed(place_S[here], segment_S[here], place_R, segment, options)
-            shifted_QR = scores_QR - log_normaliser_GS[g, here][:, None]
-            weights_QR = jnp.where(allowed_QR, jnp.exp(shifted_QR), 0.0)
-            d_weights_QR = _dot(d_mixed_QV, v.T) - towards_GS[g, here][:, None]
-            d_products_QR = weights_QR * d_weights_QR * options.slope(scores_QR)
-            dk += _dot(d_products_QR.astype(q_QD.dtype).T, q_QD)
-            return dk, dv + _dot(weights_QR.astype(d_mixed_QV.dtype).T, d_mixed_QV)
+            # Keys in rows, as their gradients are: nothing computed has to be transposed.
+            powers_RQ = _powers(_dot(k, q_QD.T), options)
+            weights_RQ = jnp.exp2(powers_RQ - _LOG2_E * log_normaliser_GS[g, here][None, :])
+            if not whole:
+                allowed_RQ = _allowed(
+                    place_S[here][None, :], segment_S[here][None, :], place_R[:, None],
+                    segment[:, None], options,
+                )  # fmt: skip
+                weights_RQ = jnp.where(allowed_RQ, weights_RQ, 0.0)
+            dv += _dot(weights_RQ.astype(d_mixed_QV.dtype), d_mixed_QV)
+            d_weights_RQ = _dot(v, d_mixed_QV.T) - towards_GS[g, here][None, :]
+            d_products_RQ = weights_RQ * d_weights_RQ * _flatness(powers_RQ, options)
+            return dk + _dot(d_products_RQ.astype(q_QD.dtype), q_QD), dv
 
-        for piece in range(visited_P2.shape[0]):
-            sums = jax.lax.fori_loop(visited_P2[piece, 0], visited_P2[piece, 1], visit, sums)
+        for piece in range(visited_P4.shape[0]):
+            sums = _each([visited_P4[piece, i] for i in range(4)], visit, sums)
         return sums
 
     nothing = jnp.zeros(dk_RD.shape, jnp.float32), jnp.zeros(dv_RV.shape, jnp.float32)
     dk, dv = jax.lax.fori_loop(0, q_SGD.shape[1], of_head, nothing)
-    dk_RD[...], dv_RV[...] = dk.astype(dk_RD.dtype), dv.astype(dv_RV.dtype)
+    dk_RD[...] = (options.scale * dk).astype(dk_RD.dtype)
+    dv_RV[...] = dv.astype(dv_RV.dtype)
+
+
+def _each(visited: Sequence[Array], visit: Callable[..., Any], sums: Any) -> Any:
+    """What `visit` makes of the tiles in `visited`, of `lmlib.models.attend.fused.visits`: first
+    those at borders of documents and windows and on the diagonal, then those that are seen
+    whole."""
+    first, first_whole, after_whole, after = visited
+    before, wholes = first_whole - first, after_whole - first_whole
+
+    def at_a_border(i: Array, sums: Any) -> Any:
+        return visit(first + i + jnp.where(i < before, 0, wholes), sums, whole=False)
+
+    sums = jax.lax.fori_loop(0, after - first - wholes, at_a_border, sums)
+    return jax.lax.fori_loop(first_whole, after_whole, functools.partial(visit, whole=True), sums)
 
 
 def _allowed(
-    place_Q: Array, segment_Q: Array, place_R: Array, segment_R: Array, options: Options
+    place_q: Array, segment_q: Array, place_k: Array, segment_k: Array, options: Options
 ) -> Array:
-    distance_QR = place_Q[:, None] - place_R[None, :]
-    near_QR = distance_QR >= 0
+    """Which queries see which keys, which lie along two different axes."""
+    distance = place_q - place_k
+    near = distance >= 0
     if options.window is not None:
-        near_QR &= distance_QR < options.window
-    return near_QR & (segment_Q[:, None] == segment_R[None, :])
+        near &= distance < options.window
+    return near & (segment_q == segment_k)
+
+
+def _powers(products: Array, options: Options) -> Array:
+    """Scores, of 2 in place of e: that is what GPUs raise to a power."""
+    if options.soft_cap is None:
+        return products * (options.scale * _LOG2_E)
+    return options.scores(products) * _LOG2_E
+
+
+def _flatness(powers: Array, options: Options) -> Array | float:
+    """The derivative of scores with respect to products, over `options.scale`."""
+    return options.slope(powers / _LOG2_E) / options.scale if options.soft_cap else 1.0
 
 
 def _places(tile: Array, tiles: Tiles) -> Array:
@@ -263,7 +344,7 @@ def _query_specs(tiles: Tiles, q_BSHD: Array, k_BTKD: Array, v_BTKV: Array) -> l
         for size in (D, v_BTKV.shape[-1])
     )
     return [
-        pl.BlockSpec((None, None, 2), lambda i, b, h: (b, i, 0)),
+        pl.BlockSpec((None, None, 4), lambda i, b, h: (b, i, 0)),
         pl.BlockSpec((None, tiles.queries, None, D), lambda i, b, h: (b, i, h, 0)),
         pl.BlockSpec((tiles.queries,), lambda i, b, h: (i,)),
         pl.BlockSpec((None, tiles.queries), lambda i, b, h: (b, i)),
@@ -284,6 +365,7 @@ def _product_flops(q_BSHD: Array, k_BTKD: Array, options: Options) -> int:
 def _call(
     kernel: Callable[..., None],
     name: str,
+    launch: Launch,
     grid: tuple[int, ...],
     inputs: Sequence[pl.BlockSpec],
     outputs: Sequence[pl.BlockSpec],
@@ -297,7 +379,9 @@ def _call(
         in_specs=inputs,
         out_specs=outputs,
         out_shape=shapes,
-        compiler_params=pallas_triton.CompilerParams(num_warps=8, num_stages=2),
+        compiler_params=pallas_triton.CompilerParams(
+            num_warps=launch.warps, num_stages=launch.stages
+        ),
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=0),
         interpret=platform() != "cuda",
     )

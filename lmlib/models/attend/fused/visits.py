@@ -20,66 +20,33 @@ class Tiles(NamedTuple):
     keys: int
 
 
-class Visits(NamedTuple):
+class Sight(NamedTuple):
     """Attributes:
     places_S: where in the row each query of this device stands; keys are those of the row.
     segments_BS, segments_BT: which document of its row each query and each key belongs to.
-    keys_BN2: for each tile of queries the first tile of keys that it visits, and the one after the
-      last.
-    queries_BMP2: for each tile of keys the same of the queries' tiles, in each piece.
+    first_key_BT: the first key that each token of the row sees; it sees all from there to itself.
+    last_query_BT: the last token that sees each key.
     """
 
-    places_S: Int32[Array, "s"]
+    places_S: Int[Array, "s"]
     segments_BS: Int32[Array, "b s"]
     segments_BT: Int32[Array, "b t"]
-    keys_BN2: Int32[Array, "b n 2"]
-    queries_BMP2: Int32[Array, "b m p 2"]
+    first_key_BT: Int[Array, "b t"]
+    last_query_BT: Int[Array, "b t"]
 
 
-def visits(
+def sight(
     split: Split,
     segments_BS: Int32[Array, "b s"],
     segments_BT: Int32[Array, "b t"],
-    tiles: Tiles,
     window: int | None,
-) -> Visits:
+) -> Sight:
     """Of this device's queries and all keys of a row, whose documents' tokens follow each other.
 
     Args:
       segments_BT: in the order of the row.
       window: as in `lmlib.models.attend.attend`.
     """
-    B, T = segments_BT.shape
-    places_S = jnp.asarray(split.places_CS)[device()]
-    first_key_BT, last_query_BT = _seen(segments_BT, window)
-
-    lowest_BN = first_key_BT[:, places_S].reshape(B, -1, tiles.queries).min(axis=2)
-    highest_N = places_S[tiles.queries - 1 :: tiles.queries]
-    keys_BN2 = jnp.stack(
-        jnp.broadcast_arrays(lowest_BN // tiles.keys, highest_N // tiles.keys + 1), axis=-1
-    )
-
-    lowest_M1 = jnp.arange(0, T, tiles.keys)[:, None]
-    highest_BM1 = last_query_BT.reshape(B, -1, tiles.keys, 1).max(axis=2)
-    begins_P = places_S[:: split.piece]
-    of_piece = split.piece // tiles.queries
-    ranges = (lowest_M1 - begins_P) // tiles.queries, (highest_BM1 - begins_P) // tiles.queries + 1
-    bounds_BMP2 = jnp.stack(jnp.broadcast_arrays(*ranges), axis=-1)
-    earlier_P1 = of_piece * jnp.arange(len(begins_P))[:, None]
-    queries_BMP2 = jnp.clip(bounds_BMP2, 0, of_piece) + earlier_P1
-    return Visits(
-        places_S,
-        segments_BS,
-        segments_BT,
-        keys_BN2.astype(jnp.int32),
-        queries_BMP2.astype(jnp.int32),
-    )
-
-
-def _seen(
-    segments_BT: Int32[Array, "b t"], window: int | None
-) -> tuple[Int[Array, "b t"], Int[Array, "b t"]]:
-    """The first key that each token of a row sees, and the last query that sees it."""
     T = segments_BT.shape[1]
     places_T = jnp.arange(T, dtype=jnp.int32)
     differs_BT = segments_BT[:, 1:] != segments_BT[:, :-1]
@@ -87,9 +54,48 @@ def _seen(
     ends_BT = jnp.pad(differs_BT, ((0, 0), (0, 1)), constant_values=True)
     first_BT = jax.lax.cummax(jnp.where(begins_BT, places_T, 0), axis=1)
     last_BT = jax.lax.cummin(jnp.where(ends_BT, places_T, T - 1), axis=1, reverse=True)
-    if window is None:
-        return first_BT, last_BT
-    return (
-        jnp.maximum(first_BT, places_T - (window - 1)),
-        jnp.minimum(last_BT, places_T + (window - 1)),
+    if window is not None:
+        first_BT = jnp.maximum(first_BT, places_T - (window - 1))
+        last_BT = jnp.minimum(last_BT, places_T + (window - 1))
+    places_S = jnp.asarray(split.places_CS)[device()]
+    return Sight(places_S, segments_BS, segments_BT, first_BT, last_BT)
+
+
+def keys_visited(sight: Sight, tiles: Tiles) -> Int32[Array, "b n 4"]:
+    """For each tile of queries the first tile of keys that it visits, and the one after the last;
+    between these two, the first tile of keys that all its queries see whole, and the one after."""
+    B = sight.segments_BT.shape[0]
+    first_key_BNQ = sight.first_key_BT[:, sight.places_S].reshape(B, -1, tiles.queries)
+    lowest_N, highest_N = (sight.places_S[at :: tiles.queries] for at in (0, tiles.queries - 1))
+    return _ranges(
+        first_key_BNQ.min(axis=2) // tiles.keys,
+        -(-first_key_BNQ.max(axis=2) // tiles.keys),
+        (lowest_N + 1) // tiles.keys,
+        highest_N // tiles.keys + 1,
     )
+
+
+def queries_visited(sight: Sight, tiles: Tiles, piece: int) -> Int32[Array, "b m p 4"]:
+    """For each tile of keys the same of the queries' tiles, in each piece of `piece` tokens."""
+    B, T = sight.segments_BT.shape
+    last_query_BM1R = sight.last_query_BT.reshape(B, -1, 1, tiles.keys)
+    lowest_M1 = jnp.arange(0, T, tiles.keys)[:, None]
+    begins_P = sight.places_S[::piece]
+    in_piece_BMP4 = _ranges(
+        (lowest_M1 - begins_P) // tiles.queries,
+        -(-(lowest_M1 + tiles.keys - 1 - begins_P) // tiles.queries),
+        (last_query_BM1R.min(axis=3) + 1 - begins_P) // tiles.queries,
+        (last_query_BM1R.max(axis=3) - begins_P) // tiles.queries + 1,
+    )
+    of_piece = piece // tiles.queries
+    earlier_P1 = of_piece * jnp.arange(len(begins_P), dtype=jnp.int32)[:, None]
+    return jnp.clip(in_piece_BMP4, 0, of_piece) + earlier_P1
+
+
+def _ranges(first: Array, first_whole: Array, after_whole: Array, after: Array) -> Array:
+    first, first_whole, after_whole, after = jnp.broadcast_arrays(
+        first, first_whole, after_whole, after
+    )
+    first_whole = jnp.clip(first_whole, first, after)
+    after_whole = jnp.clip(after_whole, first_whole, after)
+    return jnp.stack([first, first_whole, after_whole, after], axis=-1).astype(jnp.int32)

@@ -1,0 +1,37 @@
+"""What cannot be computed to the same bits each time."""
+
+import os
+from collections.abc import Mapping
+
+import jax
+
+from lmlib.data.batch import has_whole_rows
+from lmlib.experiment import Experiment
+from runner.jax_settings.xla_flags import flags_of_the_run
+
+_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+
+
+def check_determinism(
+    experiment: Experiment,
+    environment: Mapping[str, str] = os.environ,
+    platform: str | None = None,
+) -> None:
+    """Raises ValueError if XLA is asked for the same bits on a GPU (`--deterministic`) and
+    attention would be cuDNN's: jaxlib 0.11 compiles such a step, and its first execution fails.
+
+    Args:
+      platform: as `jax.default_backend()` names it; `None`: that.
+    """
+    given = flags_of_the_run(environment)["XLA_FLAGS"]
+    if not any(given.get(flag) == "true" for flag in _FLAGS):
+        return
+    if (platform or jax.default_backend()) != "gpu":
+        return
+    attention = experiment.compute.attention
+    whole = any(has_whole_rows(stage.data) for stage in experiment.stages.values())
+    if attention == "cudnn" or (attention == "auto" and whole):
+        raise ValueError(
+            f"compute.attention={attention!r} is cuDNN's here, which does not run where XLA gives "
+            "the same bits each time (--deterministic): add --fdl.compute.attention=triton"
+        )
