@@ -164,6 +164,7 @@ def _supervise_or_train(
     from runner.jax_settings.devices import choose_devices, on_cpus_alone
     from runner.jax_settings.xla_flags import (
         keep_cpus_in_order,
+        launch_kernels_one_by_one,
         make_deterministic,
         overlap_communication,
     )
@@ -174,6 +175,8 @@ def _supervise_or_train(
         keep_freed_memory()
     overlap_communication()
     keep_cpus_in_order(several_processes=supervisor is not None)
+    if profile is not None:
+        launch_kernels_one_by_one()
     if _DETERMINISTIC.value:
         make_deterministic()
     if supervisor is not None:

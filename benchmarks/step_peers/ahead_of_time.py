@@ -23,6 +23,15 @@ def target_of(text: str) -> Target:
     return target
 
 
+class Rows(Synthetic):
+    """What the step is told of the rows of `work`."""
+
+    def __init__(self, work: Work):
+        size = work.size
+        super().__init__(size.settings["vocab"], size.batch, size.sequence)
+        self.whole_rows = not work.packed
+
+
 def compiled_for(target: Target, works: Sequence[Work]) -> Iterator[tuple[str, str, str]]:
     """For each: its size, memory and seconds to compile; a row as soon as it is known."""
     mesh = make_mesh(fsdp=-1, devices=target.devices())
@@ -31,7 +40,7 @@ def compiled_for(target: Target, works: Sequence[Work]) -> Iterator[tuple[str, s
         experiment = Experiment(
             model=size.model,
             compute=size.compute(work.precision),
-            data=Synthetic(size.settings["vocab"], size.batch, size.sequence),
+            data=Rows(work),
             optimizer=lambda steps, work=work: make_optimizer(work),
             mesh=mesh,
             steps=work.steps,

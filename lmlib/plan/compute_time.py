@@ -15,19 +15,21 @@ from lmlib.plan.flops import Matmul
 from lmlib.plan.scopes import OTHER, PHASES
 from lmlib.plan.traffic import Traffic
 
-# What large bf16 matmuls reach of the peak. GPUs lower their clock under such load: H100s reach
-# 700 to 750 of 989 TFLOP/s in cuBLAS; MXUs keep theirs.
-MATMUL_EFFICIENCY = {"tpu": 0.9, "cuda": 0.75, "rocm": 0.55}
-# Fused attention waits for its softmax besides (Shah et al. 2024, arXiv:2407.08608, figure 5:
-# 550 to 660 forward and 450 to 550 backward of 989 TFLOP/s at head_dim 128).
-ATTENTION_EFFICIENCY = {"tpu": 0.5, "cuda": 0.55, "rocm": 0.4}
+# What large bf16 matmuls reach of the peak. GPUs lower their clock under such load: in the steps of
+# docs/performance.md those of an H200 made 680 to 745 of 989 TFLOP/s. MXUs keep theirs.
+MATMUL_EFFICIENCY = {"tpu": 0.9, "cuda": 0.70, "rocm": 0.55}
+# Fused attention waits for its softmax besides, and reaches half of this in rows of so many tokens:
+# measured on an H200 at 1,024 and 16,384, head_dim 128, of cuDNN's and of Triton's, which differ
+# from it by up to a quarter (docs/performance.md).
+ATTENTION_EFFICIENCY = {"tpu": 0.5, "cuda": 0.57, "rocm": 0.4}
+ATTENTION_FILL = {"tpu": 0, "cuda": 800, "rocm": 0}
 # Streaming kernels reach this much of the memory's bandwidth.
 MEMORY_EFFICIENCY = 0.85
 # Matrix units work on blocks of this size; what doesn't fill one waits for it.
 BLOCK = 128
 # A matmul fills and drains its pipeline once for each block of its result: as long as contracting
-# so many elements.
-PIPELINE_FILL = 64
+# so many elements. On an H200 little of it was seen.
+PIPELINE_FILL = {"tpu": 64, "cuda": 16, "rocm": 64}
 # Rate of float32 operands against bf16: TPUs round them to bf16 by default, GPUs use TF32.
 FLOAT32_RATE = {"tpu": 1.0, "cuda": 0.5, "rocm": 0.5}
 
@@ -115,7 +117,8 @@ def _matmul_rate(one: Matmul, accelerator: Accelerator) -> float:
         if one.dtype == "float32":
             peak *= FLOAT32_RATE[platform]
     if one.operation != "dot_general":
-        return peak * ATTENTION_EFFICIENCY[platform]
+        _, _, keys, _ = one.sizes
+        return peak * ATTENTION_EFFICIENCY[platform] * keys / (keys + ATTENTION_FILL[platform])
     _, M, N, K = one.sizes
     filled = math.prod(size / (math.ceil(size / BLOCK) * BLOCK) for size in (M, N))
-    return peak * MATMUL_EFFICIENCY[platform] * filled * K / (K + PIPELINE_FILL)
+    return peak * MATMUL_EFFICIENCY[platform] * filled * K / (K + PIPELINE_FILL[platform])

@@ -21,6 +21,7 @@ from lmlib.plan.communication.time import (
 )
 from lmlib.plan.compute_time import (
     ATTENTION_EFFICIENCY,
+    ATTENTION_FILL,
     BLOCK,
     FLOAT32_RATE,
     LOOPS,
@@ -150,13 +151,15 @@ def with_communication(
 def _assumptions(accelerator: Accelerator) -> tuple[str, ...]:
     platform = accelerator.platform
     peak = accelerator.flops["bfloat16"] / 1e12
+    fill = ATTENTION_FILL[platform]
+    short_rows = f", times T / (T + {fill}) in rows of T tokens" if fill else ""
     return (
         f"bf16 peak of {peak:,.0f} TFLOP/s and {accelerator.memory_bandwidth or 0:,.3g} bytes/s of "
         "memory, by the vendor",
         f"large matmuls reach {MATMUL_EFFICIENCY[platform]:.0%} of the peak, times "
-        f"K / (K + {PIPELINE_FILL}) for K contracted elements, less what does not fill blocks of "
+        f"K / (K + {PIPELINE_FILL[platform]}) for K contracted elements, less what does not fill blocks of "
         f"{BLOCK} rows or columns; float32 operands at {FLOAT32_RATE[platform]:.0%} of bf16's rate",
-        f"attention kernels reach {ATTENTION_EFFICIENCY[platform]:.0%} of the peak",
+        f"attention kernels reach {ATTENTION_EFFICIENCY[platform]:.0%} of the peak{short_rows}",
         f"memory reaches {MEMORY_EFFICIENCY:.0%} of its bandwidth; what is no matmul takes the "
         "bytes that its fusions read and write",
         f"links reach {LINK_EFFICIENCY:.0%} of {accelerator.link_bandwidth or 0:,.3g} bytes/s and "

@@ -352,11 +352,17 @@ def _pallas_kernel(equation: Any) -> _Work | None:
     if (name := str(equation.params.get("name", ""))).startswith("splash"):
         keys = grid[-3] if "dkv" in name else grid[-1]
         blocks *= (keys + 1) / (2 * keys)
+    sizes = products[0].sizes
+    if name.startswith("attention_"):  # lmlib.models.attend.fused.triton_kernels
+        by_head = [each.aval for each in equation.invars if each.aval.ndim == 4]
+        query, key, *_ = (x.shape for x in by_head if x.dtype.kind != "i")
+        B, S, H, D = query
+        sizes = B * H, S, key[1], D
     said = equation.params.get("cost_estimate")
     counted = blocks * math.fsum(one.device_flops for one in products)
     return _Work(
         dtype=products[0].dtype,
-        sizes=products[0].sizes,
+        sizes=sizes,
         pieces=1,
         device_flops=counted if said is None else float(said.flops),
         device_bytes=_bytes(*(each.aval for each in (*equation.invars, *equation.outvars))),

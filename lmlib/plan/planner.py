@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lmlib.data.batch import Batch
+from lmlib.data.batch import Batch, has_whole_rows
 from lmlib.experiment import Experiment
 from lmlib.parallel.layout import COMPUTE, pieces
 from lmlib.parallel.mesh import sizes_text
@@ -45,8 +45,8 @@ _PACKAGES = (
     "nvidia-cudnn-cu13",
 )
 _NO_CUDNN = (
-    "cuDNN is not installed here: planned with attention='blockwise' in its place, which is slower "
-    "than what will run; pip install nvidia-cudnn-cu12 (beside lmlib[cuda13] it is there)"
+    "cuDNN is not installed here: planned with attention={!r} in its place, which is slower than "
+    "what will run; pip install nvidia-cudnn-cu12 (beside lmlib[cuda13] it is there)"
 )
 
 
@@ -214,13 +214,14 @@ def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tupl
             f"{compiler.name} instead, whose temporaries and fusions may differ; capacity and "
             f"speeds are those of {target.accelerator.name}"
         )
-    attention = experiment.compute.attention
-    whole_rows = pieces(COMPUTE["seq"], experiment.mesh) == 1  # cuDNN takes no others
-    may_be_cudnn = compiler.platform == "cuda" and attention in ("auto", "cudnn") and whole_rows
+    attention, split = experiment.compute.attention, pieces(COMPUTE["seq"], experiment.mesh) > 1
+    of_whole_rows = attention == "auto" and has_whole_rows(experiment.data) and not split
+    may_be_cudnn = compiler.platform == "cuda" and (attention == "cudnn" or of_whole_rows)
     if may_be_cudnn and not _has_cudnn():
-        compute = dataclasses.replace(experiment.compute, attention="blockwise")
+        in_its_place = "blockwise" if experiment.data.sequence_length % 16 else "triton"
+        compute = dataclasses.replace(experiment.compute, attention=in_its_place)
         experiment = dataclasses.replace(experiment, compute=compute)
-        remarks.append(_NO_CUDNN)
+        remarks.append(_NO_CUDNN.format(in_its_place))
     return experiment, tuple(remarks)
 
 

@@ -99,6 +99,8 @@ def _products(one: Instruction, around: Computation, program: Program) -> tuple[
         return (math.fsum(counted) if len(counted) == len(inner) else None), dtype
     if not multiplies(one, program):
         return 0.0, ""
+    if "__cudnn$fmha" in one.attributes:  # whose text has the axes of several products
+        return None, ""
     contracted = _contracted(one)
     if contracted is None:
         return None, ""

@@ -14,7 +14,8 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from lmlib.hardware.specifications import Accelerator
 from lmlib.plan.compute_time import ScopeTime, compute_time
@@ -23,7 +24,7 @@ from lmlib.plan.program import read_program
 from lmlib.plan.scopes import OTHER, PHASES
 from lmlib.plan.traffic import traffic
 from lmlib.profile.kernels import Work, works
-from lmlib.profile.trace import Execution, TraceError
+from lmlib.profile.trace import GRAPH, Execution, TraceError
 from lmlib.terminal.table import columns
 
 COLLECTIVES = "collectives"
@@ -164,13 +165,19 @@ def step_profile(
       TraceError: if the trace has no instruction of the program.
     """
     program = read_program(program_text)
-    name = re.match(r"HloModule ([\w.\-]+)", program_text)
-    known = works(program, scopes)
+    heading = re.match(r"HloModule ([\w.\-]+)", program_text)
+    name = heading[1] if heading else ""
+    known, executions = works(program, scopes), list(executions)
     own = [
         one
         for one in executions
-        if one.instruction in known and (not one.program or not name or one.program == name[1])
+        if one.instruction in known and (not one.program or not name or one.program == name)
     ]
+    if any(one.instruction.startswith(GRAPH) and one.program == name for one in executions):
+        raise TraceError(
+            "the GPU's kernels were launched together as graphs, whose instructions nobody names: "
+            "trace once more with XLA_FLAGS=--xla_gpu_enable_command_buffer="
+        )
     if not own:
         raise TraceError("the trace holds no execution of the step's instructions")
     seen = {one.instruction for one in own}
@@ -180,9 +187,10 @@ def step_profile(
     spans = [_span([one for one in own if one.device == device]) for device in devices]
     runs = steps * len(devices)
     totals: dict[str, tuple[int, float]] = {}
-    for one in own:
-        times, seconds = totals.get(one.instruction, (0, 0.0))
-        totals[one.instruction] = times + 1, seconds + one.seconds
+    for instruction, together in _in_a_row(own):
+        times, seconds = totals.get(instruction, (0, 0.0))
+        seconds += math.fsum(one.seconds for one in together)
+        totals[instruction] = times + _executed(together), seconds
     kernels = [
         Kernel(known[name], times / runs, seconds / runs)
         for name, (times, seconds) in totals.items()
@@ -202,6 +210,20 @@ def step_profile(
         accelerator=accelerator,
         expected=expected,
     )
+
+
+def _in_a_row(own: Sequence[Execution]) -> Iterator[tuple[str, list[Execution]]]:
+    """What one device executed of one instruction before it went on to another."""
+    ordered = sorted(own, key=lambda one: (one.device, one.start))
+    for (_, instruction), group in itertools.groupby(
+        ordered, key=lambda one: (one.device, one.instruction)
+    ):
+        yield instruction, list(group)
+
+
+def _executed(together: Sequence[Execution]) -> int:
+    """How often an instruction was executed by these kernels: as often as the rarest of them."""
+    return min(Counter(one.kernel for one in together).values())
 
 
 def _span(executions: Sequence[Execution]) -> tuple[float, float]:

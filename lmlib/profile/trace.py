@@ -1,8 +1,11 @@
 """What the devices executed while JAX's profiler watched: the trace that it writes, read.
 
 The format is that of XLA's profiler. On CPUs and GPUs the events of instructions name them in their
-statistics; on TPUs they are the events of a line of their own. Only CPUs' were seen so far: what is
-said here of the others is read off the profiler's code.
+statistics; on TPUs they are the events of a line of their own. Of those no trace was seen so far:
+what is said of them here is read off the profiler's code.
+
+A GPU's events are kernels, of which a library's call has several. Those that were launched together
+as a graph name that (`GRAPH`) in place of their instruction.
 """
 
 import dataclasses
@@ -22,18 +25,24 @@ _PLACES = {
 }
 
 
+GRAPH = "command_buffer"  # what XLA calls kernels that it launches together, with a number
+
+
 class TraceError(ValueError):
     """A folder without a trace, or a file that is none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """One instruction of a compiled program, executed once by one device.
+    """One instruction of a compiled program, executed once by one device, or one of the kernels
+    that it is executed by.
 
     Args:
       device: as the trace calls it.
       program: "jit_step", or "" where the trace does not say.
-      instruction: its name in the program's text.
+      instruction: its name in the program's text; on GPUs of kernels in a graph, `GRAPH` and a
+        number.
+      kernel: of a GPU, its name; else "".
       start: seconds since some moment that all executions of a trace share.
       seconds: from its beginning to its end.
     """
@@ -43,6 +52,7 @@ class Execution:
     instruction: str
     start: float
     seconds: float
+    kernel: str = ""
 
     @property
     def end(self) -> float:
@@ -99,6 +109,7 @@ def _executions(trace: ProfileData, platform: str) -> Iterator[Execution]:
                     instruction=name,
                     start=event.start_ns / 1e9,
                     seconds=event.duration_ns / 1e9,
+                    kernel=event.name if platform == "gpu" else "",
                 )
 
 

@@ -17,6 +17,9 @@ import jax
 # Kernels without atomic additions, and none chosen by a race between candidates.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
+# Kernels of GPUs one by one, each under its instruction's name, and not together as graphs.
+WITHOUT_GRAPHS = "--xla_gpu_enable_command_buffer="
+
 # Each CPU device does one thing after another. Without it a device may begin independent
 # collectives in another order than its peers, and they wait for each other until XLA aborts, above
 # all in programs that JAX 0.10 and 0.11 load from their cache, where the order is not kept.
@@ -70,6 +73,12 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
     On CPUs and TPUs it changes nothing: they give the same bits anyway.
     """
     _add((DETERMINISTIC,), environment)
+
+
+def launch_kernels_one_by_one(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Asks XLA for kernels whose traces say what each is; call it before JAX finds its devices. On
+    GPUs steps take a little longer."""
+    _add((WITHOUT_GRAPHS,), environment)
 
 
 def flags_of_the_run(

@@ -109,6 +109,7 @@ def test_it_says_what_it_multiplies():
     seen = sum(min(place + 1, window) for place in range(S)) - S / 2  # a diagonal counts half
     product = 2 * B * H * D * seen
     assert sum(one.flops for one in kernels) == pytest.approx((2 + 3 + 4) * product, rel=1e-2)
+    assert {one.sizes for one in kernels} == {(B * H, S, S, D)}
 
 
 def test_tiles_divide_pieces():

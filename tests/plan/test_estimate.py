@@ -54,7 +54,7 @@ def test_a_large_matmul_is_bound_by_flops_and_a_thin_one_by_memory():
         989e12
         * compute_time.MATMUL_EFFICIENCY["cuda"]
         * 4_096
-        / (4_096 + compute_time.PIPELINE_FILL)
+        / (4_096 + compute_time.PIPELINE_FILL["cuda"])
     )
     found = estimated([large])
     assert found.step_seconds == pytest.approx(large.device_flops / rate)

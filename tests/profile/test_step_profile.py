@@ -162,6 +162,33 @@ def test_kernels_of_unrolled_layers_stand_together(tmp_path):
     assert "alike" not in profile.text(every_kernel=True)
 
 
+def test_an_instruction_of_several_kernels_is_executed_once_by_all_of_them(run):
+    """As a GPU's trace has them: a library's product clears its workspace first."""
+    at, first = 0.0, run.executions[0].device
+    kernels = []
+    for one in run.executions:
+        if one.device != first or not one.program.startswith("jit_loss"):
+            continue
+        names = ("Memset 0", "nvjet", "Memset 0") if "dot" in one.instruction else ("loop",)
+        for kernel in names:
+            kernels.append(dataclasses.replace(one, start=at, seconds=1e-6, kernel=kernel))
+            at += 1e-6
+    alone = [one for one in run.executions if one.device == first]
+    expected = step_profile(alone, run.text, STEPS, SCOPES)
+    found = step_profile(kernels, run.text, STEPS, SCOPES)
+    times = [{one.work.name: one.times for one in each.kernels} for each in (found, expected)]
+    assert times[0] == times[1]
+    product = next(one for one in found.kernels if one.work.flops)
+    assert product.seconds == pytest.approx(3 * product.times * 1e-6)
+
+
+def test_kernels_launched_as_graphs_are_no_table_but_the_flag_that_makes_one(run):
+    first = next(one for one in run.executions if one.program.startswith("jit_loss"))
+    graph = dataclasses.replace(first, instruction="command_buffer_1", kernel="nvjet")
+    with pytest.raises(TraceError, match="XLA_FLAGS=--xla_gpu_enable_command_buffer="):
+        step_profile([*run.executions, graph], run.text, STEPS, SCOPES)
+
+
 def test_a_trace_of_another_program_is_refused(run):
     others = [one for one in run.executions if not one.program.startswith("jit_loss")]
     assert others

@@ -55,6 +55,7 @@ def test_what_ran_is_read_once_and_no_launch_of_it(tmp_path, text, platform, dev
     (one,) = read(tmp_path, text, platform)
     assert (one.device, one.program, one.instruction) == (device, program, "fusion.7")
     assert (one.start, one.seconds) == (pytest.approx(2e-6), pytest.approx(3e-6))
+    assert one.kernel == ("loop_add" if platform == "gpu" else "")
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

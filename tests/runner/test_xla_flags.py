@@ -15,6 +15,7 @@ from runner.jax_settings.xla_flags import (
     OVERLAP_ON_GPU,
     flags_of_the_run,
     keep_cpus_in_order,
+    launch_kernels_one_by_one,
     make_deterministic,
     may_wait_for_ever,
     overlap_communication,
@@ -33,6 +34,13 @@ def test_it_is_added_and_overrides_nothing(before, after):
     environment = {} if before is None else {"XLA_FLAGS": before}
     make_deterministic(environment)
     assert environment["XLA_FLAGS"] == after
+
+
+def test_kernels_are_launched_one_by_one_unless_the_user_wants_graphs():
+    for given in ({}, {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=FUSION"}):
+        environment = dict(given)
+        launch_kernels_one_by_one(environment)
+        assert environment == (given or {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="})
 
 
 def test_overlap_leaves_what_the_user_set():
