@@ -157,8 +157,9 @@ def _assumptions(accelerator: Accelerator) -> tuple[str, ...]:
         f"bf16 peak of {peak:,.0f} TFLOP/s and {accelerator.memory_bandwidth or 0:,.3g} bytes/s of "
         "memory, by the vendor",
         f"large matmuls reach {MATMUL_EFFICIENCY[platform]:.0%} of the peak, times "
-        f"K / (K + {PIPELINE_FILL[platform]}) for K contracted elements, less what does not fill blocks of "
-        f"{BLOCK} rows or columns; float32 operands at {FLOAT32_RATE[platform]:.0%} of bf16's rate",
+        f"K / (K + {PIPELINE_FILL[platform]}) for K contracted elements, less what does not fill "
+        f"blocks of {BLOCK} rows or columns; float32 operands at {FLOAT32_RATE[platform]:.0%} of "
+        "bf16's rate",
         f"attention kernels reach {ATTENTION_EFFICIENCY[platform]:.0%} of the peak{short_rows}",
         f"memory reaches {MEMORY_EFFICIENCY:.0%} of its bandwidth; what is no matmul takes the "
         "bytes that its fusions read and write",

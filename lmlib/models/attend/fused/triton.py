@@ -1,9 +1,9 @@
 """Fused attention for NVIDIA GPUs that knows documents, in Pallas for Triton.
 
-A tile of queries visits the tiles of keys that its documents and the window leave. So a packed row
-costs what its documents cost, no mask lies in memory, and a device may have any pieces of a row.
-cuDNN, as JAX calls it, has neither, nor soft caps or sinks, but is quicker where a row is one
-document (not measured here).
+A tile of queries visits the tiles of keys that its documents and the window leave, and masks those
+at their borders. So a packed row costs what its documents cost, no mask lies in memory, and a
+device may have any pieces of a row. cuDNN, as JAX calls it, has neither, nor soft caps or sinks,
+but is quicker where a row is one document: docs/gpus.md.
 
 Shapes: B batch, S sequence (queries), T sequence (keys), H heads, K kv_heads, D head_dim of queries
 and keys, V that of values.

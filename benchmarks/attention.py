@@ -1,0 +1,209 @@
+"""Speed of attention's kernels on this GPU, forward and backward, beside cuDNN's.
+
+    python benchmarks/attention.py                                  # about a minute a shape
+    python benchmarks/attention.py --shapes=4x16384x8x128 --document=2048
+
+Rows are one document each ("whole"), or documents of `--document` tokens on average ("packed").
+cuDNN's kernel needs no mask for whole rows; packed ones it computes whole, under a mask. Each is
+compared with float32 first, then timed in turns that alternate; the figure is the median over
+turns. FLOP/s count the two products of the forward pass and five of the backward pass with their
+causal half, of whole rows, whatever a kernel computes: packed rows ask for less.
+
+`--launches` times Triton's kernels with other tiles, warps and stages than
+`lmlib.models.attend.fused.triton_kernels` has, and says which are the quickest.
+"""
+
+import concurrent.futures
+import functools
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jax import Array
+from step_peers.machine import versions
+
+from lmlib.models.attend import attend, problem
+from lmlib.models.attend.context_split import Split
+from lmlib.models.attend.fused import triton_kernels
+from lmlib.models.attend.fused.triton_kernels import Launch
+from lmlib.models.attend.fused.visits import Tiles, sight
+from lmlib.models.attend.options import Options
+from lmlib.terminal.table import columns
+
+TURNS, CALLS = 7, 8  # turns of each contender, and calls in each
+TOLERANCE = 2e-2  # of the norm, in bfloat16
+
+_SHAPES = flags.DEFINE_list(
+    "shapes",
+    ["64x1024x8x128", "64x1024x16x64", "4x16384x8x128", "32x1024x4x256"],
+    "Rows × tokens × heads × head_dim.",
+)
+_DOCUMENT = flags.DEFINE_integer("document", 256, "Tokens of a packed document, on average.")
+_LAUNCHES = flags.DEFINE_bool("launches", False, "Try other tiles, warps and stages.")
+
+
+class Inputs(NamedTuple):
+    """Queries, keys, values and an arriving gradient, [B, S, H, D] in bfloat16."""
+
+    q: Array
+    k: Array
+    v: Array
+    d: Array
+
+
+def inputs(shape: Sequence[int]) -> Inputs:
+    keys = jax.random.split(jax.random.key(0), 4)
+    return Inputs(*(jax.random.normal(key, shape, jnp.bfloat16) for key in keys))
+
+
+def segments(shape: Sequence[int], document: int) -> Array:
+    borders_BS = np.random.default_rng(0).random(shape[:2]) < 1 / document
+    return jnp.asarray(np.cumsum(borders_BS, axis=1), jnp.int32)
+
+
+def forward(implementation: str, given: Inputs, segments_BS: Array | None) -> Array:
+    return attend(given.q, given.k, given.v, segments_BS, implementation)
+
+
+def both(implementation: str, given: Inputs, segments_BS: Array | None) -> tuple[Array, ...]:
+    def mixed(q: Array, k: Array, v: Array) -> Array:
+        return attend(q, k, v, segments_BS, implementation)
+
+    value, backward = jax.vjp(mixed, given.q, given.k, given.v)
+    return value, *backward(given.d)
+
+
+def seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Of one call of each, the median over turns."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn, (name, call) in itertools.product(range(TURNS + 1), calls.items()):
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            result = call()
+        jax.block_until_ready(result)
+        if turn:  # the first compiles
+            found[name].append((time.perf_counter() - began) / CALLS)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def check(names: Sequence[str], given: Inputs, segments_BS: Array) -> None:
+    """Exits if one differs from the definition in float32, in one row and two heads."""
+    few = Inputs(*(x[:1, :, :2] for x in given))
+    wide = Inputs(*(x.astype(jnp.float32) for x in few))
+    with jax.default_matmul_precision("highest"):
+        right = jax.jit(functools.partial(both, "plain"))(wide, segments_BS[:1])
+    for name in names:
+        for value, expected in zip(
+            jax.jit(functools.partial(both, name))(few, segments_BS[:1]), right, strict=True
+        ):
+            error = jnp.linalg.norm(value.astype(jnp.float32) - expected)
+            if not error <= TOLERANCE * jnp.linalg.norm(expected):
+                sys.exit(f"{name} is not attention here: off by {error} in the norm")
+
+
+def compared(shape: Sequence[int], document: int) -> str:
+    B, S, H, D = shape
+    given, packed_BS = inputs(shape), segments(shape, document)
+    names = [name for name in ("triton", "cudnn") if problem(name, S, D, jnp.bfloat16) is None]
+    check(names, given, packed_BS)
+    calls = {
+        f"{name} {rows} {part.__name__}": functools.partial(
+            jax.jit(functools.partial(part, name)), given, of_rows
+        )
+        for name, (rows, of_rows), part in itertools.product(
+            names, {"whole": None, "packed": packed_BS}.items(), (forward, both)
+        )
+    }
+    took = seconds(calls)
+    product = 2 * B * H * D * S**2 / 2
+    rows = [["", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s"]]
+    for name, kind in itertools.product(names, ("whole", "packed")):
+        first = took[f"{name} {kind} forward"]
+        second = took[f"{name} {kind} both"] - first
+        row = [f"{name}, {kind} rows"]
+        for each, products in ((first, 2), (second, 5)):
+            row += [f"{each * 1e3:.3f}", f"{products * product / each / 1e12:,.0f}"]
+        rows.append(row)
+    return columns(rows)
+
+
+def quickest_launches(shape: Sequence[int], document: int) -> str:
+    """Of each of Triton's kernels, the quickest three for whole rows, and what packed ones take."""
+    _, S, H, D = shape
+    given, packed_BS = inputs(shape), segments(shape, document)
+    numbers = jnp.zeros((shape[0], H, S), jnp.float32)
+    options, split = Options.of(None, None, None, D), Split("plain", S, 1, 0)
+
+    def mixed(launch: Launch, given: Inputs, seen: Array) -> Any:
+        at = sight(split, seen, seen, None)
+        return triton_kernels.mixed(launch, options, *given[:3], at)
+
+    def query_gradients(launch: Launch, given: Inputs, seen: Array) -> Any:
+        at = sight(split, seen, seen, None)
+        arrays = *given[:3], at, given.d, numbers, numbers
+        return triton_kernels.query_gradients(launch, options, *arrays)
+
+    def key_gradients(launch: Launch, given: Inputs, seen: Array) -> Any:
+        at = sight(split, seen, seen, None)
+        arrays = *given[:3], at, given.d, numbers, numbers
+        return triton_kernels.key_gradients(launch, S, options, *arrays)
+
+    sizes = [size for size in (32, 64, 128) if S % size == 0]
+    launches = [
+        Launch(Tiles(queries, keys), warps, stages)
+        for queries, keys, warps, stages in itertools.product(sizes, sizes, (4, 8), (2, 3))
+    ]
+
+    def compiled(kernel: Callable[..., Any], launch: Launch) -> Any:
+        try:
+            return jax.jit(functools.partial(kernel, launch)).lower(given, packed_BS).compile()
+        except jax.errors.JaxRuntimeError:  # more shared memory than there is
+            return None
+
+    rows = [["kernel", "tile", "warps", "stages", "whole, ms", "packed, ms"]]
+    for kernel in (mixed, query_gradients, key_gradients):
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            programs = list(pool.map(functools.partial(compiled, kernel), launches))
+        fit = {
+            launch: program
+            for launch, program in zip(launches, programs, strict=True)
+            if program is not None
+        }
+        took = {
+            kind: seconds({
+                str(launch): functools.partial(program, given, of_rows)
+                for launch, program in fit.items()
+            })
+            for kind, of_rows in (("whole", jnp.zeros_like(packed_BS)), ("packed", packed_BS))
+        }  # fmt: skip
+        for launch in sorted(fit, key=lambda launch: took["whole"][str(launch)])[:3]:
+            row = [kernel.__name__, " × ".join(map(str, launch.tiles)), str(launch.warps)]
+            row.append(str(launch.stages))
+            rows.append([*row, *(f"{each[str(launch)] * 1e3:.3f}" for each in took.values())])
+    return columns(rows)
+
+
+def main(arguments: Sequence[str]) -> None:
+    if arguments[1:]:
+        sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
+    if jax.default_backend() != "gpu":
+        sys.exit(f"these kernels are for NVIDIA GPUs; JAX sees {jax.default_backend()}")
+    print(f"{jax.devices()[0].device_kind}, {versions()}, bfloat16")
+    for text in _SHAPES.value:
+        shape = [int(size) for size in text.split("x")]
+        if len(shape) != 4:
+            sys.exit(f"--shapes: {text!r} is not rows x tokens x heads x head_dim")
+        print(f"\n{text}, packed documents of {_DOCUMENT.value} tokens on average")
+        made = quickest_launches if _LAUNCHES.value else compared
+        print(made(shape, _DOCUMENT.value), flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)
