@@ -5,8 +5,10 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_hardware import absent
 from jax.sharding import NamedSharding
 from outsider_runs import SIZES, experiment
 from sentinels import sentinels
@@ -14,7 +16,7 @@ from sentinels import sentinels
 from lmlib.compute import Compute
 from lmlib.models.attend import attend
 from lmlib.models.families.llama import llama
-from lmlib.parallel.layout import partition
+from lmlib.parallel.layout import partition, sharding
 from lmlib.parallel.mesh import make_mesh
 from lmlib.row_order import ORDERS, places
 
@@ -159,3 +161,36 @@ def test_a_kernel_has_no_ring():
     run = experiment(MODEL, {"fsdp": 4, "context": 2}, Compute(attention="splash", context="ring"))
     with pytest.raises(ValueError, match="rows whose keys are gathered, not context='ring'"):
         run.check()
+
+
+GENERATIONS = {
+    "v4:2x2x1": "splash",
+    "v5e:2x2": "splash",
+    "v5p:2x2x1": "splash",
+    "v6e:2x2": "splash",
+    "7x:2x2x1": "splash",
+    "a100:1x4": "attention_",
+    "h100:1x4": "attention_",
+    "b200:1x4": "attention_",
+}
+
+
+@pytest.mark.parametrize("target", sentinels(GENERATIONS, landing="v5e:2x2".__eq__))
+def test_each_generation_compiles_its_kernel_for_split_rows(target):
+    _, devices = absent(target)
+    mesh = make_mesh(context=-1, devices=devices)
+    axes = ["batch seq heads head_dim", *["batch seq kv_heads head_dim"] * 2, "batch seq"]
+    shapes = [(1, 2_048, 2, 128), *[(1, 2_048, 1, 128)] * 2, (1, 2_048)]
+    arguments = [
+        jax.ShapeDtypeStruct(
+            shape, np.int32 if len(shape) == 2 else jnp.bfloat16, sharding=sharding(names, mesh)
+        )
+        for shape, names in zip(shapes, axes, strict=True)
+    ]
+
+    def total(q, k, v, segments):
+        return attend(q, k, v, segments, order="balanced").astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*arguments).compile()
+    assert GENERATIONS[target] in compiled.as_text()
