@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import fiddle as fdl
 import pytest
 from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
 from bigram import Bigram
@@ -21,6 +22,7 @@ from lmlib.plan.loading import reading
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import Target, parse, prepare
 from lmlib.terminal.quantities import bytes_text
+from runner.config.configs import load
 
 pytestmark = pytest.mark.several_devices
 
@@ -252,3 +254,19 @@ print(report.parameters, report.memory.parameters, report.mesh["fsdp"])
     parameters, per_device, fsdp = map(int, done.stdout.split())
     assert fsdp == 256
     assert per_device == 4 * parameters // 256
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_the_expected_step_is_what_an_h200_measured():
+    """86.2 ms: `attention=triton` of 84m in docs/gpus.md."""
+    target = parse("h200:1x1")
+    prepare(target)
+    cfg = load("experiments/llama_84m", ["fast"])
+    cfg.compute.attention = "triton"
+    rows = fdl.Config(Synthetic, cfg.model.vocab, 64, 1_024)
+    cfg.data = cfg.validation = rows
+    cfg.mesh = fdl.Config(make_mesh, devices=target.devices())
+    found = plan(fdl.build(cfg), target)
+    assert found.estimate.step_seconds == pytest.approx(86.2e-3, rel=0.05)
+    assert found.memory.step == pytest.approx(22.4e9, rel=0.05)
