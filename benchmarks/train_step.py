@@ -4,6 +4,7 @@
     python benchmarks/train_step.py                       # on a GPU: 84m to 2b, under 8 minutes
     python benchmarks/train_step.py --sizes=84m,2b --peers=pytorch_eager --setting=unroll=8
     python benchmarks/train_step.py --sizes=1b --sequence=8192 --packed
+    python benchmarks/train_step.py --sizes=84m,8x2048 --muon
     python benchmarks/train_step.py --compile_only=h200   # anywhere: what an absent GPU would run
 
 lmlib's own step is the one that the runner makes, of the experiments' model. Beside it:
@@ -17,7 +18,8 @@ All but MaxText begin with lmlib's weights, see the same batches of one document
 update by the same numbers. The losses of the first 20 steps must agree (tolerances:
 step_peers/report.py), else the script says which step of whom differs and fails: speeds of other
 work say nothing. --packed gives several documents to a row, a quarter of it each on average; lmlib
-then runs alone, since its peers would not keep them apart.
+then runs alone, since its peers would not keep them apart; so it does with --muon, and at the size
+8x2048, a mixture of eight experts of which each token goes to two.
 
 On a CPU the contenders take turns of five steps, the first of which warms up, and the figure is
 tokens per CPU-second of all threads, the median over turns. Beside it stands what travels from one
@@ -86,6 +88,7 @@ _SEQUENCE = flags.DEFINE_integer(
     "sequence", None, "Tokens of a row, instead of the size's own; a step keeps its tokens."
 )
 _PACKED = flags.DEFINE_bool("packed", False, "Several documents in each row; lmlib alone.")
+_MUON = flags.DEFINE_bool("muon", False, "Muon in AdamW's place; lmlib alone.")
 _COMPILE_ONLY = flags.DEFINE_string(
     "compile_only", None, "Compile lmlib's step for one of these, h200 or h100:1x8 say, and stop."
 )
@@ -129,13 +132,18 @@ def order(
 ) -> list[tuple[Work, list[str]]]:
     """Who runs beside whom, in order."""
     if not on_gpu:
-        return [(work, list(names)) for work in works]
+        return [(work, of(work, names)) for work in works]
     # PyTorch can give a GPU's memory back and JAX keeps what it once had: so JAX comes last, and
     # its largest model first.
     of_pytorch = [name for name in names if name.startswith("pytorch")]
     of_jax = [name for name in names if not name.startswith("pytorch")]
-    alone = [(work, [name]) for name in of_pytorch for work in works]
-    return alone + [(work, [name]) for work in reversed(works) for name in of_jax]
+    alone = [(work, [name]) for name in of_pytorch for work in works if work.size.has_peers]
+    return alone + [(work, [name]) for work in reversed(works) for name in of(work, of_jax)]
+
+
+def of(work: Work, names: Sequence[str]) -> list[str]:
+    """Those of `names` that do this work."""
+    return [name for name in names if name == "lmlib" or work.size.has_peers]
 
 
 def measure(
@@ -147,7 +155,7 @@ def measure(
     `failures` takes a line for each that could not.
     """
     found: dict[str, Found] = {title(work): {} for work in works}
-    left = {title(work): list(names) for work in works}
+    left = {title(work): of(work, names) for work in works}
     for work, together in order(works, names, on_gpu):
         began = time.perf_counter()
         matmul = None if on_gpu else Matmul(work.precision)
@@ -197,6 +205,7 @@ def chosen_works(sizes: Sequence[str], precisions: Sequence[str]) -> list[Work]:
             precision,
             _STEPS.value,
             packed=_PACKED.value,
+            muon=_MUON.value,
         )
         for size in chosen(_SIZES, sizes, SIZES)
         for precision in chosen(_PRECISIONS, precisions, TOLERANCE)
@@ -257,7 +266,7 @@ def main(arguments: Sequence[str]) -> None:
     gpu = on_gpu()
     works = chosen_works(*((ON_GPU, ["bfloat16"]) if gpu else (ON_CPU, list(TOLERANCE))))
     peers = chosen(_PEERS, ["pytorch_compiled"] if gpu else PEERS, PEERS)
-    if _PACKED.value:
+    if _PACKED.value or _MUON.value:
         peers = []
     device = jax.devices()[0]
     kind = described(device) if gpu else f"{os.cpu_count()} × {cpu_name()}"

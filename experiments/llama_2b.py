@@ -10,6 +10,7 @@ import fiddle as fdl
 from experiments import llama_84m
 from experiments.llama_84m import fast as fast
 from experiments.llama_84m import muon as muon
+from experiments.llama_84m import synthetic as synthetic
 from experiments.llama_84m import tiny as tiny
 from lmlib.experiment import Experiment
 

@@ -16,6 +16,7 @@ from experiments.base.pretraining import later_stage as later_stage
 from experiments.base.pretraining import muon as muon
 from experiments.base.pretraining import pretraining, tiny_with
 from experiments.base.pretraining import stable as stable
+from experiments.base.pretraining import synthetic as synthetic
 from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 

@@ -16,6 +16,7 @@ from experiments.base.pretraining import fast as fast
 from experiments.base.pretraining import longer_rows as longer_rows
 from experiments.base.pretraining import muon as muon
 from experiments.base.pretraining import pretraining, tiny_with
+from experiments.base.pretraining import synthetic as synthetic
 from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 

@@ -24,13 +24,15 @@ class Work:
 
     `precision` is the dtype of activations, and of weights where they are multiplied. Weights,
     gradients that reach the optimizer, and its moments are float32 in any case. A row is one
-    document, or if `packed` several, which attention keeps apart.
+    document, or if `packed` several, which attention keeps apart. With `muon` lmlib's step has Muon
+    in AdamW's place.
     """
 
     size: Size
     precision: str
     steps: int
     packed: bool = False
+    muon: bool = False
 
     @property
     def adamw(self) -> AdamW:

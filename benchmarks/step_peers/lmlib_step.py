@@ -10,12 +10,18 @@ from lmlib.state import Training, abstract_batch, new_state
 from step_peers.contender import Work
 
 
+def _constant(peak_lr: float, steps: int) -> optax.Schedule:
+    return optax.constant_schedule(peak_lr)
+
+
 def make_optimizer(work: Work) -> optim.Optimizer:
     adamw = work.adamw
+    if work.muon:
+        return optim.muon(work.steps, adamw.learning_rate, _constant)
     return optim.adamw(
         work.steps,
         adamw.learning_rate,
-        schedule=lambda peak_lr, steps: optax.constant_schedule(peak_lr),
+        schedule=_constant,
         b1=adamw.b1,
         b2=adamw.b2,
         epsilon=adamw.epsilon,

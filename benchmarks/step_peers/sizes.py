@@ -10,6 +10,7 @@ import jax
 
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.models.decoder import Decoder
+from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.llama import llama
 from runner.config.configs import load
 
@@ -72,6 +73,11 @@ class Size:
         return dataclasses.replace(self.computed, **settings)
 
     @property
+    def has_peers(self) -> bool:
+        """Whether the others have written this family too."""
+        return self.family is llama
+
+    @property
     def tokens(self) -> int:
         """In a step."""
         return self.batch * self.sequence
@@ -103,6 +109,10 @@ def _sizes() -> dict[str, Size]:
         settings, compute = _of_experiment(f"llama_{name}")
         adamw = AdamW(1e-3 if settings["embed"] <= 1_024 else 1e-4)
         sizes.append(Size(name, settings, 64, 1_024, False, adamw, reach, compute))
+    mixture = {"embed": 1_024, "layers": 8, "heads": 8, "head_dim": 128, "mlp": 2_048}
+    mixture |= {"vocab": 32_768, "experts": 8, "top": 2}
+    computed = Compute(unroll=8, logits_dtype="bfloat16")
+    sizes.append(Size("8x2048", mixture, 64, 1_024, computed=computed, family=mixtral))
     return {size.name: size for size in sizes}
 
 

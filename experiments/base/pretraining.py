@@ -170,6 +170,16 @@ def longer_rows(cfg: fdl.Config[Experiment], sequence_length: int) -> None:
         data.sequence_length = sequence_length
 
 
+def synthetic(cfg: fdl.Config[Experiment]) -> None:
+    """Made-up tokens in batches of the same sizes: to try a machine and its speed without data."""
+    for name, seed in (("data", 0), ("validation", 1)):
+        sizes = getattr(cfg, name)
+        made_up = fdl.Config(
+            Synthetic, cfg.model.vocab, sizes.batch_size, sizes.sequence_length, seed=seed
+        )
+        setattr(cfg, name, made_up)
+
+
 def fast(cfg: fdl.Config[Experiment]) -> None:
     """For devices with room for every activation: nothing is computed twice, layers are unrolled,
     logits are bfloat16."""

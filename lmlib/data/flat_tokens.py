@@ -127,6 +127,7 @@ class FlatTokens:
                 f"{folder} holds pairs, whose answers must not see each other: leave "
                 "attend_across_documents out"
             )
+        self.whole_rows = attend_across_documents or not (packed or self.pairs)  # see `Whole`
         self._whole = self._whole_documents(folder)
         if not packed:
             self._stored.document_bounds(np.zeros(1, np.int64))  # can they be had?
@@ -191,11 +192,6 @@ class FlatTokens:
     def teacher_k(self) -> int | None:
         """See `Taught`."""
         return None if self.teacher is None else self.teacher.k
-
-    @property
-    def whole_rows(self) -> bool:
-        """See `Whole`."""
-        return self._attend_across_documents or (not self._packed and not self.pairs)
 
     @property
     def tokens(self) -> int:

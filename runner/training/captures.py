@@ -40,7 +40,7 @@ from runner.training.recorder import Line
 from runner.training.saving import Saver
 
 FOLDER = "captures"
-_FIELDS = tuple(field.name for field in dataclasses.fields(Batch) if field.name != "order")
+_FIELDS = tuple(one.name for one in dataclasses.fields(Batch) if not one.metadata.get("static"))
 
 
 class Captures:

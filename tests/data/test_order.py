@@ -200,9 +200,8 @@ def test_microbatches_hold_the_rows_of_the_batch(example: Path, mesh: tuple[int,
 
 def fields_of(batch: Batch) -> dict[str, Any]:
     """Its arrays, those that are there: a teacher's are not always."""
-    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)}
-    del fields["order"], fields["whole_rows"]
-    return {name: values for name, values in fields.items() if values is not None}
+    arrays = [one.name for one in dataclasses.fields(Batch) if not one.metadata.get("static")]
+    return {name: values for name in arrays if (values := getattr(batch, name)) is not None}
 
 
 def rows_of(batch: Batch) -> list[bytes]:

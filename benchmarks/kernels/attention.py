@@ -1,7 +1,7 @@
 """Speed of attention's kernels on this GPU, forward and backward, beside cuDNN's.
 
-    python benchmarks/attention.py                                  # about a minute a shape
-    python benchmarks/attention.py --shapes=4x16384x8x128 --document=2048
+    python benchmarks/kernels/attention.py                           # about a minute a shape
+    python benchmarks/kernels/attention.py --shapes=4x16384x8x128 --document=2048
 
 Rows are one document each ("whole"), or documents of `--document` tokens on average ("packed").
 cuDNN's kernel needs no mask for whole rows; packed ones it computes whole, under a mask. Each is
@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax import Array
-from step_peers.machine import versions
 
 from lmlib.models.attend import attend, problem
 from lmlib.models.attend.context_split import Split
@@ -195,7 +194,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
     if jax.default_backend() != "gpu":
         sys.exit(f"these kernels are for NVIDIA GPUs; JAX sees {jax.default_backend()}")
-    print(f"{jax.devices()[0].device_kind}, {versions()}, bfloat16")
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, bfloat16")
     for text in _SHAPES.value:
         shape = [int(size) for size in text.split("x")]
         if len(shape) != 4:
