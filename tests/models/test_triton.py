@@ -1,5 +1,7 @@
 """What Triton's kernel visits, and whether it compiles for the GPUs that plan knows."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,9 +75,15 @@ def within(ranges_4, tiles):
 
 @needs_gpu_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("target", ["a100:1x1", "h100:1x1", "b200:1x1"])
-def test_it_compiles_for_gpus_that_are_not_here(target, head_dim):
+@pytest.mark.parametrize(
+    ("target", "head_dim", "dtype"),
+    [
+        *itertools.product(["a100:1x1", "h100:1x1", "b200:1x1"], [64, 80, 128, 256], ["bfloat16"]),
+        # Of the least shared memory the most is asked.
+        *itertools.product(["a100:1x1"], [128, 256], ["float32"]),
+    ],
+)
+def test_it_compiles_for_gpus_that_are_not_here(target, head_dim, dtype):
     _, devices = absent(target)
     mesh = make_mesh(devices=devices)
 
@@ -86,7 +94,7 @@ def test_it_compiles_for_gpus_that_are_not_here(target, head_dim):
     shapes = [(1, S, 4, head_dim), *[(1, S, 2, head_dim)] * 2, (1, S)]
     arguments = [
         jax.ShapeDtypeStruct(
-            shape, jnp.int32 if len(shape) == 2 else jnp.bfloat16, sharding=NamedSharding(mesh, P())
+            shape, jnp.int32 if len(shape) == 2 else dtype, sharding=NamedSharding(mesh, P())
         )
         for shape in shapes
     ]
@@ -114,6 +122,6 @@ def test_it_says_what_it_multiplies():
 
 def test_tiles_divide_pieces():
     for piece in (16, 48, 80, 128, 1_000):
-        *kernels, _ = triton_kernels.launches(piece, 64)
+        *kernels, _ = triton_kernels.launches(piece, 64, jnp.bfloat16)
         assert all(piece % size == 0 for launch in kernels for size in launch.tiles)
-    assert triton_kernels.launches(4_096, 128).mixed.tiles == Tiles(64, 64)
+    assert triton_kernels.launches(4_096, 128, jnp.bfloat16).mixed.tiles == Tiles(64, 64)

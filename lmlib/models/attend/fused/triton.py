@@ -98,7 +98,8 @@ def attend_and_normalise_gathered(
         if (reason := problem(split.piece, size, q_BSHD.dtype)) is not None:
             raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     q_BSHD, k_BTKD, v_BTKV = map(_filled, (q_BSHD, k_BTKD, v_BTKV))
-    launches = triton_kernels.launches(split.piece, max(q_BSHD.shape[-1], v_BTKV.shape[-1]))
+    head_dim = max(q_BSHD.shape[-1], v_BTKV.shape[-1])
+    launches = triton_kernels.launches(split.piece, head_dim, q_BSHD.dtype)
     seen = sight(split, segments_BS, segments_BT, options.window)
     mixed_BSHV, log_normaliser_BHS = _mixed(launches, options, q_BSHD, k_BTKD, v_BTKV, seen)
     return mixed_BSHV[..., :V], log_normaliser_BHS.swapaxes(1, 2)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from lmlib.models.attend.fused.visits import Sight, Tiles, keys_visited, queries_visited
@@ -51,18 +52,21 @@ class Launches(NamedTuple):
     piece: int
 
 
-# For heads of up to so many coordinates: of some twenty each, the quickest on an H200 at rows of
-# 1,024 tokens; a tile of 128 keys is 8 % quicker for their gradients at 16,384.
+# For heads of up to so many bytes: of some twenty each, the quickest on an H200 at rows of 1,024
+# tokens in bfloat16; a tile of 128 keys is 8 % quicker for their gradients at 16,384. The last was
+# not tried.
 _LAUNCHES = {
-    64: (Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 3)),
-    128: (Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 2)),
-    256: (Launch(Tiles(64, 32), 4, 2), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 32), 4, 2)),
+    128: (Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 3)),
+    256: (Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 2)),
+    512: (Launch(Tiles(64, 32), 4, 2), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 32), 4, 2)),
+    1024: (Launch(Tiles(32, 32), 4, 2), Launch(Tiles(32, 32), 4, 2), Launch(Tiles(32, 32), 4, 2)),
 }
 
 
-def launches(piece: int, head_dim: int) -> Launches:
+def launches(piece: int, head_dim: int, dtype: DTypeLike) -> Launches:
     """For pieces of so many tokens, which every tile divides."""
-    largest = next(each for limit, each in _LAUNCHES.items() if head_dim <= limit)
+    size = head_dim * jnp.dtype(dtype).itemsize
+    largest = next(each for limit, each in _LAUNCHES.items() if size <= limit)
     mixed, query_gradients, key_gradients = (
         launch._replace(tiles=Tiles(*(math.gcd(piece, size) for size in launch.tiles)))
         for launch in largest
