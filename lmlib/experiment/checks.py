@@ -102,6 +102,7 @@ def check_experiment(experiment: Any) -> None:
     model = experiment.recipe.made
     check_protocol(model)
     check_model(model, experiment.mesh)
+    _check_devices_of_attention(experiment)
     check_split_rows(model, experiment.compute, experiment.mesh)
     _check_objective(experiment, model)
     _check_model_losses(experiment)
@@ -110,6 +111,16 @@ def check_experiment(experiment: Any) -> None:
         _check_suite(experiment, model)
     if experiment.validation is not None:
         _check_validation(experiment, model)
+
+
+def _check_devices_of_attention(experiment: Any) -> None:
+    """The other kernels are interpreted where they do not run, for tests; cuDNN is a library."""
+    device = experiment.mesh.devices.flat[0]
+    if experiment.compute.attention == "cudnn" and device.platform != "gpu":
+        raise ValueError(
+            "compute.attention is 'cudnn', which runs on NVIDIA GPUs, and the devices are "
+            f"{device.device_kind}: use 'auto'"
+        )
 
 
 def _check_stages(experiment: Any, model: Any) -> None:

@@ -213,6 +213,7 @@ PARTS = [
     ("model.layers=0", "layers must be at least 1, got 0"),
     ("objective.dropout=1.5", "dropout"),
     ("compute.dtype=int8", "dtype must be a floating type"),
+    ("compute.attention=cudnn", "runs on NVIDIA GPUs, and the devices are cpu: use 'auto'"),
     ("compute.attention=flash", "attention must be one of auto, cudnn, triton, splash"),
     ("compute.attention=splash", "a multiple of 128, not 64; use 'blockwise' or 'auto'"),
     ("model.window=0", "window must be at least 1, or None, got 0"),
