@@ -138,7 +138,8 @@ def place(source: Source, step: int, sharding: NamedSharding, order: str = "bala
     tokens of each row in an order of `lmlib.row_order`.
 
     Each process reads only the rows that its own devices hold, each row once.
-    Raises ValueError when the mesh does not divide the batch, or the order its rows.
+    Raises ValueError when the mesh does not divide the batch, or the order its rows, or where rows
+    that the source calls whole are not.
     """
     source = source_at(source, step)
     shape = (source.batch_size, source.sequence_length)
@@ -173,8 +174,22 @@ def place(source: Source, step: int, sharding: NamedSharding, order: str = "bala
         whole = (*shape, *values.shape[2:])
         return jax.make_array_from_callback(whole, sharding, part)
 
+    whole_rows = has_whole_rows(source)
+    if whole_rows:
+        _check_whole_rows(local.segment_ids, f"{type(source).__name__}, step {step}")
     placed = jax.tree.map(assemble, local)
-    return dataclasses.replace(placed, order=order, whole_rows=has_whole_rows(source))
+    return dataclasses.replace(placed, order=order, whole_rows=whole_rows)
+
+
+def _check_whole_rows(segment_ids_BS: np.ndarray, source: str) -> None:
+    follows_BS = segment_ids_BS[:, 1:]
+    another_BS = (follows_BS != segment_ids_BS[:, :-1]) & (follows_BS > 0)
+    if another_BS.any():
+        row = int(np.flatnonzero(another_BS.any(axis=1))[0])
+        raise ValueError(
+            f"{source}: whole_rows is True, but a row holds the segments "
+            f"{', '.join(map(str, np.unique(segment_ids_BS[row])))}, which would see each other"
+        )
 
 
 def row_places(batch: Batch) -> np.ndarray:

@@ -123,6 +123,14 @@ def test_whole_rows_are_said_of_those_whose_every_row_is_one_segment(
         assert batch.whole_rows == has_whole_rows(stages.at(step)) == expected
 
 
+def test_rows_that_are_called_whole_and_are_not_are_refused(example: Path) -> None:
+    source = source_of(example)
+    source.whole_rows = True
+    rows = NamedSharding(make_mesh(devices=jax.devices()[:1]), PartitionSpec())
+    with pytest.raises(ValueError, match="FlatTokens, step 2: whole_rows is True, but a row holds"):
+        place(source, 2, rows)
+
+
 def source_of(example: Path, **settings: bool) -> FlatTokens:
     return FlatTokens(str(example), "train", 3, S, **settings)
 
