@@ -10,7 +10,7 @@ turns. FLOP/s count the two products of the forward pass and five of the backwar
 causal half, of whole rows, whatever a kernel computes: packed rows ask for less.
 
 `--launches` times Triton's kernels with other tiles, warps and stages than
-`lmlib.models.attend.fused.triton_kernels` has, and says which are the quickest.
+`lmlib.models.attend.fused.launches` has, and says which are the quickest.
 """
 
 import concurrent.futures
@@ -31,7 +31,7 @@ from jax import Array
 from lmlib.models.attend import attend, problem
 from lmlib.models.attend.context_split import Split
 from lmlib.models.attend.fused import triton_kernels
-from lmlib.models.attend.fused.triton_kernels import Launch
+from lmlib.models.attend.fused.launches import Launch
 from lmlib.models.attend.fused.visits import Tiles, sight
 from lmlib.models.attend.options import Options
 from lmlib.terminal.table import columns

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lmlib.models.attend import attend
 from lmlib.models.attend.context_split import Split
-from lmlib.models.attend.fused import triton_kernels
+from lmlib.models.attend.fused.launches import launches_of
 from lmlib.models.attend.fused.visits import Tiles, keys_visited, queries_visited, sight
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
@@ -122,6 +122,6 @@ def test_it_says_what_it_multiplies():
 
 def test_tiles_divide_pieces():
     for piece in (16, 48, 80, 128, 1_000):
-        *kernels, _ = triton_kernels.launches(piece, 64, jnp.bfloat16)
+        *kernels, _ = launches_of(piece, 64, jnp.bfloat16)
         assert all(piece % size == 0 for launch in kernels for size in launch.tiles)
-    assert triton_kernels.launches(4_096, 128, jnp.bfloat16).mixed.tiles == Tiles(64, 64)
+    assert launches_of(4_096, 128, jnp.bfloat16).mixed.tiles == Tiles(64, 64)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from lmlib.models.attend.context_split import Split
 from lmlib.models.attend.fused import triton_kernels
+from lmlib.models.attend.fused.launches import Launches, launches_of
 from lmlib.models.attend.fused.visits import Sight, sight
 from lmlib.models.attend.options import Options
 
@@ -99,7 +100,7 @@ def attend_and_normalise_gathered(
             raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     q_BSHD, k_BTKD, v_BTKV = map(_filled, (q_BSHD, k_BTKD, v_BTKV))
     head_dim = max(q_BSHD.shape[-1], v_BTKV.shape[-1])
-    launches = triton_kernels.launches(split.piece, head_dim, q_BSHD.dtype)
+    launches = launches_of(split.piece, head_dim, q_BSHD.dtype)
     seen = sight(split, segments_BS, segments_BT, options.window)
     mixed_BSHV, log_normaliser_BHS = _mixed(launches, options, q_BSHD, k_BTKD, v_BTKV, seen)
     return mixed_BSHV[..., :V], log_normaliser_BHS.swapaxes(1, 2)
@@ -107,7 +108,7 @@ def attend_and_normalise_gathered(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mixed(
-    launches: triton_kernels.Launches,
+    launches: Launches,
     options: Options,
     q_BSHD: Array,
     k_BTKD: Array,
@@ -121,7 +122,7 @@ _Saved = tuple[Array, Array, Array, Sight, Array, Array]
 
 
 def _forward(
-    launches: triton_kernels.Launches,
+    launches: Launches,
     options: Options,
     q_BSHD: Array,
     k_BTKD: Array,
@@ -135,7 +136,7 @@ def _forward(
 
 
 def _backward(
-    launches: triton_kernels.Launches, options: Options, saved: _Saved, given: tuple[Array, Array]
+    launches: Launches, options: Options, saved: _Saved, given: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, None]:
     q_BSHD, k_BTKD, v_BTKV, seen, mixed_BSHV, log_normaliser_BHS = saved
     d_mixed_BSHV, d_log_normaliser_BHS = given

@@ -14,15 +14,15 @@ keys of a tile, N and M tiles of queries and of keys, P pieces.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from lmlib.models.attend.fused.launches import Launch
 from lmlib.models.attend.fused.visits import Sight, Tiles, keys_visited, queries_visited
 from lmlib.models.attend.options import Options
 from lmlib.parallel.collectives import platform
@@ -32,46 +32,6 @@ Ref = Any  # of Pallas: an array in the GPU's memory, or a tile of one
 _FAR = -1e30  # a score that no sum notices, and from which no infinity comes
 _LOG2_E = math.log2(math.e)
 _SMALLEST = 1e-37  # what a query's exponentials add up to at least
-
-
-class Launch(NamedTuple):
-    """How a kernel is launched: a program for each tile, of so many warps, and how many turns of
-    its loop are loaded ahead."""
-
-    tiles: Tiles
-    warps: int
-    stages: int
-
-
-class Launches(NamedTuple):
-    """Of each kernel, and the tokens of a piece."""
-
-    mixed: Launch
-    query_gradients: Launch
-    key_gradients: Launch
-    piece: int
-
-
-# For heads of up to so many bytes: of some twenty each, the quickest on an H200 at rows of 1,024
-# tokens in bfloat16; a tile of 128 keys is 8 % quicker for their gradients at 16,384. The last was
-# not tried.
-_LAUNCHES = {
-    128: (Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 3)),
-    256: (Launch(Tiles(64, 64), 4, 3), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 64), 4, 2)),
-    512: (Launch(Tiles(64, 32), 4, 2), Launch(Tiles(64, 64), 4, 2), Launch(Tiles(64, 32), 4, 2)),
-    1024: (Launch(Tiles(32, 32), 4, 2), Launch(Tiles(32, 32), 4, 2), Launch(Tiles(32, 32), 4, 2)),
-}
-
-
-def launches(piece: int, head_dim: int, dtype: DTypeLike) -> Launches:
-    """For pieces of so many tokens, which every tile divides."""
-    size = head_dim * jnp.dtype(dtype).itemsize
-    largest = next(each for limit, each in _LAUNCHES.items() if size <= limit)
-    mixed, query_gradients, key_gradients = (
-        launch._replace(tiles=Tiles(*(math.gcd(piece, size) for size in launch.tiles)))
-        for launch in largest
-    )
-    return Launches(mixed, query_gradients, key_gradients, piece)
 
 
 def mixed(
