@@ -215,14 +215,21 @@ def compilable(experiment: Experiment, target: Target) -> tuple[Experiment, tupl
             f"speeds are those of {target.accelerator.name}"
         )
     attention, split = experiment.compute.attention, pieces(COMPUTE["seq"], experiment.mesh) > 1
+    if compiler.platform != target.accelerator.platform and attention == "auto":
+        attention = "blockwise"  # what "auto" takes on GPUs that are not NVIDIA's
+        experiment = _with_attention(experiment, attention)
     of_whole_rows = attention == "auto" and has_whole_rows(experiment.data) and not split
     may_be_cudnn = compiler.platform == "cuda" and (attention == "cudnn" or of_whole_rows)
     if may_be_cudnn and not _has_cudnn():
         in_its_place = "blockwise" if experiment.data.sequence_length % 16 else "triton"
-        compute = dataclasses.replace(experiment.compute, attention=in_its_place)
-        experiment = dataclasses.replace(experiment, compute=compute)
+        experiment = _with_attention(experiment, in_its_place)
         remarks.append(_NO_CUDNN.format(in_its_place))
     return experiment, tuple(remarks)
+
+
+def _with_attention(experiment: Experiment, attention: str) -> Experiment:
+    compute = dataclasses.replace(experiment.compute, attention=attention)
+    return dataclasses.replace(experiment, compute=compute)
 
 
 def _has_cudnn() -> bool:

@@ -19,7 +19,7 @@ from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.loading import reading
-from lmlib.plan.planner import plan
+from lmlib.plan.planner import compilable, plan
 from lmlib.plan.targets import Target, parse, prepare
 from lmlib.terminal.quantities import bytes_text
 from runner.config.configs import load
@@ -245,7 +245,7 @@ from lmlib.data.synthetic import Synthetic
 import dataclasses
 experiment = test_planner.experiment(target, embed=256, layers=1)
 experiment = dataclasses.replace(experiment, data=Synthetic(512, 256, 16))
-from lmlib.plan.planner import plan
+from lmlib.plan.planner import compilable, plan
 report = plan(experiment, target)
 print(report.parameters, report.memory.parameters, report.mesh["fsdp"])
 """
@@ -270,3 +270,13 @@ def test_the_expected_step_is_what_an_h200_measured():
     found = plan(fdl.build(cfg), target)
     assert found.estimate.step_seconds == pytest.approx(86.2e-3, rel=0.05)
     assert found.memory.step == pytest.approx(22.4e9, rel=0.05)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("target", "expected"), [("h100:1x1", "auto"), ("mi300x:1x1", "blockwise")]
+)
+def test_what_another_vendors_compiler_plans_has_no_kernel_of_its_own(target, expected):
+    target = parse(target)
+    planned, _ = compilable(experiment(target), target)
+    assert planned.compute.attention == expected
