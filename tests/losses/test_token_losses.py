@@ -71,6 +71,7 @@ def test_each_token_has_its_own_loss(mesh, settings):
     assert chosen_BS.any()
 
 
+@pytest.mark.landing
 def test_rows_known_to_be_whole_lose_what_their_segments_say():
     random = np.random.default_rng(0)
     tokens_BT = random.integers(V, size=(8, 17))
