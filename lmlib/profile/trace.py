@@ -34,8 +34,7 @@ class TraceError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """One instruction of a compiled program, executed once by one device, or one of the kernels
-    that it is executed by.
+    """One instruction of a compiled program, executed once by one device, or one of its kernels.
 
     Args:
       device: as the trace calls it.
