@@ -16,11 +16,11 @@ from lmlib.plan.scopes import OTHER, PHASES
 from lmlib.plan.traffic import Traffic
 
 # What large bf16 matmuls reach of the peak. GPUs lower their clock under such load: in the steps of
-# docs/performance.md those of an H200 made 680 to 745 of 989 TFLOP/s. MXUs keep theirs.
+# docs/gpus.md those of an H200 made 680 to 745 of 989 TFLOP/s. MXUs keep theirs.
 MATMUL_EFFICIENCY = {"tpu": 0.9, "cuda": 0.70, "rocm": 0.55}
 # Fused attention waits for its softmax besides, and reaches half of this in rows of so many tokens:
 # measured on an H200 at 1,024 and 16,384, head_dim 128, of cuDNN's and of Triton's, which differ
-# from it by up to a quarter (docs/performance.md).
+# from it by up to a quarter (docs/gpus.md).
 ATTENTION_EFFICIENCY = {"tpu": 0.5, "cuda": 0.57, "rocm": 0.4}
 ATTENTION_FILL = {"tpu": 0, "cuda": 800, "rocm": 0}
 # Streaming kernels reach this much of the memory's bandwidth.

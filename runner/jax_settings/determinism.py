@@ -29,8 +29,9 @@ def check_determinism(
     if (platform or jax.default_backend()) != "gpu":
         return
     attention = experiment.compute.attention
-    whole = any(has_whole_rows(stage.data) for stage in experiment.stages.values())
-    if attention == "cudnn" or (attention == "auto" and whole):
+    sources = [stage.data for stage in experiment.stages.values()]
+    sources += experiment.validation_sets.values()
+    if attention == "cudnn" or (attention == "auto" and any(map(has_whole_rows, sources))):
         raise ValueError(
             f"compute.attention={attention!r} is cuDNN's here, which does not run where XLA gives "
             "the same bits each time (--deterministic): add --fdl.compute.attention=triton"

@@ -372,6 +372,7 @@ def test_auto_takes_the_best_kernel_for_whole_rows_and_for_soft_caps(target, exp
 def test_auto_takes_what_the_device_is_best_at():
     q_BSHD = jnp.asarray(inputs()[0], jnp.bfloat16)
     on_a_gpu = jax.default_backend() == "gpu"
-    assert chosen(q_BSHD) == ("triton" if on_a_gpu else "blockwise")
+    for dtype in (jnp.bfloat16, jnp.float32):
+        assert chosen(q_BSHD.astype(dtype)) == ("triton" if on_a_gpu else "blockwise")
     assert chosen(q_BSHD, whole_rows=True) == ("cudnn" if on_a_gpu else "blockwise")
     assert set(IMPLEMENTATIONS) - set(RUNNABLE) == {"splash" if on_a_gpu else "cudnn"}

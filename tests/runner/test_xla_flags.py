@@ -120,6 +120,7 @@ def test_flags_that_must_be_the_same_for_all_processes():
     assert not any(flags_of_the_run({}).values())
 
 
+@pytest.mark.parametrize("source", ["data", "validation"])
 @pytest.mark.parametrize(
     ("attention", "whole_rows", "flags", "platform", "refused"),
     [
@@ -133,12 +134,12 @@ def test_flags_that_must_be_the_same_for_all_processes():
     ],
 )
 def test_attention_that_cannot_give_the_same_bits_is_refused(
-    attention, whole_rows, flags, platform, refused
+    source, attention, whole_rows, flags, platform, refused
 ):
     cfg = load("experiments/llama_84m", ["tiny"])
     cfg.compute.attention = attention
     experiment = fdl.build(cfg)
-    experiment.data.whole_rows = whole_rows
+    getattr(experiment, source).whole_rows = whole_rows
     given = {"XLA_FLAGS": flags}, platform
     if not refused:
         check_determinism(experiment, *given)
