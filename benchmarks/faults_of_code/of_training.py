@@ -20,8 +20,8 @@ MUTATIONS = (
     Mutation(
         "z-loss's gradient without its 2",
         "lmlib/losses/next_token.py",
-        "slope_N = (1 + 2 * self.z_loss * log_z_N)",
-        "slope_N = (1 + self.z_loss * log_z_N)",
+        "slope_N = 1 + 2 * self.z_loss * logits.log_z_N",
+        "slope_N = 1 + self.z_loss * logits.log_z_N",
         "tests/losses/test_fused.py",
     ),
     Mutation(

@@ -61,8 +61,7 @@ def _local_likeliest(
             all_gather(each, along("vocab"), axis=1) for each in (logits_NK, ids_NK)
         )
         logits_NK, places_NK = jax.lax.top_k(logits_NK, k)
-        shifted_NK = logits_NK - found.highest_N[:, None]
-        log_p_NK = shifted_NK - jnp.log(found.normaliser_N)[:, None]
+        log_p_NK = (logits_NK - found.highest_N[:, None]) - found.log_normaliser_N[:, None]
         return None, (jnp.take_along_axis(ids_NK, places_NK, axis=1), log_p_NK)
 
     _, found = visited(visit, None, chunks(compute.loss_chunk, V, h_BSE, targets_BS))

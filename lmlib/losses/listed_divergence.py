@@ -47,15 +47,13 @@ class ListedDivergence:
         log_p_NV = _spread(ids_NK, log_p_NK, logits.logits_NV.shape[1])
         is_listed_NV = log_p_NV > -jnp.inf
         p_NV = jnp.exp(log_p_NV)
-        log_z_N = logits.highest_N + jnp.log(logits.normaliser_N)
-        log_q_NV = logits.logits_NV - log_z_N[:, None]
-        of_listed_NV = jnp.where(is_listed_NV, p_NV * (log_p_NV - log_q_NV), 0)
+        of_listed_NV = jnp.where(is_listed_NV, p_NV * (log_p_NV - logits.log_p_NV), 0)
         divergence_N = psum(jnp.sum(of_listed_NV, axis=-1), along("vocab"))
-        slope_NV = jnp.exp(log_q_NV) - p_NV  # d KL / d logit
+        slope_NV = logits.p_NV - p_NV  # d KL / d logit
         if self._others(ids_NK):
             others = _others(logits.logits_NV, is_listed_NV)
             some_N = jnp.where(r_N > 0, r_N, 1)
-            of_others_N = r_N * (jnp.log(some_N) - (others.log_sum_N - log_z_N))
+            of_others_N = r_N * (jnp.log(some_N) - (others.log_sum_N - logits.log_z_N))
             divergence_N += of_others_N
             slope_NV -= r_N[:, None] * others.shares_NV
         _, reported, dlogits_NV = CrossEntropy()(logits, (), ())

@@ -31,17 +31,24 @@ class ChunkLogits(NamedTuple):
       logits_NV: capped, float32 at least.
       is_target_NV: one in each row is true, on the device whose share has the target.
       highest_N: the largest logit.
-      exponentials_NV: exp(logits - highest).
-      normaliser_N: Σ exponentials over the whole vocabulary.
+      log_normaliser_N: log Σ exp(logits - highest) over the whole vocabulary.
+      log_p_NV: the log-probability of each token id, nats.
+      p_NV: its probability, which is also d log_z / d logit.
       cross_entropy_N: -log p(target), nats.
     """
 
     logits_NV: Float[Array, "n v"]
     is_target_NV: Bool[Array, "n v"]
     highest_N: Float[Array, "n"]
-    exponentials_NV: Float[Array, "n v"]
-    normaliser_N: Float[Array, "n"]
+    log_normaliser_N: Float[Array, "n"]
+    log_p_NV: Float[Array, "n v"]
+    p_NV: Float[Array, "n v"]
     cross_entropy_N: Float[Array, "n"]
+
+    @property
+    def log_z_N(self) -> Float[Array, "n"]:
+        """log Σ exp logits over the whole vocabulary."""
+        return self.highest_N + self.log_normaliser_N
 
 
 def inputs(split: bool) -> tuple[PartitionSpec, ...]:
@@ -64,14 +71,21 @@ def chunk_logits(
     """The logits of a chunk as `logits_alone` makes them; softmax is in float32 at least."""
     logits_NV = logits_alone(table_EV, h_NE, cap, logits_dtype)
     highest_N = pmax(jnp.max(logits_NV, axis=-1), along("vocab"))
-    exponentials_NV = jnp.exp(logits_NV - highest_N[:, None])
+    shifted_NV = logits_NV - highest_N[:, None]
+    exponentials_NV = jnp.exp(shifted_NV)
     normaliser_N = psum(jnp.sum(exponentials_NV, axis=-1), along("vocab"))
+    log_normaliser_N = jnp.log(normaliser_N)
     is_target_NV = targets_N[:, None] == vocabulary_ids(logits_NV)
     target_N = psum(jnp.sum(jnp.where(is_target_NV, logits_NV, 0), axis=-1), along("vocab"))
+    log_p_NV = shifted_NV - log_normaliser_N[:, None]
+    # The exponentials that were summed would be written to memory, float32, for the gradient. A CPU
+    # takes long to compute others, and has these in its cache.
+    is_cpu = platform() == "cpu"
+    p_NV = exponentials_NV / normaliser_N[:, None] if is_cpu else jnp.exp(log_p_NV)
     # Large logits cancel before anything is rounded, which log_z - target would be.
-    cross_entropy_N = (highest_N - target_N) + jnp.log(normaliser_N)
+    cross_entropy_N = (highest_N - target_N) + log_normaliser_N
     return ChunkLogits(
-        logits_NV, is_target_NV, highest_N, exponentials_NV, normaliser_N, cross_entropy_N
+        logits_NV, is_target_NV, highest_N, log_normaliser_N, log_p_NV, p_NV, cross_entropy_N
     )
 
 

@@ -102,9 +102,7 @@ class CrossEntropy:
     def __call__(
         self, logits: ChunkLogits, tokens: tuple[Array, ...], tables: tuple[Array, ...]
     ) -> TokenLosses:
-        log_z_N = logits.highest_N + jnp.log(logits.normaliser_N)
-        # d log_z / d logit is its probability.
-        slope_N = (1 + 2 * self.z_loss * log_z_N) / logits.normaliser_N
-        dlogits_NV = logits.exponentials_NV * slope_N[:, None] - logits.is_target_NV
-        minimised_N = logits.cross_entropy_N + self.z_loss * jnp.square(log_z_N)
+        slope_N = 1 + 2 * self.z_loss * logits.log_z_N
+        dlogits_NV = logits.p_NV * slope_N[:, None] - logits.is_target_NV
+        minimised_N = logits.cross_entropy_N + self.z_loss * jnp.square(logits.log_z_N)
         return TokenLosses(minimised_N, {"loss": logits.cross_entropy_N}, dlogits_NV)

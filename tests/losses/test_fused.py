@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_hardware import absent, needs_gpu_compiler
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -15,6 +16,8 @@ from lmlib.losses.fused import LogitSettings, fused_loss
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.parallel.layout import STORED, partition
 from lmlib.parallel.mesh import make_mesh
+from lmlib.plan.program import read_program
+from lmlib.plan.traffic import kernels
 
 B, S, E, V = 4, 6, 16, 32
 
@@ -248,3 +251,26 @@ def test_logits_are_never_whole(dtype):
     assert f"[{B * S},{V}]" in text(chunk=B * S)
     assert f"[{B * S},{V}]" not in text(chunk=8)
     assert f"[{B},{S},{V}]" not in text(chunk=8)
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h200:1x1", "b200:1x1"])
+def test_gpus_read_logits_three_times_and_write_them_once_more(gpu):
+    """For the largest, for the sum, and for the gradient, which is written; each in bfloat16."""
+    _, devices = absent(gpu)
+    mesh, (N, E, V) = make_mesh(devices=devices), (8_192, 256, 32_768)
+    how = LogitSettings(chunk=N, dtype="bfloat16")
+
+    def total(h_BSE, table_EV, targets_BS):
+        sums = fused_loss(CrossEntropy(1e-4), how, h_BSE, table_EV, targets_BS, targets_BS >= 0)
+        return sums.minimised
+
+    shapes = [((1, N, E), jnp.bfloat16), ((E, V), jnp.bfloat16), ((1, N), jnp.int32)]
+    whole = NamedSharding(mesh, partition(()))
+    arguments = [jax.ShapeDtypeStruct(*each, sharding=whole) for each in shapes]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(total, argnums=(0, 1))).lower(*arguments).compile()
+    moved = kernels(read_program(compiled.as_text()))
+    logits = 2 * N * V
+    assert 4 * logits <= moved.bytes - moved.product_bytes < 4.3 * logits
