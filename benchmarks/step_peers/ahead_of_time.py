@@ -32,8 +32,8 @@ class Rows(Synthetic):
         self.whole_rows = not work.packed
 
 
-def compiled_for(target: Target, works: Sequence[Work]) -> Iterator[tuple[str, str, str]]:
-    """For each: its size, memory and seconds to compile; a row as soon as it is known."""
+def compiled_for(target: Target, works: Sequence[Work]) -> Iterator[tuple[str, ...]]:
+    """For each: its size, memory, kernels and seconds to compile; a row as soon as it is known."""
     mesh = make_mesh(fsdp=-1, devices=target.devices())
     for work in works:
         size = work.size
@@ -46,4 +46,7 @@ def compiled_for(target: Target, works: Sequence[Work]) -> Iterator[tuple[str, s
             steps=work.steps,
         )
         report = plan(experiment, target)
-        yield size.name, report.memory.verdict, f"compiled in {report.seconds:.0f} s"
+        launched = "" if report.kernels is None else str(report.kernels)
+        seconds = f"compiled in {report.seconds:.0f} s"
+        columns = size.name, report.memory.verdict, launched, *report.remarks, seconds
+        yield tuple(filter(None, columns))

@@ -30,7 +30,7 @@ from lmlib.plan.memory import Memory, OutOfMemory, memory, out_of_memory
 from lmlib.plan.program import read_program
 from lmlib.plan.scopes import scopes_of
 from lmlib.plan.targets import Target
-from lmlib.plan.traffic import traffic
+from lmlib.plan.traffic import Kernels, kernels, traffic
 from lmlib.state import State
 from lmlib.train import trace_step
 
@@ -64,6 +64,7 @@ class Report:
       collectives: of each device; `None` if the step does not fit, and was not compiled.
       warnings: what should not be in the communication.
       flops: of the whole step.
+      kernels: of each device; `None` if the step does not fit.
       estimate: of the time; `None` where that is unknown.
       seconds: what tracing and compiling took here.
       versions: of what compiled it.
@@ -80,6 +81,7 @@ class Report:
     collectives: Collectives | None
     warnings: tuple[CommunicationWarning, ...]
     flops: FlopsPerToken
+    kernels: Kernels | None
     estimate: Estimate | None
     seconds: float
     versions: dict[str, str]
@@ -89,7 +91,8 @@ class Report:
         communication = time = "unknown: the step does not fit"
         if self.collectives is not None:
             communication = "\n\n".join([str(self.collectives), *map(str, self.warnings)])
-            time = str(self.estimate or f"unknown: nothing is known of the speed of {self.target}")
+            expected = self.estimate or f"unknown: nothing is known of the speed of {self.target}"
+            time = f"{self.kernels}\n\n{expected}"
         return "\n\n".join(
             [
                 self._heading(),
@@ -153,13 +156,14 @@ def plan(
         tokens=data.batch_size * data.sequence_length,
     )
     remarks += bubble(experiment)
-    program = sent = expected = None
+    program = sent = launched = expected = None
     warnings: tuple[CommunicationWarning, ...] = ()
     if not isinstance(result, OutOfMemory):
         program = read_program(result.as_text() or "")
         sent = collectives(program, mesh)
         warnings = communication_warnings(sent, model, mesh, log.text)
         remarks += dense_expansions(program)
+        launched = kernels(program)
         expected = estimate(flops, traffic(program, scopes), sent, target.accelerator, mesh)
     return Report(
         target=str(target),
@@ -173,6 +177,7 @@ def plan(
         collectives=sent,
         warnings=warnings,
         flops=flops,
+        kernels=launched,
         estimate=expected,
         seconds=round(seconds, 1),
         versions=versions(),

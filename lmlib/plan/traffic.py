@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from lmlib.plan.program import FUSIONS, ArrayType, Computation, Instruction, Place, Program
 from lmlib.plan.scopes import phase, scope
+from lmlib.terminal.quantities import bytes_text
 
 # They only rename or wait, or what they call counts on its own.
 _FREE = {
@@ -53,6 +54,35 @@ class Traffic:
     phase: str
     in_layers: bool
     bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """How many kernels a device executes in a step, collectives left out, and the bytes that they
+    read and write; `product_bytes`: those of matmuls and of attention's kernels."""
+
+    number: int
+    bytes: int
+    product_bytes: int
+
+    def __str__(self) -> str:
+        others = bytes_text(self.bytes - self.product_bytes)
+        return (
+            f"{self.number:,} kernels read and write {bytes_text(self.bytes)}, "
+            f"{others} of it in those that multiply no matrices"
+        )
+
+
+def kernels(program: Program) -> Kernels:
+    """Those of one step, a loop's as often as it turns."""
+    number = everything = products = 0
+    for one, place in scheduled(program):
+        moved = 0 if sends(one, program) else bytes_moved(one, place.computation, program)
+        if moved:
+            number += place.times
+            everything += moved * place.times
+            products += moved * place.times * multiplies(one, program)
+    return Kernels(number, everything, products)
 
 
 def traffic(program: Program, scopes: Sequence[str]) -> tuple[Traffic, ...]:

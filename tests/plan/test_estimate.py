@@ -17,7 +17,7 @@ from lmlib.plan.communication.time import Route, closes, route
 from lmlib.plan.estimate import estimate, with_communication
 from lmlib.plan.flops import FlopsPerToken, Matmul, StepFlops
 from lmlib.plan.program import ArrayType, read_program
-from lmlib.plan.traffic import Traffic, traffic
+from lmlib.plan.traffic import Kernels, Traffic, kernels, traffic
 
 pytestmark = pytest.mark.several_devices
 
@@ -229,3 +229,29 @@ ENTRY %main (w: f32[7,1000], i: s32[]) -> f32[1,1000] {
 """  # noqa: E501
     (found,) = traffic(read_program(text), SCOPES)
     assert found.bytes == 2 * 1_000 * 4
+
+
+def test_kernels_are_counted_as_often_as_their_loop_turns():
+    text = """HloModule counted, is_scheduled=true
+
+%body (state: (s32[], f32[50,50])) -> (s32[], f32[50,50]) {
+  %state = (s32[], f32[50,50]{1,0}) parameter(0)
+  %turn = s32[] get-tuple-element(%state), index=0
+  %x = f32[50,50]{1,0} get-tuple-element(%state), index=1
+  %product = f32[50,50]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %sent = f32[50,50]{1,0} all-reduce(%product), replica_groups={{0,1}}, to_apply=%add
+  %sine = f32[50,50]{1,0} sine(%sent)
+  ROOT %next = (s32[], f32[50,50]{1,0}) tuple(%turn, %sine)
+}
+
+ENTRY %main (start: (s32[], f32[50,50])) -> (s32[], f32[50,50]) {
+  %start = (s32[], f32[50,50]{1,0}) parameter(0)
+  ROOT %loop = (s32[], f32[50,50]{1,0}) while(%start), condition=%known, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+}
+"""  # noqa: E501
+    array = 50 * 50 * 4
+    found = kernels(read_program(text))
+    assert found == Kernels(14, 7 * (3 + 2) * array, 7 * 3 * array)
+    assert str(found) == (
+        "14 kernels read and write 350 KB, 140 KB of it in those that multiply no matrices"
+    )
