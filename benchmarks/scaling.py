@@ -21,7 +21,7 @@ from lmlib.plan.estimate import with_communication
 from lmlib.plan.planner import Report, plan
 from runner.absent_hardware.stand_ins import built, without_data
 from runner.config import configs
-from runner.jax_settings.xla_flags import overlap_communication
+from runner.jax_settings.xla_flags import set_gpu_flags
 
 _SIZES = flags.DEFINE_list("sizes", None, "of 1B, 8B, 70B, 405B; all by default")
 _DEVICES = flags.DEFINE_list("devices", None, "how many GPUs; 1, 8, 64, 256 and 4,096 by default")
@@ -170,7 +170,7 @@ def best(size: str, devices: int, candidates: Candidates) -> Found | None:
     """The first layout that fits."""
     target, batch = target_of(devices), 2_048 if devices > 1_024 else 512
     targets.prepare(target)
-    overlap_communication()
+    set_gpu_flags()
     for layout in candidates(size, devices, batch):
         if least_bytes(size, devices) > (target.accelerator.memory_bytes or 0):
             return None  # parameters and moments alone do not fit

@@ -62,7 +62,7 @@ from step_peers.sizes import ON_CPU, ON_GPU, SIZES, Size
 
 from lmlib.compute import Compute
 from lmlib.hardware.specifications import peak_flops
-from runner.jax_settings.xla_flags import overlap_communication
+from runner.jax_settings.xla_flags import set_gpu_flags
 
 PEERS = ("jax", "pytorch_eager", "pytorch_compiled", "maxtext")
 
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
     logging.set_verbosity(logging.WARNING)  # not what JAX looked for and did not find
-    overlap_communication()  # as the runner does, before JAX finds its devices
+    set_gpu_flags()  # as the runner does, before JAX finds its devices
     if _COMPILE_ONLY.value is not None:
         target = target_of(_COMPILE_ONLY.value)
         for row in compiled_for(target, chosen_works(ON_GPU, ["bfloat16"])):

@@ -166,17 +166,17 @@ def _supervise_or_train(
         keep_cpus_in_order,
         launch_kernels_one_by_one,
         make_deterministic,
-        overlap_communication,
+        set_gpu_flags,
     )
     from runner.processes.joining import is_one_of_several, join, reached_stop
 
     choose_devices()
     if on_cpus_alone():
         keep_freed_memory()
-    overlap_communication()
-    keep_cpus_in_order(several_processes=supervisor is not None)
     if profile is not None:
         launch_kernels_one_by_one()
+    set_gpu_flags()
+    keep_cpus_in_order(several_processes=supervisor is not None)
     if _DETERMINISTIC.value:
         make_deterministic()
     if supervisor is not None:

@@ -48,7 +48,7 @@ from runner.command_line.exit_status import FINISHED
 from runner.config import configs
 from runner.errors import ConfigError, user_errors
 from runner.jax_settings.devices import check_one_cuda_plugin
-from runner.jax_settings.xla_flags import overlap_communication
+from runner.jax_settings.xla_flags import set_gpu_flags
 from runner.monitoring.telling import Telling
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
             check_one_cuda_plugin()
         cfg = without_data(chosen_config())
         targets.prepare(target)
-        overlap_communication()  # as a run does
+        set_gpu_flags()  # as a run does
     with Telling() as tell:
         report = _report(cfg, target, tell)
     _show(report)

@@ -9,7 +9,7 @@ import pytest
 import zstandard
 from compiled_programs import SETTINGS, XLA_FLAGS, folder_of_programs, tidy
 
-from runner.jax_settings.xla_flags import keep_cpus_in_order, overlap_communication
+from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
 
 # Compiles the same at two places, and with another name, and tells how many programs are kept.
 COMPILING = """
@@ -57,7 +57,7 @@ def test_they_are_in_the_users_cache_folder(tmp_path, monkeypatch):
 def test_a_run_adds_no_flag():
     """With one more it would compile by itself what the tests have compiled."""
     environment = {"XLA_FLAGS": XLA_FLAGS}
-    overlap_communication(environment)
+    set_gpu_flags(environment)
     keep_cpus_in_order(several_processes=True, environment=environment)
     assert environment["XLA_FLAGS"] == XLA_FLAGS
 

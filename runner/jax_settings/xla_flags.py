@@ -17,7 +17,13 @@ import jax
 # Kernels without atomic additions, and none chosen by a race between candidates.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
-# Kernels of GPUs one by one, each under its instruction's name, and not together as graphs.
+# GPUs launch kernels together as graphs: these, which JAX 0.11 takes by itself, and no collectives,
+# which have hung others' runs after hundreds of steps; JAX 0.12 would take some of them.
+GRAPHS = (
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL"
+)
+# Or one by one, each under its instruction's name.
 WITHOUT_GRAPHS = "--xla_gpu_enable_command_buffer="
 
 # Each CPU device does one thing after another. Without it a device may begin independent
@@ -27,7 +33,7 @@ IN_ORDER_ON_CPU = "--xla_cpu_multi_thread_eigen=false"
 
 # Collectives are sent while GPUs compute. XLA's own defaults overlap them within a turn of a loop;
 # these also begin the gathers of the next layer, and end the sums of the last one, in the turn
-# before or after.
+# before or after. XLA's optimization level O1 sets the same, and unrolls such loops once.
 OVERLAP_ON_GPU = (
     "--xla_gpu_enable_latency_hiding_scheduler=true",
     "--xla_gpu_enable_pipelined_all_gather=true",
@@ -45,9 +51,10 @@ _OF_ONE_PROCESS = re.compile(
 )
 
 
-def overlap_communication(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Asks XLA to send while GPUs compute; call it before JAX finds its devices."""
-    _add(OVERLAP_ON_GPU, environment)
+def set_gpu_flags(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Asks XLA to send while GPUs compute, and never in graphs; call it before JAX finds its
+    devices."""
+    _add((*OVERLAP_ON_GPU, GRAPHS), environment)
 
 
 def keep_cpus_in_order(
@@ -76,8 +83,8 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
 
 
 def launch_kernels_one_by_one(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Asks XLA for kernels whose traces say what each is; call it before JAX finds its devices. On
-    GPUs steps take a little longer."""
+    """Asks XLA for kernels whose traces say what each is; call it before JAX finds its devices, and
+    before `set_gpu_flags`. On GPUs steps take a little longer."""
     _add((WITHOUT_GRAPHS,), environment)
 
 

@@ -39,7 +39,7 @@ from runner.config.text import flattened
 from runner.errors import ConfigError
 from runner.jax_settings.allocator import keep_freed_memory
 from runner.jax_settings.devices import check_devices, choose_devices, on_cpus_alone
-from runner.jax_settings.xla_flags import keep_cpus_in_order, overlap_communication
+from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
 from runner.processes.lock import WorkdirLock
 from runner.sweep import slurm
 from runner.sweep.commands import check_through, command_of, through
@@ -139,7 +139,7 @@ def _train(sweep: Sweep) -> int:
     choose_devices()
     if on_cpus_alone():
         keep_freed_memory()
-    overlap_communication()
+    set_gpu_flags()
     keep_cpus_in_order(several_processes=False)
     file = configs.experiment_file(flags.FLAGS.fdl_config)
     training = InTurn(_config_of, file, _GRACE_SECONDS.value, DEBUG.value)

@@ -11,14 +11,16 @@ from runner.config.configs import load
 from runner.jax_settings.determinism import check_determinism
 from runner.jax_settings.xla_flags import (
     DETERMINISTIC,
+    GRAPHS,
     IN_ORDER_ON_CPU,
     OVERLAP_ON_GPU,
+    WITHOUT_GRAPHS,
     flags_of_the_run,
     keep_cpus_in_order,
     launch_kernels_one_by_one,
     make_deterministic,
     may_wait_for_ever,
-    overlap_communication,
+    set_gpu_flags,
 )
 
 
@@ -37,22 +39,25 @@ def test_it_is_added_and_overrides_nothing(before, after):
 
 
 def test_kernels_are_launched_one_by_one_unless_the_user_wants_graphs():
-    for given in ({}, {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=FUSION"}):
-        environment = dict(given)
+    users = "--xla_gpu_enable_command_buffer=FUSION"
+    for given, used in (("", WITHOUT_GRAPHS), (users, users)):
+        environment = {"XLA_FLAGS": given}
         launch_kernels_one_by_one(environment)
-        assert environment == (given or {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="})
+        set_gpu_flags(environment)
+        assert [flag for flag in environment["XLA_FLAGS"].split() if "buffer" in flag] == [used]
 
 
 def test_overlap_leaves_what_the_user_set():
     off = "--xla_gpu_enable_pipelined_all_gather=false"
     environment = {"XLA_FLAGS": off, "LIBTPU_INIT_ARGS": "--xla_tpu_mine=1"}
-    overlap_communication(environment)
+    set_gpu_flags(environment)
     given = environment["XLA_FLAGS"].split()
     assert given[0] == off
-    assert set(given[1:]) == {flag for flag in OVERLAP_ON_GPU if "all_gather" not in flag}
+    added = {flag for flag in OVERLAP_ON_GPU if "all_gather" not in flag}
+    assert set(given[1:]) == {*added, GRAPHS}
     assert environment["LIBTPU_INIT_ARGS"] == "--xla_tpu_mine=1"
     again = dict(environment)
-    overlap_communication(again)
+    set_gpu_flags(again)
     assert again == environment
 
 

@@ -26,6 +26,8 @@ _OF_RUNS = (
     "--xla_gpu_enable_pipelined_all_gather=true",
     "--xla_gpu_enable_pipelined_reduce_scatter=true",
     "--xla_gpu_enable_pipelined_all_reduce=true",
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL",
 )
 XLA_FLAGS = " ".join([*_UNOPTIMIZED, *_OF_RUNS])
 _CHECKED = "checked"  # a file as old as the last look at what was written
