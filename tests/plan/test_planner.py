@@ -51,7 +51,7 @@ def experiment(target: Target, compute: Compute = Compute(), **sizes: int) -> Ex
     params=[
         pytest.param("v5e:2x2", marks=[needs_tpu_compiler, pytest.mark.slow]),
         pytest.param("h100:2x4", marks=[needs_gpu_compiler, pytest.mark.slow]),
-        "cpu:8",
+        pytest.param("cpu:8", marks=pytest.mark.landing),
     ],
 )
 def planned(request):

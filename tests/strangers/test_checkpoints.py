@@ -46,6 +46,11 @@ def text(name: str, content: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(content) and None
 
 
+def lists(name: str, count: int, before: str = "[", after: str = "[]]") -> Callable[[Path], None]:
+    """Many in one, between `before` and `after`."""
+    return lambda folder: (folder / name).write_text(before + "[]," * count + after) and None
+
+
 def sparse(name: str, size: int) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         with open(folder / name, "ab") as stream:
@@ -111,7 +116,7 @@ ATTACKS: dict[str, Callable[[Path], None]] = {
     "no tree": text("state/_METADATA", "[]"),
     "an empty tree": metadata(tree_metadata={}),
     "a long tree": sparse("state/_METADATA", 200 << 20),
-    "a tree of lists": text("state/_METADATA", "[" + "[]," * 20_000_000 + "[]]"),
+    "a tree of lists": lists("state/_METADATA", 20_000_000),
     "a function": leaf("value_type", "os.system"),
     "a number": leaf("value_type", "scalar"),
     "a string": leaf("value_type", "string"),
@@ -156,7 +161,7 @@ ATTACKS: dict[str, Callable[[Path], None]] = {
     "a linked step": link(STEP_METADATA),
     "deep notes": text("notes/notes.json", DEEP),
     "long notes": sparse("notes/notes.json", 600 << 20),
-    "notes of lists": text("notes/notes.json", '{"a": [' + "[]," * 30_000_000 + "[]]}"),
+    "notes of lists": lists("notes/notes.json", 30_000_000, '{"a": [', "[]]}"),
     "no notes": text("notes/notes.json", "[]"),
     "notes twice": twice("notes/notes.json", '"tokens": 2'),
     "chunks twice": twice("state/weight/.zarray", '"chunks": [1, 1]'),
@@ -168,7 +173,7 @@ ATTACKS: dict[str, Callable[[Path], None]] = {
 # After the manifest was written.
 LATER: dict[str, Callable[[Path], None]] = {
     "a long manifest": sparse(MANIFEST, 900 << 20),
-    "a manifest of lists": text(MANIFEST, "[" + "[]," * 30_000_000 + "[]]"),
+    "a manifest of lists": lists(MANIFEST, 30_000_000),
     "a deep manifest": text(MANIFEST, DEEP),
     "a linked manifest": link(MANIFEST),
     "a long array": sparse("state/weight/0.0", 1 << 40),
