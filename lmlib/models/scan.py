@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -89,12 +90,13 @@ def run(
 
 
 def _in_a_row(
-    one: Callable[..., Any], x_BSE: Array, repeated_R: Any, repeats: int
+    one: Callable[..., Any], x_BSE: Array, repeated_R: Repeated, repeats: int
 ) -> tuple[Array, Any]:
     """Some repetitions without a loop."""
-    outs = []
-    for repeated in _unstacked(repeated_R, repeats):
-        x_BSE, out = one(x_BSE, repeated)
+    outs, layers_R = [], repeated_R.layers
+    for i, repeated in enumerate(_unstacked(repeated_R, repeats)):
+        layers = jax.tree.map(functools.partial(_Piece, i), layers_R, repeated.layers)
+        x_BSE, out = one(x_BSE, repeated._replace(layers=layers))
         outs.append(out)
     return x_BSE, jax.tree.map(lambda *each: jnp.stack(each), *outs)
 
@@ -134,6 +136,7 @@ def _layer(
 ) -> tuple[Array, Given]:
     """One layer, as it is computed again in the backward pass."""
     x_BSE = checkpoint_name(x_BSE, "layer_input")
+    layer = jax.tree.map(_taken, layer, is_leaf=_is_piece)
     layer = layer if chosen is None else chosen(layer)
     layer = gather(layer, context.compute.dtype, after=x_BSE)
     if key is not None:
@@ -143,6 +146,40 @@ def _layer(
     y_BSE, reports, cache = layer(x_BSE, context, cache)
     observed = context.observe and context.observe(LayerCall(layer, x_BSE, y_BSE, context))
     return y_BSE, Given(reports, cache, observed)
+
+
+class _Piece(eqx.Module):
+    """`stack_R[index]`, which is `own`, for what is computed again in the backward pass: that then
+    keeps the stack, which is there anyway, and no copy of a piece. The gradient goes to `own`:
+    those of all pieces are concatenated, where the stack's would be padded and added."""
+
+    index: int = eqx.field(static=True)
+    stack_R: Array
+    own: Array
+
+
+def _is_piece(node: Any) -> bool:
+    return isinstance(node, _Piece)
+
+
+def _taken(leaf: Any) -> Any:
+    return _piece(leaf.index, leaf.stack_R, leaf.own) if _is_piece(leaf) else leaf
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _piece(index: int, stack_R: Array, own: Array) -> Array:
+    return jnp.squeeze(jax.lax.slice_in_dim(stack_R, index, index + 1), 0)
+
+
+def _piece_forward(index: int, stack_R: Array, own: Array) -> tuple[Array, None]:
+    return _piece(index, stack_R, own), None
+
+
+def _piece_backward(index: int, nothing: None, d_own: Array) -> tuple[None, Array]:
+    return None, d_own
+
+
+_piece.defvjp(_piece_forward, _piece_backward)
 
 
 def counted(reports: Reports, counts: Bool[Array, ""]) -> Reports:

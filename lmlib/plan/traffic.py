@@ -6,6 +6,7 @@ on a TPU's chip is free, unless it was fetched there just for its reader.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from lmlib.plan.program import FUSIONS, ArrayType, Computation, Instruction, Place, Program
@@ -38,6 +39,7 @@ _MATMULS = {"dot", "convolution", "ragged-dot"}
 _MULTIPLYING_CALLS = ("cublas", "cudnn", "matmul", "tpu_custom_call", "triton")
 _FETCHED = {"copy-done", "slice-done"}  # ahead of time, for one reader
 _SLICES = {"dynamic-slice", "slice", "gather"}
+_SAME_ELEMENTS = {"bitcast", "convert"}  # in a fusion, which computes those that are asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,27 +184,34 @@ def _moved_by_fusion(one: Instruction, computation: Computation, program: Progra
 def _read_of(parameter: Instruction, fused: Computation) -> int:
     """Bytes that a fusion reads of one of its parameters."""
     readers = list(_readers(parameter, fused))
+    whole = sum(array.bytes for array in parameter.results)
     if readers and all(
         each.opcode in _SLICES or each.opcode == "dynamic-update-slice" for each, _ in readers
     ):
-        return sum(
-            sum(array.bytes for array in each.results)
+        elements = sum(
+            _elements(each)
             for each, position in readers
             if each.opcode in _SLICES and position == 0
         )
-    return sum(array.bytes for array in parameter.results)
+        return elements * whole // max(_elements(parameter), 1)
+    return whole
 
 
 def _readers(parameter: Instruction, fused: Computation) -> Iterator[tuple[Instruction, int]]:
-    """The instructions that read it, directly or through bitcasts, and as which operand."""
+    """The instructions that read it, directly or as another shape or dtype, and as which
+    operand."""
     names = {parameter.name}
     for each in fused.instructions:
         for position, operand in enumerate(each.operands):
             if operand in names:
-                if each.opcode == "bitcast":
+                if each.opcode in _SAME_ELEMENTS:
                     names.add(each.name)
                 else:
                     yield each, position
+
+
+def _elements(one: Instruction) -> int:
+    return sum(math.prod(array.shape) for array in one.results)
 
 
 def _results(fused: Computation) -> list[Instruction]:

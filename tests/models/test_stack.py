@@ -59,7 +59,7 @@ def stacked_by_scans(jaxpr: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.landing
-def test_weights_are_not_copied_for_the_backward_pass():
+def test_scans_leave_no_copies_of_weights():
     """Of each stacked matrix the scans leave its gradient, and nothing else of that size."""
     model = llama(vocab=32, embed=8, layers=5, heads=2, mlp=24, key=jax.random.key(0))
     batch = jax.tree.map(jnp.asarray, source.batch(0))
@@ -67,6 +67,20 @@ def test_weights_are_not_copied_for_the_backward_pass():
     left = stacked_by_scans(jax.make_jaxpr(gradient)(model).jaxpr)
     assert left.count((5, 8, 24)) == 2  # of gate and up
     assert left.count((5, 24, 8)) == 1  # of down
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_a_loop_keeps_no_copy_of_the_weights(unroll):
+    model = jax.eval_shape(
+        lambda: llama(vocab=32, embed=64, layers=4, heads=2, mlp=4096, key=jax.random.key(0))
+    )
+    one_row = Synthetic(vocab_size=32, batch_size=1, sequence_length=16)
+    batch, compute = jax.tree.map(jnp.asarray, one_row.batch(0)), Compute(unroll=unroll)
+    gradient = jax.grad(lambda model: batch_loss(model, batch, compute)[0].minimised)
+    compiled = jax.jit(gradient).lower(model).compile()
+    weights = sum(4 * each.size for each in jax.tree.leaves(model))
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.75 * weights
 
 
 expected_gradients = functools.cache(lambda layers: gradients(layers, {}))

@@ -231,6 +231,24 @@ ENTRY %main (w: f32[7,1000], i: s32[]) -> f32[1,1000] {
     assert found.bytes == 2 * 1_000 * 4
 
 
+def test_of_a_slice_of_another_dtype_the_slice_is_read():
+    text = """HloModule sliced, is_scheduled=true
+
+%cut (p0: f32[7,1000]) -> bf16[1,1000] {
+  %p0 = f32[7,1000]{1,0} parameter(0)
+  %narrow = bf16[7,1000]{1,0} convert(%p0)
+  ROOT %row = bf16[1,1000]{1,0} slice(%narrow), slice={[3:4], [0:1000]}
+}
+
+ENTRY %main (w: f32[7,1000]) -> bf16[1,1000] {
+  %w = f32[7,1000]{1,0} parameter(0)
+  ROOT %row = bf16[1,1000]{1,0} fusion(%w), kind=kLoop, calls=%cut
+}
+"""
+    (found,) = traffic(read_program(text), SCOPES)
+    assert found.bytes == (4 + 2) * 1_000
+
+
 def test_kernels_are_counted_as_often_as_their_loop_turns():
     text = """HloModule counted, is_scheduled=true
 
