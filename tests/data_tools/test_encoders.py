@@ -148,7 +148,7 @@ def test_hostile_text(style: str, texts: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("style", "files"),
-    sentinels([("qwen2", 20), *((style, 60) for style in STYLES)], ("qwen2", 20).__eq__),
+    sentinels([("qwen2", 20), *((style, 60) for style in STYLES)], landing=("qwen2", 20).__eq__),
 )
 def test_real_text_and_round_trip(style: str, files: int) -> None:
     assert isinstance(encoder(style), ByteLevelEncoder)

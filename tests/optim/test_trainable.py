@@ -52,6 +52,7 @@ def moved(before, after):
     }
 
 
+@pytest.mark.landing
 def test_groups_move_at_their_rates_and_the_rest_stays_without_moments():
     groups = {
         "slow": Group(("*.attention.*",), learning_rate=0.25, decays=False),

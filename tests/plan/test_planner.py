@@ -11,6 +11,7 @@ import pytest
 from absent_hardware import needs_gpu_compiler, needs_tpu_compiler
 from bigram import Bigram
 from forked_processes import run_forked
+from sentinels import sentinels
 
 from lmlib import optim
 from lmlib.compute import Compute
@@ -60,7 +61,14 @@ def planned(request):
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "7x:2x2x1"])
+@pytest.mark.parametrize(
+    "topology",
+    sentinels(
+        ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "7x:2x2x1"],
+        ("v5e:2x2", "7x:2x2x1").__contains__,
+        landing=lambda topology: True,
+    ),
+)
 def test_the_smallest_step_compiles_for_every_generation_of_tpus(topology):
     """It gathers two matrices and scatters their gradients, which takes as much to go wrong."""
     target = parse(topology)
