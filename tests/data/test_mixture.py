@@ -168,6 +168,7 @@ def test_every_prefix_of_the_pattern_keeps_the_proven_bound(counts: list[int]) -
     assert Fraction(deviation, PERIOD) <= bound
 
 
+@pytest.mark.landing
 @settings(max_examples=2)
 @given(compositions())
 def test_the_pattern_is_that_of_the_paper(counts: list[int]) -> None:

@@ -65,6 +65,7 @@ def drive(driver: Path, *arguments: object) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.landing
 def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path: Path) -> None:
     write_lines(tmp_path / "lines.jsonl", 4_000_000)
     driver = tmp_path / "driver.py"

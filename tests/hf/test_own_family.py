@@ -115,6 +115,7 @@ def same(one, other):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.landing
 def test_what_is_written_is_read(tmp_path):
     save(model(), tmp_path / "out")
     same(hf.load(tmp_path / "out", families=[family()]), model())

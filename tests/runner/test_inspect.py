@@ -83,6 +83,7 @@ def test_each_set_that_a_run_evaluates_on_is_found(tmp_path):
         source_at(tmp_path, cfg, 0, "validation/books")
 
 
+@pytest.mark.landing
 def test_the_stream_of_a_run_is_brought_to_the_step(tmp_path, monkeypatch):
     """From the beginning without checkpoints, and with those of two processes."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # `datasets` looks hosts up otherwise

@@ -59,6 +59,7 @@ def covered(ladders, resamples):
     return np.mean(inside, axis=0)
 
 
+@pytest.mark.landing
 def test_the_truth_is_in_most_intervals():
     assert covered(6, 40).min() >= 4 / 6
 
