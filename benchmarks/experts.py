@@ -11,7 +11,8 @@
   the mixture's (tolerance: step_peers/report.py).
 
 They take turns as in benchmarks/train_step.py; the figure is tokens per CPU-second of all threads,
-the median over turns. float32, one document a row, activations kept.
+the median over turns. All keep freed memory as a run on CPUs does. float32, one document a row,
+activations kept.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ from step_peers.sizes import Size
 from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.families.llama import llama
 from lmlib.terminal.table import columns
+from runner.jax_settings.allocator import keep_freed_memory
 
 _MODEL = {"vocab": 8_192, "embed": 256, "layers": 4, "heads": 4}
 _TINY = {"vocab": 64, "embed": 32, "layers": 2, "heads": 2}
@@ -128,6 +130,7 @@ def main(arguments: Sequence[str]) -> None:
     if _STEPS.value % TURN:
         sys.exit(f"--steps={_STEPS.value} must be a multiple of {TURN}, the steps of a turn")
     logging.set_verbosity(logging.WARNING)
+    keep_freed_memory()  # as the runner does on CPUs, for all contenders alike
     jax.config.update("jax_platforms", "cpu")
     print(f"{os.cpu_count()} × {cpu_name()}, {versions()}")
     for name in _SIZES.value:

@@ -14,7 +14,7 @@ lmlib's own step is the one that the runner makes, of the experiments' model. Be
   (step_peers/pytorch_peer.py);
 - `maxtext`: MaxText at the same shapes, where it is installed (step_peers/maxtext_peer.py).
 
-All but MaxText begin with lmlib's weights, see the same batches of one document a row, clip and
+All contenders keep freed memory as a run on CPUs does. All but MaxText begin with lmlib's weights, see the same batches of one document a row, clip and
 update by the same numbers. The losses of the first 20 steps must agree (tolerances:
 step_peers/report.py), else the script says which step of whom differs and fails: speeds of other
 work say nothing. --packed gives several documents to a row, a quarter of it each on average; lmlib
@@ -62,6 +62,7 @@ from step_peers.sizes import ON_CPU, ON_GPU, SIZES, Size
 
 from lmlib.compute import Compute
 from lmlib.hardware.specifications import peak_flops
+from runner.jax_settings.allocator import keep_freed_memory
 from runner.jax_settings.xla_flags import set_gpu_flags
 
 PEERS = ("jax", "pytorch_eager", "pytorch_compiled", "maxtext")
@@ -255,6 +256,7 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[1:]:
         sys.exit(f"what is {arguments[1]!r}? Options begin with --; see --help")
     logging.set_verbosity(logging.WARNING)  # not what JAX looked for and did not find
+    keep_freed_memory()  # as the runner does on CPUs, for all contenders alike
     set_gpu_flags()  # as the runner does, before JAX finds its devices
     if _COMPILE_ONLY.value is not None:
         target = target_of(_COMPILE_ONLY.value)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from lmlib.models.matrices.adapted import Adapted
 from lmlib.models.matrices.quantized import FORMATS, rounded_product
+from lmlib.parallel.collectives import platform
 from lmlib.parallel.mesh_axes import PARTS, names_of
 
 
@@ -151,11 +152,32 @@ def _backward(
         dx = rounded_product(back, dy, w, (formats.arriving, formats.forward), layout)
     if trains is None:
         return dx, None
-    dw = jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, out_sharding=_layout_of_gradient(w))
-    return dx, dw
+    return dx, _gradient_of_weight(x_axes, y_axes, w_axes, x, dy, w)
 
 
 _product.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _gradient_of_weight(
+    x_axes: str, y_axes: str, w_axes: str, x: Array, dy: Array, w: Array
+) -> Array:
+    """xᵀ dy in the order of `w_axes`, laid out as `_layout_of_gradient` says.
+
+    XLA's CPU backend copies the first operand of such a product in transposed order. There the
+    smaller operand comes first, and the gradient is transposed instead. Without the barrier XLA
+    would swap the operands back.
+    """
+    layout = _layout_of_gradient(w)
+    if platform() != "cpu" or x.size <= dy.size:
+        return jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, out_sharding=layout)
+    axes = sorted(w_axes, key=lambda axis: (axis not in y_axes, w_axes.index(axis)))
+    order = [w_axes.index(axis) for axis in axes]
+    swapped = None
+    if layout is not None:
+        swapped = PartitionSpec(*(layout.partitions[i] for i in order), unreduced=layout.unreduced)
+    made = jnp.einsum(f"{y_axes},{x_axes}->{''.join(axes)}", dy, x, out_sharding=swapped)
+    made = jax.lax.optimization_barrier(made)
+    return jnp.transpose(made, [axes.index(axis) for axis in w_axes])
 
 
 def _in_order(equation: str) -> str:

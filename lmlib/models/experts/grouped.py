@@ -7,7 +7,8 @@
 "auto" takes ragged_dot where XLA has a kernel for it, else blocks. Elsewhere XLA expands ragged_dot
 into a product of all rows with all matrices, which costs as many times more as there are groups.
 
-Shapes: N rows, X groups, E summed over, F made, R rank, T rows of a block, L blocks.
+Shapes: N rows, X groups, E summed over, F made, A and B the two of these in either order, R rank,
+T rows of a block, L blocks.
 """
 
 import functools
@@ -106,19 +107,23 @@ def _gradient(x_NE: Array, dy_NF: Array, sizes_X: Array, implementation: str) ->
             _OF_GROUPS,
             preferred_element_type=x_NE.dtype,
         )
-    N, E = x_NE.shape
-    wide = jnp.promote_types(x_NE.dtype, jnp.float32)
+    N, wide = len(x_NE), jnp.promote_types(x_NE.dtype, jnp.float32)
+    # XLA's CPU backend copies the first operand of such a product in transposed order: there the
+    # smaller one comes first, and the sums are transposed in the end.
+    swapped = platform() == "cpu" and x_NE.shape[1] > dy_NF.shape[1]
+    a_NA, b_NB = (dy_NF, x_NE) if swapped else (x_NE, dy_NF)
 
-    def add(dw_XEF: Array, block: _Block) -> tuple[Array, None]:
+    def add(dw_XAB: Array, block: _Block) -> tuple[Array, None]:
         mask_T = block.mask(N)
-        x_TE = jnp.where(mask_T[:, None], _slice(x_NE, block), 0)
-        dy_TF = jnp.where(mask_T[:, None], _slice(dy_NF, block), 0)
-        dw_EF = jnp.einsum("te,tf->ef", x_TE, dy_TF, preferred_element_type=wide)
-        before_EF = jax.lax.dynamic_index_in_dim(dw_XEF, block.group, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(dw_XEF, before_EF + dw_EF, block.group, 0), None
+        a_TA = jnp.where(mask_T[:, None], _slice(a_NA, block), 0)
+        b_TB = jnp.where(mask_T[:, None], _slice(b_NB, block), 0)
+        dw_AB = jnp.einsum("ta,tb->ab", a_TA, b_TB, preferred_element_type=wide)
+        before_AB = jax.lax.dynamic_index_in_dim(dw_XAB, block.group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(dw_XAB, before_AB + dw_AB, block.group, 0), None
 
-    zeros_XEF = jnp.zeros((len(sizes_X), E, dy_NF.shape[1]), wide)
-    dw_XEF, _ = jax.lax.scan(add, zeros_XEF, _blocks(sizes_X, N))
+    zeros_XAB = jnp.zeros((len(sizes_X), a_NA.shape[1], b_NB.shape[1]), wide)
+    dw_XAB, _ = jax.lax.scan(add, zeros_XAB, _blocks(sizes_X, N))
+    dw_XEF = jnp.swapaxes(dw_XAB, 1, 2) if swapped else dw_XAB
     return dw_XEF.astype(x_NE.dtype)
 
 
