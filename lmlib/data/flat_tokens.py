@@ -32,6 +32,7 @@ from lmlib.data.text import (
 from lmlib.data.whole_documents import WholeDocuments, arranged
 
 _DOCUMENTS_AT_ONCE = 256  # that are read and held
+_STEPS_SHUFFLED = 64  # at once
 
 
 class FlatTokens:
@@ -133,6 +134,7 @@ class FlatTokens:
             self._stored.document_bounds(np.zeros(1, np.int64))  # can they be had?
         together = self._rows_together(shuffled_length)
         self._shuffle = Shuffle(self.sequences, together, seed, epochs)
+        self._shuffled: tuple[int, np.ndarray] = (-1, np.zeros((0, batch_size), np.int64))
         self._teacher = None if teacher is None else StoredTeacher(teacher, self.seen)
 
     @property
@@ -328,8 +330,15 @@ class FlatTokens:
         return self._sequence_numbers(step, slice(None))
 
     def _sequence_numbers(self, step: int, rows: slice) -> np.ndarray:
-        number_B = step * self.batch_size + np.arange(*rows.indices(self.batch_size))
-        return self._shuffle.of_rows(number_B)
+        # Shuffling the rows of many steps at once costs hardly more than those of one.
+        block, place = divmod(step, _STEPS_SHUFFLED)
+        known, sequence_TB = self._shuffled
+        if known != block:
+            first = block * _STEPS_SHUFFLED * self.batch_size
+            number_N = first + np.arange(_STEPS_SHUFFLED * self.batch_size)
+            sequence_TB = self._shuffle.of_rows(number_N).reshape(_STEPS_SHUFFLED, -1)
+            self._shuffled = block, sequence_TB
+        return sequence_TB[place, rows].copy()
 
     def _spans(self, sequence_B: np.ndarray) -> list[list[tuple[int, int]]]:
         """Which tokens belong to each sequence, as [start, stop); none for sequence -1."""

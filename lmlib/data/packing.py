@@ -41,7 +41,7 @@ def packed_batch(
     in_loss_BS = used_BS if targets_BT is None else used_BS & targets_BT[:, 1:]
 
     def unless_padding(values_BS: np.ndarray) -> np.ndarray:
-        return np.where(used_BS, values_BS, 0).astype(np.int32)
+        return np.where(used_BS, values_BS, 0).astype(np.int32, copy=False)
 
     return Batch(
         tokens=unless_padding(tokens_BT[:, :-1]),
