@@ -48,10 +48,13 @@ class Recipe:
         return map_weights(self.kept, self.model(key=jax.random.key(seed)))
 
     def kept(self, weight: Weight, array: Array) -> Any:
-        """`array` of `weight` as the run keeps it: what does not train in `frozen_dtype`; of "int8"
-        in bfloat16, and what `lmlib.models.matrices.int8.in_int8` can make so in 8 bits."""
+        """`array` of `weight` as the run keeps it: what does not train in the dtype that the weight
+        declares, else in `frozen_dtype`; of "int8" in bfloat16, and what
+        `lmlib.models.matrices.int8.in_int8` can make so in 8 bits."""
         if self.trained is None or weight.path in self.trained:
             return array
+        if weight.declaration.dtype is not None:
+            return array.astype(weight.declaration.dtype)
         if self.frozen_dtype == "int8":
             return in_int8(weight, array.astype("bfloat16"))
         return array.astype(self.frozen_dtype)

@@ -27,7 +27,7 @@ class Weights(NamedTuple):
 
 
 def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) -> Weights:
-    """`model` in `dtype`, its layers apart.
+    """`model` in `dtype`, or what a weight declares, its layers apart.
 
     Args:
       whole: whether each device keeps all that it multiplies; otherwise weights stay split over
@@ -37,7 +37,7 @@ def ready(model: Model, dtype: str, mesh: Mesh | None, whole: bool, int8: bool) 
 
     def placed(weight: Weight, array: jax.Array) -> jax.Array:
         if jnp.issubdtype(array.dtype, jnp.floating):
-            array = array.astype(dtype)
+            array = array.astype(weight.declaration.dtype or dtype)
         if mesh is None:
             return array
         layout = (gathered_partition if whole else stored)(weight, array.shape, mesh)

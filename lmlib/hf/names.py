@@ -59,6 +59,8 @@ class Names:
         folder, as of all experts together; by these too PEFT goes.
       not_adapted: ends of modules' names that PEFT takes for those of experts, where others have
         them too.
+      in_float32: by the dtype of a file, parts of the names of tensors that stay in float32, as in
+        transformers: `_keep_in_fp32_modules` of a class means float16, its `_strict` bfloat16 too.
     """
 
     outside: Sequence[Tensor]
@@ -69,10 +71,16 @@ class Names:
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     in_class: Sequence[Tensor] = ()
     not_adapted: tuple[str, ...] = ()
+    in_float32: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def tensor_of(self, path: str) -> str:
         """The tensor that holds a weight which is of no layer."""
         return next(each.name for each in self.outside if path in each.holds)
+
+    def float32_in(self, tensor: str) -> tuple[str, ...]:
+        """The dtypes of files that hold the tensor of this name in float32."""
+        kept = self.in_float32.items()
+        return tuple(dtype for dtype, parts in kept if any(part in tensor for part in parts))
 
 
 class Piece(NamedTuple):
@@ -100,11 +108,17 @@ class Piece(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A tensor of a folder: its whole shape, and the weights in it, in their order."""
+    """A tensor of a folder: its whole shape, the weights in it, in their order, and the dtypes of
+    files that hold it in float32."""
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    float32_in: tuple[str, ...] = ()
+
+    def dtype_in(self, dtype: str) -> str:
+        """Its dtype in a file of `dtype`."""
+        return "float32" if dtype in self.float32_in else dtype
 
 
 def placed(model: Any, names: Names) -> list[Placed]:
@@ -126,7 +140,7 @@ def placed(model: Any, names: Names) -> list[Placed]:
     held = {piece.path for each in found for piece in each.pieces}
     if lost := sorted(set(weights) - held):
         raise ValueError(f"the family's names have no place for {', '.join(lost)}")
-    return found
+    return [each._replace(float32_in=names.float32_in(each.name)) for each in found]
 
 
 def least_count(model: Any, names: Names) -> tuple[int, int]:

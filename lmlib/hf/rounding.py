@@ -43,10 +43,12 @@ def rounding(model: Any, wanted: Sequence[Placed], dtype: str) -> Rounding:
     """
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     apart = {piece.path: tuple(axis for axis, _ in piece.fixed)
-             for tensor in wanted for piece in tensor.pieces}  # fmt: skip
+             for tensor in wanted if tensor.dtype_in(dtype) == dtype
+             for piece in tensor.pieces}  # fmt: skip
 
     def measure(weight: Weight, array: jax.Array) -> None:
-        if jnp.promote_types(array.dtype, dtype) != jnp.dtype(dtype):
+        narrower = jnp.promote_types(array.dtype, dtype) != jnp.dtype(dtype)
+        if narrower and weight.path in apart:
             measured = _measured(array, dtype, weight.stacked > 0, apart[weight.path])
             found[weight.path] = jax.device_get(measured)
 

@@ -59,7 +59,7 @@ def save(
         `None`: the first of them.
       tokenizer: a folder with a tokenizer's files, or one tokenizer.json; they are copied.
       dtype: of the file: "bfloat16", "float16" or "float32"; `None`: of the weights, which keeps
-        every value.
+        every value. Tensors that the family keeps in float32 stay in it.
       longest: the longest sequence the model was trained on, as `max_position_embeddings`, unless
         the model itself says that.
       settings: more keys of config.json, such as `bos_token_id` and `eos_token_id`.
@@ -95,7 +95,7 @@ def save(
     unfinished = unfinished_in(folder)
     files = laid_out(
         unfinished,
-        {each.name: (DTYPES[NAMES_OF_DTYPES[dtype]], each.shape) for each in wanted},
+        {each.name: (DTYPES[NAMES_OF_DTYPES[each.dtype_in(dtype)]], each.shape) for each in wanted},
         file_bytes,
     )
     if jax.process_index() == 0:

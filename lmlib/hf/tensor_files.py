@@ -190,6 +190,8 @@ def laid_out(
         path = folder / (
             single if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         )
+        # Wide values first, so that each begins at a multiple of its size: readers map the file.
+        names.sort(key=lambda name: -tensors[name][0].itemsize)
         offset = len(_header({name: tensors[name] for name in names}))
         for name in names:
             dtype, shape = tensors[name]

@@ -2,13 +2,16 @@
 
 import functools
 import inspect
+import json
 from collections import Counter, defaultdict
 
 import jax
+import pytest
+from hugging_face_families import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmlib.hf.families import FAMILIES, described_by
+from lmlib.hf.families import FAMILIES, described_by, family_of
 from lmlib.hf.names import placed
 from lmlib.models.differences import differences
 from lmlib.parallel.axes import map_weights
@@ -35,7 +38,7 @@ def models(draw):
         "top": draw(st.integers(1, 4)),
         "groups": 1,
         "top_groups": 1,
-        "dense_layers": draw(st.integers(0, min(2, layers - 1))),  # the last one has experts
+        "dense_layers": draw(st.integers(0, layers)),
         "rotary_dim": 2,
         "value_dim": draw(st.integers(1, 4)),
         "latent": draw(st.integers(1, 9)),
@@ -88,3 +91,15 @@ def test_declarations_hold_each_weight_once_and_describe_the_model(made):
 
     map_weights(check, model)
     assert not held
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_deepseek_of_dense_layers_alone_is_described(layers):
+    """Nothing in it says how its experts would be."""
+    content = json.loads((GOLDEN / "deepseek_v3" / "config.json").read_text())
+    content |= {"num_hidden_layers": layers, "first_k_dense_replace": layers}
+    model = described_by(content, "config.json").shapes
+    family, told = family_of(model)
+    assert (family.model_type, told["first_k_dense_replace"]) == ("deepseek_v3", layers)
+    again = described_by(json.loads(json.dumps(told)), "config.json").shapes
+    assert not list(differences(again, model))

@@ -78,8 +78,11 @@ def save_adapters(
     for module in nested(_with_adapters(modules, adapters)):
         tensors |= zip(module.tensors, _joined(module, values), strict=True)
     given = _values(model, _paths(whole))
+    dtypes = {name: tensor.dtype_in(dtype) for name, tensor in whole.tensors}
     tensors |= {name: _laid(tensor, given) for name, tensor in whole.tensors}
-    tensors = {name: in_dtype(name, each, dtype) for name, each in tensors.items()}
+    tensors = {
+        name: in_dtype(name, each, dtypes.get(name, dtype)) for name, each in tensors.items()
+    }
     if jax.process_index() == 0:
         unfinished = unfinished_in(folder)
         unfinished.mkdir(parents=True)

@@ -49,9 +49,10 @@ _rounded = jax.jit(rounded, static_argnames=("summed", "dtype"))
 
 def in_int8(weight: Weight, array: Array) -> Any:
     """`array`, which is that of `weight`, as an `Int8` if it is a matrix that multiplies
-    activations and not one of the vocabulary; else as it is."""
+    activations, not one of the vocabulary and not one that declares a dtype of its own; else as it
+    is."""
     declared = weight.declaration
-    if not declared.multiplied or "vocab" in weight.axes:
+    if not declared.multiplied or declared.dtype is not None or "vocab" in weight.axes:
         return array
     assert isinstance(declared.initial, Random)
     summed = declared.initial.summed

@@ -104,11 +104,10 @@ def _sharpness(settings: Settings) -> float:
 
 def _settings(model: Decoder) -> dict[str, Any]:
     blocks = layers(model, Block)
-    attention, last = a(LatentAttention, blocks[0].attention), a(Mixture, blocks[-1].mlp)
+    attention = a(LatentAttention, blocks[0].attention)
     dense = [block.mlp for block in blocks if isinstance(block.mlp, GatedMLP)]
-    router, shared = last.router, a(GatedMLP, last.shared)
-    expert_mlp = last.experts.down.shape[-2]
-    rate = router.correction_rate
+    mixtures = [a(Mixture, block.mlp) for block in blocks[len(dense) :]]
+    expert_mlp = (mixtures[-1].experts if mixtures else dense[0]).down.shape[-2]
     return {
         "vocab_size": model.vocab,
         "hidden_size": model.embedding.shape[-1],
@@ -117,18 +116,10 @@ def _settings(model: Decoder) -> dict[str, Any]:
         "num_key_value_heads": attention.output.shape[-3],
         "intermediate_size": dense[0].down.shape[-2] if dense else expert_mlp,
         "moe_intermediate_size": expert_mlp,
-        "n_routed_experts": router.experts,
-        "num_experts_per_tok": router.top,
-        "n_shared_experts": shared.down.shape[-2] // expert_mlp,
         "first_k_dense_replace": len(dense),
         "moe_layer_freq": 1,
-        "n_group": router.groups,
-        "topk_group": router.top_groups,
-        "scoring_func": router.scores,
         "topk_method": "noaux_tc",
-        "norm_topk_prob": router.normalized,
-        "routed_scaling_factor": router.scale,
-        **({} if rate == _USUAL_RATE else {_RATE: rate}),
+        **(_mixture_settings(mixtures[-1], expert_mlp) if mixtures else {}),
         "qk_nope_head_dim": attention.key.shape[-1],
         "qk_rope_head_dim": attention.rotary_key.shape[-1],
         "v_head_dim": attention.value.shape[-1],
@@ -141,6 +132,21 @@ def _settings(model: Decoder) -> dict[str, Any]:
         "attention_bias": False,
         "num_nextn_predict_layers": 0,
         **_rope_settings(attention),
+    }
+
+
+def _mixture_settings(mixture: Mixture, expert_mlp: int) -> dict[str, Any]:
+    router, rate = mixture.router, mixture.router.correction_rate
+    return {
+        "n_routed_experts": router.experts,
+        "num_experts_per_tok": router.top,
+        "n_shared_experts": a(GatedMLP, mixture.shared).down.shape[-2] // expert_mlp,
+        "n_group": router.groups,
+        "topk_group": router.top_groups,
+        "scoring_func": router.scores,
+        "norm_topk_prob": router.normalized,
+        "routed_scaling_factor": router.scale,
+        **({} if rate == _USUAL_RATE else {_RATE: rate}),
     }
 
 
@@ -173,6 +179,7 @@ FAMILIES: Sequence[Family] = (
             (*NORMS_BEFORE, *_ATTENTION, *MLP, *_MIXTURE),
             in_class=IN_CLASS,
             not_adapted=GATE_UP_DOWN,
+            in_float32=dict.fromkeys(("bfloat16", "float16"), ("e_score_correction_bias",)),
         ),
         _arguments,
         _settings,

@@ -109,5 +109,9 @@ def _settings(model: Decoder) -> dict[str, Any]:
 
 
 FAMILIES: Sequence[Family] = (
-    Family("gpt_oss", "GptOssForCausalLM", gpt_oss, Names(OUTSIDE, _LAYER), _arguments, _settings),
-)
+    Family(
+        "gpt_oss", "GptOssForCausalLM", gpt_oss,
+        Names(OUTSIDE, _LAYER, in_float32={"float16": ("norm",)}),
+        _arguments, _settings,
+    ),
+)  # fmt: skip
