@@ -59,12 +59,13 @@ def read_rope(
       partial: whether the family can turn a share of a head's coordinates.
       fraction: that share, where they do not say.
       keys: of the base and the share outside of `rope_parameters`.
-      absent: `rope_parameters` of a file without; `None`: they are empty.
+      absent: `rope_parameters` of a file without, or with null; `None`: they are empty.
 
     Raises:
       FolderError: if they say something else, or contradict themselves.
     """
-    new = settings.take("rope_parameters", absent or {}, dict)
+    stated = settings.take("rope_parameters", None, dict)
+    new = stated if stated is not None else absent or {}
     old = settings.take("rope_scaling", {}, dict)
     content, name = (old, "rope_scaling") if old else (new, "rope_parameters")
     kind = content.get("rope_type", content.get("type", "default"))
@@ -139,7 +140,7 @@ def _original(own: Settings, longest: int | None, original: int | None) -> int:
     prefers."""
     if original is None:
         return own.take(_ORIGINAL) if longest is None else own.take(_ORIGINAL, longest)
-    inside = own.take(_ORIGINAL, original)
+    inside = own.take(_ORIGINAL, None) or original
     if inside != original:
         raise FolderError(f"{own.where}: {_ORIGINAL} = {inside}, but outside of it {original}")
     return original

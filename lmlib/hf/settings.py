@@ -39,7 +39,10 @@ class Settings:
         zero: bool = False,
         most: int | float | None = None,
     ) -> Any:
-        """The value of `key`, or `default` where it is absent or null.
+        """The value of `key`, or `default` where it is absent.
+
+        Null is refused: transformers does not read it as the default. Only where that is `None` or
+        an empty dict are null and an absent key the same.
 
         Args:
           kind: of the value: `int`, `float`, `bool`, `list` or `dict`.
@@ -54,6 +57,11 @@ class Settings:
         if value is None:
             if default is _NOT_GIVEN:
                 raise FolderError(f"{self.where} has no {key}")
+            if key in self._content and default not in (None, {}):
+                raise FolderError(
+                    f"{self.where}: {key} = null is no {kind.__name__}: without the key it would "
+                    f"be {default!r:.200}"
+                )
             return default
         if type(value) not in ((int, float) if kind is float else (kind,)):
             raise FolderError(f"{self.where}: {key} = {value!r:.200} is no {kind.__name__}")
@@ -72,16 +80,23 @@ class Settings:
         self._left.discard(key)
         return None if self._content.get(key, absent) is None else self.take(key, absent, kind)
 
+    def flag(self, key: str, absent: bool) -> bool:
+        """The bool of `key`, `absent` where it is not there. Null is False, as in a condition of
+        Python."""
+        return bool(self.nullable(key, absent, bool))
+
     def only(self, key: str, *accepted: Any) -> Any:
-        """The value of `key`, which must be absent, null or one of `accepted`.
+        """The value of `key`, which must be absent or one of `accepted`; with none of these, null.
 
         Raises:
           FolderError: naming key and value.
         """
         self._left.discard(key)
         value = self._content.get(key)
-        if value is not None and value not in accepted:
-            choices = " or ".join(repr(each) for each in accepted) or "null"
+        if key in self._content and value not in (accepted or (None,)):
+            choices = " or ".join(
+                "null" if each is None else repr(each) for each in accepted or (None,)
+            )
             raise FolderError(
                 f"{self.where}: {key} = {value!r:.200} is not supported, only {choices}"
             )
@@ -95,7 +110,7 @@ class Settings:
         """Raises FolderError if a key was not asked for."""
         for key, value in AT_REST.items():
             if key in self._left:
-                self.only(key, value)
+                self.only(key, value, None)
         if self._left:
             shown = sorted(self._left)[:_SHOWN]
             told = ", ".join(f"{key:.200} = {self._content[key]!r:.200}" for key in shown)

@@ -1,6 +1,7 @@
 """What a stranger's config.json says is read as transformers reads it, or refused in a sentence.
 
-That transformers reads `READ` so is shown in tests/hf/test_parity.py.
+That transformers reads `READ` and the cases of `changed_keys` so is shown in
+tests/hf/test_parity.py.
 """
 
 import json
@@ -8,12 +9,14 @@ import re
 
 import jax
 import pytest
-from hugging_face_families import GOLDEN
+from changed_keys import OUTCOMES, cases_of, content_of, with_value
+from hugging_face_families import FAMILIES, GOLDEN
 from odd_configs import NO_SIZES, READ, REFUSED, SIZES
 from published_configs import ODDLY_KEYED
 
 from lmlib.hf.families import described_by
 from lmlib.hf.folder import FolderError
+from lmlib.models.differences import differences
 
 
 def changed(name, keys):
@@ -33,6 +36,27 @@ def test_the_rest_is_refused_in_a_sentence(name, keys, told):
     with pytest.raises(FolderError, match=rf"^config\.json\b.*{re.escape(told)}") as error:
         described_by(changed(name, keys), "config.json").shapes  # noqa: B018
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_key_that_is_null_or_absent_makes_another_model_than_in_transformers(name):
+    """It may be refused."""
+    whole, outcomes = content_of(name), dict(OUTCOMES[name])
+    for case, path, content in cases_of(name):
+        outcome = outcomes.pop(case)
+        meant = with_value(whole, path, outcome["as"]) if isinstance(outcome, dict) else whole
+        try:
+            found = described_by(content, "config.json")
+            if outcome != "refuses":
+                assert same(found, described_by(meant, "config.json")), case
+        except FolderError as error:
+            if case.endswith(": null") and outcome == "refuses":
+                assert any(part in str(error) for part in path), case
+    assert not outcomes
+
+
+def same(found, expected):
+    return found == expected or not list(differences(found.shapes, expected.shapes))
 
 
 @pytest.mark.parametrize("value", NO_SIZES, ids=str)

@@ -4,17 +4,28 @@ computes what lmlib does. Needs lmlib[parity]; tests/hf/test_golden.py does not.
 import json
 import shutil
 
+import changed_keys
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_models import FLOAT32, golden_model
-from hugging_face_families import FAMILIES, GOLDEN, KINDS, assert_close, tensors, tokens
+from golden_models import FLOAT32, golden_model, logits
+from hugging_face_families import (
+    EDGES,
+    FAMILIES,
+    GOLDEN,
+    KEPT,
+    KINDS,
+    assert_close,
+    tensors,
+    tokens,
+)
 from odd_configs import READ
 
 from lmlib import Inspector, hf, whole_rows
-from lmlib.hf.families import described_by
+from lmlib.hf.families import described
 from lmlib.hf.folder import FolderError
-from lmlib.models.differences import differences
+from lmlib.hf.tensor_files import stored_tensors
 
 golden = pytest.importorskip("golden_by_transformers", reason="needs lmlib[parity]")
 pytestmark = pytest.mark.slow
@@ -52,6 +63,34 @@ def test_transformers_computes_the_same_of_what_is_written_here(name, tmp_path):
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("case", EDGES)
+def test_models_without_a_part_are_the_same_both_ways(case, tmp_path):
+    name, keys = EDGES[case]
+    kind, usual = FAMILIES[name]
+    theirs = golden.random_model(kind, usual | keys)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = hf.load(tmp_path / "theirs")
+    expected = golden.logits_of_prompt(theirs, model.vocab).numpy()
+    ids = tokens(model.vocab)[0].astype(np.int32)
+    with jax.default_matmul_precision("highest"):
+        found = np.asarray(logits(model, ids, FLOAT32))[0, KEPT]
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    hf.save(model, tmp_path / "ours", model_type=kind)
+    again = golden.logits_of_prompt(golden.loaded(tmp_path / "ours", "float32"), model.vocab)
+    np.testing.assert_array_equal(again.numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "mixtral", "llama"])
+def test_files_have_the_dtypes_that_transformers_writes(name, dtype, tmp_path):
+    golden.loaded(GOLDEN / name, dtype).save_pretrained(tmp_path / "theirs")
+    hf.save(golden_model(name), tmp_path / "ours", dtype=dtype)
+    theirs, ours = (stored_tensors(tmp_path / each) for each in ("theirs", "ours"))
+    assert {n: each.dtype for n, each in ours.items()} == {
+        n: each.dtype for n, each in theirs.items()
+    }
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_its_layers_show_what_those_of_transformers_do(name):
     model = golden_model(name)
@@ -67,18 +106,29 @@ def test_its_layers_show_what_those_of_transformers_do(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_key_that_is_left_out_means_what_transformers_means(name):
-    whole = json.loads((GOLDEN / name / "config.json").read_text())
-    for key in sorted(whole.keys() - {"model_type"}):
-        rest = {k: v for k, v in whole.items() if k != key}
+def test_what_transformers_makes_of_changed_keys_is_noted(name):
+    """tests/hf/test_odd_configs.py compares lmlib with the notes."""
+    assert golden.outcomes_of_changed_keys(name) == changed_keys.OUTCOMES[name]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_key_that_is_null_or_absent_gives_the_logits_of_transformers(name, tmp_path):
+    shutil.copy(GOLDEN / name / "model.safetensors", tmp_path)
+    ids = tokens(changed_keys.content_of(name)["vocab_size"])[0].astype(np.int32)
+    known = {}  # by the model's arguments: most cases change none
+    for case, _, content in changed_keys.cases_of(name):
+        expected = golden.logits_of_content(tmp_path, content)
         try:
-            found = described_by(rest, "config.json")
-        except FolderError as error:
-            assert str(error).endswith(f" has no {key}")
-        else:
-            meant = golden.transformers.AutoConfig.for_model(**rest).to_dict().get(key)
-            told = described_by(rest | {key: meant}, "config.json")
-            assert found == told or not list(differences(found.shapes, told.shapes)), key
+            arguments = repr(described(tmp_path).arguments)
+            if expected is not None and arguments not in known:
+                model = hf.load(tmp_path)
+                with jax.default_matmul_precision("highest"):
+                    known[arguments] = np.asarray(logits(model, ids, FLOAT32))[0, KEPT]
+        except FolderError:
+            continue
+        if expected is not None:
+            found = known[arguments]
+            assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), case
 
 
 def logits_of_changed(name, keys, folder):

@@ -1,13 +1,16 @@
 """Golden folders, made by transformers; needs lmlib[parity]."""
 
 import copy
+import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import changed_keys
 import torch
 import transformers
-from hugging_face_families import ADAMW, KEPT, tokens
+from hugging_face_families import ADAMW, GOLDEN, KEPT, tokens
 from safetensors.torch import load_file, save_file
 
 
@@ -94,3 +97,54 @@ def write(folder: Path, kind: str, keys: dict[str, Any]) -> None:
     save_file(as_saved(model, names), folder / "after.safetensors")
     expected = {"logits": logits, "logits_bfloat16": in_bfloat16, "loss": loss.detach()}
     save_file(expected, folder / "expected.safetensors")
+
+
+def logits_of_content(folder: Path, content: dict[str, Any]) -> Any:
+    """Of the weights in `folder` with this config.json, as a NumPy array [kept positions, V];
+    `None` if transformers cannot compute them."""
+    (folder / "config.json").write_text(json.dumps(content))
+    try:
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="float32", attn_implementation="eager", output_loading_info=True
+        )
+        if any(told.values()):  # weights that are missing, left over or of another shape
+            return None
+        return logits_of_prompt(model.eval(), model.config.vocab_size).numpy()
+    except Exception:  # of any part of it
+        return None
+
+
+def outcomes_of_changed_keys(name: str) -> dict[str, Any]:
+    """As `changed_keys.OUTCOMES`, of one golden folder."""
+    whole, found = changed_keys.content_of(name), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(own)
+        shutil.copy(GOLDEN / name / "model.safetensors", folder)
+        usual = logits_of_content(folder, whole)
+        for case, path, content in changed_keys.cases_of(name):
+            logits = logits_of_content(folder, content)
+            if logits is None:
+                found[case] = "refuses"
+            elif (logits == usual).all():
+                found[case] = "same"
+            else:
+                found[case] = {"as": _meant(folder, whole, path, content, logits)}
+    return found
+
+
+def _meant(
+    folder: Path, whole: dict[str, Any], path: tuple[str, ...], content: dict[str, Any], logits: Any
+) -> Any:
+    """The value of the key at `path` that gives these logits."""
+    stated: Any = transformers.AutoConfig.for_model(**content).to_dict()
+    usual: Any = whole
+    for key in path:
+        stated = stated.get(key) if isinstance(stated, dict) else None
+        usual = usual[key]
+    plain = {bool: (False, True), float: (0.0,)}.get(type(usual), ())
+    for value in (stated, *plain):
+        if value is not None:
+            other = logits_of_content(folder, changed_keys.with_value(whole, path, value))
+            if other is not None and (other == logits).all():
+                return value
+    return None

@@ -215,6 +215,33 @@ FAMILIES = {
         },
     ),
 }
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Sizes at which a part of a family is missing: the golden folder whose config has other keys.
+EDGES = {
+    "DeepSeek of dense layers": ("deepseek_v3", {"first_k_dense_replace": 3}),
+    "DeepSeek of one dense layer": ("deepseek_v3", {"num_hidden_layers": 1}),
+    "DeepSeek of one layer with experts": (
+        "deepseek_v3",
+        {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    ),
+    "DeepSeek of one group": ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
+    "Mixtral of one expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
+    "Qwen of tokens that go to all experts": ("qwen3_moe", {"num_experts_per_tok": 6}),
+    "gpt-oss without a window": ("gpt_oss", {"layer_types": [_FULL] * 3}),
+    "gpt-oss of windows": ("gpt_oss", {"layer_types": [_SLIDING] * 3}),
+    "Gemma 2 of global layers": ("gemma2", {"layer_types": [_FULL] * 3}),
+    "Gemma 3 of local layers": ("gemma3", {"layer_types": [_SLIDING] * 8}),
+    "Gemma 3 of one global layer": (
+        "gemma3",
+        {"num_hidden_layers": 1, "layer_types": [_FULL]},
+    ),
+    "Qwen of windows": ("qwen2_sliding", {"max_window_layers": 0}),
+    "SmolLM without rotary positions": ("smollm3", {"no_rope_layers": [0] * 4}),
+    "Llama of one layer and one head": (
+        "llama",
+        {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1},
+    ),
+}
 # Without those that differ from another in constants of their rope alone, which neither gradients
 # nor names nor adapters know of.
 KINDS = tuple(

@@ -46,7 +46,7 @@ def _period(settings: Settings, layers: int, stated: str | None, default: int) -
     if kinds is None:
         period = default if stated is None else settings.take(stated, default)
         for key in _PERIODS:  # transformers reads no other
-            settings.only(key, period)
+            settings.only(key, period, None)
         return period
     settings.ignore(*_PERIODS)
     period = kinds.index(_GLOBAL) + 1 if _GLOBAL in kinds else layers + 1
@@ -59,13 +59,13 @@ def _period(settings: Settings, layers: int, stated: str | None, default: int) -
 
 
 def _shared(settings: Settings, stated: str | None, period: int) -> dict[str, Any]:
-    for key in ("hidden_act", "hidden_activation"):
-        settings.only(key, "gelu_pytorch_tanh")
+    settings.only("hidden_activation", "gelu_pytorch_tanh")
+    settings.only("hidden_act", "gelu_pytorch_tanh", None)  # which transformers does not read
     settings.only("attention_bias", False)
-    settings.only("use_bidirectional_attention", False)
+    settings.only("use_bidirectional_attention", False, None)
     arguments = sizes(settings, tied=True, kv_heads=4)
     window = settings.take("sliding_window", 4_096)
-    settings.only("sliding_window_size", window)  # Gemma 2 9B says it twice
+    settings.only("sliding_window_size", window, None)  # Gemma 2 9B says it twice
     return {
         **arguments,
         "head_dim": settings.take("head_dim", 256),
@@ -131,6 +131,7 @@ def _settings(model: Decoder) -> dict[str, Any]:
         "layer_types": kinds,
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
+        "pad_token_id": None,  # its class would take 0, whose row of the table it never trains
     }
 
 

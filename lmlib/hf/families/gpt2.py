@@ -69,7 +69,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "embed": embed,
         "layers": settings.take("n_layer", 12, most=MOST_LAYERS),
         "heads": settings.take("n_head", 12),
-        "mlp": settings.take("n_inner", 4 * embed),
+        "mlp": settings.take("n_inner", None) or 4 * embed,
         "positions": settings.take("n_positions", 1_024),
         "norm_epsilon": settings.take("layer_norm_epsilon", 1e-5, float, most=LARGEST_EPSILON),
         "tied": settings.take("tie_word_embeddings", True, bool),

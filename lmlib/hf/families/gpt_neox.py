@@ -66,8 +66,8 @@ def _arguments(settings: Settings, activations: Activations) -> dict[str, Any]:
         settings, scalings=(Linear, Dynamic), fraction=0.25, partial=True,
         keys=("rotary_emb_base", "rotary_pct"),
     )  # fmt: skip
-    settings.only("rope_theta", rope.theta)  # transformers reads neither of these
-    settings.only("partial_rotary_factor", rope.rotary_fraction)
+    settings.only("rope_theta", rope.theta, None)  # transformers reads neither of these
+    settings.only("partial_rotary_factor", rope.rotary_fraction, None)
     return {
         "vocab": settings.take("vocab_size"),
         "embed": settings.take("hidden_size"),

@@ -106,7 +106,7 @@ def _llama_arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     settings.only("attention_bias", False)
     settings.only("mlp_bias", False)
-    settings.only("rope_interleaved", False)
+    settings.only("rope_interleaved", False, None)
     rope = read_rope(settings)
     return {
         **sizes(settings),

@@ -36,7 +36,9 @@ def _arguments(settings: Settings) -> dict[str, Any]:
 
 
 def _settings(model: Decoder) -> dict[str, Any]:
-    return shared_settings(model, rope_kind="type") | {"attention_bias": False}
+    # The default pad_token_id of its class is 1, a row of the table that it would never train.
+    own = {"attention_bias": False, "pad_token_id": None}
+    return shared_settings(model, rope_kind="type") | own
 
 
 FAMILIES: Sequence[Family] = (

@@ -32,9 +32,9 @@ _LAYER = (
 def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
-        settings.only(key, False)
+        settings.only(key, False, None)
     for key in ("full_attn_mod", "interpolate_factor"):  # Phi-4 mini's
-        settings.only(key, 1)
+        settings.only(key, 1, None)
     rope = read_rope(settings, scalings=(LongRope,), partial=True)
     return {
         **sizes(settings, epsilon=1e-5),

@@ -27,7 +27,7 @@ HEAD_NORMS = (
 
 def _shared(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
-    settings.only("use_mrope", False)
+    settings.only("use_mrope", False, None)
     rope, arguments = read_rope(settings), sizes(settings, kv_heads=32)
     return {
         **arguments,

@@ -33,13 +33,13 @@ _LAYER = (
 def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "gelu_pytorch_tanh")
     settings.only("use_bias", True)
-    settings.only("norm_type", "layer_norm")
-    settings.only("mlp_type", "default")
+    settings.only("norm_type", "layer_norm", None)
+    settings.only("mlp_type", "default", None)
     # The 7B says some things twice, in the words of StarCoder 1; `transformers` reads none of them.
     epsilon = settings.take("norm_epsilon", 1e-5, float, most=LARGEST_EPSILON)
-    settings.only("layer_norm_epsilon", epsilon)
-    settings.only("activation_function", "gelu", "gelu_pytorch_tanh")
-    settings.only("scale_attn_weights", True)
+    settings.only("layer_norm_epsilon", epsilon, None)
+    settings.only("activation_function", "gelu", "gelu_pytorch_tanh", None)
+    settings.only("scale_attn_weights", True, None)
     settings.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     return {
         **sizes(settings, tied=True, kv_heads=2),

@@ -120,13 +120,13 @@ def read_config(folder: Path) -> PeftConfig:
     content = read_json(folder / FILE)
     settings = Settings(content, where)
     for key, values in _ONLY.items():
-        settings.only(key, *values)
+        settings.only(key, *values, None)
     settings.ignore(*_WITHOUT_EFFECT)
     excludes = bool(content.get("exclude_modules"))
     found = PeftConfig(
         rank=settings.take("r", 8, zero=True),
         alpha=settings.take("lora_alpha", 8.0, float, zero=True),
-        rank_stabilized=settings.take("use_rslora", False, bool),
+        rank_stabilized=settings.flag("use_rslora", False),
         dropout=settings.take("lora_dropout", 0.0, float, zero=True),
         base=settings.take("base_model_name_or_path", None, str) or None,
         targets=_modules(content, "target_modules", where),

@@ -56,15 +56,16 @@ _SHARPNESS = "mscale_all_dim"
 def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     settings.only("attention_bias", False)
-    settings.only("scoring_func", "sigmoid")
-    settings.only("topk_method", "noaux_tc")
-    settings.only("moe_layer_freq", 1)
+    settings.only("scoring_func", "sigmoid", None)  # nor does transformers read these
+    settings.only("topk_method", "noaux_tc", None)
+    settings.only("moe_layer_freq", 1, None)
     # Of losses and devices in training, of further tokens, and sums of other keys.
     settings.ignore("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
     settings.ignore("num_nextn_predict_layers", "num_mtp_layers", "head_dim", "qk_head_dim")
     heads = settings.take("num_attention_heads")
-    settings.take("num_key_value_heads")  # left out it means 128, whatever there are heads
-    settings.only("num_key_value_heads", heads)
+    # Null means as many as heads; left out, the key would mean 128, whatever there are heads.
+    if settings.nullable("num_key_value_heads") is not None:
+        settings.only("num_key_value_heads", heads)
     rope = read_rope(settings, scalings=(Yarn,))
     return {
         "vocab": settings.take("vocab_size"),
@@ -79,7 +80,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "dense_layers": settings.take("first_k_dense_replace", 3, zero=True),
         "groups": settings.take("n_group", 8),
         "top_groups": settings.take("topk_group", 4),
-        "normalized": settings.take("norm_topk_prob", True, bool),
+        "normalized": settings.flag("norm_topk_prob", True),
         "share_scale": settings.take("routed_scaling_factor", 2.5, float),
         "correction_rate": settings.take(_RATE, _USUAL_RATE, float, zero=True),
         "head_dim": settings.take("qk_nope_head_dim", 128),
@@ -90,7 +91,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "score_sharpness": _sharpness(settings),
-        "interleaved": settings.take("rope_interleave", True, bool),
+        "interleaved": settings.flag("rope_interleave", True),
         "norm_epsilon": settings.take("rms_norm_eps", 1e-6, float, most=LARGEST_EPSILON),
         "tied": settings.take("tie_word_embeddings", False, bool),
     }

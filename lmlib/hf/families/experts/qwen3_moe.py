@@ -28,7 +28,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     settings.only("hidden_act", "silu")
     settings.only("attention_bias", False)
     settings.only("decoder_sparse_step", 1)  # every layer has experts
-    settings.only("mlp_only_layers", [])
+    settings.only("mlp_only_layers", [], None)
     settings.ignore("intermediate_size", "max_window_layers")  # of layers without
     used = settings.take("use_sliding_window", False, bool)
     window = settings.nullable("sliding_window", 4_096)
