@@ -4,6 +4,7 @@ itself."""
 
 import fnmatch
 import functools
+import itertools
 import json
 import shutil
 
@@ -38,6 +39,7 @@ from lmlib.adapters import with_adapters
 from lmlib.hf.families import described
 from lmlib.hf.folder import FolderError
 from lmlib.hf.peft import adapters_in, read_config
+from lmlib.hf.peft.config import PeftConfig
 from lmlib.parallel.axes import map_weights
 
 # Every other family with rsLoRA; Llama both ways.
@@ -209,7 +211,8 @@ def test_what_a_config_may_not_say(folder, key, value, told):
     [
         {"target_modules": r".*(q_proj|o_proj|down_proj|embed_tokens|lm_head)"},
         {"fan_in_fan_out": True},
-        {"alpha_pattern": {"model.embed_tokens": 4.5}},
+        {"alpha_pattern": {"^model.embed_tokens": 4.5, "embed_tokens": 5, "^q_proj": 100}},
+        {"rank_pattern": {"^v_proj": 2, "^q_proj": 4, "embed": 4, "layers.0.self_attn": 4}},
     ],
 )
 def test_what_a_config_may_say(folder, changes):
@@ -224,6 +227,23 @@ def test_what_a_config_may_say(folder, changes):
     else:
         paths = ["embedding", *(f"stack.*.{each}" for each in ("attention.query",))]
         assert set(paths) < set(found.arguments(shapes()[0])["paths"])
+
+
+@pytest.mark.landing
+def test_keys_of_patterns_stand_for_the_modules_that_they_do_in_peft(peft):
+    layer = "model.layers.1.self_attn"
+    modules = ("q_proj", "lm_head", f"{layer}.q_proj", f"{layer}.xq_proj", f"{layer}_q_proj")
+    keys = (
+        *("q_proj", "^q_proj", "^lm_head", f"^{layer}.q_proj", f"{layer}.q_proj", "self_attn"),
+        *(r".*\.self_attn\.q_proj", r"^.*\.q_proj", r"self_attn\.q_proj", "self_attn.q_proj"),
+        *("1.self_attn.q_proj", "layers.1", "proj", "lm_head"),
+    )
+    for one, other in itertools.permutations(keys, 2):
+        ranks = {one: 1, other: 2}
+        config = PeftConfig(rank=3, alpha=1.0, ranks=ranks)
+        for module in modules:
+            key = peft.get_pattern_key(ranks.keys(), module)
+            assert config.rank_of(module) == ranks.get(key, 3), (ranks, module)
 
 
 def test_a_pickle_is_never_read(folder):
@@ -281,7 +301,8 @@ def test_of_what_peft_writes_lmlib_computes_the_same(peft, name, stabilized, tmp
     ]  # fmt: skip
     model = peft.adapted(
         name, r=4, lora_alpha=6, use_rslora=stabilized, target_modules=targets,
-        rank_pattern={"down_proj": 3}, alpha_pattern={"c_proj": 5, "v_proj": 7},
+        rank_pattern={"^v_proj": 2, "down_proj": 3},
+        alpha_pattern={"^q_proj": 100, "c_proj": 5, "v_proj": 7},
     )  # fmt: skip
     model.save_pretrained(tmp_path)
     found = hf.load_adapters(tmp_path, base_of(name), model_type=FAMILIES[name][0])

@@ -7,6 +7,7 @@ import peft
 import torch
 from golden_by_transformers import loaded, logits_of_prompt
 from hugging_face_families import GOLDEN
+from peft.utils.other import get_pattern_key as get_pattern_key
 from safetensors.torch import save_file
 
 PEFT_VERSION = peft.__version__

@@ -1,7 +1,9 @@
 """adapter_config.json of PEFT, in and out (https://github.com/huggingface/peft)."""
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
         (),
     ),
 }  # fmt: skip
+# Keys of rank_pattern and alpha_pattern that are run as expressions: names of modules, or
+# their ends, and after "^" whole names. PEFT itself writes `.*\.` and `\.`.
+_KEY = re.compile(r"\^?(\.\*\\\.)?\w+(\\?\.\w+)*")
 # What means nothing by itself. PEFT sets fan_in_fan_out to what a module is.
 _WITHOUT_EFFECT = (
     "auto_mapping", "peft_version", "inference_mode", "fan_in_fan_out", "layers_pattern",
@@ -52,7 +57,7 @@ class PeftConfig:
       targets: the adapted modules; `None`: those that have tensors.
       parameters: those that are adapted, by their names or ends of these: of experts.
       excluded: of the modules, those that are not adapted; `None`: those that have no tensors.
-      ranks, alphas: of modules that have others.
+      ranks, alphas: of modules that have others, by keys of PEFT's; the first that matches counts.
       saved: modules whose weights are there whole (`lmlib.hf.peft.whole`).
       biases: whether those of adapted modules are; tensors decide when a folder is read.
       tied: whether a saved table embeds and unembeds.
@@ -73,10 +78,10 @@ class PeftConfig:
     tied: bool = False
 
     def rank_of(self, module: str) -> int:
-        return next((self.ranks[name] for name in self.ranks if means(name, module)), self.rank)
+        return next((r for each, r in self.ranks.items() if _matches(each, module)), self.rank)
 
     def alpha_of(self, module: str) -> float:
-        return next((self.alphas[name] for name in self.alphas if means(name, module)), self.alpha)
+        return next((a for each, a in self.alphas.items() if _matches(each, module)), self.alpha)
 
     def content(self, transposed: bool) -> dict[str, Any]:
         """Of an adapter_config.json. `transposed`: the base's matrices have inputs as rows."""
@@ -108,6 +113,15 @@ def holds_adapters(folder: Path) -> bool:
 def means(name: str, module: str) -> bool:
     """Whether `name` stands for `module`."""
     return f".{module}".endswith(f".{name}")
+
+
+def _matches(key: str, module: str) -> bool:
+    """Whether a key of rank_pattern or alpha_pattern stands for `module`, as PEFT matches it
+    (`get_pattern_key` in peft/utils/other.py): "^q_proj" is no end of a name."""
+    return _compiled(rf"(.*\.)?({key})$").match(module) is not None
+
+
+_compiled = functools.lru_cache(maxsize=4096)(re.compile)  # `re` keeps 512; large models have more
 
 
 def read_config(folder: Path) -> PeftConfig:
@@ -170,14 +184,12 @@ def _by_module(settings: Settings, key: str, kind: type) -> dict[str, Any]:
     content = settings.take(key, {}, dict)
     patterns = Settings(content, f"{settings.where}: {key}", ())
     for name in content:
-        # The longer forms PEFT writes for experts that had modules of their own.
-        plain = name.removeprefix("^").removeprefix(r".*\.").replace(r"\.", ".")
-        if not plain.replace(".", "").replace("_", "").isalnum():
+        if not _KEY.fullmatch(name):
             raise FolderError(
                 f"{settings.where}: {key} has the pattern {name!r:.200}, but only names of "
-                "modules, or their ends, are supported"
+                'modules, or their ends, are supported, with "^" before a whole name'
             )
-        found[plain] = patterns.take(name, kind=kind, zero=True)
+        found[name] = patterns.take(name, kind=kind, zero=True)
     return found
 
 
