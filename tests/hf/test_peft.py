@@ -8,6 +8,7 @@ import itertools
 import json
 import shutil
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -266,6 +267,30 @@ def test_what_peft_has_not_is_refused(tmp_path):
         hf.save_adapters(model, tmp_path)
     with pytest.raises(ValueError, match="the model has no adapters"):
         hf.save_adapters(shapes()[0], tmp_path, trained=())
+
+
+def test_adapters_of_a_tied_table_are_refused_by_name(folder):
+    with pytest.raises(
+        FolderError, match=r"lm_head\.lora_A\.weight adapts lm_head, but lm_head and model\.embed_t"
+    ):
+        adapters_in(folder, *shapes("llama_tied_one_head"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", ["lm_head", "embed_tokens"])
+def test_they_are_read_for_a_base_that_has_the_table_twice(peft, table, tmp_path):
+    name = "llama_tied_one_head"
+    model = peft.adapted(name, r=2, target_modules=["q_proj", table])
+    model.save_pretrained(tmp_path / "peft")
+    with pytest.raises(FolderError, match=rf"adapts (model\.)?{table}, but lm_head and model\.emb"):
+        hf.load_adapters(tmp_path / "peft", base_of(name))
+    tied = base_of(name)
+    apart = eqx.tree_at(
+        lambda m: m.unembedding, tied, tied.embedding.T, is_leaf=lambda x: x is None
+    )
+    hf.save(apart, tmp_path / "base", dtype="float32")
+    found = hf.load_adapters(tmp_path / "peft", hf.load(tmp_path / "base"))
+    assert_same_logits(found, ids_of(name), theirs(model, ids_of(name)))
 
 
 def test_what_float16_cannot_hold_is_refused_by_name(tmp_path):

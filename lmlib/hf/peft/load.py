@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lmlib.hf.finite import check_finite
 from lmlib.hf.folder import FolderError
 from lmlib.hf.names import Names, Piece, Placed, check_complete
 from lmlib.hf.peft.config import PeftConfig, means, read_config
-from lmlib.hf.peft.modules import TENSORS, Module, modules_of, modules_of_experts, nested
+from lmlib.hf.peft.modules import PREFIX, TENSORS, Module, modules_of, modules_of_experts, nested
 from lmlib.hf.peft.whole import Whole, held
 from lmlib.hf.share import Share
 from lmlib.hf.tensor_files import Stored, read_header
@@ -214,6 +215,7 @@ def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
     try:
         whole = held(base, names, {module.holder for module in modules}, config, tensors)
         wanted += [each.tensor._replace(name=each.name) for each in whole]
+        _check_not_tied(base, names, tensors)
         check_complete(wanted, {name: each.shape for name, each in tensors.items()}, ())
         if not modules:
             raise ValueError(f"it adapts nothing: {TENSORS} is empty")
@@ -223,6 +225,21 @@ def adapters_in(folder: Path, base: Any, names: Names) -> Adapters:
     except ValueError as error:
         raise FolderError(f"{folder}: {error}") from None
     return Adapters(folder, config, tuple(modules), tensors, sizes, tuple(whole))
+
+
+def _check_not_tied(base: Any, names: Names, tensors: Iterable[str]) -> None:
+    """Raises ValueError if one of `tensors` is an adapter of a tied table."""
+    if base.unembedding is not None:
+        return
+    held = [names.tensor_of(path) for path in ("unembedding", "embedding")]
+    tables = [names.modules.get(name, name).removesuffix(".weight") for name in held]
+    for table, name in itertools.product(tables, sorted(tensors)):
+        if name.startswith(f"{PREFIX}{table}.lora_"):
+            raise ValueError(
+                f"{name} adapts {table}, but {' and '.join(tables)} are one table in the base, and "
+                "one of its uses cannot be adapted alone: give as base a folder that has both "
+                "tensors, and tie_word_embeddings = false"
+            )
 
 
 def _is_adapted(module: Module, config: PeftConfig, has_tensors: bool) -> bool:
