@@ -12,21 +12,27 @@ set `steps`, `optimizer.peak_lr` and the rest for what you have. Once the run ha
 needs of the folder no more than its config.json; RUN/config.json needs nothing of it.
 """
 
+from collections.abc import Sequence
+
 import fiddle as fdl
 
 from experiments.base.pretraining import few_steps as tiny  # noqa: F401, a fiddler
 from experiments.base.pretraining import pretraining
 from lmlib.experiment import Experiment
-from lmlib.hf.families import described
+from lmlib.hf.families import FAMILIES, described
+from lmlib.hf.family import Family
 from lmlib.hf.hub import local_folder_of
 
 
-def config(folder: str, tokens: str = "data/c4") -> fdl.Config[Experiment]:
+def config(
+    folder: str, tokens: str = "data/c4", families: Sequence[Family] = FAMILIES
+) -> fdl.Config[Experiment]:
     """Args:
     folder: of Hugging Face's, or a name on the Hub.
     tokens: a data set with the splits train and validation, made with the folder's tokenizer.
+    families: those that are known; commands give theirs, with those of --trust_module.
     """
-    found = described(local_folder_of(folder, weights=False))
+    found = described(local_folder_of(folder, weights=False), families)
     cfg = pretraining(
         fdl.Partial(found.family.build, **found.arguments),
         tokens=tokens,

@@ -24,7 +24,8 @@ weights that trained.
                  the folder which the run began with, or else of its data; a chat
                  template of its data comes with it
 --weights        out: ema: the average that the run kept of its weights, in place of the last
---trust_module   out: a module of yours that the run's config.json may refer to; repeatable
+--trust_module   a module of yours that the run's config.json may refer to, and whose FAMILIES of
+                 folders are known (docs/huggingface.md); repeatable
 The model is held in float32 in this machine's memory. --to is new or empty; a conversion that is
 cut leaves nothing there. Out, it may be gs://… or s3://…: the folder is made on this machine's disk
 and sent, its config.json last.
@@ -44,9 +45,9 @@ from absl import flags
 from jax.sharding import Mesh
 
 from lmlib import hf
-from lmlib.adapters import lora, merged, without_adapters
+from lmlib.adapters import lora, without_adapters
 from lmlib.data.chats.chat import put_chat_template
-from lmlib.hf.families import FAMILIES, family_of
+from lmlib.hf.families import family_of
 from lmlib.hf.peft import holds_adapters, written_whole
 from lmlib.models.matrices.adapted import has_adapters
 from lmlib.optim.trainable import adapters
@@ -68,8 +69,8 @@ from runner.errors import ConfigError, user_errors
 from runner.monitoring.transfer import told
 from runner.weights.model_folder import ModelFolder
 from runner.weights.notes import frozen_note
-from runner.weights.reading import model_of, own_weights
-from runner.weights.saved_run import PLAIN, Access, SavedRun, in_floats, recipe_of, use_run
+from runner.weights.reading import merged_into_bases, model_of, own_weights
+from runner.weights.saved_run import PLAIN, Access, SavedRun, in_float32, recipe_of, use_run
 from runner.weights.texts import KnownTexts, tokenizer_of
 from runner.weights.wanted import Wanted
 from runner.weights.weights_alone import keep_origin, save_weights_alone
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
         found = located(_FROM.value)
         if isinstance(found, HuggingFace):
             of_the_file = (_DTYPE, _LARGEST_FILE, _TOKENIZER, _ADAPTERS)
-            outward = (*of_the_file, TRUST_MODULE, INIT_FROM, WEIGHTS)
+            outward = (*of_the_file, INIT_FROM, WEIGHTS)
             if given := [flag.name for flag in outward if flag.present]:
                 raise ConfigError(f"--{given[0]} is for the way out; --from={found.name} comes in")
             if _BASE.present and not holds_adapters(found.folder):
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
                     f"--to={_TO.value}: a run's folder is made on a disk; a run in a bucket can "
                     f"begin with --init_from={found.name}"
                 )
-            made = bring_in(dataclasses.replace(found, base=_BASE.value), to)
+            made = bring_in(dataclasses.replace(found, base=_BASE.value), to, access)
         elif _ADAPTERS.value:
             whole = (_LARGEST_FILE, _TOKENIZER)
             if given := [flag.name for flag in whole if flag.present]:
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     return FINISHED
 
 
-def bring_in(found: HuggingFace, to: Path) -> str:
+def bring_in(found: HuggingFace, to: Path, access: Access = PLAIN) -> str:
     """Makes a workdir with the weights of a folder, or the adapters of one of PEFT's; what it
     holds, in words.
 
@@ -137,9 +138,10 @@ def bring_in(found: HuggingFace, to: Path) -> str:
       ValueError, OSError: if the folder cannot be used, or `to` is not empty.
     """
     with made_whole(to) as unfinished:
-        source = ModelFolder(found)
-        base = source.base
-        cfg = configs.load("experiments/from_hf", overrides=[f"folder={str(base.folder)!r}"])
+        source = ModelFolder(found, access.families)
+        base, trusted = source.base, access.trusted
+        folder = f"folder={str(base.folder)!r}"
+        cfg = configs.load("experiments/from_hf", (), [folder], trusted)
         cfg.init_from = str(to.absolute())
         if (held := source.adapters) is not None:
             shapes = source.described.shapes
@@ -185,7 +187,7 @@ def bring_out(
         model_type, texts, own = _model_type(run), run.texts, tokenizer
         with made_whole(to) as unfinished:
             _show(f"reading {shown(run.folder)}")
-            model = merged(_model(run))
+            model = merged_into_bases(_model(run))
             template = texts.template_of_data() if own is None else None
             if own is None:
                 texts.check_tokenizer()
@@ -204,13 +206,18 @@ def bring_out(
                 dtype=dtype,
                 longest=texts.longest,
                 settings=_settings(texts),
+                families=access.families,
                 file_bytes=file_bytes,
                 progress=told("writing", _show),
             )
             if template is not None and own is not None:
                 put_chat_template(unfinished, template)
         of = "no tokenizer" if own is None else f"the tokenizer of {own}"
-        return f"step {run.step:,} of {shown(run.workdir)}, {_size(model)} in {rounded}, with {of}"
+        files = str(rounded)
+        if has_adapters(run.shapes):
+            known = rounded.dtype if rounded.tensor is None else rounded
+            files = f"{known}, each adapter added in float32 to its matrix as the base stores it"
+        return f"step {run.step:,} of {shown(run.workdir)}, {_size(model)} in {files}, with {of}"
 
     return use_run(found, write, access)
 
@@ -255,7 +262,8 @@ def bring_adapters_out(
             )
         with made_whole(to) as unfinished:
             _show(f"reading {shown(run.folder)}")
-            written, there = written_whole(run.shapes, trained, model_type), run.recipe.trained
+            written = written_whole(run.shapes, trained, model_type, access.families)
+            there = run.recipe.trained
             alone = there is not None and written <= there  # the base is not needed
             hf.save_adapters(
                 own_weights(run, device) if alone else _model(run),
@@ -264,6 +272,7 @@ def bring_adapters_out(
                 trained=trained,
                 model_type=model_type,
                 dtype=dtype,
+                families=access.families,
             )
         of_base = "" if whose is None else f", for {whose}"
         return f"the adapters of step {run.step:,} of {shown(run.workdir)} in {dtype}{of_base}"
@@ -277,11 +286,12 @@ def _model_type(run: SavedRun) -> str:
     model, made_by = without_adapters(run.recipe.shapes), run.cfg.model
     if fdl.get_callable(made_by) is lora:
         made_by = made_by.of
-    for family in FAMILIES:
+    families = run.access.families
+    for family in families:
         if family.build is fdl.get_callable(made_by):
             with contextlib.suppress(ValueError):
-                return family_of(model, family.model_type)[0].model_type
-    return family_of(model)[0].model_type
+                return family_of(model, family.model_type, families)[0].model_type
+    return family_of(model, None, families)[0].model_type
 
 
 def _settings(texts: KnownTexts) -> dict[str, Any]:
@@ -294,8 +304,8 @@ def _settings(texts: KnownTexts) -> dict[str, Any]:
 
 
 def _model(run: SavedRun) -> Any:
-    """In floats: adapters are merged into these, and PEFT saves whole modules in them."""
-    return model_of(run, _one_device(), recipe=in_floats(run.recipe))
+    """In float32, with its adapters: what is frozen has the values that its base stores."""
+    return model_of(run, _one_device(), recipe=in_float32(run.recipe))
 
 
 def _one_device() -> Mesh:

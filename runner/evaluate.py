@@ -28,7 +28,8 @@
 --tokenizer        a tokenizer.json or its folder, in place of the one that is known
 --init_from        of a model that is trained in part, or adapters: where what it began with is now
 --weights          ema: the average that a run kept of its weights, in place of the last
---trust_module     a module of yours that a run's config.json may refer to; repeatable
+--trust_module     a module of yours that a run's config.json may refer to, or that has families
+                   of folders; repeatable
 Each document is evaluated alone. docs/evaluation.md says what is counted.
 """
 

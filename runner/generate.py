@@ -20,7 +20,8 @@
 --tokenizer  a folder with a tokenizer's files, in place of the model's own
 --init_from  of a model that is trained in part, or adapters: where what it began with is now
 --weights    ema: the average that a run kept of its weights, in place of the last
---trust_module   a module of yours that a config.json may refer to; repeatable
+--trust_module   a module of yours that a config.json may refer to, or that has families of
+                 folders; repeatable
 """
 
 import contextlib

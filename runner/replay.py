@@ -6,7 +6,8 @@ Begins at the capture's checkpoint and makes every step up to the captured one, 
 captured batch. Status 0: its numbers are those of the run, bit for bit; 1: they are not; 2: the
 capture cannot be read. On other devices, or another number of them, they differ by rounding.
 
---trust_module   a module of yours that the capture's config.json may refer to; repeatable
+--trust_module   a module of yours that the capture's config.json may refer to, or that has families
+                 of folders; repeatable
 --debug          show the traceback of a mistake
 """
 
@@ -121,7 +122,10 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
 def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
     """The state that the capture begins with, and the steps made in it."""
     with user_errors():
-        folder, access = capture.folder / "checkpoints", Access((), INIT_FROM.value, show=print)
+        folder, access = (
+            capture.folder / "checkpoints",
+            Access(TRUST_MODULE.value, INIT_FROM.value, show=print),
+        )
         origin, reference_model = capture.initialised_from, reference_model_of(experiment, access)
         if steps_in(folder) == [WEIGHTS_ALONE]:
             origin = str(folder)
@@ -138,7 +142,7 @@ def _begin(capture: Capture, experiment: Experiment) -> tuple[State, int]:
             return experiment.initial_state(reference_model=reference_model), 0
         # What differs was allowed when the run began.
         wanted = Wanted(experiment.recipe, experiment.mesh, allowed_changes=["model"])
-        model, _ = weights_of(origin, wanted)
+        model, _ = weights_of(origin, wanted, access)
     return experiment.initial_state(model, reference_model), 0
 
 

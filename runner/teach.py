@@ -12,7 +12,8 @@
 --batch_size   sequences at a time; unless said, as many as in the experiment's batches
 --dtype        to compute in; unless said, the run's, of a folder float32
 --init_from    of a model that is trained in part, or adapters: where what it began with is now
---trust_module   a module of yours that a config.json may refer to; repeatable
+--trust_module   a module of yours that a config.json may refer to, or that has families of
+                 folders; repeatable
 The same command goes on where it stopped. docs/objectives.md says what is written.
 """
 

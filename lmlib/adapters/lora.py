@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jaxtyping import Array, PRNGKeyArray
 
 from lmlib.models.matrices.adapted import (
@@ -118,5 +119,5 @@ def _matrices(
 
 def merged(model: M) -> M:
     """`model` with each adapter added to its base, in float32 at least; it computes the same."""
-    with on_mesh_of(model):
+    with on_mesh_of(model), jax.default_matmul_precision("highest"):  # else TF32 on GPUs
         return map_adapted(lambda _, one: one.merged(), model)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,24 +10,39 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, UInt32
 
+from lmlib.parallel.axes import Weight, map_weights
+
 # Odd constants of splitmix and of Murmur's finalizer, which spread bits.
 _STEPS, _FIRST, _SECOND = (0x9E3779B9, 0x7F4A7C15), 0x85EBCA6B, 0xC2B2AE35
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
-def fingerprint(tree: Any) -> str:
+def fingerprint(tree: Any, kept: Callable[[Weight, Array], Any] | None = None) -> str:
     """A digest, in hexadecimal, of the bits, dtypes, shapes and paths of the arrays in `tree`.
+
+    With `kept`, that of `map_weights(kept, tree)`, of which no more than one weight is made at a
+    time.
 
     It does not depend on how they lie on their mesh. It finds changes, and no forgery: of each
     array two 32-bit sums over all elements are compared, each element mixed with its place.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sums = jax.device_get([_sums(leaf) for _, leaf in leaves])
     lines = [
-        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} {sums_of_leaf.tolist()}"
-        for (path, leaf), sums_of_leaf in zip(leaves, sums, strict=True)
+        f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} {_sums(leaf).tolist()}"
+        for path, leaf in (leaves if kept is None else _each_kept(tree, leaves, kept))
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def _each_kept(
+    tree: Any, leaves: Sequence[tuple[Any, Array]], kept: Callable[[Weight, Array], Any]
+) -> Iterator[tuple[Any, Array]]:
+    """The leaves of `map_weights(kept, tree)`."""
+    weights = list[Weight]()
+    map_weights(lambda weight, _: weights.append(weight), tree)
+    for weight, (path, array) in zip(weights, leaves, strict=True):
+        for within, leaf in jax.tree_util.tree_leaves_with_path(kept(weight, array)):
+            yield (*path, *within), leaf
 
 
 def sums_of_bits(x: Array) -> UInt32[Array, "2"]:

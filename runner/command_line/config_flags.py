@@ -14,7 +14,9 @@ from runner.errors import ConfigError
 
 MOST = 2**31 - 1  # of any size that a flag takes: positions and rows are counted in int32
 TRUST_MODULE = flags.DEFINE_multi_string(
-    "trust_module", [], "a module of yours that a config.json may refer to; repeatable"
+    "trust_module",
+    [],
+    "a module of yours that a config.json may name, or that has families of folders; repeatable",
 )
 
 

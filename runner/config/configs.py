@@ -55,7 +55,8 @@ def load(
     or a call with literals (`scale(layers=4)`); an override is `path=literal`, the quotes optional.
     Overrides of parameters that `config` itself has are what it is called with; one that is to be a
     config is named as the weights of a model are: a run, a folder of Hugging Face's or its name.
-    `trusted` are modules that a `config.json` may name besides ours: "my_models" with all in it.
+    `trusted` are modules that a `config.json` may name besides ours: "my_models" with all in it. A
+    parameter that is annotated as a `Sequence[Family]` is given lmlib's families and theirs.
 
     A file outside `experiments` is imported under its own name, and its folder comes last on the
     Python path, so that it finds its neighbours. A saved config that names what it defines needs
@@ -202,7 +203,7 @@ def config_of_model(reference: str, trusted: Collection[str] = ()) -> fdl.Config
                 f"{reference} holds adapters alone; make a run of it: "
                 f"python -m runner.convert --from={reference} --to=RUN"
             )
-        return load("experiments/from_hf", overrides=[f"folder={found.name!r}"])
+        return load("experiments/from_hf", (), [f"folder={found.name!r}"], trusted)
     run = found.folder.parent.absolute()
     cfg = load(str(run / "config.json"), trusted=trusted)
     cfg.init_from = str(run) if found.step is None else f"{run}@{found.step}"
@@ -216,16 +217,24 @@ def _config_of(
     """What `config` returns, and the overrides that were not for its own parameters."""
     if not callable(getattr(module, "config", None)):
         raise ConfigError(f"{module.__file__} has no function `def config() -> fdl.Config`")
-    call = fdl.Config(module.config)
-    own = [each for each in overrides if each.partition("=")[0].strip() in parameters(call)]
+    from lmlib.hf.family import Family  # which imports JAX, as `module` has
+
+    call, kinds = fdl.Config(module.config), typing.get_type_hints(module.config)
+    with_families = {name for name in parameters(call) if kinds.get(name) == Sequence[Family]}
+    names = set(parameters(call)) - with_families
+    own = [each for each in overrides if each.partition("=")[0].strip() in names]
     for override in own:
         apply_override(override, call)
+    if with_families:
+        from runner.config.families import known_families
+
+        for name in with_families:
+            setattr(call, name, known_families(trusted))
     given = fdl.ordered_arguments(call, include_defaults=True)
     if missing := [name for name in parameters(call) if name not in given]:
         raise ConfigError(
             f"{module.__name__} has no default for {missing[0]}: give --fdl.{missing[0]}=…"
         )
-    kinds = typing.get_type_hints(module.config)
     for name, value in given.items():
         if isinstance(value, str) and _is_config(kinds.get(name)):
             given[name] = config_of_model(value, trusted)

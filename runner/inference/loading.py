@@ -75,7 +75,8 @@ def load(
                 raise ConfigError(f"{found.name} holds weights alone: leave out --weights=ema")
             if init_from is not None and not holds_adapters(found.folder):
                 show(f"--init_from={init_from} is ignored: {found.name} holds the whole model")
-            loaded = loaded_from(ModelFolder(dataclasses.replace(found, base=init_from)))
+            based = dataclasses.replace(found, base=init_from)
+            loaded = loaded_from(ModelFolder(based, access.families))
         else:
             loaded = use_run(found, loaded_from, access)
     if mesh is not None or loaded.mesh.size > 1:

@@ -9,7 +9,7 @@ from typing import Any
 import fiddle as fdl
 import jax
 
-from lmlib.adapters import lora, merged
+from lmlib.adapters import lora
 from lmlib.models.experts.upcycling import upcycle, upcycled
 from lmlib.parallel.mesh import make_mesh
 from lmlib.terminal.quantities import count_text
@@ -17,8 +17,8 @@ from runner.command_line.new_folder import made_whole
 from runner.config import configs
 from runner.config.references import HuggingFace, Saved
 from runner.weights.model_folder import ModelFolder
-from runner.weights.reading import model_of
-from runner.weights.saved_run import PLAIN, Access, SavedRun, in_floats, use_run
+from runner.weights.reading import merged_into_bases, model_of
+from runner.weights.saved_run import PLAIN, Access, SavedRun, in_float32, use_run
 from runner.weights.weights_alone import keep_origin, save_weights_alone
 
 _BALANCE = {"router_balance": 0.01}  # Fedus et al. 2021, arXiv:2101.03961, §2.2
@@ -43,13 +43,13 @@ def make_mixture(
     """
 
     def make(source: SavedRun | ModelFolder) -> str:
-        cfg, key = _config(source, to, experts, top), jax.random.key(seed)
+        cfg, key = _config(source, to, experts, top, access), jax.random.key(seed)
         jax.eval_shape(fdl.build(cfg.model), key=key)  # refuses before gigabytes are read
         with made_whole(to) as unfinished:
             access.show(f"reading {source.name}")
             one_device = make_mesh(devices=jax.devices()[:1])
-            recipe = in_floats(source.recipe) if isinstance(source, SavedRun) else None
-            dense = merged(model_of(source, one_device, access, recipe))
+            recipe = in_float32(source.recipe) if isinstance(source, SavedRun) else None
+            dense = merged_into_bases(model_of(source, one_device, access, recipe))
             mixture = jax.jit(functools.partial(upcycle, experts=experts, top=top, key=key))(dense)
             configs.save(cfg, unfinished)
             texts = source.texts
@@ -62,17 +62,19 @@ def make_mixture(
 
     if isinstance(found, Saved):
         return use_run(found, make, access)
-    return make(ModelFolder(dataclasses.replace(found, base=access.init_from)))
+    return make(ModelFolder(dataclasses.replace(found, base=access.init_from), access.families))
 
 
-def _config(source: SavedRun | ModelFolder, to: Path, experts: int, top: int) -> fdl.Config:
+def _config(
+    source: SavedRun | ModelFolder, to: Path, experts: int, top: int, access: Access
+) -> fdl.Config:
     """Of a run that begins with the mixture in `to`."""
     if isinstance(source, SavedRun):
         cfg = copy.deepcopy(source.cfg)
         dense = cfg.model.of if fdl.get_callable(cfg.model) is lora else cfg.model
     else:
         folder = f"folder={str(source.base.folder)!r}"
-        cfg = configs.load("experiments/from_hf", overrides=[folder])
+        cfg = configs.load("experiments/from_hf", (), [folder], access.trusted)
         dense = cfg.model
     cfg.model = fdl.Partial(upcycled, of=dense, experts=experts, top=top)
     cfg.init_from, cfg.continue_optimizer = str(to.absolute()), False

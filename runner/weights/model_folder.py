@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
 from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.hf.families import Described, described
+from lmlib.hf.family import Family
 from lmlib.hf.load import load_weights
 from lmlib.hf.peft import Adapters, adapters_in
 from runner.config.references import HuggingFace, base_of
@@ -23,10 +24,14 @@ from runner.weights.wanted import Wanted
 class ModelFolder:
     """A folder, of which nothing but the small files is read until its weights are asked for.
 
+    Args:
+      families: those that are known, of which its model is one.
+
     Its attributes and methods raise ValueError or OSError if it cannot be used.
     """
 
     found: HuggingFace
+    families: Sequence[Family]
 
     step = cfg = None  # which runs have
     compute_dtype = "float32"
@@ -43,7 +48,7 @@ class ModelFolder:
     @functools.cached_property
     def described(self) -> Described:
         """The model of `base`."""
-        return described(self.base.folder)
+        return described(self.base.folder, self.families)
 
     @functools.cached_property
     def adapters(self) -> Adapters | None:

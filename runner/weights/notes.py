@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from lmlib.checkpoint import Restored
+from lmlib.compute import Compute
 from lmlib.data.batch import Source
 from lmlib.data.stored.metadata import TokenizerIdentity, tokenizers_differ
 from lmlib.parallel.fingerprint import fingerprint
@@ -44,7 +45,13 @@ def frozen_note(frozen: Any, recipe: Recipe) -> dict[str, Any] | None:
 
 def is_frozen_note(value: Any) -> bool:
     """Whether `frozen_note` can have returned it, of weights that there are."""
-    return _has_fields(value, digest=str, dtype=str, seed=int)
+    if not _has_fields(value, digest=str, dtype=str, seed=int):
+        return False
+    try:
+        Compute(dtype="bfloat16" if value["dtype"] == "int8" else value["dtype"])
+    except ValueError:
+        return False
+    return True
 
 
 def reference_note(reference_model: Any) -> dict[str, str] | None:

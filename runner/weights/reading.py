@@ -10,6 +10,7 @@ what trained: the rest is read from what the run began with, which is again such
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -22,12 +23,13 @@ from lmlib.adapters import merged, without_adapters
 from lmlib.checkpoint import Checkpoints, Restored
 from lmlib.checkpoint.removal import reading
 from lmlib.experiment import Experiment
-from lmlib.models.matrices.adapted import has_adapters
+from lmlib.models.matrices.adapted import Adapted, has_adapters, map_adapted
 from lmlib.optim.average import IN_STATE
 from lmlib.optim.trainable import Group
-from lmlib.parallel.axes import Weight, map_weights
+from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.creation import creator
 from lmlib.parallel.fingerprint import fingerprint
+from lmlib.parallel.mesh import on_mesh_of
 from lmlib.parallel.selection import named_weights
 from lmlib.recipe import Parts, Recipe, parted
 from lmlib.state import State, abstract_model
@@ -42,7 +44,7 @@ from runner.weights.notes import (
     is_frozen_note,
     tokenizer_changed,
 )
-from runner.weights.saved_run import PLAIN, Access, SavedRun, in_floats, opened
+from runner.weights.saved_run import PLAIN, Access, SavedRun, in_float32, opened
 from runner.weights.wanted import Wanted
 
 _BUFFERS = "buffers"  # the part of the state with the weights that have no gradient
@@ -65,7 +67,7 @@ def weights_of(reference: str, wanted: Wanted, access: Access = PLAIN) -> tuple[
         found = located(reference)
     with _errors_of(reference):
         if isinstance(found, HuggingFace):
-            return ModelFolder(found).weights(wanted, access.show), found.name
+            return ModelFolder(found, access.families).weights(wanted, access.show), found.name
         with agreed(), user_errors():
             run = opened(found, dataclasses.replace(access, init_from=None))
         return _of_run(run, wanted)
@@ -140,8 +142,7 @@ def _of_run(run: SavedRun, wanted: Wanted) -> tuple[Any, str]:
         if "model" not in wanted.allowed_changes and run.has_config:
             wanted.check_adapters(run.recipe.shapes)  # weights do not tell alpha
         return jax.tree.map(lambda x, kept: x.astype(kept.dtype), model, recipe.made), name
-    if has_adapters(model):
-        model = jax.jit(merged)(model)
+    model = merged_into_bases(model)
     return recipe.completed(_kept(model, recipe), mesh), name
 
 
@@ -183,10 +184,26 @@ def _recipe_of_checkpoint(run: SavedRun, there: Set[str], recipe: Recipe) -> Rec
         return without_adapters(recipe.model(key=key))
 
     if there <= _paths(recipe.bare):
-        return in_floats(dataclasses.replace(recipe, model=plain, groups=None))
+        return in_float32(dataclasses.replace(recipe, model=plain, groups=None))
     if there <= _paths(recipe.shapes) or not run.has_config:
         return recipe
-    return in_floats(run.recipe)
+    return in_float32(run.recipe)
+
+
+def merged_into_bases(model: M) -> M:
+    """`model` with each adapter added to its base, one after the other; it takes the buffers of the
+    bases, which are float32."""
+
+    def merge(_: str, one: Adapted) -> jax.Array:
+        return _merged(one.base, dataclasses.replace(one, base=None))
+
+    with on_mesh_of(model):
+        return map_adapted(merge, model)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _merged(base: jax.Array, rest: Any) -> Any:
+    return merged(dataclasses.replace(rest, base=base))
 
 
 def _kept(model: Any, recipe: Recipe) -> Any:
@@ -250,11 +267,14 @@ def frozen_weights(
                 f"{origin} has moved, --init_from says where it is now"
             ) from error
         frozen = parted(model, recipe.trained).frozen
-    if before["dtype"] == recipe.frozen_dtype and before["digest"] != fingerprint(frozen):
-        raise ConfigError(
-            f"the frozen weights of {origin or 'this experiment'} are not those that the run was "
-            "trained with: give those that were, with --init_from"
-        )
+    was, same = before["dtype"], before["dtype"] == recipe.frozen_dtype
+    if same or recipe.frozen_dtype == "float32":  # of which those of the run are made
+        as_before = None if same else dataclasses.replace(recipe, frozen_dtype=was).kept
+        if fingerprint(frozen, as_before) != before["digest"]:
+            raise ConfigError(
+                f"the frozen weights of {origin or 'this experiment'} are not those that the run "
+                "was trained with: give those that were, with --init_from"
+            )
     return frozen
 
 

@@ -17,6 +17,7 @@ from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
 from lmlib.checkpoint.removal import reading
 from lmlib.hf.families import described
+from lmlib.hf.family import Family
 from lmlib.hf.folder import FolderError
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.peft import adapters_in, holds_adapters
@@ -27,6 +28,7 @@ from lmlib.state import abstract_model
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.local_folder import folder_to_read
 from runner.config import configs
+from runner.config.families import known_families
 from runner.config.references import HuggingFace, Saved, base_of, located
 from runner.config.stages import training_data
 from runner.errors import ConfigError
@@ -45,7 +47,7 @@ class Access:
     """How a command reads weights that are there.
 
     Attributes:
-      trusted: modules that the config.json of a run may refer to.
+      trusted: modules that the config.json of a run may refer to, and whose families are known.
       init_from: where what a run began with is now, whose checkpoints do not hold all weights, or
         the base of adapters in a folder; `None`: where it was.
       average: whether the average that a run kept of its weights is read in place of them.
@@ -56,6 +58,11 @@ class Access:
     init_from: str | None = None
     average: bool = False
     show: Callable[[str], None] = lambda line: None
+
+    @functools.cached_property
+    def families(self) -> tuple[Family, ...]:
+        """Those of Hugging Face's folders that are known; raises as `known_families` does."""
+        return known_families(self.trusted)
 
 
 PLAIN = Access()
@@ -159,7 +166,8 @@ class SavedRun:
             found.append(every & (there if same_adapters else there | merged))
             folder = Path(before or "")
             if before is not None and holds_adapters(folder):
-                names = described(base_of(HuggingFace(folder, before)).folder).family.names
+                base_folder = base_of(HuggingFace(folder, before)).folder
+                names = described(base_folder, self.access.families).family.names
                 held = adapters_in(folder, base, names)
                 whole = frozenset(p.path for each in held.whole for p in each.tensor.pieces)
                 found.append(whole if same_adapters else whole | held.sizes.keys())
@@ -188,10 +196,10 @@ def recipe_of(cfg: fdl.Config) -> Recipe:
     return Recipe(fdl.build(cfg.model), cfg.seed, groups, dtype)
 
 
-def in_floats(recipe: Recipe) -> Recipe:
-    """`recipe`, with what it keeps in 8 bits as it was before, which adapters are merged into."""
-    dtype = "bfloat16" if recipe.frozen_dtype == "int8" else recipe.frozen_dtype
-    return dataclasses.replace(recipe, frozen_dtype=dtype)
+def in_float32(recipe: Recipe) -> Recipe:
+    """`recipe`, with frozen weights in float32: every value that a folder or a run stores, which
+    adapters are merged into and exports hold."""
+    return dataclasses.replace(recipe, frozen_dtype="float32")
 
 
 def use_run(found: Saved, use: Callable[[SavedRun], _T], access: Access = PLAIN) -> _T:

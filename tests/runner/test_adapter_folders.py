@@ -17,12 +17,15 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
+from lmlib.recipe import parted
 from runner import Options, convert, fit
 from runner.config import configs
 from runner.config.references import HuggingFace, Saved, located
 from runner.errors import ConfigError
 from runner.inference.loading import load
+from runner.weights.notes import frozen_note
 from runner.weights.reading import weights_of
+from runner.weights.saved_run import Access
 from runner.weights.wanted import Wanted
 
 HF = Path(__file__).parents[1] / "hf"
@@ -127,8 +130,7 @@ def test_what_comes_in_goes_out(folder, tmp_path):
     assert written["base_model_name_or_path"] == str(BASE)
 
     convert.bring_out(saved, tmp_path / "merged", None, "float32")
-    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), hf.load(BASE))  # as the run keeps it
-    whole = merged(hf.load_adapters(folder, base))
+    whole = merged(hf.load_adapters(folder, hf.load(BASE)))
     hf.save(whole, tmp_path / "expected", dtype="float32")
     one, other = (
         tensors(each / "model.safetensors") for each in (tmp_path / "merged", tmp_path / "expected")
@@ -220,27 +222,85 @@ def test_a_run_without_adapters_has_none_to_write(tmp_path):
         convert.bring_adapters_out(located(str(tmp_path / "run")), tmp_path / "out")
 
 
+@pytest.fixture(scope="module")
+def peft():
+    return pytest.importorskip("golden_by_peft", reason="needs lmlib[parity]")
+
+
+def base_of(kind, peft, tmp_path):
+    """What a run begins with, whose values no narrower dtype than `kind` has, and the same as a
+    folder."""
+    folder = tmp_path / "base"
+    if kind != "run":
+        peft.loaded(BASE, kind).save_pretrained(folder)
+        return folder, folder
+    cfg = configs.load("experiments/from_hf", ["tiny"], [f"folder={str(BASE)!r}"])
+    configs.save(cfg, tmp_path / "first")
+    weights = jax.tree.map(lambda x: 1.1 * x, hf.load(BASE))
+    hf.save(weights, folder)
+    with Checkpoints(tmp_path / "first" / "checkpoints") as checkpoints:
+        checkpoints.save(2, {"model": weights}, {"initialised_from": None, "batches": NO_BATCHES})
+    return tmp_path / "first", folder
+
+
+NO_BATCHES = {"tokenizer": None, "bytes_per_target": None, "steps_made": 2}
+
+
+def run_of(base, workdir, frozen_dtype):
+    """A run of adapters that are not zero, on the base as `frozen_dtype` keeps it."""
+    cfg = experiment(paths=("stack.*.mlp.*", "stack.*.query"), rank_stabilized=False)
+    cfg.init_from, cfg.frozen_dtype = str(base), frozen_dtype
+    configs.save(cfg, workdir)
+    run = fdl.build(cfg)
+    model, origin = weights_of(str(base), Wanted(run.recipe, run.mesh))
+    parts = parted(model, run.recipe.trained)
+    trained = jax.tree.map(lambda x: x + 0.01, parts.trained)
+    frozen = frozen_note(parts.frozen, run.recipe)
+    notes = {"initialised_from": origin, "frozen": frozen, "batches": NO_BATCHES}
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        checkpoints.save(2, {"model": trained}, notes)
+    return located(str(workdir))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_run_that_trained_adapters_is_written_merged(tmp_path, dtype):
-    cfg = experiment()
-    cfg.steps, cfg.frozen_dtype = 2, dtype
-    cfg.model.paths = ("stack.*.attention.query",)
-    fit(cfg, tmp_path / "run")
-    convert.bring_out(located(str(tmp_path / "run")), tmp_path / "out", None, "float32")
-    convert.bring_adapters_out(located(str(tmp_path / "run")), tmp_path / "adapters")
-    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), hf.load(BASE))
-    whole = merged(hf.load_adapters(tmp_path / "adapters", base))
-    for a, b in zip(
-        jax.tree.leaves(hf.load(tmp_path / "out")), jax.tree.leaves(whole), strict=True
-    ):
-        np.testing.assert_allclose(a, b.astype(jnp.float32), atol=1e-6)
-    assert (
-        np.abs(
-            hf.load(tmp_path / "out").stack[0][0].attention.query - base.stack[0][0].attention.query
-        ).max()
-        > 0
-    )
+@pytest.mark.parametrize(
+    ("kind", "frozen_dtype"),
+    [
+        ("float32", "bfloat16"),
+        ("float32", "int8"),
+        ("bfloat16", "int8"),
+        ("float16", "bfloat16"),
+        ("run", "bfloat16"),
+        ("run", "int8"),
+    ],
+)
+def test_adapters_are_merged_as_peft_merges_them_in_float32(peft, kind, frozen_dtype, tmp_path):
+    """However the run keeps its base: into what that stores, in whose place is no other."""
+    base, folder = base_of(kind, peft, tmp_path)
+    run = run_of(base, tmp_path / "run", frozen_dtype)
+    told = convert.bring_out(run, tmp_path / "out")
+    assert "in float32, each adapter added in float32 to its matrix as the base stores it" in told
+    convert.bring_adapters_out(run, tmp_path / "peft", base=str(folder))
+    model = peft.peft.PeftModel.from_pretrained(
+        peft.loaded(folder, "float32"), tmp_path / "peft"
+    ).merge_and_unload()
+    expected, before = model.state_dict(), tensors(folder / "model.safetensors")
+    found = tensors(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys() == before.keys()
+    changed = set()
+    for name, values in found.items():
+        wanted, was = expected[name].numpy().reshape(-1), before[name].astype(np.float32)
+        np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+        if (wanted == was).all():
+            np.testing.assert_array_equal(values, was)
+        else:
+            changed.add(name.split(".")[-2])
+    assert changed == {"gate_proj", "up_proj", "down_proj", "q_proj"}
+
+    other = jax.tree.map(lambda x: x.at[..., 0].multiply(1.01), hf.load(folder))
+    hf.save(other, tmp_path / "other")
+    with pytest.raises(ConfigError, match="are not those that the run was trained with"):
+        convert.bring_out(run, tmp_path / "new", access=Access(init_from=str(tmp_path / "other")))
 
 
 @pytest.mark.slow

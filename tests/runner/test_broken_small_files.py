@@ -89,6 +89,10 @@ def test_notes_that_make_no_sense_are_named(tmp_path, name):
 
 
 def test_so_are_the_values_in_them(tmp_path):
+    for dtype in ("text", "int32"):
+        notes = NOTES | {"frozen": NOTES["frozen"] | {"dtype": dtype}}
+        with pytest.raises(ConfigError, match="make no sense: frozen="):
+            check_notes(Restored(3, None, notes, ()), tmp_path)
     for value in STRANGE:
         notes = NOTES | {"batches": PROBE | {"steps_made": value}}
         with pytest.raises(ConfigError, match="make no sense: batches="):

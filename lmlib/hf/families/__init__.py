@@ -97,7 +97,10 @@ def described_by(
     family = next((each for each in families if each.model_type == kind), None)
     if family is None:
         known = ", ".join(each.model_type for each in families)
-        raise FolderError(f"{where}: model_type {kind!r:.200} is not supported; there are {known}")
+        raise FolderError(
+            f"{where}: model_type {kind!r:.200} is not supported; there are {known}. One of your "
+            "own is passed as families=, or to commands with --trust_module=MODULE"
+        )
     text, mesh = json.dumps(content, sort_keys=True), jax.sharding.get_abstract_mesh()
     return _described(family, text, where, mesh)
 

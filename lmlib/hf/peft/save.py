@@ -101,19 +101,24 @@ def save_adapters(
     meet("lmlib: adapters written")
 
 
-def written_whole(model: Any, trained: Sequence[str], model_type: str | None = None) -> set[str]:
+def written_whole(
+    model: Any,
+    trained: Sequence[str],
+    model_type: str | None = None,
+    families: Sequence[Family] = FAMILIES,
+) -> set[str]:
     """The paths of the weights of which `save_adapters` writes the values, besides adapters, in the
     model without adapters; it looks at no others.
 
     Args:
       model: its arrays may be shapes.
-      trained, model_type: as in `save_adapters`.
+      trained, model_type, families: as in `save_adapters`.
 
     Raises:
       ValueError: as `save_adapters` does.
     """
     shapes = shapes_of_base(model)
-    family, _ = family_of(shapes, model_type)
+    family, _ = family_of(shapes, model_type, families)
     adapted = _adapted(modules_of(shapes, family.names), _adapters(model))
     changed = selected(named_weights(shapes), trained, ())
     return _paths(kept(shapes, family.names, adapted, changed))
