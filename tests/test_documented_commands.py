@@ -119,7 +119,7 @@ NOT_RUN = {
     "docs/huggingface.md": {
         "python -m runner.convert --from=RUN --to=PEFT_DIR": "test_adapter_folders.py has adapters",
         "python -m runner.convert --from=PEFT_DIR": "test_adapter_folders.py has adapters",
-        "python -m runner.convert --from=FOLDER --to=RUN --trust_module": "test_own_families.py does",
+        "python -m runner.convert --from=FOLDER --to=RUN": "test_own_families.py does",
     },
     "docs/install.md": {"python3 -m venv .venv": INSTALLS},
     "docs/multihost.md": {
