@@ -16,9 +16,11 @@ from lmlib.experiment import Experiment
 from lmlib.inspect.description import describe
 from lmlib.models.families.llama import llama
 from lmlib.optim.trainable import Group, adapters
+from lmlib.parallel.axes import map_weights
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError
+from lmlib.recipe import parted
 
 BASE = functools.partial(llama, vocab=64, embed=16, layers=1, heads=2, mlp=32)
 ADAM = functools.partial(optim.adamw, peak_lr=1e-2, schedule=optim.warmup_constant, clip_norm=None)
@@ -167,3 +169,19 @@ def test_a_fingerprint_sees_every_bit_and_no_mesh():
     for changed in (jnp.asarray(other.view(np.float32)), swapped, tree["a"].reshape(16, 8)):
         assert fingerprint({**tree, "a": changed}) != found
     assert fingerprint({"a": tree["a"], "c": tree["b"]}) != found
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("int8", marks=pytest.mark.landing), "bfloat16"])
+def test_a_fingerprint_is_that_of_weights_as_a_run_keeps_them(dtype):
+    recipe = experiment(
+        functools.partial(lora, BASE, rank=2), trainable=adapters(), frozen_dtype=dtype
+    ).recipe
+    random = np.random.default_rng(0)
+    model = jax.tree.map(
+        lambda x: jnp.asarray(random.standard_normal(x.shape), jnp.float32), recipe.shapes
+    )
+    frozen = parted(model, recipe.trained).frozen
+    expected = fingerprint(parted(map_weights(recipe.kept, model), recipe.trained).frozen)
+    assert fingerprint(frozen, recipe.kept) == expected != fingerprint(frozen)
+    other = jax.tree.map(lambda x: x.at[..., 0].multiply(1.01), frozen)
+    assert fingerprint(other, recipe.kept) != expected
