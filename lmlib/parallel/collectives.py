@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from lmlib.parallel.mesh_axes import COPIES, STAGE, MeshAxes, names_of, place_of
-from lmlib.parallel.stages import in_a_stage
+from lmlib.parallel.stages import in_a_stage, is_mapped
 
 
 def on_each_device(
@@ -166,9 +166,12 @@ def exchange_rows(
 
 
 def pmax_everywhere(x: jax.Array) -> jax.Array:
-    """The maximum over all devices, on each of them."""
+    """The maximum over all devices, on each of them.
+
+    JAX traces a function of one stage twice. The first trace, for shapes, does not map `stage`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty else jax.lax.pmax(x, mesh.axis_names)
+    mapped = tuple(name for name in mesh.axis_names if is_mapped(name))
+    return x if mesh.empty else jax.lax.pmax(x, mapped)
 
 
 def pmax(x: jax.Array, mesh_axes: MeshAxes) -> jax.Array:

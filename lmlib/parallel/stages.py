@@ -28,8 +28,13 @@ def again(in_a_stage_before: bool, function: Callable[..., Any]) -> Callable[...
 
 def in_a_stage() -> bool:
     """Whether what is being traced is what one stage computes."""
+    return is_mapped(_MAPPED)
+
+
+def is_mapped(axis: str) -> bool:
+    """Whether collectives may name `axis` in what is being traced."""
     try:
-        jax.lax.axis_size(_MAPPED)
+        jax.lax.axis_size(axis)
     except NameError:  # that JAX raises for an axis that nothing maps
         return False
     return True

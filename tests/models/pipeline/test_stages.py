@@ -34,6 +34,9 @@ MESHES = {
     "2, 2 fsdp, 2 tensor": {"stage": 2, "fsdp": 2, "tensor": 2},
     "2, 2 fsdp, 2 context": {"stage": 2, "fsdp": 2, "context": 2},
     "2, 2 data, 2 expert": {"stage": 2, "data": 2, "expert": 2},
+    "2, 4 expert": {"stage": 2, "expert": 4},
+    "2, 2 expert, 2 context": {"stage": 2, "expert": 2, "context": 2},
+    "2, 2 expert, 2 tensor": {"stage": 2, "expert": 2, "tensor": 2},
 }
 sizes = SIZES | {"heads": 4, "kv_heads": 2}
 # The layers of a period's repetitions, which are rarely as many as stages times rounds; further
@@ -58,7 +61,13 @@ WAYS = {
     "2 rounds": Compute(dtype="float32", pipeline_rounds=2),
     "3 rounds, unrolled": Compute(dtype="float32", pipeline_rounds=3, unroll=2),
     "2 rows, sequence-parallel": Compute(dtype="float32", pipeline_rows=2, sequence_parallel=True),
-}
+    # With room for even routing alone, so that uneven routing takes several rounds.
+    "exchange": Compute(dtype="float32", dispatch="exchange", expert_room=1.0),
+    "exchange, 2 rounds, sequence-parallel": Compute(
+        dtype="float32", dispatch="exchange", expert_room=1.0, pipeline_rounds=2,
+        sequence_parallel=True,
+    ),
+}  # fmt: skip
 CELLS = [
     ("2", "4 layers", "2 rounds"),
     ("8", "local and global", ""),  # fewer repetitions than stages
@@ -72,8 +81,16 @@ CELLS = [
     ("2, 2 fsdp, 2 context", "local and global", "3 rounds, unrolled"),
     ("2, 2 data, 2 expert", "experts", "2 rounds"),
     ("2, 2 data, 2 expert", "first residual, values", ""),
+    ("2, 4 expert", "experts", "exchange"),
+    ("2, 2 data, 2 expert", "experts", "exchange"),
+    ("2, 2 expert, 2 context", "experts", "exchange"),
+    ("2, 2 expert, 2 tensor", "experts", "exchange, 2 rounds, sequence-parallel"),
 ]
-AT_EACH_LANDING = ("2", "4 layers", "2 rounds"), ("4, 2 fsdp", "8 layers", "2 rounds")
+AT_EACH_LANDING = (
+    ("2", "4 layers", "2 rounds"),
+    ("4, 2 fsdp", "8 layers", "2 rounds"),
+    ("2, 4 expert", "experts", "exchange"),
+)
 
 
 @functools.cache
@@ -115,11 +132,20 @@ def router_is_corrected(layers=4):
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    sentinels([{"stage": 2}, {"stage": 2, "data": 2, "expert": 2}], lambda sizes: len(sizes) == 1),
+    ("sizes", "way"),
+    sentinels(
+        [
+            ({"stage": 2}, "2 rounds"),
+            ({"stage": 2, "data": 2, "expert": 2}, "2 rounds"),
+            ({"stage": 2, "expert": 4}, "exchange"),
+            ({"stage": 2, "expert": 2, "context": 2}, "exchange"),
+            ({"stage": 2, "expert": 2, "tensor": 2}, "exchange, 2 rounds, sequence-parallel"),
+        ],
+        lambda case: len(case[0]) == 1,
+    ),
     ids=str,
 )
-def test_what_layers_report_is_that_of_one_device(sizes):
+def test_what_layers_report_is_that_of_one_device(sizes, way):
     """What a stage computes before its first rows and after its last counts nowhere."""
 
     def reported(mesh, way):
@@ -131,7 +157,7 @@ def test_what_layers_report_is_that_of_one_device(sizes):
             rows = place(SOURCE, 0, sharding("batch seq", mesh))
             return jax.tree.leaves(jax.device_get(jax.jit(reports)(model, rows)))
 
-    found = reported(make_mesh(**sizes), "2 rounds")
+    found = reported(make_mesh(**sizes), way)
     expected = reported(make_mesh(), "")
     assert (
         sum(bool(np.any(each)) for each in expected) >= 4
@@ -143,7 +169,11 @@ def test_what_layers_report_is_that_of_one_device(sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "way"),
-    [({"stage": 2, "fsdp": 2, "expert": 2}, 2, "2 rounds"), ({"stage": 4, "fsdp": 2}, 1, "")],
+    [
+        ({"stage": 2, "fsdp": 2, "expert": 2}, 2, "2 rounds"),
+        ({"stage": 2, "context": 2, "expert": 2}, 2, "exchange"),
+        ({"stage": 4, "fsdp": 2}, 1, ""),
+    ],
 )
 def test_a_run_with_state_without_gradient_trains_and_resumes(mesh, microbatches, way, tmp_path):
     run_of = functools.partial(
