@@ -103,7 +103,6 @@ def check_experiment(experiment: Any) -> None:
     check_protocol(model)
     check_model(model, experiment.mesh)
     _check_devices_of_attention(experiment)
-    check_split_rows(model, experiment.compute, experiment.mesh)
     _check_objective(experiment, model)
     _check_model_losses(experiment)
     _check_stages(experiment, model)
@@ -171,7 +170,9 @@ def _check_objective(experiment: Any, model: Any) -> None:
     if reference_model is not None:
         check_protocol(reference_model)
         check_model(reference_model, experiment.mesh)
-    experiment.objective.check(model, reference_model, experiment.recipe.trained)
+    objective, compute, mesh = experiment.objective, experiment.compute, experiment.mesh
+    check_split_rows(model, reference_model, objective, compute, mesh)
+    objective.check(model, reference_model, experiment.recipe.trained)
 
 
 def _check_model_losses(experiment: Any) -> None:

@@ -1,26 +1,25 @@
 """Whether a model can be computed where devices share the rows of a batch."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import equinox as eqx
-import jax
 from jax.sharding import Mesh
 
 from lmlib.compute import Compute
 from lmlib.models.attend import IMPLEMENTATIONS
 from lmlib.models.attend.context import length_of_piece, problem
+from lmlib.models.split_rows import check_rows_may_be_split
 from lmlib.parallel.layout import COMPUTE, pieces
 
 
-def check_split_rows(model: Any, compute: Compute, mesh: Mesh) -> None:
-    """Checks that all of `model` takes tokens in the order of the devices (`lmlib.row_order`),
-    which is not that of the row: what goes along a row, as a recurrence does, would be wrong.
-    lmlib's own parts go by positions and segments, or by the order that the context says.
+def check_split_rows(
+    model: Any, reference_model: Any, objective: Any, compute: Compute, mesh: Mesh
+) -> None:
+    """Checks that everything that sees a row's tokens may be computed on `mesh`; see
+    `lmlib.models.split_rows`.
 
     Raises:
-      ValueError: if a module is not lmlib's and has no `rows_may_be_split = True`, or a kernel of
-        attention is asked for that cannot compute split rows.
+      ValueError: if a part of a model, or the objective, does not declare that rows may be split,
+        or a kernel of attention is asked for that cannot compute split rows.
     """
     axis, devices = COMPUTE["seq"], pieces(COMPUTE["seq"], mesh)
     if devices == 1:
@@ -32,17 +31,8 @@ def check_split_rows(model: Any, compute: Compute, mesh: Mesh) -> None:
                 f"attention={compute.attention!r} cannot compute rows that {axis}={devices} "
                 f"splits: {reason}; use attention='auto', or {axis}=1"
             )
-    for module in _modules(model):
-        kind = type(module)
-        if not kind.__module__.startswith("lmlib.") and not getattr(
-            kind, "rows_may_be_split", False
-        ):
-            raise ValueError(
-                f"{axis}={devices} splits rows, and their tokens do not stand in order: "
-                f"{kind.__module__}.{kind.__qualname__} must say that it goes by the context's "
-                f"positions and segments alone, `rows_may_be_split = True` in the class; or use "
-                f"{axis}=1"
-            )
+    for part in (model, reference_model, objective):
+        check_rows_may_be_split(part, f"{axis}={devices}")
 
 
 def check_pieces(model: Any, sequence_length: int, compute: Compute, mesh: Mesh) -> None:
@@ -63,15 +53,3 @@ def check_pieces(model: Any, sequence_length: int, compute: Compute, mesh: Mesh)
             f"{axis}={devices} cuts rows of {sequence_length} tokens into pieces of {piece}: "
             f"{error}"
         ) from error
-
-
-def _modules(node: Any) -> Iterator[eqx.Module]:
-    """All modules of a tree."""
-    children = jax.tree.leaves(
-        node, is_leaf=lambda each: each is not node and isinstance(each, eqx.Module)
-    )
-    if isinstance(node, eqx.Module):
-        yield node
-    for child in children:
-        if child is not node and isinstance(child, eqx.Module):
-            yield from _modules(child)

@@ -56,6 +56,8 @@ class Distillation(Objective):
         given without one; `weight` is not in [0, 1], or `dropout` is not in [0, 1).
     """
 
+    rows_may_be_split = True
+
     teacher: Callable[..., Any] | None = None
     teacher_from: str | None = None
     temperature: float = 1.0

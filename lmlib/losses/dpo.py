@@ -54,6 +54,8 @@ class DPO(Objective):
       ValueError: if `beta` is not positive, or `label_smoothing` is not in [0, 0.5).
     """
 
+    rows_may_be_split = True
+
     reference_from: str | None = None
     beta: float = 0.1
     label_smoothing: float = 0.0

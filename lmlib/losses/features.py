@@ -13,7 +13,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.models.protocol import Context, Model, Observe, Reports
-from lmlib.parallel.layout import partition, reshard
+from lmlib.models.split_rows import check_rows_may_be_split
+from lmlib.parallel.collectives import devices_along
+from lmlib.parallel.layout import COMPUTE, along, partition, reshard
 
 
 class Features(NamedTuple):
@@ -38,7 +40,14 @@ def features(
     dropout: float = 0.0,
     observe: Observe | None = None,
 ) -> Features:
-    """The features of each token of `batch`; `key`: of random layers, which are off without one."""
+    """The features of each token of `batch`; `key`: of random layers, which are off without one.
+
+    Raises:
+      ValueError: if rows are split, and a part of the model does not declare that they may be.
+    """
+    if batch.order != "plain":
+        devices = devices_along(along("seq"))
+        check_rows_may_be_split(model, f"{COMPUTE['seq']}={devices}")
     # Straight from a source, a batch is NumPy's.
     tokens_BS, positions_BS, segment_ids_BS = (
         reshard(jnp.asarray(x_BS), "batch seq")

@@ -37,6 +37,8 @@ class NextToken(Objective):
       ValueError: if `z_loss` is negative or infinite, or `dropout` is not in [0, 1).
     """
 
+    rows_may_be_split = True
+
     z_loss: float = 0.0
     dropout: float = 0.0
 

@@ -98,6 +98,8 @@ class Block(TwoParts):
       residual_multiplier: of what each of them adds.
     """
 
+    rows_may_be_split = True
+
     attention_norm: Norm | None
     attention: Mixer
     attention_after_norm: Norm | None
@@ -145,6 +147,8 @@ class ParallelBlock(TwoParts):
     """x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own, which may be absent
     (GPT-NeoX: Black et al. 2022, arXiv:2204.06745, §2.1). What is added is dropped as in `Block`.
     """
+
+    rows_may_be_split = True
 
     attention_norm: Norm | None
     attention: Mixer

@@ -62,6 +62,8 @@ class Decoder(eqx.Module):
       key: seed of the weights.
     """
 
+    rows_may_be_split = True
+
     embedding_deviation: float = eqx.field(static=True)
     embedding_scale: float = eqx.field(static=True)
     embedding: Float[Array, "vocab embed"] = weight(lambda self: normal(self.embedding_deviation))

@@ -28,6 +28,8 @@ class ResidualScales(eqx.Module):
       key: unused, as both begin as constants; here for all parts to be made alike.
     """
 
+    rows_may_be_split = True
+
     layer: Layer
     residual: Float[Array, ""] = weight(Constant(1.0), dtype="float32")
     first: Float[Array, ""] = weight(lambda self: Constant(self.initial_first), dtype="float32")

@@ -2,6 +2,7 @@
 channel has a decay rate of its own in float32 (Orvieto et al. 2023, arXiv:2303.06349, without its
 complex numbers). Nothing of lmlib is edited."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array, Float
-from outsider_runs import EIGHT, FLOAT32, SIZES, check_outsider, experiment
+from outsider_runs import EIGHT, FLOAT32, SIZES, SOURCE, check_outsider, experiment
 
-from lmlib import whole_rows
+from lmlib import NextToken, batch_loss, make_mesh, whole_rows
 from lmlib.generate import GREEDY, generate
+from lmlib.losses import Distillation
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
+from lmlib.models.families.llama import llama
 from lmlib.models.layer import SimplePart
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
@@ -22,6 +25,7 @@ from lmlib.models.product import product
 from lmlib.models.stack import Segment
 from lmlib.models.weights import fan_in, fold, initial_values, ones, weight
 from lmlib.parallel.layout import reshard, spec
+from lmlib.state import abstract_batch, abstract_model
 
 pytestmark = pytest.mark.several_devices
 
@@ -78,9 +82,54 @@ def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
     check_outsider(experiment(recurrent, EIGHT), experiment(recurrent, {}), tmp_path)
 
 
-def test_rows_that_it_goes_along_are_not_split():
-    with pytest.raises(ValueError, match=r"context=2 splits rows.*Recurrence must say that"):
-        experiment(recurrent, {"fsdp": 4, "context": 2}).check()
+class Running(GatedMLP):
+    """A mean along the row. It inherits from a part that declares that rows may be split."""
+
+    def __call__(self, x_BSE, context):
+        return super().__call__(jnp.cumsum(x_BSE, axis=1), context)
+
+
+class OneAhead(NextToken):
+    """Compares each token with the one before it in the row."""
+
+    def sums(self, model, reference_model, batch, compute, key=None):
+        targets = jnp.roll(batch.targets, 1, axis=1)
+        return super().sums(
+            model, reference_model, dataclasses.replace(batch, targets=targets), compute, key
+        )
+
+
+dense = functools.partial(llama, **SIZES, layers=1, heads=4, mlp=16)
+running = functools.partial(dense, feed_forward=Running)
+TEACHER = Distillation(teacher=recurrent, teacher_from=None)
+
+
+@pytest.mark.parametrize("module", [__name__, "lmlib.models.parts.recurrence"])
+@pytest.mark.parametrize(
+    ("model", "objective", "named"),
+    [
+        (recurrent, NextToken(), "Recurrence"),
+        (running, NextToken(), "Running"),
+        (dense, OneAhead(), "OneAhead"),
+        (dense, TEACHER, "Recurrence"),
+    ],
+    ids=["mixer", "subclass", "objective", "teacher"],
+)
+def test_rows_that_a_part_goes_along_are_not_split(model, objective, named, module, monkeypatch):
+    for kind in (Recurrence, Running, OneAhead):
+        monkeypatch.setattr(kind, "__module__", module)
+    run = experiment(model, {"fsdp": 4, "context": 2}, objective=objective)
+    with pytest.raises(ValueError, match=rf"context=2 splits rows.*{module}.{named} must say that"):
+        run.check()
+
+
+def test_a_loss_of_split_rows_refuses_it_without_an_experiment():
+    mesh = make_mesh(fsdp=4, context=2)
+    batch = abstract_batch(SOURCE.batch_size, SOURCE.sequence_length, mesh)
+    model = abstract_model(functools.partial(recurrent, key=jax.random.key(0)), mesh)
+    loss = functools.partial(batch_loss, compute=FLOAT32)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"context=2 .*Recurrence must say"):
+        jax.eval_shape(loss, model, batch)
 
 
 @pytest.mark.slow

@@ -39,6 +39,8 @@ class Mixture(eqx.Module):
       residual_scale: of the initial values of the last matrices.
     """
 
+    rows_may_be_split = True
+
     router: Router
     experts: GatedExperts
     shared: GatedMLP | None

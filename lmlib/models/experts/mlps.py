@@ -46,6 +46,8 @@ class GatedExperts(eqx.Module):
       residual_scale: of the initial values of `down`; see `lmlib.models.weights.residual_scale`.
     """
 
+    rows_may_be_split = True
+
     gated: Gate = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
     gate: Float[Array, "expert embed mlp"] = weight(fan_in("embed"))

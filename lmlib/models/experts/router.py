@@ -62,6 +62,8 @@ class Router(eqx.Module):
       ValueError: if a setting is none of its choices, or sizes do not fit.
     """
 
+    rows_may_be_split = True
+
     names: ClassVar[Names] = Names(scopes=("router",))
 
     top: int = eqx.field(static=True)

@@ -44,6 +44,8 @@ class Adapted(eqx.Module):
       axis_names: of the three.
     """
 
+    rows_may_be_split = True
+
     base: Any = eqx.field(metadata={METADATA: lambda self: self.declaration})
     down: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.low_rank(True)})
     up: Float[Array, "..."] = eqx.field(metadata={METADATA: lambda self: self.low_rank(False)})

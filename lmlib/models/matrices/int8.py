@@ -23,6 +23,8 @@ class Int8(eqx.Module):
     makes numbers of them where they are used.
     """
 
+    rows_may_be_split = True
+
     values: Array = eqx.field(metadata={METADATA: lambda self: self.declaration})
     scale: Float[Array, "..."] = eqx.field(
         metadata={METADATA: lambda self: dataclasses.replace(self.declaration, initial=ones)}

@@ -51,6 +51,8 @@ class Attention(eqx.Module):
       ValueError: if `kv_heads` does not divide `heads`.
     """
 
+    rows_may_be_split = True
+
     names: ClassVar[Names] = Names(
         saved=("query", "key", "value", "attention"), scopes=("projections", "attention")
     )

@@ -55,6 +55,8 @@ class LatentAttention(eqx.Module):
       ValueError: if `rotary` is of another size than `rotary_dim`.
     """
 
+    rows_may_be_split = True
+
     names: ClassVar[Names] = Names(
         saved=("latent", "query", "key", "value", "attention"), scopes=("projections", "attention")
     )

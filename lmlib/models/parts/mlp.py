@@ -52,6 +52,8 @@ class GatedMLP(SimplePart):
       residual_scale: of the initial values of `down`; see `lmlib.models.weights.residual_scale`.
     """
 
+    rows_may_be_split = True
+
     names: ClassVar[Names] = Names(saved=("mlp_gate", "mlp_up", "mlp_hidden"), scopes=("mlp",))
 
     activation: Activation = eqx.field(static=True)
@@ -98,6 +100,8 @@ class MLP(SimplePart):
       bias: whether there are biases.
       residual_scale: of the initial values of `down`, as in `GatedMLP`.
     """
+
+    rows_may_be_split = True
 
     names: ClassVar[Names] = Names(saved=("mlp_up", "mlp_hidden"), scopes=("mlp",))
 

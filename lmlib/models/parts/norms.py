@@ -25,6 +25,8 @@ class RMSNorm(eqx.Module):
       sizes: of the axes, by name.
     """
 
+    rows_may_be_split = True
+
     scale: Float[Array, "..."] | None = weight(
         lambda self: Constant(self.initial - self.offset),
         # bfloat16 has no room for a sum beside the offset, large or near zero.
@@ -72,6 +74,8 @@ class LayerNorm(eqx.Module):
       axes, epsilon, initial, key, sizes: as in `RMSNorm`; epsilon is added to the variance.
       bias: whether there is one.
     """
+
+    rows_may_be_split = True
 
     scale: Float[Array, "..."] = weight(lambda self: Constant(self.initial))
     bias: Float[Array, "..."] | None = weight(zeros)

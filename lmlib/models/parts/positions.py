@@ -19,6 +19,8 @@ class Positions(eqx.Module):
       position, embed: sizes.
     """
 
+    rows_may_be_split = True
+
     table: Float[Array, "position embed"] = weight(normal(0.02), rules={"position": None})
 
     def __init__(self, position: int, embed: int, *, key: PRNGKeyArray):

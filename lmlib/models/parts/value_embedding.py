@@ -32,6 +32,8 @@ class ValueEmbedding(eqx.Module):
       others: sizes that it does not need.
     """
 
+    rows_may_be_split = True
+
     table: Float[Array, "vocab looked_up"] = weight(
         lambda self: normal(self.deviation), rules={"vocab": None}, dtype="float32"
     )
