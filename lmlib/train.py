@@ -16,6 +16,8 @@ from jaxtyping import Array
 from lmlib.data.batch import Batch
 from lmlib.guard import choose
 from lmlib.losses import LossSums
+from lmlib.losses.objective import sums_of
+from lmlib.models.returned import PartError
 from lmlib.optim.hyperparameters import Hyperparameters, abstract_arrays_of, with_arrays
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import sharding, shardings, spec
@@ -82,7 +84,7 @@ def gradient(state: State, batch: Batch, training: Training) -> tuple[Any, _Repo
         # Nothing asks for the gradient of what is frozen, so XLA leaves its products out.
         model = state.whole(trained)
         key = jax.random.fold_in(step_key, index)
-        sums = objective.sums(model, state.reference_model, part, compute, key)
+        sums = sums_of(objective, model, state.reference_model, part, compute, key)
         metrics = {name: each / divisor for name, each in sums.reported.items()}
         reported = _Reported(_of_model(sums, positions) | metrics, sums.model.tallies)
         return objective.minimised(sums, divisor, positions), reported
@@ -128,7 +130,8 @@ def _updated(
     given = with_arrays(optimizer.hyperparameters, hyperparameters)
     transformation = optax.with_extra_args_support(optimizer.transformation)
     grad_norm = optax.global_norm(gradients)
-    updates, moments = transformation.update(gradients, state.optimizer, state.model, **given)
+    returned = transformation.update(gradients, state.optimizer, state.model, **given)
+    updates, moments = _checked_update(returned, state)
     update_norm = optax.global_norm(updates)
     made, guarded = guard.judge(state.guard, loss, grad_norm, update_norm, count)
     updates_made = state.step - state.guard.skipped - state.guard.empty_batches
@@ -154,6 +157,36 @@ def _updated(
         reference_model=state.reference_model,
     )
     return new_state, metrics
+
+
+def _checked_update(returned: Any, state: State) -> tuple[Any, Any]:
+    """What an optimizer returned: updates of the weights' shapes, which would broadcast to them
+    otherwise, and a state like the one before.
+
+    Raises:
+      PartError: if it is anything else.
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise PartError(
+            "the optimizer's transformation must return a tuple (updates, state), got a "
+            f"{type(returned).__name__}"
+        )
+    for name, made, before in zip(
+        ("updates", "a state"), returned, (state.model, state.optimizer), strict=True
+    ):
+        found, wanted = (
+            {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in paths}
+            for paths in map(jax.tree.leaves_with_path, (made, before))
+        )
+        wrong = [path for path in wanted | found if found.get(path) != wanted.get(path)]
+        if wrong:
+            given, due = found.get(wrong[0], "nothing"), wanted.get(wrong[0], "nothing")
+            like = "the weights have" if before is state.model else "it was given"
+            raise PartError(
+                f"the optimizer's transformation must return {name} of the shapes that {like}: "
+                f"{wrong[0]} has {given} instead of {due}"
+            )
+    return returned
 
 
 def _measured(state: State, tallies: Any) -> Metrics:

@@ -79,9 +79,10 @@ def chosen_sizes(smaller: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """A block whose errors are the user's, of settings or files: raises them as `ConfigError`."""
+def user_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
+    """A block whose errors of these kinds are the user's, by default those of settings and files:
+    raises them as `ConfigError`."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except kinds as error:
         raise ConfigError(in_words(error)) from error

@@ -31,6 +31,7 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
+from lmlib.models.returned import PartError
 from lmlib.parallel.other_meshes import check_axes
 from lmlib.plan import targets
 from lmlib.plan.planner import Report, plan, section, stderr_kept, versions
@@ -135,7 +136,8 @@ def _of_stage(
     experiment: Experiment, target: Target, tell: Callable[[str], None]
 ) -> tuple[Report, dict[str, Any]]:
     """The plan of a step, and its `text` and `json` with what was asked for besides."""
-    report = plan(experiment, target, tell)
+    with user_errors((PartError,)):
+        report = plan(experiment, target, tell)
     text, fields = str(report), report.as_json()
     if _SEARCH.value:
         found = search(experiment, target, tell, known=report)

@@ -164,6 +164,12 @@ def place(source: Source, step: int, sharding: NamedSharding, order: str = "bala
     local = jax.tree.map(
         lambda *runs: np.concatenate(runs), *(source.batch(step, run) for run in _runs(held))
     )
+    for field, values in vars(local).items():
+        if isinstance(values, np.ndarray) and values.shape[:2] != (held.sum(), shape[1]):
+            raise ValueError(
+                f"{type(source).__name__}.batch({step}) must give {field} of {held.sum()} rows "
+                f"of {shape[1]} tokens, as many as were asked for, got shape {values.shape}"
+            )
     local_row_B = np.cumsum(held) - 1  # where a global row lies among the local ones
 
     def assemble(values: np.ndarray) -> Array:

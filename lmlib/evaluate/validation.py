@@ -16,6 +16,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source
 from lmlib.data.prefetch import Prefetch
 from lmlib.losses import NextToken, Objective
+from lmlib.losses.objective import sums_of
 from lmlib.models.protocol import Model
 from lmlib.parallel.fingerprint import sums_of_bits
 from lmlib.parallel.layout import sharding
@@ -61,7 +62,7 @@ def evaluation_step(
 ) -> tuple[dict[str, Array], Int32[Array, ""], UInt32[Array, "fields 2"]]:
     """The sums of the objective's metrics over a batch, nothing dropped at random, the count of
     its units, and what tells it from other batches."""
-    reported = objective.sums(model, reference_model, batch, compute).reported
+    reported = sums_of(objective, model, reference_model, batch, compute).reported
     bits = jnp.stack([sums_of_bits(field) for field in jax.tree.leaves(batch)])
     return {name: reported[name] for name in objective.metrics}, objective.count(batch), bits
 

@@ -25,6 +25,7 @@ from lmlib.losses import Objective
 from lmlib.models.matrices.adapted import has_adapters
 from lmlib.models.protocol import check_protocol, whole_rows
 from lmlib.optim.average import WeightAverage
+from lmlib.optim.optimizer import Optimizer
 from lmlib.optim.transfer import CompleteP
 from lmlib.parallel.check import check_batch, check_model
 
@@ -154,7 +155,12 @@ def _check_trainable(experiment: Any) -> None:
             "the model has adapters, whose bases do not train, but trainable is None: "
             "lmlib.optim.trainable.adapters() trains the adapters alone"
         )
-    experiment.optimizer(experiment.steps)
+    made = experiment.optimizer(experiment.steps)
+    if not isinstance(made, Optimizer):
+        raise ValueError(
+            f"optimizer(steps) must return a lmlib.optim.Optimizer, got a {type(made).__name__}; "
+            "lmlib.optim.from_optax makes one of a transformation of optax's"
+        )
     try:
         _ = experiment.training
     except TypeError as error:

@@ -74,8 +74,20 @@ class Names:
     in_float32: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def tensor_of(self, path: str) -> str:
-        """The tensor that holds a weight which is of no layer."""
-        return next(each.name for each in self.outside if path in each.holds)
+        """The tensor that holds a weight which is of no layer.
+
+        Raises:
+          ValueError: if the family names none; a tied family names its head too, since folders may
+            hold it.
+        """
+        for each in self.outside:
+            if path in each.holds:
+                return each.name
+        raise ValueError(
+            f"the names of this family have no tensor for {path!r} among those outside of layers "
+            f"({', '.join(each.name for each in self.outside)}); add a Tensor that holds it, also "
+            "where the head is tied to the table, since folders may repeat it"
+        )
 
     def float32_in(self, tensor: str) -> tuple[str, ...]:
         """The dtypes of files that hold the tensor of this name in float32."""

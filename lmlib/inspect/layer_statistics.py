@@ -18,6 +18,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses import NextToken, Objective
 from lmlib.losses.features import features
+from lmlib.losses.objective import sums_of
 from lmlib.models.matrices.int8 import Int8
 from lmlib.models.protocol import LayerCall, Model, Part
 from lmlib.terminal.table import columns
@@ -106,7 +107,7 @@ def _measured(
 
     def loss(in_floats: Model) -> Array:
         model = eqx.combine(in_floats, in_8_bits, is_leaf=_rests)
-        sums = objective.sums(model, reference_model, batch, compute)
+        sums = sums_of(objective, model, reference_model, batch, compute)
         positions = jnp.sum(batch.segment_ids > 0, dtype=jnp.int32)
         counts = (jnp.maximum(each, 1) for each in (objective.count(batch), positions))
         return objective.minimised(sums, *counts)

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.protocol import Context, Model, Observe, Reports
+from lmlib.models.protocol import Context, Model, Observe, Reports, Trunk
+from lmlib.models.returned import PartError, check_like, named
 from lmlib.models.split_rows import check_rows_may_be_split
 from lmlib.parallel.collectives import devices_along
 from lmlib.parallel.layout import COMPUTE, along, partition, reshard
@@ -64,8 +65,15 @@ def features(
         observe=observe,
     )
     trunk = model.trunk(tokens_BS, context)
+    if not isinstance(trunk, Trunk):
+        raise PartError(
+            f"{named(model)}.trunk must return a lmlib.models.protocol.Trunk, as `run_stack` does, "
+            f"got a {type(trunk).__name__}"
+        )
+    h_BSE = model.features(trunk.x_BSE, context)
+    check_like(model, h_BSE, trunk.x_BSE)
     # What is kept for the backward pass is the gradient of these, which is as large.
-    h_BSE = checkpoint_name(model.features(trunk.x_BSE, context), "loss_gradient")
+    h_BSE = checkpoint_name(h_BSE, "loss_gradient")
     return Features(h_BSE, trunk.reports, trunk.observed)
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.models.protocol import NO_REPORTS, Model, Reports
+from lmlib.models.returned import PartError, check_scalars, named
 
 
 class LossSums(NamedTuple):
@@ -149,6 +150,35 @@ class Objective(abc.ABC):
           reference_model: the model that `self.reference_model` asks for.
           key: of random layers, which are off without one.
         """
+
+
+def sums_of(
+    objective: Objective,
+    model: Model,
+    reference_model: Model | None,
+    batch: Batch,
+    compute: Compute,
+    key: PRNGKeyArray | None = None,
+) -> LossSums:
+    """`objective.sums`.
+
+    Raises:
+      PartError: if they are no `LossSums` of scalars, or lack a metric of `objective.metrics`.
+    """
+    sums = objective.sums(model, reference_model, batch, compute, key)
+    if not isinstance(sums, LossSums):
+        raise PartError(
+            f"{named(objective)}.sums must return a lmlib.losses.LossSums, got a "
+            f"{type(sums).__name__}"
+        )
+    check_scalars(objective, "sums", {"minimised": sums.minimised})
+    check_scalars(objective, "reported", sums.reported)
+    if lacking := [name for name in objective.metrics if name not in sums.reported]:
+        raise PartError(
+            f"{named(objective)} has the metric {lacking[0]!r}, but its sums report "
+            f"{', '.join(sums.reported) or 'nothing'}"
+        )
+    return sums
 
 
 def check_fraction(name: str, value: float) -> None:

@@ -20,10 +20,12 @@ from lmlib.models.layer import (
     Norm,
     Updating,
     WeightingMixer,
+    check_part,
 )
 from lmlib.models.parts.dropout import dropout
 from lmlib.models.parts.rope import Rotary
 from lmlib.models.protocol import Context, Names, Reports, joined
+from lmlib.models.returned import check_like, checked
 from lmlib.parallel.layout import share
 
 
@@ -45,6 +47,14 @@ class TwoParts(eqx.Module):
         """What the mlp is given of the residual stream."""
         h_BSE = share(_normed(self.mlp_norm, x_BSE), "batch seq embed")
         return checkpoint_name(h_BSE, "mlp_input")
+
+    def _attended(self, x_BSE: Array, context: Context, cache: Any) -> tuple[Array, Any]:
+        returned = self.attention(self.attention_input(x_BSE), context, cache)
+        return checked(self.attention, returned, x_BSE, "cache")
+
+    def _fed_forward(self, x_BSE: Array, context: Context) -> tuple[Array, Reports]:
+        returned = self.mlp(self.mlp_input(x_BSE), context)
+        return checked(self.mlp, returned, x_BSE, "reports")
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         parts = self.attention, self.mlp
@@ -118,6 +128,8 @@ class Block(TwoParts):
         mlp_after_norm: Norm | None = None,
         residual_multiplier: float = 1.0,
     ):
+        check_part(attention, "Mixer", ("x_BSE", "context", "cache"))
+        check_part(mlp, "FeedForward", ("x_BSE", "context"))
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
         self.attention_after_norm, self.mlp_after_norm = attention_after_norm, mlp_after_norm
@@ -127,11 +139,11 @@ class Block(TwoParts):
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
         """See `lmlib.models.layer.Layer`."""
-        h_BSE, cache = self.attention(self.attention_input(x_BSE), context, cache)
+        h_BSE, cache = self._attended(x_BSE, context, cache)
         h_BSE = _normed(self.attention_after_norm, h_BSE)
         x_BSE = added(x_BSE, h_BSE, self.residual_multiplier, "attention", context)
         x_BSE = checkpoint_name(x_BSE, "attention_residual")
-        h_BSE, reports = self.mlp(self.mlp_input(x_BSE), context)
+        h_BSE, reports = self._fed_forward(x_BSE, context)
         h_BSE = _normed(self.mlp_after_norm, h_BSE)
         x_BSE = added(x_BSE, h_BSE, self.residual_multiplier, "mlp", context)
         return x_BSE, reports, cache
@@ -162,6 +174,8 @@ class ParallelBlock(TwoParts):
         attention_norm: Norm | None = None,
         mlp_norm: Norm | None = None,
     ):
+        check_part(attention, "Mixer", ("x_BSE", "context", "cache"))
+        check_part(mlp, "FeedForward", ("x_BSE", "context"))
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
 
@@ -169,8 +183,8 @@ class ParallelBlock(TwoParts):
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
         """See `lmlib.models.layer.Layer`."""
-        attended_BSE, cache = self.attention(self.attention_input(x_BSE), context, cache)
-        h_BSE, reports = self.mlp(self.mlp_input(x_BSE), context)
+        attended_BSE, cache = self._attended(x_BSE, context, cache)
+        h_BSE, reports = self._fed_forward(x_BSE, context)
         # Both together first: their sum is smaller than the stream, and rounds less.
         h_BSE = _dropped(attended_BSE, "attention", context) + _dropped(h_BSE, "mlp", context)
         return x_BSE + h_BSE, reports, cache
@@ -193,4 +207,8 @@ def _dropped(h_BSE: Array, name: str, context: Context) -> Array:
 
 
 def _normed(norm: Norm | None, x_BSE: Array) -> Array:
-    return x_BSE if norm is None else norm(x_BSE)
+    if norm is None:
+        return x_BSE
+    h_BSE = norm(x_BSE)
+    check_like(norm, h_BSE, x_BSE)
+    return h_BSE

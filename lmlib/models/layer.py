@@ -7,7 +7,9 @@ The methods of a layer and of its parts see the arrays of one layer, never those
 Shapes: B batch, S sequence, E embed.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -93,6 +95,49 @@ class SimplePart(eqx.Module):
 
     def check(self, sequence_length: int, compute: Compute) -> None:
         return
+
+
+_OF_EACH = {
+    "names": "names its activations and scopes, a lmlib.models.protocol.Names",
+    "flops_per_token": "counts its FLOPs for MFU and plan",
+    "check": "refuses what it cannot compute",
+}
+
+
+def check_part(
+    part: Any, kind: str, arguments: Sequence[str], more: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Checks that `part` has what a layer or a plan asks of it.
+
+    Args:
+      kind: the protocol of this module that it implements.
+      arguments: of its call.
+      more: further attributes that it needs, and what each is for.
+
+    Raises:
+      ValueError: naming the part's class, what it lacks and the remedy.
+    """
+    name = f"{type(part).__module__}.{type(part).__qualname__}"
+    wanted = {"__call__": "computes it", **_OF_EACH, **more}
+    lacking = [f"{each}, which {what}" for each, what in wanted.items() if not hasattr(part, each)]
+    if lacking:
+        simple = "" if more else "; lmlib.models.layer.SimplePart has all but the call"
+        raise ValueError(
+            f"{name} is no lmlib.models.layer.{kind}: it lacks {'; '.join(lacking)}{simple}"
+        )
+    try:
+        inspect.signature(part).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} is called with ({', '.join(arguments)}), which its `__call__` does not take: "
+            f"{error}"
+        ) from None
+    names = part.names
+    if not isinstance(names, Names) or str in map(type, names):
+        raise ValueError(
+            f"{name}.names must be a lmlib.models.protocol.Names of two tuples of names, such as "
+            f"`Names(saved=('hidden',))`, got {names!r}"
+        )
 
 
 @runtime_checkable

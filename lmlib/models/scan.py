@@ -20,6 +20,7 @@ from lmlib.models.layer import Layer
 from lmlib.models.matrices.adapted import with_keys
 from lmlib.models.protocol import Context, LayerCall, Reports
 from lmlib.models.rematerialization import policy
+from lmlib.models.returned import checked
 from lmlib.models.weights import fold
 from lmlib.parallel.gathering import gather
 
@@ -143,7 +144,8 @@ def _layer(
         layer = with_keys(layer, fold(key, "adapters"))
     key = key if context.dropout > 0 else None
     context = dataclasses.replace(context, key=key)
-    y_BSE, reports, cache = layer(x_BSE, context, cache)
+    returned = layer(x_BSE, context, cache)
+    y_BSE, reports, cache = checked(layer, returned, x_BSE, "reports", "cache")
     observed = context.observe and context.observe(LayerCall(layer, x_BSE, y_BSE, context))
     return y_BSE, Given(reports, cache, observed)
 

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from lmlib.compute import Compute
-from lmlib.models.layer import Layer, Measuring
+from lmlib.models.layer import Layer, Measuring, check_part
 from lmlib.models.matrices.adapted import drops
 from lmlib.models.matrices.quantized import check_quantized
 from lmlib.models.parts.rope import Rotary, Rotations
@@ -28,13 +28,18 @@ from lmlib.models.pipeline.chunks import unstaged
 from lmlib.models.pipeline.run import run_in_stages
 from lmlib.models.protocol import Context, Names, Part, Reports, Trunk, joined
 from lmlib.models.rematerialization import check_names
+from lmlib.models.returned import check_scalars
 from lmlib.models.scan import Given, Repeated, reshaped, run, stacked
 from lmlib.models.weights import fold
-from lmlib.parallel.axes import LAYER
+from lmlib.parallel.axes import LAYER, map_weights
 from lmlib.parallel.collectives import devices_along, platform
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import along
 
+_OF_LAYERS = {
+    "rotaries": "lists the rotary tables that it reads, () for none",
+    "empty_cache": "makes its cache, or None",
+}
 Pattern = tuple[Layer, ...]
 Stack = tuple[Pattern, ...]
 
@@ -75,10 +80,26 @@ def make_stack(segments: Sequence[Segment], key: PRNGKeyArray) -> Stack:
             raise ValueError(f"layers must be at least 1, got {repeats * len(pattern)}")
         keys_L = _layer_keys(key, range(first, first + repeats * len(pattern)))
         stack.append(
-            tuple(jax.vmap(make)(keys_L[j :: len(pattern)]) for j, make in enumerate(pattern))
+            tuple(_stacked(make, keys_L[j :: len(pattern)]) for j, make in enumerate(pattern))
         )
         first += repeats * len(pattern)
     return tuple(stack)
+
+
+def _stacked(make: Callable[[PRNGKeyArray], Layer], keys_R: Key[Array, "R"]) -> Layer:
+    """Layers of these keys, their arrays stacked.
+
+    Raises:
+      ValueError: if what `make` gives is no `Layer`, or an array of it is not declared.
+    """
+
+    def layer(key: PRNGKeyArray) -> Layer:
+        made = make(key)
+        check_part(made, "Layer", ("x_BSE", "context", "cache"), _OF_LAYERS)
+        map_weights(lambda *_: None, made)
+        return made
+
+    return jax.vmap(layer)(keys_R)
 
 
 def run_stack(
@@ -161,12 +182,18 @@ def measured_stack(stack: Stack, tallies: Any) -> dict[str, Array]:
     """What layers measure of these tallies, on average; see `lmlib.models.layer.Measuring`."""
     return _averaged(
         [
-            jax.vmap(layer.measured)(tallies_R)
+            jax.vmap(functools.partial(_measured, layer))(tallies_R)
             for pattern, of_pattern in zip(stack, tallies, strict=True)
             for layer, tallies_R in zip(pattern, of_pattern, strict=True)
             if tallies_R is not None and isinstance(layer, Measuring)
         ]
     )
+
+
+def _measured(layer: Any, tallies: Any) -> dict[str, Array]:
+    found: dict[str, Array] = layer.measured(tallies)
+    check_scalars(layer, "measured", found)
+    return found
 
 
 def stack_cache(stack: Stack, rows: int, length: int, dtype: DTypeLike) -> Any:

@@ -134,7 +134,13 @@ def weight(
     """
 
     def declared(owner: Any) -> Declaration:
-        values = initial if isinstance(initial, InitialValues) else initial(owner)
+        makes = not isinstance(initial, InitialValues)
+        values = initial(owner) if makes and callable(initial) else initial
+        if not isinstance(values, InitialValues):
+            raise LayoutError(
+                f"initial values must be zeros, ones, normal(deviation), fan_in(axes) or a "
+                f"function of the module that gives such, got {values!r}"
+            )
         random = isinstance(values, Random)
         of_products = values.summed if isinstance(values, Random) else ()
         return Declaration(
@@ -167,13 +173,23 @@ def initial_values(owner: Any, field: str, key: PRNGKeyArray, **sizes: int) -> F
     axes = axis_names(owner, field)
     for axis in axes:
         if sizes.get(axis, 0) < 1:
-            kind = owner if isinstance(owner, type) else type(owner)
             raise LayoutError(
-                f"{kind.__name__}.{field} needs a positive size for axis {axis!r}, "
+                f"{_class_name(owner)}.{field} needs a positive size for axis {axis!r}, "
                 f"got {sizes.get(axis)}"
             )
     shape = tuple(sizes[axis] for axis in axes)
-    return declaration(owner, field).initial.make(fold(key, field), shape, sizes)
+    initial = declaration(owner, field).initial
+    for axis in initial.summed if isinstance(initial, Random) else ():
+        if axis not in sizes:
+            raise LayoutError(
+                f"{_class_name(owner)}.{field} begins with fan_in({axis!r}), but its axes are "
+                f"{' '.join(axes)}: name those that its products sum over"
+            )
+    return initial.make(fold(key, field), shape, sizes)
+
+
+def _class_name(owner: Any) -> str:
+    return (owner if isinstance(owner, type) else type(owner)).__name__
 
 
 def compiled(make: Callable[[PRNGKeyArray], M]) -> Callable[[PRNGKeyArray], M]:

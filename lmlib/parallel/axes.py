@@ -108,7 +108,8 @@ def axis_names(owner: Any, field: str) -> tuple[str, ...]:
             return tuple(names.split())
     raise LayoutError(
         f"{kind.__name__}.{field} holds an array but names no axes; annotate the field, "
-        'for example `Float[Array, "embed mlp"]`'
+        'for example `Float[Array, "embed mlp"]`, or, if it is a setting, make it '
+        "`eqx.field(static=True)`"
     )
 
 
@@ -124,7 +125,10 @@ def declaration(owner: Any, field: str) -> Declaration:
     kind = owner if isinstance(owner, type) else type(owner)
     metadata = {each.name: each.metadata for each in dataclasses.fields(kind)}[field]
     if METADATA in metadata:
-        return metadata[METADATA](owner)
+        try:
+            return metadata[METADATA](owner)
+        except LayoutError as error:
+            raise LayoutError(f"{kind.__name__}.{field}: {error}") from None
     raise LayoutError(
         f"{kind.__name__}.{field} holds an array but declares no initial values; declare them, for "
         "example `= weight(fan_in('embed'))` of lmlib.models.weights"
@@ -141,11 +145,16 @@ def map_weights(function: Callable[[Weight, Any], Any], module: M) -> M:
 
     Raises:
       LayoutError: if an array names no axes or declares nothing, has fewer axes than it names, or
-        lies in a container rather than in a field.
+        lies in a container rather than in a field; or if something is no array.
     """
 
     def visit(keys: tuple[Any, ...], leaf: Any) -> Any:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        if not hasattr(leaf, "shape"):
+            raise LayoutError(
+                f"{path} is {leaf!r}, which is no array: make a setting `eqx.field(static=True)`, "
+                "and a part an eqx.Module"
+            )
         if not isinstance(keys[-1], jax.tree_util.GetAttrKey):
             raise LayoutError(f"{path} lies in a container; make each array a field of a module")
         owner: Any = module

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from lmlib.compute import Compute
@@ -25,9 +26,11 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
     misfits: dict[str, dict[str, None]] = {}  # to paths, each once and in order
 
     def check(weight: Weight, array: Any) -> None:
+        _check_declaration(weight, array)
         layers.append(array.shape[0] if weight.stacked else 0)
+        layouts = in_use(weight, array.shape, mesh), stored(weight, array.shape, mesh)
         rules = {**COMPUTE, **weight.declaration.rules}
-        for layout in (in_use(weight, array.shape, mesh), stored(weight, array.shape, mesh)):
+        for layout in layouts:
             for axis, size, place in zip(weight.axes, array.shape, layout, strict=True):
                 if size % pieces(place, mesh) and repeats(axis, size, rules, mesh) == 1:
                     misfits.setdefault(_misfit(axis, size, place, mesh), {})[weight.path] = None
@@ -43,6 +46,36 @@ def check_model(model: Any, mesh: Mesh | AbstractMesh) -> None:
             f"pattern, and the model has {max(layers)}: no stage would have layers of its own; "
             "use a smaller stage, and a larger fsdp"
         )
+
+
+def _check_declaration(weight: Weight, array: Any) -> None:
+    """Raises LayoutError for a weight that is no floating array, or is declared so that no step can
+    use it."""
+    declared = weight.declaration
+    if not _is_floating(array.dtype) and declared.gradient and array.dtype != jnp.int8:
+        raise LayoutError(f"{weight.path} must be float32, got {array.dtype}")
+    if declared.dtype is not None and not _is_floating(declared.dtype):
+        raise LayoutError(
+            f"{weight.path}: its dtype must be a floating type like 'float32', got "
+            f"{declared.dtype!r}"
+        )
+    rate = declared.learning_rate
+    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise LayoutError(
+            f"{weight.path}: its learning_rate must be a factor of at least 0, got {rate!r}"
+        )
+    if wrong := [axis for axis in declared.summed if axis not in weight.axes]:
+        raise LayoutError(
+            f"{weight.path}: its products sum over {wrong[0]!r}, but its axes are "
+            f"{' '.join(weight.own_axes)}"
+        )
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
 
 
 def check_batch(

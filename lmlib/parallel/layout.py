@@ -8,7 +8,7 @@ Names that the tables do not have get their rule where the weight is declared. W
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,6 +113,13 @@ def _refuse_twice(names: Axes, places: Sequence[MeshAxes]) -> None:
     taken: dict[str, str | None] = {}
     for name, place in zip(names, places, strict=True):
         for mesh_axis in names_of(place):
+            if taken.get(mesh_axis) == name and names.count(name) > 1:
+                raise LayoutError(
+                    f"two axes of one array are named {name!r} and both would lie along "
+                    f"{mesh_axis!r} of the mesh; give one of them a name of its own where the "
+                    f"weight is declared: `{name}_out` in the annotation, and "
+                    f"`weight(…, rules={{'{name}_out': None}})`, which keeps it whole"
+                )
             if mesh_axis in taken:
                 raise LayoutError(
                     f"axes {taken[mesh_axis]!r} and {name!r} of one array both lie along "
@@ -132,10 +139,39 @@ def in_use(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
     stages = pieces(COMPUTE[LAYER], mesh)
     staged = weight.stacked == 1 and shape[0] % stages == 0
     axes = tuple(None if axis == LAYER and not staged else axis for axis in weight.axes)
+    _check_rules(weight, mesh)
     try:
         return partition(axes, {**COMPUTE, **weight.declaration.rules}, mesh)
     except LayoutError as error:
         raise LayoutError(f"{weight.path}: {error}") from None
+
+
+def _check_rules(weight: Weight, mesh: Mesh | AbstractMesh) -> None:
+    """Raises LayoutError for a rule of a weight's own that is no place on `mesh`."""
+    rules = weight.declaration.rules
+    if not isinstance(rules, Mapping):
+        raise LayoutError(
+            f"{weight.path}: rules must map names of axes to axes of the mesh, as in "
+            f"`weight(…, rules={{'own': None}})`, got {rules!r}"
+        )
+    for name, place in rules.items():
+        if not isinstance(place, str | tuple | None):
+            raise LayoutError(
+                f"{weight.path}: the rule of axis {name!r} must be an axis of the mesh, a tuple of "
+                f"such or None, got {place!r}"
+            )
+        places = names_of(place)
+        for mesh_axis in places:
+            if mesh_axis not in mesh.axis_names:
+                raise LayoutError(
+                    f"{weight.path}: the rule of axis {name!r} names {mesh_axis!r}, which the mesh "
+                    f"lacks (it has {', '.join(mesh.axis_names)}); name one of these, None to keep "
+                    f"the axis whole, or make the mesh with `others={{{mesh_axis!r}: …}}`"
+                )
+            if places.count(mesh_axis) > 1:
+                raise LayoutError(
+                    f"{weight.path}: the rule of axis {name!r} names {mesh_axis!r} twice: {place!r}"
+                )
 
 
 def along(axis: str, rules: Rules = COMPUTE) -> MeshAxes:
@@ -174,6 +210,10 @@ def stored(weight: Weight, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> P
         at_rest = used if axis == LAYER else named(rules[axis], mesh)
         left = [name for name in names_of(at_rest) if name not in elsewhere]
         places.append(None if repeats(axis, size, rules, mesh) > 1 else place_of(left))
+    try:
+        _refuse_twice(weight.axes, places)
+    except LayoutError as error:
+        raise LayoutError(f"{weight.path}: {error}") from None
     if weight.declaration.multiplied:
         _spread(places, weight, shape, mesh)
     return PartitionSpec(*places)

@@ -27,11 +27,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from lmlib.experiment import Experiment
+from lmlib.models.returned import PartError
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import bytes_text, duration_text
 from runner.config.text import changed_paths, flattened
-from runner.errors import ConfigError
+from runner.errors import ConfigError, user_errors
 from runner.monitoring.program_dump import dump_program
 from runner.monitoring.progress import Progress
 from runner.processes.agreement import agreed
@@ -72,7 +73,8 @@ class StepProgram:
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
-        return self.experiment.trace_step().lower()
+        with user_errors((PartError,)):
+            return self.experiment.trace_step().lower()
 
     @functools.cached_property
     def identity(self) -> Identity:

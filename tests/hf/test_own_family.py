@@ -198,3 +198,14 @@ def test_adapters_that_peft_cannot_name_are_refused(tmp_path):
     adapted = with_adapters(model(), 2, 2.0, ("*attention.output",), key=jax.random.key(2))
     with pytest.raises(ValueError, match=r"no place for the adapters of stack\.0\.0\.attention"):
         hf.save_adapters(adapted, tmp_path / "peft", trained=(), families=[mine])
+
+
+@pytest.mark.landing
+def test_a_tied_family_without_a_head_in_its_names_is_told_so(tmp_path):
+    tied = dataclasses.replace(
+        family(), names=Names([each for each in OUTSIDE if "unembedding" not in each.holds], LAYER)
+    )
+    make = functools.partial(family().build, 16, 8, 2, 4, 6, 2, tied=True)
+    save(jax.jit(lambda key: make(key=key))(jax.random.key(0)), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"no tensor for 'unembedding'.*also where the head"):
+        hf.load(tmp_path / "out", families=[tied])

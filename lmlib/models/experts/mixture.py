@@ -17,6 +17,7 @@ from lmlib.models.experts.rounds import DISPATCHES, KEPT, Settings, best_dispatc
 from lmlib.models.experts.router import Router
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.protocol import Context, Names, Reports, joined
+from lmlib.models.returned import checked
 from lmlib.models.weights import fold, product_flops
 from lmlib.parallel.stages import in_a_stage
 
@@ -92,7 +93,7 @@ class Mixture(eqx.Module):
         dropped = context.total(jax.lax.stop_gradient(1 - computed_BS))
         reports = reports._replace(statistics=reports.statistics | {"expert_dropped": dropped})
         if self.shared is not None:
-            shared_BSE, _ = self.shared(x_BSE, context)
+            shared_BSE, _ = checked(self.shared, self.shared(x_BSE, context), y_BSE, "reports")
             y_BSE += shared_BSE
         return y_BSE, reports
 

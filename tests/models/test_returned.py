@@ -1,0 +1,184 @@
+"""What a user's part returns is checked while the step is traced: nothing is unpacked along the
+batch, broadcast or averaged instead."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from outsider_runs import SIZES, experiment
+
+from lmlib import NextToken
+from lmlib.data.batch import place
+from lmlib.data.synthetic import Synthetic
+from lmlib.losses import LossSums
+from lmlib.models.block import Block
+from lmlib.models.decoder import Decoder
+from lmlib.models.layer import SimplePart
+from lmlib.models.parts.mlp import GatedMLP
+from lmlib.models.parts.norms import RMSNorm
+from lmlib.models.protocol import NO_REPORTS, Reports
+from lmlib.models.returned import PartError
+from lmlib.models.stack import Segment
+from lmlib.optim import Optimizer, as_declared
+from lmlib.parallel.layout import reshard, sharding
+from lmlib.parallel.mesh import make_mesh
+
+EMBED = SIZES["embed"]
+
+
+def runs(attention=None, mlp=None, layer=Block, model=None, **settings):
+    """That a step of a model with these functions as parts is refused when it is traced."""
+    source = Synthetic(vocab_size=64, batch_size=2, sequence_length=8)  # two rows: unpacks to two
+
+    def made_by(call):
+        class Mine(SimplePart):
+            def __call__(self, *arguments):
+                return call(*arguments)
+
+        return Mine()
+
+    def one(key):
+        mixer = made_by(attention or (lambda x, context, cache: (as_it_lies(x, context), cache)))
+        feed = GatedMLP(EMBED, 16, key=key) if mlp is None else made_by(mlp)
+        return layer(mixer, feed, RMSNorm(embed=EMBED, key=key))
+
+    make = model or functools.partial(Decoder, **SIZES, segments=[Segment([one], 1)])
+    run = experiment(make, {"fsdp": 1}, **settings)
+    object.__setattr__(run, "data", source)
+    return run
+
+
+def as_it_lies(x_BSE, context):
+    return reshard(x_BSE, context.compute.residual)
+
+
+def reports(losses=None, statistics=None):
+    def call(x_BSE, context):
+        return as_it_lies(x_BSE, context), Reports(losses or {}, statistics or {})
+
+    return call
+
+
+class ThreeRows(Block):
+    def __call__(self, x_BSE, context, cache=None):
+        return super().__call__(x_BSE, context, cache)[0]
+
+
+class Sums(NextToken):
+    def sums(self, *arguments, **others):
+        sums = super().sums(*arguments, **others)
+        return sums.minimised, sums.reported
+
+
+class Unsummed(NextToken):
+    def sums(self, model, reference_model, batch, compute, key=None):
+        sums = super().sums(model, reference_model, batch, compute, key)
+        return sums._replace(reported={"loss": batch.loss_mask})
+
+
+class Nothing(NextToken):
+    def sums(self, model, reference_model, batch, compute, key=None):
+        return LossSums(super().sums(model, reference_model, batch, compute, key).minimised, {})
+
+
+class NoTrunk(Decoder):
+    def trunk(self, tokens_BS, context, cache=None):
+        return super().trunk(tokens_BS, context, cache).x_BSE
+
+
+def optimizer(update):
+    def make(steps):
+        transformation = optax.GradientTransformation(lambda weights: (), update)
+        return Optimizer(transformation, optax.constant_schedule(0.1), as_declared)
+
+    return make
+
+
+CASES = {
+    "mixer, an array": (
+        {"attention": lambda x, context, cache: x},
+        r"Mine must return a tuple \(y_BSE, cache\), got an array float32\[2, 8, 32\]",
+    ),
+    "mixer, three results": (
+        {"attention": lambda x, context, cache: (x, cache, NO_REPORTS)},
+        r"\(y_BSE, cache\), got a tuple of 3",
+    ),
+    "mixer, broadcast": (
+        {"attention": lambda x, context, cache: (x[:, :1], cache)},
+        r"shape and dtype of its input, an array float32\[2, 8, 32\], got an array float32\[2, 1",
+    ),
+    "mixer, dtype": (
+        {"attention": lambda x, context, cache: (x.astype("bfloat16"), cache)},
+        r"got an array bfloat16\[2, 8, 32\]",
+    ),
+    "mixer, its input": (
+        {"attention": lambda x, context, cache: (x, cache)},
+        r"lies as the residual stream does.*return `reshard\(y_BSE, context.compute.residual\)`",
+    ),
+    "mlp, an array": (
+        {"mlp": lambda x, context: x},
+        r"Mine must return a tuple \(y_BSE, reports\), got an array",
+    ),
+    "mlp, no reports": (
+        {"mlp": lambda x, context: (as_it_lies(x, context), None)},
+        "must return reports, a .*got None",
+    ),
+    "mlp, a statistic of each row": (
+        {"mlp": reports(statistics={"mean": jnp.ones(2)})},
+        r"JAX scalar as statistics\['mean'\], got an array float32\[2\]",
+    ),
+    "mlp, a loss of each row": (
+        {"mlp": reports(losses={"z": jnp.ones(2)})},
+        r"JAX scalar as losses\['z'\]",
+    ),
+    "layer": ({"layer": ThreeRows}, r"ThreeRows must return a tuple \(y_BSE, reports, cache\)"),
+    "trunk": (
+        {"model": functools.partial(NoTrunk, **SIZES, segments=[])},
+        "NoTrunk.trunk must return a lmlib.models.protocol.Trunk",
+    ),
+    "sums": ({"objective": Sums()}, "Sums.sums must return a lmlib.losses.LossSums, got a tuple"),
+    "sums, an array": ({"objective": Unsummed()}, r"Unsummed must give a JAX scalar as reported"),
+    "sums, nothing": ({"objective": Nothing()}, "Nothing has the metric 'loss', but its sums"),
+    "optimizer, updates alone": (
+        {"optimizer": optimizer(lambda updates, state, weights: updates)},
+        r"must return a tuple \(updates, state\), got a Decoder",
+    ),
+    "optimizer, broadcast": (
+        {"optimizer": optimizer(lambda g, state, weights: (jax.tree.map(jnp.mean, g), state))},
+        r"updates of the shapes that the weights have: \.embedding has \(\) instead of \(64, 32\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_it_should_not_return_is_refused_by_name(case):
+    parts, message = CASES[case]
+    if case == "trunk":
+        full = runs().model.keywords["segments"]
+        parts = {"model": functools.partial(NoTrunk, **SIZES, segments=full)}
+    with pytest.raises(PartError, match=message):
+        runs(**parts).trace_step()
+
+
+def test_an_optimizer_is_one_of_lmlibs():
+    with pytest.raises(ValueError, match=r"must return a lmlib.optim.Optimizer.*from_optax"):
+        runs(optimizer=lambda steps: optax.sgd(0.1)).check()
+
+
+class Longer(Synthetic):
+    """Gives more tokens than it promises, which would be cut off."""
+
+    def batch(self, step, rows=slice(None)):
+        return Synthetic(64, self.batch_size, self.sequence_length + 8).batch(step, rows)
+
+
+def test_a_source_gives_the_rows_that_it_promises():
+    longer = Longer(vocab_size=64, batch_size=2, sequence_length=8)
+    with pytest.raises(ValueError, match=r"Longer.batch\(3\) must give tokens of 2 rows of 8"):
+        place(longer, 3, sharding("batch seq", make_mesh(fsdp=1)))
+
+
+def test_parts_that_return_what_they_should_are_traced():
+    assert runs(mlp=reports({"z": jnp.ones(())})).trace_step()
