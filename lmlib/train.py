@@ -17,8 +17,8 @@ from lmlib.data.batch import Batch
 from lmlib.guard import choose
 from lmlib.losses import LossSums
 from lmlib.losses.objective import sums_of
-from lmlib.models.returned import PartError
 from lmlib.optim.hyperparameters import Hyperparameters, abstract_arrays_of, with_arrays
+from lmlib.parallel.axes import PartError
 from lmlib.parallel.check import check_batch, check_model
 from lmlib.parallel.layout import sharding, shardings, spec
 from lmlib.state import State, Training

@@ -31,7 +31,7 @@ from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
 from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
-from lmlib.models.returned import PartError
+from lmlib.parallel.axes import PartError
 from lmlib.parallel.other_meshes import check_axes
 from lmlib.plan import targets
 from lmlib.plan.planner import Report, plan, section, stderr_kept, versions

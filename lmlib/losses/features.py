@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.models.protocol import Context, Model, Observe, Reports, Trunk
-from lmlib.models.returned import PartError, check_like, named
+from lmlib.models.returned import check_like, named
 from lmlib.models.split_rows import check_rows_may_be_split
+from lmlib.parallel.axes import PartError
 from lmlib.parallel.collectives import devices_along
 from lmlib.parallel.layout import COMPUTE, along, partition, reshard
 

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.models.protocol import NO_REPORTS, Model, Reports
-from lmlib.models.returned import PartError, check_scalars, named
+from lmlib.models.returned import check_scalars, named
+from lmlib.parallel.axes import PartError
 
 
 class LossSums(NamedTuple):

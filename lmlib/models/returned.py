@@ -12,16 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lmlib.models.protocol import Reports
+from lmlib.parallel.axes import PartError
 
 _MEANINGS = {
     "y_BSE": "an array like its input",
     "cache": "the new cache, None if it was given none",
     "reports": "a lmlib.models.protocol.Reports, NO_REPORTS for none",
 }
-
-
-class PartError(ValueError):
-    """A part of the user's that does not return what it should, as a message to print."""
 
 
 def checked(part: Any, returned: Any, x_BSE: Array, *others: str) -> Any:

@@ -25,6 +25,10 @@ class LayoutError(ValueError):
     """A weight, batch or mesh that does not fit the layout tables."""
 
 
+class PartError(ValueError):
+    """A part of the user's that does not return what it should, as a message to print."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Declaration:
     """What a field says of its array besides the axes; see `lmlib.models.weights.weight`.

@@ -27,7 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from lmlib.experiment import Experiment
-from lmlib.models.returned import PartError
+from lmlib.parallel.axes import PartError
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import bytes_text, duration_text

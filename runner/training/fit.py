@@ -22,6 +22,7 @@ from lmlib.inspect.description import describe
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.metrics.log import MetricsLog, missing_lines, read_metrics
 from lmlib.metrics.tensorboard import TensorBoard
+from lmlib.parallel.axes import PartError
 from lmlib.parallel.layout import sharding
 from lmlib.report.page import FILE_NAME as REPORT
 from lmlib.report.page import leave_page
@@ -153,7 +154,8 @@ def _fit_in(
         if changes := start.changes():
             progress.message(f"the code has changed since this run was last trained: {changes}")
         run = _Run(cfg, experiment, start, place, options, progress, phases, lock, primary)
-        run.announce()
+        with agreed(), user_errors((PartError,)):
+            run.announce()
         beginning = begin(
             experiment, flattened(cfg), workdir / "checkpoints", options, progress, phases
         )

@@ -19,9 +19,9 @@ from lmlib.models.layer import SimplePart
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.protocol import NO_REPORTS, Reports
-from lmlib.models.returned import PartError
 from lmlib.models.stack import Segment
 from lmlib.optim import Optimizer, as_declared
+from lmlib.parallel.axes import PartError
 from lmlib.parallel.layout import reshard, sharding
 from lmlib.parallel.mesh import make_mesh
 

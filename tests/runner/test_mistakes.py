@@ -39,6 +39,35 @@ def config():
     cfg.validation = None
     return cfg
 """,
+    "own_mixer.py": """
+import fiddle as fdl
+from jaxtyping import Array, Float
+from experiments import llama_84m
+from lmlib.models.layer import SimplePart
+from lmlib.models.weights import fan_in, initial_values, weight
+from lmlib.parallel.layout import reshard
+class Square(SimplePart):
+    w: Float[Array, "embed embed"] = weight(fan_in("embed"))
+    def __init__(self, embed, *others, key, **more):
+        self.w = initial_values(self, "w", key, embed=embed)
+    def __call__(self, x_BSE, context, cache=None):
+        return x_BSE, cache
+class OneArray(SimplePart):
+    w: Float[Array, "embed own"] = weight(fan_in("embed"), rules={"own": None})
+    def __init__(self, embed, *others, key, **more):
+        self.w = initial_values(self, "w", key, embed=embed, own=1)
+    def __call__(self, x_BSE, context, cache=None):
+        return reshard(x_BSE, context.compute.residual)
+def config():
+    cfg = llama_84m.config()
+    llama_84m.tiny(cfg)
+    cfg.model.attention = fdl.Partial(OneArray)
+    cfg.data.batch_size, cfg.mesh.fsdp = 2, 1
+    cfg.validation = None
+    return cfg
+def square(cfg):
+    cfg.model.attention = fdl.Partial(Square)
+""",
 }
 
 
@@ -151,6 +180,15 @@ RUNNER = [
     (setting("model.layers=2.5"), "2.5 is of type float, but this parameter takes int"),
     (setting("model=None"), "model"),
     (setting("optimizer=7"), "this is a whole config"),
+    # Parts of the user's.
+    (
+        ("--fdl_config={scratch}/own_mixer.py", "--fiddler=square", NEW),
+        "attention.w: two axes of one array are named 'embed' and both would lie along 'fsdp'",
+    ),
+    (
+        ("--fdl_config={scratch}/own_mixer.py", NEW),
+        "own_mixer.OneArray must return a tuple (y_BSE, cache), got an array",
+    ),
     # Data.
     (("--fdl_config=experiments/llama_84m", NEW), "python -m data_tools.pretokenize"),
     ((*FLAT[2:], NEW, "--fdl.data.split=test"), "test"),
