@@ -1,5 +1,7 @@
-"""Whether a part of a model returns what it should: an array is a sequence too, so a part that
-returns one array where two results are due would be unpacked along the batch.
+"""Checks of the results that a part of a model returns.
+
+An array is a sequence too. Without these checks, a part that returns one array instead of two
+results would be unpacked along the batch.
 
 Shapes: B batch, S sequence, E embed.
 """

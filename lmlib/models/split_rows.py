@@ -1,4 +1,4 @@
-"""Which parts of a model may be computed where devices share the rows of a batch.
+"""Checks that a model may be computed where devices share the rows of a batch.
 
 There the tokens of a row stand in the order of the devices (`lmlib.row_order`), not in that of the
 text. A part that uses only the positions, segments and order of its `Context` computes the same
