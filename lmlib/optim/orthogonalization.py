@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 Polynomial = tuple[float, float, float]
 
 # Five times the same polynomial, which takes singular values from 0.01 on to between 0.68 and 1.13
-# (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks").
+# (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"). Their code divides
+# a matrix by its norm before; see `orthogonalized`.
 CLASSIC: tuple[Polynomial, ...] = ((3.4445, -4.7750, 2.0315),) * 5
 
 # Each the best after those before it, for singular values from 0.001 to 1 (Amsel et al. 2025, "The
@@ -38,6 +39,10 @@ def orthogonalized(
     a X + b (X Xᵀ) X + c (X Xᵀ)² X, and with that each singular value s of it a s + b s³ + c s⁵.
     X and what is multiplied have the dtype of `x_NRC`. Each polynomial takes N · (4 R² C + 2 R³)
     FLOPs.
+
+    X begins as the matrix over 1.01 times its Frobenius norm, for all polynomials. The code of the
+    Polar Express divides so, as room for rounding. The code of Jordan et al. divides by the norm
+    itself: with `CLASSIC` each singular value enters here 1 % smaller than there.
     """
     dtype = x_NRC.dtype
     wide_NRC = x_NRC.astype(jnp.float32)
