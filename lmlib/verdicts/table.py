@@ -95,11 +95,13 @@ def _said(comparison: Comparison, judged: Judged) -> Iterator[str]:
             f"{judged.text.of_the_mean:.2g}, of one seed by {judged.text.of_one_seed:.2g}"
         )
         if judged.verdict == "inconclusive" and judged.text.share is not None:
-            text, rest = judged.text.share, 1 - judged.text.share
-            helps = "more validation text" if text > rest else "more seeds"
+            low, high = judged.text.share
+            helps = "these seeds do not show whether more of them or more validation text"
+            if high < 0.5 or low > 0.5:
+                helps = "more seeds" if high < 0.5 else "more validation text"
             yield (
-                f"{text:.0%} of the variance between seeds comes of so little text: {helps} would "
-                "help more"
+                f"{low:.0%} to {high:.0%} of the variance between seeds comes of so little text "
+                f"(90 % interval): {helps} would help more"
             )
 
 

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Num
+from scipy import special
+
+INTERVAL = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +26,14 @@ class TextPrecision:
     Args:
       of_one_seed: the standard error over batches of one seed's difference, on average.
       of_the_mean: that of the mean over all seeds: how far it would be off on another text.
-      share: of the variance between seeds, the part that is the text's: each seed errs on other
-        batches. More text would take that part away. `None` of fewer than two seeds.
+      share: the 90 % interval of the text's part in the variance between seeds: each seed errs on
+        other batches. More text would take that part away. `None` of fewer than two seeds.
+        There is no single number: the variance of three seeds is too uncertain for one.
     """
 
     of_one_seed: float
     of_the_mean: float
-    share: float | None
+    share: tuple[float, float] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +57,7 @@ def text_precision(sets: Sequence[BatchDifferences]) -> TextPrecision | None:
     if not sets or any(len(each.counts_N) < 2 for each in sets):
         return None
     one = mean = apart = 0.0
-    means_S = np.zeros(len(sets[0].sums_SN))
+    freedom, means_S = 0, np.zeros(len(sets[0].sums_SN))
     for each in sets:
         batches, seeds = len(each.counts_N), len(each.sums_SN)
         ratio_S = each.sums_SN.sum(1) / each.counts_N.sum()
@@ -64,7 +68,16 @@ def text_precision(sets: Sequence[BatchDifferences]) -> TextPrecision | None:
         mean += unit * float(np.sum(in_common_N**2))
         apart += unit * float(np.sum((errors_SN - in_common_N) ** 2)) / max(seeds - 1, 1)
         means_S += each.factor * ratio_S
+        freedom += (seeds - 1) * (batches - 1)
     share = None
     if len(means_S) > 1 and (between := float(np.var(means_S, ddof=1))) > 0:
-        share = min(apart / between, 1.0)
+        share = _share(apart / between, freedom, len(means_S) - 1)
     return TextPrecision(math.sqrt(one), math.sqrt(mean), share)
+
+
+def _share(quotient: float, freedom: int, freedom_of_seeds: int) -> tuple[float, float]:
+    """Two variances are independent estimates, so their quotient over its true value has the F
+    distribution (a two-way analysis of variance, of seeds and batches: Scheffé 1959, §4.2)."""
+    ends = special.fdtri(freedom, freedom_of_seeds, [(1 + INTERVAL) / 2, (1 - INTERVAL) / 2])
+    low, high = (min(quotient / float(end), 1.0) for end in ends)
+    return low, high

@@ -4,8 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from made_up_runs import leave_run
 
 from lmlib.evaluate.ratio import Ratio
+from lmlib.runs import find_runs
+from lmlib.verdicts import compare
+from lmlib.verdicts.table import comparison_text
 from lmlib.verdicts.text import BatchDifferences, text_precision
 
 
@@ -38,20 +42,47 @@ def test_what_all_seeds_share_stays_and_what_they_do_not_averages_out():
     assert apart.of_the_mean == pytest.approx(1 / math.sqrt(batches * seeds), rel=0.1)
 
 
-def test_the_share_of_the_text_in_what_differs_between_seeds():
-    """Seeds differ by 0.1 each, of which the text is to have a half, or nothing."""
-    generator, batches = np.random.default_rng(0), 400
-    noise = 0.1 / math.sqrt(2) * math.sqrt(batches)
-    shares = {}
-    for of_both, of_seed in ((noise, 0.1 / math.sqrt(2)), (1e-9, 0.1)):
-        found = []
-        for _ in range(200):
-            each = made(generator, 20, batches, 1.0, of_both)
-            each.sums_SN[:] += of_seed * generator.standard_normal((20, 1)) * each.counts_N
-            found.append(text_precision([each]).share)
-        shares[of_both] = np.median(found)
-    assert shares[noise] == pytest.approx(0.5, abs=0.07)
-    assert shares[1e-9] == pytest.approx(0.0, abs=1e-6)
+@pytest.mark.parametrize("seeds", [3, 10])
+@pytest.mark.parametrize("share", [0.13, 0.6])
+def test_the_share_of_the_text_in_what_differs_between_seeds_is_in_its_interval(seeds, share):
+    """The differences of seeds vary by 1, of which `share` is the text's."""
+    generator, batches, count = np.random.default_rng(0), 60, 800
+    inside = 0
+    for _ in range(count):
+        each = made(generator, seeds, batches, 1.0, math.sqrt(share * batches))
+        of_seeds = math.sqrt(1 - share) * generator.standard_normal((seeds, 1))
+        each.sums_SN[:] += of_seeds * each.counts_N
+        low, high = text_precision([each]).share
+        inside += low <= share <= high
+    assert inside / count == pytest.approx(0.9, abs=4 * math.sqrt(0.09 / count))
+
+
+def test_the_share_is_that_of_a_two_way_analysis_of_variance(stats):
+    each = made(np.random.default_rng(2), 4, 30, 0.0, 1.0)
+    low, high = text_precision([each]).share
+    x_SN = each.sums_SN / each.counts_N
+    of_seeds, of_batches = x_SN.mean(1, keepdims=True), x_SN.mean(0)
+    left = np.sum((x_SN - of_seeds - of_batches + x_SN.mean()) ** 2) / (3 * 29)
+    quotient = 30 * np.var(of_seeds, ddof=1) / left
+    for end, level in ((low, 0.05), (high, 0.95)):
+        assert end == pytest.approx(min(stats.f.ppf(level, 3, 87) / quotient, 1))
+
+
+def test_a_text_that_decides_little_is_said_to(tmp_path):
+    generator = np.random.default_rng(0)
+    for of_seeds, of_batches, told in (
+        (1e-2, 1e-4, "of so little text (90 % interval): more seeds would help more"),
+        (1e-5, 1e-1, "these seeds do not show whether more of them or more validation text would"),
+    ):
+        folder = tmp_path / told[:9]
+        for seed in range(3):
+            for rate in (0.1, 0.2):
+                loss = 3.0 + of_seeds * generator.standard_normal()
+                losses = loss + of_batches * generator.standard_normal(50)
+                settings = {"optimizer.peak_lr": rate, "seed": seed}
+                leave_run(folder / f"{rate}_{seed}", losses, settings)
+        text = comparison_text(compare(find_runs([folder]), baseline="optimizer.peak_lr=0.1"))
+        assert told in text
 
 
 def test_sets_add_up_by_their_factors():
