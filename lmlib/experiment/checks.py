@@ -22,6 +22,7 @@ from lmlib.experiment.split_rows import check_split_rows
 from lmlib.experiment.stages import DataStage
 from lmlib.guard import Guard
 from lmlib.losses import Objective
+from lmlib.models.layer import Learning
 from lmlib.models.matrices.adapted import has_adapters
 from lmlib.models.protocol import check_protocol, whole_rows
 from lmlib.optim.average import WeightAverage
@@ -104,6 +105,7 @@ def check_experiment(experiment: Any) -> None:
     check_protocol(model)
     check_model(model, experiment.mesh)
     _check_devices_of_attention(experiment)
+    _check_gradients(experiment)
     _check_objective(experiment, model)
     _check_model_losses(experiment)
     _check_stages(experiment, model)
@@ -168,6 +170,24 @@ def _check_trainable(experiment: Any) -> None:
             "a group of trainable says which weights decay, which an optimizer takes as `decays`, "
             f"or scaling is set, which it takes as `scaled`, and this one does not: {error}"
         ) from None
+
+
+def _check_gradients(experiment: Any) -> None:
+    """Refuses to train weights that get no gradient from the loss."""
+    trained = experiment.recipe.trained
+    nodes = jax.tree_util.tree_leaves_with_path(
+        experiment.recipe.shapes, is_leaf=lambda node: isinstance(node, Learning)
+    )
+    for keys, part in nodes:
+        problem = part.gradient_problem if isinstance(part, Learning) else None
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        if problem is None or not (
+            trained is None or any(each.startswith(f"{path}.") for each in trained)
+        ):
+            continue
+        raise ValueError(
+            f"{path} would get no gradient from the loss: {problem}; or leave it out of trainable"
+        )
 
 
 def _check_objective(experiment: Any, model: Any) -> None:

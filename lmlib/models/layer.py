@@ -84,6 +84,15 @@ class Measuring(Protocol):
         have one of them the log shows the mean. It sees no weights, which are `None` or stacked."""
 
 
+@runtime_checkable
+class Learning(Protocol):
+    """A part of a layer whose weights may get no gradient from the loss."""
+
+    @property
+    def gradient_problem(self) -> str | None:
+        """Why they get none, and what to change; `None`: they get one."""
+
+
 class SimplePart(eqx.Module):
     """A mixer or an mlp but for its call, for those whose FLOPs are those of their weights and that
     refuse nothing. They name what they save and time in `names`."""

@@ -4,7 +4,7 @@
 
 --from     RUN, RUN@STEP, or a folder of Hugging Face's or its name; adapters are merged
 --experts  how many there are in each layer
---top      how many of them a token goes to; their shares add up to 1
+--top      how many of them a token goes to, at least 2; their shares add up to 1
 --to       a folder that is new or empty
 --seed     of the routers
 --init_from, --weights, --trust_module   as of runner.convert

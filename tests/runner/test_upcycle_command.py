@@ -94,7 +94,7 @@ def test_adapters_are_merged_and_all_of_the_mixture_trains(trained, tmp_path):
     cfg.model, cfg.trainable = fdl.Partial(lora, of=cfg.model, rank=2), fdl.Config(adapters)
     cfg.init_from = str(trained)
     fit(cfg, tmp_path / "lora")
-    ended = upcycle(tmp_path / "lora", tmp_path / "made", "--experts=2", "--top=1")
+    ended = upcycle(tmp_path / "lora", tmp_path / "made", "--experts=2")
     assert ended.returncode == 0, ended.stderr
     made = configs.load(str(tmp_path / "made"))
     assert made.trainable is None and made.model.of == cfg.model.of
@@ -119,6 +119,7 @@ def test_a_folder_of_hugging_face_is_upcycled(tmp_path):
     [
         ("mixtral", (), "the model is a mixture of experts already"),
         ("gpt2", (), "the model has no gated mlps"),
+        ("llama", ("--experts=4", "--top=1"), "top must be at least 2, got 1: shares add up to 1"),
         ("llama", ("--experts=4", "--top=5"), "a token goes to 1 to 4 of 4 experts, got top=5"),
     ],
 )

@@ -51,6 +51,8 @@ class Router(eqx.Module):
       embed, experts, top: sizes; `top` is how many experts a token goes to.
       scores: "softmax" of the logits, or "sigmoid" of each.
       normalized: whether a token's shares add up to `scale`; else they are `scale` · scores.
+        `None`: if `top` is above 1. The normalized share of a single expert is always 1, so the
+        loss gives the router no gradient; with the score itself it does (Fedus et al. 2021, eq. 2).
       scale: of shares.
       groups, top_groups: experts are in `groups` groups, and are chosen from the `top_groups` of
         them whose two best add up to most (arXiv:2412.19437, §2.1.2).
@@ -87,7 +89,7 @@ class Router(eqx.Module):
         experts: int,
         top: int,
         scores: str = "softmax",
-        normalized: bool = True,
+        normalized: bool | None = None,
         scale: float = 1.0,
         groups: int = 1,
         top_groups: int = 1,
@@ -99,7 +101,7 @@ class Router(eqx.Module):
     ):
         _check(experts, top, scores, groups, top_groups, balance)
         self.experts, self.top, self.scores = experts, top, scores
-        self.normalized, self.scale = normalized, scale
+        self.normalized, self.scale = top > 1 if normalized is None else normalized, scale
         self.groups, self.top_groups, self.correction_rate = groups, top_groups, correction_rate
         sizes = {"embed": embed, "choice": experts}
         self.logits = initial_values(self, "logits", key, **sizes)
@@ -148,6 +150,16 @@ class Router(eqx.Module):
             },
             statistics={"router_entropy": context.total(entropy_BS)},
             tallies=context.total(chosen_BSX),
+        )
+
+    @property
+    def gradient_problem(self) -> str | None:
+        """See `lmlib.models.layer.Learning`."""
+        if not self.normalized or self.top > 1 or self.experts == 1:
+            return None
+        return (
+            "top=1 with normalized shares: the share of a single expert is always 1, whatever the "
+            "router computes; use normalized=False, or top=2 or more"
         )
 
     def updated(self, tallies_X: Float[Array, "choice"]) -> "Router":

@@ -42,13 +42,18 @@ def upcycle(model: M, experts: int = 8, top: int = 2, *, key: PRNGKeyArray) -> M
 
     Args:
       model: its arrays may be those of stacked layers. What is no mlp is in both models.
-      experts, top: as in `Mixture`.
+      experts, top: as in `Mixture`; `top` is at least 2.
       key: of the routers.
 
     Raises:
-      ValueError: if the model is a mixture already, has adapters or no gated mlp, or there are no
-        such experts.
+      ValueError: if the model is a mixture already, has adapters or no gated mlp, `top` is below 2,
+        or there are no such experts.
     """
+    if top < 2:
+        raise ValueError(
+            f"top must be at least 2, got {top}: shares add up to 1, so that of a single expert is "
+            "always 1, and its router would get no gradient from the loss"
+        )
     if has_adapters(model):
         raise ValueError("the model has adapters: merge them first (`lmlib.adapters.merged`)")
     mlps = [one for one in jax.tree.leaves(model, is_leaf=_is_mlp) if _is_mlp(one)]

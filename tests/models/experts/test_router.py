@@ -12,6 +12,8 @@ from numpy.testing import assert_allclose
 
 from lmlib import Compute
 from lmlib.models.experts.router import Router
+from lmlib.models.families.experts.gpt_oss import gpt_oss
+from lmlib.models.families.experts.mixtral import mixtral
 from lmlib.models.protocol import whole_rows
 
 B, S, E, X = 2, 5, 6, 8
@@ -57,6 +59,35 @@ def test_normalised_shares_are_the_softmax_of_the_chosen_logits():
     _, routing, z = routed()
     chosen = np.take_along_axis(z, np.asarray(routing.choices_BSK), -1)
     assert_allclose(routing.shares_BSK, softmax(chosen), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("scores", "function"), [("softmax", softmax), ("sigmoid", sigmoid)])
+def test_the_share_of_a_single_expert_is_its_score_and_teaches_the_router(scores, function):
+    """As in Switch (arXiv:2101.03961, eq. 2) and Llama 4; a normalized share would always be 1."""
+    router, routing, z = routed(scores=scores, top=1, scale=2.5)
+    wanted = 2.5 * function(z).max(-1, keepdims=True)
+    assert_allclose(routing.shares_BSK, wanted, rtol=1e-5)
+    assert router.gradient_problem is None
+
+    def loss(router):
+        return jnp.sum(jnp.square(router(jnp.asarray(X_BSE), CONTEXT).shares_BSK))
+
+    found = jax.grad(loss)(router).logits
+    direction = np.random.default_rng(1).normal(size=(E, X))
+    moved = [
+        np.sum((2.5 * function(z + h * (X_BSE @ direction)).max(-1)) ** 2) for h in (1e-6, -1e-6)
+    ]
+    assert_allclose(np.sum(found * direction), (moved[0] - moved[1]) / 2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", [mixtral, gpt_oss])
+def test_families_that_normalize_do_so_for_a_single_expert_as_transformers_does(family):
+    sizes = {"vocab": 9, "embed": 8, "layers": 2, "heads": 2, "mlp": 8}
+    make = functools.partial(family, **sizes, experts=4, top=1, key=jax.random.key(0))
+    router = jax.eval_shape(make).stack[0][0].mlp.router
+    assert router.normalized and "the share of a single expert is always 1" in (
+        router.gradient_problem or ""
+    )
 
 
 def test_only_experts_of_the_best_groups_are_chosen():

@@ -12,6 +12,7 @@ from lmlib import Compute, NextToken
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.llama import llama
+from lmlib.optim.trainable import Group
 
 pytestmark = pytest.mark.several_devices
 
@@ -59,6 +60,18 @@ def test_experts_train_as_on_one_device_and_resume_bit_for_bit(
         assert of_step["expert_dropped"] == 0
         assert of_step["expert_most_tokens"] > 1 > of_step["expert_fewest_tokens"] >= 0
         assert 0 < of_step["router_entropy"] < np.log(EXPERTS) and of_step["router_z"] > 0
+
+
+def test_a_router_that_the_loss_cannot_teach_is_not_trained():
+    ones = functools.partial(
+        Mixture, experts=4, top=1, router=functools.partial(Router, normalized=True)
+    )
+    model = functools.partial(llama, **SIZES, layers=2, heads=4, mlp=16, feed_forward=ones)
+    with pytest.raises(ValueError, match=r"mlp\.router would get no gradient .* or top=2 or more"):
+        experiment(model, {}).check()
+    experiment(model, {}, trainable={"attention": Group(paths=("*.attention.*",))}).check()
+    with pytest.raises(ValueError, match=r"mlp\.router would get no gradient"):
+        experiment(model, {}, trainable={"mlp": Group(paths=("*.mlp.*",))}).check()
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_it_computes_what_the_dense_model_does(family, dtype, bound):
 @pytest.mark.slow
 def test_experts_are_copies_and_routers_are_new():
     dense = llama(**SIZES, key=KEY)
-    mixture = upcycle(dense, experts=3, top=1, key=ROUTERS)
+    mixture = upcycle(dense, experts=3, top=2, key=ROUTERS)
     mlp, made = dense.stack[0][0].mlp, mixture.stack[0][0].mlp
     for name in ("gate", "up", "down"):
         own, copies = getattr(mlp, name), getattr(made.experts, name)
@@ -60,7 +60,7 @@ def test_experts_are_copies_and_routers_are_new():
     routers = made.router.logits
     assert len(np.unique(routers)) > 0.99 * routers.size  # every layer and every expert has its own
     assert float(jnp.std(routers)) == pytest.approx(16**-0.5, rel=0.15)
-    again, other = (upcycle(dense, 3, 1, key=key) for key in (ROUTERS, KEY))
+    again, other = (upcycle(dense, 3, 2, key=key) for key in (ROUTERS, KEY))
     np.testing.assert_array_equal(again.stack[0][0].mlp.router.logits, routers)
     assert not np.array_equal(other.stack[0][0].mlp.router.logits, routers)
 
@@ -90,6 +90,11 @@ def test_on_a_mesh_it_is_the_same_and_experts_are_split():
         np.testing.assert_array_equal(one, other)
     gate = made.stack[0][0].mlp.experts.gate
     assert gate.addressable_shards[0].data.size * 8 == gate.size
+
+
+def test_a_single_expert_of_a_token_is_refused():
+    with pytest.raises(ValueError, match="top must be at least 2, got 1: .* no gradient"):
+        jax.eval_shape(lambda key: upcycle(llama(**SIZES, key=key), 4, 1, key=key), KEY)
 
 
 @pytest.mark.parametrize(

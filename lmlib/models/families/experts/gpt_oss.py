@@ -36,7 +36,8 @@ def gpt_oss(
     if window is None or isinstance(window, int):
         window = in_turn(window, layers)
     mixture = functools.partial(
-        Mixture, experts=experts, top=top, router=functools.partial(Router, bias=True),
+        Mixture, experts=experts, top=top,
+        router=functools.partial(Router, normalized=True, bias=True),
         mlps=functools.partial(GatedExperts, gated=clamped_swiglu, bias=True),
     )  # fmt: skip
     return llama(

@@ -5,6 +5,7 @@ from typing import Any
 
 from lmlib.models.decoder import Decoder
 from lmlib.models.experts.mixture import Mixture
+from lmlib.models.experts.router import Router
 from lmlib.models.families.llama import PARTS, llama
 from lmlib.models.families.variants import variant
 
@@ -16,5 +17,6 @@ def mixtral(
     """Mixtral (§2.1): Llama with `experts` instead of each mlp, of which each token goes to `top`,
     with the softmax of their logits as shares. Arguments as in `llama`; `mlp` is the size of each
     expert."""
-    mixture = functools.partial(Mixture, experts=experts, top=top)
+    router = functools.partial(Router, normalized=True)
+    mixture = functools.partial(Mixture, experts=experts, top=top, router=router)
     return llama(rope_theta=rope_theta, feed_forward=mixture, **others)
