@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 Polynomial = tuple[float, float, float]
 
 # Five times the same polynomial, which takes singular values from 0.01 on to between 0.68 and 1.13
-# (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"). Their code divides
-# a matrix by its norm before; see `orthogonalized`.
+# (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"). Their code first
+# divides a matrix by its norm; see `orthogonalized`.
 CLASSIC: tuple[Polynomial, ...] = ((3.4445, -4.7750, 2.0315),) * 5
 
 # Each the best after those before it, for singular values from 0.001 to 1 (Amsel et al. 2025, "The

@@ -93,7 +93,7 @@ def test_on_a_mesh_it_is_the_same_and_experts_are_split():
 
 
 def test_a_single_expert_of_a_token_is_refused():
-    with pytest.raises(ValueError, match="top must be at least 2, got 1: .* no gradient"):
+    with pytest.raises(ValueError, match=r"top must be at least 2, got 1: .* no gradient"):
         jax.eval_shape(lambda key: upcycle(llama(**SIZES, key=key), 4, 1, key=key), KEY)
 
 
