@@ -10,6 +10,7 @@ from data_tools.rows.block import BLOCK_BYTES, Block, Field, Row, utf8_row
 if TYPE_CHECKING:
     import pyarrow
 
+PARQUET, ARROW = (".parquet", ".pq"), (".arrow", ".feather")  # suffixes, in any case
 _READ_BYTES = 2 * BLOCK_BYTES  # of rows that are gathered
 # Rows that are decoded at once: a dictionary makes many large ones of a few bytes on disk.
 _READ_ROWS = 8
@@ -47,7 +48,7 @@ class ArrowBlock(Block):
                 yield Row(place, found) if isinstance(found, str) else _bad(found, field, place)
             return
         for place, row in zip(where, batch.to_pylist(), strict=True):
-            yield field.row(row, text, place)
+            yield field.row(row, text, place, filled_up=True)
 
 
 def arrow_blocks(
@@ -57,12 +58,13 @@ def arrow_blocks(
 
     The parts are Parquet's row groups, taken to be of equal size, or a whole Arrow file;
     `position` is [part, row]. `Block.fraction` is that of the file, for Parquet.
-    Raises OSError, naming the file, if it cannot be read.
+    Raises OSError, naming the file, if it cannot be read, ValueError for columns that are missing
+    or ambiguous.
     """
     import pyarrow as pa
 
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() in PARQUET:
             yield from _parquet_blocks(path, size, start, stop, position, field)
         elif start == 0:
             skipped = position[1] if position else 0
@@ -103,6 +105,7 @@ def _parquet_blocks(
     with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES) as file:
         groups = file.num_row_groups
         columns = None
+        _check_names(path, file.schema_arrow.names, field)
         if field.needed is not None:
             if field.needed not in file.schema_arrow.names:
                 raise ValueError(
@@ -154,11 +157,21 @@ def _record_batches(path: Path, field: Field) -> "Iterator[pyarrow.RecordBatch]"
         except pa.ArrowInvalid:
             content.seek(0)
             batches = file = pa.ipc.open_stream(content)
+        _check_names(path, file.schema.names, field)
         needs_all = field.needed is None or field.needed not in file.schema.names
         for batch in batches:
             batch = batch if needs_all else batch.select([field.needed])
             _check_offsets(batch)
             yield batch
+
+
+def _check_names(path: Path, names: list[str], field: Field) -> None:
+    """Raises ValueError for a column that is needed and is there twice."""
+    for name in names if field.needed is None else [field.needed]:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{path} has {names.count(name)} columns {name!r}: give them different names"
+            )
 
 
 def _check_offsets(batch: "pyarrow.RecordBatch") -> None:

@@ -40,8 +40,17 @@ class Field(ABC):
         """The function from a row to its text; raises ValueError if it cannot be had."""
 
     @abstractmethod
-    def row(self, row: object, text: Callable[[Mapping[str, Any]], Any], where: str) -> Row:
-        """The row with its text, or what is wrong with it; `text` comes from `load`."""
+    def row(
+        self,
+        row: object,
+        text: Callable[[Mapping[str, Any]], Any],
+        where: str,
+        filled_up: bool = False,
+    ) -> Row:
+        """The row with its text, or what is wrong with it; `text` comes from `load`.
+
+        `filled_up`: a null may stand for an entry that the row lacks, as in Arrow's structs.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,13 @@ class TextField(Field):
             raise ValueError(f"the text function {self.function!r} is {loaded!r}, no function")
         return loaded
 
-    def row(self, row: object, text: Callable[[Mapping[str, Any]], Any], where: str) -> Row:
+    def row(
+        self,
+        row: object,
+        text: Callable[[Mapping[str, Any]], Any],
+        where: str,
+        filled_up: bool = False,
+    ) -> Row:
         """See `Field.row`."""
         if not isinstance(row, Mapping):
             return Row(where, None, f"is no JSON object but {type(row).__name__}")

@@ -6,9 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-COMPRESSIONS = (".gz", ".zst")
+COMPRESSIONS = (".gz", ".zst")  # suffixes, in any case
 _READ_BYTES = 1024  # decompressed at once: what zstd makes of them is up to 32,768 times as long
 _BUFFER_BYTES = 1024 * 1024
+
+
+def compression(path: Path) -> str:
+    """The last suffix of the name if it is one of `COMPRESSIONS`, in lower case; else ""."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in COMPRESSIONS else ""
 
 
 def decompressed(stored: BinaryIO, path: Path) -> BinaryIO:
@@ -16,9 +22,10 @@ def decompressed(stored: BinaryIO, path: Path) -> BinaryIO:
 
     Reading raises OSError, naming the file, if it is not whole or not what its name says.
     """
-    if path.suffix == ".gz":
+    suffix = compression(path)
+    if suffix == ".gz":
         raw = _Decompressed(stored, path, _gzip_decompressor, zlib.error)
-    elif path.suffix == ".zst":
+    elif suffix == ".zst":
         import zstandard
 
         def decompressor() -> Any:

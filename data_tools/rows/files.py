@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -9,17 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_tools.rows.block import Block, Field, TextField
-from data_tools.rows.compressed import COMPRESSIONS
-from data_tools.rows.formats import READERS
+from data_tools.rows.compressed import compression
+from data_tools.rows.formats import READERS, check_is_read, kind
 from data_tools.rows.separated_text import separated_text_blocks
 from data_tools.rows.text_files import text_file_blocks
 
 
 class Files:
-    """The rows of files, in order: lines of .jsonl, rows of .parquet and .arrow, whole other files.
+    """The rows of files, in order: lines of .jsonl, rows of .parquet and .arrow, whole text files.
 
-    .ndjson and .json are lines as .jsonl is; all these and text files may end in .gz or .zst
-    besides. Shards are equal shares of the files' bytes: a part of a file that can be read alone (a
+    `READERS` has the suffixes. Files of lines and text files may end in .gz or .zst besides. Shards
+    are equal shares of the files' bytes: a part of a file that can be read alone (a
     line, a row group, a whole file that is compressed or has separated documents) belongs to the
     shard in whose share it begins.
     """
@@ -29,16 +30,18 @@ class Files:
         datasets: Sequence[str],
         *,
         field: Field | None = None,
-        pattern: str = "*",
+        pattern: str | None = None,
         document_separator: str | None = None,
     ) -> None:
         """`datasets` are files, and folders of which the files that match the glob `pattern` count,
         sorted by path. With a `document_separator` a text file holds many documents.
 
-        Links to folders inside of a folder are not followed.
+        Links to folders inside of a folder are not followed. Names that begin with a dot are left
+        out, unless the pattern has one too.
         Raises FileNotFoundError for a path that is not there or a folder without matches, OSError
-        for what cannot be listed or is no regular file, ValueError for a path without a name or an
-        empty separator.
+        for what cannot be listed or is no regular file, ValueError for a path without a name, an
+        empty separator, a file that is neither rows nor a text, or, without a pattern, a folder
+        that holds both.
         """
         if not datasets or not all(datasets):
             raise ValueError(
@@ -69,6 +72,11 @@ class Files:
             "bytes": sum(self._sizes),
             "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
         }
+
+    @property
+    def kinds_of_text(self) -> dict[str, int]:
+        """How many text files there are of each suffix, the most frequent first."""
+        return dict(Counter(map(kind, filter(_is_text, self._files))).most_common())
 
     def blocks(self, shard: int, shards: int, position: Any = None) -> Iterator[Block]:
         """See `RowSource.blocks`. Raises OSError, naming the file, for what cannot be read."""
@@ -110,10 +118,10 @@ class Files:
             return (
                 separated_text_blocks(file, size, separator, position) if start == 0 else iter(())
             )
-        return READERS[_kind(file)](file, size, start, stop, position, self.field)
+        return READERS[kind(file)](file, size, start, stop, position, self.field)
 
     def _is_text(self, number: int) -> bool:
-        return _kind(self._files[number]) not in READERS
+        return _is_text(self._files[number])
 
 
 class _Share(NamedTuple):
@@ -124,22 +132,44 @@ class _Share(NamedTuple):
     stop: int
 
 
-def _files_of(name: str, pattern: str) -> list[Path]:
+def _files_of(name: str, pattern: str | None) -> list[Path]:
     path = Path(os.path.expanduser(name))
     if not path.is_dir():
         found = [path]
     else:
         _check_listable(path)
-        found = sorted(file for file in path.rglob(pattern) if not file.is_dir())
+        glob = "*" if pattern is None else pattern
+        found = sorted(
+            file
+            for file in path.rglob(glob)
+            if not file.is_dir()
+            and (_is_hidden(Path(glob)) or not _is_hidden(file.relative_to(path)))
+        )
         if not found:
-            raise FileNotFoundError(f"no file below {path} matches the pattern {pattern!r}")
+            raise FileNotFoundError(f"no file below {path} matches the pattern {glob!r}")
     for file in found:
         if not file.exists():
             link = "it is a link to nothing" if file.is_symlink() else "check its name"
             raise FileNotFoundError(f"there is no file {file}: {link}")
         if not file.is_file():
             raise OSError(f"{file} is no regular file: leave it out")
+        check_is_read(file)
+    if pattern is None:
+        _check_is_uniform(path, found)
     return found
+
+
+def _check_is_uniform(folder: Path, files: Sequence[Path]) -> None:
+    """Raises ValueError for a folder of rows and texts: one of them is hardly meant."""
+    texts = [file for file in files if _is_text(file)]
+    if texts and len(texts) < len(files):
+        rows = next(file for file in files if not _is_text(file))
+        pattern = f"*{kind(rows)}{compression(rows)}"
+        raise ValueError(
+            f"{folder} holds files of rows, such as {rows.name}, and others, such as "
+            f"{texts[0].name}, each of which would be a document: name those that are meant, or "
+            f"choose them with --pattern={pattern!r}, or all with --pattern='*'"
+        )
 
 
 def _check_listable(path: Path) -> None:
@@ -152,6 +182,9 @@ def _check_listable(path: Path) -> None:
         pass
 
 
-def _kind(file: Path) -> str:
-    """The suffix that tells how to read the file: that before .gz or .zst, if it has one."""
-    return file.with_suffix("").suffix if file.suffix in COMPRESSIONS else file.suffix
+def _is_text(file: Path) -> bool:
+    return kind(file) not in READERS
+
+
+def _is_hidden(file: Path) -> bool:
+    return any(part.startswith(".") for part in file.parts)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_tools.rows.block import BLOCK_BYTES, MAX_ROW_BYTES, TOO_LONG, Block, Field, Row
-from data_tools.rows.compressed import COMPRESSIONS, decompressed, skip
+from data_tools.rows.compressed import compression, decompressed, skip
+
+_FIRST_BYTES = 64 * 1024  # of a file, which tell whether it has lines
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,44 @@ def json_lines_blocks(
 
     A compressed file has all its lines in the range that holds byte 0; `position` counts
     decompressed bytes there. `Block.fraction` is that of the file.
+    Raises ValueError for a file that is one JSON value.
     """
-    compressed = path.suffix in COMPRESSIONS
+    compressed = bool(compression(path))
     if compressed and start > 0:
         return
+    _check_has_lines(path)
     with open(path, "rb", buffering=0) as stored:
         size = os.fstat(stored.fileno()).st_size
         stream = decompressed(stored, path)
         begin = _skip_to(stream, start if position is None else position, compressed, position)
         for offset, lines in _line_blocks(stream, begin, None if compressed else stop):
             yield JsonLinesBlock(offset, stored.tell() / size, str(path), offset, lines)
+
+
+def _check_has_lines(path: Path) -> None:
+    """Raises ValueError if the file is one array of objects, or one object over several lines."""
+    with open(path, "rb", buffering=0) as stored:
+        begin = decompressed(stored, path).read(_FIRST_BYTES)
+    begin = begin.removeprefix(codecs.BOM_UTF8).lstrip()
+    line, _, rest = (part.strip() for part in begin.partition(b"\n"))
+    if line == b"{":
+        found, elements = "object", "."
+    elif begin[:1] == b"[" and begin[1:].lstrip()[:1] == b"{" and not (_is_json(line) and rest):
+        found, elements = "array", ".[]"
+    else:
+        return
+    raise ValueError(
+        f"{path} holds one JSON {found}, not an object in each line: write each on a line of its "
+        f"own, as `jq -c '{elements}' {path.name}` does"
+    )
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _skip_to(stream: BinaryIO, start: int, compressed: bool, position: int | None) -> int:

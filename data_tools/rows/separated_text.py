@@ -13,7 +13,7 @@ from data_tools.rows.block import (
     Row,
     utf8_row,
 )
-from data_tools.rows.compressed import COMPRESSIONS, decompressed, skip
+from data_tools.rows.compressed import compression, decompressed, skip
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def separated_text_blocks(
     with open(path, "rb", buffering=0) as stored:
         stream = decompressed(stored, path)
         begin = position or 0
-        if path.suffix in COMPRESSIONS:
+        if compression(path):
             skip(stream, begin)
         else:
             stored.seek(begin)

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_tools.rows.block import Field, RowSource, TextField
-from data_tools.rows.compressed import COMPRESSIONS
 from data_tools.rows.files import Files
-from data_tools.rows.formats import READERS
+from data_tools.rows.formats import may_be_file
 from data_tools.rows.hub import HubDataset
 
 
@@ -16,7 +15,7 @@ def row_source(
     name: str | None = None,
     split: str = "train",
     field: Field | None = None,
-    pattern: str = "*",
+    pattern: str | None = None,
     document_separator: str | None = None,
 ) -> RowSource:
     """The rows of `datasets`: files and folders, or one Hugging Face data set.
@@ -26,7 +25,7 @@ def row_source(
     documents in a text file.
 
     Raises FileNotFoundError for a path that is not there, ValueError for a data set that cannot
-    be opened.
+    be opened, and what `Files` raises.
     """
     (field or TextField()).load()
     if len(datasets) == 1 and not Path(datasets[0]).exists() and _may_be_hub_name(datasets[0]):
@@ -47,7 +46,5 @@ def row_source(
 def _may_be_hub_name(entry: str) -> bool:
     """Hub names are `name` or `owner/name`, and never end like a data file."""
     return (
-        entry.count("/") <= 1
-        and not entry.startswith(("/", ".", "~"))
-        and not entry.endswith((*READERS, *COMPRESSIONS, ".txt", ".py", ".md"))
+        entry.count("/") <= 1 and not entry.startswith(("/", ".", "~")) and not may_be_file(entry)
     )

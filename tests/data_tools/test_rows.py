@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -56,8 +57,10 @@ def write_arrow(path: Path, texts: Sequence[object], *, stream: bool) -> None:
 def write_kind(folder: Path, kind: str) -> Path:
     """A file that holds TEXTS."""
     file = folder / f"data{kind}"
-    if kind == ".parquet":
+    if kind in (".parquet", ".PARQUET", ".pq"):
         pq.write_table(pa.table({"text": TEXTS, "other": [1] * 5}), file, row_group_size=2)
+    elif kind == ".feather":
+        feather.write_feather(pa.table({"text": TEXTS}), file)
     elif kind == ".stream.arrow":
         write_arrow(file, TEXTS, stream=True)
     elif kind == ".arrow":
@@ -66,7 +69,9 @@ def write_kind(folder: Path, kind: str) -> Path:
         content = json_lines(TEXTS)
         half = len(content) // 2
         members = [content[:half], content[half:]]
-        compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(file.suffix, bytes)
+        compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(
+            file.suffix.lower(), bytes
+        )
         file.write_bytes(b"".join(map(compress, members)))
     return file
 
@@ -74,7 +79,7 @@ def write_kind(folder: Path, kind: str) -> Path:
 KINDS = [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, ".PARQUET", ".pq", ".feather"])
 def test_each_kind_of_file_gives_its_rows(tmp_path: Path, kind: str) -> None:
     assert texts_of(Files([str(write_kind(tmp_path, kind))])) == TEXTS
 
@@ -85,7 +90,7 @@ def test_shards_are_all_rows_once_and_in_order(tmp_path: Path, kind: str, shards
     (tmp_path / "a.txt").write_text("before")
     write_kind(tmp_path, kind)
     (tmp_path / "z.txt").write_text("")
-    source = Files([str(tmp_path)])
+    source = Files([str(tmp_path)], pattern="*")
     found = [text for shard in range(shards) for text in texts_of(source, shard, shards)]
     assert found == ["before", *TEXTS, ""]
 
@@ -98,7 +103,7 @@ def test_reading_goes_on_from_any_block(
         monkeypatch.setattr(f"data_tools.rows.{module}.BLOCK_BYTES", 16)
     (tmp_path / "a.txt").write_text("before")
     write_kind(tmp_path, kind)
-    source = Files([str(tmp_path)])
+    source = Files([str(tmp_path)], pattern="*")
     entered = 0
     for shards in (1, 2):
         for shard in range(shards):
@@ -222,8 +227,9 @@ def test_a_function_makes_the_text(
 
 
 def test_missing_paths(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        row_source([str(tmp_path / "nothing.jsonl")])
+    for name in (str(tmp_path / "nothing.jsonl"), "nothing.JSONL", "nothing.csv"):
+        with pytest.raises(FileNotFoundError, match="there is no file"):
+            row_source([name])
     with pytest.raises(FileNotFoundError, match="matches the pattern"):
         row_source([str(tmp_path)], pattern="*.py")
     with pytest.raises(ValueError, match=r"--name=en.*leave it out"):
@@ -275,7 +281,10 @@ def test_byte_order_marks_carriage_returns_and_blank_lines(tmp_path: Path) -> No
     assert texts_of(Files([str(tmp_path / "text.txt")])) == ["a\r\nb"]
 
 
-@pytest.mark.parametrize("kind", [".json", ".json.gz", ".json.zst", ".ndjson"])
+@pytest.mark.parametrize(
+    "kind",
+    [".json", ".json.gz", ".json.zst", ".ndjson", ".JSONL", ".jsonlines", ".jl", ".jsonl.GZ"],
+)
 def test_json_files_hold_lines(tmp_path: Path, kind: str) -> None:
     """As those of allenai/c4 do; to take them for texts would go unnoticed."""
     assert texts_of(Files([str(write_kind(tmp_path, kind))])) == TEXTS
@@ -407,7 +416,7 @@ def test_a_format_of_ones_own_is_a_reader(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "1.tsv").write_text("id\ttext\n1\tone\n2\ttwo\n")
     (tmp_path / "2.tsv").write_text("text\nthree\n")
     (tmp_path / "3.txt").write_text("four")
-    source = Files([str(tmp_path)])
+    source = Files([str(tmp_path)], pattern="*")
     for shards in (1, 2, 5):
         found = [text for shard in range(shards) for text in texts_of(source, shard, shards)]
         assert found == ["one", "two", "three", "four"]
