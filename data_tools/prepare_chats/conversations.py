@@ -59,20 +59,27 @@ class ConversationField(Field):
         """See `Field.load`."""
         return self._text
 
-    def row(self, row: object, text: Callable[[Mapping[str, Any]], Any], where: str) -> Row:
+    def row(
+        self,
+        row: object,
+        text: Callable[[Mapping[str, Any]], Any],
+        where: str,
+        filled_up: bool = False,
+    ) -> Row:
         """See `Field.row`."""
         if not isinstance(row, Mapping):
             return Row(where, None, f"is no JSON object but {type(row).__name__}")
         try:
-            return Row(where, text(row))
+            return Row(where, text(_without_nulls(row) if filled_up else row))
         except (ValueError, TypeError, RecursionError) as error:
             return Row(where, None, f"holds no conversation: {error}")
 
     def _text(self, row: Mapping[str, Any]) -> str:
-        row = _without_nulls(row)
+        row = {name: value for name, value in row.items() if value is not None}
         system = [{"role": SYSTEM, "content": row["system"]}] if row.get("system") else []
         tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
+        if isinstance(tools, str):
+            tools = json.loads(tools) if tools else None
         conversations = []
         for messages in self._answers(row):
             if messages and messages[0].get("role") != SYSTEM:
@@ -129,7 +136,7 @@ def _messages(value: Any, role: str) -> list[dict[str, Any]]:
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"{message!r:.80} is no message")
-    if "role" in message or "from" not in message:
+    if message.get("role") is not None or "from" not in message:
         return message
     if message["from"] not in _ROLES:
         raise ValueError(f"a message is from {message['from']!r:.80}, none of {', '.join(_ROLES)}")
@@ -137,8 +144,8 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the entries that are null, as Parquet has them for what a row lacks; a message's
-    content may be null."""
+    """Without the entries that are null, as Arrow fills up what a row lacks; a message's content
+    may be null."""
     if isinstance(value, Mapping):
         return {
             key: _without_nulls(each)

@@ -182,6 +182,30 @@ def test_what_parquet_fills_up_is_not_there(tmp_path: Path) -> None:
     assert documents(tmp_path) == [("uHiaa", ["a"]), ("uHiaxb", ["xb"])]
 
 
+CALLED = {
+    "prompt": None,
+    "tools": [{"name": "find", "parameters": {"limit": {"default": None}}}],
+    "messages": [
+        ASKED,
+        answer("") | {"tool_calls": [{"name": "find", "arguments": {"limit": None, "of": [None]}}]},
+        {"role": "tool", "content": None, "name": None},
+        answer("yes"),
+    ],
+}
+SHOWS_ALL = (
+    "{{ tools | tojson }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m | tojson }}{% endgeneration %}{% else %}{{ m | tojson }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("tools", [CALLED["tools"], [], None])
+def test_nulls_of_json_lines_reach_the_template(tmp_path: Path, tools: Any) -> None:
+    prepare(tmp_path, CALLED | {"tools": tools}, source=SHOWS_ALL)
+    ((text, _),) = documents(tmp_path)
+    written = [tools, *CALLED["messages"]]
+    assert text == "".join(json.dumps(each) for each in written)
+
+
 def test_without_a_template_prompt_and_response_are_framed(tmp_path: Path) -> None:
     made = prepare(
         tmp_path, {"prompt": "1 + 1 = ", "completion": "2"}, source=None, response="completion"

@@ -7,9 +7,14 @@ import pytest
 from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from data_tools.prepare_chats.conversations import Conversation
+from data_tools.prepare_chats.conversations import (
+    Conversation,
+    ConversationField,
+    read_conversations,
+)
 from data_tools.prepare_chats.documents import Templated
 from data_tools.prepare_chats.template import load_template, template_names
+from data_tools.rows import Files
 from lmlib.data.chats.chat import ChatTemplate, read_chat_template
 from lmlib.data.text import codec_of_file
 
@@ -82,6 +87,24 @@ def test_targets_are_the_tokens_of_the_mask_of_transformers(folder, name, tools)
     assert found.ids.tolist() == list(expected["input_ids"])
     assert found.is_target.astype(int).tolist() == list(expected["assistant_masks"])
     assert found.is_target.any()
+
+
+def test_nulls_of_json_lines_give_the_ids_of_transformers(folder, tmp_path):
+    """Shown by `tojson`, as templates with tools do."""
+    source = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    theirs, template = stored(folder, source)
+    call = {"name": "find", "arguments": {"limit": None}}
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    row = {"messages": said, "tools": [{"name": "find", "default": None}]}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    source = Files([str(file)], field=ConversationField())
+    (found,) = [row for block in source.blocks(0, 1) for row in block.rows(source.field)]
+    (conversation,) = read_conversations(found.text)
+    documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
+    (document,) = encoded(documents, conversation)
+    expected = theirs.apply_chat_template(said, tools=row["tools"], return_dict=True)
+    assert document.ids.tolist() == list(expected["input_ids"])
 
 
 @pytest.mark.parametrize("name", template_names())
