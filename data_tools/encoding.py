@@ -1,11 +1,13 @@
 """From blocks of rows to documents of tokens, in as many processes as asked for, in order."""
 
+import contextlib
+import functools
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -110,19 +112,26 @@ class _WorkerProcess:
     def __init__(self, recipe: Recipe) -> None:
         context = multiprocessing.get_context("spawn")  # threads do not survive a fork
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, recipe), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         resource_tracker.ensure_running()  # where it is started, signals are unblocked
-        # The process inherits this: Ctrl-C is for the calling one, which ends the others.
-        signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # The process inherits this: Ctrl-C is for the calling one, which ends the others. Nor may
+        # SIGTERM stop this one while it has sent a part of what the new process reads.
+        signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
         theirs.close()  # so that reading ends with the process
+        self._recipe: Recipe | None = recipe
 
     def encode(self, block: Block) -> EncodedBlock:
         """See `BlockEncoder.encode`. Raises ChildProcessError if the process is gone."""
         try:
+            if self._recipe is not None:
+                # Not an argument of the process: it may be larger than a pipe holds, and Python's
+                # own code, which reads those, shows a traceback if this process is killed then.
+                self._connection.send(self._recipe)
+                self._recipe = None
             self._connection.send(block)
             answer: EncodedBlock | Exception = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -140,27 +149,26 @@ class _WorkerProcess:
         self._process.join()
 
 
-def _serve(connection: Connection, recipe: Recipe) -> None:
-    """Encodes the blocks that come until no more can."""
+def _serve(connection: Connection) -> None:
+    """Encodes the blocks that come after the recipe until the calling process is gone."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     # The workers are as many as the cores: more threads in each would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    encoder = recipe.block_encoder()
-    while True:
-        try:
-            block = connection.recv()
-        except EOFError:  # the calling process is gone
-            return
-        answer: EncodedBlock | Exception
-        try:
-            answer = encoder.encode(block)
-        except (OSError, ValueError) as error:
-            answer = error
-        except Exception as error:  # to be raised again there, where its class may be unknown
-            answer = RuntimeError(f"a worker process failed: {error!r}")
-        del block
-        connection.send(answer)
-        del answer
+    with contextlib.suppress(EOFError, OSError):  # it may be killed at any byte
+        recipe: Recipe = connection.recv()
+        encoder = functools.cache(recipe.block_encoder)
+        while True:
+            connection.send(_answer(encoder, connection.recv()))
+
+
+def _answer(encoder: Callable[[], BlockEncoder], block: Block) -> EncodedBlock | Exception:
+    try:
+        return encoder().encode(block)
+    except (OSError, ValueError) as error:
+        return error
+    except Exception as error:  # to be raised again there, where its class may be unknown
+        return RuntimeError(f"a worker process failed: {error!r}")
 
 
 def _end_with_parent() -> None:

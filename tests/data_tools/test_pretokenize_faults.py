@@ -108,6 +108,38 @@ def test_workers_end_with_the_killed_process(tmp_path: Path) -> None:
         os.close(handle)
 
 
+KILLED_WHILE_SENDING = """
+import os, signal, threading
+from data_tools.encoding import encode_in_order
+from data_tools.rows import Texts
+
+def kill():
+    children = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
+    while len(open(children).read().split()) < 2:  # Python's own is one of them
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Recipe:
+    def __getstate__(self):
+        threading.Thread(target=kill).start()
+        return {"large": bytes(10**8)}  # more than a pipe holds
+
+if __name__ == "__main__":
+    list(encode_in_order(Texts(["a"]).blocks(0, 1), Recipe(), 1))
+"""
+
+
+@pytest.mark.landing
+def test_workers_of_a_killed_process_say_nothing(tmp_path: Path) -> None:
+    """Whatever they were reading of it."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(KILLED_WHILE_SENDING)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, str(driver)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+
+
 @pytest.mark.slow
 def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path) -> None:
     write_lines(tmp_path / "lines.jsonl", 4_000_000)
