@@ -11,6 +11,7 @@ splits. `python -m runner.inspect RUN` shows the data of a run, as its config ha
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -18,10 +19,12 @@ from data_tools import command_line
 from data_tools.inspect import split_folders
 from data_tools.inspect.description import Decode
 from data_tools.inspect.showing import show_batch, show_damage, show_split, usable_decoder
-from lmlib.data import FlatTokens, Source
 from lmlib.data.stored.data_path import data_path
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.local_folder import folder_to_read
+
+if TYPE_CHECKING:  # needs JAX
+    from lmlib.data import Source
 
 _SPLIT = flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
 _SAMPLES = flags.DEFINE_integer("samples", 3, "How many stretches of text to show.", lower_bound=0)
@@ -101,7 +104,7 @@ def _folders(path: Path) -> list[Path]:
     return wanted
 
 
-def _of_data_set(path: Path) -> tuple[Source, Decode | None]:
+def _of_data_set(path: Path) -> "tuple[Source, Decode | None]":
     """The data set as the flags have it read, and what decodes its ids."""
     split = _SPLIT.value or "train"
     if split_folders(path) == [path]:  # a split
@@ -109,6 +112,8 @@ def _of_data_set(path: Path) -> tuple[Source, Decode | None]:
         if _SPLIT.value not in (None, own):
             raise ValueError(f"{shown(path)} is the split {own!r}, not {_SPLIT.value!r}")
         path, split = data_path(path).parent, own
+    from lmlib.data import FlatTokens
+
     source = FlatTokens(
         str(path),
         split,

@@ -5,11 +5,12 @@ Shape suffixes: S sequence.
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lmlib.data import Batch, FlatTokens, Mixture, Source
-from lmlib.data.stages import Continued
+if TYPE_CHECKING:  # they need JAX, which takes a second to import
+    from lmlib.data import Batch, Mixture, Source
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Row:
         return sum(sum(piece.loss_mask) for piece in self.pieces)
 
 
-def batch_rows(batch: Batch, first_row: int = 0, masked: bool = False) -> list[Row]:
+def batch_rows(batch: "Batch", first_row: int = 0, masked: bool = False) -> list[Row]:
     """The rows of `batch`, numbered from `first_row`.
 
     Of text, a target that is not the loss's belongs to another document than its token, so the cuts
@@ -76,14 +77,16 @@ def batch_rows(batch: Batch, first_row: int = 0, masked: bool = False) -> list[R
     return [_row(batch, row, first_row + row, masked) for row in range(len(batch.tokens))]
 
 
-def is_masked(source: Source) -> bool:
+def is_masked(source: "Source") -> bool:
     """Whether documents of the source have targets that are not the loss's."""
+    from lmlib.data import FlatTokens, Mixture
+
     if isinstance(source, Mixture):
         return any(map(is_masked, source.sources.values()))
     return isinstance(source, FlatTokens) and source.content != "text"
 
 
-def _row(batch: Batch, row: int, number: int, masked: bool) -> Row:
+def _row(batch: "Batch", row: int, number: int, masked: bool) -> Row:
     fields = ("segment_ids", "tokens", "targets", "positions", "loss_mask")
     segment_S, token_S, target_S, position_S, in_loss_S = (
         np.asarray(getattr(batch, field)[row]) for field in fields
@@ -107,11 +110,14 @@ def _row(batch: Batch, row: int, number: int, masked: bool) -> Row:
     return Row(number, tuple(pieces), masked)
 
 
-def row_origins(source: Source, step: int) -> list[str | None]:
+def row_origins(source: "Source", step: int) -> list[str | None]:
     """For each row of the batch of `step`, the stored sequence it is; None if that is unknown.
 
     For a `Mixture` the name of the source comes first.
     """
+    from lmlib.data import FlatTokens, Mixture
+    from lmlib.data.stages import Continued
+
     if isinstance(source, Continued):
         parts = source.parts(step)
         return [row for own, rows in parts for row in row_origins(source.source, own)[rows]]
@@ -128,7 +134,7 @@ def row_origins(source: Source, step: int) -> list[str | None]:
     return [None] * source.batch_size
 
 
-def _in_mixture(mixture: Mixture, name: str, number: int) -> str:
+def _in_mixture(mixture: "Mixture", name: str, number: int) -> str:
     step, row = divmod(number, mixture.batch_size)
     origin = row_origins(mixture.sources[name], step)[row]
     return name if origin is None else f"{name}, {origin}"

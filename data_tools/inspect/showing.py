@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data_tools.command_line import ProgressLines
 from data_tools.inspect.batch_rows import batch_rows, is_masked, row_origins
@@ -17,11 +18,14 @@ from data_tools.inspect.description import (
 )
 from data_tools.inspect.report import description_text, lengths_text, row_text, sample_text
 from data_tools.inspect.verification import verify_split
-from lmlib.data import Source, TokenizerIdentity
+from lmlib.data import TokenizerIdentity
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.seqax import is_seqax_split
 from lmlib.storage.bucket.copies import shown
 from lmlib.terminal.text import TerminalText
+
+if TYPE_CHECKING:  # needs JAX
+    from lmlib.data import Source
 
 
 def show_split(
@@ -65,7 +69,7 @@ def _verdict(damages: int, seqax: bool) -> str:
     return "no damage found; seqax's format has no checksums" if seqax else "all data is whole"
 
 
-def show_batch(source: Source, decode: Decode | None, step: int, rows: int) -> None:
+def show_batch(source: "Source", decode: Decode | None, step: int, rows: int) -> None:
     """Prints the first rows of the batch of a step; raises ValueError if there is none."""
     if source.batches is not None and step >= source.batches:
         raise ValueError(

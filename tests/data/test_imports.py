@@ -2,6 +2,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from sentinels import sentinels
+
 ROOT = Path(__file__).parents[2]
 
 ALL_OF_DATA = """
@@ -37,11 +40,27 @@ import sys
 import lmlib.data.chats.server
 assert not {"jax", "numpy", "datasets", "tokenizers"} & set(sys.modules)
 """
+HEAVY = "jax", "jaxlib", "datasets", "pandas", "pyarrow", "transformers", "torch"
+COMMAND = """
+import runpy, sys
+command, flag, *heavy = sys.argv[1:]
+sys.argv = [command, flag]
+try:
+    runpy.run_module(f"data_tools.{command}", run_name="__main__")
+except SystemExit as ended:
+    assert ended.code == (0 if flag == "--help" else 2), ended.code
+assert not set(heavy) & set(sys.modules), set(heavy) & set(sys.modules)
+"""
+COMMANDS = [file.parent.name for file in (ROOT / "data_tools").glob("*/__main__.py")]
 
 
-def run(code: str) -> None:
+def run(code: str, *arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 
@@ -61,3 +80,9 @@ def test_whatever_reads_what_is_stored_does_without_jax() -> None:
 def test_chat_templates_start_soon() -> None:
     run(CHATS)
     run(CHAT_SERVER)
+
+
+@pytest.mark.parametrize("command", sentinels(COMMANDS, lambda name: name == "inspect"))
+@pytest.mark.parametrize("flag", ["--help", pytest.param("--no_such_flag", marks=pytest.mark.slow)])
+def test_help_and_mistakes_come_soon(command: str, flag: str) -> None:
+    run(COMMAND, command, flag, *HEAVY)
