@@ -3,7 +3,7 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -116,6 +116,14 @@ class JsonTokenizer(Tokenizer):
         """See `Tokenizer.decode`."""
         with tokenizers_errors(f"{self.identity.name} cannot decode"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def framing_tokens(names: Collection[str]) -> dict[str, str]:
+    """The tokens that begin and end documents, as tokenizer_config.json names them, of those that
+    go by common names; for each role, if one of `names` does."""
+    roles = {"bos_token": _BOS_NAMES, "eos_token": _EOS_NAMES}
+    found = {role: [name for name in common if name in names] for role, common in roles.items()}
+    return {role: present[0] for role, present in found.items() if present}
 
 
 def load_tokenizer(

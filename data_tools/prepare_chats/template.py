@@ -48,9 +48,12 @@ def load_template(tokenizer: str, template: str | None = None) -> ChatTemplate |
 def _check_tokens(template: ChatTemplate, name: str, tokenizer: str) -> None:
     for token in ("bos_token", "eos_token"):
         if token in template.sources[DEFAULT] and token not in template.special_tokens:
+            remedy = "choose another template"
+            if tokenizer != "bytes":  # which has no folder
+                remedy = f'write "{token}" there, or {remedy}'
             raise ValueError(
                 f"--template={name} writes a {token}, and {CONFIG_FILE} of --tokenizer={tokenizer} "
-                f'names none: write "{token}" there, or choose another template'
+                f"names none: {remedy}"
             )
 
 

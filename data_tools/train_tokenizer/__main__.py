@@ -1,4 +1,4 @@
-"""Learns a byte-level BPE from text, and writes it as tokenizer.json.
+"""Learns a byte-level BPE from text; writes tokenizer.json and tokenizer_config.json.
 
     python -m data_tools.train_tokenizer --dataset=DIR_OR_FILES_OR_HF_NAME --vocab_size=32768 \\
         --style=llama3 --out=TOK
@@ -7,12 +7,13 @@
 speed. The text comes from the same sources, and the same text gives the same tokenizer.
 """
 
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from absl import flags
 
@@ -20,15 +21,22 @@ from data_tools import command_line, source_flags, text_flags
 from data_tools.encoders.byte_level import ByteLevelEncoder
 from data_tools.held_out import Fractions
 from data_tools.rows import RowSource, bad_row
+from data_tools.tokenizer import framing_tokens
 from data_tools.train_tokenizer import SPECIAL_TOKENS, Style, train_byte_level_bpe
 from data_tools.train_tokenizer.byte_level_bpe import STYLES
+from lmlib.data.chats.chat import CONFIG_FILE
 from lmlib.data.text import write_tokenizer
+from lmlib.storage.stored_json import read_json
+from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.python_command import python_command
 
 flags.adopt_module_key_flags(text_flags)  # --help lists them
 
 _OUT = flags.DEFINE_string(
-    "out", None, "A folder for tokenizer.json, or the file if it ends in .json.", required=True
+    "out",
+    None,
+    "A folder for tokenizer.json and tokenizer_config.json; a name in .json is that of the first.",
+    required=True,
 )
 _VOCAB_SIZE = flags.DEFINE_integer(
     "vocab_size", None, "Ids at most, special tokens included.", required=True
@@ -59,15 +67,24 @@ def train(arguments: Sequence[str]) -> int:
     if file.exists():
         raise FileExistsError(f"{file} exists already: choose another --out, or delete it")
     style = cast(Style, _STYLE.value)
+    special_tokens = _SPECIAL_TOKENS.value or SPECIAL_TOKENS[style]
+    config_file, config = file.with_name(CONFIG_FILE), _config(special_tokens)
+    if config_file.exists() and read_json(config_file) != config:
+        raise FileExistsError(
+            f"{config_file} is there already, and belongs to another tokenizer: choose a folder "
+            "without one for --out"
+        )
     texts = _Texts(text_flags.source(), _MAX_BYTES.value)
     tokenizer = train_byte_level_bpe(
         texts.read(),
         _VOCAB_SIZE.value,
         str(file),
         style,
-        _SPECIAL_TOKENS.value or SPECIAL_TOKENS[style],
+        special_tokens,
     )
     ByteLevelEncoder(tokenizer.tokenizer_json)  # raises if it could not be run fast
+    config_file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(config_file, json.dumps(config, indent=2) + "\n")
     write_tokenizer(file, tokenizer.tokenizer_json)
     rows = {
         "tokenizer": str(file),
@@ -85,6 +102,15 @@ def train(arguments: Sequence[str]) -> int:
     else:
         print(f"\ntry next          {_next_command(out, texts.fractions.smallest())}")
     return 0
+
+
+def _config(special_tokens: Sequence[str]) -> dict[str, Any]:
+    """What chat templates and transformers read beside tokenizer.json: which tokens frame texts."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **framing_tokens(special_tokens),
+    }
 
 
 def _next_command(tokenizer: Path, held_out: float | None) -> str:

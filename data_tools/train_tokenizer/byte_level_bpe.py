@@ -12,7 +12,10 @@ STYLES: tuple[Style, ...] = get_args(Style)
 # Those of a style if no others are asked for; they have names that `load_tokenizer` knows.
 SPECIAL_TOKENS: dict[Style, tuple[str, ...]] = {
     "gpt2": ("<|endoftext|>",),
-    "llama3": (BEGIN_OF_TEXT, END_OF_TEXT),
+    "llama3": (
+        *(BEGIN_OF_TEXT, END_OF_TEXT),
+        *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),  # of chats
+    ),
     "qwen2": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
 }
 

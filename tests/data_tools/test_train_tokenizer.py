@@ -4,9 +4,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_processes import run_forked
+from sentinels import sentinels
 
 from data_tools.encoders import make_encoder
 from data_tools.encoders.byte_level import ByteLevelEncoder
+from data_tools.prepare_chats import ConversationField, load_template, prepare_chats
+from data_tools.prepare_chats.template import template_names
+from data_tools.rows import Files
 from data_tools.tokenizer import load_tokenizer
 from data_tools.train_tokenizer import SPECIAL_TOKENS, train_byte_level_bpe
 from data_tools.train_tokenizer.byte_level_bpe import STYLES, Style
@@ -44,6 +49,79 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "data_tools.train_tokenizer", *arguments]
     repository = Path(__file__).parents[2]
     return subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=120)
+
+
+CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the mat"}]
+
+
+OF_STYLE = {"gpt2": "chatml", "llama3": "llama3", "qwen2": "qwen2"}
+
+
+@pytest.mark.parametrize(
+    ("style", "templates"),
+    sentinels(
+        [("llama3", ["llama3"]), *((style, template_names()) for style in STYLES)],
+        lambda case: len(case[1]) == 1,
+        landing=lambda case: True,
+    ),
+)
+def test_every_template_takes_the_tokenizer_of_every_style(
+    tmp_path: Path, style: Style, templates: list[str]
+) -> None:
+    lines = "".join(json.dumps({"text": text, "messages": CHAT}) + "\n" for text in TEXTS)
+    (tmp_path / "texts.jsonl").write_text(lines)
+    source, made = f"--dataset={tmp_path / 'texts.jsonl'}", tmp_path / "made"
+    done = run_forked(
+        *("-m", "data_tools.train_tokenizer", source, f"--out={made}", f"--style={style}"),
+        "--vocab_size=290",
+    )
+    assert done.returncode == 0, done.stderr
+    tokenizer = load_tokenizer(str(made))
+    names = SPECIAL_TOKENS[style]
+    framing = (None, "<|endoftext|>") if style != "llama3" else names[:2]
+    assert (tokenizer.bos_id, tokenizer.eos_id) == tuple(
+        None if name is None else names.index(name) for name in framing
+    )
+    field = ConversationField()
+    for name in templates:
+        template = load_template(str(made), name)
+        rows = Files([str(tmp_path / "texts.jsonl")], field=field)
+        split = prepare_chats(rows, tokenizer, template, tmp_path / name, "train")
+        assert split.documents == len(TEXTS) and split.targets
+    again = run_forked(
+        *("-m", "data_tools.prepare_chats", source, f"--tokenizer={made}", "--workers=0"),
+        *(f"--template={OF_STYLE[style]}", f"--out={tmp_path}/o"),
+    )
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.slow
+def test_transformers_knows_the_tokens_of_every_style(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs lmlib[parity]")
+    (tmp_path / "a.txt").write_text("".join(TEXTS))
+    for style in STYLES:
+        made = tmp_path / style
+        command_line(
+            *(f"--dataset={tmp_path / 'a.txt'}", f"--out={made}", f"--style={style}"),
+            "--vocab_size=280",
+        )
+        ours, theirs = load_tokenizer(str(made)), transformers.AutoTokenizer.from_pretrained(made)
+        assert theirs.eos_token_id == ours.eos_id
+        assert theirs.bos_token_id == (0 if ours.bos_id is None else ours.bos_id)
+        text = "It's 12345 cats ' mats ."
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == ours.encode_batch([text])[0].tolist() and theirs.decode(ids) == text
+
+
+def test_a_configuration_of_another_tokenizer_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    done = run_forked(
+        *("-m", "data_tools.train_tokenizer", f"--dataset={tmp_path / 'a.txt'}"),
+        *(f"--out={tmp_path / 'a.json'}", "--vocab_size=290"),
+    )
+    assert done.returncode == 2 and "tokenizer_config.json is there already" in done.stderr
+    assert not (tmp_path / "a.json").exists()
 
 
 @pytest.mark.slow
