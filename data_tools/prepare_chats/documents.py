@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from data_tools.encoders import Encoder
-from data_tools.prepare_chats.answers import answers_of, chat_of, texts_of
+from data_tools.prepare_chats.answers import NextTurns, answers_of, chat_of, texts_of
 from data_tools.prepare_chats.conversations import ASSISTANT, USER, Conversation
 from data_tools.prepare_chats.tokens import MarkedEncoder
 from lmlib.data.chats.chat import Chat, ChatTemplate, Rendered
@@ -45,6 +45,19 @@ class Templated(Documents[Rendered]):
     def __init__(self, template: ChatTemplate, now: datetime, tokenizer_json: str | None) -> None:
         self._template, self._now = template, now
         self._encoder = MarkedEncoder(tokenizer_json)
+        self._next_turns = NextTurns(template, self._encoder.special.values())
+
+    def ends_answers(self) -> bool:
+        """Whether a special token is among the targets of an answer; True if that is not known."""
+        chat = [{"role": USER, "content": "?"}, {"role": ASSISTANT, "content": "!"}]
+        (texts,) = self.texts([[Conversation(chat)]])
+        if isinstance(texts, ValueError):
+            return True
+        return any(
+            id in self._encoder.special
+            for document in self.encoded(texts)
+            for id in document.ids[document.is_target].tolist()
+        )
 
     def texts(self, rows: Sequence[Sequence[Conversation]]) -> list[list[Rendered] | ValueError]:
         """See `Documents.texts`; turns that both of a pair have alike are no targets."""
@@ -60,7 +73,7 @@ class Templated(Documents[Rendered]):
             for chat, rendered in zip(chats, found, strict=True):
                 if isinstance(rendered, ValueError):
                     return rendered
-                both.append(texts_of(chat, rendered))
+                both.append(texts_of(chat, rendered, self._next_turns))
             texts = both[0] if len(both) == 1 else answers_of(both)
             for text in texts:
                 self._encoder.size(text.text)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from data_tools.held_out import Part
 from data_tools.prepare_chats.chats import ChatRecipe
 from data_tools.prepare_chats.conversations import ConversationField
+from data_tools.prepare_chats.documents import Templated
 from data_tools.prepare_chats.lengths import TooLong
 from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.pretokenize.progress import Progress
@@ -65,6 +67,8 @@ def prepare_chats(
             f"cannot tell which token of {tokenizer.identity.name} ends a response: name it with "
             "--eos_token, or give a --template"
         )
+    if template is not None and not (part is not None and part.held_out):  # which is told already
+        _tell_of_missing_ends(Templated(template, now, tokenizer.tokenizer_json))
     described = source.description | {
         "template_sha256": None if template is None else _digest(template),
         "date": f"{now:%Y-%m-%d}",
@@ -109,6 +113,16 @@ def prepare_chats(
         file_length=file_length,
     )
     return read_split(folder.path / split)
+
+
+def _tell_of_missing_ends(documents: Templated) -> None:
+    if not documents.ends_answers():
+        print(
+            "WARNING: answers end with no special token of the tokenizer, so the model learns none "
+            "to stop at: choose a --template whose answers end with one that the tokenizer has, or "
+            "stop answers with --stop of runner.generate",
+            file=sys.stderr,
+        )
 
 
 def _digest(template: ChatTemplate) -> str:

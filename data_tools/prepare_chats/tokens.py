@@ -35,12 +35,15 @@ class MarkedEncoder:
     def __init__(self, tokenizer_json: str | None) -> None:
         """`tokenizer_json` None: bytes. Raises ValueError if the text describes no tokenizer."""
         self._tokenizer = None
+        self.special: dict[int, str] = {}  # names of special tokens
         if tokenizer_json is not None:
             read_tokenizer(tokenizer_json)  # is it one?
             # What frames texts would also shift the characters of tokens that begin with a space.
             content = json.loads(tokenizer_json) | {"post_processor": None}
             self._tokenizer = read_tokenizer(json.dumps(content))
             self._tokenizer.encode_special_tokens = False
+            added = self._tokenizer.get_added_tokens_decoder()
+            self.special = {id: str(token) for id, token in added.items() if token.special}
 
     def size(self, text: str) -> int:
         """Bytes of UTF-8; raises ValueError for a lone surrogate, or a text that is too long."""

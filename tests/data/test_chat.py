@@ -28,6 +28,7 @@ EXPECTED = {
     "gemma": f"<s><start_of_turn>user\n{ASKED}<end_of_turn>\n<start_of_turn>model\n",
     "mistral": f"<s>[INST]   {ASKED}\n[/INST]1 asked",
     "qwen3": f"<|im_start|>user\n  {ASKED}\n<|im_end|>\n<|im_start|>assistant\n",
+    "glm": f"[gMASK]<sop><|user|>\n  {ASKED}\n<|assistant|>",
     "phi3": f"<|user|>\n  {ASKED}\n<|end|>\n<|assistant|>\n",
 }
 
@@ -129,9 +130,10 @@ def test_a_folder_takes_another_template(tmp_path):
 
 def test_an_answer_ends_with_what_is_written_after_it():
     letters = Tokenizer(models.BPE(vocab={"a": 0, "<": 1}, merges=[]))
-    letters.add_special_tokens(["<s>", "</s>", "<|im_end|>", "<end_of_turn>"])
+    special = ["<s>", "</s>", "<|im_end|>", "<end_of_turn>", "<|im_start|>", "<|user|>"]
+    letters.add_special_tokens([*special, "<|observation|>"])
     codec = codec_of_json(letters.to_str(), "it", None)
-    ends = {"chatml": {3, 4}, "gemma": {3, 5}, "mistral": {3}, "llama3": {3}}
+    ends = {"chatml": {3, 4}, "gemma": {3, 5}, "mistral": {3}, "llama3": {3}, "glm": {3, 7, 8}}
     for name, ids in ends.items():
         assert answer_ends(template(TEMPLATES[name]), codec) == ids
     assert (

@@ -21,7 +21,7 @@ from lmlib.data.text import codec_of_file
 transformers = pytest.importorskip("transformers", reason="needs lmlib[parity]")
 pytestmark = pytest.mark.slow
 
-MARKS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>"]
+MARKS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "<|user|>"]
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +137,19 @@ def test_answers_of_a_template_that_writes_history_anew_have_its_ids(folder, nam
         assert document.ids.tolist() == whole[: len(document.ids)]
         assert len(whole) - len(document.ids) <= 1  # a newline
         assert document.ids[~document.is_target].tolist() == prompt
+
+
+def test_the_marker_of_the_next_turn_ends_an_answer_as_where_the_chat_goes_on(folder):
+    theirs, template = stored(folder, TEMPLATES["glm"])
+    chat = CHATS["turns"]
+    documents = Templated(template, datetime.now(), (folder / "tokenizer.json").read_text())
+    (found,) = encoded(documents, Conversation(chat))
+    longer = [*chat, {"role": "user", "content": ""}]
+    marker = theirs.convert_tokens_to_ids("<|user|>")
+    (*whole, end, _) = theirs.apply_chat_template(longer, return_dict=True)["input_ids"]
+    assert found.ids.tolist() == [*whole, end] and end == marker
+    assert found.ids[found.is_target].tolist().count(marker) == 2
+    assert whole == list(theirs.apply_chat_template(chat, return_dict=True)["input_ids"])
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])

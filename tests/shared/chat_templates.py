@@ -126,6 +126,15 @@ TEMPLATES = {
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """,
+    # No turn has an end: the marker of the next one ends it.
+    "glm": """\
+[gMASK]<sop>
+{%- for message in messages %}
+    {{- '<|' + ('observation' if message.role == 'tool' else message.role) + '|>\\n' }}
+    {{- message.content }}
+{%- endfor %}
+{{- '<|assistant|>' if add_generation_prompt }}
+""",
     # A chat that waits for no answer has an end of its own.
     "phi3": """\
 {% for message in messages %}

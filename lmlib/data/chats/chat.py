@@ -4,7 +4,6 @@ A template is a program in Jinja's language, and may be a stranger's. It runs in
 a process of its own that has little memory and time (`ChatRenderer`), and sees plain data only.
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -256,15 +255,36 @@ def put_chat_template(folder: Path, template: ChatTemplate) -> None:
     (folder / TEMPLATE_FILE).unlink(missing_ok=True)
 
 
-def answer_ends(template: ChatTemplate, codec: TextCodec) -> set[int]:
-    """The special tokens that end an answer: `eos_token`, and what is written after one."""
+def after_answer(template: ChatTemplate, role: str = "user") -> tuple[str, str]:
+    """What the template writes after an answer that ends a chat, and besides if `role` goes on.
+
+    The second is empty if the template refuses such a chat, or writes its beginning otherwise; so
+    is the first if it refuses the shorter one.
+    """
     said = f"answer {uuid4().hex}"
-    texts = [template.special_tokens.get("eos_token", "")]
-    with contextlib.suppress(ValueError):  # a template may take no such chat
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
-        texts.append(template.render(chat).text.rpartition(said)[2].strip())
-    begins = [codec.encode_marked(text)[:1] for text in texts]
-    return {id for ids in begins for id in ids if not codec.decode([id])}
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    more = [*chat, {"role": role, "content": "?"}]
+    ended, longer = template.render_all([Chat(chat), Chat(more)])
+    if isinstance(ended, ValueError):
+        return "", ""
+    after = ended.text.rpartition(said)[2]
+    if isinstance(longer, ValueError) or not longer.text.startswith(ended.text):
+        return after, ""
+    return after, longer.text[len(ended.text) :]
+
+
+def answer_ends(template: ChatTemplate, codec: TextCodec) -> set[int]:
+    """The special tokens that end an answer: `eos_token`, and what is written after one. If no
+    special token is, the marker of the turn that follows ends it, a user's or a tool's."""
+
+    def special(ids: Sequence[int]) -> set[int]:
+        return {id for id in ids if not codec.decode([id])}
+
+    after, _ = after_answer(template)
+    texts = [template.special_tokens.get("eos_token", ""), after.strip()]
+    if not special(codec.encode_marked(after)):
+        texts += [after_answer(template, role)[1].strip() for role in ("user", "tool")]
+    return set().union(*(special(codec.encode_marked(text)[:1]) for text in texts))
 
 
 def check_messages(messages: Any) -> None:
