@@ -59,7 +59,7 @@ def check_is_read(file: Path) -> None:
                 f"{file} is {found} inside of {file.suffix}, which is not read: unpack it"
             )
     elif found in _ADVICE:
-        raise ValueError(f"{file} is neither rows nor a text, as its name says: {_ADVICE[found]}")
+        raise ValueError(f"{file}: files that end in {found} are not read: {_ADVICE[found]}")
 
 
 def may_be_file(name: str) -> bool:
