@@ -65,7 +65,7 @@ class Files:
         )
         return {
             "datasets": self._datasets,
-            "pattern": self._pattern,
+            "pattern": "*" if self._pattern is None else self._pattern,
             "text": self.field.description,
             **({} if self._separator is None else {"document_separator": self._separator}),
             "files": len(self._files),

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from forked_processes import run_forked
-from sentinels import sentinels
 
 from data_tools.encoders import make_encoder
 from data_tools.encoders.byte_level import ByteLevelEncoder
@@ -57,17 +56,9 @@ CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content":
 OF_STYLE = {"gpt2": "chatml", "llama3": "llama3", "qwen2": "qwen2"}
 
 
-@pytest.mark.parametrize(
-    ("style", "templates"),
-    sentinels(
-        [("llama3", ["llama3"]), *((style, template_names()) for style in STYLES)],
-        lambda case: len(case[1]) == 1,
-        landing=lambda case: True,
-    ),
-)
-def test_every_template_takes_the_tokenizer_of_every_style(
-    tmp_path: Path, style: Style, templates: list[str]
-) -> None:
+@pytest.mark.landing
+@pytest.mark.parametrize("style", STYLES)
+def test_every_template_takes_the_tokenizer_of_every_style(tmp_path: Path, style: Style) -> None:
     lines = "".join(json.dumps({"text": text, "messages": CHAT}) + "\n" for text in TEXTS)
     (tmp_path / "texts.jsonl").write_text(lines)
     source, made = f"--dataset={tmp_path / 'texts.jsonl'}", tmp_path / "made"
@@ -83,7 +74,7 @@ def test_every_template_takes_the_tokenizer_of_every_style(
         None if name is None else names.index(name) for name in framing
     )
     field = ConversationField()
-    for name in templates:
+    for name in template_names():
         template = load_template(str(made), name)
         rows = Files([str(tmp_path / "texts.jsonl")], field=field)
         split = prepare_chats(rows, tokenizer, template, tmp_path / name, "train")
@@ -122,6 +113,20 @@ def test_a_configuration_of_another_tokenizer_is_not_overwritten(tmp_path: Path)
     )
     assert done.returncode == 2 and "tokenizer_config.json is there already" in done.stderr
     assert not (tmp_path / "a.json").exists()
+
+
+def test_a_template_finds_its_tokens_beside_a_new_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    done = run_forked(
+        *("-m", "data_tools.train_tokenizer", f"--dataset={tmp_path / 'a.txt'}"),
+        *("--style=llama3", f"--out={tmp_path / 'made'}", "--vocab_size=290"),
+    )
+    assert done.returncode == 0, done.stderr
+    template = load_template(str(tmp_path / "made"), "llama3")
+    assert template is not None
+    assert template.special_tokens == dict(
+        zip(("bos_token", "eos_token"), SPECIAL_TOKENS["llama3"], strict=False)
+    )
 
 
 @pytest.mark.slow
