@@ -25,9 +25,11 @@ class NextTurns:
         self._marker = functools.cache(self._find)
 
     def after(self, messages: Sequence[Message], turn: int) -> str:
-        """What follows message number `turn`, up to the end of that marker; "" if the answer has an
-        end of its own, or no next turn is marked. At the end of a chat the user goes on, or a tool
-        that the answer calls."""
+        """The text between message number `turn` and the end of that marker.
+
+        It is empty if the answer has an end of its own or the template marks no next turn. At the
+        end of a chat the user goes on, or a tool if the answer calls one.
+        """
         if turn + 1 < len(messages):
             return self._marker(messages[turn + 1]["role"])
         return self._marker("tool" if messages[turn].get("tool_calls") else USER)

@@ -256,10 +256,10 @@ def put_chat_template(folder: Path, template: ChatTemplate) -> None:
 
 
 def after_answer(template: ChatTemplate, role: str = "user") -> tuple[str, str]:
-    """What the template writes after an answer that ends a chat, and besides if `role` goes on.
+    """The text after an answer at the end of a chat, and the further text if `role` goes on.
 
-    The second is empty if the template refuses such a chat, or writes its beginning otherwise; so
-    is the first if it refuses the shorter one.
+    The second is empty if the template refuses the longer chat or writes its beginning in another
+    way. Both are empty if it refuses the shorter chat.
     """
     said = f"answer {uuid4().hex}"
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
