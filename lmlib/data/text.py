@@ -33,13 +33,15 @@ class TextCodec:
     if the data set has one; names of special tokens are plain text. `encode_marked` gives the ids
     of a text that says itself where special tokens are, by their names. `decode` leaves special
     tokens out. `settles` is whether ids after this one leave the text up to it as it is, but for
-    bytes at its end that are no whole character.
+    bytes at its end that are no whole character. `special_name` gives the name of a special token,
+    and an empty text for any other id.
     """
 
     encode: Callable[[str], list[int]]
     encode_marked: Callable[[str], list[int]]
     decode: Callable[[Iterable[int]], str]
     settles: Callable[[int], bool]
+    special_name: Callable[[int], str] = lambda id: ""
 
 
 @runtime_checkable
@@ -89,13 +91,16 @@ def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCod
         with tokenizers_errors(f"{name} cannot decode"):
             return tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def special_name(id: int) -> str:
+        return added[id].content if id in added and added[id].special else ""
+
     def settles(id: int) -> bool:
         token = tokenizer.id_to_token(id)
-        if token is None or (id in added and added[id].special):  # which has no text
+        if token is None or special_name(id):  # which has no text
             return False
         return not _BYTE.fullmatch(token)
 
-    return TextCodec(encode, encode_marked, decode, settles)
+    return TextCodec(encode, encode_marked, decode, settles, special_name)
 
 
 def beginning_of(file: Path, end_ids: Collection[int]) -> int | None:

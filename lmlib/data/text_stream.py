@@ -1,5 +1,6 @@
 """Text as its token ids come, a few at a time."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from lmlib.data.text import TextCodec
@@ -42,15 +43,20 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """The text that was held back; bytes that are no whole character become U+FFFD."""
-        return self._codec.decode(self._ids)[self._given :]
+        """The text that was held back; bytes that are no whole character become U+FFFD. Ids may
+        follow, whose text begins after it."""
+        text = self._codec.decode(self._ids)
+        new = text[self._given :]
+        self._given = len(text)
+        return new
 
 
 class StopStrings:
     """Ends a text before the first of some strings, however the text is cut into pieces.
 
     The first is the one that is complete first; of several that end together, the longest. Text
-    that may be the beginning of one is held back until that is clear.
+    that may be the beginning of one is held back until that is clear. Names of special tokens are
+    compared too, and never shown.
 
     Attributes:
       found: the string that ended the text, `None` until then.
@@ -63,24 +69,33 @@ class StopStrings:
         self.found: str | None = None
         self._strings = strings
         self._held = ""
+        self._is_shown: list[bool] = []  # for each character of `_held`
 
-    def push(self, piece: str) -> str:
-        """The text that can be shown now; none after a stop string."""
+    def push(self, piece: str, special_name: str = "") -> str:
+        """The text that can be shown now; none after a stop string.
+
+        Args:
+          piece: what follows the text so far.
+          special_name: of the special token after it, as `TextCodec.special_name` gives it.
+        """
         if self.found is not None:
             return ""
-        text = self._held + piece
+        text = self._held + piece + special_name
+        is_shown = [*self._is_shown, *[True] * len(piece), *[False] * len(special_name)]
         there = [string for string in self._strings if string in text]
         if there:
             self.found = min(there, key=lambda each: (text.index(each) + len(each), -len(each)))
-            self._held = ""
-            return text[: text.index(self.found)]
-        begun = max((_overlap(text, string) for string in self._strings), default=0)
-        self._held = text[len(text) - begun :]
-        return text[: len(text) - begun]
+            end, self._held, self._is_shown = text.index(self.found), "", []
+        else:
+            begun = max((_overlap(text, string) for string in self._strings), default=0)
+            end = len(text) - begun
+            self._held, self._is_shown = text[end:], is_shown[end:]
+        return "".join(itertools.compress(text[:end], is_shown))
 
     def finish(self) -> str:
         """The text that was held back, at the end of a text without a stop string."""
-        held, self._held = self._held, ""
+        held = "".join(itertools.compress(self._held, self._is_shown))
+        self._held, self._is_shown = "", []
         return held
 
 

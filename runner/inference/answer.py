@@ -36,6 +36,8 @@ class Answer:
         self.ended: str | None = None
         self._max_tokens, self._end_ids = max_tokens, end_ids
         self._stops = StopStrings(stop)
+        # Without stop strings a special token is no more than a token without text.
+        self._special_name = codec.special_name if stop else lambda id: ""
         self._stream = TextStream(codec)
         self._stream.push(prompt)  # a first word has no space before it, and this one may have
 
@@ -49,7 +51,9 @@ class Answer:
             if token in self._end_ids:
                 self._end(END)
             else:
-                self.text += self._stops.push(self._stream.push([token]))
+                name = self._special_name(token)
+                held = self._stream.finish() if name else ""  # it stands before the token
+                self.text += self._stops.push(held + self._stream.push([token]), name)
                 if self._stops.found is not None:
                     self.ended = STOP
                 elif len(self.tokens) == self._max_tokens:

@@ -122,10 +122,16 @@ class Loaded:
         max_tokens: int = 100,
         sampling: Sampling = USUAL,
         seed: int = 0,
+        stop: Sequence[str] = (),
     ) -> str:
-        """What the model continues the text with; `lmlib.generate.Generator` has more ways."""
+        """What the model continues the text with, up to the first of the strings `stop`, which may
+        hold special tokens' names; `lmlib.generate.Generator` has more ways.
+
+        Raises ValueError if a stop string is empty.
+        """
         ids = self.ids(text)
-        manner = Manner(self.codec or AS_NUMBERS, self.end_ids, (), max_tokens, sampling, 1, seed)
+        codec = self.codec or AS_NUMBERS
+        manner = Manner(codec, self.end_ids, tuple(stop), max_tokens, sampling, 1, seed)
         needed = len(ids) + max_tokens
         room = 1 << (needed - 1).bit_length()  # few lengths are compiled
         generator = self._generator(max(needed, min(room, self.longest or room)))

@@ -4,20 +4,23 @@ import fcntl
 import io
 import json
 import os
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import pytest
 from chat_templates import TEMPLATES, TOKENS
+from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
+from tokenizers import Tokenizer
 
 import lmlib
 from lmlib.data.chats.chat import ChatTemplate
-from lmlib.data.text import codec_of_bytes
+from lmlib.data.text import codec_of_bytes, codec_of_file
 from lmlib.generate import Generator, New, Sampling
 from lmlib.storage.stored_json import LARGEST
 from runner.errors import ConfigError
-from runner.inference.answer import Answer, Manner
+from runner.inference.answer import STOP, Answer, Manner
 from runner.inference.answer_file import SETTINGS, AnswerFile
 from runner.inference.prompt_files import digest_of, read_lines
 from runner.inference.prompts import Reader
@@ -57,6 +60,45 @@ def test_an_answer_ends_where_it_should_however_its_tokens_come(pieces):
     assert (long.text, long.ended, long.tokens) == ("é�", "length", tokens[:4])
     held = answered(tokens[:11], pieces, stop=(" end. M!",), most=11)
     assert (held.text, held.ended) == ("é😀 end.", "length")  # which might have been the beginning
+
+
+STOPS = ["<|end|>", "e<|end|>", "日<|end|>", "\n<|end|><|begin|>", "river ", "<|begin|>a"]
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_an_answer_ends_with_the_first_token_whose_text_has_the_stop_string(stop, tmp_path):
+    """Names of special tokens count, as in transformers: by a loop that decodes every beginning."""
+    write_tokenizer_folder(tmp_path, begins=True)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    codec = codec_of_file(tmp_path / "tokenizer.json", None)
+    end, begin = map(tokenizer.token_to_id, (END, BEGIN))
+    some = [[end], [begin], [end, begin], *map(codec.encode, [*TEXTS, "a", "e", "\n", "日", "river "])]
+    draw = random.Random(0)
+    ended = 0
+    for _ in range(12):
+        ids = [id for part in draw.choices(some, k=60) for id in part]
+        answer = Answer(codec, codec.encode(TEXTS[0]), len(ids) + 1, (), (stop,))
+        answer.push(New(ids, [0.0] * len(ids)))
+        so_far = (tokenizer.decode(ids[:n], skip_special_tokens=False) for n in range(len(ids) + 1))
+        found = next((n for n, text in enumerate(so_far) if stop in text), None)
+        assert answer.tokens == ids[:found]
+        assert (answer.ended == STOP) == (found is not None)
+        if found is not None:
+            ended += 1
+            before = tokenizer.decode(answer.tokens, skip_special_tokens=False).partition(stop)[0]
+            assert answer.text == before.replace(END, "").replace(BEGIN, "")
+    assert ended  # or the test sees nothing
+
+
+def test_a_special_token_is_no_more_than_its_name(tmp_path):
+    """A text that spells the name ends the answer too, and without a stop string neither does."""
+    write_tokenizer_folder(tmp_path, begins=True)
+    codec = codec_of_file(tmp_path / "tokenizer.json", None)
+    ids = codec.encode_marked(f"é{END}a ") + codec.encode(f"x{END}b")
+    for stop, text in (((), f"éa x{END}b"), ((f"x{END}",), "éa "), ((f"é{END}",), ""), (("nd|>a",), "é")):
+        answer = Answer(codec, codec.encode("a"), len(ids), (), stop)
+        answer.push(New(ids, [0.0] * len(ids)))
+        assert answer.text == text
 
 
 def terminal(generator, reader=READER, out=None, **manner):

@@ -10,8 +10,10 @@ from small_tokenizer import BEGIN, END, TEXTS, write_tokenizer_folder
 from lmlib import hf
 from lmlib.data.chats.chat import ChatTemplate
 from lmlib.data.text import codec_of_file
+from lmlib.generate import New
 from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError
+from runner.inference.answer import Answer
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded
 from runner.inference.loading import load
@@ -53,6 +55,20 @@ def test_a_tokenizer_of_data_begins_texts_as_the_data(on_bytes, tmp_path, begins
         assert tokenizer.encode(text) == loaded.codec.encode(text)
     assert tokenizer.eos_token == END and tokenizer.bos_token == (END if begins else None)
     assert BEGIN not in tokenizer.decode(tokenizer.encode("a"))
+
+
+@pytest.mark.parametrize("stop", [END, f"s{END}", f"{BEGIN}{END}", "the "])
+def test_stop_strings_end_an_answer_where_they_do_in_transformers(tmp_path, stop):
+    torch = pytest.importorskip("torch", reason="needs lmlib[parity]")
+    write_tokenizer_folder(tmp_path, begins=True)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    codec = codec_of_file(tmp_path / "tokenizer.json", None)
+    ids = codec.encode_marked("".join(f"{text}the s{END}{BEGIN}{END}" for text in TEXTS))
+    criterion = transformers.StopStringCriteria(theirs, [stop])
+    ends = (bool(criterion(torch.tensor([ids[:n]]), None)) for n in range(1, len(ids) + 1))
+    answer = Answer(codec, [], len(ids), (), (stop,))
+    answer.push(New(ids, [0.0] * len(ids)))
+    assert len(answer.tokens) == 1 + list(ends).index(True)
 
 
 def test_chats_are_written_by_the_template_of_the_model(on_bytes, tmp_path):
