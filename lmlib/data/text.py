@@ -91,8 +91,12 @@ def codec_of_json(tokenizer_json: str, name: str, bos_id: int | None) -> TextCod
         with tokenizers_errors(f"{name} cannot decode"):
             return tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    @functools.cache
     def special_name(id: int) -> str:
-        return added[id].content if id in added and added[id].special else ""
+        if id not in added or not added[id].special:
+            return ""
+        with tokenizers_errors(f"{name} cannot decode"):
+            return tokenizer.decode([id], skip_special_tokens=False)
 
     def settles(id: int) -> bool:
         token = tokenizer.id_to_token(id)

@@ -72,7 +72,12 @@ def test_an_answer_ends_with_the_first_token_whose_text_has_the_stop_string(stop
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     codec = codec_of_file(tmp_path / "tokenizer.json", None)
     end, begin = map(tokenizer.token_to_id, (END, BEGIN))
-    some = [[end], [begin], [end, begin], *map(codec.encode, [*TEXTS, "a", "e", "\n", "日", "river "])]
+    some = [
+        [end],
+        [begin],
+        [end, begin],
+        *map(codec.encode, [*TEXTS, "a", "e", "\n", "日", "river "]),
+    ]
     draw = random.Random(0)
     ended = 0
     for _ in range(12):
@@ -95,7 +100,12 @@ def test_a_special_token_is_no_more_than_its_name(tmp_path):
     write_tokenizer_folder(tmp_path, begins=True)
     codec = codec_of_file(tmp_path / "tokenizer.json", None)
     ids = codec.encode_marked(f"é{END}a ") + codec.encode(f"x{END}b")
-    for stop, text in (((), f"éa x{END}b"), ((f"x{END}",), "éa "), ((f"é{END}",), ""), (("nd|>a",), "é")):
+    for stop, text in (
+        ((), f"éa x{END}b"),
+        ((f"x{END}",), "éa "),
+        ((f"é{END}",), ""),
+        (("nd|>a",), "é"),
+    ):
         answer = Answer(codec, codec.encode("a"), len(ids), (), stop)
         answer.push(New(ids, [0.0] * len(ids)))
         assert answer.text == text
