@@ -165,6 +165,7 @@ def _likeliest(
 
 
 def _rank(z: Float[Array, "..."]) -> UInt32[Array, "..."]:
-    """Integers in the order of the float32s `z`."""
+    """Integers in the order of the float32s `z`, the same for zeros of both signs."""
     bits = jax.lax.bitcast_convert_type(z.astype(jnp.float32), jnp.uint32)
+    bits = jnp.where(z == 0, jnp.uint32(0), bits)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

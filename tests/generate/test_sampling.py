@@ -85,6 +85,40 @@ def test_tokens_that_are_equally_likely_stay_together():
         )
 
 
+ZEROS = [[-0.0, 0.0, -0.0, 0.0, -1.0], [0.0, -0.0, -1.0, -2.0, -3.0], [1.0, -0.0, 0.0, -0.0, -2.0]]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(top_k=1), Sampling(top_k=2), Sampling(top_p=0.2), Sampling(top_p=0.6),
+     Sampling(min_p=1.0), Sampling(min_p=0.3), Sampling(temperature=0.5, top_k=3, top_p=0.4),
+     Sampling(repetition_penalty=2.0, top_k=2), GREEDY],
+    ids=str,
+)  # fmt: skip
+def test_zeros_of_both_signs_are_equally_likely(sampling):
+    """Of equal logits all stay or none, and the first is the likeliest: NumPy compares values."""
+    z_BV, seen_BV = np.array(ZEROS, np.float32), np.arange(5)[None] % 2 == np.zeros((3, 1))
+    token_B, _ = choose(
+        jnp.asarray(z_BV), None, jnp.asarray(seen_BV), numbers_of(sampling), rules_of(sampling)
+    )
+    _, may_follow_BV = found(z_BV, seen_BV, sampling)
+    penalty = sampling.repetition_penalty
+    y_BV = z_BV.astype(np.float64)
+    y_BV = np.where(seen_BV, np.where(y_BV > 0, y_BV / penalty, y_BV * penalty), y_BV)
+    np.testing.assert_array_equal(token_B, np.argmax(y_BV, axis=1))
+    for y_V, may_follow_V in zip(y_BV, may_follow_BV, strict=True):
+        if sampling.temperature == 0:
+            break
+        y_V = y_V / sampling.temperature
+        stays_V = np.ones(5, bool)
+        if sampling.top_k is not None:
+            stays_V = np.array([np.sum(y_V > y) < sampling.top_k for y in y_V])
+        p_V = np.where(stays_V, np.exp(y_V), 0) / np.exp(y_V)[stays_V].sum()
+        stays_V &= np.array([np.sum(p_V[y_V > y]) < sampling.top_p for y in y_V])
+        stays_V &= p_V >= sampling.min_p * p_V[stays_V].max() * (1 - 1e-6)
+        np.testing.assert_array_equal(may_follow_V, stays_V)
+
+
 @pytest.mark.slow
 def test_a_token_is_drawn_as_often_as_it_is_likely_and_told_with_its_own_probability():
     sampling, draws = Sampling(temperature=0.7, top_k=9, top_p=0.9), 20_000
