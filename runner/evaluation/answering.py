@@ -93,17 +93,20 @@ class Answering:
         until: Sequence[str],
         sampling: dict[str, Any],
         numbers: Sequence[int],
+        made_tokens: int,
     ) -> list[list[int]]:
         """A continuation of each prompt, up to the token with which its text has one of `until`, or
         that ends the text. Of a prompt that leaves no room the beginning is lost.
 
         Args:
+          max_tokens: for which there is room in a sequence of `length`.
           sampling: settings of `lmlib.generate.Sampling`.
           numbers: of the prompts; what is random follows from them.
+          made_tokens: of a continuation, at most; more than `max_tokens` go beyond `length`.
 
         Raises:
-          ValueError: if `length` has no room for a token of the prompt, a prompt is empty, or an id
-            is not in the model's vocabulary.
+          ValueError: if `length` has no room for a token of the prompt, a prompt is empty, an id
+            is not in the model's vocabulary, or the model cannot compute sequences so long.
         """
         if not 0 < max_tokens < self.length:
             raise ValueError(
@@ -119,7 +122,7 @@ class Answering:
         return self._together(
             "continuations",
             prompts=prompts,
-            max_tokens=max_tokens,
+            max_tokens=made_tokens,
             until=list(until),
             sampling=sampling,
             numbers=list(numbers),
@@ -202,7 +205,7 @@ class Answering:
 
     def _generator_of(self, length: int) -> Generator:
         if self._generator is None or self._generator.length < length:
-            length = min(self.length, max(_SHORTEST, _power_of_two(length)))
+            length = max(length, min(self.length, max(_SHORTEST, _power_of_two(length))))
             compute = Compute(dtype=self._compute.dtype)
             self._generator = Generator(self._model, self._mesh, compute, _ROWS, length)
         return self._generator

@@ -6,7 +6,7 @@ Texts become ids, what is too long is cut, and what is too short is begun, as by
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -21,8 +21,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lmlib.data.chats.chat import DEFAULT, ChatTemplate
 from runner.evaluation.answering import Answering
+from runner.evaluation.generation_settings import FILE, SAMPLING, GenerationSettings
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_NAMED = 3  # questions in an error
 
 
 class LmEvalModel(TemplateLM):
@@ -30,17 +31,27 @@ class LmEvalModel(TemplateLM):
 
     Args:
       tokenizer: of transformers', with a token that begins or ends texts.
+      generation: what the model's folder says of generation.
+      warn: gets a line about what is ignored of it.
 
     Raises:
-      ValueError: if it has none.
+      ValueError: if the tokenizer has no such token.
     """
 
-    def __init__(self, answering: Answering, tokenizer: Any):
+    def __init__(
+        self,
+        answering: Answering,
+        tokenizer: Any,
+        generation: GenerationSettings,
+        warn: Callable[[str], None],
+    ):
         super().__init__()
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no token that begins or ends a text")
         self.tokenizer = tokenizer
         self._answering = answering
+        self._generation, self._warn = generation, warn
+        self._ignored: set[str] = set()  # of which a line was shown
 
     @property
     def eot_token_id(self) -> int | None:
@@ -109,7 +120,31 @@ class LmEvalModel(TemplateLM):
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        return super().loglikelihood(requests, disable_tqdm)
+        """Raises ValueError before any is computed, with the task and the question, for a context
+        or a continuation without tokens, or a continuation that is too long."""
+        asked = [self._encoded(*request.args) for request in requests]
+        wrong = [
+            f"task {request.task_name}, question {request.doc_id}: the continuation "
+            f"{request.args[1]!r:.60} has {len(continuation):,} tokens, and its context "
+            f"{len(context):,}"
+            for request, (context, continuation) in zip(requests, asked, strict=True)
+            if not context or not 0 < len(continuation) <= self.max_length
+        ]
+        if wrong:
+            more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            raise ValueError(
+                f"{'; '.join(wrong[:_NAMED])}{more}. Both need a token, and a continuation has up "
+                f"to {self.max_length:,}: mend these questions (counted from 0), or leave out "
+                "their tasks"
+            )
+        return self._answering.likelihoods(asked)
+
+    def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if context:
+            return self._encode_pair(context, continuation)
+        ids = self.tok_encode(continuation, add_special_tokens=False)
+        begun = ids[:1] == [self.prefix_token_id]
+        return (ids[:1], ids[1:]) if begun else ([self.prefix_token_id], ids)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -145,20 +180,32 @@ class LmEvalModel(TemplateLM):
             max_tokens, drawn = settings.pop("max_gen_toks"), settings.pop("do_sample", False)
             eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
             until = [term for term in handle_stop_sequences(settings.pop("until"), eos) if term]
-            sampling = {name: settings.pop(name) for name in _SAMPLING if name in settings}
+            said = {name: settings.pop(name) for name in SAMPLING if name in settings}
             if settings:
                 raise ValueError(f"generation_kwargs has {', '.join(settings)}, which is not known")
+            self._tell_ignored(drawn)
             made = self._answering.continuations(
                 [self._prompt(requests[number].args[0]) for number in numbers],
                 max_tokens,
                 until,
-                sampling if drawn else sampling | {"temperature": 0.0},
+                self._generation.sampling(said, drawn),
                 numbers,
+                self._generation.max_new_tokens or max_tokens,
             )
             for number, tokens in zip(numbers, made, strict=True):
                 text = self.tokenizer.decode(tokens, skip_special_tokens=True)
                 texts[number] = postprocess_generated_text(text, until, None)
         return texts
+
+    def _tell_ignored(self, drawn: bool) -> None:
+        ignored = self._generation.ignored(drawn)
+        if new := ignored.keys() - self._ignored:
+            self._ignored |= new
+            named = ", ".join(f"{key}={ignored[key]!r:.40}" for key in sorted(new))
+            self._warn(
+                f"WARNING: {FILE} of {self._generation.name} has {named}: ignored here, where "
+                "transformers may generate other answers"
+            )
 
     def _prompt(self, text: str) -> list[int]:
         return self.tok_encode(text) or [self.prefix_token_id]

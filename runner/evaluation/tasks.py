@@ -11,6 +11,7 @@ from typing import Any
 from lmlib.terminal.table import columns
 from runner.errors import ConfigError, did_you_mean, user_errors
 from runner.evaluation.answering import Answering
+from runner.evaluation.generation_settings import GenerationSettings
 from runner.inference.hugging_face_tokenizer import hugging_face_tokenizer
 from runner.inference.loaded import Loaded
 from runner.processes.agreement import agreed
@@ -69,7 +70,8 @@ def evaluate_tasks(
         end_ids = {*loaded.end_ids, tokenizer.eos_token_id} - {None}
         length = sequence_length or loaded.longest or _LENGTH
         answering = Answering(loaded, tokenizer.decode, sorted(end_ids), length, show)
-        model = LmEvalModel(answering, tokenizer)
+        generation = GenerationSettings(loaded.generation_settings, loaded.name)
+        model = LmEvalModel(answering, tokenizer, generation, show)
 
         def found() -> dict[str, Any]:
             manager = _manager(tasks.include_path, _files(tasks.include_path))

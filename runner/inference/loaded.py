@@ -5,7 +5,7 @@ Shapes: S sequence (queries), T sequence (keys), L layers, E embed, V vocab.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +63,8 @@ class Loaded:
       longest: tokens in the longest sequence that it was trained on; `None` if unknown.
       name: whose weights they are: `WORKDIR@STEP`, or the folder's name.
       step: of the run's checkpoint; `None` of a folder of Hugging Face's.
+      generation_settings: what generation_config.json of a folder of Hugging Face's says; empty of
+        a run, whose exports have none but the ends of texts.
       cfg: the run's config, which makes its `Experiment` where its data and its mesh are there.
     """
 
@@ -79,6 +81,7 @@ class Loaded:
     longest: int | None
     name: str
     step: int | None
+    generation_settings: Mapping[str, Any]
     cfg: fdl.Config | None
 
     def ids(self, text: str | Sequence[int]) -> list[int]:

@@ -64,6 +64,7 @@ def load(
             compute=Compute(dtype=dtype or source.compute_dtype),
             name=source.name,
             step=source.step,
+            generation_settings=source.generation_settings,
             cfg=source.cfg,
             **texts._asdict(),
         )

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from lmlib.data.stored.metadata import tokenizers_differ
 from lmlib.hf.families import Described, described
 from lmlib.hf.family import Family
+from lmlib.hf.folder import read_json
 from lmlib.hf.load import load_weights
 from lmlib.hf.peft import Adapters, adapters_in
 from runner.config.references import HuggingFace, base_of
@@ -68,6 +69,12 @@ class ModelFolder:
 
     def abstract_model(self, mesh: Mesh) -> Any:
         return self.shapes
+
+    @property
+    def generation_settings(self) -> dict[str, Any]:
+        """What generation_config.json of `base` says; empty without one."""
+        file = self.base.folder / "generation_config.json"
+        return read_json(file) if file.exists() else {}
 
     @property
     def texts(self) -> KnownTexts:

@@ -6,7 +6,8 @@ import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
 
 import fiddle as fdl
 from jax.sharding import Mesh
@@ -81,6 +82,8 @@ class SavedRun:
     step: int
     notes: dict[str, Any]
     access: Access = PLAIN
+
+    generation_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # which folders have
 
     @property
     def workdir(self) -> Path:

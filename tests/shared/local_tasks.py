@@ -71,11 +71,21 @@ _TASKS = {
         [{"text": text} for text in [" ".join(TEXTS), *TEXTS]],  # longer than the model takes
     ),
 }
-TASKS = tuple(_TASKS)
+DRAWN = "writing_drawn"  # random, if what the model's folder says leaves more than one token
+_TASKS[DRAWN] = (
+    {
+        **_TASKS["writing"][0],
+        "generation_kwargs": {
+            "until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 0.7
+        },
+    },
+    _TASKS["writing"][1],
+)  # fmt: skip
+TASKS = tuple(name for name in _TASKS if name != DRAWN)
 
 
 def write_tasks(folder: Path) -> Path:
-    """Writes all `TASKS`."""
+    """Writes all `TASKS`, and `DRAWN`."""
     folder.mkdir()
     for name, (task, rows) in _TASKS.items():
         lines = folder / f"{name}.jsonl"

@@ -2,6 +2,8 @@
 Needs lmlib[eval,parity]."""
 
 import functools
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,15 @@ import optax
 import pytest
 from chat_templates import CHATS, TEMPLATES
 from laid_out import drawn
-from local_tasks import TASKS, write_tasks
+from local_tasks import DRAWN, TASKS, write_tasks
 from small_tokenizer import TEXTS, write_tokenizer_folder
 from tokenizers import Tokenizer
 
 from lmlib import hf
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh
+from runner.errors import ConfigError
+from runner.evaluation.generation_settings import GenerationSettings
 from runner.evaluation.tasks import Tasks, evaluate_tasks
 from runner.inference.loading import load
 
@@ -26,6 +30,7 @@ transformers = pytest.importorskip("transformers", reason="needs lmlib[eval]")
 pytestmark = pytest.mark.slow
 
 LENGTH = 64
+NOTHING_SAID = GenerationSettings({}, "the model")
 QUIET = {"bootstrap_iters": 0, "log_samples": True}
 
 
@@ -76,13 +81,13 @@ def learned(model, tokenizer):
     return model
 
 
-def theirs(folder, tasks, **settings):
+def theirs(folder, tasks, names=TASKS, **settings):
     from lm_eval.tasks import TaskManager
 
     return lm_eval.simple_evaluate(
         "hf",
         model_args={"pretrained": str(folder), "device": "cpu", "dtype": "float32"},
-        tasks=list(TASKS),
+        tasks=list(names),
         batch_size=3,
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         **settings,
@@ -107,6 +112,73 @@ def test_every_number_is_that_of_the_backend_hf(folder, tasks, chat):
             assert_same_answers(one["resps"], other["resps"])
 
 
+SAID = [
+    {"repetition_penalty": 1.7, "max_new_tokens": 45},  # more than the model's sequences have
+    {"repetition_penalty": 0.6, "max_new_tokens": 9, "do_sample": True, "temperature": 0.1},
+]
+ONE_FOLDER = pytest.mark.parametrize("folder", [True], indirect=True, ids=["begins"])
+
+
+@ONE_FOLDER
+def test_generation_config_counts_as_it_does_there(folder, tasks, tmp_path):
+    """A task that draws finds one token left, whatever its temperature is."""
+    names = ("writing", "writing_on", DRAWN)
+
+    def answers(results):
+        return [[sample["resps"] for sample in results["samples"][name]] for name in names]
+
+    def found(model):
+        asked = Tasks(names, str(tasks))
+        return answers(evaluate_tasks(load(str(model)), asked, show=told.append, **QUIET))
+
+    told: list[str] = []
+    without = found(folder)
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    content = json.loads((folder / "generation_config.json").read_text())
+    for said in SAID:
+        content |= {"top_k": 1, "typical_p": 1.0, **said}
+        (changed / "generation_config.json").write_text(json.dumps(content))
+        expected = answers(theirs(changed, tasks, names, **QUIET))
+        assert found(changed) == expected
+        assert all(one != other for one, other in zip(expected, without, strict=True))
+    assert not told
+
+
+@ONE_FOLDER
+def test_what_is_ignored_of_generation_config_is_named(folder, tasks, tmp_path):
+    changed, told = shutil.copytree(folder, tmp_path / "changed"), []
+    content = {"no_repeat_ngram_size": 2, "num_beams": 1, "typical_p": 0.5, "bad_words_ids": None}
+    (changed / "generation_config.json").write_text(json.dumps(content))
+    for name in ("writing", DRAWN):
+        asked = Tasks((name,), str(tasks), limit=1)
+        evaluate_tasks(load(str(changed)), asked, show=told.append, **QUIET)
+    assert [line.partition(" has ")[2].partition(": ignored")[0] for line in told] == [
+        "no_repeat_ngram_size=2",
+        "no_repeat_ngram_size=2, typical_p=0.5",
+    ]
+    (changed / "generation_config.json").write_text('{"repetition_penalty": "a"}')
+    with pytest.raises(ConfigError, match=f"of {changed} has repetition_penalty='a': it must be"):
+        evaluate_tasks(load(str(changed)), Tasks(TASKS, str(tasks)), **QUIET)
+
+
+@ONE_FOLDER
+@pytest.mark.parametrize("context", ["a", ""])
+def test_questions_without_a_continuation_are_named(folder, tmp_path, context):
+    task = {
+        "task": "empty", "output_type": "loglikelihood", "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")},
+                           "cache_dir": str(tmp_path / "cache")},
+        "test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{target}}",
+        "target_delimiter": "", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    (tmp_path / "empty.yaml").write_text(json.dumps(task))
+    rows = [{"text": context, "target": target} for target in ("b", "", "c", "")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    named = r"task empty, question 1: the continuation '' has 0 tokens.*; task empty, question 3: "
+    with pytest.raises(ConfigError, match=named):
+        evaluate_tasks(load(str(folder)), Tasks(("empty",), str(tmp_path)), **QUIET)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_chats_are_written_as_by_transformers(name, tmp_path):
     from runner.evaluation.lm_eval_model import LmEvalModel
@@ -114,7 +186,7 @@ def test_chats_are_written_as_by_transformers(name, tmp_path):
     write_tokenizer_folder(tmp_path, begins=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = TEMPLATES[name]
-    model = LmEvalModel(None, tokenizer)  # which asks no model for this
+    model = LmEvalModel(None, tokenizer, NOTHING_SAID, print)  # which asks no model for this
     for chat in (CHATS["a question"], CHATS["turns"][1:3], CHATS["turns"][1:]):
         assert model.apply_chat_template(chat) == tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True
@@ -131,7 +203,7 @@ def test_a_template_that_takes_all_memory_is_refused(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = "{{ 'a'.center(999999999) }}"
     with pytest.raises(ValueError, match="took more than 512 MB of memory"):
-        LmEvalModel(None, tokenizer).apply_chat_template(CHATS["turns"])
+        LmEvalModel(None, tokenizer, NOTHING_SAID, print).apply_chat_template(CHATS["turns"])
 
 
 def assert_same_answers(one, other):
