@@ -55,7 +55,7 @@ def _watch_here(watched: Watched) -> None:
     while True:
         with user_errors():
             runs = watched.now()
-        text = view(runs, shutil.get_terminal_size().columns)
+            text = view(runs, shutil.get_terminal_size().columns)
         if isinstance(sys.stdout, TerminalText):
             sys.stdout.write_as_it_is(_CLEAR)
         print(text, flush=True)

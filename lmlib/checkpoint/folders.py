@@ -7,13 +7,20 @@ from lmlib.checkpoint.in_bucket.steps import steps_at
 from lmlib.checkpoint.orbax_internals import UNFINISHED
 from lmlib.storage.folder_store import FolderStore
 from lmlib.storage.store import Store
+from lmlib.storage.unlinked import check_no_link
 from lmlib.storage.whole_file import sync
 
+DIRECTORY = "checkpoints"  # of a run
 _SET_ASIDE = ".damaged"
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps of the whole checkpoints, in order; none if there is no such directory."""
+    """The steps of the whole checkpoints, in order; none if there is no such directory.
+
+    Raises LinkError for a run's folder `checkpoints`, or a step's, that is a link.
+    """
+    if directory.name == DIRECTORY:
+        check_no_link(directory)
     names = _folder_names(directory)
     return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
@@ -68,4 +75,10 @@ def _folder_names(directory: Path) -> list[str]:
         return [name if whole else f"{name}{UNFINISHED}" for name, whole in named.items()]
     if not directory.is_dir():
         return []
-    return sorted(entry.name for entry in directory.iterdir() if entry.is_dir())
+    found = []
+    for entry in directory.iterdir():
+        if entry.name.isdecimal():
+            check_no_link(entry)
+        if entry.is_dir() and not entry.is_symlink():  # others are not ours
+            found.append(entry.name)
+    return sorted(found)

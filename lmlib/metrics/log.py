@@ -17,6 +17,7 @@ from lmlib.hardware.specifications import peak_flops
 from lmlib.metrics.sinks import MakeSink, Sinks
 from lmlib.storage.appended_file import AppendedFile, set_aside
 from lmlib.storage.stored_json import parse_json
+from lmlib.storage.unlinked import check_no_link
 from lmlib.storage.whole_file import make_folder
 
 FILE_NAME = "metrics.jsonl"
@@ -188,7 +189,11 @@ def from_json(line: str | bytes) -> dict[str, Any]:
     entry = parse_json(line)
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         raise ValueError("no line of metrics")
-    return {name: float(value) if value in _NOT_FINITE else value for name, value in entry.items()}
+    found = {name: float(x) if x in _NOT_FINITE else x for name, x in entry.items()}
+    for name, value in found.items():
+        if not (type(value) is float or (isinstance(value, int) and abs(value) < 1 << 63)):
+            raise ValueError(f"{name} is {value!r:.40}, no number")
+    return found
 
 
 def missing_lines(workdir: str | os.PathLike[str], last: int, first: int = 1) -> str | None:
@@ -211,6 +216,7 @@ def _missing(path: Path, steps: set[int], first: int, last: int) -> str | None:
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
     """Every whole line, parsed; half a line, which a kill or a power cut may leave, is skipped."""
+    check_no_link(path)
     if not path.exists():
         return
     for line in path.read_bytes().splitlines():

@@ -108,13 +108,13 @@ def final(each: Seen, name: str) -> tuple[float | None, str]:
     """A number of the finished run with its unit, else the last that was measured."""
     result = each.run.result or {}
     if name == "loss" and _is_number(result.get("training_loss")):
-        return result["training_loss"], str(result.get("loss_unit", ""))
+        return float(result["training_loss"]), str(result.get("loss_unit", ""))
     if name == "tokens_per_second" and _is_number(result.get(name)):
-        return result[name], ""
+        return float(result[name]), ""
     validation = result.get("validation")
     measured = validation.get(name) if isinstance(validation, dict) else None
     if isinstance(measured, dict) and _is_number(measured.get("value")):
-        return measured["value"], str(measured.get("unit", ""))
+        return float(measured["value"]), str(measured.get("unit", ""))
     return _last(each, name), ""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmlib.storage.stored_json import read_json
+from lmlib.storage.unlinked import unlinked
 from lmlib.terminal.quantities import duration_text
 from lmlib.terminal.table import columns
 
@@ -79,7 +80,7 @@ def read_starts(workdir: Path) -> tuple[list[Start], str | None]:
     if not file.exists():
         return [], None
     try:
-        entries = read_json(file)["starts"]
+        entries = read_json(unlinked(workdir, FILE_NAME))["starts"]
         starts = [start for entry in entries if (start := _parsed(entry)) is not None]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [], f"{file} cannot be read ({error!r:.200}): earlier starts are not counted"

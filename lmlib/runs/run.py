@@ -11,12 +11,13 @@ from typing import Any
 
 from lmlib.metrics.log import FILE_NAME as METRICS
 from lmlib.metrics.log import read_metrics
+from lmlib.runs.result import read_result
 from lmlib.runs.sweep import point_of
 from lmlib.runs.validation import StoredValidation, read_validation
-from lmlib.storage.stored_json import read_json, read_text
+from lmlib.storage.stored_json import read_text
+from lmlib.storage.unlinked import unlinked
 
 SETTINGS = "config.txt"
-RESULT = "result.json"
 SAMPLES = "samples"
 _SETTING = re.compile(r"(?P<path>[^ =:]+)(?: = |: )(?P<value>.*)")
 
@@ -39,7 +40,8 @@ class Run:
     def settings(self) -> Mapping[str, str]:
         """Every parameter of its config by path, `{"optimizer.peak_lr": "0.003"}`, as text; of
         what is a callable, its name."""
-        lines = read_text(self.path / SETTINGS).splitlines()[1:]  # the first names the root
+        text = read_text(unlinked(self.path, SETTINGS))
+        lines = text.splitlines()[1:]  # the first names the root
         found = (_SETTING.fullmatch(line) for line in lines)
         return {match["path"]: match["value"] for match in found if match}
 
@@ -54,16 +56,7 @@ class Run:
 
         Raises ValueError, naming the file, if it is damaged.
         """
-        file = self.path / RESULT
-        if not file.exists():
-            return None
-        try:
-            found = read_json(file)
-        except ValueError as error:
-            raise ValueError(f"{file} is damaged ({error})") from error
-        if not isinstance(found, dict):
-            raise ValueError(f"{file} is damaged: it holds no object")
-        return found
+        return read_result(self.path)
 
     @functools.cached_property
     def validation(self) -> StoredValidation | None:
@@ -75,11 +68,12 @@ class Run:
 
     @functools.cached_property
     def samples(self) -> Mapping[int, str]:
-        """What it sampled, by step; a file that cannot be read is left out."""
+        """What it sampled, by step; a file that cannot be read, and a link, is left out."""
         found = {}
         for file in sorted((self.path / SAMPLES).glob("*.txt")):
             if file.stem.isdecimal():
                 with contextlib.suppress(OSError, ValueError):
+                    unlinked(self.path, f"{SAMPLES}/{file.name}")
                     found[int(file.stem)] = read_text(file)
         return found
 

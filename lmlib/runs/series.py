@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 
 from lmlib.metrics.log import FILE_NAME
 from lmlib.storage.stored_json import parse_json
+from lmlib.storage.unlinked import check_no_link
 
 _AT_ONCE = 1000  # lines
 
@@ -41,7 +42,8 @@ class Measurements:
         self._last_begins, self._last = 0, b""
 
     def update(self) -> None:
-        """Raises OSError, naming the file, if it cannot be read."""
+        """Raises OSError, naming the file, if it cannot be read, or is a link."""
+        check_no_link(self._path)
         try:
             with open(self._path, "rb") as file:
                 self._read_on(file)

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from lmlib.storage.stored_json import read_json
+from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import write_whole
 
 FILE_NAME = "validation.json"
@@ -88,18 +89,21 @@ def read_validation(workdir: str | os.PathLike[str]) -> StoredValidation | None:
     Raises:
       ValueError: naming the file, if it is damaged.
     """
-    file = Path(workdir, FILE_NAME)
+    file = unlinked(workdir, FILE_NAME)
     if not file.exists():
         return None
     try:
         saved = read_json(file)
         sets = {str(name): _set(each) for name, each in saved["sets"].items()}
-        return StoredValidation(int(saved["step"]), saved["cross_entropy"], sets)
+        cross_entropy = saved["cross_entropy"]
+        if cross_entropy is not None and not isinstance(cross_entropy, str):
+            raise ValueError(f"cross_entropy is {cross_entropy!r:.40}")
+        return StoredValidation(int(saved["step"]), cross_entropy, sets)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{file} is damaged ({error!r:.200})") from error
 
 
-def _set(saved: Mapping[str, Any]) -> StoredSet:
+def _set(saved: Any) -> StoredSet:
     counts = np.array(saved["counts"], np.int64)
     sums = {str(name): np.array(each, np.float64) for name, each in saved["sums"].items()}
     shapes = {each.shape for each in (counts, *sums.values())}
@@ -109,6 +113,8 @@ def _set(saved: Mapping[str, Any]) -> StoredSet:
         None if saved[name] is None else float(saved[name])
         for name in ("bytes_per_target", "weight")
     )
+    if any(each is not None and not 0 <= each < 1e30 for each in (in_bytes, weight)):
+        raise ValueError(f"bytes_per_target is {in_bytes}, and weight {weight}")
     return StoredSet(str(saved["digest"]), in_bytes, weight, counts, sums)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lmlib.storage.unlinked import LinkError, unlinked
 from lmlib.storage.whole_file import UNFINISHED, make_folder, sync, write_whole
 
 _PIECE = 1 << 20  # bytes
@@ -29,7 +30,8 @@ class NotAFileError(ValueError):
 
 
 class FolderStore:
-    """Files below `folder`, which may be absent until something is written."""
+    """Files below `folder`, which may be absent until something is written; it may be a link, and
+    what is read below it may not."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -91,7 +93,11 @@ class FolderStore:
         return True
 
     def _opened(self, name: str, buffering: int) -> Any:
-        """Raises NotAFileError for a link, a pipe or a device."""
+        """Raises NotAFileError for a link, also among the folders above, a pipe or a device."""
+        try:
+            unlinked(self._folder, name)
+        except LinkError as error:
+            raise NotAFileError(name) from error
 
         def opener(path: str, flags: int) -> int:
             return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,5 +1,7 @@
 """Counts, bytes and durations as text for people to read."""
 
+import math
+
 
 def count_text(count: int | float) -> str:
     """Three digits and thousands, millions, billions or trillions: 950, 4.21 M, 1.00 B."""
@@ -27,6 +29,8 @@ def duration_text(seconds: int | float) -> str:
 
 def _scaled(value: int | float, units: list[str]) -> str:
     """Three digits of `value` in the largest unit that leaves 1 or more of it, rounded."""
+    if not math.isfinite(value):
+        return str(value)
     if value < 1000 and value == int(value):
         return f"{value:.0f} {units[0]}".strip()
     for unit in units[:-1]:

@@ -3,19 +3,26 @@
 from pathlib import Path
 
 from lmlib.storage.local_folder import folder_to_read
+from lmlib.storage.unlinked import unlinked
 from runner.command_line.paths import check_can_be_made
 from runner.errors import ConfigError, user_errors
 
 # What shows that a run was begun there. Others of its files could be anybody's.
 _OF_A_RUN = {"config.txt", "checkpoints", "lock", "logs", "run.log"}
 
+# What a run reads there, which may not lead elsewhere.
+_NO_LINKS = (
+    "checkpoints", "config.json", "config.txt", "metrics.jsonl", "result.json", "validation.json",
+    "goodput.json", "samples", "starts", "captures",
+)  # fmt: skip
+
 
 def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
     """The folder, which is perhaps not there yet.
 
     Raises:
-      ConfigError: if none is named, if it is a URL of another kind or a file, or if it holds other
-        files and no run, unless `allow_other_files`.
+      ConfigError: if none is named, if it is a URL of another kind or a file, if a file or folder
+        of the run is a link, or if it holds other files and no run, unless `allow_other_files`.
     """
     if not path:
         raise ConfigError("give --workdir, the folder for everything that the run writes")
@@ -26,6 +33,8 @@ def chosen_workdir(path: str | None, allow_other_files: bool) -> Path:
             return workdir
         if not workdir.is_dir():
             raise ConfigError(f"--workdir={workdir} is a file; name a folder")
+        for name in _NO_LINKS:
+            unlinked(workdir, name)
         names = sorted(entry.name for entry in workdir.iterdir())
     # Hidden files are not looked at: file browsers, file servers and notebooks leave some.
     shown = [name for name in names if not name.startswith(".") and name != "lost+found"]

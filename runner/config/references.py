@@ -7,6 +7,7 @@ from lmlib.hf.folder import read_json
 from lmlib.hf.hub import local_folder_of
 from lmlib.hf.peft.config import holds_adapters, read_config
 from lmlib.storage.local_folder import folder_to_read
+from lmlib.storage.unlinked import unlinked
 from runner.errors import ConfigError, user_errors
 
 
@@ -45,7 +46,7 @@ def located(reference: str) -> Saved | HuggingFace:
         folder = folder_to_read(run)
         whole = folder if run == reference else folder_to_read(reference)
         if (folder / "checkpoints").is_dir():
-            return Saved(folder / "checkpoints", number)
+            return Saved(unlinked(folder, "checkpoints"), number)
         if is_hugging_face(whole):
             return HuggingFace(whole, str(whole.absolute()))
         if folder.is_dir():

@@ -14,6 +14,7 @@ from fiddle import daglish
 from fiddle.experimental import serialization
 
 from lmlib.storage.stored_json import parse_json, read_text
+from lmlib.storage.unlinked import LinkError, unlinked
 from runner.config.text import nodes, parameters, text_of, with_defaults
 from runner.config.trusted_names import DATA_NAMES, UntrustedNameError, named_value
 from runner.errors import ConfigError, did_you_mean
@@ -66,7 +67,7 @@ def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
     """
     policy = _Policy(TRUSTED | set(trusted))
     try:
-        text = read_text(file, _LARGEST)
+        text = read_text(unlinked(file.parent, file.name), _LARGEST)
         parse_json(text)  # what Fiddle does not check
         cfg = serialization.load_json(text, policy)
         if not isinstance(cfg, fdl.Config):
@@ -80,6 +81,8 @@ def read_config(file: Path, trusted: Collection[str] = ()) -> fdl.Config:
             f"{file} refers to {error.name}, which a saved config may not run unasked: if you "
             f"trust that code, give --trust_module={error.module}"
         ) from error
+    except LinkError as error:
+        raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except (ImportError, AttributeError) as error:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lmlib.runs.run import Run
-from lmlib.runs.sweep import FILE_NAME
+from lmlib.runs.sweep import FILE_NAME, points_in
 from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import read_json
+from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import changed_paths
@@ -143,12 +144,12 @@ def read_sweep(folder: Path) -> Sweep:
     """Raises ConfigError if there is no sweep in `folder`, or it is damaged."""
     file = folder / FILE_NAME
     try:
-        content = read_json(file)
+        content = read_json(unlinked(folder, FILE_NAME))
         if content["format"] != _FORMAT:
             raise ValueError(
                 f"its format is {content['format']!r:.40}, and this program's {_FORMAT}"
             )
-        points = [Point(folder / _name(each), _settings(each)) for each in content["points"]]
+        points = [Point(folder / _safe(name), texts) for name, texts in points_in(content)]
         if not points:
             raise ValueError("it has no points")
         return Sweep(folder, str(content["experiment"]), str(content["config"]), tuple(points))
@@ -156,18 +157,10 @@ def read_sweep(folder: Path) -> Sweep:
         raise ConfigError(f"{file} cannot be read, or is damaged: {error!r:.200}") from error
 
 
-def _name(point: dict[str, object]) -> str:
-    name = point["name"]
-    if not isinstance(name, str) or not is_safe(name):
+def _safe(name: str) -> str:
+    if not is_safe(name):
         raise ValueError(f"{name!r:.80} is no name of a point")
     return name
-
-
-def _settings(point: dict[str, object]) -> Settings:
-    settings = point["settings"]
-    if not isinstance(settings, dict):
-        raise TypeError(f"{settings!r:.80} are no settings")
-    return {str(path): str(text) for path, text in settings.items()}
 
 
 def _named(folder: Path, points: Sequence[Settings], others: Sequence[Point]) -> list[Point]:

@@ -14,6 +14,7 @@ from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
 from lmlib.state import State
 from lmlib.storage.stored_json import read_text
+from lmlib.storage.unlinked import unlinked
 from runner.config.text import changed_paths, difference, flattened
 from runner.errors import ConfigError, TrainingStopped, user_errors
 from runner.monitoring.phases import Phase, Phases
@@ -178,7 +179,8 @@ def check_config(
     Raises:
       ConfigError: if the model is not the one that was trained and "model" is not allowed.
     """
-    file = workdir / "config.txt"
+    with user_errors():
+        file = unlinked(workdir, "config.txt")
     if not file.exists():
         return
     with user_errors():

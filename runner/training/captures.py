@@ -31,6 +31,7 @@ from lmlib.data.stages import Continued
 from lmlib.experiment import Experiment
 from lmlib.metrics.log import from_json, to_json
 from lmlib.storage.stored_json import read_json
+from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, sync, sync_folders, write_whole
 from lmlib.terminal.python_command import python_command
 from runner.errors import in_words
@@ -149,7 +150,7 @@ def read_capture(folder: Path) -> Capture:
     if not file.is_file():
         raise ValueError(f"{folder} is no capture: it has no capture.json; see workdir/captures")
     try:
-        facts = read_json(file)
+        facts = read_json(unlinked(folder, file.name))
         line, mesh, origin = (facts[name] for name in ("line", "mesh", "initialised_from"))
         capture = Capture(folder, facts["step"], from_json(json.dumps(line)), mesh, origin)
         numbers = [value for name, value in capture.line.items() if name != "step"]

@@ -13,16 +13,15 @@ from lmlib.experiment import Experiment
 from lmlib.metrics.log import mfu
 from lmlib.report.page import FILE_NAME as PAGE
 from lmlib.runs.goodput import Goodput
+from lmlib.runs.result import FILE_NAME, read_result
 from lmlib.runs.validation import StoredValidation
 from lmlib.state import State
 from lmlib.storage.bucket.copies import shown
-from lmlib.storage.stored_json import read_json
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import count_text
 from lmlib.terminal.table import columns
 from runner.training.validation import Validation
 
-FILE_NAME = "result.json"
 LOSS_STEPS = 50
 _SUMMED = {"loss", "step_seconds", "tokens"}
 
@@ -117,11 +116,11 @@ def finished_summary(workdir: Path, steps: int) -> Summary | None:
 
     Raises ValueError, naming the file, if it is damaged.
     """
-    file = workdir / FILE_NAME
-    if not file.exists():
+    file, found = workdir / FILE_NAME, read_result(workdir)
+    if found is None:
         return None
     try:
-        summary = from_json(read_json(file))
+        summary = from_json(found)
         summary.text(workdir, ())  # which every field has to do with
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{file} is damaged ({error!r:.200})") from error

@@ -18,6 +18,7 @@ import jax
 
 import lmlib
 from lmlib.storage.stored_json import read_json
+from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config import configs
 from runner.config.code import code_files, commit_of, versions
@@ -106,7 +107,8 @@ def _newest(workdir: Path) -> Mapping[str, Any]:
     """The facts of the newest start that was recorded whole; nothing if there is none."""
     for folder in reversed(_folders(workdir)):
         try:
-            facts = read_json(folder / "start.json", _LARGEST)
+            start = f"starts/{folder.name}/start.json"
+            facts = read_json(unlinked(workdir, start), _LARGEST)
         except (OSError, ValueError):
             continue
         if isinstance(facts, dict):

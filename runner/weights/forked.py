@@ -8,6 +8,7 @@ from lmlib.checkpoint.removal import reading
 from lmlib.state import State
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.stored_json import read_text
+from lmlib.storage.unlinked import unlinked
 from runner.config.references import HuggingFace, located
 from runner.config.text import changed_paths
 from runner.errors import ConfigError, in_words
@@ -89,7 +90,7 @@ def _check_model(run: SavedRun, config: str) -> None:
 
     Compares with config.txt, which refers to no module.
     """
-    file = run.workdir / "config.txt"
+    file = unlinked(run.workdir, "config.txt")
     if not file.exists():
         return
     changed = changed_paths(read_text(file, _LARGEST_CONFIG), config)

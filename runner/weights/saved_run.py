@@ -28,6 +28,7 @@ from lmlib.recipe import Recipe
 from lmlib.state import abstract_model
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.local_folder import folder_to_read
+from lmlib.storage.unlinked import unlinked
 from runner.config import configs
 from runner.config.families import known_families
 from runner.config.references import HuggingFace, Saved, base_of, located
@@ -137,8 +138,8 @@ class SavedRun:
         """The folder of Hugging Face's that the run began with, or what an imported workdir kept of
         it; `None` if it did not begin so, or that is gone."""
         for workdir, _, _ in self._beginnings():
-            if (workdir / ORIGIN).is_dir():
-                return workdir / ORIGIN
+            if (origin := unlinked(workdir, ORIGIN)).is_dir():
+                return origin
         if self.began_with is None:
             return None
         with contextlib.suppress(FolderError):

@@ -155,9 +155,9 @@ def test_a_run_that_has_measured_nothing_has_a_page(tmp_path):
 
 
 @pytest.mark.parametrize("result", [[1], {"validation": 7}, {"validation": {"a": 3}}, "x", {}])
-def test_a_strange_result_is_named_or_passed_over(tmp_path, result):
+def test_a_strange_result_is_named(tmp_path, result):
     run = leave_run(tmp_path / "a", {"steps": 2}, losses(3.0, 2.0), result)
-    if isinstance(result, dict):
+    if result == {}:
         assert "finished" in page(seen([run]))
     else:
         with pytest.raises(ValueError, match=r"result.json is damaged"):

@@ -233,5 +233,5 @@ def test_nothing_is_removed_through_a_link(tmp_path: Path, name: str) -> None:
         {name: str(directory)},
         tmp_path,
     )
-    assert found[name][0] in ("opened", "OSError", "StorageError", "DamagedCheckpointError"), found
+    assert found[name][0] == "LinkError" if name == "6" else "opened", found
     assert files_of(outside) == {"precious": b"precious"}

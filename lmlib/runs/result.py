@@ -1,0 +1,96 @@
+"""`result.json`, the numbers of a run's final table, read and checked for every command."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lmlib.storage.stored_json import read_json
+from lmlib.storage.unlinked import unlinked
+
+FILE_NAME = "result.json"
+
+
+def read_result(workdir: Path) -> dict[str, Any] | None:
+    """What the file holds; `None` if there is none. Any key may be missing, and one that is there
+    has a value of its kind.
+
+    Raises:
+      ValueError: naming the file and the key, if it is damaged.
+      OSError: if it cannot be read.
+    """
+    file = unlinked(workdir, FILE_NAME)
+    if not file.exists():
+        return None
+    try:
+        found = read_json(file)
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+        for key, is_sound in _KEYS.items():
+            if key in found and not is_sound(found[key]):
+                raise ValueError(f"{key} is {found[key]!r:.80}")
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number as a run writes it; NaN and the infinities are some."""
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_rate(value: Any) -> bool:
+    return is_number(value) and 0 <= value < 1e30
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_measured(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and is_number(value.get("value"))
+        and _is_text(value.get("unit"))
+        and len(value) == 2
+    )
+
+
+def _is_goodput(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"starts", "seconds"}
+        and _is_count(value["starts"])
+        and _each(lambda seconds: is_number(seconds) and math.isfinite(seconds))(value["seconds"])
+    )
+
+
+def _each(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Of an object all values."""
+    return lambda value: isinstance(value, dict) and all(map(is_sound, value.values()))
+
+
+def _or_none(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_sound(value)
+
+
+_KEYS: Mapping[str, Callable[[Any], bool]] = {
+    "steps": _is_count,
+    "parameters": _is_count,
+    "tokens": _is_count,
+    "tokens_per_second": _is_rate,
+    "mfu": _or_none(_is_rate),
+    "training_loss": is_number,
+    "loss_name": _is_text,
+    "loss_unit": _is_text,
+    "flops_per_token": _or_none(_is_rate),
+    "validation": _each(_is_measured),
+    "validated_on": _or_none(_is_text),
+    "compressed_bits_per_byte": _each(is_number),
+    "samples": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "goodput": _or_none(_is_goodput),
+}
