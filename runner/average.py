@@ -17,9 +17,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import flags
+
+from runner.command_line.command import run, take_flags
+from runner.command_line.exit_status import FINISHED
+from runner.command_line.new_folder import made_whole
+from runner.errors import ConfigError, user_errors
+
+_FROM = flags.DEFINE_string("from", None, "RUN, or RUN@STEP for its checkpoints up to that")
+_LAST = flags.DEFINE_integer("last", 5, "how many checkpoints", lower_bound=2)
+_TO = flags.DEFINE_string("to", None, "the workdir to make")
+
+if __name__ == "__main__":
+    take_flags()  # what follows takes seconds to import
+
 import jax
 import numpy as np
-from absl import flags
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.checkpoint.folders import steps_in
@@ -27,15 +40,7 @@ from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.removal import reading
 from lmlib.storage.local_folder import local_folder
 from lmlib.terminal.quantities import count_text, duration_text
-from runner.command_line.command import run
-from runner.command_line.exit_status import FINISHED
-from runner.command_line.new_folder import made_whole
 from runner.config.references import Saved, located
-from runner.errors import ConfigError, user_errors
-
-_FROM = flags.DEFINE_string("from", None, "RUN, or RUN@STEP for its checkpoints up to that")
-_LAST = flags.DEFINE_integer("last", 5, "how many checkpoints", lower_bound=2)
-_TO = flags.DEFINE_string("to", None, "the workdir to make")
 
 _PART = "model"
 _CONFIGS = ("config.json", "config.txt")

@@ -15,8 +15,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 from absl import flags
+
+from runner.command_line.command import run, take_flags
+from runner.command_line.exit_status import FINISHED
+from runner.errors import ConfigError, did_you_mean, user_errors
+
+_STEP = flags.DEFINE_integer("step", None, "With verify and show: this step only.", lower_bound=0)
+_KEEP = flags.DEFINE_integer("keep", None, "With prune: how many stay.", lower_bound=1)
+
+if __name__ == "__main__":
+    take_flags()  # what follows takes seconds to import
+
+import jax
 
 from lmlib.checkpoint import (
     Checkpoints,
@@ -31,15 +42,9 @@ from lmlib.storage.bucket.copies import shown, url_of
 from lmlib.storage.local_folder import folder_to_read
 from lmlib.terminal.quantities import bytes_text, duration_text
 from lmlib.terminal.table import columns
-from runner.command_line.command import run
-from runner.command_line.exit_status import FINISHED
-from runner.errors import ConfigError, did_you_mean, user_errors
 from runner.processes.lock import WorkdirLock
 
 DAMAGED = 1  # exit status of verify
-
-_STEP = flags.DEFINE_integer("step", None, "With verify and show: this step only.", lower_bound=0)
-_KEEP = flags.DEFINE_integer("keep", None, "With prune: how many stay.", lower_bound=1)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -39,9 +39,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import flags
+
+from runner.command_line.command import run, take_flags
+from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.destination import destination
+from runner.command_line.exit_status import FINISHED
+from runner.command_line.init_from import INIT_FROM
+from runner.command_line.new_folder import made_whole
+from runner.command_line.weights import EMA, WEIGHTS
+from runner.errors import ConfigError, user_errors
+
+_FROM = flags.DEFINE_string("from", None, "a folder of Hugging Face's, its name, or RUN[@STEP]")
+_TO = flags.DEFINE_string("to", None, "the folder to make")
+_BASE = flags.DEFINE_string("base", None, "the model without adapters")
+_ADAPTERS = flags.DEFINE_bool("adapters", False, "write the adapters alone")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "of the files")
+_LARGEST_FILE = flags.DEFINE_float("largest_file", 5.0, "GB, about", lower_bound=1e-6)
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
+
+if __name__ == "__main__":
+    take_flags()  # what follows takes seconds to import
+
 import fiddle as fdl
 import jax
-from absl import flags
 from jax.sharding import Mesh
 
 from lmlib import hf
@@ -56,16 +77,8 @@ from lmlib.recipe import parted
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.terminal.quantities import count_text, duration_text
-from runner.command_line.command import run
-from runner.command_line.config_flags import TRUST_MODULE
-from runner.command_line.destination import destination
-from runner.command_line.exit_status import FINISHED
-from runner.command_line.init_from import INIT_FROM
-from runner.command_line.new_folder import made_whole
-from runner.command_line.weights import EMA, WEIGHTS
 from runner.config import configs
 from runner.config.references import HuggingFace, Saved, located
-from runner.errors import ConfigError, user_errors
 from runner.monitoring.transfer import told
 from runner.weights.model_folder import ModelFolder
 from runner.weights.notes import frozen_note
@@ -77,14 +90,6 @@ from runner.weights.weights_alone import keep_origin, save_weights_alone
 
 _LAST = ("config.json", "adapter_config.json")  # files without which there is no model
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
-
-_FROM = flags.DEFINE_string("from", None, "a folder of Hugging Face's, its name, or RUN[@STEP]")
-_TO = flags.DEFINE_string("to", None, "the folder to make")
-_BASE = flags.DEFINE_string("base", None, "the model without adapters")
-_ADAPTERS = flags.DEFINE_bool("adapters", False, "write the adapters alone")
-_DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "of the files")
-_LARGEST_FILE = flags.DEFINE_float("largest_file", 5.0, "GB, about", lower_bound=1e-6)
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
 
 
 def main(arguments: Sequence[str]) -> int:

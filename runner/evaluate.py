@@ -40,31 +40,13 @@ from typing import Any, TypeVar
 
 from absl import flags
 
-from lmlib.checkpoint import RemovedCheckpointError
-from lmlib.checkpoint.folders import steps_in
-from lmlib.checkpoint.removal import reading
-from lmlib.evaluate.suite.suite import Suite
-from lmlib.storage.whole_file import write_whole
-from runner.command_line.command import run
+from runner.command_line.command import run, take_flags
 from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.paths import check_can_be_made
 from runner.command_line.weights import EMA, WEIGHTS
-from runner.config.references import Saved, located
 from runner.errors import ConfigError, user_errors
-from runner.evaluation.data_sets import DataSet, data_set, validation_of
-from runner.evaluation.measuring import Measured, Measuring, Settings
-from runner.evaluation.results import json_text, tables
-from runner.evaluation.suite import measure_suite, suite_json, suite_table
-from runner.evaluation.tasks import Tasks, evaluate_tasks, tasks_json, tasks_table
-from runner.inference.loaded import Loaded
-from runner.inference.loading import load
-from runner.jax_settings.compilation_cache import keep_compiled_programs
-from runner.jax_settings.devices import check_devices, choose_devices
-from runner.jax_settings.xla_flags import keep_cpus_in_order
-
-_T = TypeVar("_T")
 
 _FROM = flags.DEFINE_multi_string("from", [], "a run or a folder of Hugging Face's; repeatable")
 _DATA = flags.DEFINE_multi_string("data", [], "flat tokens or text; repeatable")
@@ -88,6 +70,28 @@ _BATCH_SIZE = flags.DEFINE_integer(
 _PACKED = flags.DEFINE_bool("packed", True, "several documents in a row")
 _DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "to compute in")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer.json or its folder")
+
+if __name__ == "__main__":
+    take_flags()  # what follows takes seconds to import
+
+from lmlib.checkpoint import RemovedCheckpointError
+from lmlib.checkpoint.folders import steps_in
+from lmlib.checkpoint.removal import reading
+from lmlib.evaluate.suite.suite import Suite
+from lmlib.storage.whole_file import write_whole
+from runner.config.references import Saved, located
+from runner.evaluation.data_sets import DataSet, data_set, validation_of
+from runner.evaluation.measuring import Measured, Measuring, Settings
+from runner.evaluation.results import json_text, tables
+from runner.evaluation.suite import measure_suite, suite_json, suite_table
+from runner.evaluation.tasks import Tasks, evaluate_tasks, tasks_json, tasks_table
+from runner.inference.loaded import Loaded
+from runner.inference.loading import load
+from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.devices import check_devices, choose_devices
+from runner.jax_settings.xla_flags import keep_cpus_in_order
+
+_T = TypeVar("_T")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -31,29 +31,12 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from lmlib.data.chats.chat import answer_ends
-from lmlib.generate import Generator, Sampling, usual_dtype
-from lmlib.storage.local_folder import local_folder
-from lmlib.storage.stored_json import LARGEST
-from runner.command_line.command import run
+from runner.command_line.command import run, take_flags
 from runner.command_line.config_flags import MOST, TRUST_MODULE
 from runner.command_line.exit_status import FINISHED, STOPPED
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.weights import EMA, WEIGHTS
 from runner.errors import ConfigError, chosen_sizes, user_errors
-from runner.inference.answer import Manner
-from runner.inference.answer_file import AnswerFile
-from runner.inference.loaded import Loaded
-from runner.inference.loading import load
-from runner.inference.prompt_files import digest_of, read_lines
-from runner.inference.prompts import Reader
-from runner.inference.terminal import Terminal
-from runner.jax_settings.compilation_cache import keep_compiled_programs
-from runner.jax_settings.devices import check_devices, choose_devices
-from runner.jax_settings.xla_flags import keep_cpus_in_order
-
-_LENGTHS = 64  # programs are kept for multiples of so many tokens
-_TYPED_LENGTH = 4096
 
 _FROM = flags.DEFINE_string("from", None, "a run, RUN@STEP, a folder of Hugging Face's or its name")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "a text to continue; repeatable")
@@ -85,6 +68,27 @@ _LENGTH = flags.DEFINE_integer(
 _DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "to compute in")
 _INT8 = flags.DEFINE_bool("int8", False, "keep matrices in 8 bits")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a folder with a tokenizer's files")
+
+if __name__ == "__main__":
+    take_flags()  # what follows takes seconds to import
+
+from lmlib.data.chats.chat import answer_ends
+from lmlib.generate import Generator, Sampling, usual_dtype
+from lmlib.storage.local_folder import local_folder
+from lmlib.storage.stored_json import LARGEST
+from runner.inference.answer import Manner
+from runner.inference.answer_file import AnswerFile
+from runner.inference.loaded import Loaded
+from runner.inference.loading import load
+from runner.inference.prompt_files import digest_of, read_lines
+from runner.inference.prompts import Reader
+from runner.inference.terminal import Terminal
+from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.devices import check_devices, choose_devices
+from runner.jax_settings.xla_flags import keep_cpus_in_order
+
+_LENGTHS = 64  # programs are kept for multiples of so many tokens
+_TYPED_LENGTH = 4096
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,9 +16,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from absl import flags
+
+from runner.command_line.command import run, take_flags
+from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.exit_status import FINISHED
+from runner.errors import ConfigError, user_errors
+
+_SPLIT = flags.DEFINE_string("split", None, "train, validation or validation/NAME")
+_VERIFY = flags.DEFINE_bool("verify", False, "read everything and list all that is damaged")
+_BATCH = flags.DEFINE_integer("batch", None, "show the batch of this step, from 0", lower_bound=0)
+_ROWS = flags.DEFINE_integer("rows", 2, "with --batch: how many to show", lower_bound=1)
+
+if __name__ == "__main__":
+    take_flags()  # what follows takes seconds to import
+
 import fiddle as fdl
 import jax
-from absl import flags
 
 from data_tools.hf_stream import HFStream
 from data_tools.inspect import split_folders
@@ -33,20 +47,11 @@ from lmlib.data.resumable import Resumable
 from lmlib.data.stored.data_path import data_path
 from lmlib.experiment.stages import batches_of
 from lmlib.storage.local_folder import folder_to_read
-from runner.command_line.command import run
-from runner.command_line.config_flags import TRUST_MODULE
-from runner.command_line.exit_status import FINISHED
 from runner.config import configs
 from runner.config.stages import later_stages, training_data
 from runner.config.text import nodes
-from runner.errors import ConfigError, user_errors
 
 DAMAGED = 1  # exit status of --verify
-
-_SPLIT = flags.DEFINE_string("split", None, "train, validation or validation/NAME")
-_VERIFY = flags.DEFINE_bool("verify", False, "read everything and list all that is damaged")
-_BATCH = flags.DEFINE_integer("batch", None, "show the batch of this step, from 0", lower_bound=0)
-_ROWS = flags.DEFINE_integer("rows", 2, "with --batch: how many to show", lower_bound=1)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -24,10 +24,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fiddle as fdl
-import jax
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
+
+from runner.command_line.command import first_lines, listed, run, take_flags
+from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
+from runner.command_line.exit_status import FINISHED
+from runner.config import configs
+from runner.errors import ConfigError, user_errors
+
+_TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
+_NETWORK = flags.DEFINE_float("network", None, "GB/s of each device to other hosts or slices")
+_SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")
+_SEARCH_MESH = flags.DEFINE_list("search_mesh", [], "try all sizes of these axes of the mesh")
+_ADVISE = flags.DEFINE_bool("advise", False, "try what would need less memory")
+_JSON = flags.DEFINE_string("json", None, "a file for the report as JSON; -: stdout, no text")
+_NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was made before")
+
+if __name__ == "__main__":
+    # absl shows the module's docstring as --help.
+    __doc__ += listed("experiments", first_lines(configs.experiments()))
+    take_flags(fiddlers_listed)  # what follows takes seconds to import
+
+import fiddle as fdl
+import jax
 
 from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
@@ -43,22 +63,9 @@ from lmlib.plan.targets import Target
 from runner.absent_hardware import kept_plans
 from runner.absent_hardware.cost import cost_of
 from runner.absent_hardware.stand_ins import built, without_data
-from runner.command_line.command import first_lines, listed, run
-from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
-from runner.command_line.exit_status import FINISHED
-from runner.config import configs
-from runner.errors import ConfigError, user_errors
 from runner.jax_settings.devices import check_one_cuda_plugin
 from runner.jax_settings.xla_flags import set_gpu_flags
 from runner.monitoring.telling import Telling
-
-_TOPOLOGY = flags.DEFINE_string("topology", None, "hardware to plan for: v5e:16x16, h100:8x8")
-_NETWORK = flags.DEFINE_float("network", None, "GB/s of each device to other hosts or slices")
-_SEARCH = flags.DEFINE_bool("search", False, "look for the best settings that fit")
-_SEARCH_MESH = flags.DEFINE_list("search_mesh", [], "try all sizes of these axes of the mesh")
-_ADVISE = flags.DEFINE_bool("advise", False, "try what would need less memory")
-_JSON = flags.DEFINE_string("json", None, "a file for the report as JSON; -: stdout, no text")
-_NO_CACHE = flags.DEFINE_bool("no_cache", False, "make the report even if it was made before")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -165,6 +172,4 @@ def _show(report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # absl shows the module's docstring as --help.
-    __doc__ += listed("experiments", first_lines(configs.experiments()))
-    run(main, more_help=fiddlers_listed)
+    run(main)

@@ -16,6 +16,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.command_line.command import run, take_flags
+from runner.command_line.config_flags import TRUST_MODULE
+from runner.command_line.exit_status import FINISHED
+from runner.command_line.init_from import INIT_FROM
+from runner.errors import ConfigError, user_errors
+
+if __name__ == "__main__":
+    take_flags()  # what follows takes seconds to import
+
 import fiddle as fdl
 import jax
 
@@ -29,12 +38,7 @@ from lmlib.inspect.layer_statistics import first_offender, table
 from lmlib.parallel.layout import sharding
 from lmlib.state import State
 from lmlib.terminal.table import columns
-from runner.command_line.command import run
-from runner.command_line.config_flags import TRUST_MODULE
-from runner.command_line.exit_status import FINISHED
-from runner.command_line.init_from import INIT_FROM
 from runner.config import configs
-from runner.errors import ConfigError, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order

@@ -23,9 +23,7 @@ from collections.abc import Sequence
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
-from lmlib.data.stored.teacher import USUAL_K, TeacherMetadata
-from lmlib.terminal.quantities import bytes_text
-from runner.command_line.command import run
+from runner.command_line.command import run, take_flags
 from runner.command_line.config_flags import (
     MOST,
     TRUST_MODULE,
@@ -36,19 +34,25 @@ from runner.command_line.config_flags import (
 from runner.command_line.exit_status import FINISHED, STOPPED
 from runner.command_line.init_from import INIT_FROM
 from runner.errors import ConfigError, chosen_sizes, user_errors
+
+_FROM = flags.DEFINE_string("from", None, "a run, or a folder of Hugging Face's or its name")
+_OUT = flags.DEFINE_string("out", None, "the folder; unless said, data.teacher")
+_K = flags.DEFINE_integer("k", None, "ids that are listed of each token; unless said, 32", 1)
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", None, "sequences at a time", lower_bound=1, upper_bound=MOST
+)
+_DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "to compute in")
+
+if __name__ == "__main__":
+    take_flags(fiddlers_listed)  # what follows takes seconds to import
+
+from lmlib.data.stored.teacher import USUAL_K, TeacherMetadata
+from lmlib.terminal.quantities import bytes_text
 from runner.inference.loading import load
 from runner.inference.teaching import sequences_of, teach, unfinished
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
 from runner.jax_settings.xla_flags import keep_cpus_in_order
-
-_FROM = flags.DEFINE_string("from", None, "a run, or a folder of Hugging Face's or its name")
-_OUT = flags.DEFINE_string("out", None, "the folder; unless said, data.teacher")
-_K = flags.DEFINE_integer("k", USUAL_K, "ids that are listed of each token", lower_bound=1)
-_BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "sequences at a time", lower_bound=1, upper_bound=MOST
-)
-_DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float16", "float32"], "to compute in")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     for out, data in (unfinished(wanted) or wanted).items():
         try:
             with user_errors(), chosen_sizes("give a smaller --batch_size"):
-                metadata = teach(loaded, data, out, _K.value, _show)
+                metadata = teach(loaded, data, out, _K.value or USUAL_K, _show)
         except KeyboardInterrupt:
             _show("stopped; the same command goes on")
             return STOPPED
@@ -97,4 +101,4 @@ def _show(line: str) -> None:
 
 
 if __name__ == "__main__":
-    run(main, more_help=fiddlers_listed)
+    run(main)

@@ -39,7 +39,7 @@ def points_in(content: Any) -> list[tuple[str, Mapping[str, str]]]:
     points = content.get("points") if isinstance(content, dict) else None
     if not isinstance(points, list):
         raise ValueError("it has no list of points")
-    found = []
+    found: list[tuple[str, Mapping[str, str]]] = []
     for point in points:
         name, settings = map(point.get, ("name", "settings")) if isinstance(point, dict) else (0, 0)
         if not isinstance(name, str) or not isinstance(settings, dict):

@@ -30,6 +30,7 @@ DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mis
 # Their messages say all that a user needs: what, where, and what to do.
 _TOLD = (ConfigError, TrainingStopped, WorkdirLost, OSError, DamagedDataError)
 _HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
+_taken: list[str] | None = None  # what `take_flags` has found: the arguments that are no flags
 
 
 def run(
@@ -41,8 +42,8 @@ def run(
     shows the docstring of `__main__`, and what `more_help` makes of the other flags. Terminals show
     control characters, wherever a text is from.
     """
-    guard_terminals()
-    logging.get_absl_handler().python_handler.setStream(sys.stderr)
+    if _taken is None:
+        _prepare_streams()
 
     def main(arguments: Sequence[str]) -> int:
         logging.set_verbosity(logging.WARNING)  # JAX tells of each backend that it does not find
@@ -54,7 +55,26 @@ def run(
             tell(error, DEBUG.value)
             return exit_code(error)
 
-    app.run(main, flags_parser=functools.partial(_parsed, more_help))
+    app.run(main, flags_parser=functools.partial(_parsed, more_help) if _taken is None else _known)
+
+
+def take_flags(more_help: Callable[[], str] = lambda: "") -> None:
+    """Parses the flags, as `run` does, for a file that imports what takes seconds after that:
+    `--help` and mistaken flags end here. `run` then takes what was found."""
+    global _taken
+    _prepare_streams()
+    app.define_help_flags()
+    _taken = _parsed(more_help, sys.argv)
+
+
+def _known(arguments: Sequence[str]) -> list[str]:
+    assert _taken is not None
+    return _taken
+
+
+def _prepare_streams() -> None:
+    guard_terminals()
+    logging.get_absl_handler().python_handler.setStream(sys.stderr)
 
 
 def exit_code(error: BaseException) -> int:

@@ -22,30 +22,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fiddle as fdl
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
-from lmlib.inspect.coordinates import LOOKED_AT, changes, slope
-from lmlib.report.coordinates import ENDINGS, write_coordinates
-from lmlib.storage.whole_file import write_whole
-from lmlib.terminal.table import columns
-from runner.command_line.command import run
+from runner.command_line.command import run, take_flags
 from runner.command_line.config_flags import check_chosen, chosen_config, fiddlers_listed
 from runner.command_line.exit_status import FINISHED
 from runner.command_line.paths import check_can_be_made
-from runner.coordinate_check.sizes import DEPTH, WIDTH, base_of, model_arguments, sized, sizes_of
 from runner.errors import ConfigError, user_errors
-from runner.jax_settings.compilation_cache import keep_compiled_programs
-from runner.jax_settings.devices import check_devices, choose_devices
-from runner.jax_settings.xla_flags import keep_cpus_in_order
-from runner.monitoring.telling import Telling
 
 _WIDTHS = flags.DEFINE_list("widths", [], "of the residual stream, by commas")
 _DEPTHS = flags.DEFINE_list("depths", [], "layers, by commas")
 _STEPS = flags.DEFINE_integer("steps", 4, "to make of each", lower_bound=1)
 _PICTURE = flags.DEFINE_string("picture", None, "a .png or .svg file")
 _JSON = flags.DEFINE_string("json", None, "a file for all changes as JSON")
+
+if __name__ == "__main__":
+    take_flags(fiddlers_listed)  # what follows takes seconds to import
+
+import fiddle as fdl
+
+from lmlib.inspect.coordinates import LOOKED_AT, changes, slope
+from lmlib.report.coordinates import ENDINGS, write_coordinates
+from lmlib.storage.whole_file import write_whole
+from lmlib.terminal.table import columns
+from runner.coordinate_check.sizes import DEPTH, WIDTH, base_of, model_arguments, sized, sizes_of
+from runner.jax_settings.compilation_cache import keep_compiled_programs
+from runner.jax_settings.devices import check_devices, choose_devices
+from runner.jax_settings.xla_flags import keep_cpus_in_order
+from runner.monitoring.telling import Telling
 
 WITH, WITHOUT = "with scaling", "without"
 
@@ -123,4 +128,4 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    run(main, more_help=fiddlers_listed)
+    run(main)

@@ -17,15 +17,10 @@ The same command goes on where it stopped, and leaves out what has finished. Poi
 
 from collections.abc import Sequence
 
-import fiddle as fdl
-import jax
 from absl import flags
 from fiddle import absl_flags as absl_flags  # defines --fdl_config and its like
 
-from lmlib.plan.cost import Cost
-from lmlib.terminal.python_command import python_command
-from runner.absent_hardware.cost import cost_of
-from runner.command_line.command import DEBUG, first_lines, listed, run
+from runner.command_line.command import DEBUG, first_lines, listed, run, take_flags
 from runner.command_line.config_flags import (
     TRUST_MODULE,
     check_chosen,
@@ -35,21 +30,7 @@ from runner.command_line.config_flags import (
 from runner.command_line.exit_status import FAILED, FINISHED, STOPPED
 from runner.command_line.lossy_stream import lossy_standard_streams
 from runner.config import configs
-from runner.config.text import flattened
 from runner.errors import ConfigError
-from runner.jax_settings.allocator import keep_freed_memory
-from runner.jax_settings.devices import check_devices, choose_devices, on_cpus_alone
-from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
-from runner.processes.lock import WorkdirLock
-from runner.sweep import slurm
-from runner.sweep.commands import check_through, command_of, through
-from runner.sweep.folder import Point, Sweep, checked_folder, planned
-from runner.sweep.halving import halved, parsed_rungs
-from runner.sweep.in_turn import InTurn
-from runner.sweep.names import Settings
-from runner.sweep.points import check_paths, overrides_of, points_of
-from runner.sweep.side_by_side import SideBySide
-from runner.sweep.tables import costs_text, results_text
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder for the sweep, and its runs in it")
 _AXIS = flags.DEFINE_multi_string(
@@ -75,6 +56,32 @@ _HALVING = flags.DEFINE_string(
 _GRACE_SECONDS = flags.DEFINE_integer(
     "grace_seconds", 600, "from SIGTERM or SIGINT to the end, saved or not", lower_bound=1
 )
+
+if __name__ == "__main__":
+    # absl shows the module's docstring as --help.
+    __doc__ += listed("experiments", first_lines(configs.experiments()))
+    take_flags(fiddlers_listed)  # what follows takes seconds to import
+
+import fiddle as fdl
+import jax
+
+from lmlib.plan.cost import Cost
+from lmlib.terminal.python_command import python_command
+from runner.absent_hardware.cost import cost_of
+from runner.config.text import flattened
+from runner.jax_settings.allocator import keep_freed_memory
+from runner.jax_settings.devices import check_devices, choose_devices, on_cpus_alone
+from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
+from runner.processes.lock import WorkdirLock
+from runner.sweep import slurm
+from runner.sweep.commands import check_through, command_of, through
+from runner.sweep.folder import Point, Sweep, checked_folder, planned
+from runner.sweep.halving import halved, parsed_rungs
+from runner.sweep.in_turn import InTurn
+from runner.sweep.names import Settings
+from runner.sweep.points import check_paths, overrides_of, points_of
+from runner.sweep.side_by_side import SideBySide
+from runner.sweep.tables import costs_text, results_text
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -208,6 +215,4 @@ def _ended(sweep: Sweep, chosen: Sequence[Point], whole: bool, failures: dict[st
 
 
 if __name__ == "__main__":
-    # absl shows the module's docstring as --help.
-    __doc__ += listed("experiments", first_lines(configs.experiments()))
-    run(main, more_help=fiddlers_listed)
+    run(main)

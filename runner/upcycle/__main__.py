@@ -19,26 +19,31 @@ import sys
 import time
 from collections.abc import Sequence
 
-import jax
 from absl import flags
 
-from lmlib.storage.local_folder import local_folder
-from lmlib.terminal.quantities import duration_text
-from runner.command_line.command import run
+from runner.command_line.command import run, take_flags
 from runner.command_line.config_flags import TRUST_MODULE
 from runner.command_line.exit_status import FINISHED
 from runner.command_line.init_from import INIT_FROM
 from runner.command_line.weights import EMA, WEIGHTS
-from runner.config.references import located
 from runner.errors import ConfigError, user_errors
-from runner.upcycle.mixture import make_mixture
-from runner.weights.saved_run import Access
 
 _FROM = flags.DEFINE_string("from", None, "RUN[@STEP], a folder of Hugging Face's, or its name")
 _TO = flags.DEFINE_string("to", None, "the workdir to make")
 _EXPERTS = flags.DEFINE_integer("experts", 8, "in each layer", lower_bound=2)
 _TOP = flags.DEFINE_integer("top", 2, "experts of a token", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "of the routers", lower_bound=0, upper_bound=2**32 - 1)
+
+if __name__ == "__main__":
+    take_flags()  # what follows takes seconds to import
+
+import jax
+
+from lmlib.storage.local_folder import local_folder
+from lmlib.terminal.quantities import duration_text
+from runner.config.references import located
+from runner.upcycle.mixture import make_mixture
+from runner.weights.saved_run import Access
 
 
 def main(arguments: Sequence[str]) -> int:
