@@ -12,8 +12,8 @@ FILE_NAME = "result.json"
 
 
 def read_result(workdir: Path) -> dict[str, Any] | None:
-    """What the file holds; `None` if there is none. Any key may be missing, and one that is there
-    has a value of its kind.
+    """The object in the file; `None` without a file. Keys may be missing; a key that is present has
+    a value of its type.
 
     Raises:
       ValueError: naming the file and the key, if it is damaged.
@@ -35,7 +35,7 @@ def read_result(workdir: Path) -> dict[str, Any] | None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number as a run writes it; NaN and the infinities are some."""
+    """Is it a number as a run writes it? NaN and the infinities count as numbers."""
     return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
 
 
@@ -70,7 +70,7 @@ def _is_goodput(value: Any) -> bool:
 
 
 def _each(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Of an object all values."""
+    """Checks every value of an object."""
     return lambda value: isinstance(value, dict) and all(map(is_sound, value.values()))
 
 

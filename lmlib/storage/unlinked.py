@@ -1,6 +1,6 @@
-"""Files of a run's folder, which may be a stranger's.
+"""Paths in a run's folder, which may come from a stranger.
 
-A link in it could lead to what the user alone may read, and pages of runs are shown to others.
+A link could lead to a private file of the user's, and pages of runs are shown to others.
 """
 
 import os
@@ -12,11 +12,11 @@ class LinkError(OSError, ValueError):
 
 
 def unlinked(folder: str | os.PathLike[str], name: str = "") -> Path:
-    """`folder / name`, of which no part below `folder` is a link; nothing need be there. The folder
-    itself may be one, or lie below one.
+    """The path `folder / name`, after a check that no part of it below `folder` is a link. The
+    folder itself may be a link. The path need not exist.
 
     Raises:
-      LinkError: naming the link, and what to do.
+      LinkError: with the link's path and a remedy.
     """
     path = Path(folder)
     for part in Path(name).parts:
@@ -29,6 +29,6 @@ def check_no_link(path: Path) -> None:
     """Raises LinkError, naming what to do, if the file or folder is a link."""
     if path.is_symlink():
         raise LinkError(
-            f"{path} is a link, which is not followed in a run's folder: put what it leads to in "
-            "its place, or give a folder without it"
+            f"{path} is a link, which is not followed in a run's folder: replace it by a copy of "
+            "its target"
         )

@@ -1,6 +1,6 @@
-"""How a folder's generation_config.json changes what tasks generate, as it does in `transformers`.
+"""The effect of a folder's generation_config.json on tasks: the same as in `transformers`.
 
-lm-eval's backend `hf` calls `generate`, which takes from the file what a task does not say
+lm-eval's backend `hf` calls `generate`, which falls back on the file for settings that a task lacks
 (https://huggingface.co/docs/transformers/main_classes/text_generation).
 """
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 FILE = "generation_config.json"
-# What `transformers` takes where neither the task nor the file says.
+# The defaults of `transformers`, for settings that neither the task nor the file has.
 _USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 SAMPLING = tuple(_USUAL)
 _NEW_TOKENS = "max_new_tokens"
 
-# Keys without an effect on what is generated, beside what lm-eval always says itself.
+# Keys without an effect on the answers, and those that lm-eval always sets itself.
 _WITHOUT_EFFECT = {
     "max_length", "do_sample", "use_cache",  # lm-eval says these
     "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id",
@@ -39,7 +39,7 @@ _NEUTRAL = {
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What generation_config.json says.
+    """The settings in a generation_config.json.
 
     Args:
       content: the file's object; empty without a file.
@@ -69,14 +69,14 @@ class GenerationSettings:
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The tokens of each answer at most, whatever the task says; `None`: as it says."""
+        """The most tokens of an answer, in place of the task's; `None`: the task decides."""
         return self.content.get(_NEW_TOKENS)
 
     def sampling(self, said: Mapping[str, Any], drawn: bool) -> dict[str, Any]:
         """Arguments of `lmlib.generate.Sampling`.
 
         Args:
-          said: those of `SAMPLING` that the task says, which come first.
+          said: the task's own settings among `SAMPLING`, which take precedence.
           drawn: whether the task wants random answers.
         """
         known = {key: value for key, value in self.content.items() if value is not None}
