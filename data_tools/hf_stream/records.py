@@ -1,13 +1,17 @@
 """Opening a Hugging Face data set, or files, as one of several disjoint streams of records."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
+
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from data_tools.hugging_face_data import stream_data_set, stream_files
 
 # What `datasets` calls the format of files that end so, before any .gz or .zst.
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSIONS = (".gz", ".zst")
+_LOOKED_INTO, _FIRST_BYTES = 64, 1 << 16  # files, and bytes of each
 
 
 class Records(Protocol):
@@ -54,6 +58,33 @@ def open_records(
             f"or files: {error}"
         ) from error
     return split_dataset_by_node(records, stream, streams)
+
+
+def contents(dataset: str | Sequence[str], name: str | None) -> dict[str, str]:
+    """The place of the files that `open_records` reads, and a digest of what is there.
+
+    Of files of this machine the digest has names, sizes, and the first bytes of some; of others
+    the URLs, in which the Hub has the commit.
+    """
+    from datasets import load_dataset_builder
+
+    if (file_format := _file_format(dataset)) is None:
+        builder = load_dataset_builder(dataset, name)
+    else:
+        builder = load_dataset_builder(file_format, data_files=dataset)
+    splits = (builder.config.data_files or {}).values()
+    files = sorted({str(file) for split in splits for file in split})
+    if not files or any("://" in file for file in files):
+        return {str(dataset): xxh3_128_hexdigest("\n".join(files).encode())}
+    digest = xxh3_128()
+    folder = os.path.commonpath([os.path.dirname(file) for file in files])
+    looked_into = files[:: -(-len(files) // _LOOKED_INTO)]
+    for file in files:
+        digest.update(f"{os.path.relpath(file, folder)} {os.path.getsize(file)}\n".encode())
+    for file in looked_into:
+        with open(file, "rb") as content:
+            digest.update(content.read(_FIRST_BYTES))
+    return {folder: digest.hexdigest()}
 
 
 def _file_format(dataset: str | Sequence[str]) -> str | None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from data_tools.hf_stream.blocks import Blocks
-from data_tools.hf_stream.records import OpenRecords, open_records
+from data_tools.hf_stream.records import OpenRecords, contents, open_records
 from data_tools.hf_stream.steady import Patience, SteadyRecords
 from data_tools.hf_stream.texts import BadRecords, OnBadRow, TextColumn
 from data_tools.hf_stream.tokens import DOCUMENTS_AT_A_TIME, Position, TokenStream
@@ -155,6 +155,7 @@ class HFStream:
         }
         self._asked_streams = streams
         self._streams = self._checked_streams(streams or jax.process_count())
+        self._stored = records is None
         if records is None:
             records = partial(open_records, self._dataset, name, split)
             records(0, self._streams)  # so that a misspelt name is an error now
@@ -174,6 +175,10 @@ class HFStream:
     def tokenizer(self) -> TokenizerIdentity | None:
         """Which tokenizer makes the ids."""
         return self._tokenizer.identity
+
+    def contents(self) -> dict[str, str]:
+        """See `lmlib.data.batch.Stored`; nothing is known of the constructor's `records`."""
+        return contents(self._dataset, self._settings["name"]) if self._stored else {}
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens."""

@@ -4,6 +4,7 @@ Shape suffixes: B batch (rows), S sequence, K ids that a teacher found likeliest
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import equinox as eqx
@@ -103,6 +104,14 @@ class Whole(Protocol):
     @property
     def whole_rows(self) -> bool:
         """Whether each row of every batch is one segment, and what follows it padding."""
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A source that reads files, which processes of a run compare with each other."""
+
+    def contents(self) -> Mapping[str, str]:
+        """Each place that it reads, an absolute path or a URL, and a digest of what is there."""
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@ The format is in docs/flat-tokens.md; seqax's is read as well.
 Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from lmlib.data.text import (
     codec_of_file,
 )
 from lmlib.data.whole_documents import WholeDocuments, arranged
+from lmlib.storage.bucket.copies import shown
 
 _DOCUMENTS_AT_ONCE = 256  # that are read and held
 _STEPS_SHUFFLED = 64  # at once
@@ -98,11 +99,8 @@ class FlatTokens:
           ValueError: for settings or metadata that make no sense.
           DamagedDataError: (a ValueError) if the stored arrays are damaged.
         """
-        for name, value in (
-            ("batch_size", batch_size),
-            ("sequence_length", sequence_length),
-            ("epochs", 1 if epochs is None else epochs),
-        ):
+        sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
+        for name, value in {**sizes, "epochs": 1 if epochs is None else epochs}.items():
             if value < 1:
                 raise ValueError(f"FlatTokens needs {name} of at least 1, not {value}")
             if value >= 2**31:
@@ -185,6 +183,11 @@ class FlatTokens:
             begin_with_documents=self._begin_with_documents,
         )
 
+    def contents(self) -> Mapping[str, str]:
+        """See `lmlib.data.batch.Stored`."""
+        found = {shown(find_split(self._path, self._split)): self._stored.digest}
+        return found if self._teacher is None else found | self._teacher.contents()
+
     @property
     def teacher(self) -> TeacherMetadata | None:
         """What is known of the stored teacher; None if there is none."""
@@ -231,14 +234,9 @@ class FlatTokens:
         Targets of text are all tokens but the first of each document.
         """
         metadata = self.metadata
-        if (
-            metadata is None
-            or metadata.content != "text"
-            or not metadata.bytes
-            or not metadata.targets
-        ):
+        if metadata is None or metadata.content != "text":
             return None
-        return metadata.bytes / metadata.targets
+        return metadata.bytes / metadata.targets if metadata.bytes and metadata.targets else None
 
     @property
     def compressed_bits_per_byte(self) -> dict[str, float]:

@@ -19,9 +19,14 @@ def check_first_rows(experiment: Any) -> None:
       ValueError: naming the source and what is wrong in its rows.
     """
     vocab, needs_pairs = experiment.recipe.made.vocab, experiment.objective.compares_pairs
-    for name, source in {**training_sources(experiment), **validation_sources(experiment)}.items():
-        for where, part in _parts(name, source):
-            first_rows.check_first_rows(where, part, vocab, needs_pairs)
+    for name, source in all_sources(experiment).items():
+        first_rows.check_first_rows(name, source, vocab, needs_pairs)
+
+
+def all_sources(experiment: Any) -> dict[str, Source]:
+    """What is trained and evaluated on, by its name in errors; of a mixture what it mixes."""
+    named = training_sources(experiment) | validation_sources(experiment)
+    return {name: part for key, each in named.items() for name, part in _parts(key, each)}
 
 
 def training_sources(experiment: Any) -> dict[str, Source]:

@@ -54,6 +54,7 @@ from runner.processes.workdir import Workdir, opened
 from runner.training.beginning import Beginning, begin, check_config, check_newest
 from runner.training.captures import Captures
 from runner.training.compiled_step import StepPrograms
+from runner.training.data_probe import require_same_data
 from runner.training.loop import Loop
 from runner.training.options import Options
 from runner.training.periodic import Evaluating, Sampling, Saving, others
@@ -142,6 +143,7 @@ def _fit_in(
         check_first_rows(experiment)
     config = dict(line.partition(" = ")[::2] for line in flattened(cfg).splitlines())
     require_same({"the config": config, "the command": options.of_the_command()})
+    require_same_data(experiment)
     shown = primary if options.reports is None else options.reports
     with agreed():
         lock = WorkdirLock(workdir, enabled=primary, also=place.check)

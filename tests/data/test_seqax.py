@@ -103,7 +103,12 @@ def test_batches_match_numpy(
 def test_both_splits(tmp_path: Path) -> None:
     write_seqax(tmp_path, SMALL)
     write_seqax(tmp_path, [[9, 9, 9]], "validation")
-    assert FlatTokens(str(tmp_path), "validation", 1, 2).max_token_id == 9
+    validation, train = (
+        FlatTokens(str(tmp_path), split, 1, 2) for split in ("validation", "train")
+    )
+    assert validation.max_token_id == 9
+    assert validation.contents().keys() == {str(tmp_path / "validation")}
+    assert set(validation.contents().values()).isdisjoint(train.contents().values())
     with pytest.raises(FileNotFoundError, match="it has train, validation"):
         FlatTokens(str(tmp_path), "test", 1, 2)
 

@@ -68,6 +68,8 @@ def test_each_row_has_what_was_said_of_its_sequence(
         np.testing.assert_array_equal(part.teacher_ids, batch.teacher_ids[2:5])
     assert plain.batch(0).teacher_ids is None
     assert data.teacher_k == K
+    assert plain.contents().keys() == {str(example / "train")}
+    assert data.contents().keys() == {str(example / "train"), str(taught)}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import shutil
 import socket
 
 import pytest
+from byte_texts import write_ids
 from compiled_programs import XLA_FLAGS
 from forked_processes import ROOT
 from several_processes import SeveralProcesses
@@ -120,6 +121,38 @@ def test_another_workdir_is_refused(tmp_path):
     assert_refused(run, tmp_path, f"{message}writes into its own, {tmp_path}/run on ")
     for name in ("run", "other"):
         assert [path.name for path in (tmp_path / name).iterdir()] == ["logs"]
+
+
+RELATIVE = """
+import fiddle as fdl
+import small_experiment
+from lmlib.data import FlatTokens
+
+
+def config():
+    cfg = small_experiment.config()
+    cfg.data = fdl.Config(FlatTokens, "data", "train", batch_size=8, sequence_length=16)
+    return cfg
+"""
+
+
+@pytest.mark.slow
+def test_other_data_at_the_same_relative_path_is_refused(tmp_path):
+    (tmp_path / "experiment.py").write_text(RELATIVE)
+    folders = {process: tmp_path / f"folder_{process}" for process in range(2)}
+    for process, folder in folders.items():
+        write_ids(folder / "data", [[1 + process] * 5] * 40)
+    run = SeveralProcesses(
+        2,
+        tmp_path / "run",
+        tmp_path / "outputs",
+        folders=folders,
+        experiment=[f"--fdl_config={tmp_path}/experiment.py", "--fdl.validation=None"],
+    )
+    places = [f"{folder}/data/train on .*" for folder in folders.values()]
+    message = rf"data of process 1 is other data .* \({places[1]}; on process 0 {places[0]}\)"
+    assert_refused(run, tmp_path / "run", message)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
 
 
 @pytest.mark.slow

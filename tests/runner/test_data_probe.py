@@ -1,16 +1,25 @@
-"""Whether a run that goes on would get the batches that it was trained on."""
+"""Whether a run that goes on, and each of its processes, gets the batches that it should."""
 
+import json
 import shutil
 
+import fiddle as fdl
+import numpy as np
 import pytest
 from byte_texts import write_ids
+from small_experiment import small
 
 from data_tools.hf_stream import HFStream
 from lmlib.data import TokenizerIdentity
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.synthetic import Synthetic
-from runner.training.data_probe import changed, probe
+from runner.training.data_probe import (
+    changed,
+    difference_of_data,
+    probe,
+    seen_by_this_process,
+)
 
 DOCUMENTS = [[number % 250 + 1] * (number % 7 + 1) for number in range(200)]
 
@@ -79,3 +88,106 @@ def test_a_stream_and_stored_tokens_are_not_taken_for_each_other(folder, tmp_pat
         found = changed(one, probe(other, 2))
         assert found is not None
     assert changed(stream, probe(stream, 2)) is None
+
+
+class OwnRows(Synthetic):
+    """A source of a user's that reads a file and says nothing of it."""
+
+    def __init__(self, file):
+        super().__init__(300, 8, 16, seed=int(np.loadtxt(file)))
+
+
+@pytest.fixture
+def difference(tmp_path, monkeypatch):
+    """What processes say of a config, each in a working folder that one of `write` wrote."""
+
+    def difference(cfg, *write):
+        seen = []
+        for number, wrote in enumerate(write):
+            folder = tmp_path / f"process_{number}"
+            folder.mkdir()
+            monkeypatch.chdir(folder)
+            wrote(folder)
+            seen.append(json.loads(json.dumps(seen_by_this_process(fdl.build(cfg)))))
+        return difference_of_data(seen)
+
+    return difference
+
+
+def stored(path="data"):
+    return fdl.Config(FlatTokens, path, "train", batch_size=4, sequence_length=16)
+
+
+def test_other_texts_are_named_though_the_first_rows_agree(difference, tmp_path):
+    cfg = small()
+    cfg.data = stored()
+    cfg.data.seed = None  # rows in the order of the documents, of which the last differs
+    other = [*DOCUMENTS[:-1], [7] * len(DOCUMENTS[-1])]
+    found = difference(
+        cfg,
+        lambda folder: write_ids(folder / "data", DOCUMENTS),
+        lambda folder: write_ids(folder / "data", other),
+    )
+    assert found is not None
+    assert found.startswith("data of process 1 is other data than that of process 0 (")
+    for number in range(2):
+        assert f"{tmp_path}/process_{number}/data/train on " in found
+    rows = [FlatTokens(f"{tmp_path}/process_{n}/data", "train", 4, 16, None) for n in (0, 1)]
+    np.testing.assert_array_equal(rows[0].batch(0).tokens, rows[1].batch(0).tokens)
+
+
+def test_copies_of_the_same_texts_agree(difference):
+    cfg = small()
+    cfg.data = stored()
+    assert difference(cfg, *[lambda folder: write_ids(folder / "data", DOCUMENTS)] * 3) is None
+
+
+def test_ids_of_another_tokenizer_are_other_data(difference):
+    cfg = small()
+    cfg.data = stored()
+    found = difference(
+        cfg,
+        *(
+            lambda folder, name=name: write_ids(
+                folder / "data", DOCUMENTS, tokenizer=TokenizerIdentity(name, None)
+            )
+            for name in ("bytes", "letters")
+        ),
+    )
+    assert found is not None and "data of process 1" in found
+
+
+def test_validation_and_each_part_of_a_mixture_are_compared(difference):
+    cfg = small()
+    sources = {"same": stored("same"), "other": stored("other")}
+    cfg.validation = {
+        "mixed": fdl.Config(Mixture, sources, [fdl.Config(Stage, {"same": 1, "other": 1})])
+    }
+
+    def write(folder, last):
+        write_ids(folder / "same", DOCUMENTS)
+        write_ids(folder / "other", [*DOCUMENTS, [last]])
+
+    found = difference(cfg, lambda f: write(f, 1), lambda f: write(f, 1), lambda f: write(f, 2))
+    assert found is not None
+    assert found.startswith("validation['mixed'].sources['other'] of process 2 is other data")
+
+
+def test_a_source_that_says_nothing_of_its_files_is_told_by_its_rows(difference):
+    cfg = small()
+    cfg.data = fdl.Config(OwnRows, "seed.txt")
+    found = difference(cfg, *(lambda f, n=n: (f / "seed.txt").write_text(str(n)) for n in (3, 4)))
+    assert found is not None and "data of process 1 is other data" in found
+
+
+def test_files_of_a_stream_are_compared(difference):
+    cfg = small()
+    cfg.data = fdl.Config(HFStream, "texts.jsonl", "bytes", 8, 16)
+    found = difference(
+        cfg,
+        *(
+            lambda f, text=text: (f / "texts.jsonl").write_text(f'{{"text": "{text}"}}\n')
+            for text in ("hello", "world")
+        ),
+    )
+    assert found is not None and "process_1 on " in found

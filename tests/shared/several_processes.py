@@ -45,6 +45,7 @@ class SeveralProcesses:
         flags=(),
         own=None,
         roots=None,
+        folders=None,
         environments=None,
         fresh=False,
         experiment=LLAMA,
@@ -57,6 +58,7 @@ class SeveralProcesses:
           flags: more of them, of all processes.
           own: the flags of single processes, by their numbers.
           roots: where single processes take their code from, by their numbers.
+          folders: where single processes run, by their numbers.
           environments: the variables of single processes, in place of the others' or beside them.
           experiment: its flags.
           fresh: whether `fresh_process` starts the processes, and not only the children that they
@@ -90,7 +92,7 @@ class SeveralProcesses:
                     *("-m", "runner", *arguments),
                     stdout=file,
                     stderr=file,
-                    cwd=root,
+                    cwd=(folders or {}).get(process, root),
                     environment=environment
                     | {"PYTHONPATH": paths_of(root)}
                     | (environments or {}).get(process, {}),

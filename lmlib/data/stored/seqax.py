@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.digests import digest
 from lmlib.data.stored.split import Span
 from lmlib.data.stored.token_arrays import Reading, StoredArray, reading_context
 from lmlib.storage.stored_json import read_json
@@ -37,6 +38,11 @@ class SeqaxSplit:
             raise _unexpected(folder / ATTRIBUTES, "max_token_id", self.max_token_id)
         self._encoded = StoredArray(folder / TOKENS, self.tokens, reading_context(), driver="zarr")
         self._encoded.check_claim()
+
+    @property
+    def digest(self) -> str:
+        """Of its sizes alone: the format has no digests of what arrays hold."""
+        return digest(f"{self.tokens} {self.documents} {self.max_token_id}".encode())
 
     def read(self, start: int, stop: int) -> Span:
         """Starts reading tokens [start, stop)."""

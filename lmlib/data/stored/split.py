@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.digests import digest
 from lmlib.data.stored.metadata import LOSS_MASK, SplitMetadata, read_split
 from lmlib.data.stored.token_arrays import Reading, StoredArray, reading_context
 
@@ -70,6 +71,11 @@ class StoredSplit:
         self._document_offsets = [0, *accumulate(shard.documents for shard in shards)]
         self.tokens = self._offsets[-1]
         self.documents = self._document_offsets[-1]
+
+    @property
+    def digest(self) -> str:
+        """Of all arrays and the tokenizer: the same wherever the split lies."""
+        return digest(f"{self.metadata.digest} {self.metadata.tokenizer}".encode())
 
     def read(self, start: int, stop: int) -> Span:
         """Starts reading tokens [start, stop)."""

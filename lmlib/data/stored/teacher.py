@@ -15,6 +15,7 @@ from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.data_path import data_path
 from lmlib.data.stored.digests import digest
 from lmlib.data.stored.token_arrays import StoredArray, reading_context
+from lmlib.storage.bucket.copies import shown
 from lmlib.storage.stored_json import parse_json, read_text
 from lmlib.storage.whole_file import write_whole
 
@@ -131,6 +132,11 @@ class StoredTeacher:
         self._ids, self._log_probabilities = opened(IDS, False), opened(LOG_PROBABILITIES, True)
         for array in (self._ids, self._log_probabilities):  # one of another teacher shows it there
             array.read(0, 1).result()
+
+    def contents(self) -> dict[str, str]:
+        """Its folder, with a digest of what it holds; see `lmlib.data.batch.Stored`."""
+        of_arrays = json.dumps(dict(self.metadata.digests), sort_keys=True)
+        return {shown(self.folder): digest(of_arrays.encode())}
 
     def read(self, sequence_B: np.ndarray) -> "Listed":
         """Starts reading what was said of each sequence; nothing was of sequence -1."""
