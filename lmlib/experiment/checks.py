@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from lmlib.compute import Compute
 from lmlib.data.batch import Source
 from lmlib.data.stored.metadata import tokenizers_differ
-from lmlib.evaluate.suite.suite import Suite
 from lmlib.experiment.actions import Every
+from lmlib.experiment.annotations import check_fields
 from lmlib.experiment.checkpoints import CheckpointSettings
 from lmlib.experiment.evaluation import EvaluationSettings
 from lmlib.experiment.samples import SampleSettings
@@ -38,11 +38,13 @@ _KINDS = {
     "guard": Guard,
     "average": WeightAverage | None,
     "evaluation": EvaluationSettings,
-    "evaluation.suite": Suite | None,
     "checkpoints": CheckpointSettings,
     "samples": SampleSettings,
     "scaling": CompleteP | None,
 }
+_SETTINGS = ("compute", "guard", "evaluation", "checkpoints", "samples")
+_PLAIN = ("steps", "microbatches", "seed", "init_from", "continue_optimizer", "prefetch_batches")
+_SEQUENCES = ("later_stages", "actions", "sinks")
 _FROZEN_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _LEAST = {
     "steps": 1,
@@ -72,6 +74,12 @@ def check_experiment(experiment: Any) -> None:
         if not isinstance(value, kind):
             expected = getattr(kind, "__name__", kind)
             raise ValueError(f"{name} must be of type {expected}, got {value!r}")
+    for name in _SETTINGS:
+        check_fields(name, getattr(experiment, name))
+    check_fields("", experiment, _PLAIN)
+    for name in _SEQUENCES:
+        if not isinstance(value := getattr(experiment, name), Sequence):
+            raise ValueError(f"{name} must be a sequence, () for none, got {value!r}")
     validation = experiment.validation
     sets = validation.values() if isinstance(validation, Mapping) else (validation,)
     if validation is not None and not all(isinstance(each, Source) for each in sets):

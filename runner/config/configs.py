@@ -34,6 +34,7 @@ from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
 from runner.config.text import flattened, parameters, text_of, with_defaults
+from runner.config.values import check_values
 from runner.errors import ConfigError, did_you_mean, in_words, user_errors
 
 # Whose errors are written for users.
@@ -81,6 +82,7 @@ def load(
             _apply_fiddler(fiddler, cfg, module)
     for override in overrides:
         apply_override(override, cfg)
+    check_values(cfg)
     return cfg
 
 

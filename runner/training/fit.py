@@ -31,6 +31,7 @@ from lmlib.terminal.quantities import bytes_text
 from lmlib.train import Metrics
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import flattened
+from runner.config.values import check_values
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.determinism import check_determinism
@@ -132,6 +133,7 @@ def _fit_in(
     workdir, primary = place.folder, jax.process_index() == 0
     with agreed(), user_errors():
         check_can_be_made(workdir)
+        check_values(cfg)
         start = Start(cfg, workdir, options.experiment_file)
     software = {"the code": start.code, "the software": start.versions}
     require_same(software | flags_of_the_run())

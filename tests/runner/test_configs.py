@@ -1,15 +1,23 @@
 """Experiments, fiddlers and overrides."""
 
+import dataclasses
+import re
 from pathlib import Path
 
 import fiddle as fdl
+import numpy as np
 import pytest
 from written_experiment import EXPERIMENT, LIBRARY
 
-from lmlib.experiment import Experiment
+from lmlib.compute import Compute
+from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
+from lmlib.guard import Guard
+from lmlib.losses import NextToken
+from lmlib.optim.average import WeightAverage
 from runner.config.configs import load, save
 from runner.config.overrides import apply_override
 from runner.config.text import difference, flattened
+from runner.config.values import check_values
 from runner.errors import ConfigError
 
 
@@ -214,3 +222,90 @@ def test_a_strangers_folder_is_refused_in_the_sentence_that_says_why(tmp_path):
     with pytest.raises(ConfigError) as raised:
         load("experiments/from_hf", overrides=[f"folder={str(tmp_path)!r}"])
     assert str(raised.value).startswith(expected) and "from_hf" not in str(raised.value)
+
+
+# Values that are no types of their parameters'
+
+SETTINGS = {
+    "average": WeightAverage,
+    "checkpoints": CheckpointSettings,
+    "compute": Compute,
+    "evaluation": EvaluationSettings,
+    "guard": Guard,
+    "objective": NextToken,
+    "samples": SampleSettings,
+}
+
+
+@pytest.mark.parametrize("part", SETTINGS)
+def test_every_setting_refuses_a_value_of_another_type_by_its_path(part):
+    for field in dataclasses.fields(SETTINGS[part]):
+        optional = "None" in str(field.type)
+        for value in ({1.5}, 1j, *(() if optional else (None,))):
+            cfg = load("experiments/llama_84m", ["tiny"])
+            setattr(cfg, part, fdl.Config(SETTINGS[part], **{field.name: value}))
+            with pytest.raises(ConfigError) as raised:
+                check_values(cfg)
+            assert f"{part}.{field.name} is {value}, and lmlib." in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("steps", 1e3),
+        ("steps", True),
+        ("seed", None),
+        ("data", None),
+        ("actions", None),
+        ("samples.prompts", "one text"),
+        ("samples.prompts", (None,)),
+        ("evaluation.weights", {"web": "much"}),
+        ("model.layers", "2"),
+        ("data.batch_size", None),
+    ],
+)
+def test_a_value_of_another_type_in_a_file_is_refused_when_it_is_loaded(write, path, value):
+    source = f"""
+from experiments import llama_84m
+
+def config():
+    cfg = llama_84m.config()
+    llama_84m.tiny(cfg)
+    cfg.{path} = {value!r}
+    return cfg
+"""
+    told = error(str(write("wrong_values", source)))
+    assert told.startswith(f"{path} is {value!r}, and ")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("samples.prompts", ["a list"]),
+        ("evaluation.weights", {"web": 2}),
+        ("optimizer.peak_lr", 1),
+        ("compute.saved", ["query"]),
+        ("steps", np.int64(5)),
+        ("validation", None),
+    ],
+)
+def test_values_that_work_are_taken(path, value):
+    cfg = load("experiments/llama_84m", ["tiny"])
+    node, _, name = path.rpartition(".")
+    setattr(getattr(cfg, node) if node else cfg, name, value)
+    check_values(cfg)
+
+
+def test_an_experiment_made_without_a_config_is_checked_too():
+    experiment = fdl.build(load("experiments/llama_84m", ["tiny"], ["mesh.fsdp=1"]))
+    never = EvaluationSettings()
+    object.__setattr__(never, "every", None)  # tests check annotations when a value is given
+    for name, value, expected in (
+        ("evaluation", never, "evaluation.every must be int, got None"),
+        ("steps", None, "steps must be int, got None"),
+        ("sinks", None, "sinks must be a sequence, () for none, got None"),
+    ):
+        wrong = dataclasses.replace(experiment)
+        object.__setattr__(wrong, name, value)
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            wrong.check()

@@ -219,7 +219,10 @@ RUNNER = [
     (resumed(OLD, "--fdl.model.mlp=32", "--allow_change=model"), "is wanted"),
     (resumed(OLD, "--fdl.data.seed=3"), "--allow_change=data"),
     (resumed(OLD, "--fdl.guard={'window': 3}"), "this is a whole config, of lmlib.guard.Guard"),
-    (resumed(OLD, "--fdl.validation={'path': 3}"), "validation must be of type lmlib.data.batch"),
+    (
+        resumed(OLD, "--fdl.validation={'path': 3}"),
+        "validation is {'path': 3}, and lmlib.experiment",
+    ),
     (resumed("--workdir={scratch}/all_damaged"), "None of the 2 checkpoints there is sound"),
     (
         resumed("--workdir={scratch}/newest_damaged", "--nocheckpoint_fallback"),

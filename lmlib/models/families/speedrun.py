@@ -33,7 +33,7 @@ def speedrun(
     rope_theta: float = 10_000.0,
     norm_epsilon: float = 1e-6,
     tied: bool = False,
-    value_embeddings: int = 2,
+    value_embeddings: int | bool = 2,
     residual_scales: bool = True,
     query_key_norm: bool = True,
     attention_scale: float | None = None,

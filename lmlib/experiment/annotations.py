@@ -1,0 +1,86 @@
+"""Whether values are of the types that annotations promise."""
+
+import collections.abc
+import dataclasses
+import inspect
+import numbers
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+_NUMBERS = {int: numbers.Integral, float: numbers.Real}  # NumPy's are numbers too
+
+
+def check_fields(name: str, settings: Any, fields: Collection[str] = ()) -> None:
+    """Checks the fields of a dataclass's instance.
+
+    Args:
+      name: of the instance in errors; "" for the experiment itself.
+      fields: which; none stands for all.
+
+    Raises:
+      ValueError: naming the field, its value, and what it takes.
+    """
+    kinds = typing.get_type_hints(type(settings))
+    for field in fields or [each.name for each in dataclasses.fields(settings)]:
+        value = getattr(settings, field)
+        if not fits(value, kinds[field]):
+            path = f"{name}.{field}".removeprefix(".")
+            raise ValueError(f"{path} must be {text_of(kinds[field])}, got {value!r:.80}")
+
+
+def fits(value: Any, annotation: Any, unknown: Callable[[Any], bool] = lambda value: False) -> bool:
+    """Whether `value` may be given where `annotation` stands; true of one that is not understood.
+
+    An int is a float, a bool is no number, and a str is no sequence.
+
+    Args:
+      unknown: whether a value, or one in a container, is to be taken as it is.
+    """
+    origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
+    if unknown(value) or annotation is Any or annotation is inspect.Parameter.empty:
+        return True
+    if annotation is None:
+        return value is None
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, each, unknown) for each in inside)
+    if origin is typing.Literal:
+        return value in inside
+    if origin is typing.Annotated:
+        return fits(value, inside[0], unknown)
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if annotation in (int, float):
+        return isinstance(value, _NUMBERS[annotation]) and not isinstance(value, bool)
+    kind = origin or annotation
+    if not isinstance(kind, type):
+        return True
+    if isinstance(value, str) and origin is not None:
+        return False
+    if kind is tuple and inside[1:] == (...,):
+        kind, inside = Sequence, inside[:1]  # a list serves as well
+    if not _is_instance(value, kind):
+        return False
+    if isinstance(value, Mapping) and len(inside) == 2:
+        parts = [(key, inside[0]) for key in value] + [(part, inside[1]) for part in value.values()]
+    elif isinstance(value, (list, tuple)) and kind is not tuple and len(inside) == 1:
+        parts = [(part, inside[0]) for part in value]
+    else:
+        parts = []
+    return all(fits(part, expected, unknown) for part, expected in parts)
+
+
+def text_of(annotation: Any) -> str:
+    """An annotation as code has it, without modules."""
+    return " or ".join(
+        part.rpartition(".")[2] if "[" not in part else part
+        for part in inspect.formatannotation(annotation).split(" | ")
+    )
+
+
+def _is_instance(value: Any, kind: type) -> bool:
+    try:
+        return isinstance(value, kind)
+    except Exception:  # of a protocol that cannot be asked, or an array type outside of a scope
+        return True
