@@ -21,6 +21,7 @@ def ending(
     output: str,
     process: int | None,
     joined: bool,
+    connected: bool,
     heartbeat_seconds: int,
     startup_seconds: int,
 ) -> Ending:
@@ -30,7 +31,8 @@ def ending(
       returncode: negative for a signal, as `subprocess` has it.
       output: the last of what it wrote to stderr.
       process: its number, if it came to know it.
-      joined: whether it was ever connected to the others, or found that there are none.
+      joined: whether it ever found the others, or that there are none.
+      connected: whether JAX has ever connected it to them.
       heartbeat_seconds, startup_seconds: the limits it was given.
     """
     if returncode in (FINISHED, STOPPED):
@@ -42,7 +44,7 @@ def ending(
             MISTAKE, "" if joined else _last_line(output), is_news=process not in (0, None)
         )
     aborted = returncode == -signal.SIGABRT
-    if aborted and not joined:  # among processes that JAX detects; else the roll call says it
+    if aborted and not connected:
         return Ending(MISTAKE, f"error: {name} {_alone(startup_seconds)}")
     if aborted and (reason := _missed(output, heartbeat_seconds)):
         return Ending(
@@ -62,7 +64,8 @@ def ending(
 def _alone(seconds: int) -> str:
     return (
         f"did not find the others within {seconds} s: see that each of them runs, and that they "
-        "may connect to each other; or raise --startup_seconds"
+        "may connect to each other without a proxy (grpc_proxy); or raise --startup_seconds. If it "
+        "is the only one, in an interactive shell of SLURM's say, give --distributed=off"
     )
 
 

@@ -20,6 +20,8 @@ from runner.processes.supervisor import Connection
 
 SHUTDOWN_SECONDS = 60  # that a process which is done waits for the others to be
 
+_PROXY = "grpc_proxy"  # so spelt
+
 
 def join(processes: Processes, supervisor: Connection) -> None:
     """Connects to the other processes, before any other use of JAX.
@@ -33,18 +35,20 @@ def join(processes: Processes, supervisor: Connection) -> None:
         "shutdown_timeout_seconds": SHUTDOWN_SECONDS,
     }
     jax.config.update("jax_enable_preemption_service", True)  # see `reached_stop`
+    _connect_without_proxy()
     if processes.coordinator is None:
         _join_detected(processes, limits)
     else:
         assert processes.num_processes is not None and processes.process_id is not None
-        supervisor.tell(processes.process_id, processes.num_processes, joined=False)
+        numbers = processes.process_id, processes.num_processes
+        supervisor.tell(*numbers, joined=False)
         mistake = roll_call(
             processes.coordinator,
             processes.process_id,
             processes.num_processes,
             processes.startup_seconds,
         )
-        supervisor.tell(processes.process_id, processes.num_processes, joined=True)
+        supervisor.tell(*numbers, joined=True)
         if mistake:
             raise ConfigError(mistake)
         try:
@@ -59,7 +63,15 @@ def join(processes: Processes, supervisor: Connection) -> None:
             raise ConfigError(
                 f"--coordinator={processes.coordinator}: {error}; is its port in use?"
             ) from error
-    supervisor.tell(jax.process_index(), jax.process_count(), joined=True)
+    supervisor.tell(jax.process_index(), jax.process_count(), joined=True, connected=True)
+
+
+def _connect_without_proxy() -> None:
+    """JAX's processes meet by gRPC, which would go through the proxy of http_proxy; what reads data
+    or buckets still does. A `grpc_proxy` of the user's own stays, and JAX warns of it."""
+    if not os.environ.get(_PROXY):
+        os.environ[_PROXY] = ""  # gRPC looks there first, and takes it for no proxy
+        jax.config.update("jax_check_proxy_envs", False)
 
 
 def _join_detected(processes: Processes, limits: dict[str, Any]) -> None:

@@ -18,7 +18,9 @@ _LAUNCHERS = (
     "TPU_PROCESS_ADDRESSES",
     "TPU_PROCESS_ADDRESSES_PATH",
 )
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")  # the inner launcher first
+# The inner launcher first. An interactive shell of SLURM's is a step of one task, in which
+# SLURM_NTASKS keeps the number of the job.
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 @dataclass(frozen=True)

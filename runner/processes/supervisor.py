@@ -55,9 +55,15 @@ class Connection:
         threading.Thread(target=connection._end_together, name="supervised", daemon=True).start()
         return connection
 
-    def tell(self, process: int, processes: int, *, joined: bool) -> None:
-        """Tells this process's number, of how many, and whether it has found the others."""
-        fact = {"process": process, "processes": processes, "joined": joined}
+    def tell(self, process: int, processes: int, *, joined: bool, connected: bool = False) -> None:
+        """Tells this process's number, of how many, whether it has found the others, and whether
+        JAX has connected it to them."""
+        fact = {
+            "process": process,
+            "processes": processes,
+            "joined": joined,
+            "connected": connected,
+        }
         self._socket.sendall(json.dumps(fact).encode() + b"\n")
 
     def _end_together(self) -> None:
@@ -114,6 +120,7 @@ def supervise(
             output.text(),
             output.process,
             output.joined,
+            output.connected,
             heartbeat_seconds,
             startup_seconds,
         )
@@ -133,7 +140,7 @@ class _Output(threading.Thread):
     ):
         super().__init__(name="output", daemon=True)
         self.process: int | None = None
-        self.joined = False
+        self.joined = self.connected = False
         self._workdir = workdir
         self._told = _Screen(sys.stderr)
         self._screens = {stdout: _Screen(sys.stdout), stderr: self._told}
@@ -194,7 +201,7 @@ class _Output(threading.Thread):
         return bool(heard)
 
     def _take(self, fact: dict[str, Any]) -> None:
-        self.joined = fact["joined"]
+        self.joined, self.connected = fact["joined"], fact["connected"]
         if self.process is not None:
             return
         self.process = fact["process"]

@@ -71,7 +71,9 @@ def missed(missing, how, folder):
 def test_who_was_missed_is_found_in_what_jax_writes(missing, how, message, tmp_path):
     written, returncode = missed(missing, how, tmp_path)
     assert returncode == -signal.SIGABRT, written
-    told = ending(returncode, written, 1 - missing, True, heartbeat_seconds=4, startup_seconds=60)
+    told = ending(
+        returncode, written, 1 - missing, True, True, heartbeat_seconds=4, startup_seconds=60
+    )
     assert told.exit_code == PEER_ENDED
     assert message in told.message, written
 

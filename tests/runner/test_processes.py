@@ -165,6 +165,19 @@ def test_processes_that_do_not_find_each_other_say_so(tmp_path):
 
 
 @pytest.mark.slow
+def test_processes_meet_past_a_proxy(tmp_path):
+    nobody = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    SeveralProcesses(
+        2,
+        tmp_path / "run",
+        tmp_path / "outputs",
+        flags=["--startup_seconds=60"],
+        environments={0: nobody, 1: nobody},
+        experiment=[*SMALL, "--fdl.mesh.fsdp=-1", "--fdl.steps=2"],
+    ).finished()
+
+
+@pytest.mark.slow
 def test_a_stopped_coordinator_is_named_by_the_others(tmp_path):
     workdir = tmp_path / "run"
     run = SeveralProcesses(2, workdir, tmp_path / "outputs", devices=4)
@@ -234,9 +247,18 @@ The first task at the barrier: 1. Some timed out task names:
     ],
 )
 def test_how_a_process_ended(returncode, output, exit_code, message):
-    told = ending(returncode, output, 3, True, heartbeat_seconds=30, startup_seconds=300)
+    told = ending(returncode, output, 3, True, True, heartbeat_seconds=30, startup_seconds=300)
     assert told.exit_code == exit_code
     assert message in told.message
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_process_that_jax_never_connected_is_told_what_to_do(joined):
+    told = ending(-signal.SIGABRT, UNREACHABLE, 1, joined, False, 30, startup_seconds=300)
+    assert told.exit_code == MISTAKE
+    assert "did not find the others within 300 s" in told.message
+    assert "proxy" in told.message and "--distributed=off" in told.message
+    assert "checkpoint" not in told.message
 
 
 @pytest.mark.parametrize(
@@ -266,6 +288,8 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
         (Processes(), {}, False),
         (Processes(), SLURM, True),
         (Processes(), SLURM | {"SLURM_NTASKS": "1"}, False),
+        (Processes(), SLURM | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, False),
+        (Processes(), SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, True),
         (Processes(), {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, True),
         (Processes(), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, True),
         (Processes(), {"TPU_WORKER_HOSTNAMES": "a,b"}, True),
