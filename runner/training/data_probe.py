@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import xxhash
 
-from lmlib.data.batch import Source, Stored
+from lmlib.data.batch import Batch, Source, Staged, Stored, source_at
 from lmlib.data.resumable import Resumable, gather_states
 from lmlib.experiment import Experiment
 from lmlib.experiment.sources import all_sources
@@ -36,6 +36,7 @@ def probe(source: Source, steps_made: int) -> dict[str, Any]:
         "tokenizer": source.tokenizer and dataclasses.asdict(source.tokenizer),
         "bytes_per_target": source.bytes_per_target,
         "steps_made": steps_made,
+        **_sizes(source, steps_made),
     }
     if not isinstance(source, Resumable):  # such a source knows by itself what it was
         found["first"] = _digest(source, 0)
@@ -55,10 +56,62 @@ def changed(source: Source, before: dict[str, Any]) -> str | None:
             f"it had {before['bytes_per_target']} bytes of text for each target token, and this "
             f"has {now['bytes_per_target']}"
         )
+    if "first" in now and (problem := _sizes_changed(source, before)) is not None:
+        return problem
     for name, step in (("first", 1), ("last", before["steps_made"])):
         if name in now and now[name] != before[name]:
             return f"the batch of step {step:,} is not what it was: other texts, or another order"
     return None
+
+
+def _sizes(source: Source, steps_made: int) -> dict[str, int]:
+    """Those of the last batch."""
+    last = source_at(source, steps_made - 1)
+    return {"batch_size": last.batch_size, "sequence_length": last.sequence_length}
+
+
+def _sizes_changed(source: Source, before: Mapping[str, Any]) -> str | None:
+    """How the sizes of batches differ from those of `before`, and what that does to the data."""
+    steps, now = before["steps_made"], _sizes(source, before["steps_made"])
+    was = {name: before.get(name, size) for name, size in now.items()}
+    if was == now:
+        return None
+    size, other = was["batch_size"], now["batch_size"]
+    told = [
+        f"{rows:,} rows of {length:,} tokens"
+        for rows, length in ((size, was["sequence_length"]), (other, now["sequence_length"]))
+    ]
+    due = steps * size
+    changed = ", ".join(f"{name}={now[name]}" for name in now if was[name] != now[name])
+    hint = (
+        "to go on where it stopped, leave data as it was and add the fiddler "
+        f"later_stage(begin={steps}, {changed})"
+    )
+    sizes = f"its batches had {told[0]}, and these have {told[1]}"
+    if was["sequence_length"] != now["sequence_length"] or not _same_rows(source, before):
+        return (
+            f"{sizes}, so the next may repeat rows that the run has seen, or leave rows out; {hint}"
+        )
+    first, last, happens = (
+        (steps * other, due - 1, "come a second time")
+        if other < size
+        else (due, steps * other - 1, "are left out")
+    )
+    return f"{sizes}, so rows {first:,} to {last:,}, counted from 0, {happens}; {hint}"
+
+
+def _same_rows(source: Source, before: Mapping[str, Any]) -> bool:
+    """Whether `source` has the rows of `before` in the same order, in batches of another size."""
+    if isinstance(source, Staged):
+        return False
+    size, steps = before["batch_size"], before["steps_made"]
+    for name, step in (("first", 0), ("last", steps - 1)):
+        numbers = range(step * size, step * size + min(ROWS, size))
+        places = (divmod(number, source.batch_size) for number in numbers)
+        rows = [source.batch(own_step, slice(row, row + 1)) for own_step, row in places]
+        if _digest_of(jax.tree.map(lambda *each: np.concatenate(each), *rows)) != before[name]:
+            return False
+    return True
 
 
 def require_same_data(experiment: Experiment) -> None:
@@ -109,7 +162,10 @@ def _places(source: Mapping[str, Any], process: Mapping[str, Any]) -> str:
 
 
 def _digest(source: Source, step: int) -> str:
-    rows = source.batch(step, slice(0, min(ROWS, source.batch_size)))
+    return _digest_of(source.batch(step, slice(0, min(ROWS, source_at(source, step).batch_size))))
+
+
+def _digest_of(rows: Batch) -> str:
     digest = xxhash.xxh3_128()
     for field in jax.tree.leaves(rows):
         digest.update(np.ascontiguousarray(field).tobytes())

@@ -72,8 +72,13 @@ def is_batches_note(value: Any, steps_made: int) -> bool:
         (tokenizer is None or (isinstance(tokenizer, dict) and tokenizer.keys() == names))
         and (in_bytes is None or type(in_bytes) in (int, float))
         and all(isinstance(value.get(name, ""), str) for name in ("first", "last"))
+        and all(_is_size(value.get(name, 1)) for name in ("batch_size", "sequence_length"))
         and ("first" in value) == ("last" in value)
     )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 31
 
 
 def tokenizer_in(batches: Any) -> TokenizerIdentity | None:
