@@ -75,7 +75,7 @@ _CONTINUE_OPTIMIZER = flags.DEFINE_bool(
     "with --init_from=RUN@STEP: fork that run, with its moments, counts and place in the data",
 )
 _ALLOW_CHANGE = flags.DEFINE_multi_enum(
-    "allow_change", [], ["data", "model"], "go on although this has changed; repeatable"
+    "allow_change", [], ["data", "jax", "model"], "go on although this has changed; repeatable"
 )
 _CHECKPOINT_FALLBACK = flags.DEFINE_bool(
     "checkpoint_fallback", True, "go on from an older checkpoint if the newest is damaged"

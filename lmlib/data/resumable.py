@@ -40,11 +40,12 @@ def gather_states(state: dict[str, Any]) -> list[dict[str, Any]]:
     text = json.dumps(state)
     if jax.process_count() == 1:
         return [json.loads(text)]
-    content = np.frombuffer(text.encode("utf-8"), np.uint8)
-    lengths = np.ravel(multihost_utils.process_allgather(np.int32(content.size)))
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: content.size] = content
-    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    with jax.disable_jit(False):  # without it JAX gathers nothing, and waits
+        content = np.frombuffer(text.encode("utf-8"), np.uint8)
+        lengths = np.ravel(multihost_utils.process_allgather(np.int32(content.size)))
+        padded = np.zeros(lengths.max(), np.uint8)
+        padded[: content.size] = content
+        gathered = np.asarray(multihost_utils.process_allgather(padded))
     return [
         json.loads(row[:length].tobytes().decode("utf-8"))
         for row, length in zip(gathered, lengths, strict=True)

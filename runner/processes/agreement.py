@@ -95,7 +95,7 @@ def differing(what: str, found: Sequence[Mapping[str, str]]) -> str:
     return (
         f"{what} of process {', '.join(map(str, others))} is another than that of process 0 "
         f"({', '.join(told + more)}): start all processes with the same code, packages, "
-        "experiment, fiddlers, overrides and flags"
+        "experiment, fiddlers, overrides, flags and variables of JAX"
     )
 
 

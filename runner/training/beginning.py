@@ -92,6 +92,12 @@ def begin(
             restores = newest is not None or init_from is not None
             phases.enter(Phase.RESTORE if restores else Phase.INITIALISATION)
             found = None
+            if newest is not None and newest > experiment.steps:
+                raise ConfigError(
+                    f"this run has made {newest:,} steps, and steps is {experiment.steps:,}: set "
+                    f"it to {newest:,} or more, or begin in another workdir; init_from=RUN@STEP "
+                    "with continue_optimizer forks an earlier step there"
+                )
             if newest == WEIGHTS_ALONE:
                 if forks:
                     raise ConfigError(

@@ -35,7 +35,7 @@ from runner.config.values import check_values
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.determinism import check_determinism
-from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, flags_of_the_run, may_wait_for_ever
+from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, may_wait_for_ever
 from runner.monitoring.goodput import GoodputLog
 from runner.monitoring.limits import Limits
 from runner.monitoring.phases import Phase, Phases
@@ -135,8 +135,7 @@ def _fit_in(
         check_can_be_made(workdir)
         check_values(cfg)
         start = Start(cfg, workdir, options.experiment_file)
-    software = {"the code": start.code, "the software": start.versions}
-    require_same(software | flags_of_the_run())
+    require_same(start.software)
     with agreed(), user_errors(), chosen_sizes(_SMALLER):
         experiment = fdl.build(cfg)
         experiment.check()
@@ -155,8 +154,8 @@ def _fit_in(
             require_same_workdir(workdir)
         with agreed():
             check_config(cfg, workdir, options.allowed_changes, progress)
-        if changes := start.changes():
-            progress.message(f"the code has changed since this run was last trained: {changes}")
+            start.check_jax_settings(options.allowed_changes, progress.message)
+        start.tell_changes(progress.message)
         run = _Run(cfg, experiment, start, place, options, progress, phases, lock, primary)
         with agreed(), user_errors((PartError,)):
             run.announce()

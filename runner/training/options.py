@@ -35,7 +35,8 @@ class Options:
       init_from: as in `Experiment`, instead of the experiment's own. Ignored once this run has
         checkpoints of its own.
       continue_optimizer: as in `Experiment`, instead of the experiment's own, unless `None`.
-      allowed_changes: "data", "model": what may have changed since the run stopped.
+      allowed_changes: "data", "jax" (its settings), "model": what may have changed since the run
+        stopped.
       save_compiled: a file to write the compiled step to.
       compiled: a file to take it from instead of compiling; loading it can run any code.
       compile: compiles the step for a mesh; a caller that makes several runs may keep programs.

@@ -1,7 +1,7 @@
 """What a run was trained with: the config and the code of every start that made a step.
 
     workdir/starts/00000/config.json, config.txt   of that start, to read or launch again
-                         start.json                           when, from which step, by which code
+                         start.json          when, from which step, by which code and settings
 
 The files of the config directly in the workdir are those of the newest of these starts.
 """
@@ -9,7 +9,7 @@ The files of the config directly in the workdir are those of the newest of these
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,16 @@ import fiddle as fdl
 import jax
 
 import lmlib
+from lmlib.checkpoint.folders import steps_in
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config import configs
 from runner.config.code import code_files, commit_of, versions
 from runner.config.text import printable
+from runner.errors import ConfigError
+from runner.jax_settings import numbers
+from runner.jax_settings.xla_flags import flags_of_the_run
 
 _LARGEST = 10_000_000  # bytes; the facts of a start have some ten thousand
 _SHOWN = 8  # files
@@ -34,6 +38,8 @@ class Start:
     Attributes:
       code: the digest of each file of code.
       versions: of Python and of packages.
+      jax_settings: those that change numbers.
+      xla_flags: as `flags_of_the_run`, all in one.
     """
 
     def __init__(self, cfg: fdl.Config, workdir: Path, experiment: Path | None):
@@ -44,10 +50,22 @@ class Start:
         """
         self.code = code_files(cfg, experiment)
         self.versions = versions()
+        self.jax_settings = numbers.settings_of_numbers()
+        self.xla_flags = {k: v for flags in flags_of_the_run().values() for k, v in flags.items()}
         self._began = time.time()
         self._experiment = experiment
         self._workdir = workdir
         self._config = configs.saved_files(cfg)
+
+    @property
+    def software(self) -> dict[str, Mapping[str, str]]:
+        """What must be the same on all processes, besides the config; see `require_same`."""
+        return {
+            "the code": self.code,
+            "the software": self.versions,
+            "the configuration of JAX": numbers.settings_of_the_run(),
+            **flags_of_the_run(),
+        }
 
     def changes(self) -> str:
         """What of the code is not as it was when the run was last trained; a line, or nothing."""
@@ -68,6 +86,51 @@ class Start:
         more = [f"and {len(files) - _SHOWN} more files"] if len(files) > _SHOWN else []
         return printable(", ".join([*updated, *files[:_SHOWN], *more]))
 
+    def changed_flags(self) -> str:
+        """How the flags of XLA differ from those of the newest start; a line, or nothing."""
+        before, now = _newest(self._workdir).get("xla_flags"), self.xla_flags
+        if not isinstance(before, dict):
+            return ""
+        return printable(
+            ", ".join(
+                f"{name}: {before.get(name, 'absent')} → {now.get(name, 'absent')}"
+                for name in sorted(before.keys() | now.keys())
+                if before.get(name) != now.get(name)
+            )
+        )
+
+    def tell_changes(self, tell: Callable[[str], None]) -> None:
+        """Tells what of the code and of XLA's flags is not as it was, if anything is."""
+        for what, changes in (
+            ("the code has", self.changes()),
+            ("flags of XLA have", self.changed_flags()),
+        ):
+            if changes:
+                tell(f"{what} changed since this run was last trained: {changes}")
+
+    def check_jax_settings(
+        self, allowed_changes: Collection[str], tell: Callable[[str], None]
+    ) -> None:
+        """Compares JAX's settings with those that the checkpoints of the run were trained with.
+
+        Raises:
+          ConfigError: if one that changes numbers differs, and "jax" is not allowed.
+        """
+        before = _newest(self._workdir).get("jax_settings")
+        if not isinstance(before, dict) or not steps_in(self._workdir / "checkpoints"):
+            return
+        if not (changes := numbers.changes(before, self.jax_settings)):
+            return
+        told = f"{self._workdir} was trained with other settings of JAX: {printable(changes)}"
+        is_kept = "JAX_DEFAULT_PRNG_IMPL" in changes  # a checkpoint holds a key of that kind
+        if is_kept or "jax" not in allowed_changes:
+            go_on = "" if is_kept else ", or give --allow_change=jax to go on all the same"
+            raise ConfigError(
+                f"{told}. The same step would give other numbers: set them as they were (they are "
+                f"environment variables of JAX's), or take another workdir{go_on}"
+            )
+        tell(f"WARNING: {told}; going on all the same, since --allow_change=jax")
+
     def record(self, first_step: int) -> None:
         """Keeps this start; for process 0 to call once `first_step`, its first, is made.
 
@@ -83,6 +146,8 @@ class Start:
             "host": socket.gethostname(),
             "processes": jax.process_count(),
             "versions": self.versions,
+            "jax_settings": self.jax_settings,
+            "xla_flags": self.xla_flags,
             "git": {"lmlib": commit_of(Path(lmlib.__file__).resolve()), "experiment": experiment},
             "code": self.code,
         }

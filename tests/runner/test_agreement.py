@@ -14,7 +14,8 @@ from runner.command_line.exit_status import MISTAKE
 from runner.processes.agreement import differing
 
 START = (
-    "start all processes with the same code, packages, experiment, fiddlers, overrides and flags"
+    "start all processes with the same code, packages, experiment, fiddlers, overrides, flags and "
+    "variables of JAX"
 )
 # What `SeveralProcesses` gives each of two.
 FOUR_DEVICES = f"--xla_force_host_platform_device_count=4 {XLA_FLAGS}"
@@ -101,6 +102,24 @@ def test_other_flags_of_xla_are_refused(tmp_path):
     )
     message = r"XLA_FLAGS of process 1 is another than that of process 0 \(--xla_cpu_enable_fast_"
     assert_refused(run, tmp_path / "run", f"{message}math: true, there absent")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "value", "usual"),
+    [
+        ("JAX_DEFAULT_PRNG_IMPL", "rbg", "threefry2x32"),
+        ("JAX_THREEFRY_PARTITIONABLE", "false", "true"),
+        ("JAX_DISABLE_JIT", "true", "false"),
+    ],
+)
+def test_other_settings_of_jax_are_refused(tmp_path, variable, value, usual):
+    run = SeveralProcesses(
+        2, tmp_path / "run", tmp_path / "outputs", environments={1: {variable: value}}
+    )
+    message = "the configuration of JAX of process 1 is another than that of process 0 "
+    assert_refused(run, tmp_path / "run", rf"{message}\({variable}: {value}, there {usual}\)")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
 
 

@@ -102,6 +102,43 @@ def test_other_data_is_refused_unless_allowed(trained, tmp_path, capsys):
     assert "going on with other data, since --allow_change=data" in capsys.readouterr().err
 
 
+def test_fewer_steps_than_were_made_are_refused(trained, tmp_path):
+    _, workdir = trained
+    shutil.copytree(workdir, tmp_path / "run")
+    before = files_of(tmp_path / "run")
+    with pytest.raises(ConfigError, match="this run has made 3 steps, and steps is 2: set it to 3"):
+        fit(small("steps=2"), tmp_path / "run")
+    assert files_of(tmp_path / "run") == before
+
+
+def test_other_settings_of_jax_are_refused_unless_allowed(trained, tmp_path, capsys):
+    _, workdir = trained
+    shutil.copytree(workdir, tmp_path / "run")
+    before = files_of(tmp_path / "run")
+    settings = {
+        "JAX_DEFAULT_PRNG_IMPL was threefry2x32 and is rbg": jax.default_prng_impl("rbg"),
+        "JAX_THREEFRY_PARTITIONABLE was true and is false": jax.threefry_partitionable(False),
+        "JAX_DEFAULT_MATMUL_PRECISION was .* and is float32": jax.default_matmul_precision(
+            "float32"
+        ),
+        "JAX_ENABLE_X64 was false and is true": jax.enable_x64(True),
+        "JAX_NUMPY_DTYPE_PROMOTION was standard and is strict": jax.numpy_dtype_promotion("strict"),
+    }
+    for told, setting in settings.items():
+        with setting, pytest.raises(ConfigError, match=f"{told}. The same step .* as they were"):
+            fit(small("steps=4"), tmp_path / "run")
+    with jax.default_prng_impl("rbg"), pytest.raises(ConfigError, match=r"and is rbg\. .*workdir$"):
+        fit(small("steps=4"), tmp_path / "run", Options(allowed_changes=["jax"]))
+    assert files_of(tmp_path / "run") == before
+    capsys.readouterr()
+    with jax.threefry_partitionable(False):
+        result = fit(small("steps=4"), tmp_path / "run", Options(allowed_changes=["jax"]))
+    assert [line["step"] for line in result.metrics] == [1, 2, 3, 4]
+    assert "is false; going on all the same, since --allow_change=jax" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="JAX_THREEFRY_PARTITIONABLE was false and is true"):
+        fit(small("steps=5"), tmp_path / "run")
+
+
 def check(cfg, workdir: Path, *allowed: str) -> None:
     with Progress(1, sys.stderr) as progress:
         check_config(cfg, workdir, allowed, progress)

@@ -1,6 +1,7 @@
 """What a run was trained with: the config and the code of every start that made a step."""
 
 import json
+import os
 import subprocess
 
 import jax
@@ -36,6 +37,7 @@ def test_the_config_kept_is_the_one_that_trained(tmp_path, capsys):
     facts = json.loads((start / "start.json").read_text())
     assert facts["first_step"] == 1 and facts["processes"] == 1
     assert facts["versions"].keys() >= {"python", "jax", "jaxlib", "lmlib"}
+    assert facts["jax_settings"]["JAX_THREEFRY_PARTITIONABLE"] == "true"
     assert {"lmlib/train.py", "experiments/llama_84m.py", "runner/__main__.py"} <= set(
         facts["code"]
     )
@@ -91,12 +93,26 @@ def test_edits_of_the_experiment_and_of_what_it_imports_are_told(tmp_path, monke
     assert start().changes() == f"{tmp_path.name}/code_beside.py"
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"code": {}, "versions": []}'])
+def test_flags_of_xla_that_have_changed_are_told(tmp_path, monkeypatch):
+    Start(small(), tmp_path, None).record(1)
+    told = []
+    Start(small(), tmp_path, None).tell_changes(told.append)
+    assert told == []
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true"
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    Start(small(), tmp_path, None).tell_changes(told.append)
+    change = "--xla_cpu_enable_fast_math: absent → true"
+    assert told == [f"flags of XLA have changed since this run was last trained: {change}"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"jax_settings": [], "xla_flags": 1}', '{"code": {}, "versions": []}']
+)
 def test_damaged_facts_of_a_start_are_no_obstacle(tmp_path, content):
     start = Start(small(), tmp_path, None)
     start.record(1)
     (tmp_path / "starts" / "00000" / "start.json").write_text(content)
-    assert start.changes() == ""
+    assert start.changes() == "" and start.changed_flags() == ""
     start.record(5)
     assert (tmp_path / "starts" / "00001" / "start.json").exists()
 

@@ -1,0 +1,85 @@
+"""Settings of JAX itself that change what a run computes from the same config and seed.
+
+They come from the environment (`JAX_DEFAULT_PRNG_IMPL=rbg`), or from code that calls
+`jax.config.update` or enters a context such as `jax.default_matmul_precision`. So they are read
+from JAX, as they are where this is called.
+"""
+
+import enum
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+# What changes numbers; some versions of JAX lack some of them.
+_NUMBERS = (
+    # draws: initial weights, dropout, sampling
+    "jax_accurate_erf_inv",
+    "jax_default_prng_impl",
+    "jax_high_dynamic_range_gumbel",
+    "jax_random_seed_offset",
+    "jax_threefry_partitionable",
+    # dtypes
+    "jax_enable_x64",
+    "jax_explicit_x64_dtypes",
+    "jax_numpy_dtype_promotion",
+    # rounding
+    "jax_allow_f16_reductions",
+    "jax_default_matmul_precision",
+    "jax_disable_jit",
+    "jax_disable_most_optimizations",
+    "jax_softmax_custom_jvp",
+    "jax_use_direct_linearize",
+    "jax_use_hlo_logistic_lowering",
+)
+_TF32 = "NVIDIA_TF32_OVERRIDE"  # cuBLAS and cuDNN read it, and it overrides JAX's precision
+# What may differ from process to process: caches, messages, checks, addresses and devices.
+_OF_ONE_PROCESS = re.compile(
+    r"cache|log_|logging|dump|traceback|tracer_error|check_|checks|guard|cross_host|timeout|mtls"
+    r"|distributed_|visible_devices|default_device|cpu_devices|platform|backend|mock|client"
+    r"|pprint|source|captured_constants"
+)
+
+
+def settings_of_numbers() -> dict[str, str]:
+    """Those that change numbers, as environment variables and their values; "unset" for none."""
+    return _named(name for name in _NUMBERS if name in jax.config.values)
+
+
+def settings_of_the_run() -> dict[str, str]:
+    """Those that must be the same for all processes of a run, as `settings_of_numbers`: all that
+    change a compiled program, since devices wait for each other in it."""
+    return _named(name for name in jax.config.values if not _OF_ONE_PROCESS.search(name))
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, str]) -> str:
+    """How the settings of numbers differ from `before`, in words; nothing where none does.
+
+    A setting that one of the two versions of JAX lacks is not compared.
+    """
+    return ", ".join(
+        f"{name} was {before[name]} and is {value}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    )
+
+
+def _named(names: Iterable[str]) -> dict[str, str]:
+    found = {name.upper(): _text(_value(name)) for name in sorted(names)}
+    return found | {_TF32: os.environ.get(_TF32, "unset")}
+
+
+def _value(name: str) -> Any:
+    """The value in this thread's context; of what has no context, that of the process."""
+    return getattr(jax.config, name, jax.config.values[name])
+
+
+def _text(value: Any) -> str:
+    """As the environment has it."""
+    if isinstance(value, enum.Enum):
+        return value.name.lower()
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "unset" if value is None else str(value)
