@@ -155,7 +155,7 @@ class HFStream:
         }
         self._asked_streams = streams
         self._streams = self._checked_streams(streams or jax.process_count())
-        self._stored = records is None
+        self._name, self._stored = name, records is None
         if records is None:
             records = partial(open_records, self._dataset, name, split)
             records(0, self._streams)  # so that a misspelt name is an error now
@@ -178,7 +178,7 @@ class HFStream:
 
     def contents(self) -> dict[str, str]:
         """See `lmlib.data.batch.Stored`; nothing is known of the constructor's `records`."""
-        return contents(self._dataset, self._settings["name"]) if self._stored else {}
+        return contents(self._dataset, self._name) if self._stored else {}
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens."""

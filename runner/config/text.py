@@ -26,6 +26,11 @@ def flattened(cfg: fdl.Config) -> str:
     return "\n".join(_lines(with_defaults(cfg), "", {})) + "\n"
 
 
+def by_path(cfg: fdl.Config) -> dict[str, str]:
+    """The lines of `flattened`, values by their paths."""
+    return dict(line.partition(" = ")[::2] for line in flattened(cfg).splitlines())
+
+
 def nodes(value: Any) -> list[fdl.Buildable]:
     return [node for node, _ in daglish.iterate(value) if isinstance(node, fdl.Buildable)]
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,51 @@ def differing(what: str, found: Sequence[Mapping[str, str]]) -> str:
         f"({', '.join(told + more)}): start all processes with the same code, packages, "
         "experiment, fiddlers, overrides, flags and variables of JAX"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """What a process reads: `digests` of the content, and the `places`, by their absolute names."""
+
+    digests: Sequence[str]
+    places: Sequence[str]
+
+
+def require_same_reads(read: Callable[[], Mapping[str, Read]]) -> None:
+    """Raises ConfigError on all processes if one reads other content than process 0 does.
+
+    Every process must call it. One process alone does not call `read`.
+
+    Args:
+      read: what this process reads, by what it is called; all processes have the same names.
+    """
+    if jax.process_count() == 1:
+        return
+    with agreed(), user_errors():
+        own = {"host": socket.gethostname()} | {
+            name: dataclasses.asdict(each) for name, each in read().items()
+        }
+    if (problem := difference_of_reads(gather_states(own))) is not None:
+        raise ConfigError(problem)
+
+
+def difference_of_reads(processes: Sequence[Mapping[str, Any]]) -> str | None:
+    """The message about the first of `processes` that reads other content than process 0 does, each
+    its host and, by name, the fields of a `Read`; `None` if none does."""
+    first = processes[0]
+    for name in first.keys() - {"host"}:
+        for number, process in enumerate(processes):
+            if process[name]["digests"] != first[name]["digests"]:
+                here, there = (
+                    f"{', '.join(each[name]['places'])} on {each['host']}"
+                    for each in (process, first)
+                )
+                return (
+                    f"{name} of process {number} is not that of process 0 ({here}; on process 0 "
+                    f"{there}): give all processes the same. A relative path means another folder "
+                    "in each working directory"
+                )
+    return None
 
 
 def require_same_workdir(workdir: Path) -> None:

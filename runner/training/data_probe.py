@@ -7,8 +7,7 @@ compare the first rows of each source, and digests of all that it reads where th
 """
 
 import dataclasses
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,11 +15,10 @@ import numpy as np
 import xxhash
 
 from lmlib.data.batch import Batch, Source, Staged, Stored, source_at
-from lmlib.data.resumable import Resumable, gather_states
+from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
 from lmlib.experiment.sources import all_sources
-from runner.errors import ConfigError, user_errors
-from runner.processes.agreement import agreed
+from runner.processes.agreement import Read
 from runner.weights.notes import tokenizer_changed
 
 ROWS = 8
@@ -114,51 +112,17 @@ def _same_rows(source: Source, before: Mapping[str, Any]) -> bool:
     return True
 
 
-def require_same_data(experiment: Experiment) -> None:
-    """Raises ConfigError on all processes if one reads other data than process 0 does.
+def read_by_this_process(experiment: Experiment) -> dict[str, Read]:
+    """What processes compare of each source; see `runner.processes.agreement.require_same_reads`.
 
-    Every process must call it, with the same config. One process alone reads nothing.
+    The first rows of a `Resumable` source are not read, since that begins its stream.
     """
-    if jax.process_count() == 1:
-        return
-    with agreed(), user_errors():
-        seen = seen_by_this_process(experiment)
-    if (problem := difference_of_data(gather_states(seen))) is not None:
-        raise ConfigError(problem)
-
-
-def seen_by_this_process(experiment: Experiment) -> dict[str, Any]:
-    """What `difference_of_data` compares: of each source digests, and the places that it reads.
-
-    JSON values. The first rows of a `Resumable` source are not read, since that begins its stream.
-    """
-    seen = {}
+    found = {}
     for name, source in all_sources(experiment).items():
         stored = source.contents() if isinstance(source, Stored) else {}
         rows = [] if isinstance(source, Resumable) else [_digest(source, 0)]
-        places = [*stored] if stored else ["its rows"]
-        seen[name] = {"digests": [*stored.values(), *rows], "places": places}
-    return {"host": socket.gethostname(), "seen": seen}
-
-
-def difference_of_data(processes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Which process has other data than the first of them, in words; `None` if none has."""
-    first = processes[0]
-    for name, there in first["seen"].items():
-        for number, process in enumerate(processes):
-            here = process["seen"][name]
-            if here["digests"] != there["digests"]:
-                return (
-                    f"{name} of process {number} is other data than that of process 0 "
-                    f"({_places(here, process)}; on process 0 {_places(there, first)}): give all "
-                    "processes the same data. A relative path means another folder in each "
-                    "working directory"
-                )
-    return None
-
-
-def _places(source: Mapping[str, Any], process: Mapping[str, Any]) -> str:
-    return f"{', '.join(source['places'])} on {process['host']}"
+        found[name] = Read([*stored.values(), *rows], [*stored] or ["its rows"])
+    return found
 
 
 def _digest(source: Source, step: int) -> str:

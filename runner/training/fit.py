@@ -30,7 +30,7 @@ from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text
 from lmlib.train import Metrics
 from runner.command_line.paths import check_can_be_made
-from runner.config.text import flattened
+from runner.config.text import by_path, flattened
 from runner.config.values import check_values
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
@@ -48,6 +48,7 @@ from runner.processes.agreement import (
     from_first,
     require_equal_devices,
     require_same,
+    require_same_reads,
     require_same_workdir,
 )
 from runner.processes.lock import WorkdirLock
@@ -55,7 +56,7 @@ from runner.processes.workdir import Workdir, opened
 from runner.training.beginning import Beginning, begin, check_config, check_newest
 from runner.training.captures import Captures
 from runner.training.compiled_step import StepPrograms
-from runner.training.data_probe import require_same_data
+from runner.training.data_probe import read_by_this_process
 from runner.training.loop import Loop
 from runner.training.options import Options
 from runner.training.periodic import Evaluating, Sampling, Saving, others
@@ -142,9 +143,8 @@ def _fit_in(
         check_determinism(experiment)
         experiment.check_memory()
         check_first_rows(experiment)
-    config = dict(line.partition(" = ")[::2] for line in flattened(cfg).splitlines())
-    require_same({"the config": config, "the command": options.of_the_command()})
-    require_same_data(experiment)
+    require_same({"the config": by_path(cfg), "the command": options.of_the_command()})
+    require_same_reads(lambda: read_by_this_process(experiment))
     shown = primary if options.reports is None else options.reports
     with agreed():
         lock = WorkdirLock(workdir, enabled=primary, also=place.check)

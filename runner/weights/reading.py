@@ -36,7 +36,8 @@ from lmlib.state import State, abstract_model
 from lmlib.storage.bucket.copies import shown
 from runner.config.references import HuggingFace, located
 from runner.errors import ConfigError, in_words, user_errors
-from runner.processes.agreement import agreed
+from runner.processes.agreement import agreed, require_same_reads
+from runner.weights.contents import content_of
 from runner.weights.model_folder import ModelFolder
 from runner.weights.notes import (
     WEIGHTS_ALONE,
@@ -67,9 +68,12 @@ def weights_of(reference: str, wanted: Wanted, access: Access = PLAIN) -> tuple[
         found = located(reference)
     with _errors_of(reference):
         if isinstance(found, HuggingFace):
-            return ModelFolder(found, access.families).weights(wanted, access.show), found.name
+            folder = ModelFolder(found, access.families)
+            require_same_reads(lambda: {"the model": content_of(folder)})
+            return folder.weights(wanted, access.show), found.name
         with agreed(), user_errors():
             run = opened(found, dataclasses.replace(access, init_from=None))
+        require_same_reads(lambda: {"the model": content_of(run)})
         return _of_run(run, wanted)
 
 

@@ -9,7 +9,10 @@ from byte_texts import write_ids
 from compiled_programs import XLA_FLAGS
 from forked_processes import ROOT
 from several_processes import SeveralProcesses
+from small_experiment import small
+from small_runs import EXPERIMENT as SMALL
 
+from runner import fit
 from runner.command_line.exit_status import MISTAKE
 from runner.processes.agreement import differing
 
@@ -169,9 +172,28 @@ def test_other_data_at_the_same_relative_path_is_refused(tmp_path):
         experiment=[f"--fdl_config={tmp_path}/experiment.py", "--fdl.validation=None"],
     )
     places = [f"{folder}/data/train on .*" for folder in folders.values()]
-    message = rf"data of process 1 is other data .* \({places[1]}; on process 0 {places[0]}\)"
+    message = (
+        rf"data of process 1 is not that of process 0 \({places[1]}; on process 0 {places[0]}\)"
+    )
     assert_refused(run, tmp_path / "run", message)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
+
+
+@pytest.mark.slow
+def test_other_weights_at_the_same_relative_path_are_refused(tmp_path):
+    folders = {process: tmp_path / f"folder_{process}" for process in range(2)}
+    for process, folder in folders.items():
+        fit(small("steps=1", f"seed={process}"), folder / "base")
+    run = SeveralProcesses(
+        2,
+        tmp_path / "run",
+        tmp_path / "outputs",
+        folders=folders,
+        experiment=[*SMALL, "--fdl.mesh.fsdp=-1", "--init_from=base@1"],
+    )
+    places = [f"{folder}/base/checkpoints/1 on .*" for folder in folders.values()]
+    message = rf"of process 1 is not that of process 0 \({places[1]}; on process 0 {places[0]}\)"
+    assert_refused(run, tmp_path / "run", f"the weights of base@1: the model {message}")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Whether a run that goes on, and each of its processes, gets the batches that it should."""
 
+import dataclasses
 import json
 import shutil
 
@@ -15,11 +16,11 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.stages import Stages
 from lmlib.data.synthetic import Synthetic
+from runner.processes.agreement import difference_of_reads
 from runner.training.data_probe import (
     changed,
-    difference_of_data,
     probe,
-    seen_by_this_process,
+    read_by_this_process,
 )
 
 DOCUMENTS = [[number % 250 + 1] * (number % 7 + 1) for number in range(200)]
@@ -132,6 +133,11 @@ class OwnRows(Synthetic):
         super().__init__(300, 8, 16, seed=int(np.loadtxt(file)))
 
 
+def as_gathered(read):
+    facts = {"host": "here"} | {name: dataclasses.asdict(each) for name, each in read.items()}
+    return json.loads(json.dumps(facts))
+
+
 @pytest.fixture
 def difference(tmp_path, monkeypatch):
     """What processes say of a config, each in a working folder that one of `write` wrote."""
@@ -143,8 +149,8 @@ def difference(tmp_path, monkeypatch):
             folder.mkdir()
             monkeypatch.chdir(folder)
             wrote(folder)
-            seen.append(json.loads(json.dumps(seen_by_this_process(fdl.build(cfg)))))
-        return difference_of_data(seen)
+            seen.append(as_gathered(read_by_this_process(fdl.build(cfg))))
+        return difference_of_reads(seen)
 
     return difference
 
@@ -164,7 +170,7 @@ def test_other_texts_are_named_though_the_first_rows_agree(difference, tmp_path)
         lambda folder: write_ids(folder / "data", other),
     )
     assert found is not None
-    assert found.startswith("data of process 1 is other data than that of process 0 (")
+    assert found.startswith("data of process 1 is not that of process 0 (")
     for number in range(2):
         assert f"{tmp_path}/process_{number}/data/train on " in found
     rows = [FlatTokens(f"{tmp_path}/process_{n}/data", "train", 4, 16, None) for n in (0, 1)]
@@ -205,14 +211,16 @@ def test_validation_and_each_part_of_a_mixture_are_compared(difference):
 
     found = difference(cfg, lambda f: write(f, 1), lambda f: write(f, 1), lambda f: write(f, 2))
     assert found is not None
-    assert found.startswith("validation['mixed'].sources['other'] of process 2 is other data")
+    assert found.startswith(
+        "validation['mixed'].sources['other'] of process 2 is not that of process 0"
+    )
 
 
 def test_a_source_that_says_nothing_of_its_files_is_told_by_its_rows(difference):
     cfg = small()
     cfg.data = fdl.Config(OwnRows, "seed.txt")
     found = difference(cfg, *(lambda f, n=n: (f / "seed.txt").write_text(str(n)) for n in (3, 4)))
-    assert found is not None and "data of process 1 is other data" in found
+    assert found is not None and "data of process 1 is not that of process 0" in found
 
 
 def test_files_of_a_stream_are_compared(difference):

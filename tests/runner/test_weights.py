@@ -1,5 +1,6 @@
 """Weights of Hugging Face's folders that runs begin with, and what is refused beforehand."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from byte_texts import write_ids
 from sentinels import sentinels
+from small_experiment import small
+from small_folder import HEAD, copy_small_folder, rewritten
 
 from lmlib import hf
 from lmlib.adapters import lora, without_adapters
@@ -31,7 +34,11 @@ from runner.config import configs
 from runner.config.references import HuggingFace, Saved, located
 from runner.config.text import flattened
 from runner.errors import ConfigError
+from runner.processes.agreement import difference_of_reads
+from runner.weights.contents import content_of
+from runner.weights.model_folder import ModelFolder
 from runner.weights.reading import weights_of
+from runner.weights.saved_run import PLAIN, opened
 from runner.weights.wanted import Wanted
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
@@ -215,3 +222,38 @@ def test_a_config_made_of_a_folder_is_saved_whole(name, tmp_path):
     assert flattened(again) == flattened(cfg)
     one, other = (fdl.build(each.model) for each in (cfg, again))
     assert one.func is other.func and one.keywords.items() <= other.keywords.items()
+
+
+def test_processes_know_other_weights_by_one_tensor_and_copies_by_none(tmp_path):
+    folders = [tmp_path / name for name in ("own", "copy", "other")]
+    for folder in folders:
+        folder.mkdir()
+        copy_small_folder(folder)
+    rewritten(folders[2], lambda held: held | {HEAD: held[HEAD] + np.float32(1e-3)})
+    sizes = {(folder / "model.safetensors").stat().st_size for folder in folders}
+    assert len(sizes) == 1  # and headers are the same
+    own, copy, other = (
+        {
+            "host": "here",
+            "the model": dataclasses.asdict(content_of(ModelFolder(located(f"{each}")))),
+        }
+        for each in folders
+    )
+    assert difference_of_reads([own, copy]) is None
+    told = difference_of_reads([own, copy, other])
+    assert told is not None and told.startswith(
+        f"the model of process 2 is not that of process 0 ({folders[2]} on here; on process 0 "
+    )
+
+
+@pytest.mark.landing
+def test_processes_know_another_checkpoint_by_its_manifest(tmp_path):
+    fit(small("steps=1"), tmp_path / "one")
+    fit(small("steps=1", "seed=1"), tmp_path / "other")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    one, other, copy = (
+        content_of(opened(located(f"{tmp_path}/{name}"), PLAIN))
+        for name in ("one", "other", "copy")
+    )
+    assert one.digests == copy.digests != other.digests
+    assert one.places == [f"{tmp_path}/one/checkpoints/1"]
