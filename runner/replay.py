@@ -39,8 +39,10 @@ from lmlib.parallel.layout import sharding
 from lmlib.state import State
 from lmlib.terminal.table import columns
 from runner.config import configs
+from runner.config.text import printable
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.devices import check_devices, choose_devices
+from runner.jax_settings.numbers import changes, settings_of_numbers
 from runner.jax_settings.xla_flags import keep_cpus_in_order
 from runner.monitoring.progress import Progress
 from runner.training.captures import Capture, read_batch, read_capture
@@ -120,6 +122,8 @@ def _replay(capture: Capture, experiment: Experiment, rows: Batch) -> bool:
     print(f"the first number that is not finite is in {offender}" if offender else "all are finite")
     if differing and dict(experiment.mesh.shape) != capture.mesh:
         print(f"the run's mesh was {capture.mesh}, this is {dict(experiment.mesh.shape)}")
+    if differing and (settings := changes(capture.jax_settings, settings_of_numbers())):
+        print(f"the run had other settings of JAX: {printable(settings)}")
     return not differing
 
 

@@ -82,9 +82,11 @@ def check_target(manifest: Manifest, wanted: dict[str, Any]) -> None:
         )
     for name, leaf in wanted.items():
         if saved[name] != SavedArray(tuple(leaf.shape), str(leaf.dtype)):
+            is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            same = "JAX_DEFAULT_PRNG_IMPL" if is_key else "config"
             raise ValueError(
                 f"checkpoint {step} has {name} as {_describe(saved[name])}, but "
-                f"{_describe(leaf)} is wanted; restore it with the config that it was saved with"
+                f"{_describe(leaf)} is wanted; restore it with the {same} that it was saved with"
             )
         mesh = getattr(leaf.sharding, "mesh", None)
         if leaf.sharding is None or isinstance(mesh, jax.sharding.AbstractMesh):

@@ -79,7 +79,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.result is not None
+        """Whether it has made all steps of its config. A run that was made longer still has the
+        result.json of its earlier end."""
+        if self.result is None:
+            return False
+        made = self.result.get("steps")
+        return made is None or self.settings.get("steps") in (None, str(made))
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """The steps that measured `metric`, and what they measured."""

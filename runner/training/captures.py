@@ -2,7 +2,7 @@
 
 A capture is a folder `workdir/captures/<step>`:
 
-    capture.json     the step, its line of metrics.jsonl, the mesh
+    capture.json     the step, its line of metrics.jsonl, the mesh, JAX's settings
     config.json      the run's config
     batch.npz        the batch of the step, all rows
     checkpoints/     the newest checkpoint from before the step, its files linked rather than copied
@@ -35,6 +35,7 @@ from lmlib.storage.unlinked import unlinked
 from lmlib.storage.whole_file import make_folder, sync, sync_folders, write_whole
 from lmlib.terminal.python_command import python_command
 from runner.errors import in_words
+from runner.jax_settings.numbers import settings_of_numbers
 from runner.processes.agreement import from_first
 from runner.processes.lock import WorkdirLock
 from runner.training.recorder import Line
@@ -129,6 +130,7 @@ class Captures:
             "line": json.loads(to_json(present)),
             "mesh": dict(self._experiment.mesh.shape),
             "initialised_from": self._initialised_from,
+            "jax_settings": settings_of_numbers(),
             "sequences": _sequences(self._experiment.at(step).data, step),
         }
 
@@ -142,6 +144,7 @@ class Capture:
     line: Line
     mesh: dict[str, int]
     initialised_from: str | None
+    jax_settings: dict[str, str]
 
 
 def read_capture(folder: Path) -> Capture:
@@ -151,8 +154,10 @@ def read_capture(folder: Path) -> Capture:
         raise ValueError(f"{folder} is no capture: it has no capture.json; see workdir/captures")
     try:
         facts = read_json(unlinked(folder, file.name))
-        line, mesh, origin = (facts[name] for name in ("line", "mesh", "initialised_from"))
-        capture = Capture(folder, facts["step"], from_json(json.dumps(line)), mesh, origin)
+        names = "line", "mesh", "initialised_from", "jax_settings"
+        line, mesh, origin, settings = (facts[name] for name in names)
+        line = from_json(json.dumps(line))
+        capture = Capture(folder, facts["step"], line, mesh, origin, settings)
         numbers = [value for name, value in capture.line.items() if name != "step"]
         if type(capture.step) is not int or not 0 < capture.step == capture.line["step"]:
             raise ValueError(f"step {capture.step!r:.80}")
@@ -162,6 +167,8 @@ def read_capture(folder: Path) -> Capture:
             raise ValueError(f"mesh {mesh!r:.80}")
         if origin is not None and not isinstance(origin, str):
             raise ValueError(f"initialised_from {origin!r:.80}")
+        if not all(isinstance(value, str) for value in settings.values()):
+            raise ValueError(f"jax_settings {settings!r:.80}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from error
     return capture

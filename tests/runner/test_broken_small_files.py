@@ -35,6 +35,7 @@ CAPTURE = {
     "line": {"step": 3, "loss": "NaN", "tokens": 96},
     "mesh": {"data": 1, "fsdp": 2},
     "initialised_from": None,
+    "jax_settings": {"JAX_ENABLE_X64": "false"},
     "sequences": None,
 }
 
@@ -94,12 +95,13 @@ def test_so_are_the_values_in_them(tmp_path):
         with pytest.raises(ConfigError, match="make no sense: frozen="):
             check_notes(Restored(3, None, notes, ()), tmp_path)
     for value in STRANGE:
-        notes = NOTES | {"batches": PROBE | {"steps_made": value}}
-        with pytest.raises(ConfigError, match="make no sense: batches="):
-            check_notes(Restored(3, None, notes, ()), tmp_path)
+        for broken in ({"steps_made": value}, {"batch_size": value}, {"sequence_length": value}):
+            notes = NOTES | {"batches": PROBE | broken}
+            with pytest.raises(ConfigError, match="make no sense: batches="):
+                check_notes(Restored(3, None, notes, ()), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["step", "line", "mesh", "initialised_from"])
+@pytest.mark.parametrize("name", ["step", "line", "mesh", "initialised_from", "jax_settings"])
 def test_a_capture_that_makes_no_sense_is_named(tmp_path, name):
     file = tmp_path / "capture.json"
     file.write_text(json.dumps(CAPTURE))

@@ -104,10 +104,13 @@ def test_a_step_that_comes_out_otherwise_is_told(captured, tmp_path):
     shutil.copytree(folders[0], copy)
     facts = json.loads((copy / "capture.json").read_text())
     facts["line"]["loss"] += 0.25
+    facts["jax_settings"]["JAX_THREEFRY_PARTITIONABLE"] = "false"
     (copy / "capture.json").write_text(json.dumps(facts))
     done = made_again(copy)
     assert done.returncode == 1, done.stderr
     assert re.search(r"^loss .* differs$", done.stdout, re.MULTILINE)
+    settings = "JAX_THREEFRY_PARTITIONABLE was false and is true"
+    assert f"the run had other settings of JAX: {settings}" in done.stdout
 
 
 @pytest.mark.slow

@@ -184,6 +184,14 @@ def test_a_fork_of_nothing_is_refused(tmp_path):
         fit(small("continue_optimizer=True"), tmp_path)
 
 
+def test_a_fork_with_keys_of_another_kind_is_refused_by_the_setting(stable, tmp_path):
+    _, workdir = stable
+    options = Options(init_from=f"{workdir}@4", continue_optimizer=True)
+    told = r"key as key<fry>\[\], but key<rbg>\[\] is wanted; .* the JAX_DEFAULT_PRNG_IMPL that it"
+    with jax.default_prng_impl("rbg"), pytest.raises(ConfigError, match=told):
+        fit(experiment("steps=5"), tmp_path, options)
+
+
 def test_other_data_is_taken_if_that_is_allowed(stable, tmp_path):
     _, workdir = stable
     options = Options(init_from=f"{workdir}@4", continue_optimizer=True, allowed_changes=["data"])

@@ -34,6 +34,10 @@ def test_a_run_says_what_was_set_and_measured(tmp_path):
     assert steps == [1, 2] and losses[0] == 3.5 and math.isnan(losses[1])
     assert run.last("validation_loss") is None
     assert run.finished and run.result == {"steps": 2}
+    # It was made longer since, and has the result of its earlier end.
+    with (tmp_path / "a" / "config.txt").open("a") as config:
+        config.write("steps = 5\n")
+    assert not read_run(tmp_path / "a").finished
 
 
 def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):
