@@ -61,10 +61,10 @@ def open_records(
 
 
 def contents(dataset: str | Sequence[str], name: str | None) -> dict[str, str]:
-    """The place of the files that `open_records` reads, and a digest of what is there.
+    """The folder of the files that `open_records` reads, with a digest.
 
-    Of files of this machine the digest has names, sizes, and the first bytes of some; of others
-    the URLs, in which the Hub has the commit.
+    The digest of local files covers names, sizes and the first bytes of some. The digest of remote
+    files covers their URLs, which name the commit on the Hub.
     """
     from datasets import load_dataset_builder
 

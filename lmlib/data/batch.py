@@ -108,10 +108,10 @@ class Whole(Protocol):
 
 @runtime_checkable
 class Stored(Protocol):
-    """A source that reads files, which processes of a run compare with each other."""
+    """A source that reads files. The processes of a run compare them."""
 
     def contents(self) -> Mapping[str, str]:
-        """Each place that it reads, an absolute path or a URL, and a digest of what is there."""
+        """The places that the source reads, absolute paths or URLs, with digests of the content."""
 
 
 @runtime_checkable

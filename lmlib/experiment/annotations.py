@@ -1,4 +1,4 @@
-"""Whether values are of the types that annotations promise."""
+"""Compares values with type annotations."""
 
 import collections.abc
 import dataclasses
@@ -17,7 +17,7 @@ def check_fields(name: str, settings: Any, fields: Collection[str] = ()) -> None
 
     Args:
       name: of the instance in errors; "" for the experiment itself.
-      fields: which; none stands for all.
+      fields: their names; empty for all.
 
     Raises:
       ValueError: naming the field, its value, and what it takes.
@@ -31,12 +31,13 @@ def check_fields(name: str, settings: Any, fields: Collection[str] = ()) -> None
 
 
 def fits(value: Any, annotation: Any, unknown: Callable[[Any], bool] = lambda value: False) -> bool:
-    """Whether `value` may be given where `annotation` stands; true of one that is not understood.
+    """Returns whether `value` has the type `annotation`.
 
-    An int is a float, a bool is no number, and a str is no sequence.
+    Every value fits an annotation that is not understood. An int fits float, a list fits a tuple of
+    any length; a bool is not a number, and a str is not a sequence.
 
     Args:
-      unknown: whether a value, or one in a container, is to be taken as it is.
+      unknown: says which values, also in containers, are accepted unseen.
     """
     origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
     if unknown(value) or annotation is Any or annotation is inspect.Parameter.empty:
@@ -72,7 +73,7 @@ def fits(value: Any, annotation: Any, unknown: Callable[[Any], bool] = lambda va
 
 
 def text_of(annotation: Any) -> str:
-    """An annotation as code has it, without modules."""
+    """The annotation as source code, without module names."""
     return " or ".join(
         part.rpartition(".")[2] if "[" not in part else part
         for part in inspect.formatannotation(annotation).split(" | ")

@@ -24,7 +24,8 @@ def check_first_rows(experiment: Any) -> None:
 
 
 def all_sources(experiment: Any) -> dict[str, Source]:
-    """What is trained and evaluated on, by its name in errors; of a mixture what it mixes."""
+    """The sources for training and evaluation, by their names in errors. A mixture is replaced by
+    the sources that it mixes."""
     named = training_sources(experiment) | validation_sources(experiment)
     return {name: part for key, each in named.items() for name, part in _parts(key, each)}
 

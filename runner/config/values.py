@@ -1,4 +1,4 @@
-"""Whether the values in a config are of the types that their parameters take."""
+"""Compares the values in a config with the annotations of their parameters."""
 
 import inspect
 from collections.abc import Callable

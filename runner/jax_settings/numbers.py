@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-# What changes numbers; some versions of JAX lack some of them.
+# These change numbers. Each JAX version lacks some of them.
 _NUMBERS = (
     # draws: initial weights, dropout, sampling
     "jax_accurate_erf_inv",
@@ -35,7 +35,7 @@ _NUMBERS = (
     "jax_use_hlo_logistic_lowering",
 )
 _TF32 = "NVIDIA_TF32_OVERRIDE"  # cuBLAS and cuDNN read it, and it overrides JAX's precision
-# What may differ from process to process: caches, messages, checks, addresses and devices.
+# These may differ between processes: caches, messages, checks, addresses and devices.
 _OF_ONE_PROCESS = re.compile(
     r"cache|log_|logging|dump|traceback|tracer_error|check_|checks|guard|cross_host|timeout|mtls"
     r"|distributed_|visible_devices|default_device|cpu_devices|platform|backend|mock|client"
@@ -44,20 +44,23 @@ _OF_ONE_PROCESS = re.compile(
 
 
 def settings_of_numbers() -> dict[str, str]:
-    """Those that change numbers, as environment variables and their values; "unset" for none."""
+    """The settings that change numbers: names of variables and their values, "unset" for none."""
     return _named(name for name in _NUMBERS if name in jax.config.values)
 
 
 def settings_of_the_run() -> dict[str, str]:
-    """Those that must be the same for all processes of a run, as `settings_of_numbers`: all that
-    change a compiled program, since devices wait for each other in it."""
+    """The settings that all processes of a run must share, as `settings_of_numbers`.
+
+    They include every setting that can change a compiled program. Processes with different programs
+    wait for each other.
+    """
     return _named(name for name in jax.config.values if not _OF_ONE_PROCESS.search(name))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, str]) -> str:
-    """How the settings of numbers differ from `before`, in words; nothing where none does.
+    """A message about the settings of numbers that differ from `before`; empty if none does.
 
-    A setting that one of the two versions of JAX lacks is not compared.
+    A setting that one of the two JAX versions lacks is not compared.
     """
     return ", ".join(
         f"{name} was {before[name]} and is {value}"
@@ -72,12 +75,12 @@ def _named(names: Iterable[str]) -> dict[str, str]:
 
 
 def _value(name: str) -> Any:
-    """The value in this thread's context; of what has no context, that of the process."""
+    """The value in this thread's context, or the process's value of a setting without contexts."""
     return getattr(jax.config, name, jax.config.values[name])
 
 
 def _text(value: Any) -> str:
-    """As the environment has it."""
+    """The value as an environment variable spells it."""
     if isinstance(value, enum.Enum):
         return value.name.lower()
     if isinstance(value, bool):

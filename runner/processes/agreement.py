@@ -102,7 +102,7 @@ def differing(what: str, found: Sequence[Mapping[str, str]]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """What a process reads: `digests` of the content, and the `places`, by their absolute names."""
+    """Data or weights that a process reads: digests of the content, and absolute paths or URLs."""
 
     digests: Sequence[str]
     places: Sequence[str]
@@ -111,10 +111,10 @@ class Read:
 def require_same_reads(read: Callable[[], Mapping[str, Read]]) -> None:
     """Raises ConfigError on all processes if one reads other content than process 0 does.
 
-    Every process must call it. One process alone does not call `read`.
+    Every process must call it. A run of one process does not call `read`.
 
     Args:
-      read: what this process reads, by what it is called; all processes have the same names.
+      read: returns the reads of this process by name. All processes have the same names.
     """
     if jax.process_count() == 1:
         return
@@ -127,10 +127,10 @@ def require_same_reads(read: Callable[[], Mapping[str, Read]]) -> None:
 
 
 def difference_of_reads(processes: Sequence[Mapping[str, Any]]) -> str | None:
-    """The message about the first of `processes` that reads other content than process 0 does, each
-    its host and, by name, the fields of a `Read`; `None` if none does."""
+    """A message about the first process that reads other content than process 0; `None` if all read
+    the same. Each process is its "host" and, by name, the fields of a `Read`."""
     first = processes[0]
-    for name in first.keys() - {"host"}:
+    for name in [each for each in first if each != "host"]:  # in one order on all processes
         for number, process in enumerate(processes):
             if process[name]["digests"] != first[name]["digests"]:
                 here, there = (

@@ -1,4 +1,4 @@
-"""Whether the data gives the same batches: as before, and on all processes.
+"""Compares batches with those of an earlier start, and between processes.
 
 The batch of a step is a function of the config and the data alone. So a run that goes on need not
 compare paths, seeds or the times of files: it makes two earlier batches again, of which each
@@ -63,13 +63,16 @@ def changed(source: Source, before: dict[str, Any]) -> str | None:
 
 
 def _sizes(source: Source, steps_made: int) -> dict[str, int]:
-    """Those of the last batch."""
+    """The sizes of the last batch."""
     last = source_at(source, steps_made - 1)
     return {"batch_size": last.batch_size, "sequence_length": last.sequence_length}
 
 
 def _sizes_changed(source: Source, before: Mapping[str, Any]) -> str | None:
-    """How the sizes of batches differ from those of `before`, and what that does to the data."""
+    """A message about batches of other sizes than `before`; `None` if the sizes are the same.
+
+    It names the rows that repeat or are left out, where that is known.
+    """
     steps, now = before["steps_made"], _sizes(source, before["steps_made"])
     was = {name: before.get(name, size) for name, size in now.items()}
     if was == now:
@@ -99,7 +102,7 @@ def _sizes_changed(source: Source, before: Mapping[str, Any]) -> str | None:
 
 
 def _same_rows(source: Source, before: Mapping[str, Any]) -> bool:
-    """Whether `source` has the rows of `before` in the same order, in batches of another size."""
+    """Returns whether `source` has the same rows in the same order, in batches of another size."""
     if isinstance(source, Staged):
         return False
     size, steps = before["batch_size"], before["steps_made"]
@@ -113,7 +116,7 @@ def _same_rows(source: Source, before: Mapping[str, Any]) -> bool:
 
 
 def read_by_this_process(experiment: Experiment) -> dict[str, Read]:
-    """What processes compare of each source; see `runner.processes.agreement.require_same_reads`.
+    """The reads of each source, for `runner.processes.agreement.require_same_reads`.
 
     The first rows of a `Resumable` source are not read, since that begins its stream.
     """

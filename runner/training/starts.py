@@ -59,7 +59,7 @@ class Start:
 
     @property
     def software(self) -> dict[str, Mapping[str, str]]:
-        """What must be the same on all processes, besides the config; see `require_same`."""
+        """All that processes must share besides the config, for `require_same`."""
         return {
             "the code": self.code,
             "the software": self.versions,
@@ -87,7 +87,7 @@ class Start:
         return printable(", ".join([*updated, *files[:_SHOWN], *more]))
 
     def changed_flags(self) -> str:
-        """How the flags of XLA differ from those of the newest start; a line, or nothing."""
+        """A line about flags of XLA that differ from the newest start; empty if none does."""
         before, now = _newest(self._workdir).get("xla_flags"), self.xla_flags
         if not isinstance(before, dict):
             return ""
@@ -100,7 +100,7 @@ class Start:
         )
 
     def tell_changes(self, tell: Callable[[str], None]) -> None:
-        """Tells what of the code and of XLA's flags is not as it was, if anything is."""
+        """Shows changes of the code and of XLA's flags, if there are any."""
         for what, changes in (
             ("the code has", self.changes()),
             ("flags of XLA have", self.changed_flags()),

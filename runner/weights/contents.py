@@ -1,4 +1,4 @@
-"""Digests of weights that are read, by which processes of a run know that they read the same."""
+"""Digests of weights. The processes of a run compare them to know that they read the same."""
 
 import os
 from pathlib import Path
@@ -17,8 +17,8 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4_096  # of each file of tensors
 
 
 def content_of(weights: SavedRun | ModelFolder) -> Read:
-    """Of a checkpoint the digest of its manifest, which has those of all its files; of a folder of
-    Hugging Face's one of its config, and of samples of its tensors."""
+    """Digests of weights: a checkpoint's manifest, which covers all its files, or the config and
+    samples of the tensors in a folder of Hugging Face's."""
     if isinstance(weights, SavedRun):
         manifest = xxhash.xxh3_128_hexdigest(encode(read_manifest(weights.folder)))
         return Read([manifest], [shown(weights.folder.absolute())])

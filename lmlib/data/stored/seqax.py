@@ -41,7 +41,7 @@ class SeqaxSplit:
 
     @property
     def digest(self) -> str:
-        """Of its sizes alone: the format has no digests of what arrays hold."""
+        """A digest of the sizes. The format keeps no digest of its arrays."""
         return digest(f"{self.tokens} {self.documents} {self.max_token_id}".encode())
 
     def read(self, start: int, stop: int) -> Span:

@@ -74,7 +74,7 @@ class StoredSplit:
 
     @property
     def digest(self) -> str:
-        """Of all arrays and the tokenizer: the same wherever the split lies."""
+        """A digest of all arrays and the tokenizer. A copy elsewhere has the same."""
         return digest(f"{self.metadata.digest} {self.metadata.tokenizer}".encode())
 
     def read(self, start: int, stop: int) -> Span:

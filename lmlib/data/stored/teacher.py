@@ -134,7 +134,7 @@ class StoredTeacher:
             array.read(0, 1).result()
 
     def contents(self) -> dict[str, str]:
-        """Its folder, with a digest of what it holds; see `lmlib.data.batch.Stored`."""
+        """The folder and a digest of its arrays; see `lmlib.data.batch.Stored`."""
         of_arrays = json.dumps(dict(self.metadata.digests), sort_keys=True)
         return {shown(self.folder): digest(of_arrays.encode())}
 
