@@ -18,6 +18,27 @@ MUTATIONS = (
         "tests/runner/test_data_probe.py",
     ),
     Mutation(
+        "the rows that another batch size repeats are counted by its own size",
+        "runner/training/data_probe.py",
+        "due = steps * size",
+        "due = steps * other",
+        "tests/runner/test_data_probe.py",
+    ),
+    Mutation(
+        "processes compare the first rows of data and not what lies behind them",
+        "runner/training/data_probe.py",
+        "Read([*stored.values(), *rows]",
+        "Read([*rows]",
+        "tests/runner/test_data_probe.py",
+    ),
+    Mutation(
+        "a run goes on with other settings of JAX",
+        "runner/training/starts.py",
+        'if is_kept or "jax" not in allowed_changes:',
+        "if is_kept:",
+        "tests/runner/test_beginning.py",
+    ),
+    Mutation(
         "successive halving keeps the worse half",
         "runner/sweep/halving.py",
         "left = compared[:kept]",

@@ -30,6 +30,7 @@ def test_what_changes_numbers_or_programs_is_compared_and_what_a_process_may_hav
     )
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "setting", [jax.default_prng_impl("rbg"), jax.threefry_partitionable(False)]
 )
