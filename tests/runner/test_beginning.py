@@ -117,12 +117,10 @@ def test_other_settings_of_jax_are_refused(trained, tmp_path):
     before = files_of(tmp_path / "run")
     settings = {
         "JAX_DEFAULT_PRNG_IMPL was threefry2x32 and is rbg": jax.default_prng_impl("rbg"),
-        "JAX_THREEFRY_PARTITIONABLE was true and is false": jax.threefry_partitionable(False),
         "JAX_DEFAULT_MATMUL_PRECISION was .* and is float32": jax.default_matmul_precision(
             "float32"
         ),
         "JAX_ENABLE_X64 was false and is true": jax.enable_x64(True),
-        "JAX_NUMPY_DTYPE_PROMOTION was standard and is strict": jax.numpy_dtype_promotion("strict"),
     }
     for told, setting in settings.items():
         with setting, pytest.raises(ConfigError, match=f"{told}. The same step .* as they were"):
