@@ -71,6 +71,7 @@ class MetricsLog:
         sinks: Sequence[MakeSink] = (),
         tell: Callable[[str], None] = print,
         first: int = 1,
+        check: Callable[[], None] = lambda: None,
     ):
         """Opens the log, first dropping lines of steps that will be made again.
 
@@ -80,7 +81,7 @@ class MetricsLog:
             that a kill cut short, are dropped. `None` for a run from the beginning: a file with
             lines is then renamed to metrics.jsonl.1, or the next number that is free.
           enabled: False on all processes but one; then nothing is read or written.
-          lost: as in `AppendedFile`.
+          lost, check: as in `AppendedFile`.
           sinks: make what gets copies.
           tell: is told of a sink that fails.
           first: the run's own first step; those of a fork follow another run's.
@@ -105,7 +106,7 @@ class MetricsLog:
         if found and resume_step is None:
             self.set_aside = set_aside(path)
         lines = "".join(f"{to_json(entry)}\n" for entry in entries)
-        self._file = AppendedFile(path, lines, lost)
+        self._file = AppendedFile(path, lines, lost, check)
         self._sinks = Sinks(sinks, folder, last + 1, tell)
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:

@@ -75,22 +75,25 @@ def write_page(
     path: str | os.PathLike[str],
     baseline: str | None = None,
     margin: float = 0.0,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes the page to a file, whole or not at all.
+    """Writes the page to a file, whole or not at all; `check` as in `write_whole`.
 
     Raises:
       ValueError: as `page`.
       OSError: if it cannot be written.
     """
     made = page(runs, baseline=baseline, margin=margin)
-    write_whole(path, made.encode("utf-8", "backslashreplace"))
+    write_whole(path, made.encode("utf-8", "backslashreplace"), check)
 
 
-def leave_page(workdir: Path, tell: Callable[[str], None]) -> None:
+def leave_page(
+    workdir: Path, tell: Callable[[str], None], check: Callable[[], None] = lambda: None
+) -> None:
     """Writes the page of the run in `workdir` there; says why if it cannot, for no run fails for
     want of one."""
     try:
-        write_page(seen([workdir]), workdir / FILE_NAME)
+        write_page(seen([workdir]), workdir / FILE_NAME, check=check)
     except Exception as error:
         tell(
             f"WARNING: no {FILE_NAME}: {type(error).__name__}: {error}; once that is mended: "

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,14 @@ class StoredValidation:
     cross_entropy: str | None
     sets: Mapping[str, StoredSet]
 
-    def save(self, workdir: str | os.PathLike[str]) -> None:
-        """Writes validation.json, whole or not at all."""
+    def save(
+        self, workdir: str | os.PathLike[str], check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Writes validation.json, whole or not at all; `check` as in `write_whole`."""
         sets = {name: each.as_json() for name, each in self.sets.items()}
         content = {"step": self.step, "cross_entropy": self.cross_entropy, "sets": sets}
-        write_whole(Path(workdir, FILE_NAME), json.dumps(content, allow_nan=False) + "\n")
+        file = Path(workdir, FILE_NAME)
+        write_whole(file, json.dumps(content, allow_nan=False) + "\n", check)
 
 
 def read_validation(workdir: str | os.PathLike[str]) -> StoredValidation | None:

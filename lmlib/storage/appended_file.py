@@ -19,18 +19,25 @@ class AppendedFile:
     was written to it; a file that lies in its place is then renamed.
     """
 
-    def __init__(self, path: Path, content: str, lost: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        path: Path,
+        content: str,
+        lost: Callable[[str], None] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ):
         """Begins with `content`, in the place of what is there, durably.
 
         Args:
           lost: gets what has happened to the file, in words, before it is put back. What it raises,
             as where the place is another's now, prevents that; `None`: it is not put back.
+          check: called before the file is put in place, as in `write_whole`.
         """
         self._path = path
-        self._lost = lost
+        self._lost, self._check = lost, check
         self._unwritten = b""
         self._mutex = threading.Lock()  # of the open file, which another thread may sync
-        write_whole(path, content)
+        write_whole(path, content, check)
         self._file = path.open("r+b", buffering=0)
         self._file.seek(0, os.SEEK_END)
 
@@ -90,7 +97,7 @@ class AppendedFile:
         if exchanged:
             set_aside(self._path)
         with self._mutex:
-            write_whole(self._path, os.pread(opened, os.fstat(opened).st_size, 0))
+            write_whole(self._path, os.pread(opened, os.fstat(opened).st_size, 0), self._check)
             place = self._file.tell()
             self._file.close()
             self._file = self._path.open("r+b", buffering=0)

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from lmlib.storage.failures import storage_failure
@@ -16,7 +17,11 @@ UNFINISHED = ".unfinished"  # the ending of the file that is written first
 _NOT_KNOWN = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}  # fsync of a folder, on some file systems
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
+def write_whole(
+    path: str | os.PathLike[str],
+    content: bytes | str,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Puts `content` in the place of the file `path` in one step, and durably.
 
     The content goes to a new file `.<name>.<random>.unfinished` in the same folder, which is then
@@ -26,6 +31,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
 
     Args:
       content: a `str` is encoded as UTF-8, its line ends as they are.
+      check: called immediately before the rename; what it raises prevents that.
 
     Raises:
       OSError: if the folder is absent, full or not writable, naming the file and the cause; the
@@ -41,6 +47,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
                 file.write(encoded)
                 file.flush()
                 os.fsync(file.fileno())
+            check()
             os.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):

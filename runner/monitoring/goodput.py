@@ -61,10 +61,9 @@ class GoodputLog:
         self._written_at = time.monotonic()
         if not self._enabled:
             return
-        self._check()
         starts = [dataclasses.asdict(start) for start in (*self._earlier, self._start())]
         with contextlib.suppress(OSError):
-            write_whole(self._file, json.dumps({"starts": starts}, indent=1) + "\n")
+            write_whole(self._file, json.dumps({"starts": starts}, indent=1) + "\n", self._check)
 
     def __enter__(self) -> "GoodputLog":
         return self

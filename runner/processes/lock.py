@@ -87,6 +87,9 @@ class WorkdirLock:
           enabled: False on all processes of a run but one; then nothing is read or written.
           abandoned_seconds: for how long a lock is watched whose owner cannot be asked for.
 
+        Attributes:
+          start: a random text of this start, for the files that it owns; empty if not `enabled`.
+
         Raises:
           ConfigError: if another run goes on there, and whose; or if the folder cannot be written.
         """
@@ -96,6 +99,7 @@ class WorkdirLock:
         self._closed = threading.Event()
         self._lost: str | None = None  # how this run lost the lock
         self._made: list[Path] = []
+        self.start = ""
         if not enabled:
             return
         try:
@@ -115,6 +119,7 @@ class WorkdirLock:
             self._remove_made()
             raise
         self._descriptor, self._owner = taken
+        self.start = self._owner.start
         self._made_file = os.fstat(self._descriptor)
         self._renewed_at = seconds_awake_or_not()
         threading.Thread(target=self._keep, name="lock", daemon=True).start()
@@ -156,8 +161,9 @@ class WorkdirLock:
             with self._mutex, contextlib.suppress(OSError):
                 if self._lost is not None or self._closed.is_set():
                     return
+                began = seconds_awake_or_not()  # it may be held up in the write
                 _write(self._descriptor, self._owner)
-                self._renewed_at = seconds_awake_or_not()
+                self._renewed_at = began
 
     def _look(self) -> None:
         """Sees whose lock it is; where that cannot be read now, the next look may show it."""
@@ -179,14 +185,20 @@ class WorkdirLock:
         workdir = self._file.parent
         silent = seconds_awake_or_not() - self._renewed_at
         ends = "this process ends, and writes nothing more"
-        waited = other is not None and not other.is_kept_out_by(self._owner)
-        if waited and silent >= ABANDONED_SECONDS:
-            silence = f"nothing was heard of this process for {silent:.0f} s"
+        waited = other is None or not other.is_kept_out_by(self._owner)
+        silence = f"nothing was heard of this process for {silent:.0f} s"
+        if other is not None and waited and silent >= ABANDONED_SECONDS:
             return f"{other} has taken over {workdir}, since {silence}: {ends}"
         if not workdir.is_dir():
             return (
                 f"{workdir} was deleted or moved while this run went on there: {ends}. If it was "
                 "moved, the same command goes on with its new path as --workdir"
+            )
+        if waited and silent >= ABANDONED_SECONDS:
+            return (
+                f"{silence}, and {self._file} is gone: another run may have taken over {workdir} "
+                f"and ended, or the file was deleted: {ends}. The same command goes on from the "
+                "newest checkpoint"
             )
         deleted = f"{self._file} was deleted while this run went on, and"
         if other is not None:

@@ -117,6 +117,7 @@ class Captures:
                 sync(unfinished / name)
             sync_folders(unfinished)
             write_whole(unfinished / "capture.json", facts)
+            self._lock.check()
             unfinished.rename(folder)
             sync(folder.parent)
         finally:

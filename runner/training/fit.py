@@ -189,7 +189,7 @@ def _fit_in(
                     summary = run.summarise(state, goodput)
             lock.check()
             if primary and (made_now or not (workdir / REPORT).exists()):
-                leave_page(workdir, progress.message)
+                leave_page(workdir, progress.message, lock.check)
     return Result(state, read_metrics(workdir) if primary else [], summary)
 
 
@@ -318,10 +318,14 @@ class _Run:
                     phases=self.phases,
                     lock=self.lock,
                     first=beginning.step + 1,
-                    begun=self.start.record if self.primary else lambda step: None,
+                    begun=self._record_start,
                     repeated=repeated,
                     stop=self.options.stop,
                 ).run(beginning.state)
+
+    def _record_start(self, first_step: int) -> None:
+        if self.primary:
+            self.start.record(first_step, self.lock)
 
     def _metrics_log(self, beginning: Beginning) -> MetricsLog:
         sinks = (TensorBoard, *self.experiment.sinks, *self.options.sinks)
@@ -333,6 +337,7 @@ class _Run:
             sinks,
             self.progress.message,
             beginning.first,
+            self.lock.check,
         )
 
     def _lost_metrics(self, what: str) -> None:
@@ -362,25 +367,19 @@ class _Run:
         return saved and from_json(saved)
 
     def summarise(self, state: State, goodput: GoodputLog) -> Summary:
-        """Writes validation.json and result.json before it samples: a run does not fail for want of
-        samples."""
+        """Evaluates and samples; result.json comes last, since a run that has one is finished."""
         units, stages = self.experiment.objective.units, self.experiment.stages
         lines = read_metrics(self.workdir) if self.primary else []
         totals = from_first(totals_of(lines, units, stages) if self.primary else None)
         if totals is None:
             raise ConfigError(f"{self.workdir} has a finished checkpoint but no metrics.jsonl")
         summary, by_batch = summarise(self.experiment, state, totals, self.validation)
-        summary = dataclasses.replace(summary, goodput=goodput.total())
-        self.lock.check()
+        if self.primary and by_batch is not None:
+            by_batch.save(self.workdir, self.lock.check)
+        samples = self.samples.write(self.experiment.steps, state.whole_model)
+        summary = dataclasses.replace(summary, samples=samples, goodput=goodput.total())
         if self.primary:
-            if by_batch is not None:
-                by_batch.save(self.workdir)
-            summary.save(self.workdir)
-        if samples := self.samples.write(self.experiment.steps, state.whole_model):
-            summary = dataclasses.replace(summary, samples=samples, goodput=goodput.total())
-            self.lock.check()
-            if self.primary:
-                summary.save(self.workdir)
+            summary.save(self.workdir, self.lock.check)
         return summary
 
     def _prefetch(self, start: int) -> Prefetch:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,10 @@ class Summary:
         measured = self.validation.get("validation_loss")
         return None if measured is None else measured.value
 
-    def save(self, workdir: Path) -> None:
-        """Writes result.json, whole or not at all."""
-        write_whole(workdir / FILE_NAME, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+    def save(self, workdir: Path, check: Callable[[], None] = lambda: None) -> None:
+        """Writes result.json, whole or not at all; `check` as in `write_whole`."""
+        content = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        write_whole(workdir / FILE_NAME, content, check)
 
     def text(self, workdir: Path, next_commands: Sequence[str]) -> str:
         """The table that a run ends with, and commands to try next."""

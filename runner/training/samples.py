@@ -48,7 +48,8 @@ class Samples:
             self.lock.check()
             if texts and self.primary:
                 make_folder(self.workdir / FOLDER)
-                write_whole(self.workdir / FOLDER / f"{step:08d}.txt", _page(texts))
+                file = self.workdir / FOLDER / f"{step:08d}.txt"
+                write_whole(file, _page(texts), self.lock.check)
                 if log is not None:
                     log.write_text(step, FOLDER, _page(texts))
             return texts

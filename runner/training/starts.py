@@ -1,7 +1,8 @@
 """What a run was trained with: the config and the code of every start that made a step.
 
     workdir/starts/00000/config.json, config.txt   of that start, to read or launch again
-                         start.json          when, from which step, by which code and settings
+                         start.json          when, from which step, by which code and settings,
+                                             and the token of its lock
 
 The files of the config directly in the workdir are those of the newest of these starts.
 """
@@ -27,6 +28,7 @@ from runner.config.text import printable
 from runner.errors import ConfigError
 from runner.jax_settings import numbers
 from runner.jax_settings.xla_flags import flags_of_the_run
+from runner.processes.lock import WorkdirLock
 
 _LARGEST = 10_000_000  # bytes; the facts of a start have some ten thousand
 _SHOWN = 8  # files
@@ -131,18 +133,24 @@ class Start:
             )
         tell(f"WARNING: {told}; going on all the same, since --allow_change=jax")
 
-    def record(self, first_step: int) -> None:
+    def record(self, first_step: int, lock: WorkdirLock) -> None:
         """Keeps this start; for process 0 to call once `first_step`, its first, is made.
 
+        Args:
+          lock: of the workdir; each file is written while it is held.
+
         Raises:
+          WorkdirLost: if another run has taken over.
           OSError: if it cannot be written.
         """
         folder = self._workdir / "starts" / f"{_next_number(self._workdir):05}"
+        lock.check()
         make_folder(folder)
         experiment = self._experiment and commit_of(self._experiment.resolve())
         facts = {
             "began": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self._began)),
             "first_step": first_step,
+            "start": lock.start,
             "host": socket.gethostname(),
             "processes": jax.process_count(),
             "versions": self.versions,
@@ -153,9 +161,9 @@ class Start:
         }
         # The facts come last: a start without them was not recorded whole.
         for name, content in (self._config | {"start.json": json.dumps(facts, indent=1)}).items():
-            write_whole(folder / name, content)
+            write_whole(folder / name, content, lock.check)
         for name, content in self._config.items():
-            write_whole(self._workdir / name, content)
+            write_whole(self._workdir / name, content, lock.check)
 
 
 def _folders(workdir: Path) -> list[Path]:

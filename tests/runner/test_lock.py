@@ -19,6 +19,7 @@ from runner import Options, fit
 from runner.errors import ConfigError, WorkdirLost
 from runner.processes import lock
 from runner.processes.lock import WorkdirLock, wait_for_lock
+from runner.training.starts import Start
 
 ROOT = Path(runner.__file__).parents[1]
 HOLDER = """
@@ -256,6 +257,46 @@ def test_a_run_whose_lock_is_deleted_disturbs_the_next_in_nothing(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("writes", range(6))
+def test_an_owner_that_sleeps_between_two_files_of_a_start_writes_none_after_it(
+    elsewhere, tmp_path, writes
+):
+    """Another owner takes over before each of the checks in turn."""
+    workdir, checks, before = tmp_path / "run_of_mine", [], {}
+
+    def take_over_meanwhile() -> None:
+        checks.append(1)
+        if len(checks) == writes + 1:
+            (elsewhere / "lock").rename(workdir / "lock")
+            before.update(whole_files(workdir))
+
+    with (
+        pytest.raises(WorkdirLost),
+        WorkdirLock(workdir, also=take_over_meanwhile) as mine,
+    ):
+        Start(small("steps=1"), workdir, None).record(1, mine)
+    assert len(checks) > writes
+    assert whole_files(workdir) == before
+
+
+def whole_files(workdir: Path) -> dict[str, bytes]:
+    return {
+        name: content
+        for name, content in files_of(workdir).items()
+        if not name.endswith(".unfinished")
+    }
+
+
+def test_an_owner_that_slept_through_all_of_another_run_says_what_may_have_happened(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.0)
+    ended = r"^nothing was heard of this process for .* another run may have taken over .*mine"
+    with pytest.raises(WorkdirLost, match=ended), WorkdirLock(tmp_path / "mine") as mine:
+        (tmp_path / "mine" / "lock").unlink()
+        mine.check()
+
+
 def test_a_run_that_was_taken_for_dead_writes_nothing_more(elsewhere, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "ABANDONED_SECONDS", 0.0)
     workdir, before = tmp_path / "taken", {}

@@ -16,7 +16,7 @@ from lmlib.data import FlatTokens, Mixture, Stage
 from lmlib.data.chats.chat import BeyondLimits, ChatTemplate, put_chat_template
 from lmlib.data.synthetic import Synthetic
 from lmlib.data.text import TextCodec, codec_of_bytes
-from runner import fit
+from runner import Options, fit
 from runner.config import configs
 from runner.errors import ConfigError
 from runner.training.samples import asked
@@ -29,6 +29,13 @@ class WithoutBeginning(Synthetic):
 
     def text_codec(self) -> TextCodec:
         return codec_of_bytes(bos_id=None)
+
+
+class Interrupted(WithoutBeginning):
+    """Ends the process in its first sampling, as a kill does."""
+
+    def text_codec(self) -> TextCodec:
+        raise KeyboardInterrupt
 
 
 def tiny(prompts, data):
@@ -119,6 +126,18 @@ def test_sampling_without_prompts_is_refused(tmp_path):
     cfg.samples.every = 2
     with pytest.raises(ConfigError, match=r"samples\.every is 2, but there are no prompts"):
         fit(cfg, tmp_path / "run")
+
+
+@pytest.mark.landing
+def test_a_run_that_ends_while_it_samples_is_not_finished(tmp_path):
+    cfg = tiny(("a",), fdl.Config(Interrupted, vocab_size=512, batch_size=8, sequence_length=64))
+    with pytest.raises(KeyboardInterrupt):
+        fit(cfg, tmp_path)
+    assert not (tmp_path / "result.json").exists()
+    cfg.data = fdl.Config(WithoutBeginning, vocab_size=512, batch_size=8, sequence_length=64)
+    fit(cfg, tmp_path, Options(allowed_changes=["data"]))
+    samples = json.loads((tmp_path / "result.json").read_text())["samples"]
+    assert len(samples) == 1 and samples[0].startswith("a")
 
 
 @pytest.mark.slow

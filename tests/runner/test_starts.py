@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import jax
 import pytest
@@ -11,7 +12,10 @@ from small_experiment import small
 from runner import Options, fit
 from runner.config import configs
 from runner.config.code import commit_of
+from runner.processes.lock import WorkdirLock
 from runner.training.starts import Start
+
+NOT_HELD = WorkdirLock(Path(), enabled=False)
 
 
 def assert_holds(folder, cfg):
@@ -36,6 +40,7 @@ def test_the_config_kept_is_the_one_that_trained(tmp_path, capsys):
     assert_holds(start, first)
     facts = json.loads((start / "start.json").read_text())
     assert facts["first_step"] == 1 and facts["processes"] == 1
+    assert len(facts["start"]) == 16
     assert facts["versions"].keys() >= {"python", "jax", "jaxlib", "lmlib"}
     assert facts["jax_settings"]["JAX_THREEFRY_PARTITIONABLE"] == "true"
     assert {"lmlib/train.py", "experiments/llama_84m.py", "runner/__main__.py"} <= set(
@@ -84,17 +89,17 @@ def test_edits_of_the_experiment_and_of_what_it_imports_are_told(tmp_path, monke
         return Start(cfg, tmp_path / "run", configs.experiment_file(str(file)))
 
     assert start().changes() == ""  # there is no earlier one
-    start().record(1)
+    start().record(1, NOT_HELD)
     assert start().changes() == ""
     file.write_text(EXPERIMENT + "# edited")
     assert start().changes() == f"{tmp_path.name}/code_of_mine.py"
-    start().record(2)
+    start().record(2, NOT_HELD)
     (tmp_path / "code_beside.py").write_text("VALUE = 2")
     assert start().changes() == f"{tmp_path.name}/code_beside.py"
 
 
 def test_flags_of_xla_that_have_changed_are_told(tmp_path, monkeypatch):
-    Start(small(), tmp_path, None).record(1)
+    Start(small(), tmp_path, None).record(1, NOT_HELD)
     told = []
     Start(small(), tmp_path, None).tell_changes(told.append)
     assert told == []
@@ -110,10 +115,10 @@ def test_flags_of_xla_that_have_changed_are_told(tmp_path, monkeypatch):
 )
 def test_damaged_facts_of_a_start_are_no_obstacle(tmp_path, content):
     start = Start(small(), tmp_path, None)
-    start.record(1)
+    start.record(1, NOT_HELD)
     (tmp_path / "starts" / "00000" / "start.json").write_text(content)
     assert start.changes() == "" and start.changed_flags() == ""
-    start.record(5)
+    start.record(5, NOT_HELD)
     assert (tmp_path / "starts" / "00001" / "start.json").exists()
 
 
