@@ -42,6 +42,7 @@ from runner.errors import user_errors
 from runner.monitoring.limits import Limits
 from runner.processes.launch import Processes
 from runner.processes.lock import wait_for_lock
+from runner.processes.parent import end_with_parent
 from runner.processes.stopping import StopSignals
 from runner.processes.supervisor import Connection, supervise
 from runner.training.options import Options
@@ -120,6 +121,7 @@ _LIMITS = {
 def main(arguments: Sequence[str]) -> int:
     """The exit status."""
     lossy_standard_streams()
+    end_with_parent()
     supervisor = Connection.inherited()
     processes = Processes(
         _COORDINATOR.value,

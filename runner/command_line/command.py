@@ -1,10 +1,14 @@
 """What all commands share: they parse flags, show errors in a few lines, exit with a status."""
 
 import ast
+import contextlib
 import functools
 import io
+import os
 import re
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +33,7 @@ DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mis
 
 # Their messages say all that a user needs: what, where, and what to do.
 _TOLD = (ConfigError, TrainingStopped, WorkdirLost, OSError, DamagedDataError)
+_THREADS_SECONDS = 5.0  # for threads that end by themselves
 _HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
 _taken: list[str] | None = None  # what `take_flags` has found: the arguments that are no flags
 
@@ -50,10 +55,12 @@ def run(
         if isinstance(sys.stdout, io.TextIOWrapper):  # a model's text may be any
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
-            return command(arguments[1:])
+            status = command(arguments[1:])
         except (Exception, KeyboardInterrupt) as error:
             tell(error, DEBUG.value)
-            return exit_code(error)
+            status = exit_code(error)
+        threading.Thread(target=_end_threads, args=(status,), name="end", daemon=True).start()
+        return status
 
     app.run(main, flags_parser=functools.partial(_parsed, more_help) if _taken is None else _known)
 
@@ -75,6 +82,28 @@ def _known(arguments: Sequence[str]) -> list[str]:
 def _prepare_streams() -> None:
     guard_terminals()
     logging.get_absl_handler().python_handler.setStream(sys.stderr)
+
+
+def _end_threads(status: int) -> None:
+    """Ends this process although a thread that is no daemon goes on, for which Python waits."""
+    threading.main_thread().join()
+    deadline = time.monotonic() + _THREADS_SECONDS
+    left = [thread for thread in threading.enumerate() if not thread.daemon]
+    for thread in left:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    names = [repr(thread.name) for thread in left if thread.is_alive()]
+    if not names:
+        return
+    told = f"WARNING: all is done, but threads go on: {', '.join(names)}; this process ends"
+    advice = "the code that started them, a callback say, must end them or make them daemons"
+    print(f"{told} without them: {advice}", file=sys.stderr)
+    jax = sys.modules.get("jax")
+    with contextlib.suppress(Exception):  # nothing may keep it
+        if jax is not None and jax.distributed.is_initialized():
+            jax.distributed.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def exit_code(error: BaseException) -> int:

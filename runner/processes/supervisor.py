@@ -26,6 +26,7 @@ from runner.command_line.exit_status import SIGNALLED
 from runner.command_line.lossy_stream import LossyStream
 from runner.processes.endings import Ending, ending
 from runner.processes.logs import log_of
+from runner.processes.parent import end_after
 from runner.processes.stopping import StopSignals
 
 FORWARDED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -52,7 +53,8 @@ class Connection:
             return None
         connection = Connection(socket.socket(fileno=int(descriptor)))
         connection._socket.set_inheritable(False)
-        threading.Thread(target=connection._end_together, name="supervised", daemon=True).start()
+        given = (connection._socket,)
+        threading.Thread(target=end_after, args=given, name="supervised", daemon=True).start()
         return connection
 
     def tell(self, process: int, processes: int, *, joined: bool, connected: bool = False) -> None:
@@ -65,11 +67,6 @@ class Connection:
             "connected": connected,
         }
         self._socket.sendall(json.dumps(fact).encode() + b"\n")
-
-    def _end_together(self) -> None:
-        while self._socket.recv(1):
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def supervise(

@@ -12,6 +12,7 @@ from pathlib import Path
 from lmlib.storage.whole_file import make_folder
 from lmlib.terminal.quantities import duration_text
 from runner.command_line.exit_status import FINISHED, SIGNALLED, STOPPED
+from runner.processes.parent import Parent
 from runner.processes.stopping import StopSignals
 from runner.sweep.folder import OUTPUT, Point
 from runner.sweep.last_line import last_line
@@ -40,6 +41,7 @@ class SideBySide:
         self.failures: dict[str, str] = {}
         self._at_once = at_once
         self._command_of = command_of
+        self._parent = Parent()
         self._asked = threading.Event()
         self._running: dict[int, tuple[Point, subprocess.Popen[bytes], float]] = {}
 
@@ -83,6 +85,8 @@ class SideBySide:
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,
+                    env=self._parent.environment,
+                    pass_fds=self._parent.pass_fds,
                     start_new_session=True,  # a terminal's Ctrl-C reaches it once, from here
                 )
             except OSError as error:

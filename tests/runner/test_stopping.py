@@ -38,6 +38,23 @@ def config():
 """
 
 
+WITH_A_THREAD = """
+import threading
+import fiddle as fdl
+import small_experiment
+from lmlib.experiment import Every
+
+class Starting:
+    def __call__(self, now):
+        threading.Thread(target=threading.Event().wait, name="of_the_callback").start()
+
+def config():
+    cfg = small_experiment.small("steps=1")
+    cfg.actions = [fdl.Config(Every, 1, fdl.Config(Starting))]
+    return cfg
+"""
+
+
 def hanging_run(tmp_path, *flags):
     file = tmp_path / "hanging_experiment.py"
     file.write_text(HANGING)
@@ -111,6 +128,15 @@ def test_stacks_are_shown_on_request_and_beyond_a_limit(tmp_path):
     asked_for, at_the_limit = stacks.read_text().split("for its data source for 5 s, its limit")
     for shown in (asked_for, at_the_limit):
         assert "in hang_here" in shown and "runner/training/loop.py" in shown
+
+
+@pytest.mark.slow
+def test_a_thread_that_a_callback_has_left_keeps_no_finished_run(tmp_path):
+    file = tmp_path / "experiment_with_a_thread.py"
+    file.write_text(WITH_A_THREAD)
+    run = SmallRun(tmp_path / "run", experiment=(f"--fdl_config={file}",), fresh=True)
+    assert run.exit_code() == 0, run.output()
+    assert "threads go on: 'of_the_callback'; this process ends" in run.output()
 
 
 def test_the_time_for_which_a_process_was_held_does_not_count():

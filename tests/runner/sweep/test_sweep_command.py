@@ -12,6 +12,7 @@ from forked_processes import Ended, ForkedProcess, run_forked
 from small_runs import EXPERIMENT, SECONDS
 
 from runner.command_line.exit_status import FAILED, FINISHED, MISTAKE, STOPPED
+from runner.processes.lock import wait_for_lock
 
 AXES = ("--axis=optimizer.peak_lr=1e-3,1e-2", "--axis=seed=0,1")
 ENVIRONMENT = {"XLA_FLAGS": XLA_FLAGS}
@@ -161,6 +162,24 @@ def test_points_in_processes_of_their_own_go_side_by_side(tmp_path):
     assert "do not divide into 3 microbatches" in failed
     output = (tmp_path / "sweep" / "output" / "microbatches=2.txt").read_text()
     assert "step 3/3" in output
+
+
+@pytest.mark.slow
+def test_points_end_with_a_sweep_that_is_killed_also_below_a_shell(tmp_path):
+    folder = tmp_path / "sweep"
+    arguments = ("-m", "runner.sweep", *EXPERIMENT, "--fdl.steps=1_000_000", "--axis=seed=0,1")
+    flags = ("--at_once=2", "--through=sh -c '{command}; true'", f"--workdir={folder}")
+    with (tmp_path / "output").open("w") as file:
+        process = ForkedProcess(
+            *arguments, *flags, stdout=file, stderr=file, environment=ENVIRONMENT
+        )
+    points, deadline = [folder / f"seed={seed}" for seed in (0, 1)], time.monotonic() + SECONDS
+    while not all((point / "metrics.jsonl").exists() for point in points):
+        assert time.monotonic() < deadline, (tmp_path / "output").read_text()
+        assert process.poll() is None, (tmp_path / "output").read_text()
+    process.kill()
+    for point in points:
+        wait_for_lock(point, seconds=30.0)  # raises if its run goes on
 
 
 @pytest.mark.slow
