@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from lmlib.storage.bucket.copies import LEASE, copies_folder
-from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.store import BucketStore, Patience, give_lease_back, hold_lease
 from lmlib.storage.stored_json import parse_json
 from runner.errors import ConfigError, WorkdirLost
 from runner.processes.lock import ABANDONED_SECONDS, RENEW_SECONDS, kernel, seconds_awake_or_not
@@ -44,7 +44,11 @@ class Lease:
           ConfigError: if another run goes on there, and whose.
           BucketError: if the bucket cannot be read or written.
         """
-        self._store, self._limit = store, abandoned_seconds
+        self._store = BucketStore(store.url, leased=False)
+        # A renewal that takes longer is of no use, and `check` waits for it.
+        soon = Patience(answer=abandoned_seconds / 6, total=abandoned_seconds / 6)
+        self._renewing = BucketStore(store.url, soon, leased=False)
+        self._limit = abandoned_seconds
         self._closed, self._lost = threading.Event(), ""
         self._content = {
             "owner": f"{_user()} (pid {os.getpid()} on {socket.gethostname()})",
@@ -58,7 +62,7 @@ class Lease:
         for older in self._store.list(LEASE):
             if older < self._name:
                 self._store.delete(older)
-        self._renewed_at = seconds_awake_or_not()
+        hold_lease(store.url, self._seconds)
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def check(self) -> None:
@@ -69,13 +73,19 @@ class Lease:
         if self._lost:
             raise WorkdirLost(self._lost)
 
+    def _seconds(self) -> float:
+        """For how long this process may write; raises as `check` does."""
+        self.check()
+        return max(0.0, self._limit - (seconds_awake_or_not() - self._renewed_at))
+
     def __enter__(self) -> "Lease":
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Gives the lease back; a bucket that is not to be reached finds it abandoned."""
         self._closed.set()
-        if not self._lost:
+        if not self._lost:  # else what other threads still try is held back
+            give_lease_back(self._store.url)
             with contextlib.suppress(OSError):
                 self._store.write(self._name, self._encoded(ended=True))
 
@@ -87,6 +97,7 @@ class Lease:
         else:
             self._wait_for(newest, tell)
             number = int(newest.removeprefix(f"{LEASE}/")) + 1
+        self._renewed_at = seconds_awake_or_not()  # who watches may see it from now on
         took = self._store.write_if_absent(f"{LEASE}/{number:08}", self._encoded())
         return number if took else None
 
@@ -123,17 +134,18 @@ class Lease:
 
     def _renew(self) -> None:
         """Where the bucket is not to be reached, the next try may succeed, until it is too late."""
-        silent = seconds_awake_or_not() - self._renewed_at
+        began = seconds_awake_or_not()
+        silent = began - self._renewed_at
         with contextlib.suppress(OSError):
-            newest = max(self._store.list(LEASE), default=None)
+            newest = max(self._renewing.list(LEASE), default=None)
             if newest != self._name:
                 self._lost = (
                     f"another run has taken over {self._store.url}, since nothing was heard of "
                     f"this process for {silent:.0f} s: it ends, and writes nothing more"
                 )
             elif not self._closed.is_set():
-                self._store.write(self._name, self._encoded())
-                self._renewed_at = seconds_awake_or_not()
+                self._renewing.write(self._name, self._encoded())
+                self._renewed_at = began  # not later: who watches has seen it since
                 return
         if silent >= self._limit and not self._lost:
             self._lost = (

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -18,11 +19,11 @@ from states import assert_same_bits
 
 from lmlib.checkpoint import Checkpoints
 from lmlib.metrics.log import read_metrics
-from lmlib.storage.bucket.store import BucketStore
+from lmlib.storage.bucket.store import BucketStore, Patience
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import folder_to_read
 from runner import Options, fit
-from runner.errors import ConfigError, StoppedEarly
+from runner.errors import ConfigError, StoppedEarly, WorkdirLost
 from runner.processes.lease import Lease
 
 STEPS = 6
@@ -160,6 +161,41 @@ def test_of_two_runs_one_is_refused(bucket, machine):
         with pytest.raises(ConfigError, match=f"{url} is in use by the run of") as caught:
             fit(small(*EXPERIMENT), url)
     assert url in str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["write", "delete"])
+def test_no_request_of_an_owner_that_was_cut_off_reaches_the_next(bucket, how):
+    """It is tried again and again while another machine takes the lease, and after it."""
+    url, proxy = bucket
+    quick = Patience(answer=0.5, first_delay=0.01, longest_delay=0.05, total=60.0)
+    late = BucketStore(BucketUrl.parsed(f"{url}/checkpoints"), quick)
+    of_next = BucketStore(BucketUrl.parsed(url), leased=False)
+    tried = threading.Event()
+
+    def cut_off(request: Request) -> Fault | None:
+        changes = request.method != "GET" and request.method != "HEAD"
+        if changes and "pointer" in request.path:
+            tried.set()
+        return Fault.REFUSED if changes and "00000002" not in request.path else None
+
+    of_next.write("checkpoints/pointer", b"of both")
+    with (
+        Lease(BucketStore(of_next.url), abandoned_seconds=1.0) as own,
+        ThreadPoolExecutor() as pool,
+    ):
+        proxy.fault = cut_off
+        content = (b"late",) if how == "write" else ()
+        sent = pool.submit(getattr(late, how), "pointer", *content)
+        assert tried.wait(60)
+        with pytest.raises(WorkdirLost, match="another run may have taken it over"):
+            while True:  # until the lease has ended
+                own.check()
+        assert of_next.write_if_absent("lease/00000002", b"of another machine")
+        proxy.fault = lambda request: None
+        of_next.write("checkpoints/pointer", b"of the next")
+        with pytest.raises(WorkdirLost, match="another run may have taken it over"):
+            sent.result(60)
+    assert of_next.read("checkpoints/pointer") == b"of the next"
 
 
 @pytest.mark.landing

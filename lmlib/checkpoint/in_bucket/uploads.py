@@ -1,6 +1,7 @@
 """How a step gets into a bucket: each process sends chunks of its own, and process 0 the rest."""
 
 import datetime
+import errno
 import itertools
 import json
 import math
@@ -123,7 +124,10 @@ class Uploads:
             saved.check_layout(self._directory / str(step), manifest, bare)
             beforehand()
             self._check()
-            files.write(MANIFEST, encode(manifest))
+            if not files.write_if_absent(MANIFEST, encode(manifest)):
+                raise FileExistsError(
+                    errno.EEXIST, f"step {step} of {self._directory} has been saved by another"
+                )
             self._remove_old(self._directory)
         wait_for_all(f"upload_whole_{number}", self._seconds)
 

@@ -3,6 +3,7 @@
 import errno
 import functools
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,10 @@ from lmlib.storage.bucket.url import BucketUrl
 if TYPE_CHECKING:  # it is imported where a bucket is: most commands need none
     import tensorstore as ts
 
+# By URL: of folders whose lease this process holds or has lost, for how many seconds it may write.
+_leases: dict[str, Callable[[], float]] = {}
+
+_READING = {"list", "read"}
 _ONCE = {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"}
 
 
@@ -41,10 +46,16 @@ class Patience:
 class BucketStore:
     """Objects whose names begin with a URL's folder. Any thread may use it."""
 
-    def __init__(self, url: BucketUrl, patience: Patience = Patience()):
-        """Sends nothing: what is wrong with the bucket is known at the first request."""
+    def __init__(self, url: BucketUrl, patience: Patience = Patience(), *, leased: bool = True):
+        """Sends nothing: what is wrong with the bucket is known at the first request.
+
+        Args:
+          leased: whether each write and deletion, each further try included, needs the lease that
+            this process has taken of a folder above, if it has; `False` for the lease itself.
+        """
         self.url = url
         self._patience = patience
+        self._leased = leased
 
     def list(self, under: str = "") -> dict[str, int | None]:
         """See `Store`; TensorStore tells no sizes."""
@@ -111,9 +122,10 @@ class BucketStore:
     def _answer(self, doing: str, name: str, request: Callable[[], Any], size: int = 0) -> Any:
         """What `request` brings, tried again while that may be of use; raises BucketError."""
         patience = self._patience
-        limit = patience.answer + size / patience.bytes_per_second
+        longest = patience.answer + size / patience.bytes_per_second
         began, delay = time.monotonic(), patience.first_delay
         while True:
+            limit = longest if doing in _READING else min(longest, self._lease_seconds())
             try:
                 return _within(request, limit)
             except TimeoutError:
@@ -130,9 +142,29 @@ class BucketStore:
             time.sleep(delay * random.uniform(0.5, 1.0))  # not all processes at once
             delay = min(2 * delay, patience.longest_delay)
 
+    def _lease_seconds(self) -> float:
+        """For how long this process may write; raises what its lease does where it is lost."""
+        held = [
+            seconds
+            for folder, seconds in list(_leases.items())
+            if self._leased and f"{self.url}/".startswith(f"{folder}/")
+        ]
+        return min((seconds() for seconds in held), default=math.inf)
+
     def _failure(self, doing: str, name: str, code: int, cause: str) -> BucketError:
         where = str(self.url) if name == "." else f"{self.url}/{name}"
         return BucketError(code, f"cannot {doing} {where}: {cause}")
+
+
+def hold_lease(url: BucketUrl, seconds: Callable[[], float]) -> None:
+    """From now on this process writes below `url` only for as long as `seconds` says, which raises
+    where the lease is lost."""
+    _leases[str(url)] = seconds
+
+
+def give_lease_back(url: BucketUrl) -> None:
+    """Nothing is held back any more."""
+    _leases.pop(str(url), None)
 
 
 def _within(request: Callable[[], Any], seconds: float) -> Any:
