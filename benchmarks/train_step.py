@@ -14,12 +14,13 @@ lmlib's own step is the one that the runner makes, of the experiments' model. Be
   (step_peers/pytorch_peer.py);
 - `maxtext`: MaxText at the same shapes, where it is installed (step_peers/maxtext_peer.py).
 
-All contenders keep freed memory as a run on CPUs does. All but MaxText begin with lmlib's weights, see the same batches of one document a row, clip and
-update by the same numbers. The losses of the first 20 steps must agree (tolerances:
-step_peers/report.py), else the script says which step of whom differs and fails: speeds of other
-work say nothing. --packed gives several documents to a row, a quarter of it each on average; lmlib
-then runs alone, since its peers would not keep them apart; so it does with --muon, and at the size
-8x2048, a mixture of eight experts of which each token goes to two.
+All contenders keep freed memory as a run on CPUs does. All but MaxText begin with lmlib's weights,
+see the same batches of one document a row, clip and update by the same numbers. The losses of the
+first 20 steps must agree (tolerances: step_peers/report.py), else the script says which step of
+whom differs and fails: speeds of other work say nothing. --packed gives several documents to a row,
+a quarter of it each on average; lmlib then runs alone, since its peers would not keep them apart;
+so it does with --muon, and at the size 8x2048, a mixture of eight experts of which each token goes
+to two.
 
 On a CPU the contenders take turns of five steps, the first of which warms up, and the figure is
 tokens per CPU-second of all threads, the median over turns. Beside it stands what travels from one
