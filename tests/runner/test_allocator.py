@@ -11,7 +11,7 @@ from forked_processes import PATHS
 
 from runner.jax_settings.allocator import keep_freed_memory
 
-MIB = 64
+MIB = 320  # larger than any threshold that glibc sets by itself
 # As metrics: the page faults of a program with temporaries of so many MiB, the median of its runs,
 # for now and then something small lies in the hole; and those of a thread that takes half as many
 # after it has freed them all.
@@ -46,7 +46,7 @@ def page_faults(_):
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         first, second = thread.map(taken_and_freed, [{MIB} * 2**20, {MIB} * 2**19])
     x_NN, counts = jnp.zeros(({MIB}, 2**18)), []
-    for _ in range(40):
+    for _ in range(12):
         program(x_NN).block_until_ready()
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     median = statistics.median(b - a for a, b in zip(counts, counts[1:]))
