@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from importlib.util import find_spec
 from logging.handlers import BufferingHandler
 
 import jax
@@ -12,20 +13,30 @@ from runner.errors import ConfigError
 
 
 def choose_devices() -> None:
-    """As `use_cpu_if_alone`, which it tells of on stderr; call it before JAX starts.
+    """Calls `use_cpu_if_alone`; call it before JAX starts.
+
+    Warns on stderr where the libraries for running on NVIDIA GPUs are installed, as with
+    lmlib[cuda12], and no GPU is found. Plugins for plans alone are left out without a word.
 
     Raises:
       ConfigError: if JAX would start two plugins for NVIDIA GPUs, which it cannot.
     """
     if not on_cpus_alone():
         check_one_cuda_plugin()
-    if left_out := use_cpu_if_alone():
+    left_out = use_cpu_if_alone()
+    if any(name.startswith("xla_cuda") for name in left_out) and _can_run_on_gpus():
         print(
-            "no accelerator is to be seen on this machine: JAX uses the CPU, and not its plugins "
-            f"{', '.join(left_out)} (JAX_PLATFORMS=cuda or tpu has it look all the same)",
+            "WARNING: no accelerator was found on this machine: JAX uses the CPU, and leaves out "
+            f"its plugins {', '.join(left_out)} (JAX_PLATFORMS=cuda or tpu has it look all the "
+            "same)",
             file=sys.stderr,
             flush=True,
         )
+
+
+def _can_run_on_gpus() -> bool:
+    """Whether cuDNN is installed, which JAX needs on NVIDIA GPUs and lmlib[plan-gpu] leaves out."""
+    return find_spec("nvidia") is not None and find_spec("nvidia.cudnn") is not None
 
 
 def on_cpus_alone() -> bool:
