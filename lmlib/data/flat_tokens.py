@@ -14,7 +14,7 @@ from lmlib.data import compressors
 from lmlib.data.batch import Batch
 from lmlib.data.chats.chat import ChatTemplate, read_chat_template
 from lmlib.data.packing import packed_batch
-from lmlib.data.permutation import Shuffle
+from lmlib.data.permutation import SequencesOfSteps, Shuffle
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.data_path import data_to_read
 from lmlib.data.stored.metadata import TOKENIZER_FILE, Content, SplitMetadata, TokenizerIdentity
@@ -33,7 +33,6 @@ from lmlib.data.whole_documents import WholeDocuments, arranged
 from lmlib.storage.bucket.copies import shown
 
 _DOCUMENTS_AT_ONCE = 256  # that are read and held
-_STEPS_SHUFFLED = 64  # at once
 
 
 class FlatTokens:
@@ -132,7 +131,7 @@ class FlatTokens:
             self._stored.document_bounds(np.zeros(1, np.int64))  # can they be had?
         together = self._rows_together(shuffled_length)
         self._shuffle = Shuffle(self.sequences, together, seed, epochs)
-        self._shuffled: tuple[int, np.ndarray] = (-1, np.zeros((0, batch_size), np.int64))
+        self._sequences = SequencesOfSteps(self._shuffle, batch_size)
         self._teacher = None if teacher is None else StoredTeacher(teacher, self.seen)
 
     @property
@@ -328,15 +327,7 @@ class FlatTokens:
         return self._sequence_numbers(step, slice(None))
 
     def _sequence_numbers(self, step: int, rows: slice) -> np.ndarray:
-        # Shuffling the rows of many steps at once costs hardly more than those of one.
-        block, place = divmod(step, _STEPS_SHUFFLED)
-        known, sequence_TB = self._shuffled
-        if known != block:
-            first = block * _STEPS_SHUFFLED * self.batch_size
-            number_N = first + np.arange(_STEPS_SHUFFLED * self.batch_size)
-            sequence_TB = self._shuffle.of_rows(number_N).reshape(_STEPS_SHUFFLED, -1)
-            self._shuffled = block, sequence_TB
-        return sequence_TB[place, rows].copy()
+        return self._sequences.of_step(step)[rows]
 
     def _spans(self, sequence_B: np.ndarray) -> list[list[tuple[int, int]]]:
         """Which tokens belong to each sequence, as [start, stop); none for sequence -1."""

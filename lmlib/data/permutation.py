@@ -6,7 +6,7 @@ Cycle walking restricts it to range(size): a point that lands outside is encrypt
 lands inside (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). The domain
 is less than four times the size, so fewer than four walks are expected.
 
-Shape suffixes: B batch (rows).
+Shape suffixes: B batch (rows of a step), T steps, N rows of all these steps.
 """
 
 from dataclasses import dataclass
@@ -54,6 +54,32 @@ class Shuffle:
         if self.epochs is not None:
             there_B &= epoch_B < self.epochs
         return np.where(there_B, place_B, -1)
+
+
+class SequencesOfSteps:
+    """Which sequence each row of a step's batch is.
+
+    The rows of many steps are shuffled at once, which takes hardly longer than those of one step:
+    NumPy's calls, and not the rows, take the time.
+    """
+
+    _ROWS = 4_096  # at once, or those of one step
+
+    def __init__(self, shuffle: Shuffle, batch_size: int) -> None:
+        self._shuffle, self._batch_size = shuffle, batch_size
+        self._steps = max(self._ROWS // batch_size, 1)
+        self._newest: tuple[int, np.ndarray] = (-1, np.zeros((0, batch_size), np.int64))
+
+    def of_step(self, step: int) -> np.ndarray:
+        """The sequences of the step's rows, int64 [B]; -1 for padding."""
+        block, place = divmod(step, self._steps)
+        known, sequence_TB = self._newest
+        if known != block:
+            rows = self._steps * self._batch_size
+            number_N = block * rows + np.arange(rows)
+            sequence_TB = self._shuffle.of_rows(number_N).reshape(self._steps, -1)
+            self._newest = block, sequence_TB
+        return sequence_TB[place].copy()
 
 
 def permute(points: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:

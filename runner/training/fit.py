@@ -318,14 +318,12 @@ class _Run:
                     phases=self.phases,
                     lock=self.lock,
                     first=beginning.step + 1,
-                    begun=self._record_start,
+                    begun=functools.partial(self.start.record, lock=self.lock)
+                    if self.primary
+                    else lambda step: None,
                     repeated=repeated,
                     stop=self.options.stop,
                 ).run(beginning.state)
-
-    def _record_start(self, first_step: int) -> None:
-        if self.primary:
-            self.start.record(first_step, self.lock)
 
     def _metrics_log(self, beginning: Beginning) -> MetricsLog:
         sinks = (TensorBoard, *self.experiment.sinks, *self.options.sinks)

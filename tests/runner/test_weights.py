@@ -21,7 +21,7 @@ from lmlib.adapters import lora, without_adapters
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
-from lmlib.hf.families import described
+from lmlib.hf.families import FAMILIES, described
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.trainable import adapters
@@ -235,7 +235,7 @@ def test_processes_know_other_weights_by_one_tensor_and_copies_by_none(tmp_path)
     own, copy, other = (
         {
             "host": "here",
-            "the model": dataclasses.asdict(content_of(ModelFolder(located(f"{each}")))),
+            "the model": dataclasses.asdict(content_of(ModelFolder(located(f"{each}"), FAMILIES))),
         }
         for each in folders
     )

@@ -27,7 +27,9 @@ class Int8(eqx.Module):
 
     values: Array = eqx.field(metadata={METADATA: lambda self: self.declaration})
     scale: Float[Array, "..."] = eqx.field(
-        metadata={METADATA: lambda self: dataclasses.replace(self.declaration, initial=ones)}
+        metadata={
+            METADATA: lambda self: dataclasses.replace(self.declaration, initial=ones, summed=())
+        }
     )
     axis_names: dict[str, str] = eqx.field(static=True)
     declaration: Declaration = eqx.field(static=True)
