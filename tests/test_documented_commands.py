@@ -86,7 +86,10 @@ HUB = "it reads from Hugging Face's Hub"
 LONG = "it compiles for absent hardware, for minutes"
 # Commands that do not run here, by how they begin.
 NOT_RUN = {
-    "README.md": {"python3 -m venv .venv": INSTALLS},
+    "README.md": {
+        "git clone": "it needs the address of a repository",
+        "python3 -m venv .venv": INSTALLS,
+    },
     "docs/clusters.md": {
         "sbatch": "tests/clusters/test_slurm.py does",
         "python -m runner.sweep": "tests/clusters/test_slurm.py does",
@@ -159,7 +162,7 @@ IN_HAND = {
     )
 }
 COMMAND = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:python3?|pip|sbatch|kubectl|docker|sky) |#SBATCH|export "
+    r"(?:[A-Z_]+=\S+ )*(?:git clone|python3?|pip|sbatch|kubectl|docker|sky) |#SBATCH|export "
 )
 FILE = re.compile(r"# (\w+\.py)\n")  # the first line of what goes into a file
 
