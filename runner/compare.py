@@ -25,25 +25,29 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from runner.command_line.command import run, take_flags
+from runner.command_line.exit_status import FINISHED
+from runner.errors import ConfigError, user_errors
+
+_BASELINE = flags.DEFINE_string("baseline", None, "a run, or settings: PATH=VALUE,PATH=VALUE")
+_MARGIN = flags.DEFINE_float("margin", None, "the difference that matters", lower_bound=0.0)
+_METRIC = flags.DEFINE_string("metric", None, "what is compared")
+_HIGHEST = flags.DEFINE_bool("highest_is_best", False, "whether more of the metric is better")
+_ERROR_RATE = flags.DEFINE_float(
+    "error_rate", None, "of one verdict", lower_bound=1e-4, upper_bound=0.5
+)
+_IGNORE = flags.DEFINE_multi_string("ignore", [], "a setting that makes no other experiment")
+_JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
+
+if __name__ == "__main__":
+    take_flags()  # what follows takes a second to import
+
 from lmlib.runs import find_runs
 from lmlib.storage.whole_file import write_whole
 from lmlib.verdicts import compare
 from lmlib.verdicts.comparison import USUAL_ERROR_RATE
 from lmlib.verdicts.finished import USUAL_METRIC
 from lmlib.verdicts.table import comparison_text
-from runner.command_line.command import run
-from runner.command_line.exit_status import FINISHED
-from runner.errors import ConfigError, user_errors
-
-_BASELINE = flags.DEFINE_string("baseline", None, "a run, or settings: PATH=VALUE,PATH=VALUE")
-_MARGIN = flags.DEFINE_float("margin", None, "the difference that matters", lower_bound=0.0)
-_METRIC = flags.DEFINE_string("metric", USUAL_METRIC, "what is compared")
-_HIGHEST = flags.DEFINE_bool("highest_is_best", False, "whether more of the metric is better")
-_ERROR_RATE = flags.DEFINE_float(
-    "error_rate", USUAL_ERROR_RATE, "of one verdict", lower_bound=1e-4, upper_bound=0.5
-)
-_IGNORE = flags.DEFINE_multi_string("ignore", [], "a setting that makes no other experiment")
-_JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,10 +62,10 @@ def main(arguments: Sequence[str]) -> int:
     with user_errors():
         found = compare(
             find_runs(arguments),
-            _METRIC.value,
+            _METRIC.value or USUAL_METRIC,
             _BASELINE.value,
             _MARGIN.value or 0.0,
-            _ERROR_RATE.value,
+            USUAL_ERROR_RATE if _ERROR_RATE.value is None else _ERROR_RATE.value,
             _IGNORE.value,
             _HIGHEST.value,
         )

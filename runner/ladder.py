@@ -23,20 +23,24 @@ from typing import Any
 
 from absl import flags
 
+from runner.command_line.command import run, take_flags
+from runner.command_line.exit_status import FINISHED
+from runner.errors import ConfigError, user_errors
+
+_METRIC = flags.DEFINE_string("metric", None, "what is fitted")
+_BUDGET = flags.DEFINE_multi_float("budget", [], "FLOPs to spend well", lower_bound=1.0)
+_COMPUTE = flags.DEFINE_bool("compute", False, "fits the loss against compute alone")
+_JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
+
+if __name__ == "__main__":
+    take_flags()  # what follows takes a second to import
+
 from lmlib.runs import find_runs
 from lmlib.storage.whole_file import write_whole
 from lmlib.verdicts.compute_law import ComputeLaw, compute_of, compute_text, fit_compute_law
 from lmlib.verdicts.finished import USUAL_METRIC
 from lmlib.verdicts.ladder import Ladder, ladder_of, ladder_text
 from lmlib.verdicts.scaling_law import ScalingLaw
-from runner.command_line.command import run
-from runner.command_line.exit_status import FINISHED
-from runner.errors import ConfigError, user_errors
-
-_METRIC = flags.DEFINE_string("metric", USUAL_METRIC, "what is fitted")
-_BUDGET = flags.DEFINE_multi_float("budget", [], "FLOPs to spend well", lower_bound=1.0)
-_COMPUTE = flags.DEFINE_bool("compute", False, "fits the loss against compute alone")
-_JSON = flags.DEFINE_string("json", None, "a file for all numbers as JSON")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         raise ConfigError("name runs, or folders of runs: python -m runner.ladder SWEEP")
     with user_errors():
-        ladder = ladder_of(find_runs(arguments), _METRIC.value)
+        ladder = ladder_of(find_runs(arguments), _METRIC.value or USUAL_METRIC)
         if _COMPUTE.value:
             of_compute = fit_compute_law(compute_of(ladder), ladder.losses())
             text = compute_text(ladder, of_compute, _BUDGET.value)

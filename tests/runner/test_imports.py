@@ -52,10 +52,8 @@ for flag, status, *modules in (["--help", 0, *sys.argv[1:]], ["--no_such_flag", 
     "only", [{"runner.generate", "runner.sweep"}, pytest.param(None, marks=pytest.mark.landing)]
 )
 def test_help_and_mistaken_flags_need_nothing_heavy(only: set[str] | None) -> None:
-    """In each command but the two that take the defaults of their flags from the statistics."""
     names = (name.removeprefix("python -m ") for name in commands())
     modules = [name for name in names if name.startswith("runner")]
-    modules = [name for name in modules if name not in ("runner.compare", "runner.ladder")]
     modules = [name for name in modules if only is None or name in only]
     assert len(modules) == len(only or modules) > 1
     done = subprocess.run(
