@@ -85,7 +85,7 @@ _VOCAB, _BATCH, _SEQUENCE = 1_024, 8, 64
 def scaled(model: Decoder, name: str) -> Decoder:
     """`model` with initial values of the scheme `name`, whatever it was made with."""
     scheme, embed = SCHEMES[name], model.embedding.shape[1]
-    layers = model.stack[0][0].mlp.down.shape[0]
+    layers = model.stack.patterns[0][0].mlp.down.shape[0]
 
     def deviation(weight: Weight, sizes: dict[str, int]) -> float:
         field = weight.path.rsplit(".", 1)[-1]

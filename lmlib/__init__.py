@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from lmlib.inspect import Inspector
     from lmlib.inspect.description import describe
     from lmlib.losses import DPO, Distillation, NextToken, batch_loss
+    from lmlib.models.context import Context, whole_rows
     from lmlib.models.decoder import Decoder
     from lmlib.models.families.llama import llama
-    from lmlib.models.protocol import Context, whole_rows
     from lmlib.optim.adamw import adamw
     from lmlib.parallel.mesh import make_mesh
     from lmlib.state import Training, new_state
@@ -49,7 +49,7 @@ __all__ = [
 _HOMES = {
     "DPO": "lmlib.losses",
     "Compute": "lmlib.compute",
-    "Context": "lmlib.models.protocol",
+    "Context": "lmlib.models.context",
     "Decoder": "lmlib.models.decoder",
     "Distillation": "lmlib.losses",
     "Experiment": "lmlib.experiment",
@@ -65,7 +65,7 @@ _HOMES = {
     "make_mesh": "lmlib.parallel.mesh",
     "make_step": "lmlib.train",
     "new_state": "lmlib.state",
-    "whole_rows": "lmlib.models.protocol",
+    "whole_rows": "lmlib.models.context",
 }
 
 

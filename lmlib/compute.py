@@ -24,7 +24,7 @@ class Compute:
       expert_room: rows that a device has room for to compute its experts at a time, as a multiple
         of what even routing brings; if more come they are computed in further rounds.
       saved: activations kept for the backward pass, by the names that layers give them
-        (`lmlib.models.layer.Names`), or `EVERYTHING`; it computes the others again.
+        (`lmlib.models.part.Names`), or `EVERYTHING`; it computes the others again.
       offloaded: more of them, kept in the host's memory.
       pipeline_rows: rows that each device brings to a microbatch, where `stage` of the mesh
         splits the layers; more of them make larger products, and a larger bubble.

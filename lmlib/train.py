@@ -190,9 +190,9 @@ def _checked_update(returned: Any, state: State) -> tuple[Any, Any]:
 
 
 def _measured(state: State, tallies: Any) -> Metrics:
-    """What the model shows of its tallies, if it does (`lmlib.models.layer.Measuring`)."""
+    """What the model shows of its tallies, if it does (`lmlib.models.part.Part.measured`)."""
     model = state.whole_model
-    return model.measured(tallies) if hasattr(model, "measured") else {}
+    return model.measured(tallies)
 
 
 def _updated_buffers(state: State, tallies: Any) -> Any:

@@ -17,11 +17,11 @@ from lmlib.adapters import lora, merged
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses import batch_loss
+from lmlib.models.context import whole_rows
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.llama import llama
 from lmlib.models.product import product
-from lmlib.models.protocol import whole_rows
 from lmlib.optim.trainable import adapters, flops_per_token, grouped
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError, named_weights
@@ -76,7 +76,7 @@ def compiled_gradient_of_merged():
 
 
 def experts(model):
-    return model.stack[0][0].mlp.experts
+    return model.stack.patterns[0][0].mlp.experts
 
 
 @eqx.filter_jit
@@ -215,12 +215,12 @@ def test_experts_are_adapted_where_they_are_asked_for_by_name():
         model = jax.eval_shape(make, key=jax.random.key(0))
         return {path for path in named_weights(model) if path.endswith(".base")}
 
-    of_experts = {f"stack.0.0.mlp.experts.{name}.base" for name in MATRICES}
+    of_experts = {f"stack.patterns.0.0.mlp.experts.{name}.base" for name in MATRICES}
     usual = selected()
     assert usual and not any("mlp" in path for path in usual)
     assert selected(paths=("stack.*", "*.experts.*")) == usual | of_experts
     assert selected(paths=(), axes=("expert",)) == of_experts
-    assert selected(paths=("*.experts.down",)) == {"stack.0.0.mlp.experts.down.base"}
+    assert selected(paths=("*.experts.down",)) == {"stack.patterns.0.0.mlp.experts.down.base"}
     with pytest.raises(SelectionError, match="where a pattern means them alone"):
         selected(paths=("stack.*.mlp.*",))
     for router in ({"paths": ("stack.*", "*.router.*")}, {"axes": ("choice",)}):

@@ -16,10 +16,10 @@ from lmlib.adapters import lora, merged, with_adapters, without_adapters
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses import batch_loss
+from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
 from lmlib.models.matrices.adapted import map_adapted
 from lmlib.models.product import product
-from lmlib.models.protocol import whole_rows
 from lmlib.optim.trainable import adapters, grouped
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError
@@ -71,7 +71,10 @@ def test_new_adapters_change_nothing_and_merged_ones_compute_the_same():
 
 def test_merged_weights_are_base_plus_scaled_product():
     model = adapted(rank_stabilized=True)
-    one, other = model.stack[0][0].attention.output, merged(model).stack[0][0].attention.output
+    one, other = (
+        model.stack.patterns[0][0].attention.output,
+        merged(model).stack.patterns[0][0].attention.output,
+    )
     low = np.einsum("lhdr,lre->lhde", *(np.asarray(x, np.float64) for x in (one.down, one.up)))
     np.testing.assert_allclose(
         other, np.asarray(one.base) + 8 / np.sqrt(4) * low, rtol=1e-5, atol=1e-6
@@ -206,7 +209,9 @@ def test_what_cannot_be_adapted_is_told():
 
     with pytest.raises(ValueError, match="rank and alpha must be positive, got 0 and"):
         made(rank=0)
-    with pytest.raises(SelectionError, match=r"near it are .*stack\.0\.0\.attention\.query"):
+    with pytest.raises(
+        SelectionError, match=r"near it are .*stack\.patterns\.0\.0\.attention\.query"
+    ):
         made(paths=("stack.*.attention.qeury",))
     with pytest.raises(SelectionError, match="select no matrix, but"):
         made(paths=("*norm.scale",))

@@ -23,9 +23,9 @@ from lmlib.generate import GREEDY, generate
 from lmlib.inspect.layer_statistics import layer_statistics
 from lmlib.losses import NextToken, batch_loss
 from lmlib.losses.objective import Metric
+from lmlib.models.context import Context, whole_rows
 from lmlib.models.families.llama import llama
 from lmlib.models.parts.dropout import dropout
-from lmlib.models.protocol import Context, whole_rows
 from lmlib.models.weights import fold
 from lmlib.parallel.layout import partition, sharding
 from lmlib.parallel.mesh import make_mesh

@@ -16,8 +16,8 @@ from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.validation import Evaluator, bits_per_byte
 from lmlib.losses import DPO, Distillation
+from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
-from lmlib.models.protocol import Context
 from lmlib.parallel.mesh import make_mesh
 
 V = 32

@@ -17,8 +17,8 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch, place
 from lmlib.data.synthetic import Synthetic
 from lmlib.losses import NextToken
+from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
-from lmlib.models.protocol import Context
 from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh

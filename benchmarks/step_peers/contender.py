@@ -67,7 +67,7 @@ def named_weights(model: Decoder) -> Weights:
     """The model's weights, float32 in host memory, under the names and in the shapes that the
     peers read: those of layers stacked, as embedding VE, unembedding EV, norm E, attention_norm LE,
     query LEHD, key LEKD, value LEKD, output LHDE, mlp_norm LE, gate LEF, up LEF, down LFE."""
-    ((block,),) = model.stack
+    ((block,),) = model.stack.patterns
     attention, mlp = block.attention, block.mlp
     return jax.device_get(
         {

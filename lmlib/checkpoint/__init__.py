@@ -3,7 +3,7 @@
 One folder per step, `<directory>/<step>`, which is whole or absent:
 
     state/<leaf>/    one zarr array per leaf of the state, named by the leaf's path
-                     (`model.stack.0.0.attention.query`), whichever classes made it
+                     (`model.stack.patterns.0.0.attention.query`), whichever classes made it
     notes/           a small JSON object of the caller's
     manifest.json    shapes and dtypes of the leaves, the size and the digest of every file
 

@@ -11,7 +11,7 @@ import numpy as np
 from lmlib.evaluate.ratio import Estimate, Ratio
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.windows import Packing, Placed, Window, windows
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 
 
 class Document(NamedTuple):

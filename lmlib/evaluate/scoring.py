@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.token_losses import token_losses
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 from lmlib.parallel.layout import COMPUTE, pieces, sharding
 from lmlib.parallel.mesh import mesh_of
 from lmlib.parallel.other_meshes import undivided, undivided_model

@@ -17,7 +17,7 @@ from lmlib.data.batch import Batch, Source
 from lmlib.data.prefetch import Prefetch
 from lmlib.losses import NextToken, Objective
 from lmlib.losses.objective import sums_of
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 from lmlib.parallel.fingerprint import sums_of_bits
 from lmlib.parallel.layout import sharding
 

@@ -57,7 +57,7 @@ class Experiment:
     """What to train, on what, how and where.
 
     Args:
-      model: `model(key=…)` makes the model, a `lmlib.models.protocol.Model`. What it is given says
+      model: `model(key=…)` makes the model, a `lmlib.models.model.Model`. What it is given says
         what the model is: a run cannot go on with another one.
       data: training batches, up to the first of `later_stages`.
       optimizer: `optimizer(steps)` makes the optimizer.

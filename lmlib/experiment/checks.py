@@ -22,9 +22,10 @@ from lmlib.experiment.split_rows import check_split_rows
 from lmlib.experiment.stages import DataStage
 from lmlib.guard import Guard
 from lmlib.losses import Objective
-from lmlib.models.layer import Learning
+from lmlib.models.context import whole_rows
 from lmlib.models.matrices.adapted import has_adapters
-from lmlib.models.protocol import check_protocol, whole_rows
+from lmlib.models.model import check_is_model
+from lmlib.models.part import Part
 from lmlib.optim.average import WeightAverage
 from lmlib.optim.optimizer import Optimizer
 from lmlib.optim.transfer import CompleteP
@@ -110,7 +111,7 @@ def check_experiment(experiment: Any) -> None:
         )
     _check_trainable(experiment)
     model = experiment.recipe.made
-    check_protocol(model)
+    check_is_model(model)
     check_model(model, experiment.mesh)
     _check_devices_of_attention(experiment)
     _check_gradients(experiment)
@@ -184,10 +185,10 @@ def _check_gradients(experiment: Any) -> None:
     """Refuses to train weights that get no gradient from the loss."""
     trained = experiment.recipe.trained
     nodes = jax.tree_util.tree_leaves_with_path(
-        experiment.recipe.shapes, is_leaf=lambda node: isinstance(node, Learning)
+        experiment.recipe.shapes, is_leaf=lambda node: _problem(node) is not None
     )
     for keys, part in nodes:
-        problem = part.gradient_problem if isinstance(part, Learning) else None
+        problem = _problem(part)
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         if problem is None or not (
             trained is None or any(each.startswith(f"{path}.") for each in trained)
@@ -198,11 +199,15 @@ def _check_gradients(experiment: Any) -> None:
         )
 
 
+def _problem(node: Any) -> str | None:
+    return node.gradient_problem if isinstance(node, Part) else None
+
+
 def _check_objective(experiment: Any, model: Any) -> None:
     recipe = experiment.reference_recipe
     reference_model = None if recipe is None else recipe.shapes
     if reference_model is not None:
-        check_protocol(reference_model)
+        check_is_model(reference_model)
         check_model(reference_model, experiment.mesh)
     objective, compute, mesh = experiment.objective, experiment.compute, experiment.mesh
     check_split_rows(model, reference_model, objective, compute, mesh)

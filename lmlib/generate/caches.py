@@ -13,16 +13,14 @@ from jax.sharding import Mesh
 from lmlib.compute import Compute
 from lmlib.generate.whole_sequences import TokensSoFar
 from lmlib.hardware.free_memory import check_fits
-from lmlib.models.protocol import Cached, Model
+from lmlib.models.model import Model
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import reshard
 
 
 def empty(model: Model, rows: int, length: int, compute: Compute) -> Any:
     """For rows of `length` tokens."""
-    cache = None
-    if isinstance(model, Cached):
-        cache = model.empty_cache(rows, length, compute.dtype)
+    cache = model.empty_cache(rows, length, compute.dtype)
     if cache is None:
         cache = TokensSoFar(reshard(jnp.zeros((1, rows, length), jnp.int32), (None, "batch", None)))
     return cache

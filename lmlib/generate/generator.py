@@ -19,8 +19,8 @@ from lmlib.generate import caches, weights
 from lmlib.generate.sampling import Rules, Sampling, numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, Made, State, first_token, next_tokens, prefill
 from lmlib.generate.stream import Generated, Stream
+from lmlib.models.model import Model
 from lmlib.models.precision import usual_dtype
-from lmlib.models.protocol import Model, Switching
 from lmlib.parallel.axes import Axes
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.layout import COMPUTE, pieces, sharding
@@ -86,7 +86,7 @@ class Generator:
             model.check(length, self._compute)
             self._weights = weights.ready(model, self._compute.dtype, mesh, whole, int8)
             caches.check_memory(self._weights.model, mesh, self.rows, length, self._compute)
-        self._switches = model.switches if isinstance(model, Switching) else ()
+        self._switches = model.switches
         self._vocab = model.vocab
 
     def __call__(

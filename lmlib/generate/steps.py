@@ -15,8 +15,9 @@ from lmlib.generate import caches
 from lmlib.generate.sampling import Numbers, Rules, choose
 from lmlib.generate.weights import Weights
 from lmlib.generate.whole_sequences import TokensSoFar, recomputed
+from lmlib.models.context import Context
+from lmlib.models.model import Model
 from lmlib.models.parts.head import logits_of
-from lmlib.models.protocol import Context, Model
 from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import partition, reshard
 

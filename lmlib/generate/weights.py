@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from lmlib.generate.unstacked import unstacked
 from lmlib.models.matrices.int8 import in_int8
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.collectives import platform
 from lmlib.parallel.gathering import gathered_partition

@@ -9,7 +9,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.protocol import Context, Model, whole_rows
+from lmlib.models.context import Context, whole_rows
+from lmlib.models.model import Model
 from lmlib.parallel.layout import reshard
 
 

@@ -194,8 +194,8 @@ def _layers(weights: Mapping[str, _Weight]) -> Iterator[tuple[str, int]]:
     blocks: dict[int, dict[str, int]] = {}
     for path, weight in weights.items():
         if path.startswith("stack.") and weight.layers is not None:
-            _, segment, j, _ = path.split(".", 3)
-            blocks.setdefault(int(segment), {})[f"stack.{segment}.{j}"] = weight.layers
+            _, _, segment, j, _ = path.split(".", 4)
+            blocks.setdefault(int(segment), {})[f"stack.patterns.{segment}.{j}"] = weight.layers
     for _, pattern in sorted(blocks.items()):
         for repetition in range(next(iter(pattern.values()))):
             yield from ((block, repetition) for block in pattern)

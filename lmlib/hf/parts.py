@@ -30,7 +30,7 @@ def layers(model: Decoder, kind: type[K]) -> list[K]:
     """
     return [
         a(kind, layer)
-        for pattern in a(Decoder, model).stack
+        for pattern in a(Decoder, model).stack.patterns
         for _ in range(jax.tree.leaves(pattern)[0].shape[0])
         for layer in pattern
     ]

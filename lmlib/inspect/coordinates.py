@@ -19,8 +19,7 @@ from lmlib.data.batch import Batch, place
 from lmlib.experiment import Experiment
 from lmlib.inspect.layers import residual_stream
 from lmlib.losses.features import features
-from lmlib.models.parts.head import logits
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 from lmlib.parallel.layout import reshard, sharding
 
 LOOKED_AT = ("embedding", "middle layer", "last layer", "logits")
@@ -70,7 +69,7 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
 def _seen(model: Model, batch: Batch, compute: Compute) -> dict[str, Array]:
     stream_BDSE = residual_stream(model, batch, compute)
     h_BSE = features(model, batch, compute).h_BSE
-    z_BSV = logits(model, reshard(h_BSE, "batch seq embed"), compute)
+    z_BSV = model.logits(reshard(h_BSE, "batch seq embed"), compute)
     middle = stream_BDSE.shape[1] // 2
     looked_at = (stream_BDSE[:, 0], stream_BDSE[:, middle], stream_BDSE[:, -1], z_BSV)
     return dict(zip(LOOKED_AT, looked_at, strict=True))

@@ -18,8 +18,7 @@ from lmlib.data.batch import Batch
 from lmlib.inspect.layers import attention_weights, logit_lens, residual_stream
 from lmlib.losses.features import features
 from lmlib.losses.token_losses import token_losses
-from lmlib.models.parts.head import logits
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 from lmlib.parallel.layout import COMPUTE, pieces, reshard
 from lmlib.parallel.mesh import mesh_of
 
@@ -33,7 +32,7 @@ class Inspector:
     alone: not from the mesh, but for rounding. Where there are several processes all must ask.
 
     Args:
-      model: a `lmlib.models.protocol.Model`.
+      model: a `lmlib.models.model.Model`.
       compute: how to compute it; in which dtype above all.
       mesh: where its weights lie; `None`: that which they were made on, if any.
       longest: tokens that the model was trained on; shorter sequences are padded up to it at most.
@@ -135,7 +134,7 @@ def _first_row(model: Model, batch: Batch, compute: Compute, look: Look) -> Arra
 
 def _logits(model: Model, batch: Batch, compute: Compute) -> Float[Array, "b s vocab"]:
     h_BSE = features(model, batch, compute).h_BSE
-    return logits(model, reshard(h_BSE, "batch seq embed"), compute)
+    return model.logits(reshard(h_BSE, "batch seq embed"), compute)
 
 
 def _losses(model: Model, batch: Batch, compute: Compute) -> Float[Array, "b s"]:

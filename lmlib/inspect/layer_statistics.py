@@ -19,8 +19,9 @@ from lmlib.data.batch import Batch
 from lmlib.losses import NextToken, Objective
 from lmlib.losses.features import features
 from lmlib.losses.objective import sums_of
+from lmlib.models.context import LayerCall
 from lmlib.models.matrices.int8 import Int8
-from lmlib.models.protocol import LayerCall, Model, Part
+from lmlib.models.model import Model, WeightGroup
 from lmlib.terminal.table import columns
 
 NEXT_TOKEN = NextToken()
@@ -77,7 +78,7 @@ def layer_statistics(
     before: list[PartStatistics] = []
     layers: dict[int, PartStatistics] = {}
     after: list[PartStatistics] = []
-    for part, weight, gradient in zip(model.parts(), weights, gradients, strict=True):
+    for part, weight, gradient in zip(model.weight_groups(), weights, gradients, strict=True):
         if part.layers is None:
             output = None if before or layers else first
             found = PartStatistics(part.name, output, float(weight), float(gradient))
@@ -114,7 +115,12 @@ def _measured(
 
     value, gradients = jax.value_and_grad(loss)(in_floats)
     outputs = features(model, batch, compute, observe=_root_mean_squares).observed
-    return value, outputs, [*map(_norm, model.parts())], [*map(_norm, gradients.parts())]
+    return (
+        value,
+        outputs,
+        [*map(_norm, model.weight_groups())],
+        [*map(_norm, gradients.weight_groups())],
+    )
 
 
 def _root_mean_squares(call: LayerCall) -> tuple[Array, Array]:
@@ -126,7 +132,7 @@ def _root_mean_squares(call: LayerCall) -> tuple[Array, Array]:
     return before, after
 
 
-def _norm(part: Part) -> Array:
+def _norm(part: WeightGroup) -> Array:
     """The norm of a part's arrays; one for each layer where they are stacked."""
     stacked = 0 if part.layers is None else 1
     arrays = [

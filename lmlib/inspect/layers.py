@@ -11,9 +11,8 @@ from jaxtyping import Array, Float
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.layer import AttendingLayer
-from lmlib.models.parts.head import logits
-from lmlib.models.protocol import Context, LayerCall, Model, Observe, Trunk
+from lmlib.models.context import Context, LayerCall, Observe
+from lmlib.models.model import Model, Trunk
 from lmlib.parallel.layout import reshard
 
 
@@ -37,7 +36,7 @@ def logit_lens(model: Model, batch: Batch, compute: Compute) -> Float[Array, "b 
 
     def seen(x_BSE: Array) -> Array:
         h_BSE = model.features(reshard(x_BSE, compute.residual), context)
-        return logits(model, reshard(h_BSE, "batch seq embed"), compute)
+        return model.logits(reshard(h_BSE, "batch seq embed"), compute)
 
     depths = range(stream_BDSE.shape[1])
     return jnp.stack([seen(stream_BDSE[:, depth]) for depth in depths], axis=1)
@@ -50,11 +49,6 @@ def attention_weights(
     them."""
 
     def weights(call: LayerCall) -> Array:
-        if not isinstance(call.layer, AttendingLayer):
-            raise ValueError(
-                f"{type(call.layer).__name__} shows no attention weights: it lacks the method "
-                "`attention_weights` of lmlib.models.layer.AttendingLayer"
-            )
         return call.layer.attention_weights(call.before, call.context)
 
     return jnp.moveaxis(_observed(model, batch, compute, weights).observed, 0, 1)
@@ -66,7 +60,7 @@ def _observed(model: Model, batch: Batch, compute: Compute, observe: Observe) ->
     if trunk.observed is None:
         raise ValueError(
             f"{type(model).__name__} shows nothing of its layers: it has none, or its trunk does "
-            "not run them by lmlib.models.stack.run_stack"
+            "not run them by a lmlib.models.stack.Stack"
         )
     return trunk
 

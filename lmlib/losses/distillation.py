@@ -20,7 +20,7 @@ from lmlib.losses.listed_divergence import ListedDivergence
 from lmlib.losses.logit_chunks import ChunkLogits, logits_alone
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import LossSums, Metric, Objective, ReferenceModel, check_fraction
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 from lmlib.parallel.collectives import pmax, psum
 from lmlib.parallel.layout import along, reshard
 

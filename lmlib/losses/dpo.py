@@ -19,7 +19,7 @@ from lmlib.losses.fused import LogitSettings, fused_loss
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import LossSums, Metric, Objective, ReferenceModel
 from lmlib.losses.token_losses import losses_of_features, token_losses
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 from lmlib.parallel.rows import gathered_rows
 from lmlib.parallel.selection import named_weights
 

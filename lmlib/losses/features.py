@@ -12,8 +12,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.protocol import Context, Model, Observe, Reports, Trunk
-from lmlib.models.returned import check_like, named
+from lmlib.models.context import Context, Observe
+from lmlib.models.model import Model, Trunk
+from lmlib.models.part import Reports, class_name
+from lmlib.models.returned import check_like
 from lmlib.models.split_rows import check_rows_may_be_split
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.collectives import devices_along
@@ -68,7 +70,7 @@ def features(
     trunk = model.trunk(tokens_BS, context)
     if not isinstance(trunk, Trunk):
         raise PartError(
-            f"{named(model)}.trunk must return a lmlib.models.protocol.Trunk, as `run_stack` does, "
+            f"{class_name(model)}.trunk must return a lmlib.models.model.Trunk, as a `Stack` does, "
             f"got a {type(trunk).__name__}"
         )
     h_BSE = model.features(trunk.x_BSE, context)

@@ -13,7 +13,7 @@ from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features, is_split
 from lmlib.losses.logit_chunks import chunk_logits, chunks, gather_inputs, inputs, visited
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 from lmlib.parallel.collectives import all_gather, axis_index, on_each_device
 from lmlib.parallel.layout import along, partition
 

@@ -18,7 +18,8 @@ from lmlib.losses.features import features
 from lmlib.losses.fused import LogitSettings, TokenLosses, fused_loss
 from lmlib.losses.logit_chunks import ChunkLogits
 from lmlib.losses.objective import LossSums, Metric, Objective, check_fraction
-from lmlib.models.protocol import Model, Observe
+from lmlib.models.context import Observe
+from lmlib.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.models.protocol import NO_REPORTS, Model, Reports
-from lmlib.models.returned import check_scalars, named
+from lmlib.models.model import Model
+from lmlib.models.part import NO_REPORTS, Reports, class_name
+from lmlib.models.returned import check_scalars
 from lmlib.parallel.axes import PartError
 
 
@@ -169,14 +170,14 @@ def sums_of(
     sums = objective.sums(model, reference_model, batch, compute, key)
     if not isinstance(sums, LossSums):
         raise PartError(
-            f"{named(objective)}.sums must return a lmlib.losses.LossSums, got a "
+            f"{class_name(objective)}.sums must return a lmlib.losses.LossSums, got a "
             f"{type(sums).__name__}"
         )
     check_scalars(objective, "sums", {"minimised": sums.minimised})
     check_scalars(objective, "reported", sums.reported)
     if lacking := [name for name in objective.metrics if name not in sums.reported]:
         raise PartError(
-            f"{named(objective)} has the metric {lacking[0]!r}, but its sums report "
+            f"{class_name(objective)} has the metric {lacking[0]!r}, but its sums report "
             f"{', '.join(sums.reported) or 'nothing'}"
         )
     return sums

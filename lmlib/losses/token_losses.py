@@ -19,7 +19,7 @@ from lmlib.losses.logit_chunks import (
     visited,
     vocabulary_ids,
 )
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 from lmlib.parallel.collectives import on_each_device, pmax
 from lmlib.parallel.layout import along, partition
 

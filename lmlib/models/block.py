@@ -1,4 +1,4 @@
-"""Layers of two parts: a mixer of positions and an mlp, each added to the residual stream.
+"""Layers of two parts: a mixer of positions and an MLP, each added to the residual stream.
 
 Shapes: B batch, S sequence, E embed.
 """
@@ -11,40 +11,33 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from lmlib.compute import Compute
-from lmlib.models.layer import (
-    CachedMixer,
-    FeedForward,
-    Measuring,
-    Mixer,
-    Norm,
-    Updating,
-    WeightingMixer,
-    check_part,
-)
+from lmlib.models.context import Context
+from lmlib.models.part import Names, Norm, Part, Reports, check_part, joined
 from lmlib.models.parts.dropout import dropout
-from lmlib.models.parts.rope import Rotary
-from lmlib.models.protocol import Context, Names, Reports, joined
 from lmlib.models.returned import check_like, checked
 from lmlib.parallel.layout import share
 
 
-class TwoParts(eqx.Module):
-    """What the layers of this file share: all of a `lmlib.models.layer.Layer` but its call."""
+class TwoParts(Part):
+    """Base class of the layers of this file. A subclass writes the call."""
 
     attention_norm: eqx.AbstractVar[Norm | None]
-    attention: eqx.AbstractVar[Mixer]
+    attention: eqx.AbstractVar[Part]
     mlp_norm: eqx.AbstractVar[Norm | None]
-    mlp: eqx.AbstractVar[FeedForward]
+    mlp: eqx.AbstractVar[Part]
+
+    def __check_init__(self) -> None:
+        check_part(self.attention, "x_BSE", "context", "cache")
+        check_part(self.mlp, "x_BSE", "context")
 
     def attention_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
-        """What attention is given of the residual stream."""
+        """The input of attention for this residual stream."""
         # `share` gathers the sequence over `tensor` when the residual stream is sequence-parallel.
         h_BSE = share(_normed(self.attention_norm, x_BSE), "batch seq embed")
         return checkpoint_name(h_BSE, "attention_input")
 
     def mlp_input(self, x_BSE: Float[Array, "b s embed"]) -> Float[Array, "b s embed"]:
-        """What the mlp is given of the residual stream."""
+        """The input of the MLP for this residual stream."""
         h_BSE = share(_normed(self.mlp_norm, x_BSE), "batch seq embed")
         return checkpoint_name(h_BSE, "mlp_input")
 
@@ -56,41 +49,21 @@ class TwoParts(eqx.Module):
         returned = self.mlp(self.mlp_input(x_BSE), context)
         return checked(self.mlp, returned, x_BSE, "reports")
 
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        parts = self.attention, self.mlp
-        return sum(part.flops_per_token(sequence_length, causal) for part in parts)
-
-    def check(self, sequence_length: int, compute: Compute) -> None:
-        self.attention.check(sequence_length, compute)
-        self.mlp.check(sequence_length, compute)
-
-    @property
-    def rotaries(self) -> tuple[Rotary, ...]:
-        rotary = getattr(self.attention, "rotary", None)
-        return () if rotary is None else (rotary,)
-
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
-        if not isinstance(self.attention, CachedMixer):
-            return None
+        """See `Part.empty_cache`; attention's."""
         return self.attention.empty_cache(rows, length, dtype)
 
     def attention_weights(self, x_BSE: Array, context: Context) -> Array:
-        """See `lmlib.models.layer.AttendingLayer`."""
-        if not isinstance(self.attention, WeightingMixer):
-            raise ValueError(
-                f"{type(self.attention).__name__} shows no attention weights: it lacks the method "
-                "`weights` of lmlib.models.layer.WeightingMixer"
-            )
-        return self.attention.weights(self.attention_input(x_BSE), context)
+        """See `Part.attention_weights`; attention's."""
+        return self.attention.attention_weights(self.attention_input(x_BSE), context)
 
     def updated(self, tallies: Any) -> Any:
-        """See `lmlib.models.layer.Updating`; the mlp's tallies."""
-        assert isinstance(self.mlp, Updating)
+        """See `Part.updated`; the MLP's tallies."""
         return eqx.tree_at(lambda layer: layer.mlp, self, self.mlp.updated(tallies))
 
     def measured(self, tallies: Any) -> dict[str, Array]:
-        """See `lmlib.models.layer.Measuring`; of the mlp's tallies."""
-        return self.mlp.measured(tallies) if isinstance(self.mlp, Measuring) else {}
+        """See `Part.measured`; the MLP's tallies."""
+        return self.mlp.measured(tallies)
 
 
 class Block(TwoParts):
@@ -111,25 +84,23 @@ class Block(TwoParts):
     rows_may_be_split = True
 
     attention_norm: Norm | None
-    attention: Mixer
+    attention: Part
     attention_after_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: FeedForward
+    mlp: Part
     mlp_after_norm: Norm | None
     residual_multiplier: float = eqx.field(static=True)
 
     def __init__(
         self,
-        attention: Mixer,
-        mlp: FeedForward,
+        attention: Part,
+        mlp: Part,
         attention_norm: Norm | None = None,
         mlp_norm: Norm | None = None,
         attention_after_norm: Norm | None = None,
         mlp_after_norm: Norm | None = None,
         residual_multiplier: float = 1.0,
     ):
-        check_part(attention, "Mixer", ("x_BSE", "context", "cache"))
-        check_part(mlp, "FeedForward", ("x_BSE", "context"))
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
         self.attention_after_norm, self.mlp_after_norm = attention_after_norm, mlp_after_norm
@@ -138,7 +109,7 @@ class Block(TwoParts):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
-        """See `lmlib.models.layer.Layer`."""
+        """A layer's call; see `Part`."""
         h_BSE, cache = self._attended(x_BSE, context, cache)
         h_BSE = _normed(self.attention_after_norm, h_BSE)
         x_BSE = added(x_BSE, h_BSE, self.residual_multiplier, "attention", context)
@@ -163,26 +134,24 @@ class ParallelBlock(TwoParts):
     rows_may_be_split = True
 
     attention_norm: Norm | None
-    attention: Mixer
+    attention: Part
     mlp_norm: Norm | None
-    mlp: FeedForward
+    mlp: Part
 
     def __init__(
         self,
-        attention: Mixer,
-        mlp: FeedForward,
+        attention: Part,
+        mlp: Part,
         attention_norm: Norm | None = None,
         mlp_norm: Norm | None = None,
     ):
-        check_part(attention, "Mixer", ("x_BSE", "context", "cache"))
-        check_part(mlp, "FeedForward", ("x_BSE", "context"))
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm = attention_norm, mlp_norm
 
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
-        """See `lmlib.models.layer.Layer`."""
+        """A layer's call; see `Part`."""
         attended_BSE, cache = self._attended(x_BSE, context, cache)
         h_BSE, reports = self._fed_forward(x_BSE, context)
         # Both together first: their sum is smaller than the stream, and rounds less.

@@ -17,7 +17,7 @@ class Difference(NamedTuple):
     """What two models do not have alike, in words.
 
     Attributes:
-      where: its path in both, `stack.0.0.attention.rotary.theta`.
+      where: its path in both, `stack.patterns.0.0.attention.rotary.theta`.
       of_weights: whether weights of the one do not fit the other; else it is a setting.
     """
 

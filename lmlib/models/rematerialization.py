@@ -1,6 +1,6 @@
 """Which activations the forward pass keeps for the backward pass, by name.
 
-Layers and their parts name them (`lmlib.models.layer.Names`). What is not kept is computed again,
+Layers and their parts name them (`lmlib.models.part.Names`). What is not kept is computed again,
 layer by layer, from "layer_input" and "head_input", which are always kept (Chen et al. 2016,
 arXiv:1604.06174). So are `CHOICES`, which are small, and may fall otherwise when they are computed
 again with other rounding.

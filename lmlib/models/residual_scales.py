@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence, E embed.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import equinox as eqx
@@ -10,14 +11,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.compute import Compute
-from lmlib.models.layer import AttendingLayer, Layer, Measuring, Updating
-from lmlib.models.parts.rope import Rotary
-from lmlib.models.protocol import Context, Names, Reports
+from lmlib.models.context import FIRST_RESIDUAL, Context
+from lmlib.models.part import Part, Reports
 from lmlib.models.weights import Constant, initial_values, weight
 
 
-class ResidualScales(eqx.Module):
+class ResidualScales(Part):
     """layer(residual · x + first · x0), where x0 is the residual stream before the first layer: the
     embedded tokens. Both scales are learned (the "x0 lambdas" of Jordan et al. 2024,
     https://github.com/KellerJordan/modded-nanogpt). All else is the layer's.
@@ -30,12 +29,12 @@ class ResidualScales(eqx.Module):
 
     rows_may_be_split = True
 
-    layer: Layer
+    layer: Part
     residual: Float[Array, ""] = weight(Constant(1.0), dtype="float32")
     first: Float[Array, ""] = weight(lambda self: Constant(self.initial_first), dtype="float32")
     initial_first: float = eqx.field(static=True)
 
-    def __init__(self, layer: Layer, initial_first: float = 0.0, *, key: PRNGKeyArray):
+    def __init__(self, layer: Part, initial_first: float = 0.0, *, key: PRNGKeyArray):
         self.layer, self.initial_first = layer, initial_first
         self.residual = initial_values(self, "residual", key)
         self.first = initial_values(self, "first", key)
@@ -43,7 +42,7 @@ class ResidualScales(eqx.Module):
     def __call__(
         self, x_BSE: Float[Array, "b s embed"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "b s embed"], Reports, Any]:
-        """See `lmlib.models.layer.Layer`."""
+        """A layer's call; see `Part`."""
         return self.layer(self.mixed(x_BSE, context), context, cache)
 
     def mixed(
@@ -51,43 +50,28 @@ class ResidualScales(eqx.Module):
     ) -> Float[Array, "b s embed"]:
         """What the layer is given, added in float32 at least: bfloat16 has no room for a small
         change of a scale that begins with 1."""
-        if context.first_BSE is None:
-            raise ValueError(
-                "ResidualScales finds no `first_BSE` in the context; lmlib.models.stack.run_stack "
-                "sets it"
-            )
         wide = jnp.promote_types(x_BSE.dtype, jnp.float32)
         kept_BSE = self.residual * x_BSE.astype(wide)
-        return (kept_BSE + self.first * context.first_BSE.astype(wide)).astype(x_BSE.dtype)
-
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        return self.layer.flops_per_token(sequence_length, causal)
-
-    def check(self, sequence_length: int, compute: Compute) -> None:
-        self.layer.check(sequence_length, compute)
+        first_BSE = context.shared[FIRST_RESIDUAL].astype(wide)
+        return (kept_BSE + self.first * first_BSE).astype(x_BSE.dtype)
 
     @property
-    def names(self) -> Names:
-        return self.layer.names
-
-    @property
-    def rotaries(self) -> tuple[Rotary, ...]:
-        return self.layer.rotaries
+    def reads(self) -> tuple[Hashable, ...]:
+        """See `Part.reads`."""
+        return (FIRST_RESIDUAL, *super().reads)
 
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
+        """See `Part.empty_cache`; the layer's."""
         return self.layer.empty_cache(rows, length, dtype)
 
     def attention_weights(self, x_BSE: Array, context: Context) -> Array:
-        """See `lmlib.models.layer.AttendingLayer`."""
-        if not isinstance(self.layer, AttendingLayer):
-            raise ValueError(f"{type(self.layer).__name__} shows no attention weights")
+        """See `Part.attention_weights`; the layer's."""
         return self.layer.attention_weights(self.mixed(x_BSE, context), context)
 
-    def updated(self, tallies: Any) -> Any:
-        """See `lmlib.models.layer.Updating`; the layer's tallies."""
-        assert isinstance(self.layer, Updating)
+    def updated(self, tallies: Any) -> "ResidualScales":
+        """See `Part.updated`; the layer's tallies."""
         return eqx.tree_at(lambda scaled: scaled.layer, self, self.layer.updated(tallies))
 
     def measured(self, tallies: Any) -> dict[str, Array]:
-        """See `lmlib.models.layer.Measuring`; of the layer's tallies."""
-        return self.layer.measured(tallies) if isinstance(self.layer, Measuring) else {}
+        """See `Part.measured`; the layer's tallies."""
+        return self.layer.measured(tallies)

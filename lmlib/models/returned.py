@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lmlib.models.protocol import Reports
+from lmlib.models.part import Reports, class_name
 from lmlib.parallel.axes import PartError
 
 _MEANINGS = {
     "y_BSE": "an array like its input",
     "cache": "the new cache, None if it was given none",
-    "reports": "a lmlib.models.protocol.Reports, NO_REPORTS for none",
+    "reports": "a lmlib.models.part.Reports, NO_REPORTS for none",
 }
 
 
@@ -34,8 +34,8 @@ def checked(part: Any, returned: Any, x_BSE: Array, *others: str) -> Any:
     if type(returned) is not tuple or len(returned) != len(expected):
         meanings = "; ".join(f"{name}: {_MEANINGS[name]}" for name in expected)
         raise PartError(
-            f"{named(part)} must return a tuple ({', '.join(expected)}), got {_text(returned)} "
-            f"({meanings})"
+            f"{class_name(part)} must return a tuple ({', '.join(expected)}), got "
+            f"{_text(returned)} ({meanings})"
         )
     check_like(part, returned[0], x_BSE)
     if "reports" in others:
@@ -49,14 +49,14 @@ def check_like(part: Any, y_BSE: Any, x_BSE: Array) -> None:
     shape, dtype = getattr(y_BSE, "shape", None), getattr(y_BSE, "dtype", None)
     if (shape, dtype) != (x_BSE.shape, x_BSE.dtype):
         raise PartError(
-            f"{named(part)} must return an array of the shape and dtype of its input, "
+            f"{class_name(part)} must return an array of the shape and dtype of its input, "
             f"{_text(x_BSE)}, got {_text(y_BSE)}"
         )
     try:
         jax.eval_shape(jnp.add, x_BSE, y_BSE)
     except Exception as error:  # shapes and dtypes agree: JAX adds no arrays that lie otherwise
         raise PartError(
-            f"{named(part)} must return an array that lies as the residual stream does, "
+            f"{class_name(part)} must return an array that lies as the residual stream does, "
             f"{jax.typeof(x_BSE)}, got {jax.typeof(y_BSE)}; give the last product "
             "`out_sharding=spec(context.compute.residual)`, or return "
             "`reshard(y_BSE, context.compute.residual)`, both of lmlib.parallel.layout"
@@ -68,25 +68,20 @@ def check_scalars(part: Any, what: str, values: Any) -> None:
     would average the elements of an array together with the layers."""
     if not isinstance(values, Mapping):
         raise PartError(
-            f"{named(part)} must give {what} as a mapping of names, got {_text(values)}"
+            f"{class_name(part)} must give {what} as a mapping of names, got {_text(values)}"
         )
     for name, value in values.items():
         if getattr(value, "shape", None) != ():
             raise PartError(
-                f"{named(part)} must give a JAX scalar as {what}[{name!r}], got {_text(value)}; "
-                "`context.total` sums over the positions that count"
+                f"{class_name(part)} must give a JAX scalar as {what}[{name!r}], got "
+                f"{_text(value)}; `context.total` sums over the positions that count"
             )
-
-
-def named(part: Any) -> str:
-    """The class of `part`, for errors."""
-    return f"{type(part).__module__}.{type(part).__qualname__}"
 
 
 def _check_reports(part: Any, reports: Any) -> None:
     if not isinstance(reports, Reports):
         raise PartError(
-            f"{named(part)} must return reports, a lmlib.models.protocol.Reports (NO_REPORTS for "
+            f"{class_name(part)} must return reports, a lmlib.models.part.Reports (NO_REPORTS for "
             f"none), got {_text(reports)}"
         )
     check_scalars(part, "losses", reports.losses)

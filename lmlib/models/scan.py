@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Key, PRNGKeyArray
 
-from lmlib.models.layer import Layer
+from lmlib.models.context import Context, LayerCall
 from lmlib.models.matrices.adapted import with_keys
-from lmlib.models.protocol import Context, LayerCall, Reports
+from lmlib.models.part import Part, Reports
 from lmlib.models.rematerialization import policy
 from lmlib.models.returned import checked
 from lmlib.models.weights import fold
@@ -36,7 +36,7 @@ class Repeated(NamedTuple):
         is, and report nothing.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Part, ...]
     keys: tuple[Key[Array, "R"] | None, ...]
     caches: tuple[Any, ...]
     counts: Bool[Array, "R"] | None = None

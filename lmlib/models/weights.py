@@ -128,7 +128,7 @@ def weight(
         "float32" for a router or a decay rate.
       learning_rate: factor of the optimizer's.
       gradient: False for state that the module's own `updated` changes once a step, from tallies
-        (`lmlib.models.layer.Updating`). It has no moments and does not decay.
+        (`lmlib.models.part.Part.updated`). It has no moments and does not decay.
       writes: whether what it makes is added to the residual stream, as a bias of what a layer
         writes is. `None`: if it is a matrix that makes the axis "embed" of others.
     """

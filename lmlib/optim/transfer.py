@@ -41,12 +41,12 @@ import optax
 from jaxtyping import Array
 
 from lmlib.models.matrices.adapted import has_adapters
-from lmlib.models.protocol import check_protocol
+from lmlib.models.model import check_is_model
 from lmlib.models.weights import Constant, Random
 from lmlib.optim.optimizer import by_weight
 from lmlib.parallel.axes import Weight, map_weights
 
-RESIDUAL = "embed"  # the axis of the residual stream, as `lmlib.models.protocol.Model` names it
+RESIDUAL = "embed"  # the axis of the residual stream, as `lmlib.models.model.Model` names it
 _OF_HEADS = "head_dim"
 
 
@@ -152,7 +152,7 @@ class CompleteP:
             norms after what layers write, a tied model without a last norm.
         """
         model = _shapes(make)
-        check_protocol(model)
+        check_is_model(model)
         if has_adapters(model):
             raise ValueError(
                 "scaling is for models that train from their first values on, and this one has "
@@ -204,7 +204,7 @@ class _Known(NamedTuple):
             sizes[weight.path] = dict(zip(weight.axes, array.shape, strict=True))
 
         map_weights(know, model)
-        parts = model.parts()
+        parts = model.weight_groups()
         in_layers = [number for number, part in enumerate(parts) if part.layers is not None]
         tied = not any(
             "vocab" in weight.axes and weight.declaration.summed for weight in weights.values()

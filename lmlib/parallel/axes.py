@@ -63,7 +63,7 @@ class Weight:
     """An array of a module: where it is, and what its field declares.
 
     Args:
-      path: dotted: "stack.0.0.attention.query".
+      path: dotted: "stack.patterns.0.0.attention.query".
       axes: one for each axis of the array; leading axes that the field does not name are `LAYER`.
       declaration: of the field.
     """

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from lmlib.models.experts.rounds import FURTHER_ROUNDS
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 
 OF_THE_STEP = ("loss", "optimizer")  # scopes around what is not the model's
 OTHER = "other"  # norms, residual sums and all else outside those scopes

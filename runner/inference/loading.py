@@ -10,7 +10,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from lmlib.compute import Compute
 from lmlib.hf.peft import holds_adapters
-from lmlib.models.protocol import check_protocol
+from lmlib.models.model import check_is_model
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.mesh import make_mesh
@@ -56,7 +56,7 @@ def load(
     def loaded_from(source: SavedRun | ModelFolder) -> Loaded:
         # What is damaged in the small files is found before gigabytes are read.
         texts = source.texts.read(tokenizer, show)
-        check_protocol(source.shapes)
+        check_is_model(source.shapes)
         chosen = mesh or _mesh_for(source.abstract_model)
         return Loaded(
             model=model_of(source, chosen, access),

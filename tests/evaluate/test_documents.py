@@ -13,8 +13,8 @@ from lmlib.evaluate.documents import Document, evaluate_documents
 from lmlib.evaluate.ratio import Ratio
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.windows import Packing, windows
+from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
-from lmlib.models.protocol import whole_rows
 from lmlib.parallel.creation import creator
 from lmlib.parallel.mesh import make_mesh
 

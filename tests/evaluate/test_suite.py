@@ -18,8 +18,10 @@ from lmlib.evaluate.suite.pieces import RandomIds
 from lmlib.evaluate.suite.recall import recall
 from lmlib.evaluate.suite.suite import Suite, SuiteEvaluator, in_context_slope
 from lmlib.evaluate.suite.texts import TEXTS
+from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
-from lmlib.models.protocol import Names, Trunk, whole_rows
+from lmlib.models.model import Trunk
+from lmlib.models.part import Names
 from lmlib.parallel.creation import creator
 from lmlib.parallel.mesh import make_mesh
 

@@ -181,5 +181,5 @@ def test_two_tiny_steps_on_a_mesh_of_4_by_2(name, tmp_path):
     result = fit(cfg, tmp_path)
     assert [line["step"] for line in result.metrics] == [1, 2]
     assert int(result.state.step) == 2
-    assert result.state.model.stack[0][0].mlp.up.sharding.mesh.shape["fsdp"] == 4
+    assert result.state.model.stack.patterns[0][0].mlp.up.sharding.mesh.shape["fsdp"] == 4
     assert result.summary.validation_loss is not None

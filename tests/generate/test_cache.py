@@ -15,10 +15,9 @@ from lmlib.generate.sampling import numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, first_token, next_tokens, prefill
 from lmlib.generate.unstacked import unstacked
 from lmlib.generate.weights import ready
+from lmlib.models.context import Context
 from lmlib.models.families.phi import phi3
-from lmlib.models.parts.head import logits
 from lmlib.models.parts.rope_scaling import LongRope
-from lmlib.models.protocol import Context
 from lmlib.parallel.creation import creator
 from lmlib.parallel.layout import reshard
 
@@ -67,7 +66,7 @@ def part(model, tokens_BS, positions_BS, cache):
     context = Context(positions_BS, jnp.zeros_like(tokens_BS), FLOAT32, lengths_B=lengths_B)
     trunk = model.trunk(tokens_BS, context, cache)
     h_BSE = reshard(model.features(trunk.x_BSE, context), "batch seq embed")
-    return logits(model, h_BSE, FLOAT32), trunk.cache
+    return model.logits(h_BSE, FLOAT32), trunk.cache
 
 
 @jax.jit

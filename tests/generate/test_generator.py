@@ -14,7 +14,6 @@ from lmlib import Compute, make_mesh, whole_rows
 from lmlib.generate import GREEDY, Generator, Sampling, generate
 from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.families.phi import phi3
-from lmlib.models.parts.head import logits
 from lmlib.models.parts.rope_scaling import LongRope
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import shardings
@@ -49,7 +48,7 @@ def generator():
 def log_probabilities(model, tokens_BS, lengths_B):
     context = dataclasses.replace(whole_rows(tokens_BS, FLOAT32), lengths_B=lengths_B)
     h_BSE = model.features(model.trunk(tokens_BS, context).x_BSE, context)
-    return jax.nn.log_softmax(logits(model, h_BSE, FLOAT32))
+    return jax.nn.log_softmax(model.logits(h_BSE, FLOAT32))
 
 
 def by_the_whole_pass(model, prompt, count):
@@ -179,7 +178,7 @@ def test_tokens_are_drawn_as_often_as_the_whole_pass_says():
     draws, tokens_BS = 4096, jnp.array([[7]])
     context = whole_rows(tokens_BS, FLOAT32)
     h_BSE = model().features(model().trunk(tokens_BS, context).x_BSE, context)
-    p_V = np.asarray(jax.nn.softmax(logits(model(), h_BSE, FLOAT32)[0, 0]), np.float64)
+    p_V = np.asarray(jax.nn.softmax(model().logits(h_BSE, FLOAT32)[0, 0]), np.float64)
     (made,) = generate(model(), [[7]], 1, samples=draws, seed=1, compute=FLOAT32)
     counts = np.bincount([each.tokens[0] for each in made], minlength=V)
     assert (np.abs(counts - draws * p_V) <= 5 * np.sqrt(draws * p_V * (1 - p_V)) + 1).all()

@@ -117,7 +117,7 @@ def test_a_rotary_fraction_of_any_head_is_written_so_that_it_is_read_back():
             assert int(head_dim * rotary_fraction_of(Rotary(turned), head_dim)) == turned
     make = functools.partial(phi3, 8, 44, 1, 1, 8, rotary_fraction=0.7)
     model = jax.eval_shape(lambda key: make(key=key), jax.random.key(0))
-    assert model.stack[0][0].attention.rotary.head_dim == 30
+    assert model.stack.patterns[0][0].attention.rotary.head_dim == 30
     assert family_of(model, "phi3")[1]["hidden_size"] == 44
 
 
@@ -131,7 +131,9 @@ def test_dynamic_scaling_is_none_up_to_the_length_of_training(folder):
     with pytest.raises(ValueError, match=told):
         model.check(9, Compute())
     with pytest.raises(ValueError, match=told):
-        model.stack[0][0].attention.rotary.rotations(jnp.zeros((1, 9), jnp.int32), jnp.float32)
+        model.stack.patterns[0][0].attention.rotary.rotations(
+            jnp.zeros((1, 9), jnp.int32), jnp.float32
+        )
     _, written = family_of(model)
     assert written["rope_parameters"] == dynamic and written["max_position_embeddings"] == 8
     change(folder, max_position_embeddings=...)
@@ -370,8 +372,8 @@ def test_what_a_narrower_dtype_rounds_is_told(folder):
 @pytest.mark.slow
 def test_a_value_beyond_float16_is_refused_by_its_tensors_name(folder):
     model = hf.load(folder)
-    up = model.stack[0][0].mlp.up.at[1, 3, 2].set(-1e5)
-    model = eqx.tree_at(lambda model: model.stack[0][0].mlp.up, model, up)
+    up = model.stack.patterns[0][0].mlp.up.at[1, 3, 2].set(-1e5)
+    model = eqx.tree_at(lambda model: model.stack.patterns[0][0].mlp.up, model, up)
     told = r"model\.layers\.1\.mlp\.up_proj\.weight holds -100000, which would become infinite in"
     with pytest.raises(ValueError, match=told):
         hf.save(model, folder / "out", dtype="float16")

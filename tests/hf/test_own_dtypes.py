@@ -74,7 +74,7 @@ def test_texts_go_on_with_the_corrections_that_the_folder_has():
     """In bfloat16 they would choose other experts than the model that was trained."""
     model = golden_model("deepseek_v3")
     weights = ready(model, "bfloat16", None, whole=True, int8=False)
-    (mixtures,) = (pattern for pattern in model.stack if hasattr(pattern[0].mlp, "router"))
+    (mixtures,) = (pattern for pattern in model.stack.patterns if hasattr(pattern[0].mlp, "router"))
     expected = np.asarray(mixtures[0].mlp.router.correction)
     found = [
         layer.mlp.router.correction

@@ -21,16 +21,15 @@ from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor, placed
 from lmlib.hf.rope_settings import read_rope
 from lmlib.models.families.llama import llama
-from lmlib.models.layer import SimplePart
 from lmlib.models.matrices.adapted import map_adapted
-from lmlib.models.protocol import NO_REPORTS
+from lmlib.models.part import NO_REPORTS, Part
 from lmlib.models.weights import fan_in, initial_values, weight
 
 X = 3
 RULES = {"expert": "data"}
 
 
-class Experts(SimplePart):
+class Experts(Part):
     """The mean of plain mlps."""
 
     up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules=RULES)
@@ -73,7 +72,7 @@ def family(layer=LAYER):
         "experts", "None", functools.partial(llama, feed_forward=Experts),
         Names(OUTSIDE, layer), arguments,
         lambda model: shared_settings(model, "relu", feed_forward=Experts)
-        | {"intermediate_size": model.stack[0][0].mlp.up.shape[-1]},
+        | {"intermediate_size": model.stack.patterns[0][0].mlp.up.shape[-1]},
     )  # fmt: skip
 
 
@@ -91,7 +90,7 @@ def save(model, folder, **settings):
 @pytest.mark.slow
 def test_the_folder_holds_them_as_declared(tmp_path):
     found = save(model(), tmp_path / "out")
-    (block,) = model().stack[0]
+    (block,) = model().stack.patterns[0]
     for layer in range(2):
         mine = jax.tree.map(lambda array: np.asarray(array[layer]), block)  # noqa: B023
         prefix = f"model.layers.{layer}."
@@ -127,7 +126,7 @@ def test_on_a_mesh_as_on_one_device(tmp_path):
     written = save(model(), tmp_path / "out")
     mesh = make_mesh(data=3, tensor=2, devices=jax.devices()[:6])
     there = hf.load(tmp_path / "out", mesh, families=[family()])
-    assert there.stack[0][0].mlp.up.sharding.spec[1] == "data"
+    assert there.stack.patterns[0][0].mlp.up.sharding.spec[1] == "data"
     same(there, model())
     again = save(there, tmp_path / "again")
     for name, values in written.items():
@@ -135,8 +134,8 @@ def test_on_a_mesh_as_on_one_device(tmp_path):
 
 
 def test_an_expert_that_a_dtype_cannot_hold_is_named(tmp_path):
-    up = model().stack[0][0].mlp.up.at[1, 2, 0, 0].set(1e6)
-    changed = eqx.tree_at(lambda model: model.stack[0][0].mlp.up, model(), up)
+    up = model().stack.patterns[0][0].mlp.up.at[1, 2, 0, 0].set(1e6)
+    changed = eqx.tree_at(lambda model: model.stack.patterns[0][0].mlp.up, model(), up)
     with pytest.raises(ValueError, match=r"^model\.layers\.1\.experts\.2\.w1\.weight holds 1e\+06"):
         save(changed, tmp_path / "out", dtype="float16")
 
@@ -146,12 +145,12 @@ def test_an_expert_that_a_dtype_cannot_hold_is_named(tmp_path):
     [
         (
             Tensor("w1", {"mlp.up": ("mlp", "embed")}),
-            r"w1 names the axes mlp, embed for stack\.0\.0\.mlp\.up, whose axes are expert, embed",
+            r"w1 names the axes mlp, embed for stack\.patterns\.0\.0\.mlp\.up, whose axes are exp",
         ),
         (dataclasses.replace(MERGED, each="group"), "no weight in it has the axis group"),
         (
             Tensor("w1", {"mlp.up": ("mlp expert", "embed")}, along=1, each="expert"),
-            r"stack\.0\.0\.mlp\.up has 8 for expert = 3, of which that is no multiple",
+            r"stack\.patterns\.0\.0\.mlp\.up has 8 for expert = 3, of which that is no multiple",
         ),
     ],
     ids=("axes", "each", "multiple"),
@@ -196,7 +195,9 @@ def test_adapters_that_peft_cannot_name_are_refused(tmp_path):
     odd = Tensor(OUTPUT.name, {"attention.output": ("embed heads", "head_dim")})
     mine = family(tuple(odd if each is OUTPUT else each for each in LAYER))
     adapted = with_adapters(model(), 2, 2.0, ("*attention.output",), key=jax.random.key(2))
-    with pytest.raises(ValueError, match=r"no place for the adapters of stack\.0\.0\.attention"):
+    with pytest.raises(
+        ValueError, match=r"no place for the adapters of stack\.patterns\.0\.0\.attention"
+    ):
         hf.save_adapters(adapted, tmp_path / "peft", trained=(), families=[mine])
 
 

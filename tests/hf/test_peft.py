@@ -128,13 +128,13 @@ def test_what_is_written_is_read_again(name, tmp_path):
     """In some layers alone, and not in all matrices of them."""
     kind = FAMILIES[name][0]
     joined = kind in ("phi3", "gpt2", "gpt_neox", "deepseek_v3")
-    paths = ("stack.0.0.*.query*",) if joined else ("stack.0.0.*",)
+    paths = ("stack.patterns.0.0.*.query*",) if joined else ("stack.patterns.0.0.*",)
     model = adapted(name, rank=2, alpha=5.0, paths=paths, dropout=0.25)
     hf.save_adapters(model, tmp_path / "out", model_type=kind, trained=())
     again = hf.load_adapters(tmp_path / "out", base_of(name), model_type=kind)
     if not joined:
         assert_same(again, model)
-    added = [jax.tree.leaves(merge(each).stack[0][0].attention) for each in (again, model)]
+    added = [jax.tree.leaves(merge(each).stack.patterns[0][0].attention) for each in (again, model)]
     for one, other in zip(*added, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -144,7 +144,7 @@ def test_adapters_lie_as_the_weights_beside_which_they_are(tmp_path):
     mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     folder = GOLDEN_ADAPTERS / "llama"
     split = hf.load_adapters(folder, hf.load(GOLDEN / "llama", mesh))
-    down = split.stack[0][0].attention.query.down
+    down = split.stack.patterns[0][0].attention.query.down
     assert len({str(shard.index) for shard in down.addressable_shards}) == 4
     assert_same(split, hf.load_adapters(folder, base_of("llama")))
     hf.save_adapters(split, tmp_path / "out", trained=())
@@ -221,7 +221,7 @@ def test_what_a_config_may_say(folder, changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     found = adapters_in(folder, *shapes())
     assert found.sizes["embedding"] == (2, 4.5 if "alpha_pattern" in changes else 3.0)
-    assert found.sizes["stack.0.0.attention.query"] == (2, 3.0)
+    assert found.sizes["stack.patterns.0.0.attention.query"] == (2, 3.0)
     if "alpha_pattern" in changes:
         with pytest.raises(FolderError, match="several ranks or alphas"):
             found.arguments(shapes()[0])

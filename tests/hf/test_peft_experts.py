@@ -50,7 +50,7 @@ def test_the_product_of_what_is_written_is_what_merging_adds(name, tmp_path):
         tensors(folder / "model.safetensors") for folder in (tmp_path / "merged", GOLDEN / name)
     )
     module, gate, up, down = IN_FOLDERS[name]
-    X = base_of(name).stack[0][0].mlp.router.experts
+    X = base_of(name).stack.patterns[0][0].mlp.router.experts
 
     def added(prefix, parameter):
         a, b = (pairs[f"{prefix}.lora_{each}.weight"] for each in "AB")
@@ -88,8 +88,10 @@ def test_what_is_written_is_read_again(paths, tmp_path):
 def of_two_ranks(name):
     """Attention's adapters have rank 4 and another alpha, those of experts rank 2."""
     model = adapted(name, rank=2, alpha=5.0, paths=("*.experts.*",))
-    attention = adapted(name, rank=4, alpha=8.0, paths=("*.attention.*",)).stack[0][0].attention
-    return eqx.tree_at(lambda model: model.stack[0][0].attention, model, attention)
+    attention = (
+        adapted(name, rank=4, alpha=8.0, paths=("*.attention.*",)).stack.patterns[0][0].attention
+    )
+    return eqx.tree_at(lambda model: model.stack.patterns[0][0].attention, model, attention)
 
 
 def test_attention_and_experts_may_have_ranks_of_their_own(tmp_path):

@@ -50,7 +50,7 @@ def test_shapes_suffice():
 
 def test_the_text_names_axes_layout_and_totals():
     text = str(describe(jax.eval_shape(make), make_mesh(fsdp=4, tensor=2)))
-    row = next(line for line in text.splitlines() if line.startswith("stack.0.0.mlp.down"))
+    row = next(line for line in text.splitlines() if line.startswith("stack.patterns.0.0.mlp.down"))
     assert "2 × mlp 256 × embed 64" in row
     assert "whole, tensor, fsdp" in row
     assert f"{2 * 256 * 64 * 4 // 8:,}" in row
@@ -71,7 +71,7 @@ def test_the_text_names_axes_layout_and_totals():
 )
 def test_axes_of_the_mesh_that_split_nothing_are_not_named(sizes, layout, where):
     table = describe(jax.eval_shape(make), make_mesh(**sizes))
-    (down,) = [row for row in table.parameters if row.path == "stack.0.0.mlp.down"]
+    (down,) = [row for row in table.parameters if row.path == "stack.patterns.0.0.mlp.down"]
     assert down.layout == layout
     assert table.short().endswith(where)
 

@@ -14,11 +14,11 @@ from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
 from lmlib.losses import DPO, batch_loss
+from lmlib.models.context import Context
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
 from lmlib.models.matrices.int8 import Int8, in_int8
 from lmlib.models.parts.embedding import embedded
-from lmlib.models.protocol import Context
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
@@ -118,10 +118,10 @@ def broken(where, value: float) -> str | None:
 @pytest.mark.slow
 def test_the_first_broken_part_is_named():
     nan = float("nan")
-    assert broken(lambda m: m.stack[0][0].mlp.up, nan) == "the weights of layer 1"
+    assert broken(lambda m: m.stack.patterns[0][0].mlp.up, nan) == "the weights of layer 1"
     assert broken(lambda m: m.embedding, nan) == "the weights of embedding"
     # Finite in itself, but its products are not.
-    assert broken(lambda m: m.stack[0][0].mlp.down, 3e38) in (
+    assert broken(lambda m: m.stack.patterns[0][0].mlp.down, 3e38) in (
         "the weights of layer 1",  # its norm overflows
         "the output of layer 1",
     )

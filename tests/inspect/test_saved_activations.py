@@ -49,7 +49,7 @@ def kept_by_jax(experiment):
             batch,
         )
     weights = Counter(leaf.shape for leaf in jax.tree.leaves(model))
-    layers, _, heads, _ = model.stack[0][0].attention.query.shape
+    layers, _, heads, _ = model.stack.patterns[0][0].attention.query.shape
     numbers = layers * heads * batch.tokens.size
     kept = Counter()
     for leaf in jax.tree.leaves(pullback):

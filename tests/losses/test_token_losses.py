@@ -13,8 +13,8 @@ from lmlib.data.packing import packed_batch
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.scoring import Scorer
 from lmlib.losses.token_losses import token_losses
+from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
-from lmlib.models.protocol import Context
 from lmlib.parallel.layout import shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_model

@@ -3,7 +3,6 @@
 Shapes: B batch, S sequence, E embed, L latent, H heads, D head_dim, R rotary_dim, V value_dim.
 """
 
-import dataclasses
 import functools
 
 import equinox as eqx
@@ -14,9 +13,9 @@ import pytest
 from laid_out import laid_out
 
 from lmlib import Compute, make_mesh
+from lmlib.models.context import Context
 from lmlib.models.parts.latent_attention import LatentAttention
 from lmlib.models.parts.rope import Rotary
-from lmlib.models.protocol import Context
 from lmlib.models.weights import bell
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import sharding, share
@@ -46,7 +45,7 @@ def inputs():
 def context(positions_BS, segment_ids_BS, rotary, compute):
     made = Context(positions_BS, segment_ids_BS, compute)
     rotations = {rotary: rotary.rotations(positions_BS, "float32")}
-    return dataclasses.replace(made, rotations=rotations)
+    return made.sharing(rotations)
 
 
 def two_documents():

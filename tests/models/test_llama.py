@@ -12,8 +12,8 @@ from llama_reference import reference_logits
 from sentinels import sentinels
 
 from lmlib.compute import EVERYTHING, Compute
+from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
-from lmlib.models.protocol import Context
 
 V, E, L, H, K, D, F, B, S = 61, 32, 3, 4, 2, 8, 48, 2, 24
 
@@ -176,7 +176,7 @@ def test_a_weight_depends_on_the_seed_and_its_path_only():
     model = initial()
     deeper = initial(layers=L + 2, window=3)
     np.testing.assert_array_equal(deeper.embedding, model.embedding)
-    ((deeper_block,),), ((block,),) = deeper.stack, model.stack
+    ((deeper_block,),), ((block,),) = deeper.stack.patterns, model.stack
     np.testing.assert_array_equal(deeper_block.mlp.up[:L], block.mlp.up)
     other_seed = initial(seed=1)
     assert not np.any(np.asarray(other_seed.embedding) == np.asarray(model.embedding))

@@ -16,12 +16,12 @@ from sentinels import sentinels
 from lmlib import Compute, whole_rows
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
+from lmlib.models.part import NO_REPORTS
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.head import capped
 from lmlib.models.parts.mlp import MLP, GatedMLP, gelu, gelu_tanh, relu_squared, silu
 from lmlib.models.parts.norms import LayerNorm, RMSNorm
 from lmlib.models.parts.rope import Rotary
-from lmlib.models.protocol import NO_REPORTS
 
 B, S, E, F, H, K, D = 2, 5, 8, 12, 4, 2, 6
 key = jax.random.key(0)
@@ -153,10 +153,7 @@ def test_attention_with_every_option(axes, rotary):
             key=key,
         )
     )  # fmt: skip
-    rotations = (
-        {} if rotary is None else {rotary: rotary.rotations(context.positions_BS, "float32")}
-    )
-    given = type(context)(**{**vars(context), "rotations": rotations})
+    given = context.sharing({} if rotary is None else {rotary: rotary(context)})
     found, cache = attention(x_BSE, given)
     assert cache is None
     count = len(axes.split())

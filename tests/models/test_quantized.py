@@ -18,10 +18,10 @@ from lmlib import optim, train
 from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
+from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
 from lmlib.models.matrices.quantized import FORMATS, rounded
 from lmlib.models.product import product
-from lmlib.models.protocol import whole_rows
 from lmlib.models.weights import fan_in, weight
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import STORED, partition, sharding, shardings

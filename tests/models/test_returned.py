@@ -15,10 +15,9 @@ from lmlib.data.synthetic import Synthetic
 from lmlib.losses import LossSums
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.layer import SimplePart
+from lmlib.models.part import NO_REPORTS, Part, Reports
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.protocol import NO_REPORTS, Reports
 from lmlib.models.stack import Segment
 from lmlib.optim import Optimizer, as_declared
 from lmlib.parallel.axes import PartError
@@ -33,7 +32,7 @@ def runs(attention=None, mlp=None, layer=Block, model=None, **settings):
     source = Synthetic(vocab_size=64, batch_size=2, sequence_length=8)  # two rows: unpacks to two
 
     def made_by(call):
-        class Mine(SimplePart):
+        class Mine(Part):
             def __call__(self, *arguments):
                 return call(*arguments)
 
@@ -136,7 +135,7 @@ CASES = {
     "layer": ({"layer": ThreeRows}, r"ThreeRows must return a tuple \(y_BSE, reports, cache\)"),
     "trunk": (
         {"model": functools.partial(NoTrunk, **SIZES, segments=[])},
-        "NoTrunk.trunk must return a lmlib.models.protocol.Trunk",
+        "NoTrunk.trunk must return a lmlib.models.model.Trunk",
     ),
     "sums": ({"objective": Sums()}, "Sums.sums must return a lmlib.losses.LossSums, got a tuple"),
     "sums, an array": ({"objective": Unsummed()}, r"Unsummed must give a JAX scalar as reported"),

@@ -13,8 +13,8 @@ import pytest
 from laid_out import laid_out
 
 from lmlib import Compute, make_mesh
+from lmlib.models.context import Context
 from lmlib.models.parts.attention import Attention
-from lmlib.models.protocol import Context
 from lmlib.models.weights import bell
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import sharding, share
@@ -128,7 +128,7 @@ def test_what_mixes_values_is_what_is_shown():
     x_BSE, d_BSE, segment_ids_BS = (jnp.asarray(x) for x in inputs())
     part = made()
     context = Context(jnp.zeros_like(segment_ids_BS), segment_ids_BS, FLOAT32)
-    weights_BHST = part.weights(x_BSE, context)
+    weights_BHST = part.attention_weights(x_BSE, context)
     v_BTKD = jnp.einsum("bte,ekd->btkd", x_BSE, part.value) + part.value_bias
     v_BTHD = jnp.repeat(v_BTKD, H // K, axis=2)
     y_BSE = jnp.einsum("bhst,bthd,hde->bse", weights_BHST, v_BTHD, part.output) + part.output_bias

@@ -58,7 +58,7 @@ def model():
 
 
 def layers_of(stack):
-    for pattern in stack:
+    for pattern in stack.patterns:
         for i in range(jax.tree.leaves(pattern)[0].shape[0]):
             for layer in pattern:
                 yield jax.tree.map(lambda w_R, i=i: np.asarray(w_R[i], np.float64), layer)

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +15,10 @@ from lmlib.compute import EVERYTHING
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.block import Block
+from lmlib.models.part import Part, Reports
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.protocol import Names, Reports
-from lmlib.models.stack import Segment, depth, make_stack, run_stack, stack_parts
+from lmlib.models.stack import Segment, Stack
 from lmlib.models.weights import fan_in, fold, initial_values, weight
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.state import abstract_model
@@ -113,10 +112,8 @@ def test_every_unrolling_of_every_depth_gives_the_same_gradients(
         assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
 
 
-class TokenShift(eqx.Module):
+class TokenShift(Part):
     """A mixer with a cache: each position gets the one before it; the cache is the last one."""
-
-    names: ClassVar[Names] = Names()
 
     shifted: Float[Array, "embed embed"] = weight(fan_in("embed"))
 
@@ -126,14 +123,8 @@ class TokenShift(eqx.Module):
         y_BSE = jnp.einsum("bse,ef->bsf", shifted_BSE, self.shifted)
         return y_BSE, x_BSE[:, -1:]
 
-    def flops_per_token(self, sequence_length, causal):
-        return 0.0
 
-    def check(self, sequence_length, compute):
-        pass
-
-
-class CostlyMLP(eqx.Module):
+class CostlyMLP(Part):
     """An mlp that adds to the loss, as a router does."""
 
     inner: GatedMLP
@@ -141,16 +132,6 @@ class CostlyMLP(eqx.Module):
     def __call__(self, x_BSE, context):
         y_BSE, _ = self.inner(x_BSE, context)
         return y_BSE, Reports({"squares": jnp.sum(jnp.square(y_BSE))}, {})
-
-    def flops_per_token(self, sequence_length, causal):
-        return self.inner.flops_per_token(sequence_length, causal)
-
-    def check(self, sequence_length, compute):
-        self.inner.check(sequence_length, compute)
-
-    @property
-    def names(self):
-        return self.inner.names
 
 
 E = 8
@@ -171,7 +152,7 @@ def plainer(key):
 def stack():
     """Three times (shifting, plainer), then two plainer: eight layers."""
     segments = [Segment([shifting, plainer], 3), Segment([plainer], 2)]
-    return jax.jit(lambda: make_stack(segments, jax.random.key(0)))()
+    return jax.jit(lambda: Stack(segments, jax.random.key(0)))()
 
 
 def inputs(S=6):
@@ -180,7 +161,7 @@ def inputs(S=6):
 
 
 def blocks_in_order(stack):
-    for pattern in stack:
+    for pattern in stack.patterns:
         for repetition in range(jax.tree.leaves(pattern)[0].shape[0]):
             for block in pattern:
                 yield jax.tree.map(lambda leaf, i=repetition: leaf[i], block)
@@ -195,13 +176,13 @@ def test_patterns_run_in_the_order_of_their_layers(stack, unroll):
         compute=dataclasses.replace(context.compute, unroll=unroll),
         observe=lambda layer: (jnp.sum(layer.before), jnp.sum(layer.after)),
     )
-    found = jax.jit(lambda stack: run_stack(stack, x_BSE, context))(stack)
+    found = jax.jit(lambda stack: stack(x_BSE, context))(stack)
     sums, cost = [jnp.sum(x_BSE)], 0.0
     for block in blocks_in_order(stack):
         x_BSE, reports, _ = block(x_BSE, context)
         sums.append(jnp.sum(x_BSE))
         cost += reports.losses["squares"]
-    assert depth(stack) == 8 == len(sums) - 1
+    assert stack.depth == 8 == len(sums) - 1
     np.testing.assert_allclose(found.x_BSE, x_BSE, rtol=1e-5, atol=1e-5)
     before, after = found.observed
     np.testing.assert_allclose(before, np.array(sums[:-1]), rtol=1e-4, atol=1e-4)
@@ -212,14 +193,14 @@ def test_patterns_run_in_the_order_of_their_layers(stack, unroll):
 @pytest.mark.slow
 def test_a_cache_goes_on_where_the_last_call_ended(stack):
     x_BSE, context = inputs()
-    whole = run_stack(stack, x_BSE, context).x_BSE
+    whole = stack(x_BSE, context).x_BSE
     cache = tuple(
         tuple(jnp.zeros((jax.tree.leaves(block)[0].shape[0], 2, 1, E)) for block in pattern)
-        for pattern in stack
+        for pattern in stack.patterns
     )
     pieces = []
     for start, end in ((0, 1), (1, 4), (4, 6)):
-        part = run_stack(stack, x_BSE[:, start:end], inputs(end - start)[1], cache)
+        part = stack(x_BSE[:, start:end], inputs(end - start)[1], cache)
         pieces.append(part.x_BSE)
         cache = part.cache
     np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, rtol=1e-5, atol=1e-6)
@@ -227,20 +208,20 @@ def test_a_cache_goes_on_where_the_last_call_ended(stack):
 
 @pytest.mark.slow
 def test_parts_know_their_layers(stack):
-    layers = [list(part.layers) for part in stack_parts(stack)]
+    layers = [list(part.layers) for part in stack.weight_groups()]
     assert layers == [[0, 2, 4], [1, 3, 5], [6, 7]]
-    for part in stack_parts(stack):
+    for part in stack.weight_groups():
         for leaf in jax.tree.leaves(part.weights):
             assert leaf.shape[0] == len(part.layers)
 
 
 @pytest.mark.slow
 def test_a_layers_weights_depend_on_its_index_alone(stack):
-    other = jax.jit(lambda: make_stack([Segment([plainer], 8)], jax.random.key(0)))()
+    other = jax.jit(lambda: Stack([Segment([plainer], 8)], jax.random.key(0)))()
     for one, two in zip(blocks_in_order(stack), blocks_in_order(other), strict=True):
         np.testing.assert_array_equal(one.attention.shifted, two.attention.shifted)
 
 
 def test_no_layers_are_refused():
     with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
-        make_stack([Segment([plainer], 0)], jax.random.key(0))
+        Stack([Segment([plainer], 0)], jax.random.key(0))

@@ -18,8 +18,8 @@ from lmlib.generate import generate
 from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
 from lmlib.inspect.saved_activations import saved_activations
 from lmlib.models.families.llama import llama
+from lmlib.models.model import Model
 from lmlib.models.parts.attention import Attention
-from lmlib.models.parts.head import logits
 from lmlib.models.parts.mlp import GatedMLP, relu_squared
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.parallel.layout import sharding, shardings
@@ -46,7 +46,7 @@ def experiment(mesh, **compute):
 def reference_logits(model, tokens_BS):
     """As GPT-2 is written down, in float64."""
     weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model)
-    ((block,),) = weights.stack
+    ((block,),) = weights.stack.patterns
 
     def normed(x, norm, *layer):
         centred = x - x.mean(-1, keepdims=True)
@@ -88,7 +88,7 @@ def test_its_logits_are_those_of_the_definition():
     def computed(model, tokens_BS):
         context = whole_rows(tokens_BS, Compute(dtype="float32"))
         features = model.features(model.trunk(tokens_BS, context).x_BSE, context)
-        return logits(model, features, context.compute)
+        return model.logits(features, context.compute)
 
     found, expected = computed(model, tokens_BS), reference_logits(model, tokens_BS)
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
@@ -172,20 +172,31 @@ def test_it_is_planned_described_measured_and_sampled():
 def test_what_decays_is_what_it_declares():
     run = experiment({})
     decays = {row.path: row.decays for row in describe(run.recipe.made, run.mesh).parameters}
-    assert decays["tokens_VE"] and decays["stack.0.0.attention.output"]
-    assert not decays["stack.0.0.attention.query_bias"]  # two axes, and no matrix
-    assert not decays["stack.0.0.mlp.up_bias"] and not decays["norm.scale"]
+    assert decays["tokens_VE"] and decays["stack.patterns.0.0.attention.output"]
+    assert not decays["stack.patterns.0.0.attention.query_bias"]  # two axes, and no matrix
+    assert not decays["stack.patterns.0.0.mlp.up_bias"] and not decays["norm.scale"]
 
 
-class Half(eqx.Module):
+class Half(Model):
     """Has tokens in and features out, and nothing else."""
 
-    trunk = features = vocab = None
+    vocab = logit_cap = trunk = features = None
 
 
-def test_a_model_that_lacks_a_part_is_told_which_and_what_for():
-    run = dataclasses.replace(experiment({}), model=lambda key: Half())
-    with pytest.raises(ValueError, match=r"Half is no .*Model.*: it lacks .*parts, which names"):
+class Stranger(eqx.Module):
+    trunk = features = vocab = logit_cap = None
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Half, r"class Half .*methods.* unembedding_EV, weight_groups"),
+        (Stranger, r"Stranger is not a lmlib.models.model.Model: make it a subclass"),
+    ],
+)
+def test_a_model_that_lacks_a_part_is_told_which(model, message):
+    run = dataclasses.replace(experiment({}), model=lambda key: model())
+    with pytest.raises((TypeError, ValueError), match=message):
         run.check()
 
 
@@ -197,7 +208,7 @@ def test_an_activation_and_a_query_norm_are_changed_in_a_line():
         attention=functools.partial(Attention, norm=functools.partial(RMSNorm, "head_dim")),
     )  # fmt: skip
     model = jax.jit(changed)()
-    ((block,),) = model.stack
+    ((block,),) = model.stack.patterns
     assert block.mlp.activation is relu_squared
     assert block.attention.query_norm.scale.shape == (2, 8)
     found = jax.jit(lambda model, tokens_BS: model(tokens_BS))(model, np.zeros((1, 8), "int32"))

@@ -46,7 +46,7 @@ def test_initial_values_of_llama(tied):
     sizes = {"vocab": 1_000, "embed": 64, "heads": 8, "head_dim": 16, "mlp": 256}
     make = functools.partial(llama, layers=3, tied=tied, key=jax.random.key(0), **sizes)
     model = jax.jit(make)()
-    ((block,),) = model.stack
+    ((block,),) = model.stack.patterns
     expected = {
         64**-0.5: [block.attention.query, block.attention.key, block.mlp.gate, block.mlp.up],
         (128 * 6) ** -0.5: [block.attention.output],

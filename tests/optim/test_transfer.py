@@ -159,13 +159,13 @@ def test_orthogonal_updates_change_outputs_alike_at_every_width_and_depth():
 
     scaled = CompleteP(BASE).scaled(functools.partial(LLAMA, mlp=1024))
     of = named_weights(jax.eval_shape(functools.partial(LLAMA, mlp=1024), key=jax.random.key(0)))
-    query = scaled.of_orthogonal(of["stack.0.0.attention.query"])
+    query = scaled.of_orthogonal(of["stack.patterns.0.0.attention.query"])
     assert query * norm(128, 128) / norm(32, 32) == pytest.approx(1)
-    up = scaled.of_orthogonal(of["stack.0.0.mlp.up"])
+    up = scaled.of_orthogonal(of["stack.patterns.0.0.mlp.up"])
     assert up * norm(128, 1024) / norm(32, 64) == pytest.approx(math.sqrt(16 / 4))
-    down = scaled.of_orthogonal(of["stack.0.0.mlp.down"])
+    down = scaled.of_orthogonal(of["stack.patterns.0.0.mlp.down"])
     assert down * norm(1024, 128) / norm(64, 32) == pytest.approx(math.sqrt(4 / 16) / 4)
-    by_head = scaled.of_orthogonal(of["stack.0.0.attention.query"], ["heads"])
+    by_head = scaled.of_orthogonal(of["stack.patterns.0.0.attention.query"], ["heads"])
     assert by_head * norm(128, 16) / norm(32, 16) == pytest.approx(math.sqrt(1 / 4))
 
 

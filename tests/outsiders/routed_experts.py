@@ -1,17 +1,14 @@
 """A mixture of experts whose router has a loss, a statistic, and a bias that no gradient changes
 (Wang et al. 2024, arXiv:2408.15664). Nothing of lmlib is edited."""
 
-from typing import ClassVar
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from lmlib.models.layer import SimplePart
+from lmlib.models.part import Names, Part, Reports
 from lmlib.models.product import product
-from lmlib.models.protocol import Names, Reports
 from lmlib.models.weights import fan_in, initial_values, product_flops, weight, zeros
 from lmlib.parallel.layout import spec
 
@@ -19,10 +16,10 @@ EXPERTS, RATE = 4, 0.01
 WHOLE = {"expert": None, "choice": None}
 
 
-class Experts(SimplePart):
+class Experts(Part):
     """Two of four experts for each token; all are computed."""
 
-    names: ClassVar[Names] = Names(saved=("router",), scopes=("router", "mlp"))
+    names = Names(saved=("router",), scopes=("router", "mlp"))
 
     router: Float[Array, "embed choice"] = weight(fan_in("embed"), rules=WHOLE, dtype="float32")
     bias: Float[Array, "choice"] = weight(zeros, rules=WHOLE, dtype="float32", gradient=False)

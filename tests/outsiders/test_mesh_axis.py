@@ -10,9 +10,8 @@ from jaxtyping import Array, Float
 from outsider_runs import SIZES, check_outsider, experiment
 
 from lmlib.models.families.llama import llama
-from lmlib.models.layer import SimplePart
+from lmlib.models.part import NO_REPORTS, Part
 from lmlib.models.product import product
-from lmlib.models.protocol import NO_REPORTS
 from lmlib.models.weights import fan_in, initial_values, weight
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.layout import reshard
@@ -24,7 +23,7 @@ def experts(along, tokens):
     """A class of experts along a mesh axis; `tokens` splits the batch that they are given."""
     rules = {"expert": along, "choice": None}
 
-    class Experts(SimplePart):
+    class Experts(Part):
         router: Float[Array, "embed choice"] = weight(fan_in("embed"), rules=rules)
         up: Float[Array, "expert embed mlp"] = weight(fan_in("embed"), rules=rules)
         down: Float[Array, "expert mlp embed"] = weight(fan_in("mlp"), rules=rules)
@@ -76,12 +75,14 @@ def test_experts_train_as_on_one_device_and_resume_bit_for_bit(feed_forward, mes
 
 
 def test_what_lies_over_fsdp_in_use_rests_there_too():
-    ((block,),) = run_of(OVER_FSDP, fsdp=2, tensor=2).abstract_state().model.stack
+    ((block,),) = run_of(OVER_FSDP, fsdp=2, tensor=2).abstract_state().model.stack.patterns
     assert block.mlp.up.sharding.spec == PartitionSpec(None, "fsdp", "expert", "tensor")
     assert block.mlp.router.sharding.spec == PartitionSpec(None, ("fsdp", "expert"), None)
 
 
 def test_two_axes_of_a_weight_along_one_of_the_mesh_are_refused():
     run = run_of(experts("tensor", "data"), tensor=2)
-    with pytest.raises(LayoutError, match=r"stack.0.0.mlp.up: axes 'expert' and 'mlp' .* 'tensor'"):
+    with pytest.raises(
+        LayoutError, match=r"stack.patterns.0.0.mlp.up: axes 'expert' and 'mlp' .* 'tensor'"
+    ):
         run.check()

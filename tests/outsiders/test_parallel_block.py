@@ -3,17 +3,16 @@ arXiv:2204.02311, §2), of Llama's parts. Nothing of lmlib is edited."""
 
 import functools
 
-import equinox as eqx
 import jax
 import pytest
 from outsider_runs import EIGHT, SIZES, check_outsider, experiment
 
 from lmlib.models.decoder import Decoder
+from lmlib.models.part import Part
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.parts.rope import Rotary
-from lmlib.models.protocol import joined
 from lmlib.models.stack import Segment
 from lmlib.models.weights import fold
 from lmlib.parallel.layout import share
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.several_devices
 LAYERS, HEADS, HEAD_DIM, MLP = 2, 4, 8, 16
 
 
-class Together(eqx.Module):
+class Together(Part):
     norm: RMSNorm
     attention: Attention
     mlp: GatedMLP
@@ -42,18 +41,8 @@ class Together(eqx.Module):
         y_BSE, reports = self.mlp(h_BSE, context)
         return x_BSE + attended_BSE + y_BSE, reports, cache
 
-    def flops_per_token(self, sequence_length, causal):
-        parts = self.attention, self.mlp
-        return sum(part.flops_per_token(sequence_length, causal) for part in parts)
-
-    def check(self, sequence_length, compute):
-        self.attention.check(sequence_length, compute)
-
     def empty_cache(self, rows, length, dtype):
         return self.attention.empty_cache(rows, length, dtype)
-
-    names = property(lambda self: joined(self.attention.names, self.mlp.names))
-    rotaries = property(lambda self: (self.attention.rotary,))
 
 
 def parallel(key):

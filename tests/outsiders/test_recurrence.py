@@ -18,7 +18,7 @@ from lmlib.losses import Distillation
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
-from lmlib.models.layer import SimplePart
+from lmlib.models.part import Part
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.product import product
@@ -30,7 +30,7 @@ from lmlib.state import abstract_batch, abstract_model
 pytestmark = pytest.mark.several_devices
 
 
-class Recurrence(SimplePart):
+class Recurrence(Part):
     decay: Float[Array, "channel"] = weight(
         ones, rules={"channel": None}, dtype="float32", learning_rate=0.1
     )

@@ -33,7 +33,8 @@ def test_what_fits_passes():
             {"heads": 12, "kv_heads": 3, "head_dim": 8},
             {"tensor": 2},
             [
-                "stack.0.0.attention.key, stack.0.0.attention.value: axis 'kv_heads' of size 3",
+                "stack.patterns.0.0.attention.key, stack.patterns.0.0.attention.value: axis "
+                "'kv_heads' of size 3",
                 "over tensor=2",
                 "use tensor of 1 or 3, or kv_heads a multiple of 2 or a divisor of 2",
             ],

@@ -40,7 +40,7 @@ def test_a_gathered_stack_is_named_with_its_bytes():
     mesh = make_mesh(fsdp=4, tensor=2)
 
     def gathered(model, whole_stack):
-        ((blocks,),) = gather(model.stack, jnp.float32) if whole_stack else model.stack
+        ((blocks,),) = gather(model.stack.patterns, jnp.float32) if whole_stack else model.stack
 
         def layer(total, block):
             block = block if whole_stack else gather(block, jnp.float32)
@@ -52,7 +52,7 @@ def test_a_gathered_stack_is_named_with_its_bytes():
 
     (warning,) = warnings_of(functools.partial(gathered, whole_stack=True), mesh)
     assert warning.problem == "gathered stack"
-    assert "stack.0.0.mlp.gate" in warning.message
+    assert "stack.patterns.0.0.mlp.gate" in warning.message
     stack = L * E * (F // 2) * 4
     assert f"{stack:,} bytes" in warning.message
     assert warning.bytes_sent_per_step == stack * 3 // 4
@@ -67,7 +67,7 @@ def test_a_cube_of_tpus_is_told_how_to_gather_and_scatter(topology):
     """And it is right: with the mesh that is named XLA does, in half of the bytes."""
 
     def loss(model):
-        ((blocks,),) = model.stack
+        ((blocks,),) = model.stack.patterns
         gate_EF = gather(blocks, jnp.float32).mlp.gate[0]
         x_BE = reshard(jnp.ones((64, E)), ("batch", "embed"))
         return jnp.sum(jnp.sin(x_BE @ gate_EF))

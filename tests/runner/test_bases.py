@@ -125,7 +125,7 @@ def test_a_run_of_adapters_is_a_base_of_all_three(run, tmp_path):
     adapted = tmp_path / "adapted"
     trained = adapted_run(run, adapted)
     base = merged(trained)
-    assert not np.allclose(base.stack[0][0].mlp.up, model.stack[0][0].mlp.up)
+    assert not np.allclose(base.stack.patterns[0][0].mlp.up, model.stack.patterns[0][0].mlp.up)
     same(first_weights(config("lora", adapted, data)), trained)  # it goes on with its adapters
     other = config("lora", adapted, data)
     other.model.alpha = 7.0

@@ -146,7 +146,7 @@ def test_resumed_on_another_mesh_the_curve_is_the_same(undisturbed, mesh, sizes,
     shutil.rmtree(parted / "checkpoints" / "20")
     (parted / "result.json").unlink()
     found = fit(tiny(*mesh, "compute.dtype=float32"), parted)
-    there = found.state.model.stack[0][0].mlp.up.sharding.mesh.shape
+    there = found.state.model.stack.patterns[0][0].mlp.up.sharding.mesh.shape
     assert {axis: size for axis, size in there.items() if size > 1} == sizes
     assert without_times(found.metrics)[:10] == without_times(expected.metrics)[:10]
     assert [line["step"] for line in found.metrics] == list(range(1, 21))

@@ -43,16 +43,16 @@ def config():
 import fiddle as fdl
 from jaxtyping import Array, Float
 from experiments import llama_84m
-from lmlib.models.layer import SimplePart
+from lmlib.models.part import Part
 from lmlib.models.weights import fan_in, initial_values, weight
 from lmlib.parallel.layout import reshard
-class Square(SimplePart):
+class Square(Part):
     w: Float[Array, "embed embed"] = weight(fan_in("embed"))
     def __init__(self, embed, *others, key, **more):
         self.w = initial_values(self, "w", key, embed=embed)
     def __call__(self, x_BSE, context, cache=None):
         return x_BSE, cache
-class OneArray(SimplePart):
+class OneArray(Part):
     w: Float[Array, "embed own"] = weight(fan_in("embed"), rules={"own": None})
     def __init__(self, embed, *others, key, **more):
         self.w = initial_values(self, "w", key, embed=embed, own=1)

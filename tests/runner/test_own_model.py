@@ -135,9 +135,9 @@ def test_weights_that_no_gradient_changes_are_loaded_as_they_were_trained(
     model = load(workdir, mesh=make_mesh(), trusted=("my_model",)).model
     with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
         (name,) = checkpoints.names(1, "buffers")
-    moved = abs(model.stack[0][0].mlp.bias)
+    moved = abs(model.stack.patterns[0][0].mlp.bias)
     # By the rate times how far from even its tokens were.
-    assert name == "stack.0.0.mlp.bias"
+    assert name == "stack.patterns.0.0.mlp.bias"
     assert moved.min() > 0 and moved.max() < 0.01
 
 

@@ -117,7 +117,7 @@ def test_a_saved_model_with_a_part_of_its_own_is_built_again(tmp_path):
     save(cfg, tmp_path)
     again = load(str(tmp_path / "config.json"))
     model = jax.eval_shape(functools.partial(fdl.build(again.model), key=jax.random.key(0)))
-    ((block,),) = model.stack
+    ((block,),) = model.stack.patterns
     assert block.attention.scale == 0.5 and block.attention.rotary is not None
 
 

@@ -84,7 +84,7 @@ def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(
     loaded = load(str(tmp_path / "cut"), mesh=make_mesh(devices=jax.devices()[:1])).model
     same(loaded, whole.state.whole_model)
     if dtype == "float32":
-        gained = merged(loaded).stack[0][0].mlp.up - base.stack[0][0].mlp.up
+        gained = merged(loaded).stack.patterns[0][0].mlp.up - base.stack.patterns[0][0].mlp.up
         assert 0 < np.max(np.abs(gained)) < 0.1
 
 
@@ -94,7 +94,7 @@ def test_adapters_train_and_matrices_of_their_names_do_not(folder, rate):
     cfg = adapted(folder, trainable=fdl.Config(adapters, learning_rate_of_up=rate))
     cfg.model.paths = ("stack.*.attention.query",)
     trained = fdl.build(cfg).recipe.trained
-    assert trained == {f"stack.0.0.attention.query.{each}" for each in ("down", "up")}
+    assert trained == {f"stack.patterns.0.0.attention.query.{each}" for each in ("down", "up")}
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_a_run_begins_with_the_loss_of_the_dense_model_and_resumes(trained, upcy
     found, of_dense = metrics(tmp_path / "run"), metrics(tmp_path / "on")
     assert found[1]["loss"] == pytest.approx(of_dense[1]["loss"], rel=1e-6)
     assert all(of_step["expert_dropped"] == 0 for of_step in found.values())
-    gate = np.asarray(state.model.stack[0][0].mlp.experts.gate)
+    gate = np.asarray(state.model.stack.patterns[0][0].mlp.experts.gate)
     assert not np.array_equal(gate[:, 0], gate[:, 1])  # copies grow apart
 
     shutil.copytree(tmp_path / "run", tmp_path / "again")
@@ -99,8 +99,8 @@ def test_adapters_are_merged_and_all_of_the_mixture_trains(trained, tmp_path):
     made = configs.load(str(tmp_path / "made"))
     assert made.trainable is None and made.model.of == cfg.model.of
     from_merged, of_dense = (load(str(tmp_path / name)).model for name in ("made", "lora"))
-    expected = np.asarray(merged(of_dense).stack[0][0].mlp.up)
-    found = np.asarray(from_merged.stack[0][0].mlp.experts.up)
+    expected = np.asarray(merged(of_dense).stack.patterns[0][0].mlp.up)
+    found = np.asarray(from_merged.stack.patterns[0][0].mlp.experts.up)
     np.testing.assert_allclose(found, np.stack([expected, expected], axis=1), rtol=1e-6)
 
 

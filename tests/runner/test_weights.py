@@ -103,7 +103,10 @@ def settings_alone(tmp_path):
             ("model.embed=32", "embedding: float32[62, 16], here float32[62, 32]"),
             ("model.layers=2", "attention.query: float32[3, 16, 4, 4], here float32[2, 16, 4, 4]"),
             ("model.tied=True", "unembedding: float32[16, 62], here None"),
-            ("model.rope_theta=7.0", "stack.0.0.attention.rotary.theta: 10000.0, here 7.0"),
+            (
+                "model.rope_theta=7.0",
+                "stack.patterns.0.0.attention.rotary.theta: 10000.0, here 7.0",
+            ),
             ("model.norm_epsilon=0.5", "norm.epsilon: 1e-06, here 0.5"),
         ],
         lambda case: case[0] in ("model.layers=2", "model.rope_theta=7.0"),

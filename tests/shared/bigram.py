@@ -1,15 +1,15 @@
 """The smallest model there is: the logits of a token are a function of the token before alone."""
 
-import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
+from lmlib.models.model import Model, Trunk, WeightGroup
+from lmlib.models.part import Names
 from lmlib.models.parts.embedding import embedded
-from lmlib.models.protocol import Names, Part, Trunk
 from lmlib.models.weights import fan_in, initial_values, normal, weight
 
 
-class Bigram(eqx.Module):
+class Bigram(Model):
     table_VE: Float[Array, "vocab embed"] = weight(normal(1.0))
     head_EV: Float[Array, "embed vocab"] = weight(fan_in("embed"))
 
@@ -35,8 +35,8 @@ class Bigram(eqx.Module):
     def flops_per_token(self, sequence_length, causal):
         return 6.0 * self.head_EV.size
 
-    def parts(self):
-        return Part("embedding", self.table_VE), Part("unembedding", self.head_EV)
+    def weight_groups(self):
+        return WeightGroup("embedding", self.table_VE), WeightGroup("unembedding", self.head_EV)
 
     def check(self, sequence_length, compute):
         pass

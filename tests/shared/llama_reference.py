@@ -29,7 +29,7 @@ def reference_logits(
     seen = defaultdict(list) if seen is None else seen
     tokens_BS, positions_BS = np.asarray(tokens_BS), np.asarray(positions_BS)
     segment_ids_BS = np.asarray(segment_ids_BS)
-    ((block,),) = model.stack  # one segment, whose pattern is one block
+    ((block,),) = model.stack.patterns  # one segment, whose pattern is one block
     L, _, H, D = block.attention.query.shape
     K = block.attention.key.shape[2]
 

@@ -4,32 +4,22 @@ docs/your-own-architecture.md goes through it. Shapes: B batch, S sequence, P po
 V vocab.
 """
 
-import equinox as eqx
 from jaxtyping import Array, Float
 
 from lmlib.models.block import Block
+from lmlib.models.model import Model, WeightGroup
+from lmlib.models.part import Part
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.embedding import embedded
 from lmlib.models.parts.mlp import MLP, gelu
 from lmlib.models.parts.norms import LayerNorm
-from lmlib.models.protocol import Part
-from lmlib.models.stack import (
-    Segment,
-    Stack,
-    check_stack,
-    make_stack,
-    run_stack,
-    stack_cache,
-    stack_flops_per_token,
-    stack_names,
-    stack_parts,
-)
+from lmlib.models.stack import Segment, Stack
 from lmlib.models.weights import fold, initial_values, normal, weight
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import reshard, spec
 
 
-class Positions(eqx.Module):
+class Positions(Part):
     table_PE: Float[Array, "position embed"] = weight(normal(0.01), rules={"position": None})
 
     def __call__(self, context):
@@ -37,7 +27,7 @@ class Positions(eqx.Module):
         return reshard(rows_BSE, context.compute.residual)
 
 
-class Learned(eqx.Module):
+class Learned(Model):
     stack: Stack
     norm: LayerNorm
     positions: Positions
@@ -51,7 +41,7 @@ class Learned(eqx.Module):
             return Block(attention, mlp, *norms)
 
         sizes = {"vocab": vocab, "embed": embed, "position": positions}
-        self.stack = make_stack([Segment([block], layers)], key)
+        self.stack = Stack([Segment([block], layers)], key)
         self.norm = LayerNorm(embed=embed, key=key)
         self.positions = Positions(initial_values(Positions, "table_PE", key, **sizes))
         self.tokens_VE = initial_values(Learned, "tokens_VE", key, **sizes)
@@ -60,13 +50,13 @@ class Learned(eqx.Module):
         compute = context.compute
         x_BSE = embedded(self.tokens_VE, tokens_BS, compute.dtype, compute.residual)
         x_BSE += gather(self.positions, compute.dtype)(context)
-        return run_stack(self.stack, x_BSE, context, cache)
+        return self.stack(x_BSE, context, cache)
 
     def features(self, x_BSE, context):
         return gather(self.norm, context.compute.dtype)(x_BSE)
 
     def empty_cache(self, rows, length, dtype):
-        return stack_cache(self.stack, rows, length, dtype)
+        return self.stack.empty_cache(rows, length, dtype)
 
     logit_cap = None
     vocab = property(lambda self: self.tokens_VE.shape[0])
@@ -76,15 +66,11 @@ class Learned(eqx.Module):
 
     def flops_per_token(self, sequence_length, causal):
         head = 6.0 * self.tokens_VE.size
-        return head + stack_flops_per_token(self.stack, sequence_length, causal)
+        return head + self.stack.flops_per_token(sequence_length, causal)
 
-    @property
-    def names(self):
-        return stack_names(self.stack)
-
-    def parts(self):
-        before = Part("tokens", self.tokens_VE), Part("positions", self.positions)
-        return (*before, *stack_parts(self.stack), Part("norm", self.norm))
-
-    def check(self, sequence_length, compute):
-        check_stack(self.stack, sequence_length, compute)
+    def weight_groups(self):
+        before = (
+            WeightGroup("tokens", self.tokens_VE),
+            WeightGroup("positions", self.positions),
+        )
+        return (*before, *self.stack.weight_groups(), WeightGroup("norm", self.norm))

@@ -15,7 +15,7 @@ from lmlib.evaluate.suite.pieces import Piece, RandomIds
 from lmlib.evaluate.suite.recall import depths, recall
 from lmlib.evaluate.suite.texts import TEXTS
 from lmlib.evaluate.windows import Packing, Window, windows
-from lmlib.models.protocol import Model
+from lmlib.models.model import Model
 
 _BATCH_TOKENS = 4096
 _LEAST_FOR_SLOPE = 64  # tokens

@@ -10,7 +10,7 @@ from lmlib.hf.names import Names, Tensor
 from lmlib.hf.parts import a, attentions, head_dim, layers
 from lmlib.hf.rope_settings import read_rope, rotary_fraction_of
 from lmlib.hf.settings import LARGEST_EPSILON, MOST_LAYERS, Settings
-from lmlib.models.block import Block, ParallelBlock, TwoParts
+from lmlib.models.block import Block, ParallelBlock
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.gpt_neox import gpt_neox
 from lmlib.models.parts.mlp import MLP
@@ -85,7 +85,8 @@ def _arguments(settings: Settings, activations: Activations) -> dict[str, Any]:
 
 
 def _settings(model: Decoder, activations: Activations) -> dict[str, Any]:
-    kind = Block if isinstance(layers(model, TwoParts)[0], Block) else ParallelBlock
+    first_layer = a(Decoder, model).stack.patterns[0][0]
+    kind = Block if isinstance(first_layer, Block) else ParallelBlock
     mlp, first = a(MLP, layers(model, kind)[0].mlp), attentions(model, kind)[0]
     shared = shared_settings(
         model, name_of(mlp.activation, activations),

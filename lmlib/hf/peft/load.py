@@ -314,6 +314,6 @@ def _patterns(chosen: Iterable[str], every: Iterable[str]) -> tuple[str, ...]:
     chosen, found = set(chosen), dict[str, None]()
     for path in every:
         if path in chosen:
-            wide = "stack.*." + path.split(".", 3)[3] if path.startswith("stack.") else path
+            wide = "stack.*." + path.split(".", 4)[4] if path.startswith("stack.") else path
             found[wide if chosen >= set(fnmatch.filter(every, wide)) else path] = None
     return tuple(found)

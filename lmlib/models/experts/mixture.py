@@ -12,17 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
+from lmlib.models.context import Context
 from lmlib.models.experts.mlps import GatedExperts
 from lmlib.models.experts.rounds import DISPATCHES, KEPT, Settings, best_dispatch, mixed
 from lmlib.models.experts.router import Router
+from lmlib.models.part import Names, Part, Reports, joined
 from lmlib.models.parts.mlp import GatedMLP
-from lmlib.models.protocol import Context, Names, Reports, joined
 from lmlib.models.returned import checked
 from lmlib.models.weights import fold, product_flops
 from lmlib.parallel.stages import in_a_stage
 
 
-class Mixture(eqx.Module):
+class Mixture(Part):
     """The sum of what a token's experts make of it, times their shares (Shazeer et al. 2017,
     arXiv:1701.06538, eq. 1), and of what shared experts make of all tokens (Dai et al. 2024,
     arXiv:2401.06066, §3.2). No token is dropped, however uneven the routing.
@@ -98,11 +99,11 @@ class Mixture(eqx.Module):
         return y_BSE, reports
 
     def updated(self, tallies: Any) -> "Mixture":
-        """See `lmlib.models.layer.Updating`."""
+        """See `Part.updated`."""
         return eqx.tree_at(lambda mlp: mlp.router, self, self.router.updated(tallies))
 
     def measured(self, tallies_X: Float[Array, "choice"]) -> dict[str, Float[Array, ""]]:
-        """See `lmlib.models.layer.Measuring`: how many tokens the experts with most and with fewest
+        """See `Part.measured`: how many tokens the experts with most and with fewest
         of them had, as multiples of the mean."""
         mean = jnp.maximum(jnp.mean(tallies_X), 1)
         most, fewest = jnp.max(tallies_X) / mean, jnp.min(tallies_X) / mean

@@ -3,7 +3,7 @@
 Shapes: B batch, S sequence, E embed, X experts (as choices), K choices of a token.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
+from lmlib.models.context import Context
 from lmlib.models.experts.choices import best
+from lmlib.models.part import Names, Part, Reports
 from lmlib.models.product import product
-from lmlib.models.protocol import Context, Names, Reports
 from lmlib.models.rematerialization import CHOICES
 from lmlib.models.weights import Constant, fan_in, initial_values, weight, zeros
 
@@ -29,7 +30,7 @@ class Routing(NamedTuple):
     reports: Reports
 
 
-class Router(eqx.Module):
+class Router(Part):
     """The `top` experts with the highest scores, in float32.
 
     Reports `router_z`, the squared log of the sum of the logits' exponentials (Zoph et al. 2022,
@@ -66,7 +67,7 @@ class Router(eqx.Module):
 
     rows_may_be_split = True
 
-    names: ClassVar[Names] = Names(scopes=("router",))
+    names = Names(scopes=("router",))
 
     top: int = eqx.field(static=True)
     scores: str = eqx.field(static=True)
@@ -154,7 +155,7 @@ class Router(eqx.Module):
 
     @property
     def gradient_problem(self) -> str | None:
-        """See `lmlib.models.layer.Learning`."""
+        """See `Part.gradient_problem`."""
         if not self.normalized or self.top > 1 or self.experts == 1:
             return None
         return (
@@ -163,7 +164,7 @@ class Router(eqx.Module):
         )
 
     def updated(self, tallies_X: Float[Array, "choice"]) -> "Router":
-        """See `lmlib.models.layer.Updating`; the tallies are how many tokens each expert had."""
+        """See `Part.updated`; the tallies are how many tokens each expert had."""
         moved = self
         if self.correction is not None and self.correction_rate is not None:
             moves_X = self.correction_rate * jnp.sign(jnp.mean(tallies_X) - tallies_X)

@@ -11,7 +11,7 @@ from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.sizes import head_sizes, rotated_coordinates
 from lmlib.models.families.table_values import table_values
-from lmlib.models.layer import Layer
+from lmlib.models.part import Part
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
@@ -40,7 +40,7 @@ def llama(
     rotary_fraction: float = 1.0,
     attention: Callable[..., Any] = Attention,
     feed_forward: Callable[..., Any] = GatedMLP,
-    layer: Callable[..., Layer] | None = None,
+    layer: Callable[..., Part] | None = None,
     zero_outputs: bool = False,
     logit_cap: float | None = None,
     *,
@@ -85,7 +85,7 @@ def llama(
     def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
         return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
-    def block(window: int | None, key: PRNGKeyArray) -> Layer:
+    def block(window: int | None, key: PRNGKeyArray) -> Part:
         made = Block(
             attention_norm=norm(fold(key, "attention_norm")),
             attention=attention(

@@ -11,7 +11,7 @@ from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.sizes import head_sizes, short_and_long
 from lmlib.models.families.table_values import table_values
-from lmlib.models.layer import Layer
+from lmlib.models.part import Part
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, GatedMLP, relu_squared
 from lmlib.models.parts.norms import RMSNorm
@@ -87,7 +87,7 @@ def speedrun(
     def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
         return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
-    def layer(window: int | None, has_values: bool, key: PRNGKeyArray) -> Layer:
+    def layer(window: int | None, has_values: bool, key: PRNGKeyArray) -> Part:
         more: dict[str, Any] = {}
         if has_values:
             more["value_embedding"] = functools.partial(ValueEmbedding, vocab)

@@ -3,8 +3,7 @@
 Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, K kv_heads, D head_dim.
 """
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Hashable
 
 import equinox as eqx
 import jax
@@ -16,17 +15,17 @@ from lmlib.compute import Compute
 from lmlib.models.attend import attend, attention_weights, check_attention
 from lmlib.models.attend.context import check_way
 from lmlib.models.attend.options import Options
-from lmlib.models.layer import Norm
+from lmlib.models.context import Context
+from lmlib.models.part import Names, Norm, Part
 from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
 from lmlib.models.parts.rope import Rotary, rotate
 from lmlib.models.parts.value_embedding import ValueEmbedding
 from lmlib.models.product import product
-from lmlib.models.protocol import Context, Names
 from lmlib.models.weights import fan_in, fold, initial_values, product_flops, weight, zeros
 from lmlib.parallel.layout import spec
 
 
-class Attention(eqx.Module):
+class Attention(Part):
     """softmax(scale · q kᵀ) v with G query heads sharing each key-value head (Ainslie et al. 2023,
     arXiv:2305.13245). `tensor` splits the heads; each device attends with its own.
 
@@ -53,9 +52,7 @@ class Attention(eqx.Module):
 
     rows_may_be_split = True
 
-    names: ClassVar[Names] = Names(
-        saved=("query", "key", "value", "attention"), scopes=("projections", "attention")
-    )
+    names = Names(saved=("query", "key", "value", "attention"), scopes=("projections", "attention"))
 
     rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
@@ -165,7 +162,7 @@ class Attention(eqx.Module):
             y_BSE = product("bshd,hde->bse", mixed_BSHD, self.output, precision, residual)
             return _biased(y_BSE, self.output_bias), cache
 
-    def weights(
+    def attention_weights(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> Float[Array, "b heads s t"]:
         """How much each position (s) takes from each (t); see `attention_weights`."""
@@ -195,14 +192,24 @@ class Attention(eqx.Module):
             q_BSHD = q_BSHD if self.query_norm is None else self.query_norm(q_BSHD)
             k_BTKD = k_BTKD if self.key_norm is None else self.key_norm(k_BTKD)
             if self.rotary is not None:
-                rotations, interleaved = context.rotations[self.rotary], self.rotary.interleaved
+                rotations, interleaved = context.shared[self.rotary], self.rotary.interleaved
                 q_BSHD = rotate(q_BSHD, rotations, interleaved)
                 k_BTKD = rotate(k_BTKD, rotations, interleaved)
             q_BSHD, k_BTKD = checkpoint_name(q_BSHD, "query"), checkpoint_name(k_BTKD, "key")
         return q_BSHD, k_BTKD, v_BTKD
 
+    @property
+    def reads(self) -> tuple[Hashable, ...]:
+        """See `Part.reads`."""
+        return super().reads if self.rotary is None else (self.rotary, *super().reads)
+
+    @property
+    def switches(self) -> tuple[int, ...]:
+        """See `Part.switches`."""
+        return () if self.rotary is None else self.rotary.switches
+
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:
-        """See `lmlib.models.protocol.Cached`; of a window's size if there is one."""
+        """See `Part.empty_cache`; of a window's size if there is one."""
         kv_heads, head_dim = self.key.shape[-2:]
         return empty_cache(rows, min(self.window or length, length), kv_heads, head_dim, dtype)
 

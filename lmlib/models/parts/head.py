@@ -7,16 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lmlib.compute import Compute
-from lmlib.models.protocol import Model
 from lmlib.parallel.layout import reshard
-
-
-def logits(
-    model: Model, features: Float[Array, "... embed"], compute: Compute
-) -> Float[Array, "... vocab"]:
-    """Logits of the next token, float32 (float64 if computed so), the vocabulary split over
-    `tensor`. The loss does not come through here: it makes a few at a time."""
-    return logits_of(model.unembedding_EV(), model.logit_cap, features, compute)
 
 
 def logits_of(
@@ -25,7 +16,8 @@ def logits_of(
     features: Float[Array, "... embed"],
     compute: Compute,
 ) -> Float[Array, "... vocab"]:
-    """As `logits`, of what a model has as `unembedding_EV` and `logit_cap`."""
+    """Logits of the next token, float32 (float64 if computed so), the vocabulary split over
+    `tensor`. `cap`: see `capped`. The loss does not call this: it makes a few logits at a time."""
     table_EV = reshard(table_EV.astype(compute.dtype), "embed vocab")
     wide = jnp.promote_types(compute.dtype, jnp.float32)
     made = jnp.einsum("...e,ev->...v", features, table_EV, preferred_element_type=wide)

@@ -5,8 +5,7 @@ the part without positions), R rotary_dim, Q = D + R query_dim, V value_dim, K k
 """
 
 import functools
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Hashable
 
 import equinox as eqx
 import jax
@@ -19,13 +18,13 @@ from lmlib.compute import Compute
 from lmlib.models.attend import attend, attention_weights, check_attention
 from lmlib.models.attend.context import check_way
 from lmlib.models.attend.options import Options
-from lmlib.models.layer import Norm
+from lmlib.models.context import Context
 from lmlib.models.matrices.adapted import whole
+from lmlib.models.part import Names, Norm, Part
 from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.parts.rope import Rotary, rotate
 from lmlib.models.product import product
-from lmlib.models.protocol import Context, Names
 from lmlib.models.weights import fan_in, fold, initial_values, product_flops, weight
 from lmlib.parallel.layout import share, spec
 
@@ -33,7 +32,7 @@ NORM = functools.partial(RMSNorm, "latent", 1e-6)
 _SIZES = {"query_dim": None, "rotary_dim": None, "value_dim": None}  # whole, as head_dim is
 
 
-class LatentAttention(eqx.Module):
+class LatentAttention(Part):
     """softmax(scale · q kᵀ) v, where what is kept of a token is a latent, normed, and a rotary key
     (DeepSeek-AI 2024, arXiv:2405.04434, §2.1). Of the latent each head makes its values and the
     first `head_dim` coordinates of its keys; the others are the rotary key, the same for all heads.
@@ -57,7 +56,7 @@ class LatentAttention(eqx.Module):
 
     rows_may_be_split = True
 
-    names: ClassVar[Names] = Names(
+    names = Names(
         saved=("latent", "query", "key", "value", "attention"), scopes=("projections", "attention")
     )
 
@@ -151,7 +150,7 @@ class LatentAttention(eqx.Module):
             residual = spec(context.compute.residual)
             return product("bshv,hve->bse", mixed_BSHV, self.output, precision, residual), cache
 
-    def weights(
+    def attention_weights(
         self, x_BSE: Float[Array, "b s embed"], context: Context
     ) -> Float[Array, "b heads s t"]:
         """How much each position (s) takes from each (t); see `attention_weights`."""
@@ -172,7 +171,7 @@ class LatentAttention(eqx.Module):
             latent_BSL = share(latent_BSL, ("batch", "seq", None))
             q_BSHQ = product("bsl,lhq->bshq", latent_BSL, self.query_up, precision)
         q_BSHD, q_BSHR = jnp.split(q_BSHQ, [self.key.shape[-1]], axis=-1)
-        q_BSHR = rotate(q_BSHR, context.rotations[self.rotary], self.rotary.interleaved)
+        q_BSHR = rotate(q_BSHR, context.shared[self.rotary], self.rotary.interleaved)
         return checkpoint_name(jnp.concatenate((q_BSHD, q_BSHR), axis=-1), "query")
 
     @jax.named_scope("projections")
@@ -181,7 +180,7 @@ class LatentAttention(eqx.Module):
         precision = context.compute.precision("projections")
         latent_BTL = self.norm(product("bte,el->btl", x_BSE, self.down, precision))
         rotary_BTR = product("bte,er->btr", x_BSE, self.rotary_key, precision)
-        rotations, interleaved = context.rotations[self.rotary], self.rotary.interleaved
+        rotations, interleaved = context.shared[self.rotary], self.rotary.interleaved
         rotary_BTR = rotate(rotary_BTR[:, :, None], rotations, interleaved)[:, :, 0]
         return checkpoint_name(latent_BTL, "latent"), checkpoint_name(rotary_BTR, "latent")
 
@@ -232,8 +231,18 @@ class LatentAttention(eqx.Module):
             value_LHV = whole(self.value).astype(mixed_BSHL.dtype)
             return product("bshl,lhv->bshv", mixed_BSHL, value_LHV), cache
 
+    @property
+    def reads(self) -> tuple[Hashable, ...]:
+        """See `Part.reads`."""
+        return (self.rotary, *super().reads)
+
+    @property
+    def switches(self) -> tuple[int, ...]:
+        """See `Part.switches`."""
+        return self.rotary.switches
+
     def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:
-        """See `lmlib.models.protocol.Cached`. Its one head has rotary keys as keys and latents as
+        """See `Part.empty_cache`. Its one head has rotary keys as keys and latents as
         values, of which those of all heads are made."""
         latent, rotary_dim = self.down.shape[-1], self.rotary_key.shape[-1]
         return empty_cache(rows, length, 1, rotary_dim, dtype, value_dim=latent)

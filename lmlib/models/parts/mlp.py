@@ -4,7 +4,6 @@ Shapes: B batch, S sequence, E embed, F mlp.
 """
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.layer import SimplePart
+from lmlib.models.context import Context
+from lmlib.models.part import NO_REPORTS, Names, Part, Reports
 from lmlib.models.product import product
-from lmlib.models.protocol import NO_REPORTS, Context, Names, Reports
 from lmlib.models.weights import fan_in, initial_values, weight, zeros
 from lmlib.parallel.layout import spec
 
@@ -43,7 +42,7 @@ def relu_squared(x: Array) -> Array:
     return jnp.square(jax.nn.relu(x))
 
 
-class GatedMLP(SimplePart):
+class GatedMLP(Part):
     """down(activation(gate x) · up x) (Shazeer 2020, arXiv:2002.05202, eq. 6); with silu, SwiGLU.
 
     Args:
@@ -54,7 +53,7 @@ class GatedMLP(SimplePart):
 
     rows_may_be_split = True
 
-    names: ClassVar[Names] = Names(saved=("mlp_gate", "mlp_up", "mlp_hidden"), scopes=("mlp",))
+    names = Names(saved=("mlp_gate", "mlp_up", "mlp_hidden"), scopes=("mlp",))
 
     activation: Activation = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
@@ -90,7 +89,7 @@ class GatedMLP(SimplePart):
         return product("bsf,fe->bse", hidden_BSF, self.down, precision, residual), NO_REPORTS
 
 
-class MLP(SimplePart):
+class MLP(Part):
     """down(activation(up x)), each product with a bias if `bias` (Vaswani et al. 2017,
     arXiv:1706.03762, eq. 2).
 
@@ -103,7 +102,7 @@ class MLP(SimplePart):
 
     rows_may_be_split = True
 
-    names: ClassVar[Names] = Names(saved=("mlp_up", "mlp_hidden"), scopes=("mlp",))
+    names = Names(saved=("mlp_up", "mlp_hidden"), scopes=("mlp",))
 
     activation: Activation = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from lmlib.models.part import Part
 from lmlib.models.weights import Constant, initial_values, weight, zeros
 
 
-class RMSNorm(eqx.Module):
+class RMSNorm(Part):
     """x / rms(x) · scale (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4).
 
     Args:
@@ -67,7 +68,7 @@ class RMSNorm(eqx.Module):
         return {"scale": self.axes}
 
 
-class LayerNorm(eqx.Module):
+class LayerNorm(Part):
     """(x - mean(x)) / std(x) · scale + bias (Ba et al. 2016, arXiv:1607.06450, eq. 4).
 
     Args:

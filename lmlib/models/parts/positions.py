@@ -3,15 +3,16 @@
 Shapes: B batch, S sequence, P position, E embed.
 """
 
-import equinox as eqx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.models.protocol import Context
+from lmlib.compute import Compute
+from lmlib.models.context import Context
+from lmlib.models.part import Part
 from lmlib.models.weights import initial_values, normal, weight
 from lmlib.parallel.layout import reshard, spec
 
 
-class Positions(eqx.Module):
+class Positions(Part):
     """A vector for each position of a document, added to the embedding (Gehring et al. 2017,
     arXiv:1705.03122, §3.1).
 
@@ -31,7 +32,7 @@ class Positions(eqx.Module):
         rows_BSE = self.table.at[context.positions_BS].get(out_sharding=spec("batch seq embed"))
         return reshard(rows_BSE, context.compute.residual)
 
-    def check(self, sequence_length: int) -> None:
+    def check(self, sequence_length: int, compute: Compute) -> None:
         """Raises ValueError if sequences are longer than the table."""
         if sequence_length > self.table.shape[0]:
             raise ValueError(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from lmlib.models.context import Context
 from lmlib.models.parts.rope_scaling import Length, LongRope, Scaling
 from lmlib.parallel.rows import gathered_rows, split_rows
 
@@ -62,6 +63,11 @@ class Rotary:
         """See `Scaling.switch`."""
         return None if self.scaling is None else self.scaling.switch
 
+    @property
+    def switches(self) -> tuple[int, ...]:
+        """See `lmlib.models.part.Part.switches`."""
+        return () if self.switch is None else (self.switch,)
+
     def rotations(
         self,
         positions_BS: Int32[Array, "b s"],
@@ -89,6 +95,11 @@ class Rotary:
             amplitude = self.scaling.amplitude
         angle_BS1D = positions_BS[:, :, None, None] * frequency_D
         return Rotations(amplitude * jnp.cos(angle_BS1D), amplitude * jnp.sin(angle_BS1D))
+
+    def __call__(self, context: Context) -> Rotations:
+        """The table of a call's positions: a value of `Context.shared`."""
+        dtype, lengths_B = context.compute.dtype, context.lengths_B
+        return self.rotations(context.positions_BS, dtype, lengths_B, context.order)
 
     def _length(self, positions_BS: Array, lengths_B: Array | None, order: str) -> Length:
         """Of each token's document, where it counts."""

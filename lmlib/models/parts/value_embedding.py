@@ -3,19 +3,22 @@
 Shapes: B batch, T sequence (keys), V vocab, C columns: kv_heads · head_dim, K kv_heads, D head_dim.
 """
 
+from collections.abc import Hashable
+
 import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
+from lmlib.models.context import TOKENS, Context
 from lmlib.models.matrices.adapted import whole
-from lmlib.models.protocol import Context
+from lmlib.models.part import Part
 from lmlib.models.weights import Constant, initial_values, normal, weight
 from lmlib.parallel.collectives import all_gather, all_to_all, on_each_device
 from lmlib.parallel.layout import STORED, along, partition, reshard
 
 
-class ValueEmbedding(eqx.Module):
+class ValueEmbedding(Part):
     """v + share · table[token] (Zhou et al. 2024, arXiv:2410.17897, §3, whose residual of the first
     layer's values Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt, replaced with
     tables). The share is learned.
@@ -58,16 +61,17 @@ class ValueEmbedding(eqx.Module):
         self.table = initial_values(self, "table", key, **sizes)
         self.share = initial_values(self, "share", key)
 
+    @property
+    def reads(self) -> tuple[Hashable, ...]:
+        """See `Part.reads`."""
+        return (TOKENS,)
+
     def __call__(
         self, v_BTKD: Float[Array, "b t kv_heads head_dim"], context: Context
     ) -> Float[Array, "b t kv_heads head_dim"]:
         """The values with their tokens' rows, as they lay. Heads that `tensor` repeats are there
         as often as in `v_BTKD`."""
-        if context.tokens_BS is None:
-            raise ValueError(
-                "value embeddings look up `tokens_BS` of the context, which the model's trunk sets"
-            )
-        rows_BTC = looked_up(whole(self.table), context.tokens_BS, v_BTKD.dtype)
+        rows_BTC = looked_up(whole(self.table), context.shared[TOKENS], v_BTKD.dtype)
         B, T, K, D = v_BTKD.shape
         if self.kv_heads == K:
             rows_BTKD = _by_head(rows_BTC, D)

@@ -10,7 +10,7 @@ R repetitions of a pattern, K repetitions of a chunk, V rounds.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, Key
 
+from lmlib.models.context import Context
 from lmlib.models.pipeline.chunks import in_chunks
 from lmlib.models.pipeline.microbatches import (
     brought,
@@ -30,18 +31,17 @@ from lmlib.models.pipeline.microbatches import (
     to_next_stage,
 )
 from lmlib.models.pipeline.schedule import Schedule, Work, schedule_of
-from lmlib.models.protocol import Context
 from lmlib.models.scan import Given, Repeated, counted, run
 from lmlib.parallel.collectives import on_each_device
 from lmlib.parallel.layout import partition
 from lmlib.parallel.stages import each_stage
 
-_OF_TOKENS = ("positions_BS", "segment_ids_BS", "counts_BS", "tokens_BS")
+_OF_TOKENS = ("positions_BS", "segment_ids_BS", "counts_BS")
 
 
 def run_in_stages(
     context: Context,
-    rotations: Callable[[Context], Any],
+    computed: Callable[[Context], dict[Hashable, Any]],
     x_BSE: Float[Array, "b s embed"],
     repeated: Repeated,
     repeats: int,
@@ -51,7 +51,9 @@ def run_in_stages(
     caches, and nothing is observed.
 
     Args:
-      rotations: makes the rotary tables of a context.
+      context: its shared values are integers, of which every stage keeps all rows, or activations,
+        which travel from stage to stage beside the residual stream.
+      computed: computes the shared values that follow from a context alone.
     """
     residual = context.compute.residual
     schedule = schedule_of(len(x_BSE), context.compute, jax.sharding.get_abstract_mesh())
@@ -62,13 +64,17 @@ def run_in_stages(
         if (x_BS := getattr(context, name)) is not None
     }
 
+    activations, integers = _parted(context.shared)
+    integers = jax.tree.map(lambda x_BS: everywhere(x_BS, schedule.groups), integers)
+
     def stage(entering: Any, at: Any, chunks: Repeated, work: Work) -> tuple[Any, Any]:
-        x_WSE, first_WSE = jax.tree.map(functools.partial(jnp.where, work.begins), entering, at)
+        x_WSE, moved = jax.tree.map(functools.partial(jnp.where, work.begins), entering, at)
         of_own: dict[str, Any] = {
             name: _at(x_MWS, work.microbatch) for name, x_MWS in of_tokens.items()
         }
-        own = dataclasses.replace(context, first_BSE=first_WSE, **of_own)
-        own = dataclasses.replace(own, rotations=rotations(own))
+        kept = jax.tree.map(lambda x_MWS: _at(x_MWS, work.microbatch), integers)
+        own = dataclasses.replace(context, shared={**moved, **kept}, **of_own)
+        own = own.sharing(computed(own))
         keys, counts = jax.tree.map(
             lambda x_KV: _at(jnp.swapaxes(x_KV, 0, 1), work.round), (chunks.keys, chunks.counts)
         )
@@ -77,27 +83,38 @@ def run_in_stages(
         length = jax.tree.leaves(chunk.layers)[0].shape[0]
         with jax.named_scope("layers"):
             y_WSE, given = run(own, x_WSE, chunk, length, names, of_round(work.round))
-        return (y_WSE, first_WSE), tuple(counted(each.reports, work.counts) for each in given)
+        return (y_WSE, moved), tuple(counted(each.reports, work.counts) for each in given)
 
     def of_round(round: Array) -> Callable[[Any], Any]:
         return lambda layer_V: jax.tree.map(lambda w_V: _at(w_V, round), layer_V)
 
     def slot(carry: Any, moment: _Moment) -> tuple[Any, Any]:
         waiting, at = carry
-        entering = tuple(next_of(each, moment.begins) for each in waiting)
-        waiting = [moved_up(each, moment.begins, residual) for each in waiting]
+        entering = jax.tree.map(lambda each: next_of(each, moment.begins), waiting)
+        waiting = jax.tree.map(lambda each: moved_up(each, moment.begins, residual), waiting)
         made, reports = each_stage(stage)(entering, at, chunks, moment.work)
-        waiting[0] = put_back(waiting[0], made[0], moment.ends, moment.work.ends, residual)
-        return (waiting, tuple(to_next_stage(each, residual) for each in made)), reports
+        x_waiting = put_back(waiting[0], made[0], moment.ends, moment.work.ends, residual)
+        made = jax.tree.map(lambda each: to_next_stage(each, residual), made)
+        return ((x_waiting, waiting[1]), made), reports
 
-    streams = (x_BSE, context.first_BSE)
-    waiting = [brought(each, schedule.groups, residual) for each in streams if each is not None]
-    # Until a stage gets its first microbatch it computes what waits there, which does not count.
-    at = tuple(next_of(each, jnp.int32(0)) for each in waiting)
+    waiting = jax.tree.map(
+        lambda each: brought(each, schedule.groups, residual), (x_BSE, activations)
+    )
+    # Until a stage gets its first microbatch it computes one that waits there: it does not count.
+    at = jax.tree.map(lambda each: next_of(each, jnp.int32(0)), waiting)
     with jax.named_scope("slots"):
         (waiting, _), reports_TPK = jax.lax.scan(slot, (waiting, at), _moments(schedule))
     reports = jax.tree.map(lambda each: _by_layer(each, schedule, repeats), reports_TPK)
     return taken_home(waiting[0], residual), tuple(Given(each, None, None) for each in reports)
+
+
+def _parted(shared: Mapping[Hashable, Any]) -> tuple[dict[Hashable, Any], dict[Hashable, Any]]:
+    """Shared values that are activations, laid out as the residual stream, and the integers."""
+    parts: tuple[dict[Hashable, Any], dict[Hashable, Any]] = {}, {}
+    for key, value in shared.items():
+        kinds = {jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(value)}
+        parts[kinds == {True}][key] = value
+    return parts
 
 
 class _Moment(NamedTuple):

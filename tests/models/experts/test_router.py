@@ -11,10 +11,10 @@ import pytest
 from numpy.testing import assert_allclose
 
 from lmlib import Compute
+from lmlib.models.context import whole_rows
 from lmlib.models.experts.router import Router
 from lmlib.models.families.experts.gpt_oss import gpt_oss
 from lmlib.models.families.experts.mixtral import mixtral
-from lmlib.models.protocol import whole_rows
 
 B, S, E, X = 2, 5, 6, 8
 CONTEXT = whole_rows(jnp.zeros((B, S), jnp.int32), Compute(dtype="float32"))
@@ -84,7 +84,7 @@ def test_the_share_of_a_single_expert_is_its_score_and_teaches_the_router(scores
 def test_families_that_normalize_do_so_for_a_single_expert_as_transformers_does(family):
     sizes = {"vocab": 9, "embed": 8, "layers": 2, "heads": 2, "mlp": 8}
     make = functools.partial(family, **sizes, experts=4, top=1, key=jax.random.key(0))
-    router = jax.eval_shape(make).stack[0][0].mlp.router
+    router = jax.eval_shape(make).stack.patterns[0][0].mlp.router
     assert router.normalized and "the share of a single expert is always 1" in (
         router.gradient_problem or ""
     )

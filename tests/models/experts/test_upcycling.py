@@ -51,7 +51,7 @@ def test_it_computes_what_the_dense_model_does(family, dtype, bound):
 def test_experts_are_copies_and_routers_are_new():
     dense = llama(**SIZES, key=KEY)
     mixture = upcycle(dense, experts=3, top=2, key=ROUTERS)
-    mlp, made = dense.stack[0][0].mlp, mixture.stack[0][0].mlp
+    mlp, made = dense.stack.patterns[0][0].mlp, mixture.stack.patterns[0][0].mlp
     for name in ("gate", "up", "down"):
         own, copies = getattr(mlp, name), getattr(made.experts, name)
         for expert in range(3):
@@ -61,8 +61,8 @@ def test_experts_are_copies_and_routers_are_new():
     assert len(np.unique(routers)) > 0.99 * routers.size  # every layer and every expert has its own
     assert float(jnp.std(routers)) == pytest.approx(16**-0.5, rel=0.15)
     again, other = (upcycle(dense, 3, 2, key=key) for key in (ROUTERS, KEY))
-    np.testing.assert_array_equal(again.stack[0][0].mlp.router.logits, routers)
-    assert not np.array_equal(other.stack[0][0].mlp.router.logits, routers)
+    np.testing.assert_array_equal(again.stack.patterns[0][0].mlp.router.logits, routers)
+    assert not np.array_equal(other.stack.patterns[0][0].mlp.router.logits, routers)
 
 
 def test_a_llama_becomes_a_mixtral():
@@ -88,7 +88,7 @@ def test_on_a_mesh_it_is_the_same_and_experts_are_split():
     made = jax.jit(make, out_shardings=layout)(laid_out(dense, mesh))
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
-    gate = made.stack[0][0].mlp.experts.gate
+    gate = made.stack.patterns[0][0].mlp.experts.gate
     assert gate.addressable_shards[0].data.size * 8 == gate.size
 
 
@@ -118,6 +118,6 @@ def test_what_cannot_be_upcycled_is_refused(make, told):
 
 @pytest.mark.slow
 def test_mixtures_in_a_model_have_the_experts_that_were_asked_for():
-    mlp = upcycle(llama(**SIZES, key=KEY), experts=6, top=3, key=ROUTERS).stack[0][0].mlp
+    mlp = upcycle(llama(**SIZES, key=KEY), experts=6, top=3, key=ROUTERS).stack.patterns[0][0].mlp
     assert isinstance(mlp, Mixture) and mlp.router.normalized and mlp.router.scale == 1
     assert (mlp.router.experts, mlp.router.top, mlp.experts.gate.shape[1]) == (6, 3, 6)

@@ -13,7 +13,7 @@ from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.sizes import head_sizes
 from lmlib.models.families.table_values import table_values
-from lmlib.models.layer import FeedForward
+from lmlib.models.part import Part
 from lmlib.models.parts.latent_attention import LatentAttention
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
@@ -109,7 +109,7 @@ def deepseek_v3(
     def norm(key: PRNGKeyArray, initial: float = 1.0) -> RMSNorm:
         return RMSNorm(epsilon=norm_epsilon, initial=initial, embed=embed, key=key)
 
-    def block(feed_forward: Callable[..., FeedForward], key: PRNGKeyArray) -> Block:
+    def block(feed_forward: Callable[..., Part], key: PRNGKeyArray) -> Block:
         return Block(
             attention_norm=norm(fold(key, "attention_norm")),
             attention=attention(key=fold(key, "attention")),

@@ -1,0 +1,90 @@
+"""What a call passes to every layer of a model.
+
+Shapes: B batch, S sequence, E embed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+
+from lmlib.compute import Compute
+
+# Keys of `Context.shared`. The model gives the tokens; the stack gives the residual stream that its
+# first layer reads.
+TOKENS, FIRST_RESIDUAL = "tokens", "first_residual"
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The arguments of a call besides tokens. All layers see the same ones, except for `key`.
+
+    Args:
+      positions_BS: position of each token within its document, from 0.
+      segment_ids_BS: the document of its row that each token belongs to. Attention stays within a
+        document. `None`: each row is one document, followed by padding at most.
+      compute: how to compute.
+      key: seed of this call's dropout; `None`: nothing is random.
+      dropout: rate at which elements that blocks add to the residual stream are dropped, if there
+        is a key.
+      lengths_B: length of each row's text so far, for calls that see a part of it and a cache.
+        `None`: the whole documents are in the call.
+      counts_BS: the positions that count in what layers report; `None`: all.
+      order: which tokens of a row each device along `context` has: one of
+        `lmlib.row_order.ORDERS`.
+      wanted_BS: at most one token of each row, for which alone `Trunk.x_BSE` is wanted; `None`:
+        all are wanted.
+      observe: called in each layer. Its results come back in `Trunk.observed`.
+      shared: values that layers share within a call, by the keys that `Part.reads` lists. Leaves
+        have shape [b, s, ...] and lie as the residual stream or the positions do. A model may add
+        its own.
+    """
+
+    positions_BS: Int32[Array, "b s"]
+    segment_ids_BS: Int32[Array, "b s"] | None
+    compute: Compute
+    key: PRNGKeyArray | None = None
+    dropout: float = 0.0
+    lengths_B: Int32[Array, "b"] | None = None
+    counts_BS: Bool[Array, "b s"] | None = None
+    order: str = "plain"
+    wanted_BS: Bool[Array, "b s"] | None = None
+    observe: "Observe | None" = None
+    shared: Mapping[Hashable, Any] = dataclasses.field(default_factory=dict)
+
+    def total(self, x_BS: Float[Array, "b s ..."]) -> Float[Array, "..."]:
+        """The float32 sum over the positions that count, for `Reports`."""
+        if self.counts_BS is not None:
+            counts_BS = jnp.reshape(self.counts_BS, (*x_BS.shape[:2], *(1,) * (x_BS.ndim - 2)))
+            x_BS = jnp.where(counts_BS, x_BS, 0)
+        return jnp.sum(x_BS, axis=(0, 1), dtype=jnp.float32)
+
+    def sharing(self, values: Mapping[Hashable, Any]) -> "Context":
+        """This context with `values` added to `shared`."""
+        return dataclasses.replace(self, shared={**self.shared, **values})
+
+
+def whole_rows(tokens_BS: Int32[Array, "b s"], compute: Compute) -> Context:
+    """The context of rows that are one document each, from its first position on."""
+    positions_BS = jnp.zeros_like(tokens_BS) + jnp.arange(tokens_BS.shape[1], dtype=jnp.int32)
+    return Context(positions_BS, None, compute)
+
+
+class LayerCall(NamedTuple):
+    """A layer as it is computed.
+
+    Attributes:
+      layer: a `lmlib.models.part.Part`, its weights gathered in the compute dtype.
+      before, after: the residual stream.
+      context: of this call, with the shared values.
+    """
+
+    layer: Any
+    before: Float[Array, "b s embed"]
+    after: Float[Array, "b s embed"]
+    context: Context
+
+
+Observe = Callable[[LayerCall], Any]

@@ -1,0 +1,120 @@
+"""What everything outside `lmlib.models` may ask of a model.
+
+`Decoder` is the model that lmlib's families share; docs/your-own-architecture.md writes another.
+Nothing else looks into a model's fields.
+
+Shapes: B batch, S sequence, E embed, V vocab.
+"""
+
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+import equinox as eqx
+from jaxtyping import Array, Float, Int32
+
+from lmlib.compute import Compute
+from lmlib.models.context import Context, whole_rows
+from lmlib.models.part import NO_REPORTS, Part, Reports, class_name
+from lmlib.models.parts.head import logits_of
+from lmlib.models.precision import usual_dtype
+from lmlib.parallel.layout import reshard
+from lmlib.parallel.mesh import on_mesh_of
+
+
+class Trunk(NamedTuple):
+    """The output of a model's layers.
+
+    Attributes:
+      x_BSE: the residual stream after the last layer, in the compute dtype, laid out as
+        `compute.residual` names. If the context wants one token of each row, the model may give
+        that token alone, [b, 1, embed].
+      reports: of all layers; losses and statistics are means over the layers that report them.
+      cache: for the call with the tokens that follow; `None` if none was given.
+      observed: the results of `context.observe`, stacked in the order of the layers.
+    """
+
+    x_BSE: Float[Array, "b s embed"]
+    reports: Reports = NO_REPORTS
+    cache: Any = None
+    observed: Any = None
+
+
+class WeightGroup(NamedTuple):
+    """Weights that statistics and tables show together.
+
+    Attributes:
+      name: "embedding", "layers", "norm"; several groups may be called "layers".
+      weights: the arrays, in any tree.
+      layers: the layers' indices, where arrays are stacked along a leading axis; else `None`.
+    """
+
+    name: str
+    weights: Any
+    layers: range | None = None
+
+
+class Model(Part):
+    """A decoder of tokens. Its arrays are weights: each names its axes, declares its initial values
+    (`lmlib.models.weights`), is float32, and lies as `lmlib.parallel.layout.stored` says.
+
+    `Part` has defaults for `names`, `flops_per_token`, `check`, `empty_cache` and others. A model
+    must add the FLOPs of its unembedding. In its caches the rows lie along the second axis of each
+    array, after that of stacked layers; without `empty_cache`, generation computes the whole text
+    again for every token.
+
+    Attributes:
+      vocab: how many token ids it has logits for.
+      logit_cap: c, where logits z become c · tanh(z / c); `None`: they stay.
+    """
+
+    vocab: eqx.AbstractVar[int]
+    logit_cap: eqx.AbstractVar[float | None]
+
+    def __call__(
+        self, tokens_BS: Int32[Array, "b s"], context: Context | None = None
+    ) -> Float[Array, "b s vocab"]:
+        """Logits of the next token.
+
+        Without a context each row is one document, computed in float32 on CPUs and in bfloat16
+        elsewhere, as `lmlib.generate` does. If no mesh is set, the mesh of the weights is; it must
+        divide the rows.
+        """
+        with on_mesh_of(self):
+            tokens_BS = reshard(tokens_BS, "batch seq")
+            context = context or whole_rows(tokens_BS, Compute(dtype=usual_dtype()))
+            h_BSE = self.features(self.trunk(tokens_BS, context).x_BSE, context)
+            return self.logits(reshard(h_BSE, "batch seq embed"), context.compute)
+
+    def logits(
+        self, features: Float[Array, "... embed"], compute: Compute
+    ) -> Float[Array, "... vocab"]:
+        """Logits of the next token from `features`; see `lmlib.models.parts.head.logits_of`."""
+        return logits_of(self.unembedding_EV(), self.logit_cap, features, compute)
+
+    @abstractmethod
+    def trunk(self, tokens_BS: Int32[Array, "b s"], context: Context, cache: Any = None) -> Trunk:
+        """Embedding and layers."""
+
+    @abstractmethod
+    def features(
+        self, x_BSE: Float[Array, "b s embed"], context: Context
+    ) -> Float[Array, "b s embed"]:
+        """The residual stream after the last norm, in the layout and dtype of `x_BSE`;
+        `unembedding_EV` multiplies it."""
+
+    @abstractmethod
+    def unembedding_EV(self) -> Float[Array, "embed vocab"]:
+        """The matrix that makes logits of features, as stored; the table's transpose if tied."""
+
+    @abstractmethod
+    def weight_groups(self) -> tuple[WeightGroup, ...]:
+        """All weights, each in one group, in the order of the forward pass."""
+
+
+def check_is_model(model: Any) -> None:
+    """Raises ValueError if `model` is not a `Model`."""
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"{class_name(model)} is not a lmlib.models.model.Model: make it a subclass; "
+            "docs/your-own-architecture.md shows one"
+        )

@@ -1,0 +1,210 @@
+"""The base class of everything that a model is made of: mixers, MLPs, norms, positions, layers.
+
+Methods of a part see the arrays of one layer, never those of a whole stack.
+
+Shapes: B batch, S sequence (queries), T sequence (keys), E embed.
+"""
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from lmlib.compute import Compute
+from lmlib.models.context import Context
+from lmlib.models.weights import product_flops
+
+Norm = Callable[[Array], Array]
+
+
+class Names(NamedTuple):
+    """Names that a part gives to its activations and operations, in the order of computing.
+
+    Attributes:
+      saved: activations that the backward pass may keep (`jax.ad_checkpoint.checkpoint_name`).
+      scopes: groups of operations (`jax.named_scope`) whose time and FLOPs are shown separately.
+    """
+
+    saved: tuple[str, ...] = ()
+    scopes: tuple[str, ...] = ()
+
+
+def joined(*names: Names) -> Names:
+    """All names in their order, each once."""
+    return Names(
+        tuple(dict.fromkeys(name for each in names for name in each.saved)),
+        tuple(dict.fromkeys(name for each in names for name in each.scopes)),
+    )
+
+
+class Reports(NamedTuple):
+    """What a part returns about its tokens, besides the residual stream.
+
+    Each value is a sum over the positions that count (`Context.total`), and depends on the
+    position's own row alone. Sums over microbatches and devices then equal those of the whole
+    batch.
+
+    Attributes:
+      losses: scalars that an objective may minimise, by name (`Objective.model_losses`), such as a
+        router's balance.
+      statistics: scalars to watch, by name, without gradient.
+      tallies: any tree, from which `Part.updated` changes weights without a gradient.
+    """
+
+    losses: dict[str, Float[Array, ""]]
+    statistics: dict[str, Float[Array, ""]]
+    tallies: Any = None
+
+
+NO_REPORTS = Reports({}, {})
+
+
+class Part(eqx.Module):
+    """A piece of a model. A subclass writes `__call__` and overrides what differs.
+
+    The defaults are those of a part whose FLOPs are the products with its weights, which keeps
+    nothing between calls and refuses nothing. They include the parts inside this one.
+
+    The calls of the three kinds, where x is whole along `seq` for mixers and MLPs, and y is what
+    they add to the residual stream, laid out as `context.compute.residual` names:
+
+    - a mixer: `(x_BSE, context, cache=None) -> (y_BSE, new cache)`
+    - an MLP: `(x_BSE, context) -> (y_BSE, Reports)`
+    - a layer: `(x_BSE, context, cache=None) -> (residual stream, Reports, new cache)`
+
+    Attributes:
+      rows_may_be_split: True if the part uses the positions, segments and order of its context
+        alone, and so may run where devices share the tokens of a row (`lmlib.models.split_rows`).
+        Each class declares it itself; a subclass does not inherit it.
+    """
+
+    rows_may_be_split = False
+
+    @abstractmethod
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Computes it. Its arguments depend on the kind of part."""
+
+    @property
+    def subparts(self) -> tuple["Part", ...]:
+        """The parts directly inside this one, in the order of its fields."""
+        nodes = jax.tree.leaves(self, is_leaf=lambda node: _is_part(node) and node is not self)
+        return tuple(filter(_is_part, nodes))
+
+    @property
+    def names(self) -> Names:
+        """Names of its activations and scopes."""
+        return joined(*(part.names for part in self.subparts))
+
+    @property
+    def reads(self) -> tuple[Hashable, ...]:
+        """Keys of the values that it reads from `Context.shared`.
+
+        The stack computes the value of a key that is a function of the context, such as a `Rotary`,
+        once for all layers. It gives `FIRST_RESIDUAL`; the model gives `TOKENS` and its own keys.
+        """
+        return tuple(dict.fromkeys(key for part in self.subparts for key in part.reads))
+
+    @property
+    def switches(self) -> tuple[int, ...]:
+        """Text lengths, in tokens, beyond which it computes a text otherwise, from its first token
+        on. A cache of a text that grows beyond one is computed again."""
+        return tuple(dict.fromkeys(length for part in self.subparts for length in part.switches))
+
+    @property
+    def gradient_problem(self) -> str | None:
+        """Why its weights get no gradient from the loss, and what to change. `None`: they do."""
+        return None
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """FLOPs of the forward and backward pass for one token.
+
+        Rematerialization does not count (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+        Only active experts count. With `causal`, only the keys that the mask leaves count.
+        """
+        subparts = self.subparts
+        own = jax.tree.map(
+            lambda node: None if _is_part(node) else node,
+            self,
+            is_leaf=lambda node: _is_part(node) and node is not self,
+        )
+        return product_flops(own) + sum(
+            part.flops_per_token(sequence_length, causal) for part in subparts
+        )
+
+    def check(self, sequence_length: int, compute: Compute) -> None:
+        """Raises ValueError if it cannot compute rows of this length as `compute` says."""
+        for part in self.subparts:
+            part.check(sequence_length, compute)
+
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
+        """The `cache` of a first call, for `rows` texts of up to `length` tokens. `None`: it cannot
+        go on from a cache.
+
+        Rows lie along the first axis of each array. In each row the tokens of a call follow those
+        of the calls before. Tokens at negative positions, at a row's end, are padding, of which a
+        cache keeps nothing.
+        """
+        return None
+
+    def attention_weights(self, x_BSE: Array, context: Context) -> Float[Array, "b heads s t"]:
+        """How much each position (s) takes from each (t), for the same x as a call.
+
+        Raises:
+          ValueError: if the part does not take weighted means of positions.
+        """
+        raise ValueError(
+            f"{class_name(self)} shows no attention weights: it does not define the method "
+            "`attention_weights` of lmlib.models.part.Part"
+        )
+
+    def updated(self, tallies: Any) -> Any:
+        """The part after a step whose whole batch gave `tallies`, with new values of its weights
+        without a gradient (`weight(…, gradient=False)`). Its other weights are `None` here; these
+        lie as in a call, in the dtype in which they rest."""
+        return self
+
+    def measured(self, tallies: Any) -> dict[str, Float[Array, ""]]:
+        """Metrics of a step whose whole batch gave `tallies`, without gradient. The log shows the
+        mean over the layers that have them. Weights are `None` or stacked here."""
+        return {}
+
+
+def check_part(part: Any, *arguments: str) -> None:
+    """Checks that `part` is a `Part` that can be called with `arguments`, by name.
+
+    Raises:
+      ValueError: naming the class of `part` and the remedy.
+    """
+    name = class_name(part)
+    if not _is_part(part):
+        raise ValueError(
+            f"{name} is not a lmlib.models.part.Part: make it a subclass, which has defaults for "
+            "all but the call"
+        )
+    try:
+        inspect.signature(part).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} is called with ({', '.join(arguments)}), which its `__call__` does not take: "
+            f"{error}"
+        ) from None
+    names = part.names
+    if not isinstance(names, Names) or str in map(type, names):
+        raise ValueError(
+            f"{name}.names must be a lmlib.models.part.Names of two tuples of names, such as "
+            f"`Names(saved=('hidden',))`, got {names!r}"
+        )
+
+
+def class_name(part: Any) -> str:
+    """The full name of the class of `part`, for errors."""
+    return f"{type(part).__module__}.{type(part).__qualname__}"
+
+
+def _is_part(node: Any) -> bool:
+    return isinstance(node, Part)
