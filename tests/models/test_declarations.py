@@ -12,7 +12,7 @@ from outsider_runs import SIZES, experiment
 
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
-from lmlib.models.part import Names, Part
+from lmlib.models.part import Names, Part, check_part
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.stack import Segment
@@ -107,15 +107,22 @@ def test_a_weight_that_is_declared_wrongly_is_named(case):
         refused(functools.partial(decoder, mixer(matrix=declared)))
 
 
-@pytest.mark.parametrize("kind", ["mixer", "layer"])
-def test_a_module_that_is_not_a_part_is_named(kind):
-    part = mixer(eqx.Module)
+NO_PART = r"Mine is not a lmlib\.models\.part\.Part: make it a subclass"
 
+
+def test_a_layer_that_is_not_a_part_is_named():
     def make(key):
-        return Decoder(**SIZES, segments=[Segment([lambda key: part(key=key)], 1)], key=key)
+        layer = Segment([lambda key: mixer(eqx.Module)(key=key)], 1)
+        return Decoder(**SIZES, segments=[layer], key=key)
 
-    with pytest.raises(ValueError, match=r"Mine is not a lmlib\.models\.part\.Part: make it a sub"):
-        refused(make if kind == "layer" else functools.partial(decoder, part))
+    with pytest.raises(ValueError, match=NO_PART):
+        refused(make)
+
+
+def test_a_mixer_that_is_not_a_part_is_named():
+    """Asked directly, since annotations, which the tests check, refuse it in a block."""
+    with pytest.raises(ValueError, match=NO_PART):
+        check_part(mixer(eqx.Module)(key=jax.random.key(0)), "x_BSE", "context", "cache")
 
 
 @pytest.mark.parametrize(

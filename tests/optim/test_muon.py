@@ -113,7 +113,7 @@ def test_updates_follow_the_equations(nesterov, neuron_decay, cautious):
 def paths_of_matrices(model, apart=("expert",)):
     found = []
     map_weights(lambda one, _: found.append(one.path) if is_matrix(one, apart) else None, model)
-    return {path.split(".", 3)[-1] for path in found}
+    return {path.split(".", 4)[-1] for path in found}
 
 
 def test_matrices_of_layers_are_found_by_the_names_of_their_axes():

@@ -40,7 +40,8 @@ def test_a_gathered_stack_is_named_with_its_bytes():
     mesh = make_mesh(fsdp=4, tensor=2)
 
     def gathered(model, whole_stack):
-        ((blocks,),) = gather(model.stack.patterns, jnp.float32) if whole_stack else model.stack
+        stack = gather(model.stack, jnp.float32) if whole_stack else model.stack
+        ((blocks,),) = stack.patterns
 
         def layer(total, block):
             block = block if whole_stack else gather(block, jnp.float32)
