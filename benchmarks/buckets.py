@@ -31,8 +31,9 @@ from buckets.proxy import FaultyProxy
 from buckets.servers import BUCKET, emulator, environment
 
 from lmlib.checkpoint import Checkpoints
-from lmlib.data import FlatTokens, ShardWriter
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.prefetch import ReadAhead
+from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.terminal.table import columns
 
 _LATENCY = flags.DEFINE_float("latency", 0.05, "seconds of each request", lower_bound=0.0)

@@ -31,7 +31,7 @@ import numpy as np
 from absl import app, flags
 
 from data_tools.standard_library import standard_library
-from lmlib import optim, train
+from lmlib import train
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.batch import place
 from lmlib.data.flat_tokens import FlatTokens
@@ -39,6 +39,7 @@ from lmlib.evaluate.validation import Evaluator
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama
 from lmlib.models.weights import Random
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
@@ -119,7 +120,7 @@ def losses(width: int, depth: int, tied: bool, rate: float) -> dict[str, list[fl
     of = functools.partial(FlatTokens, path, batch_size=_BATCH, sequence_length=_SEQUENCE)
     data, mesh, compute = of(split="train"), make_mesh(), Compute("float32", saved=EVERYTHING)
     evaluate, validation = Evaluator(mesh, compute), of(split="validation", seed=None, epochs=1)
-    training = Training(optim.adamw(_STEPS.value, rate), mesh, compute)
+    training = Training(adamw(_STEPS.value, rate), mesh, compute)
     make = functools.partial(llama, _VOCAB, width, depth, max(2, width // 32), 3 * width, tied=tied)
     rows = sharding("batch seq", mesh)
     step, found = None, {}

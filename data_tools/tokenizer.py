@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.encoders import Encoder, make_encoder
-from lmlib.data import TokenizerIdentity
-from lmlib.data.stored.metadata import LARGEST_TOKENIZER
+from lmlib.data.stored.metadata import LARGEST_TOKENIZER, TokenizerIdentity
 from lmlib.data.text import BYTE_TOKENIZER, decoded_bytes, read_tokenizer, tokenizers_errors
 from lmlib.storage.regular_file import check_within_folder
 from lmlib.storage.stored_json import read_json, read_text

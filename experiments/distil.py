@@ -19,7 +19,8 @@ import fiddle as fdl
 
 from experiments import quickstart
 from lmlib.experiment import Experiment
-from lmlib.losses import Distillation, NextToken
+from lmlib.losses.distillation import Distillation
+from lmlib.losses.next_token import NextToken
 
 
 def config(teacher: fdl.Config[Experiment] | None = None) -> fdl.Config[Experiment]:

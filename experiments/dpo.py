@@ -14,9 +14,9 @@ import fiddle as fdl
 
 from experiments import lora
 from experiments.lora import tiny as tiny
-from lmlib import adapters
+from lmlib.adapters.lora import lora as with_lora
 from lmlib.experiment import Experiment
-from lmlib.losses import DPO
+from lmlib.losses.dpo import DPO
 
 
 def config(
@@ -27,7 +27,7 @@ def config(
     tokens: a data set of pairs with a split train.
     """
     cfg = lora.config(base, tokens)
-    has_adapters = fdl.get_callable(base.model) is adapters.lora
+    has_adapters = fdl.get_callable(base.model) is with_lora
     cfg.objective = fdl.Config(DPO, reference_from=base.init_from if has_adapters else None)
     cfg.optimizer.peak_lr = 2e-5
     return cfg

@@ -18,13 +18,15 @@ import math
 import fiddle as fdl
 
 from data_tools.standard_library import standard_library
-from lmlib import optim
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
-from lmlib.losses import NextToken
+from lmlib.losses.next_token import NextToken
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
+from lmlib.optim.schedules import warmup_linear
+from lmlib.optim.transfer import CompleteP
 from lmlib.parallel.mesh import make_mesh
 
 _BASE_WIDTH, _BASE_DEPTH = 64, 4
@@ -77,16 +79,16 @@ def config(
         model=fdl.Partial(llama, vocab=vocab, tied=True, **sizes),
         compute=fdl.Config(Compute, saved=EVERYTHING),
         objective=fdl.Config(NextToken),
-        scaling=fdl.Config(optim.CompleteP, base=base),
+        scaling=fdl.Config(CompleteP, base=base),
         data=fdl.Config(FlatTokens, split="train", batch_size=rows, **data),
         validation=fdl.Config(
             FlatTokens, split="validation", batch_size=32, seed=None, epochs=1, **data
         ),
         evaluation=fdl.Config(EvaluationSettings, every=-(-steps // 4), batches=8),
         optimizer=fdl.Partial(
-            optim.adamw,
+            adamw,
             peak_lr=peak_lr,
-            schedule=fdl.Partial(optim.warmup_linear, warmup=0.05, end=0.0),
+            schedule=fdl.Partial(warmup_linear, warmup=0.05, end=0.0),
             weight_decay=_DECAYED / (peak_lr * steps),
         ),
         guard=fdl.Config(Guard),

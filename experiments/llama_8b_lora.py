@@ -12,15 +12,16 @@ the adapters along stands in docs/finetuning.md.
 import fiddle as fdl
 
 from experiments.base.pretraining import tiny_base, tiny_with
-from lmlib import optim
-from lmlib.adapters import lora
+from lmlib.adapters.lora import lora
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
-from lmlib.losses import NextToken
+from lmlib.losses.next_token import NextToken
 from lmlib.models.families.llama import llama
 from lmlib.models.parts.rope_scaling import Llama3
+from lmlib.optim.adamw import adamw
+from lmlib.optim.schedules import warmup_linear
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
 
@@ -48,9 +49,9 @@ def config() -> fdl.Config[Experiment]:
             sequence_length=4_096,
         ),
         optimizer=fdl.Partial(
-            optim.adamw,
+            adamw,
             peak_lr=2e-4,
-            schedule=fdl.Partial(optim.warmup_linear, warmup=0.03, end=0.0),
+            schedule=fdl.Partial(warmup_linear, warmup=0.03, end=0.0),
             b1=0.9,
             b2=0.999,
             weight_decay=0.0,

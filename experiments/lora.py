@@ -13,7 +13,7 @@ import fiddle as fdl
 from fiddle.daglish import iterate
 
 from experiments import from_hf, llama_8b_lora
-from lmlib.adapters import lora
+from lmlib.adapters.lora import lora
 from lmlib.experiment import Experiment
 
 

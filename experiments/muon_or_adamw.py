@@ -12,8 +12,8 @@ parameters? docs/optimizers.md has the answer. The text is Python's sources, as 
 import fiddle as fdl
 
 from experiments import quickstart
-from lmlib import optim
 from lmlib.experiment import Experiment
+from lmlib.optim.adamw import adamw
 from lmlib.sweeps import Points, axis, product, zipped
 
 _VOCAB = 2_048
@@ -30,7 +30,7 @@ def config(embed: int = 256, muon: bool = True) -> fdl.Config[Experiment]:
     cfg.model.embed, cfg.model.heads, cfg.model.mlp = embed, embed // 64, 5 * embed // 2
     cfg.model.layers = cfg.compute.unroll = 4
     if not muon:
-        cfg.optimizer = fdl.Partial(optim.adamw, schedule=cfg.optimizer.schedule)
+        cfg.optimizer = fdl.Partial(adamw, schedule=cfg.optimizer.schedule)
     cfg.optimizer.peak_lr = 8e-3
     cfg.data.batch_size, cfg.data.sequence_length = 8, 128
     cfg.validation.batch_size, cfg.validation.sequence_length = 64, 128

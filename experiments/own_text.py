@@ -18,13 +18,14 @@ over 262,144. Wider models get lower learning rates. The prompts are how held-ou
 
 import fiddle as fdl
 
-from lmlib import optim
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
-from lmlib.losses import NextToken
+from lmlib.losses.next_token import NextToken
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
+from lmlib.optim.schedules import warmup_cosine
 from lmlib.parallel.mesh import make_mesh
 
 _STEPS = 4_000
@@ -82,9 +83,9 @@ def config(
             batches=max(1, min(_VALIDATED, held_out.tokens) // step),
         ),
         optimizer=fdl.Partial(
-            optim.adamw,
+            adamw,
             peak_lr=min(3e-3, 0.768 / embed),
-            schedule=fdl.Partial(optim.warmup_cosine, warmup=0.05, end=0.05),
+            schedule=fdl.Partial(warmup_cosine, warmup=0.05, end=0.05),
         ),
         guard=fdl.Config(Guard),
         mesh=fdl.Config(make_mesh, fsdp=-1),

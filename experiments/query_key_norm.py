@@ -10,10 +10,10 @@ here to a verdict. The text is Python's sources, as in the quickstart.
 import fiddle as fdl
 
 from experiments import quickstart
-from lmlib import optim
 from lmlib.experiment import Experiment
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.norms import RMSNorm
+from lmlib.optim.adamw import adamw
 from lmlib.sweeps import Points, axis, product
 
 _VOCAB = 1_024
@@ -33,7 +33,7 @@ def config(embed: int = 64, query_key_norm: bool = False) -> fdl.Config[Experime
         cfg.model.attention = fdl.Partial(Attention, norm=fdl.Partial(RMSNorm, "head_dim"))
     cfg.data.batch_size, cfg.data.sequence_length = 8, 128
     cfg.validation.sequence_length = 128
-    cfg.optimizer = fdl.Partial(optim.adamw, peak_lr=3e-3, schedule=cfg.optimizer.schedule)
+    cfg.optimizer = fdl.Partial(adamw, peak_lr=3e-3, schedule=cfg.optimizer.schedule)
     cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 600, 50, 200
     cfg.samples.prompts, cfg.samples.every = (), None
     return cfg

@@ -12,13 +12,14 @@ from data_tools.standard_library import standard_library
 from experiments.base.pretraining import later_stage as later_stage
 from experiments.base.pretraining import longer_rows as longer_rows
 from experiments.base.pretraining import stable as stable
-from lmlib import optim
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
-from lmlib.losses import NextToken
+from lmlib.losses.next_token import NextToken
 from lmlib.models.families.llama import llama
+from lmlib.optim.muon import muon
+from lmlib.optim.schedules import warmup_cosine
 from lmlib.parallel.mesh import make_mesh
 
 
@@ -48,10 +49,10 @@ def config() -> fdl.Config[Experiment]:
         ),
         evaluation=fdl.Config(EvaluationSettings, every=400, batches=4),
         optimizer=fdl.Partial(
-            optim.muon,
+            muon,
             peak_lr=14e-3,
             dtype="float32",
-            schedule=fdl.Partial(optim.warmup_cosine, warmup=0.05, end=0.0),
+            schedule=fdl.Partial(warmup_cosine, warmup=0.05, end=0.0),
         ),
         guard=fdl.Config(Guard),
         mesh=fdl.Config(make_mesh, fsdp=-1),

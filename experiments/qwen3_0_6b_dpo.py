@@ -13,7 +13,7 @@ import fiddle as fdl
 from experiments import qwen3_0_6b_lora
 from experiments.qwen3_0_6b_lora import tiny as tiny
 from lmlib.experiment import Experiment
-from lmlib.losses import DPO
+from lmlib.losses.dpo import DPO
 
 
 def config() -> fdl.Config[Experiment]:

@@ -17,9 +17,10 @@ import fiddle as fdl
 from experiments import quickstart
 from experiments.base.pretraining import fast as fast
 from experiments.base.pretraining import pretraining, tiny_with
-from lmlib import optim
 from lmlib.experiment import Experiment
 from lmlib.models.families.speedrun import speedrun
+from lmlib.optim.muon import muon
+from lmlib.optim.schedules import warmup_stable_decay
 
 tiny = tiny_with(window=32)
 
@@ -37,9 +38,9 @@ def config() -> fdl.Config[Experiment]:
         validation_batches=20,
     )
     cfg.optimizer = fdl.Partial(
-        optim.muon,
+        muon,
         peak_lr=3e-3,
-        schedule=fdl.Partial(optim.warmup_stable_decay, warmup=0.02, decay=0.5, end=0.0),
+        schedule=fdl.Partial(warmup_stable_decay, warmup=0.02, decay=0.5, end=0.0),
         weight_decay=0.05,
     )
     cfg.data.begin_with_documents = True

@@ -10,9 +10,10 @@ the table. The text is Python's sources, as in the quickstart.
 import fiddle as fdl
 
 from experiments import quickstart
-from lmlib import optim
 from lmlib.experiment import Experiment
 from lmlib.models.families.speedrun import speedrun
+from lmlib.optim.adamw import adamw
+from lmlib.optim.schedules import warmup_cosine
 from lmlib.sweeps import Points, axis, chain, product
 
 _VOCAB = 1_024
@@ -61,7 +62,7 @@ def config(embed: int = 64, layers: int = 2, part: str = "none") -> fdl.Config[E
     cfg.validation.batch_size, cfg.validation.sequence_length = 32, 128
     cfg.validation.seed, cfg.validation.epochs, cfg.evaluation.batches = 0, None, 24
     cfg.optimizer = fdl.Partial(
-        optim.adamw, peak_lr=3e-3, schedule=fdl.Partial(optim.warmup_cosine, warmup=0.05, end=0.05)
+        adamw, peak_lr=3e-3, schedule=fdl.Partial(warmup_cosine, warmup=0.05, end=0.05)
     )
     cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 300, 100, 300
     cfg.samples.prompts, cfg.samples.every = (), None

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import fiddle as fdl
 
 from experiments import quickstart
-from lmlib import optim
 from lmlib.experiment import Experiment
+from lmlib.optim.adamw import adamw
+from lmlib.optim.transfer import CompleteP
 from lmlib.sweeps import Points, axis, product, zipped
 
 _VOCAB = 1_024
@@ -36,11 +37,11 @@ def config(
     cfg.model.tied = True
     if scaling:
         base = {"embed": 64, "heads": 4, "mlp": 160, "layers": 4}
-        cfg.scaling = fdl.Config(optim.CompleteP, base=base)
+        cfg.scaling = fdl.Config(CompleteP, base=base)
     cfg.data.batch_size, cfg.data.sequence_length = 4, 128
     cfg.validation.sequence_length = 128
     if not muon:
-        cfg.optimizer = fdl.Partial(optim.adamw, schedule=cfg.optimizer.schedule)
+        cfg.optimizer = fdl.Partial(adamw, schedule=cfg.optimizer.schedule)
     cfg.optimizer.peak_lr = 16e-3
     cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 200, 200, 200
     cfg.validation.seed, cfg.validation.epochs = 0, None  # rows of the whole split, 65,536 tokens

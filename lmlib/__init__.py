@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from lmlib.generate import Generator, Sampling
     from lmlib.inspect import Inspector
     from lmlib.inspect.description import describe
-    from lmlib.losses import DPO, Distillation, NextToken, batch_loss
+    from lmlib.losses.distillation import Distillation
+    from lmlib.losses.dpo import DPO
+    from lmlib.losses.next_token import NextToken, batch_loss
     from lmlib.models.context import Context, whole_rows
     from lmlib.models.decoder import Decoder
     from lmlib.models.families.llama import llama
@@ -47,19 +49,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DPO": "lmlib.losses",
+    "DPO": "lmlib.losses.dpo",
     "Compute": "lmlib.compute",
     "Context": "lmlib.models.context",
     "Decoder": "lmlib.models.decoder",
-    "Distillation": "lmlib.losses",
+    "Distillation": "lmlib.losses.distillation",
     "Experiment": "lmlib.experiment",
     "Generator": "lmlib.generate",
     "Inspector": "lmlib.inspect",
-    "NextToken": "lmlib.losses",
+    "NextToken": "lmlib.losses.next_token",
     "Sampling": "lmlib.generate",
     "Training": "lmlib.state",
     "adamw": "lmlib.optim.adamw",
-    "batch_loss": "lmlib.losses",
+    "batch_loss": "lmlib.losses.next_token",
     "describe": "lmlib.inspect.description",
     "llama": "lmlib.models.families.llama",
     "make_mesh": "lmlib.parallel.mesh",

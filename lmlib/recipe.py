@@ -14,7 +14,7 @@ from jaxtyping import Array
 from lmlib.models.matrices.adapted import has_adapters, with_bases, without_adapters
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.optim.trainable import Groups, grouped
-from lmlib.parallel.axes import M, Weight, map_weights
+from lmlib.parallel.axes import M, PartError, Weight, map_weights
 from lmlib.parallel.creation import creator, quick_to_compile
 from lmlib.parallel.layout import stored
 
@@ -61,8 +61,20 @@ class Recipe:
 
     @functools.cached_property
     def shapes(self) -> Any:
-        """Shapes of the model as `model` makes it: nothing in 8 bits."""
-        return jax.eval_shape(lambda: self.model(key=jax.random.key(self.seed)))
+        """Shapes of the model as `model` makes it: nothing in 8 bits.
+
+        Raises:
+          PartError: if a class of a part or a model lacks methods or attributes.
+        """
+        try:
+            return jax.eval_shape(lambda: self.model(key=jax.random.key(self.seed)))
+        except TypeError as error:
+            if "abstract class" not in str(error):  # the words of Python and of Equinox
+                raise
+            raise PartError(
+                f"{str(error).splitlines()[0]}; define them in the class. "
+                "docs/your-own-architecture.md shows a whole part and a whole model"
+            ) from None
 
     @functools.cached_property
     def made(self) -> Any:

@@ -15,7 +15,8 @@ from jaxtyping import Array, Int32, Key
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.guard import Guard, GuardState
-from lmlib.losses import NextToken, Objective
+from lmlib.losses.next_token import NextToken
+from lmlib.losses.objective import Objective
 from lmlib.models.weights import fold
 from lmlib.optim.hyperparameters import Hyperparameters, arrays_of
 from lmlib.optim.optimizer import Optimizer

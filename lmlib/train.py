@@ -15,8 +15,7 @@ from jaxtyping import Array
 
 from lmlib.data.batch import Batch
 from lmlib.guard import choose
-from lmlib.losses import LossSums
-from lmlib.losses.objective import sums_of
+from lmlib.losses.objective import LossSums, sums_of
 from lmlib.optim.hyperparameters import Hyperparameters, abstract_arrays_of, with_arrays
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.check import check_batch, check_model

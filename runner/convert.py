@@ -66,11 +66,11 @@ import jax
 from jax.sharding import Mesh
 
 from lmlib import hf
-from lmlib.adapters import lora, without_adapters
+from lmlib.adapters.lora import lora
 from lmlib.data.chats.chat import put_chat_template
 from lmlib.hf.families import family_of
 from lmlib.hf.peft import holds_adapters, written_whole
-from lmlib.models.matrices.adapted import has_adapters
+from lmlib.models.matrices.adapted import has_adapters, without_adapters
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
 from lmlib.recipe import parted

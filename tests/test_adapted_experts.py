@@ -12,16 +12,16 @@ import pytest
 from laid_out import drawn, laid_out
 from outsider_runs import compiled, experiment, trained
 
-from lmlib import optim
-from lmlib.adapters import lora, merged
+from lmlib.adapters.lora import lora, merged
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.losses import batch_loss
+from lmlib.losses.next_token import batch_loss
 from lmlib.models.context import whole_rows
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.llama import llama
 from lmlib.models.product import product
+from lmlib.optim.muon import muon
 from lmlib.optim.trainable import adapters, flops_per_token, grouped
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError, named_weights
@@ -245,7 +245,7 @@ def test_muon_takes_each_expert_s_matrices_by_themselves():
     trained, _ = parts(adapted())
     random = np.random.default_rng(0)
     gradients = jax.tree.map(lambda w: random.standard_normal(w.shape, np.float32), trained)
-    optimizer = optim.muon(10, peak_lr=1.0, weight_decay=0.0, clip_norm=None, dtype="float32")
+    optimizer = muon(10, peak_lr=1.0, weight_decay=0.0, clip_norm=None, dtype="float32")
     transformation = optimizer.transformation
     begun = transformation.init(trained)
     updates, _ = jax.jit(transformation.update)(gradients, begun, trained)

@@ -12,13 +12,13 @@ import pytest
 from laid_out import drawn, laid_out
 from linear import Linear
 
-from lmlib.adapters import lora, merged, with_adapters, without_adapters
+from lmlib.adapters.lora import lora, merged, with_adapters
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.losses import batch_loss
+from lmlib.losses.next_token import batch_loss
 from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
-from lmlib.models.matrices.adapted import map_adapted
+from lmlib.models.matrices.adapted import map_adapted, without_adapters
 from lmlib.models.product import product
 from lmlib.optim.trainable import adapters, grouped
 from lmlib.parallel.mesh import make_mesh

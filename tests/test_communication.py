@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from lmlib.compute import Compute
-from lmlib.losses import NextToken, batch_loss
+from lmlib.losses.next_token import NextToken, batch_loss
 from lmlib.models.families.llama import llama
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import reshard

@@ -14,19 +14,20 @@ from bigram import Bigram
 from laid_out import drawn, first_state
 from llama_reference import reference_logits
 
-from lmlib import optim, train
+from lmlib import train
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.validation import Evaluator
 from lmlib.generate import GREEDY, generate
 from lmlib.inspect.layer_statistics import layer_statistics
-from lmlib.losses import NextToken, batch_loss
+from lmlib.losses.next_token import NextToken, batch_loss
 from lmlib.losses.objective import Metric
 from lmlib.models.context import Context, whole_rows
 from lmlib.models.families.llama import llama
 from lmlib.models.parts.dropout import dropout
 from lmlib.models.weights import fold
+from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import partition, sharding
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import (
@@ -50,9 +51,7 @@ make = functools.partial(
 )
 weights = functools.cache(lambda: drawn(jax.eval_shape(make)))
 source = Synthetic(vocab_size=V, batch_size=B, sequence_length=S)
-optimizer = optim.Optimizer(
-    optax.sgd(0.1, momentum=0.5), optax.constant_schedule(0.1), optim.as_declared
-)
+optimizer = Optimizer(optax.sgd(0.1, momentum=0.5), optax.constant_schedule(0.1), as_declared)
 
 
 def inputs(batch):

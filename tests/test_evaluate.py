@@ -15,7 +15,8 @@ from sentinels import sentinels
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.validation import Evaluator, bits_per_byte
-from lmlib.losses import DPO, Distillation
+from lmlib.losses.distillation import Distillation
+from lmlib.losses.dpo import DPO
 from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
 from lmlib.parallel.mesh import make_mesh

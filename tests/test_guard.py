@@ -14,7 +14,8 @@ from lmlib import train
 from lmlib.data.synthetic import Synthetic
 from lmlib.guard import Guard, not_finite
 from lmlib.models.families.llama import llama
-from lmlib.optim import Optimizer, adamw
+from lmlib.optim.adamw import adamw
+from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, new_state
 

@@ -11,12 +11,13 @@ from jax.sharding import NamedSharding
 from laid_out import first_state, laid_out
 from sentinels import sentinels
 
-from lmlib import optim, train
+from lmlib import train
 from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.losses import batch_loss
+from lmlib.losses.next_token import batch_loss
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.creation import creator
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
@@ -152,7 +153,7 @@ def compiled_step(state, optimizer, mesh, compute=FLOAT32, microbatches=1):
 @functools.cache
 def curve(mesh_name, variant, microbatches=1, steps=20):
     mesh = make_mesh(**MESHES[mesh_name])
-    optimizer = optim.adamw(steps, peak_lr=1e-2)
+    optimizer = adamw(steps, peak_lr=1e-2)
     tied, compute = VARIANTS[variant]
     state = first_state(weights(tied), optimizer, mesh)
     compiled, numbers = compiled_step(state, optimizer, mesh, compute, microbatches)
@@ -198,7 +199,7 @@ def test_initialisation_never_holds_an_unsharded_copy():
 @functools.cache
 def step_of_a_tied_model():
     mesh = make_mesh(fsdp=4, tensor=2)
-    optimizer = optim.adamw(10, peak_lr=1e-2)
+    optimizer = adamw(10, peak_lr=1e-2)
     state = abstract_state(model_maker(tied=True), Training(optimizer, mesh))
     return *compiled_step(state, optimizer, mesh), optimizer, mesh
 
@@ -221,7 +222,7 @@ def test_the_state_is_donated_and_every_sharding_is_named():
 @pytest.mark.slow
 def test_the_abstract_state_is_the_state():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    training = Training(optim.adamw(10, peak_lr=1e-2), mesh)
+    training = Training(adamw(10, peak_lr=1e-2), mesh)
     make = model_maker(tied=True)
     real, abstract = new_state(make, training), abstract_state(make, training)
     assert jax.tree.structure(real) == jax.tree.structure(abstract)

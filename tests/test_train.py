@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from laid_out import drawn, first_state
 from sentinels import sentinels
 
-from lmlib import optim, train
+from lmlib import train
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch, place
 from lmlib.data.synthetic import Synthetic
-from lmlib.losses import NextToken
+from lmlib.losses.next_token import NextToken
 from lmlib.models.context import Context
 from lmlib.models.families.llama import llama
-from lmlib.optim.optimizer import Optimizer
+from lmlib.optim.adamw import adamw
+from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, abstract_state
@@ -28,7 +29,7 @@ B, S, V = 8, 12, 40
 make = functools.partial(llama, vocab=V, embed=16, layers=2, heads=2, mlp=24, key=jax.random.key(0))
 FLOAT32 = Compute(dtype="float32")
 # Plain descent with rate one: the update is the gradient.
-descent = Optimizer(optax.sgd(1.0), optax.constant_schedule(1.0), optim.as_declared)
+descent = Optimizer(optax.sgd(1.0), optax.constant_schedule(1.0), as_declared)
 source = Synthetic(vocab_size=V, batch_size=B, sequence_length=S)
 
 
@@ -198,7 +199,7 @@ def test_z_loss_pulls_the_normaliser_down_and_is_not_reported_as_loss():
 def test_a_loop_by_hand_makes_the_bits_of_the_compiled_step():
     """And its norm of the gradient is taken before that is clipped."""
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    optimizer = optim.adamw(steps=3, peak_lr=1e-2, clip_norm=1e-3)
+    optimizer = adamw(steps=3, peak_lr=1e-2, clip_norm=1e-3)
     training = Training(optimizer, mesh, FLOAT32, microbatches=2)
     compiled = train.trace_step(
         abstract_state(make, training), abstract_batch(B, S, mesh), training

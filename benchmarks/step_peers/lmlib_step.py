@@ -3,7 +3,9 @@
 import jax
 import optax
 
-from lmlib import optim, train
+from lmlib import train
+from lmlib.optim.muon import muon
+from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.layout import sharding
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_batch, new_state
@@ -14,11 +16,11 @@ def _constant(peak_lr: float, steps: int) -> optax.Schedule:
     return optax.constant_schedule(peak_lr)
 
 
-def make_optimizer(work: Work) -> optim.Optimizer:
+def make_optimizer(work: Work) -> Optimizer:
     adamw = work.adamw
     if work.muon:
-        return optim.muon(work.steps, adamw.learning_rate, _constant)
-    return optim.adamw(
+        return muon(work.steps, adamw.learning_rate, _constant)
+    return adamw(
         work.steps,
         adamw.learning_rate,
         schedule=_constant,

@@ -24,7 +24,7 @@ from lmlib.storage.bucket.copies import shown
 from lmlib.storage.local_folder import folder_to_read
 
 if TYPE_CHECKING:  # needs JAX
-    from lmlib.data import Source
+    from lmlib.data.batch import Source
 
 _SPLIT = flags.DEFINE_string("split", None, "One split; without it, all (with --batch, 'train').")
 _SAMPLES = flags.DEFINE_integer("samples", 3, "How many stretches of text to show.", lower_bound=0)
@@ -112,7 +112,7 @@ def _of_data_set(path: Path) -> "tuple[Source, Decode | None]":
         if _SPLIT.value not in (None, own):
             raise ValueError(f"{shown(path)} is the split {own!r}, not {_SPLIT.value!r}")
         path, split = data_path(path).parent, own
-    from lmlib.data import FlatTokens
+    from lmlib.data.flat_tokens import FlatTokens
 
     source = FlatTokens(
         str(path),

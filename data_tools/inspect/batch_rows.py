@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:  # they need JAX, which takes a second to import
-    from lmlib.data import Batch, Mixture, Source
+    from lmlib.data.batch import Batch, Source
+    from lmlib.data.mixture import Mixture
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def batch_rows(batch: "Batch", first_row: int = 0, masked: bool = False) -> list
 
 def is_masked(source: "Source") -> bool:
     """Whether documents of the source have targets that are not the loss's."""
-    from lmlib.data import FlatTokens, Mixture
+    from lmlib.data.flat_tokens import FlatTokens
+    from lmlib.data.mixture import Mixture
 
     if isinstance(source, Mixture):
         return any(map(is_masked, source.sources.values()))
@@ -115,7 +117,8 @@ def row_origins(source: "Source", step: int) -> list[str | None]:
 
     For a `Mixture` the name of the source comes first.
     """
-    from lmlib.data import FlatTokens, Mixture
+    from lmlib.data.flat_tokens import FlatTokens
+    from lmlib.data.mixture import Mixture
     from lmlib.data.stages import Continued
 
     if isinstance(source, Continued):

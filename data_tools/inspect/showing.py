@@ -18,14 +18,14 @@ from data_tools.inspect.description import (
 )
 from data_tools.inspect.report import description_text, lengths_text, row_text, sample_text
 from data_tools.inspect.verification import verify_split
-from lmlib.data import TokenizerIdentity
 from lmlib.data.stored.data_path import data_path
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.stored.seqax import is_seqax_split
 from lmlib.storage.bucket.copies import shown
 from lmlib.terminal.text import TerminalText
 
 if TYPE_CHECKING:  # needs JAX
-    from lmlib.data import Source
+    from lmlib.data.batch import Source
 
 
 def show_split(

@@ -17,8 +17,8 @@ from data_tools.pretokenize.progress import Progress
 from data_tools.pretokenize.writing import FILE_LENGTH, OnBadRow, write_shard
 from data_tools.rows import Block, Row, RowSource
 from data_tools.tokenizer import Tokenizer
-from lmlib.data import SplitMetadata, read_split
 from lmlib.data.chats.chat import ChatTemplate, write_chat_template
+from lmlib.data.stored.metadata import SplitMetadata, read_split
 
 NOW = datetime(2024, 7, 26)  # what Llama 3.1's template takes for today if it is not told
 

@@ -27,7 +27,7 @@ from data_tools.rows import RowSource
 from data_tools.source_flags import ON_BAD_ROW
 from data_tools.split_flags import OUT
 from data_tools.tokenizer import Tokenizer
-from lmlib.data import ShardMetadata, SplitMetadata
+from lmlib.data.stored.metadata import ShardMetadata, SplitMetadata
 
 for module in (text_flags, split_flags):
     flags.adopt_module_key_flags(module)  # --help lists them

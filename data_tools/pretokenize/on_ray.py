@@ -12,7 +12,8 @@ from data_tools.pretokenize.shard import pretokenize_shard
 from data_tools.pretokenize.split import finished_split
 from data_tools.rows import RowSource
 from data_tools.tokenizer import Tokenizer
-from lmlib.data import SplitMetadata, shard_progress
+from lmlib.data.stored.metadata import SplitMetadata
+from lmlib.data.stored.shard_writer import shard_progress
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 

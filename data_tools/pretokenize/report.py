@@ -5,7 +5,7 @@ import sys
 from data_tools.held_out import VALIDATION
 from data_tools.pretokenize.out_folder import OutFolder
 from data_tools.rows import Block, Row
-from lmlib.data import ShardMetadata, SplitMetadata, read_split
+from lmlib.data.stored.metadata import ShardMetadata, SplitMetadata, read_split
 from lmlib.terminal.python_command import python_command
 
 _SHOWN = 10

@@ -10,7 +10,7 @@ from data_tools.pretokenize.texts import TextRecipe
 from data_tools.pretokenize.writing import FILE_LENGTH, OnBadRow, write_shard
 from data_tools.rows import Block, Row, RowSource
 from data_tools.tokenizer import Tokenizer
-from lmlib.data import ShardMetadata
+from lmlib.data.stored.metadata import ShardMetadata
 
 
 def pretokenize_shard(

@@ -11,7 +11,7 @@ from data_tools.pretokenize.shard import pretokenize_shard
 from data_tools.pretokenize.writing import EmptySourceError, check_not_empty
 from data_tools.rows import RowSource, Texts
 from data_tools.tokenizer import Tokenizer
-from lmlib.data import SplitMetadata, read_split
+from lmlib.data.stored.metadata import SplitMetadata, read_split
 
 
 def pretokenize(

@@ -10,9 +10,9 @@ from data_tools.pretokenize.out_folder import OutFolder, out_folder
 from data_tools.pretokenize.progress import Progress, SendingLines
 from data_tools.rows import Block, Row, RowSource, bad_row
 from data_tools.tokenizer import Tokenizer
-from lmlib.data import ShardMetadata, ShardWriter, SplitMetadata, finished_shard
 from lmlib.data.stored.journal import Totals
-from lmlib.data.stored.metadata import Content
+from lmlib.data.stored.metadata import Content, ShardMetadata, SplitMetadata
+from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
 
 OnBadRow = Literal["fail", "skip"]
 FILE_LENGTH = 16 * 1024 * 1024  # tokens in a file; what is lost at most when a run is killed

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import fiddle as fdl
 
-from lmlib import optim
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
@@ -20,8 +19,11 @@ from lmlib.experiment import (
     SampleSettings,
 )
 from lmlib.guard import Guard
-from lmlib.losses import NextToken
+from lmlib.losses.next_token import NextToken
 from lmlib.models.parts.rope_scaling import Yarn
+from lmlib.optim.adamw import adamw
+from lmlib.optim.muon import muon as muon_optimizer
+from lmlib.optim.schedules import warmup_cosine, warmup_stable_decay
 from lmlib.parallel.mesh import make_mesh
 
 Fiddler = Callable[[fdl.Config[Experiment]], None]
@@ -55,9 +57,9 @@ def pretraining(
         validation=fdl.Config(FlatTokens, split="validation", seed=None, epochs=1, **data),
         evaluation=fdl.Config(EvaluationSettings, batches=validation_batches),
         optimizer=fdl.Partial(
-            optim.adamw,
+            adamw,
             peak_lr=peak_lr,
-            schedule=fdl.Partial(optim.warmup_cosine, warmup=0.1, end=0.1),
+            schedule=fdl.Partial(warmup_cosine, warmup=0.1, end=0.1),
             b1=0.9,
             b2=0.95,
             weight_decay=0.1,
@@ -115,9 +117,7 @@ def stable(cfg: fdl.Config[Experiment], decay: int = 0) -> None:
     warmup = schedule.warmup
     if not isinstance(warmup, int):
         warmup = round(warmup * cfg.steps)
-    cfg.optimizer.schedule = fdl.Partial(
-        optim.warmup_stable_decay, warmup=warmup, decay=decay, end=0.0
-    )
+    cfg.optimizer.schedule = fdl.Partial(warmup_stable_decay, warmup=warmup, decay=decay, end=0.0)
 
 
 def later_stage(
@@ -190,4 +190,4 @@ def fast(cfg: fdl.Config[Experiment]) -> None:
 
 def muon(cfg: fdl.Config[Experiment]) -> None:
     """Muon in place of AdamW, at its learning rate, schedule and weight decay."""
-    fdl.update_callable(cfg.optimizer, optim.muon, drop_invalid_args=True)
+    fdl.update_callable(cfg.optimizer, muon_optimizer, drop_invalid_args=True)

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float64, Int32, Int64, UInt32
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source
 from lmlib.data.prefetch import Prefetch
-from lmlib.losses import NextToken, Objective
-from lmlib.losses.objective import sums_of
+from lmlib.losses.next_token import NextToken
+from lmlib.losses.objective import Objective, sums_of
 from lmlib.models.model import Model
 from lmlib.parallel.fingerprint import sums_of_bits
 from lmlib.parallel.layout import sharding

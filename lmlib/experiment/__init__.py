@@ -9,7 +9,6 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
-from lmlib.adapters import without_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch, Source, has_whole_rows, teacher_k
 from lmlib.data.text import HasText, TextCodec
@@ -23,8 +22,10 @@ from lmlib.experiment.samples import SampleSettings
 from lmlib.experiment.stages import DataStage, at, batches_of, spans_of
 from lmlib.guard import Guard
 from lmlib.hardware.free_memory import check_fits
-from lmlib.losses import NextToken, Objective
+from lmlib.losses.next_token import NextToken
+from lmlib.losses.objective import Objective
 from lmlib.metrics.sinks import MakeSink
+from lmlib.models.matrices.adapted import without_adapters
 from lmlib.optim.average import WeightAverage, with_average
 from lmlib.optim.optimizer import Optimizer
 from lmlib.optim.trainable import Groups, decays_by, flops_per_token, with_rates

@@ -21,7 +21,7 @@ from lmlib.experiment.sources import check_source, training_sources, validation_
 from lmlib.experiment.split_rows import check_split_rows
 from lmlib.experiment.stages import DataStage
 from lmlib.guard import Guard
-from lmlib.losses import Objective
+from lmlib.losses.objective import Objective
 from lmlib.models.context import whole_rows
 from lmlib.models.matrices.adapted import has_adapters
 from lmlib.models.model import check_is_model

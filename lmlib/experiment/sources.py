@@ -8,7 +8,7 @@ from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture
 from lmlib.experiment import first_rows
 from lmlib.experiment.split_rows import check_pieces
-from lmlib.losses import Objective
+from lmlib.losses.objective import Objective
 from lmlib.parallel.check import check_batch
 
 

@@ -9,7 +9,8 @@ from lmlib.data.batch import Source, place
 from lmlib.data.resumable import Resumable
 from lmlib.experiment import Moment
 from lmlib.inspect.layer_statistics import layer_statistics
-from lmlib.losses import NextToken, Objective
+from lmlib.losses.next_token import NextToken
+from lmlib.losses.objective import Objective
 from lmlib.parallel.layout import sharding
 
 

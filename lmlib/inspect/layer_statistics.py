@@ -16,9 +16,9 @@ from jaxtyping import Array
 
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.losses import NextToken, Objective
 from lmlib.losses.features import features
-from lmlib.losses.objective import sums_of
+from lmlib.losses.next_token import NextToken
+from lmlib.losses.objective import Objective, sums_of
 from lmlib.models.context import LayerCall
 from lmlib.models.matrices.int8 import Int8
 from lmlib.models.model import Model, WeightGroup

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from lmlib.experiment import Experiment
-from lmlib.losses import batch_loss
+from lmlib.losses.next_token import batch_loss
 from lmlib.state import abstract_batch, abstract_model
 from lmlib.terminal.table import columns
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
-from lmlib.adapters import without_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.losses.features import features
@@ -19,6 +18,7 @@ from lmlib.losses.fused import LogitSettings, fused_loss
 from lmlib.losses.next_token import CrossEntropy
 from lmlib.losses.objective import LossSums, Metric, Objective, ReferenceModel
 from lmlib.losses.token_losses import losses_of_features, token_losses
+from lmlib.models.matrices.adapted import without_adapters
 from lmlib.models.model import Model
 from lmlib.parallel.rows import gathered_rows
 from lmlib.parallel.selection import named_weights

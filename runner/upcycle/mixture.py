@@ -9,7 +9,7 @@ from typing import Any
 import fiddle as fdl
 import jax
 
-from lmlib.adapters import lora
+from lmlib.adapters.lora import lora
 from lmlib.models.experts.upcycling import upcycle, upcycled
 from lmlib.parallel.mesh import make_mesh
 from lmlib.terminal.quantities import count_text

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lmlib.adapters import merged, without_adapters
+from lmlib.adapters.lora import merged
 from lmlib.checkpoint import Checkpoints, Restored
 from lmlib.checkpoint.removal import reading
 from lmlib.experiment import Experiment
-from lmlib.models.matrices.adapted import Adapted, has_adapters, map_adapted
+from lmlib.models.matrices.adapted import Adapted, has_adapters, map_adapted, without_adapters
 from lmlib.optim.average import IN_STATE
 from lmlib.optim.trainable import Group
 from lmlib.parallel.axes import M, Weight, map_weights

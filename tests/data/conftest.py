@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmlib.data import ShardWriter, SplitMetadata, read_split
+from lmlib.data.stored.metadata import SplitMetadata, read_split
+from lmlib.data.stored.shard_writer import ShardWriter
 
 WriteDocuments = Callable[..., SplitMetadata]
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lmlib.data import Batch, FlatTokens, Synthetic, place
+from lmlib.data.batch import Batch, place
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.synthetic import Synthetic
 
 pytestmark = pytest.mark.several_devices
 
@@ -98,7 +100,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 process = int(sys.argv[1])
 jax.distributed.initialize("localhost:{port}", 2, process)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from lmlib.data import place
+from lmlib.data.batch import place
 from test_batch import Recording
 first, second = np.split(np.array(jax.devices()), 2)
 devices = np.stack([first[:2], second[:2], first[2:], second[2:]])

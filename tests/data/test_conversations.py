@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_tools.inspect import verify_split
-from lmlib.data import DamagedDataError, FlatTokens, ShardWriter
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.data.whole_documents import arranged, best_fit_decreasing
 
 SMALL = {"vocab_size": 300, "file_length": 16, "chunk_length": 4}

@@ -9,7 +9,10 @@ import pytest
 from byte_texts import BOS, EOS, TEXTS, write_ids, write_texts
 from forged_digests import sign
 
-from lmlib.data import Batch, DamagedDataError, FlatTokens, permute
+from lmlib.data.batch import Batch
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.permutation import permute
+from lmlib.data.stored.damage import DamagedDataError
 
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lmlib.data import Batch, FlatTokens, Mixture, Stage, permute, place
-from lmlib.data.batch import has_whole_rows
+from lmlib.data.batch import Batch, has_whole_rows, place
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.mixture import Mixture, Stage
+from lmlib.data.permutation import permute
 from lmlib.data.stages import Stages
 from lmlib.parallel.mesh import make_mesh
 

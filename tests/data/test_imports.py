@@ -17,7 +17,8 @@ assert FlatTokens and not slow and not others, (slow, others)
 """
 WRITING = """
 import sys
-from lmlib.data import ShardWriter, read_split
+from lmlib.data.stored.metadata import read_split
+from lmlib.data.stored.shard_writer import ShardWriter
 assert "jax" not in sys.modules
 """
 READING = """

@@ -8,8 +8,9 @@ import pytest
 
 from lmlib import llama
 from lmlib.compute import Compute
-from lmlib.data import FlatTokens, ShardWriter
-from lmlib.losses import batch_loss
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.shard_writer import ShardWriter
+from lmlib.losses.next_token import batch_loss
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,16 @@ from pathlib import Path
 import pytest
 from forged_digests import sign
 
-from lmlib.data import ShardMetadata, SplitMetadata, TokenizerIdentity, read_shard, read_split
-from lmlib.data.stored.metadata import ARRAYS, arrays_of, tokenizers_differ
+from lmlib.data.stored.metadata import (
+    ARRAYS,
+    ShardMetadata,
+    SplitMetadata,
+    TokenizerIdentity,
+    arrays_of,
+    read_shard,
+    read_split,
+    tokenizers_differ,
+)
 
 FIRST = ShardMetadata(
     shard=0,

@@ -14,8 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmlib.data import Batch, FlatTokens, Source, Synthetic, TokenizerIdentity
+from lmlib.data.batch import Batch, Source
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import PERIOD, Mixture, Stage, apportion, interleave
+from lmlib.data.stored.metadata import TokenizerIdentity
+from lmlib.data.synthetic import Synthetic
 
 NUMBER = 10**7  # more sequences than any test takes from a source
 

@@ -21,8 +21,11 @@ from forked_processes import ForkedProcess
 from jax.sharding import NamedSharding
 
 from lmlib import train
-from lmlib.data import Batch, FlatTokens, Prefetch, Source, Synthetic, place
+from lmlib.data.batch import Batch, Source, place
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
+from lmlib.data.prefetch import Prefetch
+from lmlib.data.synthetic import Synthetic
 from lmlib.parallel.layout import partition, sharding
 from lmlib.parallel.mesh import make_mesh
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmlib.data import permute
+from lmlib.data.permutation import permute
 
 SEEDS = st.integers(0, 2**64 - 1)
 

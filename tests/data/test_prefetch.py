@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lmlib.data import Batch, Prefetch, Synthetic
-from lmlib.data.prefetch import ReadAhead
+from lmlib.data.batch import Batch
+from lmlib.data.prefetch import Prefetch, ReadAhead
+from lmlib.data.synthetic import Synthetic
 
 SHARDING = NamedSharding(
     jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1]),

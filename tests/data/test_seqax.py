@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numcodecs import Blosc, Delta
 
-from lmlib import optim
-from lmlib.data import DamagedDataError, FlatTokens
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.damage import DamagedDataError
 from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 
 SMALL = [[1, 2], [3, 4, 5], [6, 7, 8]]
@@ -174,7 +175,7 @@ def test_a_vocabulary_too_small_stops_a_run(tmp_path: Path) -> None:
     experiment = Experiment(
         model=functools.partial(llama, vocab=160, embed=64, layers=1, heads=8, kv_heads=4, mlp=64),
         data=FlatTokens(str(tmp_path), "train", 8, 8),
-        optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
+        optimizer=functools.partial(adamw, peak_lr=1e-3),
         mesh=make_mesh(data=8),
         steps=1,
     )

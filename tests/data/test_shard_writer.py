@@ -10,10 +10,11 @@ from folder_contents import files_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmlib.data import FlatTokens, ShardWriter, TokenizerIdentity, finished_shard, read_shard
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored import shard_writer as shard_writer_module
 from lmlib.data.stored.journal import WriterLock, writing
-from lmlib.data.stored.metadata import JOURNAL_FILE
+from lmlib.data.stored.metadata import JOURNAL_FILE, TokenizerIdentity, read_shard
+from lmlib.data.stored.shard_writer import ShardWriter, finished_shard
 from lmlib.storage.whole_file import UNFINISHED
 
 IDS = st.integers(0, 299) | st.just(0)  # zeros, the fill value, come often

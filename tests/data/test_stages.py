@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmlib.data import Batch, FlatTokens, HasText, Source, Stages, Synthetic, TokenizerIdentity
-from lmlib.data.batch import source_at
-from lmlib.data.stages import Continued
+from lmlib.data.batch import Batch, Source, source_at
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stages import Continued, Stages
+from lmlib.data.stored.metadata import TokenizerIdentity
+from lmlib.data.synthetic import Synthetic
+from lmlib.data.text import HasText
 
 
 class Numbered:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmlib.data import FlatTokens
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.teacher import IDS, LOG_PROBABILITIES, TeacherMetadata

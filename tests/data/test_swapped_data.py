@@ -10,7 +10,8 @@ import pytest
 import zarr
 
 from data_tools.inspect import verify_split
-from lmlib.data import DamagedDataError, FlatTokens
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.damage import DamagedDataError
 
 DOCUMENTS = [[number] * (number % 7 + 9) for number in range(40)]
 SHARDS = ["shard_00000_of_00002", "shard_00001_of_00002"]

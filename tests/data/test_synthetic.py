@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from lmlib.data import Synthetic
+from lmlib.data.synthetic import Synthetic
 
 
 def test_some_rows_equal_those_of_the_whole_batch() -> None:

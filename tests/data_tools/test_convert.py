@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from data_tools.convert import to_lmlib, to_seqax
 from data_tools.tokenizer import load_tokenizer
-from lmlib.data import DamagedDataError, ShardWriter, read_split
+from lmlib.data.stored.damage import DamagedDataError
+from lmlib.data.stored.metadata import read_split
+from lmlib.data.stored.shard_writer import ShardWriter
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = [[1, 2], [3, 4, 5], [6, 7, 8]]

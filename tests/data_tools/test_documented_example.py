@@ -11,7 +11,8 @@ from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 from data_tools.pretokenize import pretokenize
 from data_tools.rows import Files, Texts
 from data_tools.tokenizer import ByteTokenizer
-from lmlib.data import FlatTokens, read_shard
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.metadata import read_shard
 
 PAGE = Path(__file__).parents[2] / "docs" / "flat-tokens.md"
 FOLDER = Path("two/train/shard_00000_of_00001")

@@ -9,7 +9,7 @@ from data_tools.pretokenize import pretokenize
 from data_tools.tokenizer import ByteTokenizer
 from data_tools.train_tokenizer import train_byte_level_bpe
 from experiments import llama_84m
-from lmlib.data import FlatTokens
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.experiment import Experiment
 
 TEXTS = ["some text to learn from", "and a little more"] * 20

@@ -14,7 +14,7 @@ from data_tools.pretokenize import pretokenize, pretokenize_shard
 from data_tools.rows import Files, Row, Texts, row_source
 from data_tools.rows import separated_text as separated_text_module
 from data_tools.tokenizer import ByteTokenizer
-from lmlib.data import FlatTokens
+from lmlib.data.flat_tokens import FlatTokens
 
 TEXTS = [f"document {number % 900}" for number in range(1000)]  # the last hundred come twice
 

@@ -25,7 +25,7 @@ from data_tools.inspect import (
 )
 from data_tools.inspect.report import description_text, lengths_text, sample_text
 from data_tools.train_tokenizer import train_byte_level_bpe
-from lmlib.data import TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
 
 
 def framed_tokens() -> int:

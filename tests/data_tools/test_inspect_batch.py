@@ -9,7 +9,10 @@ from forked_processes import run_forked
 
 from data_tools.inspect import batch_rows, decoder, describe_split, is_masked
 from data_tools.inspect.report import description_text, row_text
-from lmlib.data import FlatTokens, ShardWriter, Synthetic, TokenizerIdentity
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.metadata import TokenizerIdentity
+from lmlib.data.stored.shard_writer import ShardWriter
+from lmlib.data.synthetic import Synthetic
 
 
 def test_rows_of_a_batch(tmp_path: Path) -> None:

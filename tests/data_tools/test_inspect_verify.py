@@ -12,7 +12,7 @@ from forged_digests import sign
 
 from data_tools.convert import to_seqax
 from data_tools.inspect import decoder, verify_split
-from lmlib.data import TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "delete"])

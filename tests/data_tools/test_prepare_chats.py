@@ -23,8 +23,9 @@ from data_tools.prepare_chats import ConversationField, load_template, prepare_c
 from data_tools.prepare_chats.lengths import shortened
 from data_tools.rows import Files
 from data_tools.tokenizer import ByteTokenizer, load_tokenizer
-from lmlib.data import FlatTokens, SplitMetadata
 from lmlib.data.chats.chat import ChatTemplate
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.metadata import SplitMetadata
 
 REPOSITORY = Path(__file__).parents[2]
 TURNS = CHATS["turns"]

@@ -13,7 +13,9 @@ from data_tools.pretokenize import Progress, pretokenize, pretokenize_shard
 from data_tools.rows import Files, Texts
 from data_tools.tokenizer import ByteTokenizer, JsonTokenizer
 from data_tools.train_tokenizer import train_byte_level_bpe
-from lmlib.data import FlatTokens, ShardWriter, read_split
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.metadata import read_split
+from lmlib.data.stored.shard_writer import ShardWriter
 
 TEXTS = ["hello", "", "ünï 🤖", "x" * 100]
 BOS, EOS = 256, 257

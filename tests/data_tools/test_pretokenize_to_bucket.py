@@ -18,7 +18,8 @@ from data_tools.pretokenize import pretokenize, pretokenize_shard
 from data_tools.rows import Files
 from data_tools.tokenizer import ByteTokenizer
 from data_tools.train_tokenizer import train_byte_level_bpe
-from lmlib.data import FlatTokens, read_split
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.stored.metadata import read_split
 from lmlib.storage.bucket.copies import place_to_make
 from lmlib.storage.bucket.failures import BucketError
 from lmlib.storage.bucket.store import BucketStore

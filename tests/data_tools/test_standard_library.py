@@ -12,7 +12,8 @@ from data_tools.made_whole import made_whole
 from data_tools.sources_of_python import shared_lines, sources
 from data_tools.standard_library import standard_library
 from data_tools.tokenizer import load_tokenizer
-from lmlib.data import FlatTokens, compressors
+from lmlib.data import compressors
+from lmlib.data.flat_tokens import FlatTokens
 
 MAX_BYTES = 300_000
 

@@ -25,7 +25,7 @@ from sentinels import sentinels
 
 from lmlib import Compute, hf, make_mesh
 from lmlib.data.batch import Batch
-from lmlib.losses import batch_loss
+from lmlib.losses.next_token import batch_loss
 from lmlib.optim.optimizer import as_declared
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import sharding

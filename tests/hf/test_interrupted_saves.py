@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from lmlib import hf
-from lmlib.adapters import with_adapters
+from lmlib.adapters.lora import with_adapters
 from lmlib.models.families.llama import llama
 
 

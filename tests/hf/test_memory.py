@@ -25,7 +25,7 @@ PROCESS = """
 import functools, json, sys
 import jax
 from lmlib import hf, make_mesh
-from lmlib.adapters import lora
+from lmlib.adapters.lora import lora
 from lmlib.hf.families import described
 from lmlib.recipe import Recipe
 from lmlib.optim.trainable import adapters

@@ -15,7 +15,7 @@ from hugging_face_families import tensors
 from jaxtyping import Array, Float
 
 from lmlib import hf, make_mesh
-from lmlib.adapters import merged, with_adapters
+from lmlib.adapters.lora import merged, with_adapters
 from lmlib.hf.families.llama import NORMS_BEFORE, OUTSIDE, shared_settings, sizes
 from lmlib.hf.family import Family
 from lmlib.hf.names import Names, Tensor, placed

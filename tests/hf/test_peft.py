@@ -36,7 +36,7 @@ from hugging_face_families import (
 from sentinels import sentinels
 
 from lmlib import hf, make_mesh
-from lmlib.adapters import with_adapters
+from lmlib.adapters.lora import with_adapters
 from lmlib.hf.families import described
 from lmlib.hf.folder import FolderError
 from lmlib.hf.peft import adapters_in, read_config

@@ -7,13 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from lmlib import optim
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.inspect.coordinates import LOOKED_AT, changes, slope
 from lmlib.inspect.inspector import Inspector
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
+from lmlib.optim.schedules import warmup_constant
+from lmlib.optim.transfer import CompleteP
 from lmlib.parallel.mesh import make_mesh
 from lmlib.report.coordinates import specification, write_coordinates
 from lmlib.train import make_step
@@ -25,11 +27,11 @@ def experiment(scaling=True, steps=3, **sizes):
     return Experiment(
         functools.partial(llama, vocab=64, **BASE | sizes),
         Synthetic(64, batch_size=4, sequence_length=32),
-        functools.partial(optim.adamw, peak_lr=4e-3, schedule=optim.warmup_constant),
+        functools.partial(adamw, peak_lr=4e-3, schedule=warmup_constant),
         make_mesh(devices=jax.devices()[:1]),
         steps,
         compute=Compute(dtype="float32"),
-        scaling=optim.CompleteP(BASE) if scaling else None,
+        scaling=CompleteP(BASE) if scaling else None,
     )
 
 

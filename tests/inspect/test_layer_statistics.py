@@ -13,7 +13,8 @@ from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
-from lmlib.losses import DPO, batch_loss
+from lmlib.losses.dpo import DPO
+from lmlib.losses.next_token import batch_loss
 from lmlib.models.context import Context
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama

@@ -11,13 +11,13 @@ import pytest
 from jax.sharding import NamedSharding
 from sentinels import sentinels
 
-from lmlib import optim
 from lmlib.compute import EVERYTHING, Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.inspect.saved_activations import saved_activations
-from lmlib.losses import batch_loss
+from lmlib.losses.next_token import batch_loss
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_batch, abstract_model
 
@@ -29,7 +29,7 @@ def experiment(saved, mesh, sequence_parallel=False, microbatches=1, unroll=1):
         model=functools.partial(llama, vocab=160, embed=64, layers=3, heads=8, kv_heads=4, mlp=96),
         compute=Compute(saved=saved, sequence_parallel=sequence_parallel, unroll=unroll),
         data=Synthetic(vocab_size=160, batch_size=16, sequence_length=32),
-        optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
+        optimizer=functools.partial(adamw, peak_lr=1e-3),
         mesh=mesh,
         steps=1,
         microbatches=microbatches,

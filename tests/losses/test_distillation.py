@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding
 
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.losses import Distillation
-from lmlib.losses.distillation import Divergence
+from lmlib.losses.distillation import Distillation, Divergence
 from lmlib.losses.fused import LogitSettings, fused_loss
 from lmlib.parallel.layout import STORED, partition
 from lmlib.parallel.mesh import make_mesh

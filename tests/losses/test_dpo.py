@@ -11,14 +11,14 @@ import pytest
 from bigram import Bigram
 from sentinels import sentinels
 
-from lmlib import optim, train
-from lmlib.adapters import with_adapters
+from lmlib import train
+from lmlib.adapters.lora import with_adapters
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
-from lmlib.losses import DPO
+from lmlib.losses.dpo import DPO
 from lmlib.models.families.llama import llama
 from lmlib.models.matrices.adapted import map_adapted
-from lmlib.optim.optimizer import Optimizer
+from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import Training, abstract_model, initial_state
@@ -129,7 +129,7 @@ def test_a_step_follows_the_definition(mesh, microbatches, chunk):
     mesh = make_mesh(**{"fsdp": 1, **mesh})
     compute = Compute(dtype="float32", loss_chunk=chunk)
     # Plain descent with rate one: the update is the gradient.
-    descent = Optimizer(optax.sgd(1.0), optax.constant_schedule(1.0), optim.as_declared)
+    descent = Optimizer(optax.sgd(1.0), optax.constant_schedule(1.0), as_declared)
     rows = sharding("batch seq", mesh)
     placed = jax.tree.map(lambda field: jax.device_put(field, rows), batch())
     with jax.set_mesh(mesh):

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
-from lmlib.losses import Distillation
+from lmlib.losses.distillation import Distillation
 from lmlib.losses.fused import LogitSettings, fused_loss
 from lmlib.losses.likeliest import likeliest_tokens
 from lmlib.losses.listed_divergence import ListedDivergence

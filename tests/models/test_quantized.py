@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from sentinels import sentinels
 
-from lmlib import optim, train
+from lmlib import train
 from lmlib.compute import Compute
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
@@ -23,6 +23,7 @@ from lmlib.models.families.llama import llama
 from lmlib.models.matrices.quantized import FORMATS, rounded
 from lmlib.models.product import product
 from lmlib.models.weights import fan_in, weight
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.gathering import gather
 from lmlib.parallel.layout import STORED, partition, sharding, shardings
 from lmlib.parallel.mesh import make_mesh
@@ -256,7 +257,7 @@ def small():
 def losses(quantized, mesh, **settings):
     """Of three steps of a small model."""
     compute = Compute(dtype="float32", quantized=quantized, **settings)
-    training = Training(optim.adamw(10, 1e-2), mesh, compute)
+    training = Training(adamw(10, 1e-2), mesh, compute)
     source = Synthetic(64, 4, 32)
     made = small()
     layout = shardings(abstract_model(lambda: made, mesh))

@@ -12,14 +12,14 @@ from outsider_runs import SIZES, experiment
 from lmlib import NextToken
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.losses import LossSums
+from lmlib.losses.objective import LossSums
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
 from lmlib.models.part import NO_REPORTS, Part, Reports
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
 from lmlib.models.stack import Segment
-from lmlib.optim import Optimizer, as_declared
+from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.axes import PartError
 from lmlib.parallel.layout import reshard, sharding
 from lmlib.parallel.mesh import make_mesh

@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding
 from laid_out import laid_out
 
 from lmlib import Compute, hf, llama, make_mesh, whole_rows
-from lmlib.adapters import merged, with_adapters
+from lmlib.adapters.lora import merged, with_adapters
 from lmlib.compute import EVERYTHING
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
 from lmlib.generate import GREEDY, Generator
-from lmlib.losses import batch_loss
+from lmlib.losses.next_token import batch_loss
 from lmlib.models.families.sizes import short_and_long
 from lmlib.models.families.speedrun import speedrun
 from lmlib.models.matrices.adapted import map_adapted

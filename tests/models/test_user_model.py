@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from user_model import Learned
 
-from lmlib import Compute, Experiment, batch_loss, describe, make_mesh, optim, whole_rows
+from lmlib import Compute, Experiment, batch_loss, describe, make_mesh, whole_rows
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
@@ -22,6 +22,7 @@ from lmlib.models.model import Model
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP, relu_squared
 from lmlib.models.parts.norms import RMSNorm
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.plan.planner import plan
 from lmlib.plan.targets import parse
@@ -36,7 +37,7 @@ def experiment(mesh, **compute):
     return Experiment(
         model=make,
         data=source,
-        optimizer=functools.partial(optim.adamw, peak_lr=1e-2),
+        optimizer=functools.partial(adamw, peak_lr=1e-2),
         mesh=make_mesh(**mesh),
         steps=20,
         compute=Compute(dtype="float32", **compute),
@@ -196,7 +197,7 @@ class Stranger(eqx.Module):
 )
 def test_a_model_that_lacks_a_part_is_told_which(model, message):
     run = dataclasses.replace(experiment({}), model=lambda key: model())
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(ValueError, match=message):
         run.check()
 
 

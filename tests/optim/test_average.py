@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_experiment import small
 
-from lmlib import optim
 from lmlib.experiment import Every
-from lmlib.optim.average import with_average
+from lmlib.optim.average import WeightAverage, with_average
+from lmlib.optim.from_optax import from_optax
+from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.trainable import Group
 from runner import Options, fit
 from runner.errors import ConfigError, StoppedEarly
@@ -24,8 +25,8 @@ from runner.inference.loading import load
 def test_it_is_the_mean_of_the_weights_so_far_in_float64(decay, updates):
     random = np.random.default_rng(updates)
     optimizer = with_average(
-        optim.from_optax(99, 0.1, optax.sgd, optim.warmup_constant, None),
-        optim.WeightAverage(decay),
+        from_optax(99, 0.1, optax.sgd, warmup_constant, None),
+        WeightAverage(decay),
     )
     weights = {"w": jnp.asarray(random.normal(size=5), jnp.float32)}
     state = optimizer.transformation.init(weights)
@@ -46,12 +47,12 @@ def test_it_is_the_mean_of_the_weights_so_far_in_float64(decay, updates):
 @pytest.mark.parametrize("decay", [0.0, 1.0, -0.1, 2.0, float("nan")])
 def test_a_decay_that_is_none_is_refused(decay):
     with pytest.raises(ValueError, match="between 0 and 1"):
-        optim.WeightAverage(decay)
+        WeightAverage(decay)
 
 
 def averaged(*overrides):
     cfg = small("checkpoints.every=2", "checkpoints.keep=9", *overrides)
-    cfg.average = fdl.Config(optim.WeightAverage, decay=0.8)
+    cfg.average = fdl.Config(WeightAverage, decay=0.8)
     return cfg
 
 

@@ -15,8 +15,9 @@ from optax import contrib
 from sentinels import sentinels
 from small_experiment import small
 
-from lmlib import optim
 from lmlib.models.weights import fan_in, ones, weight
+from lmlib.optim.from_optax import from_optax
+from lmlib.optim.optimizer import as_declared
 from lmlib.parallel.layout import STORED, partition
 from lmlib.parallel.mesh import make_mesh
 from runner import Options, fit
@@ -62,7 +63,7 @@ def by_optax(make):
 
 def ours(make, **settings):
     schedule = functools.partial(lambda peak_lr, steps: lambda step: peak_lr / (step + 1.0))
-    return optim.from_optax(9, 0.1, make, schedule, clip_norm=2.0, **settings)
+    return from_optax(9, 0.1, make, schedule, clip_norm=2.0, **settings)
 
 
 def laid_out(mesh, arrays):
@@ -99,7 +100,7 @@ def test_updates_on_a_mesh_are_those_of_optax_on_one_device(name):
 
 
 def test_decay_follows_what_is_declared_where_optax_takes_a_mask():
-    assert ours(optax.lion).decays is optim.as_declared
+    assert ours(optax.lion).decays is as_declared
     assert not ours(optax.novograd).decays(None)
     model = Model(jnp.ones((2, 3)), jnp.ones(2))
     still = jax.tree.map(jnp.zeros_like, model)
@@ -146,7 +147,7 @@ def test_what_cannot_train_here_is_refused(make, message):
 @pytest.mark.several_devices
 def test_a_state_that_would_be_whole_on_every_device_is_refused(tmp_path):
     cfg = small("mesh.fsdp=4")
-    cfg.optimizer = fdl.Partial(optim.from_optax, make=growing, peak_lr=1e-3)
+    cfg.optimizer = fdl.Partial(from_optax, make=growing, peak_lr=1e-3)
     with pytest.raises(ValueError, match=r"\[20000\].* whole on each of 4 devices"):
         fdl.build(cfg).abstract_state()
     with pytest.raises(ConfigError, match="whole on each of 4 devices"):
@@ -156,7 +157,7 @@ def test_a_state_that_would_be_whole_on_every_device_is_refused(tmp_path):
 def adafactor(*overrides):
     cfg = small("steps=4", "checkpoints.every=1", "mesh.fsdp=2")
     make = fdl.Partial(optax.adafactor, min_dim_size_to_factor=8)
-    cfg.optimizer = fdl.Partial(optim.from_optax, make=make, peak_lr=1e-2)
+    cfg.optimizer = fdl.Partial(from_optax, make=make, peak_lr=1e-2)
     return cfg
 
 
@@ -179,7 +180,7 @@ def test_another_rate_is_the_same_program_and_another_setting_is_not():
     def program(**settings):
         cfg = small()
         make = fdl.Partial(optax.lion, b1=settings.pop("b1", 0.9))
-        cfg.optimizer = fdl.Partial(optim.from_optax, make=make, **{"peak_lr": 1.0} | settings)
+        cfg.optimizer = fdl.Partial(from_optax, make=make, **{"peak_lr": 1.0} | settings)
         return fdl.build(cfg).trace_step().lower().as_text()
 
     assert program() == program(peak_lr=0.1) != program(b1=0.8)

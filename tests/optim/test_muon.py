@@ -13,13 +13,14 @@ from laid_out import drawn, laid_out
 from outsider_runs import EIGHT, SIZES, check_outsider, experiment
 from sentinels import sentinels
 
-from lmlib import optim
 from lmlib.adapters.lora import lora
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.llama import llama
 from lmlib.models.weights import fan_in, ones, weight
+from lmlib.optim.muon import muon
 from lmlib.optim.orthogonalization import POLAR_EXPRESS
+from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.whole_matrices import is_matrix, matrices_of
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.mesh import make_mesh
@@ -64,8 +65,8 @@ def of_norm_one(x):
 def test_updates_follow_the_equations(nesterov, neuron_decay, cautious):
     random = np.random.default_rng(0)
     weights = {name: random.normal(size=shape) for name, shape in SHAPES.items()}
-    optimizer = optim.muon(
-        10, 0.1, optim.warmup_constant, 0.8, nesterov, dtype="float32", weight_decay=0.2,
+    optimizer = muon(
+        10, 0.1, warmup_constant, 0.8, nesterov, dtype="float32", weight_decay=0.2,
         clip_norm=None, cautious=cautious, neuron_decay=neuron_decay, adamw_learning_rate=0.5,
     )  # fmt: skip
 
@@ -164,8 +165,8 @@ def updated_twice(options, sizes):
     shapes = jax.eval_shape(make, key=jax.random.key(0))
     model, gradients = drawn(shapes), drawn(shapes, seed=1)
     # Without weight decay: how XLA fuses that may differ by a unit in the last place.
-    optimizer = optim.muon(
-        10, 1e-2, optim.warmup_constant, clip_norm=None, weight_decay=0.0, **options
+    optimizer = muon(
+        10, 1e-2, warmup_constant, clip_norm=None, weight_decay=0.0, **options
     ).transformation
 
     mesh = make_mesh(**sizes)
@@ -205,10 +206,10 @@ def test_a_mesh_makes_the_same_bits_as_one_device(options, sizes):
 @pytest.mark.slow
 @pytest.mark.several_devices
 def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
-    muon = functools.partial(optim.muon, peak_lr=1e-2, dtype="float32", neuron_decay=0.9)
+    optimizer = functools.partial(muon, peak_lr=1e-2, dtype="float32", neuron_decay=0.9)
     model = functools.partial(llama, **SIZES, layers=2, heads=4, mlp=16)
     run, alone = (
-        experiment(lambda key: model(key=key), mesh, optimizer=muon, microbatches=parts)
+        experiment(lambda key: model(key=key), mesh, optimizer=optimizer, microbatches=parts)
         for mesh, parts in ((EIGHT, 2), ({}, 1))
     )
     check_outsider(run, alone, tmp_path, rtol=2e-3)
@@ -227,4 +228,4 @@ def test_it_trains_as_on_one_device_and_resumes_bit_for_bit(tmp_path):
 )
 def test_senseless_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        optim.muon(10, 1e-3, **settings)
+        muon(10, 1e-3, **settings)

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array, Float
 
-from lmlib import optim
 from lmlib.models.weights import fan_in, ones, weight
+from lmlib.optim.adamw import adamw
+from lmlib.optim.optimizer import decay_mask
+from lmlib.optim.schedules import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 
 
 class Model(eqx.Module):
@@ -23,19 +25,17 @@ class Model(eqx.Module):
 
 
 SCHEDULES = {
-    "cosine": optim.warmup_cosine,
-    "linear": optim.warmup_linear,
-    "stable": optim.warmup_stable_decay,
-    "constant": optim.warmup_constant,
+    "cosine": warmup_cosine,
+    "linear": warmup_linear,
+    "stable": warmup_stable_decay,
+    "constant": warmup_constant,
 }
 
 
 def test_updates_follow_the_equations():
     random = np.random.default_rng(0)
     weights = {"matrix": random.normal(size=(4, 3)), "scale": random.normal(size=4)}
-    optimizer = optim.adamw(
-        10, 0.1, optim.warmup_constant, 0.9, 0.95, 1e-8, weight_decay=0.2, clip_norm=1.5
-    )
+    optimizer = adamw(10, 0.1, warmup_constant, 0.9, 0.95, 1e-8, weight_decay=0.2, clip_norm=1.5)
     model = Model(**{name: jnp.asarray(w, jnp.float32) for name, w in weights.items()})
     state = optimizer.transformation.init(model)
     first = {name: 0.0 for name in weights}
@@ -63,8 +63,8 @@ def test_updates_follow_the_equations():
 
 def test_decay_follows_the_rule_given():
     model = Model(jnp.ones((2, 3)), jnp.ones(2))
-    assert optim.decay_mask(model) == Model(True, False)
-    mask = optim.decay_mask(model, lambda weight: weight.axes == ("embed",))
+    assert decay_mask(model) == Model(True, False)
+    mask = decay_mask(model, lambda weight: weight.axes == ("embed",))
     assert (mask.matrix, mask.scale) == (False, True)
 
 
@@ -89,23 +89,23 @@ def test_schedules_rise_to_the_peak_once_and_never_again(name, steps, warmup, pe
 
 
 def test_schedules_end_where_they_say():
-    assert float(optim.warmup_cosine(2.0, 100)(100)) == pytest.approx(0.2)
-    assert float(optim.warmup_cosine(2.0, 100)(55)) == pytest.approx(1.1)
-    assert float(optim.warmup_linear(2.0, 100, end=0.5)(100)) == pytest.approx(1.0)
-    stable = optim.warmup_stable_decay(2.0, 100, warmup=0.1, decay=0.2)
+    assert float(warmup_cosine(2.0, 100)(100)) == pytest.approx(0.2)
+    assert float(warmup_cosine(2.0, 100)(55)) == pytest.approx(1.1)
+    assert float(warmup_linear(2.0, 100, end=0.5)(100)) == pytest.approx(1.0)
+    stable = warmup_stable_decay(2.0, 100, warmup=0.1, decay=0.2)
     assert float(stable(79)) == float(stable(10)) == 2.0
     assert float(stable(90)) == pytest.approx(1.0)
     assert float(stable(100)) == 0.0
-    assert float(optim.warmup_constant(2.0, 100)(10**6)) == 2.0
+    assert float(warmup_constant(2.0, 100)(10**6)) == 2.0
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: optim.adamw(0, 1e-3), "must be positive, got 0 and 0.001"),
-        (lambda: optim.adamw(10, -1.0), "must be positive, got 10 and -1.0"),
-        (lambda: optim.warmup_cosine(1.0, 10, warmup=20.0), "warmup is a fraction.* got 20"),
-        (lambda: optim.warmup_stable_decay(1.0, 10, 0.6, 0.6), "0.6 and decay = 0.6 together"),
+        (lambda: adamw(0, 1e-3), "must be positive, got 0 and 0.001"),
+        (lambda: adamw(10, -1.0), "must be positive, got 10 and -1.0"),
+        (lambda: warmup_cosine(1.0, 10, warmup=20.0), "warmup is a fraction.* got 20"),
+        (lambda: warmup_stable_decay(1.0, 10, 0.6, 0.6), "0.6 and decay = 0.6 together"),
     ],
 )
 def test_senseless_settings_are_refused(make, message):
@@ -124,7 +124,7 @@ def test_moments_lie_as_their_weights():
     layout = NamedSharding(mesh, partition("embed mlp", STORED))
     with jax.set_mesh(mesh):
         model = Model(jax.device_put(jnp.ones((8, 6)), layout), jnp.ones(8))
-        state = jax.jit(optim.adamw(10, 1e-3).transformation.init)(model)
+        state = jax.jit(adamw(10, 1e-3).transformation.init)(model)
     moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (8, 6)]
     assert len(moments) == 2
     assert all(moment.sharding == layout for moment in moments)
@@ -136,7 +136,7 @@ def test_a_narrow_first_moment_takes_two_bytes_and_follows_within_its_rounding()
     gradients = jax.tree.map(jnp.ones_like, model)
 
     def advanced(**settings):
-        optimizer = optim.adamw(10, 0.1, optim.warmup_constant, **settings)
+        optimizer = adamw(10, 0.1, warmup_constant, **settings)
         state, weights = optimizer.transformation.init(model), model
         for _ in range(5):
             updates, state = optimizer.transformation.update(gradients, state, weights)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lmlib import optim
+from lmlib.optim.power import warmup_power_decay
+from lmlib.optim.schedules import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 
 LONGEST = 5_000
 STEPS_N = np.arange(LONGEST + 2)  # all examples are of one shape, and compiled once
@@ -46,10 +47,10 @@ def by_optax(name, peak, steps, warmup, decay, end):
 )
 def test_every_step_learns_as_by_optax(name, steps, peak, warmup, decay, end):
     made = {
-        "cosine": lambda: optim.warmup_cosine(peak, steps, warmup, end),
-        "linear": lambda: optim.warmup_linear(peak, steps, warmup, end),
-        "stable": lambda: optim.warmup_stable_decay(peak, steps, warmup, decay, end),
-        "constant": lambda: optim.warmup_constant(peak, steps, warmup),
+        "cosine": lambda: warmup_cosine(peak, steps, warmup, end),
+        "linear": lambda: warmup_linear(peak, steps, warmup, end),
+        "stable": lambda: warmup_stable_decay(peak, steps, warmup, decay, end),
+        "constant": lambda: warmup_constant(peak, steps, warmup),
     }[name]()
     found = _traced(made, STEPS_N)[: steps + 2]
     expected = by_optax(name, peak, steps, warmup, decay, end)
@@ -66,7 +67,7 @@ def _traced(schedule, steps_N):
 
 def test_fractions_are_of_whole_steps_however_long_the_run():
     steps = 2**31 - 1
-    schedule = optim.warmup_stable_decay(1.0, steps, warmup=0.25, decay=0.25)
+    schedule = warmup_stable_decay(1.0, steps, warmup=0.25, decay=0.25)
     at = np.array([0, round(steps / 8), round(steps / 2), steps - round(steps / 8), steps - 1])
     expected = [4 / steps, 0.5, 1.0, 0.5, 4 / steps]
     np.testing.assert_allclose(_traced(schedule, jnp.asarray(at, jnp.int32)), expected, rtol=1e-6)
@@ -74,29 +75,29 @@ def test_fractions_are_of_whole_steps_however_long_the_run():
 
 def test_a_schedule_that_rises_and_falls_for_longer_than_the_run_is_refused():
     with pytest.raises(ValueError, match="together exceed 1"):
-        optim.warmup_stable_decay(1.0, 10, 0.6, 0.5)
+        warmup_stable_decay(1.0, 10, 0.6, 0.5)
 
 
 def test_a_number_of_steps_is_the_same_in_runs_of_all_lengths():
     short, long = (
-        optim.warmup_stable_decay(0.3, steps, warmup=7, decay=20, end=0.1) for steps in (50, 1_000)
+        warmup_stable_decay(0.3, steps, warmup=7, decay=20, end=0.1) for steps in (50, 1_000)
     )
-    stable = optim.warmup_constant(0.3, 60, warmup=7)
+    stable = warmup_constant(0.3, 60, warmup=7)
     steps_N = jnp.arange(30)
     np.testing.assert_array_equal(_traced(short, steps_N), _traced(long, steps_N))
     np.testing.assert_array_equal(_traced(short, steps_N), _traced(stable, steps_N))
     assert float(short(31)) < float(short(30)) == np.float32(0.3)
-    assert optim.warmup_cosine(1.0, 50, warmup=1).rising == 1
-    assert optim.warmup_cosine(1.0, 50, warmup=1.0).rising == 50
+    assert warmup_cosine(1.0, 50, warmup=1).rising == 1
+    assert warmup_cosine(1.0, 50, warmup=1.0).rising == 50
     with pytest.raises(ValueError, match=r"warmup is a fraction.*here at most 50; got 51"):
-        optim.warmup_constant(0.3, 50, warmup=51)
+        warmup_constant(0.3, 50, warmup=51)
     with pytest.raises(ValueError, match="together exceed 50 steps"):
-        optim.warmup_stable_decay(0.3, 50, warmup=31, decay=20)
+        warmup_stable_decay(0.3, 50, warmup=31, decay=20)
 
 
 @given(st.sampled_from([0.0, 0.1, 0.3, 0.6999999, 1e-9]), st.floats(1e-6, 10.0))
 def test_a_stable_rate_is_the_peak_to_the_bit(end, peak):
-    schedule = optim.warmup_stable_decay(peak, 100, warmup=10, decay=20, end=end)
+    schedule = warmup_stable_decay(peak, 100, warmup=10, decay=20, end=end)
     assert set(_traced(schedule, jnp.arange(10, 81)).tolist()) == {float(np.float32(peak))}
 
 
@@ -119,10 +120,10 @@ def test_a_power_of_the_tokens(steps, warmup, decay, exponent):
         left = max(steps - step, 0) / falling
         return amplitude * (begins + 1) ** -exponent * (end + (1 - end) * left)
 
-    made = optim.warmup_power_decay(peak, steps, warmup, decay, end, exponent)
+    made = warmup_power_decay(peak, steps, warmup, decay, end, exponent)
     at_N = np.arange(0, steps + 3, max(1, steps // 200))
     found = _traced(made, jnp.asarray(at_N))
     np.testing.assert_allclose(found, [expected(int(step)) for step in at_N], rtol=1e-5)
     assert found.dtype == np.float32
     with pytest.raises(ValueError, match="exponent must be positive"):
-        optim.warmup_power_decay(peak, steps, warmup, decay, end, 0.0)
+        warmup_power_decay(peak, steps, warmup, decay, end, 0.0)

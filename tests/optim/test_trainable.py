@@ -8,13 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from lmlib import optim
-from lmlib.adapters import lora
+from lmlib.adapters.lora import lora
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.inspect.description import describe
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
+from lmlib.optim.optimizer import Optimizer, as_declared
+from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.fingerprint import fingerprint
@@ -23,7 +25,7 @@ from lmlib.parallel.selection import SelectionError
 from lmlib.recipe import parted
 
 BASE = functools.partial(llama, vocab=64, embed=16, layers=1, heads=2, mlp=32)
-ADAM = functools.partial(optim.adamw, peak_lr=1e-2, schedule=optim.warmup_constant, clip_norm=None)
+ADAM = functools.partial(adamw, peak_lr=1e-2, schedule=warmup_constant, clip_norm=None)
 
 
 def experiment(model=BASE, optimizer=ADAM, **settings):
@@ -80,7 +82,7 @@ def test_training_a_group_is_training_all_with_the_others_gradients_left_out():
     """Of SGD, whose update is the gradient."""
 
     def sgd(steps):
-        return optim.Optimizer(optax.sgd(0.1), lambda step: 0.1, optim.as_declared)
+        return Optimizer(optax.sgd(0.1), lambda step: 0.1, as_declared)
 
     part = {"mlp": Group(("*.mlp.*",))}
     _, after, metrics = stepped(experiment(optimizer=sgd, trainable=part))
@@ -105,7 +107,7 @@ def test_frozen_weights_rest_in_their_dtype_and_the_table_tells_groups():
     kept = {leaf.dtype.name for leaf in jax.tree.leaves(state.frozen)}
     assert kept == {"int8", "float32", "bfloat16"}  # with the scales of 8-bit matrices
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.model)} == {"float32"}
-    table = describe(made.recipe.made, made.mesh, optim.as_declared, made.recipe.group_of)
+    table = describe(made.recipe.made, made.mesh, as_declared, made.recipe.group_of)
     by_group = {}
     for row in table.parameters:
         by_group[row.group] = by_group.get(row.group, 0) + row.size

@@ -11,15 +11,18 @@ import pytest
 from sentinels import sentinels
 from user_model import Learned
 
-from lmlib import optim
-from lmlib.adapters import lora
+from lmlib.adapters.lora import lora
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.models.families.gemma import gemma2, gemma3
 from lmlib.models.families.gpt2 import gpt2
 from lmlib.models.families.llama import llama
-from lmlib.optim import CompleteP
+from lmlib.optim.adamw import adamw
+from lmlib.optim.muon import muon
+from lmlib.optim.optimizer import Optimizer, as_declared
+from lmlib.optim.schedules import warmup_constant
+from lmlib.optim.transfer import CompleteP
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import named_weights
 
@@ -99,8 +102,8 @@ def test_steps_are_those_of_the_paper_s_adam_on_what_stands_behind_multipliers(n
     make, base, tied = CASES[name]
     """Two steps in float64, of gradients that epsilon, clipping and decay all act on."""
     rate, b1, b2, epsilon, decay, clip = 1e-2, 0.9, 0.95, 0.3, 0.1, 0.5
-    made = optim.adamw(
-        2, rate, optim.warmup_constant, b1, b2, epsilon, decay, clip,
+    made = adamw(
+        2, rate, warmup_constant, b1, b2, epsilon, decay, clip,
         scaled=CompleteP(base).scaled(make),
     )  # fmt: skip
     model = jax.eval_shape(lambda: make(key=jax.random.key(0)))
@@ -179,7 +182,7 @@ def test_muon_takes_each_weight_by_its_own_rule():
     gradients = jax.tree.unflatten(jax.tree.structure(model), drawn)
 
     def updates(**more):
-        made = optim.muon(2, 1e-2, optim.warmup_constant, clip_norm=None, weight_decay=0.0, **more)
+        made = muon(2, 1e-2, warmup_constant, clip_norm=None, weight_decay=0.0, **more)
         zeros = jax.tree.map(jnp.zeros_like, gradients)
         state = made.transformation.init(zeros)
         return by_path(made.transformation.update(gradients, state, zeros)[0])
@@ -244,7 +247,7 @@ def experiment(optimizer, **settings):
 
 def test_an_optimizer_without_the_rule_is_refused():
     def sgd(steps):
-        return optim.Optimizer(optax.sgd(0.1), lambda step: 0.1, optim.as_declared)
+        return Optimizer(optax.sgd(0.1), lambda step: 0.1, as_declared)
 
     with pytest.raises(ValueError, match="scaling is set, which it takes as `scaled`"):
         experiment(sgd).check()
@@ -252,7 +255,7 @@ def test_an_optimizer_without_the_rule_is_refused():
 
 @pytest.mark.slow
 def test_a_run_begins_scaled_with_the_same_bits_on_every_mesh():
-    adam = functools.partial(optim.adamw, peak_lr=1e-2)
+    adam = functools.partial(adamw, peak_lr=1e-2)
     made = experiment(adam, mesh=make_mesh(fsdp=4, tensor=2))
     made.check()
     split = made.recipe.new_model(made.mesh)

@@ -10,7 +10,7 @@ import pytest
 from outsider_runs import EIGHT, SIZES, check_outsider, experiment
 
 from lmlib.models.families.llama import llama
-from lmlib.optim import Optimizer, as_declared
+from lmlib.optim.optimizer import Optimizer, as_declared
 
 pytestmark = pytest.mark.several_devices
 RATE = 1e-3

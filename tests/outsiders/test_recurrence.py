@@ -14,7 +14,7 @@ from outsider_runs import EIGHT, FLOAT32, SIZES, SOURCE, check_outsider, experim
 
 from lmlib import NextToken, batch_loss, make_mesh, whole_rows
 from lmlib.generate import GREEDY, generate
-from lmlib.losses import Distillation
+from lmlib.losses.distillation import Distillation
 from lmlib.models.block import Block
 from lmlib.models.decoder import Decoder
 from lmlib.models.families.llama import llama

@@ -7,12 +7,12 @@ import fiddle as fdl
 import pytest
 from absent_hardware import absent, needs_tpu_compiler
 
-from lmlib import optim
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import CPU
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import plan
 from lmlib.plan.search.advice import Advice, Tried, advise
@@ -29,7 +29,7 @@ def experiment(**settings):
     made = Experiment(
         model=functools.partial(llama, vocab=64, embed=32, layers=2, heads=2, mlp=128),
         data=Synthetic(64, 8, 64),
-        optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
+        optimizer=functools.partial(adamw, peak_lr=1e-3),
         mesh=make_mesh(data=2, fsdp=2),
         steps=10,
         compute=Compute(saved=("mlp_gate", "attention")),

@@ -13,9 +13,11 @@ import jax
 import pytest
 from absent_hardware import COUNTED_ON_GPUS, absent
 
-from lmlib import optim, train
+from lmlib import train
 from lmlib.compute import Compute
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
+from lmlib.optim.muon import muon
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.communication.collectives import collectives
 from lmlib.plan.communication.warnings import communication_warnings
@@ -264,7 +266,7 @@ def compiled(target, layout):
         key=jax.random.key(0),
     )
     compute = Compute(**{"attention": "plain"} | settings)
-    optimizer = optim.muon if layout.endswith("Muon") else optim.adamw
+    optimizer = muon if layout.endswith("Muon") else adamw
     training = Training(optimizer(100, 1e-3), mesh, compute)
     state = abstract_state(make, training)
     batch = abstract_batch(B, S, mesh)

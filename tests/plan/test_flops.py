@@ -9,12 +9,13 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 from sentinels import sentinels
 
-from lmlib import optim, train
+from lmlib import train
 from lmlib.compute import Compute
 from lmlib.models.attend import attend
 from lmlib.models.attend.fused import splash
 from lmlib.models.attend.options import Options
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
 from lmlib.state import Training, abstract_batch, abstract_state
@@ -162,7 +163,7 @@ B, S = 8, 64
 
 def step_flops(mesh, microbatches=1, tied=False, **settings):
     compute = Compute(attention="plain", **settings)
-    training = Training(optim.adamw(10, 1e-3), mesh, compute, microbatches=microbatches)
+    training = Training(adamw(10, 1e-3), mesh, compute, microbatches=microbatches)
     state = abstract_state(functools.partial(make, tied=tied), training)
     numbers = training.hyperparameters
     step = functools.partial(train.step, hyperparameters=numbers, training=training)

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from lmlib import optim
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.models.families.experts.mixtral import mixtral
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.other_meshes import divisions
 from lmlib.plan.planner import plan
@@ -25,7 +25,7 @@ def experiment(devices: int) -> Experiment:
     return Experiment(
         model=model,
         data=Synthetic(64, 8, 32),
-        optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
+        optimizer=functools.partial(adamw, peak_lr=1e-3),
         mesh=make_mesh(fsdp=devices),
         steps=10,
     )

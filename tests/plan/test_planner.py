@@ -13,11 +13,11 @@ from bigram import Bigram
 from forked_processes import run_forked
 from sentinels import sentinels
 
-from lmlib import optim
 from lmlib.compute import Compute
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.loading import reading
 from lmlib.plan.planner import compilable, plan
@@ -41,7 +41,7 @@ def experiment(target: Target, compute: Compute = Compute(), **sizes: int) -> Ex
         model=functools.partial(llama, **sizes),
         compute=compute,
         data=Synthetic(VOCAB, ROWS, LENGTH),
-        optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
+        optimizer=functools.partial(adamw, peak_lr=1e-3),
         mesh=make_mesh(fsdp=-1, devices=target.devices()),
         steps=10,
     )

@@ -7,11 +7,11 @@ import itertools
 import fiddle as fdl
 import pytest
 
-from lmlib import optim
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import CPU
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.planner import plan
 from lmlib.plan.search.changes import keeping, microbatch_counts
@@ -31,7 +31,7 @@ def experiment() -> Experiment:
     return Experiment(
         model=functools.partial(llama, vocab=64, embed=EMBED, layers=1, heads=2, mlp=128),
         data=Synthetic(64, ROWS, LENGTH),
-        optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
+        optimizer=functools.partial(adamw, peak_lr=1e-3),
         mesh=make_mesh(fsdp=2),
         steps=10,
     )

@@ -8,12 +8,13 @@ import pytest
 from bigram import Bigram
 from byte_texts import write_ids
 
-from lmlib import optim
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
-from lmlib.losses import DPO, Distillation
+from lmlib.losses.distillation import Distillation
+from lmlib.losses.dpo import DPO
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
 from lmlib.plan.planner import plan
@@ -32,7 +33,7 @@ TAUGHT = Distillation(teacher)
 def experiment(model=student, **settings):
     return Experiment(
         model=model,
-        optimizer=functools.partial(optim.adamw, peak_lr=1e-3),
+        optimizer=functools.partial(adamw, peak_lr=1e-3),
         mesh=make_mesh(fsdp=8),
         steps=10,
         **{"data": Synthetic(V, ROWS, LENGTH), **settings},

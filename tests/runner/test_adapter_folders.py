@@ -12,7 +12,7 @@ import pytest
 from forked_processes import run_forked
 
 from lmlib import Compute, hf, whole_rows
-from lmlib.adapters import lora, merged
+from lmlib.adapters.lora import lora, merged
 from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
 from lmlib.optim.trainable import adapters

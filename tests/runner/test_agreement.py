@@ -148,7 +148,7 @@ def test_another_workdir_is_refused(tmp_path):
 RELATIVE = """
 import fiddle as fdl
 import small_experiment
-from lmlib.data import FlatTokens
+from lmlib.data.flat_tokens import FlatTokens
 
 
 def config():

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from run_on_bytes import write_run_on_bytes
 
-from lmlib.adapters import merged, without_adapters
+from lmlib.adapters.lora import merged
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.synthetic import Synthetic
+from lmlib.models.matrices.adapted import without_adapters
 from lmlib.recipe import parted
 from runner import fit
 from runner.config import configs

@@ -12,7 +12,7 @@ from written_experiment import EXPERIMENT, LIBRARY
 from lmlib.compute import Compute
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment, SampleSettings
 from lmlib.guard import Guard
-from lmlib.losses import NextToken
+from lmlib.losses.next_token import NextToken
 from lmlib.optim.average import WeightAverage
 from runner.config.configs import load, save
 from runner.config.overrides import apply_override

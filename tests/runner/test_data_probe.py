@@ -11,10 +11,10 @@ from byte_texts import write_ids
 from small_experiment import small
 
 from data_tools.hf_stream import HFStream
-from lmlib.data import TokenizerIdentity
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.stages import Stages
+from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.data.synthetic import Synthetic
 from runner.processes.agreement import difference_of_reads
 from runner.training.data_probe import (

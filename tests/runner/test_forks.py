@@ -12,9 +12,10 @@ import pytest
 from folder_contents import files_of
 from small_experiment import small
 
-from lmlib import optim
 from lmlib.checkpoint.manifest import read_manifest
 from lmlib.checkpoint.notes import read_notes
+from lmlib.optim.power import warmup_power_decay
+from lmlib.optim.schedules import warmup_constant, warmup_stable_decay
 from lmlib.optim.trainable import Group
 from runner import Options, fit
 from runner.errors import ConfigError, StoppedEarly
@@ -22,13 +23,13 @@ from runner.errors import ConfigError, StoppedEarly
 STABLE = ("checkpoints.every=2", "checkpoints.keep=9", "guard.spike_deviations=9.0")
 
 
-def experiment(*overrides, schedule=optim.warmup_constant, **numbers):
+def experiment(*overrides, schedule=warmup_constant, **numbers):
     cfg = small(*STABLE, *overrides)
     cfg.optimizer.schedule = fdl.Partial(schedule, warmup=1, **numbers)
     return cfg
 
 
-def decayed(*overrides, schedule=optim.warmup_stable_decay):
+def decayed(*overrides, schedule=warmup_stable_decay):
     return experiment(*overrides, schedule=schedule, decay=2)
 
 
@@ -74,7 +75,7 @@ def test_a_fork_makes_the_steps_that_its_run_made(stable, tmp_path):
     assert again.summary.tokens == result.summary.tokens
 
 
-SCHEDULES = optim.warmup_stable_decay, optim.warmup_power_decay
+SCHEDULES = warmup_stable_decay, warmup_power_decay
 
 
 @pytest.mark.slow

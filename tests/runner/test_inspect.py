@@ -14,8 +14,9 @@ from forked_processes import run_forked
 from data_tools.hf_stream import HFStream
 from data_tools.inspect import row_origins
 from lmlib.checkpoint import Checkpoints
-from lmlib.data import FlatTokens, Synthetic
+from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
+from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import Experiment
 from runner.config import configs
 from runner.inspect import data_sets, source_at

@@ -11,7 +11,7 @@ import pytest
 from forked_processes import run_forked
 
 from lmlib import hf
-from lmlib.adapters import lora
+from lmlib.adapters.lora import lora
 from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
 from lmlib.optim.trainable import adapters

@@ -16,7 +16,8 @@ from states import assert_same_bits
 from lmlib import hf
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.synthetic import Synthetic
-from lmlib.losses import DPO, Distillation
+from lmlib.losses.distillation import Distillation
+from lmlib.losses.dpo import DPO
 from runner import fit
 from runner.config import configs
 from runner.errors import ConfigError

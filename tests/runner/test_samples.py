@@ -12,8 +12,9 @@ from data_tools.pretokenize.split import pretokenize
 from data_tools.rows import Files
 from data_tools.tokenizer import ByteTokenizer, load_tokenizer
 from data_tools.train_tokenizer import train_byte_level_bpe
-from lmlib.data import FlatTokens, Mixture, Stage
 from lmlib.data.chats.chat import BeyondLimits, ChatTemplate, put_chat_template
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.synthetic import Synthetic
 from lmlib.data.text import TextCodec, codec_of_bytes
 from runner import Options, fit

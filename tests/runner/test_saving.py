@@ -22,7 +22,8 @@ from lmlib.data.batch import Batch
 from lmlib.data.synthetic import Synthetic
 from lmlib.guard import not_finite
 from lmlib.metrics.log import read_metrics
-from lmlib.optim import Optimizer, adamw
+from lmlib.optim.adamw import adamw
+from lmlib.optim.optimizer import Optimizer
 from runner import fit
 from runner.command_line.command import exit_code
 from runner.command_line.exit_status import FAILED

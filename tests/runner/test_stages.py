@@ -14,7 +14,9 @@ from small_experiment import small
 
 from experiments import llama_84m
 from experiments.base.pretraining import later_stage
-from lmlib.data import FlatTokens, Synthetic, place
+from lmlib.data.batch import place
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import DataStage
 from lmlib.metrics.log import read_metrics
 from lmlib.models.families.gpt2 import gpt2

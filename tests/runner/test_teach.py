@@ -17,7 +17,8 @@ from states import assert_same_bits
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.teacher import read_metadata
-from lmlib.losses import Distillation, NextToken
+from lmlib.losses.distillation import Distillation
+from lmlib.losses.next_token import NextToken
 from lmlib.parallel.mesh import make_mesh
 from runner import fit
 from runner.absent_hardware.cost import cost_of

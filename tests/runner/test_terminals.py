@@ -9,7 +9,8 @@ from forked_processes import run_forked
 from pseudo_terminal import HOSTILE, SHOWN, commands_in, run_on_terminal
 from run_on_bytes import write_run_on_bytes
 
-from lmlib.data import ShardWriter, TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
+from lmlib.data.stored.shard_writer import ShardWriter
 
 NAME = HOSTILE.replace("\0", "")  # no name of a file holds one
 SHOWN_NAME = SHOWN.replace(r"\x00", "")

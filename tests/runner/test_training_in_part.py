@@ -12,8 +12,9 @@ from cut_short import cut_short
 
 from experiments import from_hf
 from lmlib import hf
-from lmlib.adapters import lora, merged, without_adapters
+from lmlib.adapters.lora import lora, merged
 from lmlib.checkpoint.manifest import read_manifest
+from lmlib.models.matrices.adapted import without_adapters
 from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.mesh import make_mesh
 from runner import Options, convert, fit

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from forked_processes import run_forked
 
-from lmlib.adapters import lora, merged
+from lmlib.adapters.lora import lora, merged
 from lmlib.optim.trainable import adapters
 from runner import Options, convert, fit
 from runner.config import configs

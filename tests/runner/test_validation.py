@@ -13,7 +13,7 @@ from lmlib.checkpoint.manifest import read_manifest
 from lmlib.data.synthetic import Synthetic
 from lmlib.evaluate.validation import Evaluator
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
-from lmlib.losses import DPO
+from lmlib.losses.dpo import DPO
 from runner import fit
 from runner.training.report import finished_summary, totals_of
 from runner.training.validation import Validation

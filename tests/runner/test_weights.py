@@ -17,11 +17,12 @@ from small_experiment import small
 from small_folder import HEAD, copy_small_folder, rewritten
 
 from lmlib import hf
-from lmlib.adapters import lora, without_adapters
+from lmlib.adapters.lora import lora
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
 from lmlib.hf.families import FAMILIES, described
+from lmlib.models.matrices.adapted import without_adapters
 from lmlib.models.matrices.int8 import in_int8
 from lmlib.optim.schedules import warmup_constant
 from lmlib.optim.trainable import adapters

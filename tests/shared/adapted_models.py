@@ -8,7 +8,7 @@ import numpy as np
 from golden_models import FLOAT32, golden_model, logits
 from hugging_face_families import PROMPT
 
-from lmlib.adapters import merged, with_adapters
+from lmlib.adapters.lora import merged, with_adapters
 from lmlib.parallel.axes import map_weights
 
 base_of = golden_model

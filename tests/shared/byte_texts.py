@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lmlib.data import ShardWriter, TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
+from lmlib.data.stored.shard_writer import ShardWriter
 
 BOS, EOS = 256, 257
 TEXTS = ["hello", "", "ünï\ncode", "x" * 70, "the end"]

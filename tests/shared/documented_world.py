@@ -17,7 +17,7 @@ from lmlib import hf
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.text import write_tokenizer
 from lmlib.models.families.llama import llama
-from lmlib.optim import WeightAverage
+from lmlib.optim.average import WeightAverage
 from runner import fit
 from runner.config import configs
 

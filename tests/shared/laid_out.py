@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lmlib import optim
+from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.axes import map_weights
 from lmlib.parallel.layout import shardings
 from lmlib.state import State, Training, abstract_model, initial_state
@@ -38,6 +38,6 @@ def laid_out(model: M, mesh: Mesh) -> M:
     return jax.device_put(jax.device_get(model), layout)
 
 
-def first_state(model, optimizer: optim.Optimizer, mesh: Mesh, **settings) -> State:
+def first_state(model, optimizer: Optimizer, mesh: Mesh, **settings) -> State:
     """As `initial_state`, of a copy of `model`; `settings`: of `Training`."""
     return initial_state(laid_out(model, mesh), Training(optimizer, mesh, **settings))

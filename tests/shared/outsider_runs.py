@@ -9,7 +9,7 @@ from lmlib import Compute, Experiment, make_mesh
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.optim import Optimizer, as_declared
+from lmlib.optim.optimizer import Optimizer, as_declared
 from lmlib.parallel.layout import sharding
 
 SOURCE = Synthetic(vocab_size=64, batch_size=16, sequence_length=16)

@@ -19,13 +19,14 @@ from strangers import assert_refused, outcomes
 from data_tools.convert import to_seqax
 from data_tools.inspect import describe_split
 from data_tools.inspect.report import description_text
-from lmlib.data import ShardWriter, TokenizerIdentity
+from lmlib.data.stored.metadata import TokenizerIdentity
+from lmlib.data.stored.shard_writer import ShardWriter
 
 SHARD = "train/shard_00000_of_00001"
 TOKENIZER = '{"made": "up"}'
 
 FLAT_TOKENS = """
-from lmlib.data import FlatTokens
+from lmlib.data.flat_tokens import FlatTokens
 from data_tools.inspect import describe_split, document_lengths, verify_split
 from data_tools.convert import to_lmlib, to_seqax
 from pathlib import Path

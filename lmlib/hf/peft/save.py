@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lmlib.adapters import without_adapters
 from lmlib.hf.families import FAMILIES, family_of
 from lmlib.hf.family import Family
 from lmlib.hf.names import Placed
@@ -23,7 +22,7 @@ from lmlib.hf.rounding import in_dtype
 from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, require_new, unfinished_in
 from lmlib.hf.share import joined
 from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
-from lmlib.models.matrices.adapted import Adapted, map_adapted
+from lmlib.models.matrices.adapted import Adapted, map_adapted, without_adapters
 from lmlib.models.matrices.int8 import Int8
 from lmlib.parallel.axes import M
 from lmlib.parallel.selection import named_weights, selected

@@ -9,7 +9,7 @@ import pytest
 from laid_out import laid_out
 
 from lmlib import Compute, whole_rows
-from lmlib.adapters import with_adapters
+from lmlib.adapters.lora import with_adapters
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.upcycling import upcycle, upcycled
 from lmlib.models.families.experts.mixtral import mixtral

@@ -10,16 +10,18 @@ from laid_out import laid_out
 from outsider_runs import SIZES, SOURCE, check_outsider, compiled, experiment, trained
 from sentinels import sentinels
 
-from lmlib import Compute, NextToken, optim
+from lmlib import Compute, NextToken
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import place
-from lmlib.losses import batch_loss
+from lmlib.losses.next_token import batch_loss
 from lmlib.models.experts.mixture import Mixture
 from lmlib.models.experts.router import Router
 from lmlib.models.families.gemma import gemma2
 from lmlib.models.families.llama import llama
 from lmlib.models.families.speedrun import speedrun
 from lmlib.models.pipeline.schedule import schedule_of
+from lmlib.optim.adamw import adamw
+from lmlib.optim.muon import muon
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.parallel.mesh import make_mesh
 from lmlib.state import abstract_batch, abstract_model
@@ -186,7 +188,7 @@ def test_a_run_with_state_without_gradient_trains_and_resumes(mesh, microbatches
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [optim.adamw, optim.muon])
+@pytest.mark.parametrize("optimizer", [adamw, muon])
 def test_a_run_goes_on_with_other_stages(optimizer, tmp_path):
     settings = {"optimizer": functools.partial(optimizer, peak_lr=1e-2)}
     first = experiment(MODELS["8 layers"], {"stage": 4, "fsdp": 2}, **settings)

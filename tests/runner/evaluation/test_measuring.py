@@ -12,9 +12,9 @@ from byte_texts import TEXTS, write_ids
 from forked_processes import run_forked
 from run_on_bytes import write_run_on_bytes
 
-from lmlib.data import ShardWriter
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.stored.metadata import TokenizerIdentity
+from lmlib.data.stored.shard_writer import ShardWriter
 from lmlib.evaluate.validation import Evaluator
 from lmlib.parallel.mesh import make_mesh
 from runner.errors import ConfigError

@@ -13,16 +13,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lmlib import optim
-from lmlib.adapters import lora
+from lmlib.adapters.lora import lora
 from lmlib.compute import Compute
 from lmlib.data.flat_tokens import FlatTokens
 from lmlib.data.mixture import Mixture, Stage
 from lmlib.data.synthetic import Synthetic
 from lmlib.experiment import CheckpointSettings, EvaluationSettings, Experiment
 from lmlib.guard import Guard
-from lmlib.losses import DPO, Distillation, NextToken
+from lmlib.losses.distillation import Distillation
+from lmlib.losses.dpo import DPO
+from lmlib.losses.next_token import NextToken
 from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
+from lmlib.optim.optimizer import Optimizer
 from lmlib.optim.trainable import Group
 from lmlib.parallel.mesh import make_mesh
 
@@ -119,20 +122,20 @@ def stored_teacher(cfg: fdl.Config[Experiment]) -> None:
     cfg.validation = copy.copy(cfg.data)
 
 
-def sometimes_infinite(steps: int, peak_lr: float) -> optim.Optimizer:
+def sometimes_infinite(steps: int, peak_lr: float) -> Optimizer:
     """AdamW, but about one update in eight is infinite.
 
     The gradient decides: an update that is not made leaves nothing behind that could count steps.
     """
-    adamw = optim.adamw(steps, peak_lr)
+    usual = adamw(steps, peak_lr)
 
     def update(gradients, state, model=None):
-        updates, state = adamw.transformation.update(gradients, state, model)
+        updates, state = usual.transformation.update(gradients, state, model)
         wrong = jnp.where(is_infinite(optax.global_norm(gradients)), jnp.inf, 0.0)
         return jax.tree.map(lambda leaf: leaf + wrong, updates), state
 
-    return adamw._replace(
-        transformation=optax.GradientTransformation(adamw.transformation.init, update)
+    return usual._replace(
+        transformation=optax.GradientTransformation(usual.transformation.init, update)
     )
 
 
