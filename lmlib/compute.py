@@ -18,7 +18,8 @@ class Compute:
       quantized: products in 8 bits, by kind of layer ("projections", "mlp"): "int8" or "float8", as
         in `lmlib.models.matrices.quantized`.
       context: how keys come to queries where the axis `context` of the mesh splits rows: "gather"
-        or "ring", as in `lmlib.models.attend.context`; "auto" takes "gather" while keys are few.
+        or "ring", as in `lmlib.models.attend.context_parallel`; "auto" takes "gather" while keys
+        are few.
       dispatch: how tokens come to the devices of their experts: "gather" or "exchange", as in
         `lmlib.models.experts.rounds.DISPATCHES`; "auto" takes what sends less.
       expert_room: rows that a device has room for to compute its experts at a time, as a multiple

@@ -3,9 +3,8 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Set
-from typing import Any, NamedTuple
+from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -119,28 +118,3 @@ class Recipe:
             return jax.jit(made, out_shardings=layout, donate_argnums=0, compiler_options=options)(
                 weights
             )
-
-
-class Parts(NamedTuple):
-    """One model split into three trees, with `None` in each where the weight is in another.
-
-    Attributes:
-      trained: weights with a gradient.
-      buffers: weights without one that the model updates itself; `None`: there are none.
-      frozen: weights that stay as they are; `None`: there are none.
-    """
-
-    trained: Any
-    buffers: Any
-    frozen: Any
-
-
-def parted(model: Any, trained: Set[str] | None) -> Parts:
-    """`model` by what becomes of its weights; those whose paths are not in `trained` are frozen.
-    `None`: none are."""
-    changes = map_weights(lambda weight, _: trained is None or weight.path in trained, model)
-    has_gradient = map_weights(lambda weight, _: weight.declaration.gradient, model)
-    changing, frozen = eqx.partition(model, changes)
-    gradient, buffers = eqx.partition(changing, has_gradient)
-    there = [bool(jax.tree.leaves(part)) for part in (buffers, frozen)]
-    return Parts(gradient, buffers if there[0] else None, None if trained is None else frozen)

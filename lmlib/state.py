@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,7 +23,6 @@ from lmlib.optim.optimizer import Optimizer
 from lmlib.parallel.axes import M, map_weights
 from lmlib.parallel.creation import creator
 from lmlib.parallel.layout import along, partition, pieces, shardings, stored
-from lmlib.recipe import parted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +100,31 @@ class State(eqx.Module):
         return eqx.tree_at(
             lambda s: s.reference_model, self, reference_model, is_leaf=lambda x: x is None
         )
+
+
+class Parts(NamedTuple):
+    """One model split into three trees, with `None` in each where the weight is in another.
+
+    Attributes:
+      trained: weights with a gradient.
+      buffers: weights without one that the model updates itself; `None`: there are none.
+      frozen: weights that stay as they are; `None`: there are none.
+    """
+
+    trained: Any
+    buffers: Any
+    frozen: Any
+
+
+def parted(model: Any, trained: Set[str] | None) -> Parts:
+    """`model` by what becomes of its weights; those whose paths are not in `trained` are frozen.
+    `None`: none are."""
+    changes = map_weights(lambda weight, _: trained is None or weight.path in trained, model)
+    has_gradient = map_weights(lambda weight, _: weight.declaration.gradient, model)
+    changing, frozen = eqx.partition(model, changes)
+    gradient, buffers = eqx.partition(changing, has_gradient)
+    there = [bool(jax.tree.leaves(part)) for part in (buffers, frozen)]
+    return Parts(gradient, buffers if there[0] else None, None if trained is None else frozen)
 
 
 def new_state(make_model: Callable[[], eqx.Module], training: Training) -> State:

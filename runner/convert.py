@@ -73,7 +73,7 @@ from lmlib.hf.peft import holds_adapters, written_whole
 from lmlib.models.matrices.adapted import has_adapters, without_adapters
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
-from lmlib.recipe import parted
+from lmlib.state import parted
 from lmlib.storage.bucket.copies import shown
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.terminal.quantities import count_text, duration_text

@@ -25,8 +25,7 @@ from lmlib.optim.muon import muon
 from lmlib.optim.trainable import adapters, flops_per_token, grouped
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError, named_weights
-from lmlib.recipe import parted
-from lmlib.state import abstract_batch
+from lmlib.state import abstract_batch, parted
 
 V, E, F, S, X, TOP = 64, 32, 48, 16, 8, 2
 # A sigmoid's shares: with a softmax of few choices gradients of routers are small beside rounding.

@@ -23,8 +23,7 @@ from lmlib.models.product import product
 from lmlib.optim.trainable import adapters, grouped
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError
-from lmlib.recipe import parted
-from lmlib.state import abstract_batch, abstract_model
+from lmlib.state import abstract_batch, abstract_model, parted
 
 V, E, S = 64, 32, 16
 BASE = functools.partial(llama, vocab=V, embed=E, layers=1, heads=4, kv_heads=2, mlp=64)

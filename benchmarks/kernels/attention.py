@@ -29,11 +29,10 @@ from absl import app, flags
 from jax import Array
 
 from lmlib.models.attend import attend, problem
-from lmlib.models.attend.context_split import Split
 from lmlib.models.attend.fused import triton_kernels
 from lmlib.models.attend.fused.launches import Launch
 from lmlib.models.attend.fused.visits import Tiles, sight
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Options, whole_row
 from lmlib.terminal.table import columns
 
 TURNS, CALLS = 7, 8  # turns of each contender, and calls in each
@@ -138,19 +137,19 @@ def quickest_launches(shape: Sequence[int], document: int) -> str:
     _, S, H, D = shape
     given, packed_BS = inputs(shape), segments(shape, document)
     numbers = jnp.zeros((shape[0], H, S), jnp.float32)
-    options, split = Options.of(None, None, None, D), Split("plain", S, 1, 0)
+    options, places_S = Options.of(None, None, None, D), whole_row(S).own_S
 
     def mixed(launch: Launch, given: Inputs, seen: Array) -> Any:
-        at = sight(split, seen, seen, None)
+        at = sight(places_S, seen, seen, None)
         return triton_kernels.mixed(launch, options, *given[:3], at)
 
     def query_gradients(launch: Launch, given: Inputs, seen: Array) -> Any:
-        at = sight(split, seen, seen, None)
+        at = sight(places_S, seen, seen, None)
         arrays = *given[:3], at, given.d, numbers, numbers
         return triton_kernels.query_gradients(launch, options, *arrays)
 
     def key_gradients(launch: Launch, given: Inputs, seen: Array) -> Any:
-        at = sight(split, seen, seen, None)
+        at = sight(places_S, seen, seen, None)
         arrays = *given[:3], at, given.d, numbers, numbers
         return triton_kernels.key_gradients(launch, S, options, *arrays)
 

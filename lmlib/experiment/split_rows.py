@@ -5,8 +5,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from lmlib.compute import Compute
-from lmlib.models.attend import IMPLEMENTATIONS
-from lmlib.models.attend.context import length_of_piece, problem
+from lmlib.models.attend.context_parallel import length_of_piece, problem
+from lmlib.models.attend.kernel import kernel_of
 from lmlib.models.split_rows import check_rows_may_be_split
 from lmlib.parallel.layout import COMPUTE, pieces
 
@@ -25,7 +25,7 @@ def check_split_rows(
     if devices == 1:
         return
     if compute.attention not in ("auto", "blockwise"):
-        reason = problem(IMPLEMENTATIONS[compute.attention], compute.context)
+        reason = problem(kernel_of(compute.attention), compute.context)
         if reason is not None:
             raise ValueError(
                 f"attention={compute.attention!r} cannot compute rows that {axis}={devices} "

@@ -116,6 +116,11 @@ class Part(eqx.Module):
         return tuple(dict.fromkeys(length for part in self.subparts for length in part.switches))
 
     @property
+    def used_shares(self) -> dict[str, float]:
+        """For each field whose weights a token uses in part: the share of them that it uses."""
+        return {}
+
+    @property
     def gradient_problem(self) -> str | None:
         """Why its weights get no gradient from the loss, and what to change. `None`: they do."""
         return None

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 
 from lmlib.compute import EVERYTHING, Compute
-from lmlib.models.attend.fused import cudnn
 
 CHOICES = "choices"  # of a router
+_CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"  # JAX's name of the primitive
 
 
 def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
@@ -30,8 +30,8 @@ def policy(compute: Compute, names: Sequence[str]) -> Callable[..., Any]:
     )
 
     def keep(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
-        # cuDNN's kernel cannot name what it returns.
-        if primitive.name == cudnn.KERNEL and "attention" in saved:
+        # The kernel cannot name its result.
+        if primitive.name == _CUDNN_FORWARD and "attention" in saved:
             return True
         return by_name(primitive, *arguments, **parameters)
 

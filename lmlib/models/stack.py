@@ -26,15 +26,13 @@ from lmlib.models.matrices.adapted import drops
 from lmlib.models.matrices.quantized import check_quantized
 from lmlib.models.model import Trunk, WeightGroup
 from lmlib.models.part import Part, Reports, check_part, class_name
-from lmlib.models.pipeline.chunks import unstaged
-from lmlib.models.pipeline.run import run_in_stages
 from lmlib.models.rematerialization import check_names
 from lmlib.models.returned import check_scalars
 from lmlib.models.scan import Given, Repeated, reshaped, run, stacked
 from lmlib.models.weights import fold
 from lmlib.parallel.axes import LAYER, map_weights
 from lmlib.parallel.collectives import devices_along, platform
-from lmlib.parallel.gathering import gather
+from lmlib.parallel.gathering import gather, unstaged
 from lmlib.parallel.layout import along
 
 MakeLayer = Callable[[PRNGKeyArray], Part]
@@ -134,6 +132,8 @@ class Stack(Part):
                     layers = layers._replace(caches=(kept.cache,))
                     x_BSE, context = _wanted(x_BSE, context)
                 if _in_stages(context, repeats, cache):
+                    from lmlib.models.pipeline.run import run_in_stages  # which only stages need
+
                     x_BSE, given_R = run_in_stages(
                         given_to_all, self._computed, x_BSE, layers, repeats, names
                     )

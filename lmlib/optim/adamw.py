@@ -5,13 +5,13 @@ import optax
 from lmlib.optim.optimizer import (
     Decays,
     Optimizer,
+    TransferredRates,
     as_declared,
     check_epsilon,
     check_fractions,
     with_decoupled_decay,
 )
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
-from lmlib.optim.transfer import Scaled
 
 
 def adamw(
@@ -26,7 +26,7 @@ def adamw(
     decays: Decays = as_declared,
     cautious: bool = False,
     first_moment_dtype: str = "float32",
-    scaled: Scaled | None = None,
+    scaled: TransferredRates | None = None,
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) after clipping by global norm.
 

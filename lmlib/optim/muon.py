@@ -17,6 +17,7 @@ from jaxtyping import Array
 from lmlib.optim.optimizer import (
     Decays,
     Optimizer,
+    TransferredRates,
     as_declared,
     by_weight,
     check_epsilon,
@@ -25,7 +26,6 @@ from lmlib.optim.optimizer import (
 )
 from lmlib.optim.orthogonalization import POLAR_EXPRESS, Polynomial, orthogonalized
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
-from lmlib.optim.transfer import Scaled
 from lmlib.optim.whole_matrices import (
     Matrices,
     is_matrix,
@@ -70,7 +70,7 @@ def muon(
     clip_norm: float | None = 1.0,
     decays: Decays = as_declared,
     cautious: bool = False,
-    scaled: Scaled | None = None,
+    scaled: TransferredRates | None = None,
 ) -> Optimizer:
     """Muon (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks") with
     updates of the size of AdamW's, so that its learning rates and weight decay carry over (Liu et

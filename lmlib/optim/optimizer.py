@@ -1,9 +1,9 @@
 """What an optimizer is, and what those of lmlib share; which weights decay is what they declare."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import equinox as eqx
 import jax
@@ -21,6 +21,20 @@ Decays = Callable[[Weight], bool]
 def nothing_more(state: optax.OptState) -> dict[str, Array]:
     """No metrics but those of every optimizer."""
     return {}
+
+
+class TransferredRates(Protocol):
+    """Learning rates and epsilons handed on from a smaller model: `lmlib.optim.transfer.Scaled`."""
+
+    def before_clipping(self) -> optax.GradientTransformation:
+        """Gradients as they are clipped."""
+
+    def of_adam(self, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+        """`adam` with the epsilon and the learning rate of each weight."""
+
+    def of_orthogonal(self, weight: Weight, apart: Collection[str] = ()) -> float:
+        """The factor of the learning rate of an orthogonalized update."""
+        ...
 
 
 class Optimizer(NamedTuple):

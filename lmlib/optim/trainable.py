@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import optax
 
-from lmlib.models.experts.mixture import Mixture
 from lmlib.models.matrices.adapted import DOWN_RANK, UP_RANK, is_adapted
+from lmlib.models.part import Part
 from lmlib.optim.optimizer import Decays, Optimizer, by_weight
 from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.selection import SelectionError, named_weights, selected
@@ -124,12 +124,16 @@ def flops_per_token(model: Any, groups: Groups | None, sequence_length: int, cau
 
 
 def _used_shares(model: Any) -> dict[str, float]:
-    """Which share of its experts a token goes to, by the beginning of their paths."""
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda one: isinstance(one, Mixture))
+    """`Part.used_shares` of all parts, by the beginning of the weights' paths."""
+
+    def has_shares(node: Any) -> bool:
+        return isinstance(node, Part) and bool(node.used_shares)
+
     return {
-        f"{jax.tree_util.keystr(keys, simple=True, separator='.')}.experts.": one.used
-        for keys, one in nodes
-        if isinstance(one, Mixture)
+        f"{jax.tree_util.keystr(keys, simple=True, separator='.')}.{field}.": share
+        for keys, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=has_shares)
+        if has_shares(node)
+        for field, share in node.used_shares.items()
     }
 
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.collectives import in_steps, on_each_device, psum, psum_scatter
 from lmlib.parallel.layout import COMPUTE, in_use, mesh_axes_of, named, repeats, stored
-from lmlib.parallel.mesh_axes import COPIES, NAMES, TOKENS, names_of, place_of
+from lmlib.parallel.mesh_axes import COPIES, NAMES, STAGE, TOKENS, names_of, place_of
 from lmlib.parallel.stages import again, in_a_stage
 
 
@@ -185,3 +185,16 @@ def shard_shapes(
         NamedSharding(mesh, moves.stored).shard_shape(tuple(shape)),
         NamedSharding(mesh, moves.computed).shard_shape(used),
     )
+
+
+def unstaged(module: M) -> M:
+    """Weights of stacked layers as they rest where stages do not split layers: what lies along
+    `stage` is split as `fsdp` splits it (an all-to-all). A scan over all layers takes these."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape[STAGE] == 1:
+        return module
+
+    def move(weight: Weight, w_R: jax.Array) -> jax.Array:
+        return jax.sharding.reshard(w_R, stored(weight.unstaged, w_R.shape, mesh))
+
+    return map_weights(move, module)

@@ -35,9 +35,9 @@ def make_mesh(
     splits heads, mlp and vocabulary. `data` × `fsdp` together is hybrid sharding (HSDP). `expert`
     does what `fsdp` does, but for experts: each device along it keeps and computes its own, for the
     tokens of all (expert parallelism over the devices of FSDP). `context` splits each row of
-    tokens, and does what `fsdp` does besides; `lmlib.models.attend.context` says what attention
-    sends. `stage` splits the layers, which microbatches pass through one stage after the other
-    (`lmlib.models.pipeline`); outside of them it does what `fsdp` does.
+    tokens, and does what `fsdp` does besides; `lmlib.models.attend.context_parallel` says what
+    attention sends. `stage` splits the layers, which microbatches pass through one stage after the
+    other (`lmlib.models.pipeline`); outside of them it does what `fsdp` does.
     One of the sizes may be -1: every device that the others leave. `devices` defaults to all of
     them; a mesh smaller than that uses the first ones.
 

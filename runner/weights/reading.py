@@ -31,8 +31,8 @@ from lmlib.parallel.creation import creator
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.mesh import on_mesh_of
 from lmlib.parallel.selection import named_weights
-from lmlib.recipe import Parts, Recipe, parted
-from lmlib.state import State, abstract_model
+from lmlib.recipe import Recipe
+from lmlib.state import Parts, State, abstract_model, parted
 from lmlib.storage.bucket.copies import shown
 from runner.config.references import HuggingFace, located
 from runner.errors import ConfigError, in_words, user_errors

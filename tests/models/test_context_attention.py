@@ -12,7 +12,7 @@ from sentinels import sentinels
 
 from lmlib.compute import Compute
 from lmlib.models.attend import attend
-from lmlib.models.attend.context import WAYS
+from lmlib.models.attend.kernel import WAYS
 from lmlib.models.families.llama import llama
 from lmlib.parallel.layout import partition
 from lmlib.parallel.mesh import make_mesh

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmlib.models.attend.context_split import Split
+from lmlib.models.attend.context_parallel.split import Split
 from lmlib.models.attend.fused.splash_tiles import Visible, visited
 
 T, TILE = 128, 8

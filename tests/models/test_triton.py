@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lmlib.models.attend import attend
-from lmlib.models.attend.context_split import Split
+from lmlib.models.attend.context_parallel.split import Split
 from lmlib.models.attend.fused.launches import launches_of
 from lmlib.models.attend.fused.visits import Tiles, keys_visited, queries_visited, sight
 from lmlib.parallel.mesh import make_mesh
@@ -45,7 +45,7 @@ def test_tiles_that_see_each_other_are_visited_and_others_seldom(row):
     visible_NM = by_tile.any(axis=(1, 3))
 
     segments_BT = jnp.asarray(segments_T)[None]
-    seen = sight(split, segments_BT[:, places_S], segments_BT, window)
+    seen = sight(jnp.asarray(places_S), segments_BT[:, places_S], segments_BT, window)
     N, M = visible_NM.shape
     of_queries_N4 = np.asarray(keys_visited(seen, tiles))[0]
     of_keys_MP4 = np.asarray(queries_visited(seen, tiles, split.piece))[0]

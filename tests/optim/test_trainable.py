@@ -22,7 +22,7 @@ from lmlib.parallel.axes import map_weights
 from lmlib.parallel.fingerprint import fingerprint
 from lmlib.parallel.mesh import make_mesh
 from lmlib.parallel.selection import SelectionError
-from lmlib.recipe import parted
+from lmlib.state import parted
 
 BASE = functools.partial(llama, vocab=64, embed=16, layers=1, heads=2, mlp=32)
 ADAM = functools.partial(adamw, peak_lr=1e-2, schedule=warmup_constant, clip_norm=None)

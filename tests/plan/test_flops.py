@@ -13,7 +13,7 @@ from lmlib import train
 from lmlib.compute import Compute
 from lmlib.models.attend import attend
 from lmlib.models.attend.fused import splash
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Options, whole_row
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
@@ -119,8 +119,9 @@ def test_splash_attention_counts_the_tiles_that_it_computes():
     options = Options(window=None, scale=D**-0.5, soft_cap=None)
     segment_ids_BS = jax.ShapeDtypeStruct((B, S), jnp.int32)
 
-    def total(*arguments):
-        return jnp.sum(splash.attend(*arguments, options).astype(jnp.float32))
+    def total(q, k, v, segments_BS):
+        mixed, _ = splash.attend(q, k, v, segments_BS, segments_BS, whole_row(S), options)
+        return jnp.sum(mixed.astype(jnp.float32))
 
     product = 2 * B * H * tile * tile * D * 6  # of 3 × 3 tiles, 6 are not all masked
     forward = counted(total, *arguments, segment_ids_BS)

@@ -17,7 +17,7 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
-from lmlib.recipe import parted
+from lmlib.state import parted
 from runner import Options, convert, fit
 from runner.config import configs
 from runner.config.references import HuggingFace, Saved, located

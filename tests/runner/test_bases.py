@@ -13,7 +13,7 @@ from lmlib.adapters.lora import merged
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.synthetic import Synthetic
 from lmlib.models.matrices.adapted import without_adapters
-from lmlib.recipe import parted
+from lmlib.state import parted
 from runner import fit
 from runner.config import configs
 from runner.errors import ConfigError

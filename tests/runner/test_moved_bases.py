@@ -16,7 +16,7 @@ from lmlib.checkpoint import Checkpoints
 from lmlib.hf.tensor_files import read_header
 from lmlib.optim.trainable import adapters
 from lmlib.parallel.mesh import make_mesh
-from lmlib.recipe import parted
+from lmlib.state import parted
 from runner import convert
 from runner.config import configs
 from runner.config.references import located

@@ -11,7 +11,8 @@
 "auto" takes triton on NVIDIA GPUs, cudnn for rows that are known to be one document each, and
 splash on TPUs, where they can compute the shapes, else blockwise. All of them compute the same: a
 test holds each against the definition in float64. Where `context` splits rows, triton and splash
-compute them with gathered keys, and blockwise in two ways (`lmlib.models.attend.context`).
+compute them with gathered keys, and blockwise in two ways
+(`lmlib.models.attend.context_parallel`).
 """
 
 import functools
@@ -25,23 +26,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend import blockwise, context, plain
-from lmlib.models.attend.fused import cudnn, splash, triton
-from lmlib.models.attend.options import Options
+from lmlib.models.attend import plain
+from lmlib.models.attend.kernel import IMPLEMENTATIONS, WAYS, Kernel, Options, kernel_of, whole_row
 from lmlib.models.attend.sinks import share, with_sinks
-from lmlib.parallel.collectives import on_each_device, platform
-from lmlib.parallel.layout import COMPUTE, partition, reshard, whole_place
+from lmlib.parallel.collectives import devices_along, on_each_device, platform
+from lmlib.parallel.layout import COMPUTE, along, partition, reshard, whole_place
 
-# Each has `attend`, `problem` if there is something that it cannot compute,
-# `attend_and_normalise` if it can compute sinks, and `attend_gathered`, with sinks
-# `attend_and_normalise_gathered`, if it can take some of a row's queries.
-IMPLEMENTATIONS = {
-    "cudnn": cudnn,
-    "triton": triton,
-    "splash": splash,
-    "blockwise": blockwise,
-    "plain": plain,
-}
 # What "auto" takes, of each platform the best first; else blockwise.
 _BEST = {"cuda": ("triton",), "tpu": ("splash",)}
 _BEST_OF_WHOLE_ROWS = _BEST | {"cuda": ("cudnn", "triton")}
@@ -74,7 +64,7 @@ def attend(
       sinks_H: as in `lmlib.models.attend.sinks`, of each head; `None`: there are none.
       order: which tokens of a row each device along `context` has; see
         `lmlib.row_order`.
-      way: "auto", or one of `lmlib.models.attend.context.WAYS`, where `context` splits rows.
+      way: "auto", or one of `WAYS`, where `context` splits rows.
 
     Softmax is in float32 at least; the result has v's dtype. `tensor` splits the heads; each device
     attends with its own. Nothing is sent but along `context`.
@@ -100,20 +90,33 @@ def attend(
         implementation = chosen(q_BSHD, *sizes, order=order, way=way, whole_rows=whole_rows)
     if segment_ids_BS is None and implementation != "cudnn":
         segment_ids_BS = _one_document(q_BSHD)
-    kernel, sinks = IMPLEMENTATIONS[implementation], sinks_H is not None
-    if sinks and not hasattr(kernel, "attend_and_normalise"):
+    kernel, sinks = kernel_of(implementation), sinks_H is not None
+    if sinks and not kernel.has_normaliser:
         raise ValueError(f"{implementation} has no sinks; use attention='blockwise' or 'auto'")
-    function: Callable[..., Any]
-    if not context.is_split():
-        function = kernel.attend_and_normalise if sinks else kernel.attend
-    elif kernel is blockwise:
-        function = context.of_tiles(q_BSHD.shape[2], k_BTKD.shape[2], order, way, sinks)
+    if _is_split():
+        from lmlib.models.attend import context_parallel  # which only split rows need
+
+        heads_of = q_BSHD.shape[2], k_BTKD.shape[2]
+        function = context_parallel.function_of(implementation, *heads_of, order, way, sinks)
     else:
-        function = context.of_kernel(kernel, order, way, sinks)
+        function = functools.partial(_of_whole_rows, kernel)
     if sinks_H is None:
-        return checkpoint_name(computed(function, heads), "attention")
+        mixed = lambda *given, options: function(*given, options=options)[0]  # noqa: E731
+        return checkpoint_name(computed(mixed, heads), "attention")
     mixed_BSHV, log_normaliser_BSH = computed(function, heads, "batch seq heads")
     return checkpoint_name(with_sinks(mixed_BSHV, log_normaliser_BSH, sinks_H), "attention")
+
+
+def _of_whole_rows(
+    kernel: Kernel, q_BSHD: Array, k_BSKD: Array, v_BSKV: Array, segments_BS: Any, options: Options
+) -> tuple[Array, Array | None]:
+    places = whole_row(q_BSHD.shape[1])
+    return kernel.attend(q_BSHD, k_BSKD, v_BSKV, segments_BS, segments_BS, places, options)
+
+
+def _is_split() -> bool:
+    """True if several devices of the mesh that is set share each row."""
+    return devices_along(along("seq")) > 1
 
 
 def _every_row(axes: str) -> PartitionSpec:
@@ -166,9 +169,12 @@ def check_attention(
     soft_cap: float | None = None,
     value_dim: int | None = None,
     sinks: bool = False,
+    way: str = "auto",
 ) -> None:
-    """Raises ValueError if there is no such implementation, or it cannot compute this; see
+    """Raises ValueError if there is no such implementation or way, or it cannot compute this; see
     `problem`."""
+    if way not in (ways := ("auto", *WAYS)):
+        raise ValueError(f"context must be one of {', '.join(ways)}, got {way!r}")
     known = ("auto", *IMPLEMENTATIONS)
     if implementation not in known:
         raise ValueError(f"attention must be one of {', '.join(known)}, got {implementation!r}")
@@ -194,14 +200,11 @@ def problem(
     """
     if implementation == "auto":
         return None
-    kernel = IMPLEMENTATIONS[implementation]
-    if sinks and not hasattr(kernel, "attend_and_normalise"):
+    kernel = kernel_of(implementation)
+    if sinks and not kernel.has_normaliser:
         return f"{implementation} has no sinks"
-    limits = getattr(kernel, "problem", None)
-    if limits is None:
-        return None
     sizes = dict.fromkeys((head_dim, value_dim or head_dim))
-    reasons = (limits(sequence_length, size, dtype, soft_cap) for size in sizes)
+    reasons = (kernel.problem(sequence_length, size, dtype, soft_cap) for size in sizes)
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -215,12 +218,16 @@ def chosen(
     whole_rows: bool = False,
 ) -> str:
     """What "auto" takes for such queries on the devices of the mesh that is set."""
-    _, S, _, D = q_BSHD.shape
-    split = context.is_split()
-    length = context.length_of_piece(S, context.sharing(), order)
-    for name in (_BEST_OF_WHOLE_ROWS if whole_rows else _BEST).get(platform(), ()):
-        if split and context.problem(IMPLEMENTATIONS[name], way, sinks) is not None:
-            continue
+    _, length, _, D = q_BSHD.shape
+    names: tuple[str, ...] = (_BEST_OF_WHOLE_ROWS if whole_rows else _BEST).get(platform(), ())
+    if names and _is_split():
+        from lmlib.models.attend import context_parallel
+
+        length = context_parallel.length_of_piece(length, devices_along(along("seq")), order)
+        names = tuple(
+            name for name in names if context_parallel.problem(kernel_of(name), way, sinks) is None
+        )
+    for name in names:
         if problem(name, length, D, q_BSHD.dtype, soft_cap, value_dim, sinks) is None:
             return name
     return "blockwise"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Kernel, Options, Places
 from lmlib.models.attend.pairs import Group, grouped_pairs
 from lmlib.models.attend.tiles import (
     Keys,
@@ -37,22 +37,12 @@ def attend(
     q_BSHD: Float[Array, "b s h d"],
     k_BSKD: Float[Array, "b s k d"],
     v_BSKV: Float[Array, "b s k v"],
-    segment_ids_BS: Int32[Array, "b s"],
-    options: Options,
-) -> Float[Array, "b s h v"]:
-    """See `lmlib.models.attend.attend`; on the part of one device."""
-    mixed_BSHV, _ = attend_and_normalise(q_BSHD, k_BSKD, v_BSKV, segment_ids_BS, options)
-    return mixed_BSHV
-
-
-def attend_and_normalise(
-    q_BSHD: Float[Array, "b s h d"],
-    k_BSKD: Float[Array, "b s k d"],
-    v_BSKV: Float[Array, "b s k v"],
-    segment_ids_BS: Int32[Array, "b s"],
+    segments_BS: Int32[Array, "b s"],
+    segments_BT: Int32[Array, "b s"],
+    places: Places,
     options: Options,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """As `attend`, and the logarithm of what softmax divides each query's exponentials by."""
+    """See `lmlib.models.attend.kernel.Kernel`; of whole rows."""
     B, S, H, D = q_BSHD.shape
     tile = min(S, best_tile())
     tail = -S % tile
@@ -65,7 +55,7 @@ def attend_and_normalise(
         return x_BHS.swapaxes(1, 2)[:, :S]
 
     q_BKGSD = padded(q_BSHD).reshape(B, k_BSKD.shape[2], -1, S + tail, D)
-    segments_BS = jnp.pad(segment_ids_BS, ((0, 0), (0, tail)), constant_values=_PADDING)
+    segments_BS = jnp.pad(segments_BS, ((0, 0), (0, tail)), constant_values=_PADDING)
     mixed_BKGSV, log_normaliser_BKGS = _attend(
         tile, options, q_BKGSD, padded(k_BSKD), padded(v_BSKV), segments_BS
     )
@@ -120,3 +110,6 @@ def _groups(length: int, tile: int, options: Options) -> list[Group]:
     """Those of a row that is one piece, on one device."""
     whole_CM = np.zeros((1, 1), np.int32)
     return grouped_pairs(whole_CM, whole_CM, length, tile, options.window)
+
+
+KERNEL = Kernel(attend)

@@ -9,31 +9,21 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Kernel, Options, Places
 
 
 def attend(
     q_BSHD: Float[Array, "b s h d"],
     k_BTKD: Float[Array, "b s k d"],
     v_BTKV: Float[Array, "b s k v"],
-    segment_ids_BS: Int32[Array, "b s"],
-    options: Options,
-) -> Float[Array, "b s h v"]:
-    """See `lmlib.models.attend.attend`; on the part of one device."""
-    mixed_BSHV, _ = attend_and_normalise(q_BSHD, k_BTKD, v_BTKV, segment_ids_BS, options)
-    return mixed_BSHV
-
-
-def attend_and_normalise(
-    q_BSHD: Float[Array, "b s h d"],
-    k_BTKD: Float[Array, "b s k d"],
-    v_BTKV: Float[Array, "b s k v"],
-    segment_ids_BS: Int32[Array, "b s"],
+    segments_BS: Int32[Array, "b s"],
+    segments_BT: Int32[Array, "b s"],
+    places: Places,
     options: Options,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """As `attend`, and the logarithm of what softmax divides each query's exponentials by."""
+    """See `lmlib.models.attend.kernel.Kernel`; of whole rows."""
     B, S, H, _ = q_BSHD.shape
-    weights_BHST, log_normaliser_BHS = weights(q_BSHD, k_BTKD, segment_ids_BS, options)
+    weights_BHST, log_normaliser_BHS = weights(q_BSHD, k_BTKD, segments_BS, options)
     weights_BKGST = weights_BHST.astype(v_BTKV.dtype).reshape(B, k_BTKD.shape[2], -1, S, S)
     mixed_BSKGV = jnp.einsum("bkgst,btkv->bskgv", weights_BKGST, v_BTKV)
     mixed_BSHV = checkpoint_name(mixed_BSKGV.reshape(B, S, H, -1), "attention_kernel")
@@ -61,3 +51,6 @@ def weights(
     weights_BKGST = jax.nn.softmax(scores_BKGST, axis=-1)
     log_normaliser_BKGS = jax.nn.logsumexp(scores_BKGST, axis=-1)
     return weights_BKGST.reshape(B, H, S, S), log_normaliser_BKGS.reshape(B, H, S)
+
+
+KERNEL = Kernel(attend)

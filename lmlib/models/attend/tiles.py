@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Options
 from lmlib.models.attend.pairs import Group
 
 # The mean of each query's values, [B, K, G, S, V], and the logarithm of its normaliser,

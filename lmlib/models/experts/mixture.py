@@ -110,12 +110,12 @@ class Mixture(Part):
         return {"expert_most_tokens": most, "expert_fewest_tokens": fewest}
 
     @property
-    def used(self) -> float:
-        """Which share of the experts a token goes to."""
-        return self.router.top / self.router.experts
+    def used_shares(self) -> dict[str, float]:
+        """See `Part.used_shares`: the share of the experts that a token goes to."""
+        return {"experts": self.router.top / self.router.experts}
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        active = product_flops(self.experts) * self.used
+        active = product_flops(self.experts) * self.used_shares["experts"]
         whole = product_flops(self.router) + (
             0 if self.shared is None else product_flops(self.shared)
         )

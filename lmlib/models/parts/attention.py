@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, attention_weights, check_attention
-from lmlib.models.attend.context import check_way
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Options
 from lmlib.models.context import Context
 from lmlib.models.part import Names, Norm, Part
 from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
@@ -230,10 +229,9 @@ class Attention(Part):
         sequences are too long for the rotary positions."""
         if self.rotary is not None:
             self.rotary.check(sequence_length)
-        check_way(compute.context)
         check_attention(
             compute.attention, sequence_length, self.query.shape[-1], compute.dtype, self.soft_cap,
-            sinks=self.sinks is not None,
+            sinks=self.sinks is not None, way=compute.context,
         )  # fmt: skip
 
 

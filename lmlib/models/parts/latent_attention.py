@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.attend import attend, attention_weights, check_attention
-from lmlib.models.attend.context import check_way
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Options
 from lmlib.models.context import Context
 from lmlib.models.matrices.adapted import whole
 from lmlib.models.part import Names, Norm, Part
@@ -262,9 +261,13 @@ class LatentAttention(Part):
             (self.key.shape[-1] + self.rotary_key.shape[-1]),
             self.value.shape[-1],
         )
-        check_way(compute.context)
         check_attention(
-            compute.attention, sequence_length, query_dim, compute.dtype, value_dim=value_dim
+            compute.attention,
+            sequence_length,
+            query_dim,
+            compute.dtype,
+            value_dim=value_dim,
+            way=compute.context,
         )
 
 

@@ -11,22 +11,8 @@ from jaxtyping import Array
 
 from lmlib.models.pipeline.schedule import Schedule
 from lmlib.models.scan import Repeated, reshaped
-from lmlib.parallel.axes import M, Weight, map_weights
+from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import partition, stored
-from lmlib.parallel.mesh_axes import STAGE
-
-
-def unstaged(module: M) -> M:
-    """Weights of stacked layers as they rest where stages do not split layers: what lies along
-    `stage` is split as `fsdp` splits it (an all-to-all). A scan over all layers takes these."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape[STAGE] == 1:
-        return module
-
-    def move(weight: Weight, w_R: Array) -> Array:
-        return jax.sharding.reshard(w_R, stored(weight.unstaged, w_R.shape, mesh))
-
-    return map_weights(move, module)
 
 
 def in_chunks(repeated: Repeated, repeats: int, schedule: Schedule) -> Repeated:

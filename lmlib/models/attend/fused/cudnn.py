@@ -9,10 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend.options import Options
-
-# Its forward kernel, as JAX calls it: what it returns is kept where "attention" is saved.
-KERNEL = "dot_product_attention_fwd_wrapper"
+from lmlib.models.attend.kernel import Kernel, Options, Places
 
 
 def problem(
@@ -32,12 +29,14 @@ def attend(
     q_BSHD: Float[Array, "b s h d"],
     k_BTKD: Float[Array, "b s k d"],
     v_BTKV: Float[Array, "b s k v"],
-    segment_ids_BS: Int32[Array, "b s"] | None,
+    segments_BS: Int32[Array, "b s"] | None,
+    segments_BT: Int32[Array, "b s"] | None,
+    places: Places,
     options: Options,
-) -> Float[Array, "b s h v"]:
-    """See `lmlib.models.attend.attend`; on the part of one device.
+) -> tuple[Float[Array, "b s h v"], None]:
+    """See `lmlib.models.attend.kernel.Kernel`; of whole rows.
 
-    Rows that are one document, `segment_ids_BS=None`, need no mask. Else documents are kept apart
+    Rows that are one document, `segments_BS=None`, need no mask. Else documents are kept apart
     by one of (B, 1, S, T) that all heads share: JAX's interface to cuDNN takes neither segment ids
     nor borders within a row. It has one head_dim: the smaller of D and V is filled up with zeros.
     """
@@ -46,8 +45,8 @@ def attend(
     if (reason := problem(S, D, q_BSHD.dtype, options.soft_cap)) is not None:
         raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     same_B1ST = None
-    if segment_ids_BS is not None:
-        same_B1ST = (segment_ids_BS[:, :, None] == segment_ids_BS[:, None, :])[:, None]
+    if segments_BS is not None:
+        same_B1ST = (segments_BS[:, :, None] == segments_BS[:, None, :])[:, None]
     q_BSHD, k_BTKD, v_BTKD = (_filled(x, D) for x in (q_BSHD, k_BTKD, v_BTKV))
     mixed_BSHD = jax.nn.dot_product_attention(
         q_BSHD,
@@ -59,9 +58,12 @@ def attend(
         local_window_size=None if options.window is None else (options.window - 1, 0),
         implementation="cudnn",
     )
-    return mixed_BSHD[..., :V]
+    return mixed_BSHD[..., :V], None
 
 
 def _filled(x_BSHD: Array, head_dim: int) -> Array:
     missing = head_dim - x_BSHD.shape[-1]
     return jnp.pad(x_BSHD, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BSHD
+
+
+KERNEL = Kernel(attend, problem, has_normaliser=False)

@@ -6,16 +6,14 @@ K kv_heads, D head_dim of queries and keys, V that of values.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as kernel,
 )
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend.context_split import Split, device
 from lmlib.models.attend.fused.splash_tiles import Visible, visited
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Kernel, Options, Places
 from lmlib.models.attend.pairs import largest_tile
 from lmlib.parallel.collectives import platform
 
@@ -40,50 +38,22 @@ def problem(
 
 def attend(
     q_BSHD: Float[Array, "b s h d"],
-    k_BTKD: Float[Array, "b s k d"],
-    v_BTKV: Float[Array, "b s k v"],
-    segment_ids_BS: Int32[Array, "b s"],
-    options: Options,
-) -> Float[Array, "b s h v"]:
-    """See `lmlib.models.attend.attend`; on the part of one device. Where there is no TPU, Pallas
-    interprets the kernel, which is for tests."""
-    S = q_BSHD.shape[1]
-    segments = kernel.SegmentIds(segment_ids_BS, segment_ids_BS)
-    return _attend(np.arange(S)[None], 0, S, q_BSHD, k_BTKD, v_BTKV, segments, options)
-
-
-def attend_gathered(
-    split: Split,
-    q_BSHD: Float[Array, "b s h d"],
     k_BTKD: Float[Array, "b t k d"],
     v_BTKV: Float[Array, "b t k v"],
     segments_BS: Int32[Array, "b s"],
     segments_BT: Int32[Array, "b t"],
+    places: Places,
     options: Options,
-) -> Float[Array, "b s h v"]:
-    """As `attend`, of a device's queries and the keys of the whole row, in the row's order."""
+) -> tuple[Float[Array, "b s h v"], None]:
+    """See `lmlib.models.attend.kernel.Kernel`. Where there is no TPU, Pallas interprets the kernel,
+    which is for tests."""
     segments = kernel.SegmentIds(segments_BS, segments_BT)
-    return _attend(
-        split.places_CS, device(), split.piece, q_BSHD, k_BTKD, v_BTKV, segments, options
-    )
-
-
-def _attend(
-    places_CS: Int[np.ndarray, "c s"],
-    own: Array | int,
-    piece: int,
-    q_BSHD: Array,
-    k_BTKD: Array,
-    v_BTKV: Array,
-    segments: kernel.SegmentIds,
-    options: Options,
-) -> Array:
-    """Of the queries of device `own`, of whose tokens each `piece` stand in order."""
+    devices_CS, own, piece = places
     for size in (q_BSHD.shape[-1], v_BTKV.shape[-1]):
         if (reason := problem(piece, size, q_BSHD.dtype, options.soft_cap)) is not None:
             raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     tile = _LANES * largest_tile(piece // _LANES, _LARGEST_TILE // _LANES)
-    of_devices = visited(places_CS, k_BTKD.shape[1], tile, options.window)
+    of_devices = visited(devices_CS, k_BTKD.shape[1], tile, options.window)
     to_keys, to_queries = jax.tree.map(lambda x_C: jnp.asarray(x_C)[own], of_devices)
     attend_HSD = kernel.SplashAttentionKernel(
         to_keys,
@@ -105,4 +75,7 @@ def _attend(
     q_BSHD = q_BSHD * options.scale
     q_BHSD, k_BKTD, v_BKTV = (x.transpose(0, 2, 1, 3) for x in (q_BSHD, k_BTKD, v_BTKV))
     mixed_BHSV = jnp.asarray(jax.vmap(attend_HSD)(q_BHSD, k_BKTD, v_BKTV, segments))
-    return mixed_BHSV.transpose(0, 2, 1, 3)
+    return mixed_BHSV.transpose(0, 2, 1, 3), None
+
+
+KERNEL = Kernel(attend, problem, has_normaliser=False, takes_pieces=True)

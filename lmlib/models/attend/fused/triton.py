@@ -17,11 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend.context_split import Split
 from lmlib.models.attend.fused import triton_kernels
 from lmlib.models.attend.fused.launches import Launches, launches_of
 from lmlib.models.attend.fused.visits import Sight, sight
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Kernel, Options, Places
 
 _SMALLEST_TILE = 16  # that a GPU's units for products take
 _LARGEST_HEAD = 256
@@ -45,63 +44,23 @@ def problem(
 
 def attend(
     q_BSHD: Float[Array, "b s h d"],
-    k_BSKD: Float[Array, "b s k d"],
-    v_BSKV: Float[Array, "b s k v"],
-    segment_ids_BS: Int32[Array, "b s"],
-    options: Options,
-) -> Float[Array, "b s h v"]:
-    """See `lmlib.models.attend.attend`; on the part of one device. Where there is no GPU, Pallas
-    interprets the kernel, which is for tests."""
-    return attend_and_normalise(q_BSHD, k_BSKD, v_BSKV, segment_ids_BS, options)[0]
-
-
-def attend_and_normalise(
-    q_BSHD: Float[Array, "b s h d"],
-    k_BSKD: Float[Array, "b s k d"],
-    v_BSKV: Float[Array, "b s k v"],
-    segment_ids_BS: Int32[Array, "b s"],
-    options: Options,
-) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """As `attend`, and the logarithm of what softmax divides each query's exponentials by."""
-    whole = Split("plain", q_BSHD.shape[1], 1, 0)
-    return attend_and_normalise_gathered(
-        whole, q_BSHD, k_BSKD, v_BSKV, segment_ids_BS, segment_ids_BS, options
-    )
-
-
-def attend_gathered(
-    split: Split,
-    q_BSHD: Float[Array, "b s h d"],
     k_BTKD: Float[Array, "b t k d"],
     v_BTKV: Float[Array, "b t k v"],
     segments_BS: Int32[Array, "b s"],
     segments_BT: Int32[Array, "b t"],
-    options: Options,
-) -> Float[Array, "b s h v"]:
-    """As `attend`, of a device's queries and the keys of the whole row, in the row's order."""
-    return attend_and_normalise_gathered(
-        split, q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, options
-    )[0]
-
-
-def attend_and_normalise_gathered(
-    split: Split,
-    q_BSHD: Float[Array, "b s h d"],
-    k_BTKD: Float[Array, "b t k d"],
-    v_BTKV: Float[Array, "b t k v"],
-    segments_BS: Int32[Array, "b s"],
-    segments_BT: Int32[Array, "b t"],
+    places: Places,
     options: Options,
 ) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"]]:
-    """As `attend_gathered`, and what `attend_and_normalise` gives besides."""
+    """See `lmlib.models.attend.kernel.Kernel`. Where there is no GPU, Pallas interprets the kernel,
+    which is for tests."""
     V = v_BTKV.shape[-1]
     for size in (q_BSHD.shape[-1], V):
-        if (reason := problem(split.piece, size, q_BSHD.dtype)) is not None:
+        if (reason := problem(places.piece, size, q_BSHD.dtype)) is not None:
             raise ValueError(f"{reason}; use attention='blockwise' or 'auto'")
     q_BSHD, k_BTKD, v_BTKV = map(_filled, (q_BSHD, k_BTKD, v_BTKV))
     head_dim = max(q_BSHD.shape[-1], v_BTKV.shape[-1])
-    launches = launches_of(split.piece, head_dim, q_BSHD.dtype)
-    seen = sight(split, segments_BS, segments_BT, options.window)
+    launches = launches_of(places.piece, head_dim, q_BSHD.dtype)
+    seen = sight(places.own_S, segments_BS, segments_BT, options.window)
     mixed_BSHV, log_normaliser_BHS = _mixed(launches, options, q_BSHD, k_BTKD, v_BTKV, seen)
     return mixed_BSHV[..., :V], log_normaliser_BHS.swapaxes(1, 2)
 
@@ -161,3 +120,6 @@ def _filled(x_BSHD: Array) -> Array:
     size = x_BSHD.shape[-1]
     missing = max(_SMALLEST_TILE, 1 << (size - 1).bit_length()) - size
     return jnp.pad(x_BSHD, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BSHD
+
+
+KERNEL = Kernel(attend, problem, takes_pieces=True)

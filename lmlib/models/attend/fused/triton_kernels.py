@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from lmlib.models.attend.fused.launches import Launch
 from lmlib.models.attend.fused.visits import Sight, Tiles, keys_visited, queries_visited
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Options
 from lmlib.parallel.collectives import platform
 
 Ref = Any  # of Pallas: an array in the GPU's memory, or a tile of one

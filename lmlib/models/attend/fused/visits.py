@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
-from lmlib.models.attend.context_split import Split, device
-
 
 class Tiles(NamedTuple):
     """Tokens of a tile of queries, and of one of keys; both divide a piece."""
@@ -36,7 +34,7 @@ class Sight(NamedTuple):
 
 
 def sight(
-    split: Split,
+    places_S: Int[Array, "s"],
     segments_BS: Int32[Array, "b s"],
     segments_BT: Int32[Array, "b t"],
     window: int | None,
@@ -44,6 +42,7 @@ def sight(
     """Of this device's queries and all keys of a row, whose documents' tokens follow each other.
 
     Args:
+      places_S: where in the row each query stands.
       segments_BT: in the order of the row.
       window: as in `lmlib.models.attend.attend`.
     """
@@ -57,7 +56,6 @@ def sight(
     if window is not None:
         first_BT = jnp.maximum(first_BT, places_T - (window - 1))
         last_BT = jnp.minimum(last_BT, places_T + (window - 1))
-    places_S = jnp.asarray(split.places_CS)[device()]
     return Sight(places_S, segments_BS, segments_BT, first_BT, last_BT)
 
 

@@ -3,7 +3,7 @@ forward and another backward, and a reduce-scatter of their gradients.
 
 With grouped heads keys are small beside queries; each device has room for those of the whole row.
 
-Shapes: as in `lmlib.models.attend.context_split`.
+Shapes: as in `lmlib.models.attend.context_parallel.split`.
 """
 
 import functools
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from lmlib.models.attend.context_split import Split, device
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.context_parallel.split import Split, device
+from lmlib.models.attend.kernel import Options
 from lmlib.models.attend.pairs import Group
 from lmlib.models.attend.tiles import (
     Keys,
@@ -34,7 +34,7 @@ from lmlib.parallel.layout import along
 def attend(
     split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
 ) -> Mixed:
-    """See `lmlib.models.attend.context.attend_and_normalise`; heads come first."""
+    """See `lmlib.models.attend.context_parallel.attend`; heads come first."""
     return _forward(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
 
 

@@ -5,7 +5,7 @@ one other device's keys at a time.
 The gradients of keys and values go round with them. Rounds in which no query sees a key, as there
 are with a window, are left out.
 
-Shapes: as in `lmlib.models.attend.context_split`.
+Shapes: as in `lmlib.models.attend.context_parallel.split`.
 """
 
 import functools
@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from lmlib.models.attend.context_split import Split, device
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.context_parallel.split import Split, device
+from lmlib.models.attend.kernel import Options
 from lmlib.models.attend.pairs import Group
 from lmlib.models.attend.tiles import (
     Gradients,
@@ -37,7 +37,7 @@ from lmlib.parallel.layout import along
 def attend(
     split: Split, options: Options, q_BKGSD: Array, k_BKSD: Array, v_BKSV: Array, segments_BS: Array
 ) -> Mixed:
-    """See `lmlib.models.attend.context.attend_and_normalise`; heads come first."""
+    """See `lmlib.models.attend.context_parallel.attend`; heads come first."""
     return _forward(split, options, q_BKGSD, k_BKSD, v_BKSV, segments_BS)[0]
 
 

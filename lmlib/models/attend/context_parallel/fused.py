@@ -1,21 +1,18 @@
 """Attention along `context` by a fused kernel: each device gathers the keys and values of all, in
 the order of the row, and the kernel mixes them with the device's queries.
 
-What is sent is what `lmlib.models.attend.keys_gathered` sends.
+What is sent is what `lmlib.models.attend.context_parallel.gather` sends.
 
 Shapes: P what each device has of T, B batch, S sequence of a device, T that of the row, K kv_heads,
 H heads, D head_dim of queries and keys, V that of values.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.attend.context_split import Split
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.context_parallel.split import Split
+from lmlib.models.attend.kernel import Kernel, Options
 from lmlib.parallel.collectives import all_gather, psum_scatter
 from lmlib.parallel.layout import along
 
@@ -26,19 +23,20 @@ def attend(
     v_BSKV: Float[Array, "b s k v"],
     segments_BS: Int32[Array, "b s"],
     options: Options,
-    mix: Callable[..., Any],
+    kernel: Kernel,
     order: str,
-) -> Any:
-    """What `mix` makes of a device's part.
+) -> tuple[Float[Array, "b s h v"], Float[Array, "b s h"] | None]:
+    """The kernel's result for this device's queries and the keys of the whole row.
 
     Args:
-      mix: a kernel's `attend_gathered`, or `attend_and_normalise_gathered`.
       order: which tokens of the row each device has; see `lmlib.row_order`.
     """
     split = Split.of(order, q_BSHD.shape[1])
     k_BTKD, v_BTKV = (split.in_row_order(_gathered(x)) for x in (k_BSKD, v_BSKV))
     segments_BT = split.in_row_order(all_gather(segments_BS, along("seq"), axis=1))
-    return mix(split, q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, options)
+    return kernel.attend(
+        q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, split.query_places, options
+    )
 
 
 @jax.custom_vjp

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from lmlib.models.attend.blockwise import best_tile
-from lmlib.models.attend.options import Options
+from lmlib.models.attend.kernel import Options, Places
 from lmlib.models.attend.pairs import Group, grouped_pairs, largest_tile
 from lmlib.models.attend.tiles import Keys, Queries
 from lmlib.parallel.collectives import axis_index, devices_along
@@ -49,6 +49,11 @@ class Split(NamedTuple):
     def pieces_CM(self) -> Int[np.ndarray, "c m"]:
         """Which pieces each device has."""
         return pieces_of_devices(self.devices, self.order)
+
+    @property
+    def query_places(self) -> Places:
+        """The places of this device's queries."""
+        return Places(self.places_CS, device(), self.piece)
 
     @property
     def places_CS(self) -> Int[np.ndarray, "c s"]:

@@ -1,0 +1,104 @@
+"""The interface of attention kernels.
+
+A kernel is one function and a record of what it can compute. Masks, sinks, split rows and caches
+build on it.
+
+Shapes: C devices along `context`, S sequence of a device (queries), B batch, H heads.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+# Kernels by name, imported when they are first used: a fused one needs its accelerator's Pallas.
+_MODULES = {
+    "cudnn": "lmlib.models.attend.fused.cudnn",
+    "triton": "lmlib.models.attend.fused.triton",
+    "splash": "lmlib.models.attend.fused.splash",
+    "blockwise": "lmlib.models.attend.blockwise",
+    "plain": "lmlib.models.attend.plain",
+}
+IMPLEMENTATIONS = tuple(_MODULES)
+# How devices that share a row exchange keys: see `lmlib.models.attend.context_parallel`.
+WAYS = ("gather", "ring")
+
+
+class Options(NamedTuple):
+    """Arguments of every kernel; see `lmlib.models.attend.attend`."""
+
+    window: int | None
+    scale: float
+    soft_cap: float | None
+
+    @classmethod
+    def of(
+        cls, window: int | None, scale: float | None, soft_cap: float | None, head_dim: int
+    ) -> "Options":
+        """With the usual scale, head_dim^-1/2, for `None`."""
+        return cls(window, head_dim**-0.5 if scale is None else scale, soft_cap)
+
+    def scores(self, products: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The arguments of softmax, before the mask, from the products of queries and keys."""
+        scaled = products * self.scale
+        return scaled if self.soft_cap is None else self.soft_cap * jnp.tanh(scaled / self.soft_cap)
+
+    def slope(self, scores: Float[Array, "..."]) -> Float[Array, "..."] | float:
+        """The derivative of `scores` with respect to the products."""
+        if self.soft_cap is None:
+            return self.scale
+        return self.scale * (1 - jnp.square(scores / self.soft_cap))
+
+
+class Places(NamedTuple):
+    """Where in its row each query of each device stands.
+
+    Attributes:
+      devices_CS: the places, known before the program runs.
+      device: the index of this device.
+      piece: how many tokens of a device follow each other in the row, at least.
+    """
+
+    devices_CS: Int[np.ndarray, "c s"]
+    device: Array | int
+    piece: int
+
+    @property
+    def own_S(self) -> Int[Array, "s"]:
+        """The places of this device's queries."""
+        return jnp.asarray(self.devices_CS)[self.device]
+
+
+def whole_row(length: int) -> Places:
+    """The places of a device that has every token of a row."""
+    return Places(np.arange(length, dtype=np.int32)[None], 0, length)
+
+
+class Kernel(NamedTuple):
+    """An implementation of attention on one device.
+
+    Attributes:
+      attend: `(q_BSHD, k_BTKD, v_BTKV, segments_BS, segments_BT, places, options)` gives the mixed
+        values [B, S, H, V], and the logarithm of each query's normaliser [B, S, H] or `None`.
+        Keys are those of the row, in its order. Segments are ids of documents.
+      problem: `(sequence_length, head_dim, dtype, soft_cap)` gives the reason why it cannot compute
+        these, or `None`.
+      has_normaliser: True if it gives the normaliser, which sinks need.
+      takes_pieces: True if queries may be some of a row's.
+    """
+
+    attend: Callable[..., tuple[Array, Array | None]]
+    problem: Callable[[int, int, DTypeLike, float | None], str | None] = lambda *sizes: None
+    has_normaliser: bool = True
+    takes_pieces: bool = False
+
+
+def kernel_of(implementation: str) -> Kernel:
+    """The kernel of this name, one of `IMPLEMENTATIONS`."""
+    kernel: Any = importlib.import_module(_MODULES[implementation]).KERNEL
+    assert isinstance(kernel, Kernel)
+    return kernel
