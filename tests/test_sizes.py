@@ -1,0 +1,84 @@
+"""The library stays small enough to read. Bounds only ever go down, except by what a change states.
+
+The core trains a dense model. Its import closure is what a researcher who changes the architecture
+has to know.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = """
+import lmlib.train
+from lmlib.data.flat_tokens import FlatTokens
+from lmlib.losses.next_token import NextToken
+from lmlib.models.families.llama import llama
+from lmlib.optim.adamw import adamw
+from lmlib.parallel.mesh import make_mesh
+"""
+COUNT = """
+import pathlib, sys
+root = pathlib.Path(sys.argv[1])
+files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+ours = {file for file in files if file and root in pathlib.Path(file).parents}
+print(len(ours), sum(len(open(file).readlines()) for file in ours))
+"""
+LARGEST = {  # files, lines
+    "core": (CORE, 107, 12_300),
+    "fit": ("import runner.training.fit\n", 365, 40_400),
+}
+# Folders that the core may not import: extras, each of which can be deleted.
+EXTRAS = (
+    "lmlib.adapters",
+    "lmlib.checkpoint",
+    "lmlib.evaluate",
+    "lmlib.experiment",
+    "lmlib.generate",
+    "lmlib.hf",
+    "lmlib.inspect",
+    "lmlib.models.attend.context_parallel",
+    "lmlib.models.attend.fused",
+    "lmlib.models.experts",
+    "lmlib.models.pipeline",
+    "lmlib.plan",
+    "lmlib.profile",
+    "lmlib.report",
+    "lmlib.runs",
+    "lmlib.trackers",
+    "lmlib.verdicts",
+)
+MOST_LINES, MOST_LINES_OF_TESTS = 74_500, 54_500
+
+
+def in_a_new_process(code):
+    command = [sys.executable, "-c", code, str(ROOT)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return found.stdout
+
+
+@pytest.mark.parametrize("name", [pytest.param("fit", marks=pytest.mark.landing), "core"])
+def test_an_import_brings_no_more_than_its_bound(name):
+    code, most_files, most_lines = LARGEST[name]
+    files, lines = map(int, in_a_new_process(code + COUNT).split())
+    assert files > 30, "or this test counts nothing"
+    assert files <= most_files, f"{files} files are imported, and {most_files} may be"
+    assert lines <= most_lines, f"{lines:,} lines are imported, and {most_lines:,} may be"
+
+
+def test_the_core_imports_no_extra():
+    imported = in_a_new_process(CORE + "import sys; print(*sys.modules)").split()
+    assert "lmlib.models.stack" in imported
+    assert not [each for each in imported if each.startswith(EXTRAS)]
+
+
+def test_the_library_and_its_tests_have_no_more_lines_than_their_bounds():
+    def lines_of(*folders):
+        files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+        return sum(len(file.read_bytes().splitlines()) for file in files)
+
+    library = "benchmarks", "clusters", "data_tools", "docs", "experiments", "lmlib", "runner"
+    assert 10_000 < lines_of(*library, "notebooks") <= MOST_LINES
+    assert 10_000 < lines_of("tests") <= MOST_LINES_OF_TESTS
