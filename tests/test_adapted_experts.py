@@ -205,7 +205,7 @@ def test_a_product_of_all_experts_at_once_has_their_pairs():
     one = jax.tree.map(lambda x: x[0], experts(adapted()).gate)
     x = jax.random.normal(jax.random.key(5), (X, 7, E))
     found = product("xce,xef->xcf", x, one)
-    np.testing.assert_allclose(found, jnp.einsum("xce,xef->xcf", x, one.merged()), atol=1e-4)
+    np.testing.assert_allclose(found, jnp.einsum("xce,xef->xcf", x, one.dense()), atol=1e-4)
 
 
 def test_experts_are_adapted_where_they_are_asked_for_by_name():

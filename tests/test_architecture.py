@@ -116,9 +116,8 @@ MAY_IMPORT = {
     "lmlib.compute": set(),
     "lmlib.models": {"lmlib.parallel", "lmlib.compute", "lmlib.row_order"},
     "lmlib.adapters": {"lmlib.models", "lmlib.parallel"},
-    "lmlib.hf": {"lmlib.adapters", "lmlib.models", "lmlib.parallel", "lmlib.storage"},
+    "lmlib.hf": {"lmlib.models", "lmlib.parallel", "lmlib.storage"},
     "lmlib.losses": {
-        "lmlib.adapters",
         "lmlib.models",
         "lmlib.parallel",
         "lmlib.compute",
@@ -129,7 +128,6 @@ MAY_IMPORT = {
     "lmlib.recipe": {"lmlib.models", "lmlib.optim", "lmlib.parallel"},
     "lmlib.state": {
         "lmlib.losses",
-        "lmlib.recipe",
         "lmlib.optim",
         "lmlib.guard",
         "lmlib.models",
@@ -155,7 +153,6 @@ MAY_IMPORT = {
     },
     "lmlib.experiment": {
         "lmlib.hardware",
-        "lmlib.adapters",
         "lmlib.recipe",
         "lmlib.evaluate",
         "lmlib.state",

@@ -120,4 +120,4 @@ def _matrices(
 def merged(model: M) -> M:
     """`model` with each adapter added to its base, in float32 at least; it computes the same."""
     with on_mesh_of(model), jax.default_matmul_precision("highest"):  # else TF32 on GPUs
-        return map_adapted(lambda _, one: one.merged(), model)
+        return map_adapted(lambda _, one: one.dense(), model)

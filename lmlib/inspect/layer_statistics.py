@@ -136,7 +136,7 @@ def _norm(part: WeightGroup) -> Array:
     """The norm of a part's arrays; one for each layer where they are stacked."""
     stacked = 0 if part.layers is None else 1
     arrays = [
-        leaf.in_use(jnp.float32) if isinstance(leaf, Int8) else leaf.astype(jnp.float32)
+        leaf.dense() if isinstance(leaf, Int8) else leaf.astype(jnp.float32)
         for leaf in jax.tree.leaves(part.weights, is_leaf=_rests)
     ]
     squares = [

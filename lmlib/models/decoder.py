@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.models.context import TOKENS, Context
-from lmlib.models.matrices.adapted import whole
 from lmlib.models.model import Model, Trunk, WeightGroup
 from lmlib.models.part import Names, Norm, joined
 from lmlib.models.parts.dropout import dropout
@@ -24,6 +23,7 @@ from lmlib.models.rematerialization import policy
 from lmlib.models.stack import Segment, Stack
 from lmlib.models.weights import fan_in, initial_values, normal, weight
 from lmlib.parallel.gathering import gather
+from lmlib.parallel.matrix import dense
 
 
 class Decoder(Model):
@@ -91,7 +91,7 @@ class Decoder(Model):
         compute, key = context.compute, context.key
         context = context.sharing({TOKENS: tokens_BS})
         with jax.named_scope("embed"):
-            x_BSE = embedded(whole(self.embedding), tokens_BS, compute.dtype, compute.residual)
+            x_BSE = embedded(dense(self.embedding), tokens_BS, compute.dtype, compute.residual)
             x_BSE = _scaled(x_BSE, self.embedding_scale)
             if self.positions is not None:
                 x_BSE += gather(self.positions, compute.dtype)(context)
@@ -134,7 +134,7 @@ class Decoder(Model):
 
     def unembedding_EV(self) -> Float[Array, "embed vocab"]:
         """See `Model.unembedding_EV`."""
-        return whole(self.embedding).T if self.unembedding is None else whole(self.unembedding)
+        return dense(self.embedding).T if self.unembedding is None else dense(self.unembedding)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """See `Part.flops_per_token`; with the unembedding."""

@@ -5,7 +5,6 @@ copies of whole activations: the block of a small model then takes twice the tim
 """
 
 import functools
-import string
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +12,15 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from lmlib.models.matrices.adapted import Adapted
-from lmlib.models.matrices.quantized import FORMATS, rounded_product
 from lmlib.parallel.collectives import platform
-from lmlib.parallel.mesh_axes import PARTS, names_of
+from lmlib.parallel.matrix import Matrix
+from lmlib.parallel.mesh_axes import names_of
 
 
 def product(
     equation: str,
     x: Float[Array, "..."],
-    w: Float[Array, "..."] | Adapted,
+    w: Float[Array, "..."] | Matrix,
     precision: str | None = None,
     out_sharding: PartitionSpec | None = None,
 ) -> Float[Array, "..."]:
@@ -33,17 +31,14 @@ def product(
     x and w, and lie as these do. `precision` rounds the operands of this product and of x's
     gradient to "int8" or "float8", as `lmlib.models.matrices.quantized` says; `None` does not.
 
-    An `Adapted` weight multiplies as its base, and besides as the two matrices beside it. Its base
-    gets no gradient.
+    A `lmlib.parallel.matrix.Matrix` multiplies by its own method.
 
     Every product of activations and a weight goes through here, but for that with the unembedding,
     which `lmlib.losses` and `lmlib.models.parts.head` make.
     """
-    if isinstance(w, Adapted):
-        base = jax.lax.stop_gradient(w.base)
-        y = _product(equation, _shared(equation, x, base), base, precision, out_sharding)
-        return y + _low_rank_product(equation, x, w, out_sharding)
-    return _product(equation, _shared(equation, x, w), w, precision, out_sharding)
+    if isinstance(w, Matrix):
+        return w.einsum(equation, x, precision, out_sharding)
+    return product_of_arrays(equation, _shared(equation, x, w), w, precision, out_sharding)
 
 
 def _shared(equation: str, x: Array, w: Array) -> Array:
@@ -59,63 +54,19 @@ def _shared(equation: str, x: Array, w: Array) -> Array:
     return x if over == layout.reduced else jax.sharding.reshard(x, layout.update(reduced=over))
 
 
-def _low_rank_product(
-    equation: str, x: Array, w: Adapted, out_sharding: PartitionSpec | None
-) -> Array:
-    """scale · (x · down) · up.
-
-    Layouts: where `down` is split over `tensor` along the rank, what it makes is gathered over
-    `tensor` (an all-gather; backward a reduce-scatter); where it is along what is summed over, that
-    is summed over `tensor` (a psum or a reduce-scatter, as `out_sharding` says for y).
-    """
-    operands, y_axes = equation.split("->")
-    x_axes, w_axes = operands.split(",")
-    rows = "".join(axis for axis in w_axes if axis in x_axes)
-    apart = "".join(axis for axis in rows if axis in y_axes)  # experts
-    lead, kept = x_axes[: len(apart) - len(rows)], "".join(a for a in w_axes if a not in x_axes)
-    rank = next(letter for letter in string.ascii_lowercase if letter not in equation)
-    down = f"{x_axes},{rows}{rank}->{lead}{rank}"
-    up = f"{lead}{rank},{apart}{rank}{kept}->{y_axes}"
-    x, w_up = _dropped(x, w), w.up
-    if jax.sharding.get_abstract_mesh().empty:
-        h = _product(down, x, w.down, None, None)
-    elif jax.typeof(w.down).sharding.spec.partitions[-1] is not None:
-        h = _product(down, x, w.down, None, None)
-        places = jax.typeof(h).sharding.spec.partitions
-        h = jax.sharding.reshard(h, PartitionSpec(*places[:-1], None, reduced={*PARTS}))
-    else:
-        places = (jax.typeof(x).sharding.spec if out_sharding is None else out_sharding).partitions
-        h = _product(down, x, w.down, None, PartitionSpec(*places[: len(lead)], None))
-        over = {name for place in places[: len(lead)] for name in names_of(place)} & {*PARTS}
-        if over:  # sequence-parallel: `up`'s gradient is a sum over it
-            layout = jax.typeof(w_up).sharding.spec
-            w_up = jax.sharding.reshard(w_up, layout.update(reduced={*layout.reduced, *over}))
-    return w.scale * _product(up, h, w_up, None, out_sharding)
-
-
-def _dropped(x: Array, w: Adapted) -> Array:
-    """x as `down` multiplies it: in training elements are dropped at `w.dropout`."""
-    if w.key is None:
-        return x
-    layout = None
-    if not jax.sharding.get_abstract_mesh().empty:
-        layout = jax.typeof(x).sharding.spec
-    where = None if layout is None else PartitionSpec(*layout.partitions)
-    kept = jax.random.bernoulli(w.key, 1 - w.dropout, x.shape, out_sharding=where)
-    factor = (kept / (1 - w.dropout)).astype(x.dtype)
-    return x * (factor if layout is None else jax.sharding.reshard(factor, layout))
-
-
 _TRAINS = ()  # of a weight whose gradient is asked for; a tree that both passes know
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def _product(
+def product_of_arrays(
     equation: str, x: Array, w: Array, precision: str | None, out_sharding: PartitionSpec | None
 ) -> Array:
+    """`product` of two arrays that lie as it needs them."""
     equation = _in_order(equation)
     if precision is None:
         return jnp.einsum(equation, x, w, out_sharding=out_sharding)
+    from lmlib.models.matrices.quantized import FORMATS, rounded_product  # which few runs need
+
     forward = FORMATS[precision].forward
     return rounded_product(equation, x, w, (forward, forward), out_sharding)
 
@@ -127,7 +78,7 @@ def _forward(
     precision: str | None,
     out_sharding: PartitionSpec | None,
 ) -> tuple[Array, tuple[Array, Array, tuple[()] | None]]:
-    y = _product(equation, x.value, w.value, precision, out_sharding)
+    y = product_of_arrays(equation, x.value, w.value, precision, out_sharding)
     return y, (x.value, w.value, _TRAINS if w.perturbed else None)
 
 
@@ -148,6 +99,8 @@ def _backward(
     if precision is None:
         dx = jnp.einsum(back, dy, w, out_sharding=layout)
     else:
+        from lmlib.models.matrices.quantized import FORMATS, rounded_product
+
         formats = FORMATS[precision]
         dx = rounded_product(back, dy, w, (formats.arriving, formats.forward), layout)
     if trains is None:
@@ -155,7 +108,7 @@ def _backward(
     return dx, _gradient_of_weight(x_axes, y_axes, w_axes, x, dy, w)
 
 
-_product.defvjp(_forward, _backward, symbolic_zeros=True)
+product_of_arrays.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _gradient_of_weight(

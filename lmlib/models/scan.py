@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Key, PRNGKeyArray
 
 from lmlib.models.context import Context, LayerCall
-from lmlib.models.matrices.adapted import with_keys
 from lmlib.models.part import Part, Reports
 from lmlib.models.rematerialization import policy
 from lmlib.models.returned import checked
 from lmlib.models.weights import fold
 from lmlib.parallel.gathering import gather
+from lmlib.parallel.matrix import with_keys
 
 
 class Repeated(NamedTuple):
@@ -141,7 +141,7 @@ def _layer(
     layer = layer if chosen is None else chosen(layer)
     layer = gather(layer, context.compute.dtype, after=x_BSE)
     if key is not None:
-        layer = with_keys(layer, fold(key, "adapters"))
+        layer = with_keys(layer, functools.partial(fold, fold(key, "adapters")))
     key = key if context.dropout > 0 else None
     context = dataclasses.replace(context, key=key)
     returned = layer(x_BSE, context, cache)

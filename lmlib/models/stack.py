@@ -22,8 +22,6 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from lmlib.compute import Compute
 from lmlib.models.context import FIRST_RESIDUAL, Context
-from lmlib.models.matrices.adapted import drops
-from lmlib.models.matrices.quantized import check_quantized
 from lmlib.models.model import Trunk, WeightGroup
 from lmlib.models.part import Part, Reports, check_part, class_name
 from lmlib.models.rematerialization import check_names
@@ -34,6 +32,7 @@ from lmlib.parallel.axes import LAYER, map_weights
 from lmlib.parallel.collectives import devices_along, platform
 from lmlib.parallel.gathering import gather, unstaged
 from lmlib.parallel.layout import along
+from lmlib.parallel.matrix import is_random
 
 MakeLayer = Callable[[PRNGKeyArray], Part]
 Pattern = tuple[Part, ...]
@@ -109,7 +108,7 @@ class Stack(Part):
           cache: of each layer of each pattern, stacked as the weights are: `cache[pattern][j]`.
         """
         keys_L = None
-        if context.key is not None and (context.dropout > 0 or drops(self.patterns)):
+        if context.key is not None and (context.dropout > 0 or is_random(self.patterns)):
             keys_L = _layer_keys(context.key, range(self.depth))
         context = dataclasses.replace(context, key=None)
         given_to_all = self._given(x_BSE, context)
@@ -255,7 +254,10 @@ class Stack(Part):
     def check(self, sequence_length: int, compute: Compute) -> None:
         """See `Part.check`; also checks the names and dtypes that `compute` refers to."""
         check_names(compute, self.names.saved)
-        check_quantized(compute.quantized or {})
+        if compute.quantized:
+            from lmlib.models.matrices.quantized import check_quantized
+
+            check_quantized(compute.quantized)
         for layer in itertools.chain(*self.patterns):
             _one_of(layer).check(sequence_length, compute)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -23,6 +23,7 @@ def nothing_more(state: optax.OptState) -> dict[str, Array]:
     return {}
 
 
+@runtime_checkable
 class TransferredRates(Protocol):
     """Learning rates and epsilons handed on from a smaller model: `lmlib.optim.transfer.Scaled`."""
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from lmlib.parallel.axes import M, Weight, map_weights
 from lmlib.parallel.collectives import in_steps, on_each_device, psum, psum_scatter
 from lmlib.parallel.layout import COMPUTE, in_use, mesh_axes_of, named, repeats, stored
+from lmlib.parallel.matrix import is_matrix
 from lmlib.parallel.mesh_axes import COPIES, NAMES, STAGE, TOKENS, names_of, place_of
 from lmlib.parallel.stages import again, in_a_stage
 
@@ -21,8 +22,8 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
     """`module` with each weight cast to `dtype`, or to what it declares, then moved from `STORED`
     to `COMPUTE`.
 
-    Weights of integers are moved as they are; then the modules that hold them, which have a method
-    `in_use`, make an array of `dtype` of them, not before `after` is there.
+    Weights of integers are moved as they are; then a `Matrix` that holds them makes an array of
+    `dtype` of them, not before `after` is there.
 
     This is FSDP's all-gather. The cast comes first, so that bf16 travels. Backward the gradient of
     a weight that is multiplied, of which each device has the part that its own tokens give, is
@@ -42,13 +43,10 @@ def gather(module: M, dtype: DTypeLike, after: jax.Array | None = None) -> M:
         moves = _moves(weight, array.shape, mesh)
         return _move(moves._replace(given=jax.typeof(array).sharding.spec), array)
 
-    def rests(node: Any) -> bool:
-        return hasattr(node, "in_use")
-
     return jax.tree.map(
-        lambda node: node.in_use(dtype, after) if rests(node) else node,
+        lambda node: node.gathered(dtype, after) if is_matrix(node) else node,
         map_weights(to_compute, module),
-        is_leaf=rests,
+        is_leaf=is_matrix,
     )
 
 

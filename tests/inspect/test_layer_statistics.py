@@ -133,7 +133,7 @@ def test_a_model_whose_matrices_rest_in_8_bits_is_measured():
     mesh = make_mesh()
     resting = map_weights(in_int8, weights(False))
     in_use = jax.tree.map(
-        lambda leaf: leaf.in_use("float32") if isinstance(leaf, Int8) else leaf,
+        lambda leaf: leaf.dense() if isinstance(leaf, Int8) else leaf,
         resting,
         is_leaf=lambda leaf: isinstance(leaf, Int8),
     )

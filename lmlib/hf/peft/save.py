@@ -23,8 +23,8 @@ from lmlib.hf.save import NAMES_OF_DTYPES, meet, move_up, require_new, unfinishe
 from lmlib.hf.share import joined
 from lmlib.hf.tensor_files import begin_files, laid_out, synced, write
 from lmlib.models.matrices.adapted import Adapted, map_adapted, without_adapters
-from lmlib.models.matrices.int8 import Int8
 from lmlib.parallel.axes import M
+from lmlib.parallel.matrix import dense, is_matrix
 from lmlib.parallel.selection import named_weights, selected
 from lmlib.storage.whole_file import write_whole
 
@@ -141,7 +141,7 @@ def shapes_of_base(model: M) -> M:
     return jax.tree.map(
         lambda one: jax.ShapeDtypeStruct(one.shape, jnp.float32),
         without_adapters(model),
-        is_leaf=lambda one: isinstance(one, Int8),
+        is_leaf=is_matrix,
     )
 
 
@@ -164,9 +164,9 @@ def _values(model: Any, paths: Collection[str]) -> dict[str, np.ndarray]:
     def note(keys: Any, array: Any) -> None:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         if path in paths:
-            found[path] = _whole(array.in_use(jnp.float32) if isinstance(array, Int8) else array)
+            found[path] = _whole(dense(array))
 
-    jax.tree_util.tree_map_with_path(note, base, is_leaf=lambda one: isinstance(one, Int8))
+    jax.tree_util.tree_map_with_path(note, base, is_leaf=is_matrix)
     return found
 
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.lax import RaggedDotDimensionNumbers
 from jaxtyping import Array, Float, Int32
 
-from lmlib.models.matrices.adapted import Adapted
 from lmlib.parallel.collectives import platform
+from lmlib.parallel.matrix import Matrix
 
 IMPLEMENTATIONS = ("ragged_dot", "blocks")
 # The kernel for gradients of matrices came to XLA with JAX 0.11.
@@ -29,22 +29,18 @@ _KERNEL_FOR_GRADIENTS = jax.__version_info__ >= (0, 11)
 
 def grouped_product(
     x_NE: Float[Array, "n e"],
-    w_XEF: Float[Array, "x e f"] | Adapted,
+    w_XEF: Float[Array, "x e f"] | Matrix,
     sizes_X: Int32[Array, "x"],
     implementation: str = "auto",
 ) -> Float[Array, "n f"]:
     """Each row times the matrix of its group: the first `sizes_X[0]` rows by `w_XEF[0]`, and so on.
     Rows beyond all groups give zeros, whatever is in them.
 
-    An `Adapted` weight multiplies as its base, which gets no gradient, and besides as the two
-    matrices beside it. Where one of these axes is split over devices, each gives its part of what
-    the whole weight does: the sum over them is left to the caller, as for any weight.
+    A `Matrix` multiplies by its own method, `apply`. Where an axis of the weight is split over
+    devices, each gives its part of the result: the sum over them is left to the caller.
     """
-    if isinstance(w_XEF, Adapted):
-        base_XEF = jax.lax.stop_gradient(w_XEF.base)
-        h_NR = _grouped_product(x_NE, w_XEF.down, sizes_X, implementation)
-        added_NF = _grouped_product(h_NR, w_XEF.up, sizes_X, implementation)
-        return _grouped_product(x_NE, base_XEF, sizes_X, implementation) + w_XEF.scale * added_NF
+    if isinstance(w_XEF, Matrix):
+        return w_XEF.apply(lambda x, w: _grouped_product(x, w, sizes_X, implementation), x_NE)
     return _grouped_product(x_NE, w_XEF, sizes_X, implementation)
 
 

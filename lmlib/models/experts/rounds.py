@@ -23,9 +23,9 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from lmlib.models.experts.exchanged import Exchanged
 from lmlib.models.experts.gathered import Gathered
-from lmlib.models.matrices.adapted import gets_gradient
 from lmlib.parallel.collectives import devices_along, on_each_device, psum, psum_scatter
 from lmlib.parallel.layout import along, mesh_axes_of, named, partition
+from lmlib.parallel.matrix import gets_gradient
 from lmlib.parallel.mesh_axes import NAMES, TOKENS, names_of
 from lmlib.parallel.stages import again
 

@@ -13,19 +13,23 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from lmlib.models.product import product, product_of_arrays
 from lmlib.models.weights import Random, fold, zeros
 from lmlib.parallel.axes import METADATA, Declaration, LayoutError, M, Weight
 from lmlib.parallel.layout import COMPUTE
+from lmlib.parallel.matrix import Matrix, dense
+from lmlib.parallel.mesh_axes import PARTS, names_of
 
 DOWN_RANK, UP_RANK = "down_rank", "up_rank"  # the rank's axis in each of the two
 EXPERT, CHOICE = "expert", "choice"  # axes of experts, and of their router
 
 
-class Adapted(eqx.Module):
-    """base + scale · down · up. Products do not make it: `lmlib.models.product.product` multiplies
-    by each of the three (LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3).
+class Adapted(Matrix):
+    """base + scale · down · up. Products do not make it: they multiply by each of the three (LoRA:
+    Hu et al. 2021, arXiv:2106.09685, eq. 3). The base gets no gradient.
 
     `down` has the axes of `base` that products sum over, then the rank; `up` has the rank, then the
     others; before them, as in `base`, lie stacked layers. They lie on the mesh as these axes do,
@@ -86,10 +90,42 @@ class Adapted(eqx.Module):
         """The axes of `base` along which each index is a matrix by itself."""
         return experts_axes(self.axis_names["base"].split())
 
-    def merged(self) -> Float[Array, "..."]:
+    @property
+    def is_random(self) -> bool:
+        """See `Matrix`; elements are dropped."""
+        return self.dropout > 0
+
+    def with_key(self, key: PRNGKeyArray) -> "Adapted":
+        """See `Matrix.with_key`."""
+        return dataclasses.replace(self, key=key)
+
+    def gets_gradient(self) -> Any:
+        """See `Matrix.gets_gradient`; the base has none."""
+        every = jax.tree.map(lambda _: True, self)
+        return eqx.tree_at(lambda one: one.base, every, replace=False)
+
+    def gathered(self, dtype: DTypeLike, after: Array | None) -> "Adapted":
+        """See `Matrix.gathered`."""
+        if not isinstance(self.base, Matrix):
+            return self
+        return dataclasses.replace(self, base=self.base.gathered(dtype, after))
+
+    def einsum(
+        self, equation: str, x: Array, precision: str | None, out_sharding: PartitionSpec | None
+    ) -> Float[Array, "..."]:
+        """See `Matrix.einsum`."""
+        y = product(equation, x, jax.lax.stop_gradient(self.base), precision, out_sharding)
+        return y + _low_rank_product(equation, x, self, out_sharding)
+
+    def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
+        """See `Matrix.apply`."""
+        added = multiply(multiply(x, self.down), self.up)
+        return multiply(x, jax.lax.stop_gradient(self.base)) + self.scale * added
+
+    def dense(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
         """base + scale · down · up, in float32 at least, which lies as `base` does."""
-        base = self.base.in_use(jnp.float32) if hasattr(self.base, "in_use") else self.base
-        wide = jnp.promote_types(base.dtype, jnp.float32)
+        base = dense(self.base)
+        wide = jnp.promote_types(base.dtype, dtype)
         down, up, layout = self.down, self.up, None
         stacked, summed = base.ndim - len(self.axis_names["base"].split()), self.down.ndim - 1
         lead = stacked + len(self.apart)
@@ -205,36 +241,52 @@ def with_bases(model: M, bases: Any) -> M:
     return jax.tree.map(beside, model, bases, is_leaf=is_adapted)
 
 
-def whole(table: Array | Adapted) -> Array:
-    """A table as one array."""
-    return table.merged() if isinstance(table, Adapted) else table
-
-
-def gets_gradient(tree: M) -> M:
-    """For each array of `tree` whether it may have a gradient: bases of adapters have none."""
-
-    def of(node: Any) -> Any:
-        if not is_adapted(node):
-            return True
-        every = jax.tree.map(lambda _: True, node)
-        return eqx.tree_at(lambda one: one.base, every, replace=False)
-
-    return jax.tree.map(of, tree, is_leaf=is_adapted)
-
-
 def has_adapters(tree: Any) -> bool:
     return any(map(is_adapted, jax.tree.leaves(tree, is_leaf=is_adapted)))
 
 
-def drops(tree: Any) -> bool:
-    """Whether an adapter in it drops elements in training."""
-    nodes = jax.tree.leaves(tree, is_leaf=is_adapted)
-    return any(is_adapted(node) and node.dropout > 0 for node in nodes)
+def _low_rank_product(
+    equation: str, x: Array, w: Adapted, out_sharding: PartitionSpec | None
+) -> Array:
+    """scale · (x · down) · up.
+
+    Layouts: where `down` is split over `tensor` along the rank, what it makes is gathered over
+    `tensor` (an all-gather; backward a reduce-scatter); where it is along what is summed over, that
+    is summed over `tensor` (a psum or a reduce-scatter, as `out_sharding` says for y).
+    """
+    operands, y_axes = equation.split("->")
+    x_axes, w_axes = operands.split(",")
+    rows = "".join(axis for axis in w_axes if axis in x_axes)
+    apart = "".join(axis for axis in rows if axis in y_axes)  # experts
+    lead, kept = x_axes[: len(apart) - len(rows)], "".join(a for a in w_axes if a not in x_axes)
+    rank = next(letter for letter in string.ascii_lowercase if letter not in equation)
+    down = f"{x_axes},{rows}{rank}->{lead}{rank}"
+    up = f"{lead}{rank},{apart}{rank}{kept}->{y_axes}"
+    x, w_up = _dropped(x, w), w.up
+    if jax.sharding.get_abstract_mesh().empty:
+        h = product_of_arrays(down, x, w.down, None, None)
+    elif jax.typeof(w.down).sharding.spec.partitions[-1] is not None:
+        h = product_of_arrays(down, x, w.down, None, None)
+        places = jax.typeof(h).sharding.spec.partitions
+        h = jax.sharding.reshard(h, PartitionSpec(*places[:-1], None, reduced={*PARTS}))
+    else:
+        places = (jax.typeof(x).sharding.spec if out_sharding is None else out_sharding).partitions
+        h = product_of_arrays(down, x, w.down, None, PartitionSpec(*places[: len(lead)], None))
+        over = {name for place in places[: len(lead)] for name in names_of(place)} & {*PARTS}
+        if over:  # sequence-parallel: `up`'s gradient is a sum over it
+            layout = jax.typeof(w_up).sharding.spec
+            w_up = jax.sharding.reshard(w_up, layout.update(reduced={*layout.reduced, *over}))
+    return w.scale * product_of_arrays(up, h, w_up, None, out_sharding)
 
 
-def with_keys(block: M, key: PRNGKeyArray) -> M:
-    """`block` with a key of its own in each adapter."""
-    return map_adapted(
-        lambda path, one: dataclasses.replace(one, key=fold(key, path)) if one.dropout else one,
-        block,
-    )
+def _dropped(x: Array, w: Adapted) -> Array:
+    """x as `down` multiplies it: in training elements are dropped at `w.dropout`."""
+    if w.key is None:
+        return x
+    layout = None
+    if not jax.sharding.get_abstract_mesh().empty:
+        layout = jax.typeof(x).sharding.spec
+    where = None if layout is None else PartitionSpec(*layout.partitions)
+    kept = jax.random.bernoulli(w.key, 1 - w.dropout, x.shape, out_sharding=where)
+    factor = (kept / (1 - w.dropout)).astype(x.dtype)
+    return x * (factor if layout is None else jax.sharding.reshard(factor, layout))

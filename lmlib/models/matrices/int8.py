@@ -1,21 +1,26 @@
 """Matrices that rest in 8 bits: half the memory of bfloat16, for weights that are not trained."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lmlib.models.matrices.quantized import rounded
+from lmlib.models.product import product
 from lmlib.models.weights import Random, ones
 from lmlib.parallel.axes import METADATA, Declaration, Weight
+from lmlib.parallel.matrix import Matrix
 
 _ONE = "one"  # the axis of a scale along which products sum
 
 
-class Int8(eqx.Module):
+class Int8(Matrix):
     """values · scale, with a scale for each slice that a product sums over, as
     `lmlib.models.matrices.quantized.rounded` makes them; each element is off by at most scale / 2.
 
@@ -34,13 +39,27 @@ class Int8(eqx.Module):
     axis_names: dict[str, str] = eqx.field(static=True)
     declaration: Declaration = eqx.field(static=True)
 
-    def in_use(self, dtype: DTypeLike, after: Array | None = None) -> Float[Array, "..."]:
-        """The matrix, in `dtype`, once `after` is there: XLA would make it before a loop, for all
-        its turns (that of JAX 0.10 does so on CPUs all the same)."""
+    def gathered(self, dtype: DTypeLike, after: Array | None) -> Float[Array, "..."]:
+        """See `Matrix.gathered`: the array, made once `after` is there. XLA would make it before a
+        loop, for all its turns (that of JAX 0.10 does so on CPUs all the same)."""
         values, scale = self.values, self.scale
         if after is not None:
             values, scale, _ = jax.lax.optimization_barrier((values, scale, after))
         return values.astype(dtype) * scale.astype(dtype)
+
+    def dense(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
+        """See `Matrix.dense`."""
+        return self.gathered(dtype, None)
+
+    def einsum(
+        self, equation: str, x: Array, precision: str | None, out_sharding: PartitionSpec | None
+    ) -> Float[Array, "..."]:
+        """See `Matrix.einsum`."""
+        return product(equation, x, self.dense(x.dtype), precision, out_sharding)
+
+    def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
+        """See `Matrix.apply`."""
+        return multiply(x, self.dense(x.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,7 +80,7 @@ def in_int8(weight: Weight, array: Array) -> Any:
     assert isinstance(declared.initial, Random)
     summed = declared.initial.summed
     places = tuple(i for i, axis in enumerate(weight.axes) if axis in summed)
-    values, scale = _rounded(array, summed=places, dtype=jax.numpy.int8)
+    values, scale = _rounded(array, summed=places, dtype=jnp.int8)
     names = weight.own_axes
     sizes = dict(zip(names, array.shape[-len(names) :], strict=True))
     return Int8(

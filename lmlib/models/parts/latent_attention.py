@@ -18,7 +18,6 @@ from lmlib.compute import Compute
 from lmlib.models.attend import attend, attention_weights, check_attention
 from lmlib.models.attend.kernel import Options
 from lmlib.models.context import Context
-from lmlib.models.matrices.adapted import whole
 from lmlib.models.part import Names, Norm, Part
 from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
 from lmlib.models.parts.norms import RMSNorm
@@ -26,6 +25,7 @@ from lmlib.models.parts.rope import Rotary, rotate
 from lmlib.models.product import product
 from lmlib.models.weights import fan_in, fold, initial_values, product_flops, weight
 from lmlib.parallel.layout import share, spec
+from lmlib.parallel.matrix import dense
 
 NORM = functools.partial(RMSNorm, "latent", 1e-6)
 _SIZES = {"query_dim": None, "rotary_dim": None, "value_dim": None}  # whole, as head_dim is
@@ -214,7 +214,7 @@ class LatentAttention(Part):
         q_BSHD, q_BSHR = jnp.split(q_BSHQ, [D], axis=-1)
         with jax.named_scope("projections"):
             of_latents_BSHL = product(
-                "bshd,lhd->bshl", q_BSHD, whole(self.key).astype(q_BSHD.dtype)
+                "bshd,lhd->bshl", q_BSHD, dense(self.key).astype(q_BSHD.dtype)
             )
         with jax.named_scope("attention"):
             mixed_BSHL, cache = attend_cached(
@@ -227,7 +227,7 @@ class LatentAttention(Part):
                 of_values_BSHV=of_latents_BSHL,
             )
         with jax.named_scope("projections"):
-            value_LHV = whole(self.value).astype(mixed_BSHL.dtype)
+            value_LHV = dense(self.value).astype(mixed_BSHL.dtype)
             return product("bshl,lhv->bshv", mixed_BSHL, value_LHV), cache
 
     @property

@@ -11,11 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
 from lmlib.models.context import TOKENS, Context
-from lmlib.models.matrices.adapted import whole
 from lmlib.models.part import Part
 from lmlib.models.weights import Constant, initial_values, normal, weight
 from lmlib.parallel.collectives import all_gather, all_to_all, on_each_device
 from lmlib.parallel.layout import STORED, along, partition, reshard
+from lmlib.parallel.matrix import dense
 
 
 class ValueEmbedding(Part):
@@ -71,7 +71,7 @@ class ValueEmbedding(Part):
     ) -> Float[Array, "b t kv_heads head_dim"]:
         """The values with their tokens' rows, as they lay. Heads that `tensor` repeats are there
         as often as in `v_BTKD`."""
-        rows_BTC = looked_up(whole(self.table), context.shared[TOKENS], v_BTKD.dtype)
+        rows_BTC = looked_up(dense(self.table), context.shared[TOKENS], v_BTKD.dtype)
         B, T, K, D = v_BTKD.shape
         if self.kv_heads == K:
             rows_BTKD = _by_head(rows_BTC, D)

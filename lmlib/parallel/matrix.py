@@ -1,0 +1,89 @@
+"""Weights that are stored as something else than one array: in 8 bits, or with an adapter beside.
+
+Code that multiplies by a weight calls `lmlib.models.product.product`, which takes arrays and
+matrices. Code that needs the array calls `dense`.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+
+class Matrix(eqx.Module):
+    """Base class of a weight in several arrays, whose own fields are declared as weights are."""
+
+    @property
+    def is_random(self) -> bool:
+        """True if a training step needs a key for it."""
+        return False
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the dense array."""
+
+    @abstractmethod
+    def dense(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
+        """The matrix as one array of `dtype`, or wider, which lies as its arrays do."""
+
+    @abstractmethod
+    def einsum(
+        self, equation: str, x: Array, precision: str | None, out_sharding: PartitionSpec | None
+    ) -> Float[Array, "..."]:
+        """The product of `x` and this matrix; see `lmlib.models.product.product`."""
+
+    @abstractmethod
+    def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
+        """The product of `x` and this matrix, where `multiply` is that of `x` and an array."""
+
+    def gathered(self, dtype: DTypeLike, after: Array | None) -> Any:
+        """The weight for its use, of this matrix after `gather` has moved its arrays; see there."""
+        return self
+
+    def with_key(self, key: PRNGKeyArray) -> "Matrix":
+        """The matrix with the key of its random numbers in a training step."""
+        return self
+
+    def gets_gradient(self) -> Any:
+        """For each array of this matrix: True if it may have a gradient."""
+        return jax.tree.map(lambda _: True, self)
+
+
+def is_matrix(node: Any) -> bool:
+    return isinstance(node, Matrix)
+
+
+def dense(weight: Array | Matrix) -> Array:
+    """The weight as one array; of an array, itself."""
+    return weight.dense() if isinstance(weight, Matrix) else weight
+
+
+def gets_gradient(tree: Any) -> Any:
+    """For each array of `tree`: True if it may have a gradient."""
+    return jax.tree.map(
+        lambda node: node.gets_gradient() if is_matrix(node) else True, tree, is_leaf=is_matrix
+    )
+
+
+def is_random(tree: Any) -> bool:
+    """True if a matrix in `tree` needs a key in training."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_matrix)
+    return any(isinstance(node, Matrix) and node.is_random for node in nodes)
+
+
+def with_keys(tree: Any, key_of: Callable[[str], PRNGKeyArray]) -> Any:
+    """`tree` with a key in each random matrix: `key_of` its path."""
+
+    def visit(keys: Any, node: Any) -> Any:
+        if not (isinstance(node, Matrix) and node.is_random):
+            return node
+        return node.with_key(key_of(jax.tree_util.keystr(keys, simple=True, separator=".")))
+
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_matrix)
