@@ -7,30 +7,32 @@ Shape suffixes: B batch (rows), S sequence, T = S + 1 tokens of a row.
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lmlib.data import compressors
 from lmlib.data.batch import Batch
-from lmlib.data.chats.chat import ChatTemplate, read_chat_template
 from lmlib.data.packing import packed_batch
 from lmlib.data.permutation import SequencesOfSteps, Shuffle
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.data_path import data_to_read
-from lmlib.data.stored.metadata import TOKENIZER_FILE, Content, SplitMetadata, TokenizerIdentity
+from lmlib.data.stored.metadata import (
+    TOKENIZER_FILE,
+    Content,
+    SplitMetadata,
+    TokenizerIdentity,
+    check_tokenizer_file,
+)
 from lmlib.data.stored.seqax import SeqaxSplit, is_seqax_split
 from lmlib.data.stored.split import StoredSplit
 from lmlib.data.stored.split_folder import find_split
-from lmlib.data.stored.teacher import Sequences, StoredTeacher, TeacherMetadata
-from lmlib.data.text import (
-    BYTE_TOKENIZER,
-    TextCodec,
-    check_tokenizer_file,
-    codec_of_bytes,
-    codec_of_file,
-)
 from lmlib.data.whole_documents import WholeDocuments, arranged
 from lmlib.storage.bucket.copies import shown
+
+if TYPE_CHECKING:
+    from lmlib.data.chats.chat import ChatTemplate
+    from lmlib.data.stored.teacher import Sequences, StoredTeacher, TeacherMetadata
+    from lmlib.data.text import TextCodec
 
 _DOCUMENTS_AT_ONCE = 256  # that are read and held
 
@@ -132,7 +134,7 @@ class FlatTokens:
         together = self._rows_together(shuffled_length)
         self._shuffle = Shuffle(self.sequences, together, seed, epochs)
         self._sequences = SequencesOfSteps(self._shuffle, batch_size)
-        self._teacher = None if teacher is None else StoredTeacher(teacher, self.seen)
+        self._teacher = None if teacher is None else self._stored_teacher(teacher)
 
     @property
     def metadata(self) -> SplitMetadata | None:
@@ -161,7 +163,7 @@ class FlatTokens:
         return self.metadata.tokenizer if self.metadata is not None else None
 
     @property
-    def seen(self) -> Sequences:
+    def seen(self) -> "Sequences":
         """The sequences that a model sees, whatever their order.
 
         Raises ValueError in seqax's format, which does not say whether arrays are what they were.
@@ -171,6 +173,8 @@ class FlatTokens:
                 f"{self._path} is in seqax's format, and a teacher needs the digests of "
                 "docs/flat-tokens.md: convert it with python -m data_tools.convert"
             )
+        from lmlib.data.stored.teacher import Sequences
+
         return Sequences(
             data=self.metadata.digest,
             split=self._split,
@@ -187,8 +191,13 @@ class FlatTokens:
         found = {shown(find_split(self._path, self._split)): self._stored.digest}
         return found if self._teacher is None else found | self._teacher.contents()
 
+    def _stored_teacher(self, path: str) -> "StoredTeacher":
+        from lmlib.data.stored.teacher import StoredTeacher
+
+        return StoredTeacher(path, self.seen)
+
     @property
-    def teacher(self) -> TeacherMetadata | None:
+    def teacher(self) -> "TeacherMetadata | None":
         """What is known of the stored teacher; None if there is none."""
         return None if self._teacher is None else self._teacher.metadata
 
@@ -244,6 +253,8 @@ class FlatTokens:
         metadata = self.metadata
         if metadata is None or not metadata.bytes:
             return {}
+        from lmlib.data import compressors
+
         measured = compressors.read(self._path / self._split)
         if metadata.gzip_bytes is not None:
             measured = {compressors.GZIP: metadata.gzip_bytes, **measured}
@@ -255,19 +266,25 @@ class FlatTokens:
         file = self._path / TOKENIZER_FILE
         return file if file.is_file() else None
 
-    def text_codec(self) -> TextCodec | None:
+    def text_codec(self) -> "TextCodec | None":
         """See `HasText`."""
+        from lmlib.data.text import BYTE_TOKENIZER, codec_of_bytes, codec_of_file
+
         bos_id = None if self.metadata is None else self.metadata.bos_id
         if self.tokenizer_path is not None:
             return codec_of_file(self.tokenizer_path, bos_id)
         return codec_of_bytes(bos_id) if self.tokenizer == BYTE_TOKENIZER else None
 
-    def chat_template(self) -> ChatTemplate | None:
+    def chat_template(self) -> "ChatTemplate | None":
         """What made texts of conversations; None if nothing did, and for text.
 
         Raises ValueError or OSError if it is damaged.
         """
-        return None if self.content == "text" else read_chat_template(self._path)
+        if self.content == "text":
+            return None
+        from lmlib.data.chats.chat import read_chat_template
+
+        return read_chat_template(self._path)
 
     def each_document(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The ids of each document in the order they are stored in, framing included, and which of

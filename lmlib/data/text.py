@@ -1,7 +1,6 @@
 """Between texts and the token ids of a data set."""
 
 import functools
-import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from lmlib.data.stored.damage import DamagedDataError
-from lmlib.data.stored.metadata import LARGEST_TOKENIZER, SplitMetadata, TokenizerIdentity
+from lmlib.data.stored.metadata import LARGEST_TOKENIZER, TokenizerIdentity
 from lmlib.data.tokenizer_limits import check_parts, check_tokens
 from lmlib.storage.stored_json import parse_json, read_text
 from lmlib.storage.whole_file import write_whole
@@ -182,19 +180,3 @@ def tokenizers_errors(what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{what}: {' '.join(str(error).split())}") from error
-
-
-def check_tokenizer_file(file: Path, metadata: SplitMetadata) -> None:
-    """Raises DamagedDataError if the tokenizer.json `file` is there, and not the one that made the
-    tokens."""
-    if metadata.tokenizer is None or metadata.tokenizer.sha256 is None or not file.is_file():
-        return
-    if file.stat().st_size > LARGEST_TOKENIZER:
-        raise DamagedDataError(f"{file} has {file.stat().st_size:,} bytes: it is no tokenizer")
-    with open(file, "rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != metadata.tokenizer.sha256:
-        raise DamagedDataError(
-            f"{file} has sha256 {found}, but the tokens were made with one of "
-            f"{metadata.tokenizer.sha256}: restore that file or make the data set again"
-        )

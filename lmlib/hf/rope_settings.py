@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 from lmlib.hf.folder import FolderError
 from lmlib.hf.settings import Settings
-from lmlib.models.parts.rope import Rotary
+from lmlib.models.parts.rope import Rotary, Scaling
 from lmlib.models.parts.rope_scaling import (
     Dynamic,
     Linear,
     Llama3,
     LongRope,
-    Scaling,
     Yarn,
     long_rope_amplitude,
     yarn_amplitude,

@@ -1,5 +1,6 @@
 """metadata.json: what a finished shard of flat tokens holds, and its shards as a split."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lmlib.data.stored.damage import DamagedDataError
 from lmlib.data.stored.digests import digest
 from lmlib.storage.stored_json import parse_json, read_text
 from lmlib.storage.whole_file import write_whole
@@ -308,3 +310,19 @@ def _other_version(file: Path, format_name: object, version: object) -> ValueErr
         f"{file} has format {format_name!r}, version {version!r}, but this library reads "
         f"{FORMAT!r}, version {VERSION}: make the data set again or use the matching library"
     )
+
+
+def check_tokenizer_file(file: Path, metadata: SplitMetadata) -> None:
+    """Raises DamagedDataError if the tokenizer.json `file` is there, and not the one that made the
+    tokens."""
+    if metadata.tokenizer is None or metadata.tokenizer.sha256 is None or not file.is_file():
+        return
+    if file.stat().st_size > LARGEST_TOKENIZER:
+        raise DamagedDataError(f"{file} has {file.stat().st_size:,} bytes: it is no tokenizer")
+    with open(file, "rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != metadata.tokenizer.sha256:
+        raise DamagedDataError(
+            f"{file} has sha256 {found}, but the tokens were made with one of "
+            f"{metadata.tokenizer.sha256}: restore that file or make the data set again"
+        )

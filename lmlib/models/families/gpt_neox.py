@@ -10,8 +10,7 @@ from lmlib.models.families.table_values import tied_scale
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import MLP, Activation, gelu
 from lmlib.models.parts.norms import LayerNorm
-from lmlib.models.parts.rope import Rotary
-from lmlib.models.parts.rope_scaling import Scaling
+from lmlib.models.parts.rope import Rotary, Scaling
 from lmlib.models.stack import segments
 from lmlib.models.weights import compiled, fold, residual_scale
 

@@ -15,8 +15,7 @@ from lmlib.models.part import Part
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP
 from lmlib.models.parts.norms import RMSNorm
-from lmlib.models.parts.rope import Rotary
-from lmlib.models.parts.rope_scaling import Scaling
+from lmlib.models.parts.rope import Rotary, Scaling
 from lmlib.models.stack import segments
 from lmlib.models.weights import compiled, fold, residual_scale
 

@@ -4,6 +4,7 @@ Shapes: B batch, S sequence (queries), T sequence (keys), E embed, H heads, K kv
 """
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,9 +17,7 @@ from lmlib.models.attend import attend, attention_weights, check_attention
 from lmlib.models.attend.kernel import Options
 from lmlib.models.context import Context
 from lmlib.models.part import Names, Norm, Part
-from lmlib.models.parts.cache import KeysAndValues, attend_cached, empty_cache, extended
 from lmlib.models.parts.rope import Rotary, rotate
-from lmlib.models.parts.value_embedding import ValueEmbedding
 from lmlib.models.product import product
 from lmlib.models.weights import fan_in, fold, initial_values, product_flops, weight, zeros
 from lmlib.parallel.layout import spec
@@ -60,7 +59,7 @@ class Attention(Part):
     residual_scale: float = eqx.field(static=True)
     query_norm: Norm | None
     key_norm: Norm | None
-    value_embedding: ValueEmbedding | None
+    value_embedding: Part | None
     query: Float[Array, "embed heads head_dim"] = weight(fan_in("embed"))
     key: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
     value: Float[Array, "embed kv_heads head_dim"] = weight(fan_in("embed"))
@@ -88,7 +87,7 @@ class Attention(Part):
         sinks: bool = False,
         norm: Callable[..., Norm] | None = None,
         key_norm: Callable[..., Norm] | None = None,
-        value_embedding: Callable[..., ValueEmbedding] | None = None,
+        value_embedding: Callable[..., Part] | None = None,
         residual_scale: float = 1.0,
         *,
         key: PRNGKeyArray,
@@ -125,9 +124,9 @@ class Attention(Part):
         self,
         x_BSE: Float[Array, "b s embed"],
         context: Context,
-        cache: KeysAndValues | None = None,
-    ) -> tuple[Float[Array, "b s embed"], KeysAndValues | None]:
-        """What attention writes, and the new cache: see `lmlib.models.parts.cache.attend_cached`.
+        cache: Any = None,
+    ) -> tuple[Float[Array, "b s embed"], Any]:
+        """A mixer's call. The cache is a `lmlib.models.parts.cache.KeysAndValues`.
 
         Layouts: x whole along `seq`; the result as `context.compute.residual` names, for which the
         last product is summed over `tensor` (a psum or a reduce-scatter).
@@ -148,8 +147,13 @@ class Attention(Part):
                     order=context.order,
                     way=context.compute.context,
                 )
-                cache = cache and extended(cache, k_BTKD, v_BTKD, context.positions_BS)
+                if cache is not None:
+                    from lmlib.models.parts.cache import extended  # which generation alone needs
+
+                    cache = extended(cache, k_BTKD, v_BTKD, context.positions_BS)
             else:
+                from lmlib.models.parts.cache import attend_cached
+
                 options = Options.of(self.window, self.scale, self.soft_cap, q_BSHD.shape[-1])
                 mixed_BSHD, cache = attend_cached(
                     q_BSHD, k_BTKD, v_BTKD, context.positions_BS, cache, options,
@@ -207,8 +211,10 @@ class Attention(Part):
         """See `Part.switches`."""
         return () if self.rotary is None else self.rotary.switches
 
-    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> KeysAndValues:
+    def empty_cache(self, rows: int, length: int, dtype: DTypeLike) -> Any:
         """See `Part.empty_cache`; of a window's size if there is one."""
+        from lmlib.models.parts.cache import empty_cache
+
         kv_heads, head_dim = self.key.shape[-2:]
         return empty_cache(rows, min(self.window or length, length), kv_heads, head_dim, dtype)
 

@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, H heads, D head_dim; in tables D is half of it.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,38 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from lmlib.models.context import Context
-from lmlib.models.parts.rope_scaling import Length, LongRope, Scaling
 from lmlib.parallel.rows import gathered_rows, split_rows
+
+# Of a document, in tokens: the same for all, or for each token that of its own.
+Length = int | Int32[Array, "#b #s 1 1"]
+
+
+@runtime_checkable
+class Scaling(Protocol):
+    """Settings, compared by value; `lmlib.models.parts.rope_scaling` has the known ones."""
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that has these frequencies; `None` if all have."""
+
+    @property
+    def switch(self) -> int | None:
+        """The length above which a document has other frequencies, from its first token on; `None`
+        if they depend on no length."""
+
+    @property
+    def pairs(self) -> int | None:
+        """The number of pairs of coordinates that it has factors for; `None`: any number."""
+
+    def frequencies(
+        self, frequency_D: Float[Array, "half"], length: Length
+    ) -> Float[Array, "*bs1 half"]:
+        """Radians per position of each pair in documents of `length`, given the unscaled ones, of
+        falling frequency."""
 
 
 class Rotations(NamedTuple):
@@ -38,7 +68,7 @@ class Rotary:
         GPT-J, rather than (i, i + head_dim / 2), as in Llama's published weights.
 
     Raises:
-      ValueError: if `head_dim` is odd, `theta` not positive, or a `LongRope` is of another number
+      ValueError: if `head_dim` is odd, `theta` not positive, or `scaling` is of another number
         of pairs.
     """
 
@@ -52,9 +82,10 @@ class Rotary:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
         if not 0 < self.theta < math.inf:
             raise ValueError(f"rope_theta must be positive, got {self.theta}")
-        if isinstance(self.scaling, LongRope) and len(self.scaling.short) != self.head_dim // 2:
+        known = None if self.scaling is None else self.scaling.pairs
+        if known is not None and known != self.head_dim // 2:
             raise ValueError(
-                f"LongRope has factors for {len(self.scaling.short)} pairs, but "
+                f"{type(self.scaling).__name__} has factors for {known} pairs, but "
                 f"{self.head_dim // 2} pairs of a head's coordinates are rotated"
             )
 

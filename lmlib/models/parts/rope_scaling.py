@@ -5,37 +5,11 @@ Shapes: B batch, S sequence, D pairs of coordinates of a head.
 
 import dataclasses
 import math
-from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
-# Of a document, in tokens: the same for all, or for each token that of its own.
-Length = int | Int32[Array, "#b #s 1 1"]
-
-
-@runtime_checkable
-class Scaling(Protocol):
-    """Settings, compared by value, as a part of `lmlib.models.parts.rope.Rotary`."""
-
-    @property
-    def amplitude(self) -> float:
-        """What cosines and sines are multiplied by."""
-
-    @property
-    def longest(self) -> int | None:
-        """The longest sequence that has these frequencies; `None` if all have."""
-
-    @property
-    def switch(self) -> int | None:
-        """The length above which a document has other frequencies, from its first token on; `None`
-        if they depend on no length."""
-
-    def frequencies(
-        self, frequency_D: Float[Array, "half"], length: Length
-    ) -> Float[Array, "*bs1 half"]:
-        """Radians per position of each pair in documents of `length`, given the unscaled ones, of
-        falling frequency."""
+from lmlib.models.parts.rope import Length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +17,7 @@ class Linear:
     """Positions divided by `factor` (Chen et al. 2023, arXiv:2306.15595, eq. 4)."""
 
     factor: float
-    amplitude, longest, switch = 1.0, None, None
+    amplitude, longest, switch, pairs = 1.0, None, None, None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -66,7 +40,7 @@ class Dynamic:
 
     factor: float
     longest: int
-    amplitude, switch = 1.0, None
+    amplitude, switch, pairs = 1.0, None, None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -92,7 +66,7 @@ class Llama3:
     low: float
     high: float
     original: int
-    amplitude, longest, switch = 1.0, None, None
+    amplitude, longest, switch, pairs = 1.0, None, None, None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -128,7 +102,7 @@ class Yarn:
     slow: float = 1.0
     amplitude: float = 1.0
     whole: bool = True
-    longest, switch = None, None
+    longest, switch, pairs = None, None, None
 
     def __post_init__(self) -> None:
         _check_factor(self.factor)
@@ -198,6 +172,10 @@ class LongRope:
     @property
     def switch(self) -> int:
         return self.original
+
+    @property
+    def pairs(self) -> int:
+        return len(self.short)
 
     def frequencies(
         self, frequency_D: Float[Array, "half"], length: Length
