@@ -1,7 +1,7 @@
-"""The library stays small enough to read. Bounds only ever go down, except by what a change states.
+"""The library stays small enough to read. Bounds go down, unless a change states why they grow.
 
-The core trains a dense model. Its import closure is what a researcher who changes the architecture
-has to know.
+The core trains a dense model. A researcher who changes the architecture has to know the files that
+it imports.
 """
 
 import subprocess
@@ -30,7 +30,7 @@ LARGEST = {  # files, lines
     "core": (CORE, 94, 10_200),
     "fit": ("import runner.training.fit\n", 365, 40_400),
 }
-# Folders that the core may not import: extras, each of which can be deleted.
+# Extras: folders that the core does not import.
 EXTRAS = (
     "lmlib.adapters",
     "lmlib.checkpoint",

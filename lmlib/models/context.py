@@ -1,4 +1,4 @@
-"""What a call passes to every layer of a model.
+"""The arguments that a model passes to every layer in a call.
 
 Shapes: B batch, S sequence, E embed.
 """
@@ -19,7 +19,7 @@ TOKENS, FIRST_RESIDUAL = "tokens", "first_residual"
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The arguments of a call besides tokens. All layers see the same ones, except for `key`.
+    """The arguments of a call, except for the tokens. All layers see the same ones but `key`.
 
     Args:
       positions_BS: position of each token within its document, from 0.
@@ -31,15 +31,15 @@ class Context:
         is a key.
       lengths_B: length of each row's text so far, for calls that see a part of it and a cache.
         `None`: the whole documents are in the call.
-      counts_BS: the positions that count in what layers report; `None`: all.
+      counts_BS: the positions that count in the layers' reports; `None`: all.
       order: which tokens of a row each device along `context` has: one of
         `lmlib.row_order.ORDERS`.
-      wanted_BS: at most one token of each row, for which alone `Trunk.x_BSE` is wanted; `None`:
-        all are wanted.
+      wanted_BS: at most one token of each row, for which `Trunk.x_BSE` is wanted; `None`: all are
+        wanted.
       observe: called in each layer. Its results come back in `Trunk.observed`.
       shared: values that layers share within a call, by the keys that `Part.reads` lists. Leaves
-        have shape [b, s, ...] and lie as the residual stream or the positions do. A model may add
-        its own.
+        have shape [b, s, ...] and the layout of the residual stream or of the positions. A model
+        may add its own.
     """
 
     positions_BS: Int32[Array, "b s"]

@@ -1,4 +1,4 @@
-"""What everything outside `lmlib.models` may ask of a model.
+"""The base class of models, which the rest of lmlib uses.
 
 `Decoder` is the model that lmlib's families share; docs/your-own-architecture.md writes another.
 Nothing else looks into a model's fields.
@@ -55,11 +55,12 @@ class WeightGroup(NamedTuple):
 
 class Model(Part):
     """A decoder of tokens. Its arrays are weights: each names its axes, declares its initial values
-    (`lmlib.models.weights`), is float32, and lies as `lmlib.parallel.layout.stored` says.
+    (`lmlib.models.weights`), is float32, and has the layout that `lmlib.parallel.layout.stored`
+    gives.
 
     `Part` has defaults for `names`, `flops_per_token`, `check`, `empty_cache` and others. A model
-    must add the FLOPs of its unembedding. In its caches the rows lie along the second axis of each
-    array, after that of stacked layers; without `empty_cache`, generation computes the whole text
+    must add the FLOPs of its unembedding. In its caches the row is the second axis of each array,
+    after the axis of stacked layers. Without `empty_cache`, generation computes the whole text
     again for every token.
 
     Attributes:

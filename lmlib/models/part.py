@@ -1,4 +1,4 @@
-"""The base class of everything that a model is made of: mixers, MLPs, norms, positions, layers.
+"""The base class of the pieces of a model: mixers, MLPs, norms, positions, layers.
 
 Methods of a part see the arrays of one layer, never those of a whole stack.
 
@@ -43,11 +43,10 @@ def joined(*names: Names) -> Names:
 
 
 class Reports(NamedTuple):
-    """What a part returns about its tokens, besides the residual stream.
+    """The reports of a part about its tokens.
 
-    Each value is a sum over the positions that count (`Context.total`), and depends on the
-    position's own row alone. Sums over microbatches and devices then equal those of the whole
-    batch.
+    Each value is a sum over the positions that count (`Context.total`), and depends only on the
+    row of a position. Sums over microbatches and devices then equal the sums of the whole batch.
 
     Attributes:
       losses: scalars that an objective may minimise, by name (`Objective.model_losses`), such as a
@@ -65,10 +64,10 @@ NO_REPORTS = Reports({}, {})
 
 
 class Part(eqx.Module):
-    """A piece of a model. A subclass writes `__call__` and overrides what differs.
+    """A piece of a model. A subclass writes `__call__` and overrides the methods that differ.
 
-    The defaults are those of a part whose FLOPs are the products with its weights, which keeps
-    nothing between calls and refuses nothing. They include the parts inside this one.
+    By default a part counts the FLOPs of the products with its weights, keeps nothing between calls
+    and refuses nothing. The defaults include the parts inside this one.
 
     The calls of the three kinds, where x is whole along `seq` for mixers and MLPs, and y is what
     they add to the residual stream, laid out as `context.compute.residual` names:
@@ -78,8 +77,8 @@ class Part(eqx.Module):
     - a layer: `(x_BSE, context, cache=None) -> (residual stream, Reports, new cache)`
 
     Attributes:
-      rows_may_be_split: True if the part uses the positions, segments and order of its context
-        alone, and so may run where devices share the tokens of a row (`lmlib.models.split_rows`).
+      rows_may_be_split: True if the part uses only the positions, segments and order of its
+        context, and so may run where devices share the tokens of a row (`lmlib.models.split_rows`).
         Each class declares it itself; a subclass does not inherit it.
     """
 
@@ -111,8 +110,8 @@ class Part(eqx.Module):
 
     @property
     def switches(self) -> tuple[int, ...]:
-        """Text lengths, in tokens, beyond which it computes a text otherwise, from its first token
-        on. A cache of a text that grows beyond one is computed again."""
+        """Text lengths, in tokens, beyond which it computes a text in another way, from its first
+        token on. The cache of a text that grows beyond one is computed again."""
         return tuple(dict.fromkeys(length for part in self.subparts for length in part.switches))
 
     @property
@@ -150,9 +149,9 @@ class Part(eqx.Module):
         """The `cache` of a first call, for `rows` texts of up to `length` tokens. `None`: it cannot
         go on from a cache.
 
-        Rows lie along the first axis of each array. In each row the tokens of a call follow those
-        of the calls before. Tokens at negative positions, at a row's end, are padding, of which a
-        cache keeps nothing.
+        The first axis of each array is the row. In each row the tokens of a call follow the tokens
+        of earlier calls. Tokens at negative positions, at a row's end, are padding: a cache does
+        not keep them.
         """
         return None
 
@@ -170,7 +169,7 @@ class Part(eqx.Module):
     def updated(self, tallies: Any) -> Any:
         """The part after a step whose whole batch gave `tallies`, with new values of its weights
         without a gradient (`weight(…, gradient=False)`). Its other weights are `None` here; these
-        lie as in a call, in the dtype in which they rest."""
+        have the layout of a call and the dtype in which they are stored."""
         return self
 
     def measured(self, tallies: Any) -> dict[str, Float[Array, ""]]:

@@ -51,8 +51,14 @@ class Segment(NamedTuple):
 
 
 def segments(layers: Sequence[MakeLayer]) -> list[Segment]:
-    """`layers`, each of which makes its layer from a key, with as few of them to compile as there
-    are in the shortest pattern that repeats and what is left over, or in runs of one kind."""
+    """Groups `layers` into segments with as few layers to compile as possible.
+
+    The segments are the shortest pattern that repeats and the layers left over, or runs of equal
+    layers.
+
+    Args:
+      layers: functions that make each layer from a key. Layers that are alike have one function.
+    """
     period = next(
         period
         for period in range(1, len(layers) + 1)
@@ -71,7 +77,7 @@ class Stack(Part):
 
     Args:
       segments: the layers, in order.
-      key: seed. A layer's weights depend on it and the layer's index only.
+      key: seed. The weights of a layer depend only on it and on the layer's index.
 
     Raises:
       ValueError: if there is no layer, or one is not a `Part` with a layer's call, or has an array
@@ -156,7 +162,7 @@ class Stack(Part):
         )
 
     def _given(self, x_BSE: Array, context: Context) -> Context:
-        """`context` with every shared value that does not follow from the context alone."""
+        """`context` with the shared values that need more than the context."""
         if FIRST_RESIDUAL in self.reads:
             context = context.sharing({FIRST_RESIDUAL: x_BSE})
         for layer in itertools.chain(*self.patterns):
@@ -169,7 +175,7 @@ class Stack(Part):
         return context
 
     def _computed(self, context: Context) -> dict[Hashable, Any]:
-        """The shared values that follow from the context, each computed once, outside the loop."""
+        """The shared values that are functions of the context, computed once, outside the loop."""
         makers = [key for key in self.reads if callable(key)]
 
         def values() -> list[Any]:
@@ -178,14 +184,14 @@ class Stack(Part):
         on_one_cpu = platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
         if context.lengths_B is None or not on_one_cpu:
             return dict(zip(makers, values(), strict=True))
-        # Layers that lie apart have no loop: XLA's CPU compiler would compute each cosine again
-        # wherever it is read, by every head of every layer. It does not do so out of a branch.
+        # Without a loop over layers, XLA's CPU compiler computes each cosine again for every head
+        # of every layer that reads it. It does not do so for the result of a branch.
         absent = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(values))
         made = jax.lax.cond(jnp.any(context.positions_BS >= 0), values, lambda: absent)
         return dict(zip(makers, made, strict=True))
 
     def updated(self, tallies: Any) -> "Stack":
-        """See `Part.updated`; `tallies` are those of `Trunk.reports`."""
+        """See `Part.updated`; `tallies` come from `Trunk.reports`."""
 
         def updated(layer: Part, tallies_R: Any) -> Part:
             if tallies_R is None:
@@ -262,8 +268,8 @@ class Stack(Part):
             _one_of(layer).check(sequence_length, compute)
 
     def apart(self) -> "Stack":
-        """The same layers, each a pattern of its own. A loop over tokens then reads their weights
-        where they lie; a loop over layers inside it would copy each layer's first."""
+        """The same layers, each a pattern of its own. A loop over tokens then reads their weights in
+        place; a loop over layers inside it would first copy the weights of each layer."""
         patterns = tuple(
             (layer,)
             for pattern in self.patterns
@@ -336,7 +342,7 @@ def _by_layer(seen: Sequence[Any]) -> Any:
 
 
 def _one_of(layer: Any) -> Any:
-    """The shapes of one layer of those that are stacked."""
+    """The shapes of one of the stacked layers."""
     return jax.tree.map(lambda w_R: jax.ShapeDtypeStruct(w_R.shape[1:], w_R.dtype), layer)
 
 

@@ -1,4 +1,4 @@
-"""Weights that are stored as something else than one array: in 8 bits, or with an adapter beside.
+"""Weights that are stored in several arrays: in 8 bits with scales, or with an adapter.
 
 Code that multiplies by a weight calls `lmlib.models.product.product`, which takes arrays and
 matrices. Code that needs the array calls `dense`.
@@ -31,7 +31,7 @@ class Matrix(eqx.Module):
 
     @abstractmethod
     def dense(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
-        """The matrix as one array of `dtype`, or wider, which lies as its arrays do."""
+        """The matrix as one array of `dtype`, or wider, in the layout of its arrays."""
 
     @abstractmethod
     def einsum(
@@ -41,7 +41,7 @@ class Matrix(eqx.Module):
 
     @abstractmethod
     def apply(self, multiply: Callable[[Array, Array], Array], x: Array) -> Array:
-        """The product of `x` and this matrix, where `multiply` is that of `x` and an array."""
+        """The product of `x` and this matrix, where `multiply` multiplies `x` by an array."""
 
     def gathered(self, dtype: DTypeLike, after: Array | None) -> Any:
         """The weight for its use, of this matrix after `gather` has moved its arrays; see there."""
