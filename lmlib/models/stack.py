@@ -268,7 +268,7 @@ class Stack(Part):
             _one_of(layer).check(sequence_length, compute)
 
     def apart(self) -> "Stack":
-        """The same layers, each a pattern of its own. A loop over tokens then reads their weights in
+        """The same layers, each a pattern of its own. A loop over tokens then reads weights in
         place; a loop over layers inside it would first copy the weights of each layer."""
         patterns = tuple(
             (layer,)
