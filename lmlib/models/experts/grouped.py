@@ -12,6 +12,7 @@ T rows of a block, L blocks.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -69,7 +70,8 @@ def _backward(
         dx_NE = jax.lax.ragged_dot_general(
             dy_NF, w_XEF, sizes_X, _BY_TRANSPOSED, preferred_element_type=x_NE.dtype
         )
-    return _within(dx_NE, sizes_X), _gradient(x_NE, dy_NF, sizes_X, implementation), None
+        dx_NE = _within(dx_NE, sizes_X)
+    return dx_NE, _gradient(x_NE, dy_NF, sizes_X, implementation), None
 
 
 _grouped_product.defvjp(_forward, _backward)
@@ -109,16 +111,16 @@ def _gradient(x_NE: Array, dy_NF: Array, sizes_X: Array, implementation: str) ->
     swapped = platform() == "cpu" and x_NE.shape[1] > dy_NF.shape[1]
     a_NA, b_NB = (dy_NF, x_NE) if swapped else (x_NE, dy_NF)
 
-    def add(dw_XAB: Array, block: _Block) -> tuple[Array, None]:
+    def add(block: _Block, dw_XAB: Array) -> Array:
         mask_T = block.mask(N)
         a_TA = jnp.where(mask_T[:, None], _slice(a_NA, block), 0)
         b_TB = jnp.where(mask_T[:, None], _slice(b_NB, block), 0)
         dw_AB = jnp.einsum("ta,tb->ab", a_TA, b_TB, preferred_element_type=wide)
         before_AB = jax.lax.dynamic_index_in_dim(dw_XAB, block.group, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(dw_XAB, before_AB + dw_AB, block.group, 0), None
+        return jax.lax.dynamic_update_index_in_dim(dw_XAB, before_AB + dw_AB, block.group, 0)
 
     zeros_XAB = jnp.zeros((len(sizes_X), a_NA.shape[1], b_NB.shape[1]), wide)
-    dw_XAB, _ = jax.lax.scan(add, zeros_XAB, _blocks(sizes_X, N))
+    dw_XAB = _over_blocks(add, zeros_XAB, sizes_X, N)
     dw_XEF = jnp.swapaxes(dw_XAB, 1, 2) if swapped else dw_XAB
     return dw_XEF.astype(x_NE.dtype)
 
@@ -143,22 +145,37 @@ class _Block(NamedTuple):
         return (rows_T >= self.start) & (rows_T < self.end)
 
 
-def _blocks(sizes_X: Int32[Array, "x"], N: int) -> _Block:
-    """Blocks that cover all groups, in their order, stacked; those at the end may be empty."""
+def _over_blocks(
+    one: Callable[[_Block, Array], Array], made: Array, sizes_X: Int32[Array, "x"], N: int
+) -> Array:
+    """`made` after each block in turn: the blocks cover all groups, in their order."""
     X = len(sizes_X)
     T = _rows_of_a_block(N, X)
-    most = (N + min(X, N) * (T - 1)) // T  # each group but for empty ones fills up its last block
     ends_X = jnp.cumsum(sizes_X)
-    blocks_X = -(-sizes_X // T)
+    starts_X, blocks_X = ends_X - sizes_X, -(-sizes_X // T)
+
+    def block(group: Array, within: Array) -> _Block:
+        start = starts_X[group] + within * T
+        end = jnp.clip(ends_X[group], start, start + T)
+        return _Block(group, start, end, jnp.arange(T, dtype=jnp.int32))
+
+    def of_group(group: Array, made: Array) -> Array:
+        return jax.lax.fori_loop(
+            0, blocks_X[group], lambda i, made: one(block(group, i), made), made
+        )
+
+    if platform() == "cpu":
+        return jax.lax.fori_loop(0, X, of_group, made)
+    # Elsewhere a loop of unknown length asks the host after each turn whether there is another.
+    most = (N + min(X, N) * (T - 1)) // T  # each group but for empty ones fills up its last block
     last_X = jnp.cumsum(blocks_X)
     indices_L = jnp.arange(most, dtype=jnp.int32)
     groups_L = jnp.minimum(jnp.searchsorted(last_X, indices_L, side="right"), X - 1)
     groups_L = groups_L.astype(jnp.int32)
     within_L = indices_L - (last_X - blocks_X)[groups_L]
-    starts_L = (ends_X - sizes_X)[groups_L] + within_L * T
-    ends_L = jnp.maximum(jnp.minimum(starts_L + T, ends_X[groups_L]), starts_L)
-    rows_LT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (most, T))
-    return _Block(groups_L, starts_L.astype(jnp.int32), ends_L.astype(jnp.int32), rows_LT)
+    return jax.lax.fori_loop(
+        0, most, lambda i, made: one(block(groups_L[i], within_L[i]), made), made
+    )
 
 
 def _rows_of_a_block(N: int, X: int) -> int:
@@ -180,11 +197,10 @@ def _rows(x_NE: Array, w_XEF: Array, sizes_X: Array, equation: str) -> Array:
     N = len(x_NE)
     made = w_XEF.shape[2 if equation.endswith("f") else 1]
 
-    def put(y_NF: Array, block: _Block) -> tuple[Array, None]:
+    def put(block: _Block, y_NF: Array) -> Array:
         w_EF = jax.lax.dynamic_index_in_dim(w_XEF, block.group, keepdims=False)
         y_TF = jnp.einsum(equation, _slice(x_NE, block), w_EF)
         y_TF = jnp.where(block.mask(N)[:, None], y_TF, _slice(y_NF, block))
-        return jax.lax.dynamic_update_slice_in_dim(y_NF, y_TF, block.start, 0), None
+        return jax.lax.dynamic_update_slice_in_dim(y_NF, y_TF, block.start, 0)
 
-    y_NF, _ = jax.lax.scan(put, jnp.zeros((N, made), x_NE.dtype), _blocks(sizes_X, N))
-    return y_NF
+    return _over_blocks(put, jnp.zeros((N, made), x_NE.dtype), sizes_X, N)
