@@ -152,29 +152,36 @@ def _over_blocks(
     X = len(sizes_X)
     T = _rows_of_a_block(N, X)
     ends_X = jnp.cumsum(sizes_X)
-    starts_X, blocks_X = ends_X - sizes_X, -(-sizes_X // T)
+    starts_X = ends_X - sizes_X
 
-    def block(group: Array, within: Array) -> _Block:
-        start = starts_X[group] + within * T
+    def visit(made: Array, group: Array, first: Array, T: int) -> Array:
+        start = starts_X[group] + first
         end = jnp.clip(ends_X[group], start, start + T)
-        return _Block(group, start, end, jnp.arange(T, dtype=jnp.int32))
+        return one(_Block(group, start, end, jnp.arange(T, dtype=jnp.int32)), made)
 
     def of_group(group: Array, made: Array) -> Array:
-        return jax.lax.fori_loop(
-            0, blocks_X[group], lambda i, made: one(block(group, i), made), made
-        )
+        """Whole blocks, then smaller ones, which waste less."""
+        whole, t = sizes_X[group] // T * T, max(T // 4, 1)
+        for rows, first, end in ((T, 0, whole), (t, whole, sizes_X[group])):
+            made = jax.lax.fori_loop(
+                0,
+                -(-(end - first) // rows),
+                lambda i, made, first=first, rows=rows: visit(made, group, first + i * rows, rows),
+                made,
+            )
+        return made
 
     if platform() == "cpu":
         return jax.lax.fori_loop(0, X, of_group, made)
     # Elsewhere a loop of unknown length asks the host after each turn whether there is another.
     most = (N + min(X, N) * (T - 1)) // T  # each group but for empty ones fills up its last block
-    last_X = jnp.cumsum(blocks_X)
+    last_X = jnp.cumsum(-(-sizes_X // T))
     indices_L = jnp.arange(most, dtype=jnp.int32)
     groups_L = jnp.minimum(jnp.searchsorted(last_X, indices_L, side="right"), X - 1)
     groups_L = groups_L.astype(jnp.int32)
-    within_L = indices_L - (last_X - blocks_X)[groups_L]
+    firsts_L = T * (indices_L - (last_X - -(-sizes_X // T))[groups_L])
     return jax.lax.fori_loop(
-        0, most, lambda i, made: one(block(groups_L[i], within_L[i]), made), made
+        0, most, lambda i, made: visit(made, groups_L[i], firsts_L[i], T), made
     )
 
 
@@ -183,7 +190,7 @@ def _rows_of_a_block(N: int, X: int) -> int:
     gradient adds to one in float32: from a GPU's memory that takes longer than larger blocks waste,
     and a product of few rows leaves most of its units without work."""
     on_cpu = platform() == "cpu"
-    least, most, blocks = (16, 512, 8) if on_cpu else (128, 2_048, 4)  # of a group of mean size
+    least, most, blocks = (16, 512, 4) if on_cpu else (128, 2_048, 4)  # of a group of mean size
     T = 1 << max(N // (blocks * X), 1).bit_length() - 1
     return min(max(T, least), most, N)
 
