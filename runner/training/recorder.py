@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from lmlib.experiment import Experiment
 from lmlib.experiment.stages import at
@@ -55,7 +56,10 @@ class Recorder:
         `data_wait_seconds` is how long the loop waited for the step's batch; it is part of the
         step's time.
         """
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        # NumPy reads a CPU's arrays in place: a tenth of the time that device_get takes there.
+        on_cpu = self._devices[0].platform == "cpu"
+        fetched = metrics if on_cpu else jax.device_get(metrics)
+        values = {name: np.asarray(value).item() for name, value in fetched.items()}
         seconds = time.perf_counter() - self._clock
         self.restart_clock()
         valid = int(values.pop("tokens"))
