@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lmlib.plan.scopes import OTHER, PHASES, phase, runs_in_even_routing, scope
+from lmlib.plan.scopes import OTHER, PHASES, phase, scope, turns_in_even_routing
 from lmlib.terminal.table import columns
 
 
@@ -164,7 +164,7 @@ def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
             around, names=f"{around.names}/{equation.source_info.name_stack}"
         )
         name = equation.primitive.name
-        if not runs_in_even_routing(place.names):
+        if (even := turns_in_even_routing(place.names)) == 0:
             continue
         if name in _RULES:
             work = _RULES[name](equation)
@@ -176,7 +176,7 @@ def _matmuls(jaxpr: Any, around: _Place) -> Iterator[Matmul]:
         else:
             inside = dataclasses.replace(
                 place,
-                times=place.times * _turns(equation),
+                times=place.times * (_turns(equation) if even is None else even),
                 devices=place.devices * _manual_devices(equation),
             )
             for inner in _inner_jaxprs(equation.params):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from lmlib.plan.scopes import runs_in_even_routing
+from lmlib.plan.scopes import turns_in_even_routing
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}  # the other types have theirs in their names
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{[^}]*?(?:S\((\d+)\))?\})?")
@@ -130,8 +130,8 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A while loop. `trips` is `None` where the program does not say how often it turns, and 0
-    where only uneven routing of experts makes it turn."""
+    """A while loop. `trips` is `None` where the program does not say how often it turns; where the
+    routing of experts decides it, those of even routing."""
 
     name: str
     op_name: str
@@ -195,9 +195,9 @@ class Program:
 
     def _loop(self, loop: Instruction, around: Computation) -> Loop:
         known = _TRIP_COUNT.search(loop.attributes)
-        if not runs_in_even_routing(loop.op_name):
-            return Loop(loop.name, loop.op_name, 0)
-        trips = int(known.group(1)) if known else self._counted_trips(loop, around)
+        trips = turns_in_even_routing(loop.op_name)
+        if trips is None:
+            trips = int(known.group(1)) if known else self._counted_trips(loop, around)
         return Loop(loop.name, loop.op_name, trips)
 
     def _counted_trips(self, loop: Instruction, around: Computation) -> int | None:

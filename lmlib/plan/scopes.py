@@ -8,6 +8,7 @@ control flow ("while/body"), and the named scopes that the model and the step pu
 import re
 from collections.abc import Sequence
 
+from lmlib.models.experts.grouped import EVEN_TURNS
 from lmlib.models.experts.rounds import FURTHER_ROUNDS
 from lmlib.models.model import Model
 
@@ -45,9 +46,12 @@ def phase(names: str) -> str:
     return "forward" if "jvp(" in names else "update"
 
 
-def runs_in_even_routing(loop_names: str) -> bool:
-    """Whether a step goes through a loop if routing is even: not through further rounds."""
-    return FURTHER_ROUNDS not in loop_names
+def turns_in_even_routing(loop_names: str) -> int | None:
+    """How often a loop turns if routing is even, where routing decides: never in further rounds."""
+    if FURTHER_ROUNDS in loop_names:
+        return 0
+    found = re.search(rf"{EVEN_TURNS}(\d+)(/while)?$", loop_names)
+    return int(found[1]) if found else None
 
 
 def turn(loop_names: str) -> str | None:

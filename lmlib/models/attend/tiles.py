@@ -197,9 +197,8 @@ def with_gradients(
 
 
 def _keys_last(sums: Gradients) -> Gradients:
-    """With the keys as the last axis of their gradients, or back. XLA's CPU backend copies the first
-    operand of a product that sums over its rows: so it copies a tile of queries, and not of scores,
-    which are more."""
+    """With keys as the last axis, or back. XLA's CPU backend copies the first operand of a product
+    over its rows: then that is a tile of queries, smaller than one of scores."""
     dq_BKGSD, *of_keys = sums
     return Gradients(dq_BKGSD, *(jnp.swapaxes(x, 2, 3) for x in of_keys))
 

@@ -24,6 +24,7 @@ from lmlib.parallel.collectives import platform
 from lmlib.parallel.matrix import Matrix
 
 IMPLEMENTATIONS = ("ragged_dot", "blocks")
+EVEN_TURNS = "even_turns_"  # a scope, with how often the loop in it turns if groups are of one size
 # The kernel for gradients of matrices came to XLA with JAX 0.11.
 _KERNEL_FOR_GRADIENTS = jax.__version_info__ >= (0, 11)
 
@@ -138,10 +139,10 @@ class _Block(NamedTuple):
     group: Array
     start: Array
     end: Array
-    rows_T: Array  # 0 … T - 1
+    T: int
 
     def mask(self, N: int) -> Array:
-        rows_T = self.rows_T + jnp.minimum(self.start, N - len(self.rows_T))
+        rows_T = jnp.minimum(self.start, N - self.T) + jnp.arange(self.T, dtype=jnp.int32)
         return (rows_T >= self.start) & (rows_T < self.end)
 
 
@@ -151,37 +152,35 @@ def _over_blocks(
     """`made` after each block in turn: the blocks cover all groups, in their order."""
     X = len(sizes_X)
     T = _rows_of_a_block(N, X)
-    ends_X = jnp.cumsum(sizes_X)
-    starts_X = ends_X - sizes_X
+    starts_X = jnp.cumsum(sizes_X) - sizes_X
 
-    def visit(made: Array, group: Array, first: Array, T: int) -> Array:
-        start = starts_X[group] + first
-        end = jnp.clip(ends_X[group], start, start + T)
-        return one(_Block(group, start, end, jnp.arange(T, dtype=jnp.int32)), made)
+    def visit(group: Array, first: Array, T: int, i: Array | int, made: Array) -> Array:
+        """The block of T rows that begins i blocks after the group's row `first`."""
+        start = starts_X[group] + first + i * T
+        end = jnp.clip(starts_X[group] + sizes_X[group], start, start + T)
+        return one(_Block(group, start, end, T), made)
 
     def of_group(group: Array, made: Array) -> Array:
         """Whole blocks, then smaller ones, which waste less."""
-        whole, t = sizes_X[group] // T * T, max(T // 4, 1)
-        for rows, first, end in ((T, 0, whole), (t, whole, sizes_X[group])):
-            made = jax.lax.fori_loop(
-                0,
-                -(-(end - first) // rows),
-                lambda i, made, first=first, rows=rows: visit(made, group, first + i * rows, rows),
-                made,
-            )
-        return made
+        size, even, t = sizes_X[group], N // X, max(T // 4, 1)
+        with jax.named_scope(f"{EVEN_TURNS}{even // T}"):
+            whole = functools.partial(visit, group, 0, T)
+            made = jax.lax.fori_loop(0, size // T, whole, made)
+        with jax.named_scope(f"{EVEN_TURNS}{-(-(even % T) // t)}"):
+            small = functools.partial(visit, group, size // T * T, t)
+            return jax.lax.fori_loop(0, -(-(size % T) // t), small, made)
 
     if platform() == "cpu":
         return jax.lax.fori_loop(0, X, of_group, made)
     # Elsewhere a loop of unknown length asks the host after each turn whether there is another.
     most = (N + min(X, N) * (T - 1)) // T  # each group but for empty ones fills up its last block
-    last_X = jnp.cumsum(-(-sizes_X // T))
+    blocks_X = -(-sizes_X // T)
+    last_X = jnp.cumsum(blocks_X)
     indices_L = jnp.arange(most, dtype=jnp.int32)
     groups_L = jnp.minimum(jnp.searchsorted(last_X, indices_L, side="right"), X - 1)
-    groups_L = groups_L.astype(jnp.int32)
-    firsts_L = T * (indices_L - (last_X - -(-sizes_X // T))[groups_L])
+    firsts_L = T * (indices_L - (last_X - blocks_X)[groups_L])
     return jax.lax.fori_loop(
-        0, most, lambda i, made: visit(made, groups_L[i], firsts_L[i], T), made
+        0, most, lambda i, made: visit(groups_L[i], firsts_L[i], T, 0, made), made
     )
 
 
@@ -189,14 +188,13 @@ def _rows_of_a_block(N: int, X: int) -> int:
     """A power of two. Each group wastes up to a block. Each block reads its matrix, and in a
     gradient adds to one in float32: from a GPU's memory that takes longer than larger blocks waste,
     and a product of few rows leaves most of its units without work."""
-    on_cpu = platform() == "cpu"
-    least, most, blocks = (16, 512, 4) if on_cpu else (128, 2_048, 4)  # of a group of mean size
-    T = 1 << max(N // (blocks * X), 1).bit_length() - 1
+    least, most = (16, 512) if platform() == "cpu" else (128, 2_048)
+    T = 1 << max(N // (4 * X), 1).bit_length() - 1  # four to a group of mean size
     return min(max(T, least), most, N)
 
 
 def _slice(x_NE: Array, block: _Block) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x_NE, block.start, len(block.rows_T))
+    return jax.lax.dynamic_slice_in_dim(x_NE, block.start, block.T)
 
 
 def _rows(x_NE: Array, w_XEF: Array, sizes_X: Array, equation: str) -> Array:
