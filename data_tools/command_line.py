@@ -13,6 +13,8 @@ from absl import app, flags, logging
 
 from lmlib.terminal.text import guard_terminals
 
+# Flags of texts, in which `~` is a character. In all other flags it is the home folder.
+TEXTS = {"bos_token", "document_separator", "eos_token", "prompt", "special_tokens", "stop"}
 _HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
 MISTAKE, INTERRUPTED = 2, 130  # exit status
 
@@ -67,11 +69,27 @@ def run(name: str, command: Callable[[Sequence[str]], int], resumable: bool = Fa
             app.usage(shorthelp="--helpfull" not in arguments, writeto_stdout=True)
             sys.exit(0)
         try:
-            return flags.FLAGS(arguments)
+            others = flags.FLAGS(arguments)
+            expand_home(flags.FLAGS)
+            return others
         except flags.Error as error:
             sys.exit(_told(name, error))
 
     app.run(main, flags_parser=parsed)
+
+
+def expand_home(values: flags.FlagValues) -> None:
+    """Replaces `~` or `~user` at the beginning of each value by the home folder, except in `TEXTS`.
+
+    Shells do so at the beginning of a word, and not after `--workdir=`.
+    """
+    for name in set(values) - TEXTS:
+        flag = values[name]
+        if isinstance(flag.value, str):
+            flag.value = os.path.expanduser(flag.value)
+        elif isinstance(flag.value, list):
+            expanded = [os.path.expanduser(x) if isinstance(x, str) else x for x in flag.value]
+            flag.value = expanded
 
 
 class _StoppedError(BaseException):

@@ -8,7 +8,6 @@ DIR is a data set, of this library's format or seqax's, on a disk or in a bucket
 splits. `python -m runner.inspect RUN` shows the data of a run, as its config has it.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +73,7 @@ def inspect(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0, or 1 if --verify found damage."""
     if len(arguments) != 1:
         raise ValueError("give one data set or split; see --help")
-    path = folder_to_read(os.path.expanduser(arguments[0]))
+    path = folder_to_read(arguments[0])
     if _BATCH.value is not None:
         if _VERIFY.value:
             raise ValueError("--batch and --verify are two commands: give one of them")

@@ -8,7 +8,6 @@ speed. The text comes from the same sources, and the same text gives the same to
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -62,7 +61,7 @@ def train(arguments: Sequence[str]) -> int:
     if arguments:
         raise ValueError(f"unexpected argument {arguments[0]!r}: settings are --name=value")
     begun = time.monotonic()
-    out = Path(os.path.expanduser(_OUT.value))
+    out = Path(_OUT.value)
     file = out if out.suffix == ".json" else out / "tokenizer.json"
     if file.exists():
         raise FileExistsError(f"{file} exists already: choose another --out, or delete it")

@@ -1,5 +1,6 @@
 """Folders by their names on Hugging Face's Hub."""
 
+import os
 import re
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def local_folder_of(name: str | Path, weights: bool = True) -> Path:
     Raises:
       FolderError: if there is no such folder and no such name, or no network.
     """
-    folder = Path(name)
+    folder = Path(os.path.expanduser(name))
     if folder.exists() or not _NAME.fullmatch(str(name)):
         return folder
 

@@ -12,7 +12,7 @@ _URL_AS_PATH = re.compile(r"(gs|s3|r2|az|abfss?|wasbs?|hdfs|https?|ftp|file):/")
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """The path as it is; raises ValueError for a URL such as `gs://bucket/run`.
+    """The path, with `~` as the home folder; raises ValueError for a URL such as `gs://bucket/run`.
 
     `Path` would make a folder `gs:` of it.
     """
@@ -22,7 +22,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
             f"{text} is a URL, and remote folders are not supported here: mount the bucket or "
             "share, with gcsfuse, s3fs or NFS say, and give the mounted folder"
         )
-    return Path(path)
+    return Path(os.path.expanduser(path))
 
 
 def folder_named(path: str | os.PathLike[str]) -> Path:

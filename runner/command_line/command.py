@@ -17,6 +17,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 
 import data_tools
+from data_tools.command_line import expand_home
 from lmlib.data.stored.damage import DamagedDataError
 from lmlib.terminal.text import guard_terminals
 from runner.command_line.exit_status import FAILED, FINISHED, MISTAKE, STOPPED
@@ -178,6 +179,7 @@ def _parsed(more_help: Callable[[], str], arguments: Sequence[str]) -> list[str]
     others = [argument for argument in written_out if argument not in _HELP]
     try:
         given = flags.FLAGS(others)
+        expand_home(flags.FLAGS)
         for name, value in flags.FLAGS.flag_values_dict().items():
             if value != value:  # which no bound refuses
                 raise ConfigError(f"flag --{name}={value}: {name} must be a number")

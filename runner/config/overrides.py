@@ -1,6 +1,7 @@
 """Overrides of parameters from the command line: `optimizer.peak_lr=1e-3`."""
 
 import ast
+import os
 import re
 import types
 import typing
@@ -74,7 +75,7 @@ def _checked(literal: str, present: Any, accepted: set[type] | None) -> Any:
         value = ast.literal_eval(literal)
     except BAD_LITERAL:
         if str in (accepted or ()):
-            return literal
+            return os.path.expanduser(literal)  # a quoted "~" stays
         advice = _as_strings(literal, accepted) or string
         raise ConfigError(f"{literal} is no Python literal, and {takes}. {advice}") from None
     kind = type(value)

@@ -14,8 +14,7 @@ def data_path(path: str | os.PathLike[str]) -> Path:
 
     Raises ValueError for a path that TensorStore cannot open.
     """
-    path = local_folder(path)
-    real = os.path.realpath(os.path.expanduser(path))
+    real = os.path.realpath(local_folder(path))
     for problem, found in (
         ("it holds a backslash", "\\" in real),
         ("it is not UTF-8", not _is_utf8(real)),
