@@ -1,8 +1,9 @@
 """The config.json of an earlier run, which may come from a stranger.
 
-Fiddle imports whatever such a file names. Here that is only what configs are made of: modules that
-touch neither files nor processes, and the data sources. A run of your own modules is read if they
-are trusted by name: `trusted=["my_models"]`, or `--trust_module=my_models` on the command line.
+Fiddle imports whatever such a file names. Here that is only what configs are made of: the modules
+of lmlib that write no files and start no processes, data sources and trackers. Other modules of
+lmlib would let a stranger's file write anywhere. A run of your own modules is read if they are
+trusted by name: `trusted=["my_models"]`, or `--trust_module=my_models` on the command line.
 """
 
 from collections.abc import Collection
@@ -39,10 +40,12 @@ TRUSTED = (
         "lmlib.evaluate.suite.suite.Suite",
         "lmlib.experiment",
         "lmlib.guard.Guard",
+        "lmlib.inspect",
         "lmlib.losses",
         "lmlib.models",
         "lmlib.optim",
         "lmlib.parallel.mesh",
+        "lmlib.trackers",
         "optax",
         "jax.nn",
         JAX_NN,

@@ -1,21 +1,28 @@
 """The text of a config, and what is saved of it."""
 
 import functools
+import importlib
 import json
+import re
 import sys
 import textwrap
 
 import fiddle as fdl
 import jax
 import pytest
+from documented_blocks import PAGES, blocks
 from fiddle.experimental import serialization
 from written_experiment import LIBRARY
 
+import lmlib.trackers  # noqa: F401, defines those that there are
+from lmlib.inspect.layer_norms import LayerNorms
 from lmlib.models.parts.attention import Attention
+from lmlib.trackers.tracker import Tracker
 from runner.config import configs
 from runner.config.configs import load, save
-from runner.config.saved_config import FIDDLE_NAMES, JAX_NN
+from runner.config.saved_config import FIDDLE_NAMES, JAX_NN, TRUSTED
 from runner.config.text import changed_paths, difference, flattened
+from runner.config.trusted_names import full_name, is_trusted
 from runner.errors import ConfigError
 
 
@@ -226,6 +233,19 @@ def test_every_shipped_experiment_is_saved_and_loaded_again(tmp_path):
         cfg = load(name)
         save(cfg, tmp_path)
         assert load(str(tmp_path)) == cfg
+
+
+def test_what_the_docs_put_into_configs_is_trusted():
+    """Also what no page shows: each tracker."""
+    shown = set()
+    for block in (block for page in PAGES for block in blocks(page) if block.kind == "python"):
+        configured = set(re.findall(r"fdl\.(?:Config|Partial)\(\s*(\w+)[,)]", block.text))
+        for module, names in re.findall(r"from (lmlib\S*) import (\([^)]*|.*)", block.text):
+            shown |= {(module, name) for name in re.findall(r"\w+", names) if name in configured}
+    values = [getattr(importlib.import_module(module), name) for module, name in shown]
+    assert len(values) > 10 and LayerNorms in values
+    for value in (*values, *Tracker.__subclasses__()):
+        assert is_trusted(full_name(value), TRUSTED), value
 
 
 def test_fiddle_writes_the_private_names_that_are_trusted():
