@@ -24,7 +24,7 @@ from lmlib.guard import Guard
 from lmlib.losses.objective import Objective
 from lmlib.models.context import whole_rows
 from lmlib.models.matrices.adapted import has_adapters
-from lmlib.models.model import check_is_model
+from lmlib.models.model import check_is_model, check_length
 from lmlib.models.part import Part
 from lmlib.optim.average import WeightAverage
 from lmlib.optim.optimizer import Optimizer
@@ -233,7 +233,7 @@ def _check_suite(experiment: Any, model: Any) -> None:
     if experiment.validation is None:
         raise ValueError("evaluation.suite is measured where validation is: set validation too")
     length, compute = experiment.suite_length, experiment.compute
-    model.check(length, compute)
+    check_length(model, length, compute)
     check_batch(experiment.data.batch_size, length, 1, compute, experiment.mesh)
 
 

@@ -9,6 +9,7 @@ from lmlib.data.mixture import Mixture
 from lmlib.experiment import first_rows
 from lmlib.experiment.split_rows import check_pieces
 from lmlib.losses.objective import Objective
+from lmlib.models.model import check_length
 from lmlib.parallel.check import check_batch
 
 
@@ -56,7 +57,7 @@ def check_source(experiment: Any, name: str, source: Source, model: Any, microba
         _check_part(where, part, experiment.objective, model)
     recipe = experiment.reference_recipe
     for each in (model, *([] if recipe is None else [recipe.shapes])):
-        each.check(source.sequence_length, experiment.compute)
+        check_length(each, source.sequence_length, experiment.compute)
     check_batch(
         source.batch_size,
         source.sequence_length,

@@ -19,7 +19,7 @@ from lmlib.generate import caches, weights
 from lmlib.generate.sampling import Rules, Sampling, numbers_of, rules_of
 from lmlib.generate.steps import NOTHING, Chooser, Made, State, first_token, next_tokens, prefill
 from lmlib.generate.stream import Generated, Stream
-from lmlib.models.model import Model
+from lmlib.models.model import Model, check_length, padded_length
 from lmlib.models.precision import usual_dtype
 from lmlib.parallel.axes import Axes
 from lmlib.parallel.collectives import platform
@@ -83,7 +83,7 @@ class Generator:
         with self._on_mesh():
             compute = compute or Compute(dtype=usual_dtype())
             self._compute = Compute(dtype=compute.dtype, attention=compute.attention)
-            model.check(length, self._compute)
+            check_length(model, length, self._compute)
             self._weights = weights.ready(model, self._compute.dtype, mesh, whole, int8)
             caches.check_memory(self._weights.model, mesh, self.rows, length, self._compute)
         self._switches = model.switches
@@ -351,6 +351,6 @@ def generate(
     """`samples` continuations of each prompt, in one batch of as many rows; see `Generator`, which
     is the better choice for several calls."""
     longest = max(map(len, prompts), default=0) + max_tokens
-    length = -(-longest // _LENGTHS) * _LENGTHS
+    length = padded_length(model, longest, _LENGTHS)
     generator = Generator(model, mesh, compute, max(1, len(prompts) * samples), length)
     return generator(prompts, max_tokens, sampling, samples=samples, seed=seed, stop_ids=stop_ids)

@@ -18,7 +18,7 @@ from lmlib.data.batch import Batch
 from lmlib.inspect.layers import attention_weights, logit_lens, residual_stream
 from lmlib.losses.features import features
 from lmlib.losses.token_losses import token_losses
-from lmlib.models.model import Model
+from lmlib.models.model import Model, check_length, padded_length
 from lmlib.parallel.layout import COMPUTE, pieces, reshard
 from lmlib.parallel.mesh import mesh_of
 
@@ -107,9 +107,9 @@ class Inspector:
             raise ValueError(
                 f"the model has no token {wrong[0]}: its ids end at {self._model.vocab - 1}"
             )
-        padded = -(-len(ids) // _LENGTHS) * _LENGTHS
+        padded = padded_length(self._model, len(ids), _LENGTHS)
         length = max(len(ids), min(padded, self._longest or padded))
-        self._model.check(length, self._compute)
+        check_length(self._model, length, self._compute)
         rows = 1 if self._mesh is None else pieces(COMPUTE["batch"], self._mesh)
         tokens_BS = np.zeros((rows, length), np.int32)
         tokens_BS[0, : len(ids)] = ids

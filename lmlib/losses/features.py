@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from lmlib.compute import Compute
 from lmlib.data.batch import Batch
 from lmlib.models.context import Context, Observe
-from lmlib.models.model import Model, Trunk
+from lmlib.models.model import Model, Trunk, check_positions
 from lmlib.models.part import Reports, class_name
 from lmlib.models.returned import check_like
 from lmlib.models.split_rows import check_rows_may_be_split
@@ -47,8 +47,10 @@ def features(
     """The features of each token of `batch`; `key`: of random layers, which are off without one.
 
     Raises:
-      ValueError: if rows are split, and a part of the model does not declare that they may be.
+      ValueError: if rows are longer than the model has positions, or are split and a part of the
+        model does not declare that they may be.
     """
+    check_positions(model, batch.tokens.shape[1])
     if batch.order != "plain":
         devices = devices_along(along("seq"))
         check_rows_may_be_split(model, f"{COMPUTE['seq']}={devices}")

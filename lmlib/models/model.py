@@ -17,8 +17,11 @@ from lmlib.models.context import Context, whole_rows
 from lmlib.models.part import NO_REPORTS, Part, Reports, class_name
 from lmlib.models.parts.head import logits_of
 from lmlib.models.precision import usual_dtype
+from lmlib.parallel.axes import Weight, map_weights
 from lmlib.parallel.layout import reshard
 from lmlib.parallel.mesh import on_mesh_of
+
+POSITION = "position"  # the axis of a weight that has one entry for each position of a sequence
 
 
 class Trunk(NamedTuple):
@@ -119,3 +122,47 @@ def check_is_model(model: Any) -> None:
             f"{class_name(model)} is not a lmlib.models.model.Model: make it a subclass; "
             "docs/your-own-architecture.md shows one"
         )
+
+
+def longest_sequence(model: Any) -> int | None:
+    """Tokens of the longest sequence that `model` takes: the size of the axis "position" of its
+    weights, the smallest of several; `None` if no weight names one."""
+    return min(_positions(model).values(), default=None)
+
+
+def check_positions(model: Any, sequence_length: int) -> None:
+    """Raises ValueError if `model` has a weight with fewer positions than sequences have tokens.
+
+    JAX would read the last row of such a table for every later position.
+    """
+    for path, positions in _positions(model).items():
+        if positions < sequence_length:
+            raise ValueError(
+                f"sequences of {sequence_length:,} tokens, but {path} has {positions:,} positions: "
+                "make sequences shorter, or the model with more positions"
+            )
+
+
+def check_length(model: Any, sequence_length: int, compute: Compute) -> None:
+    """Raises ValueError if `model` cannot compute sequences of this length as `compute` says."""
+    check_positions(model, sequence_length)
+    model.check(sequence_length, compute)
+
+
+def padded_length(model: Any, tokens: int, multiple: int) -> int:
+    """`tokens` rounded up to a `multiple`, so that few lengths are compiled, but not beyond the
+    `longest_sequence` for that."""
+    padded = -(-tokens // multiple) * multiple
+    return max(tokens, min(padded, longest_sequence(model) or padded))
+
+
+def _positions(model: Any) -> dict[str, int]:
+    """Sizes of the axis "position" of weights, by their paths."""
+    found = {}
+
+    def visit(weight: Weight, array: Any) -> None:
+        if POSITION in weight.axes:
+            found[weight.path] = array.shape[weight.axes.index(POSITION)]
+
+    map_weights(visit, model)
+    return found

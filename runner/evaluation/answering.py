@@ -13,6 +13,7 @@ from lmlib.compute import Compute
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.windows import Packing, Window
 from lmlib.generate import Generator, Sampling
+from lmlib.models.model import check_length
 from runner.inference.loaded import Loaded
 
 Result = TypeVar("Result")
@@ -45,7 +46,7 @@ class Answering:
         length: int,
         show: Callable[[str], None],
     ):
-        loaded.model.check(length, loaded.compute)
+        check_length(loaded.model, length, loaded.compute)
         self.length = length
         self._model, self._vocab = loaded.model, loaded.model.vocab
         self._mesh, self._compute = loaded.mesh, loaded.compute

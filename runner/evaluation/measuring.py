@@ -10,6 +10,7 @@ from lmlib.compute import Compute
 from lmlib.evaluate.documents import DocumentsEvaluation, evaluate_documents
 from lmlib.evaluate.scoring import Scorer
 from lmlib.evaluate.windows import Packing
+from lmlib.models.model import check_length
 from lmlib.terminal.quantities import count_text, duration_text
 from runner.config.stages import longest_row
 from runner.errors import ConfigError, chosen_sizes, user_errors
@@ -79,7 +80,7 @@ class Measuring:
         )
         with user_errors(), chosen_sizes(SMALLER):
             packing = Packing(self._rows(length, scorer.divisor), length, self._settings.packed)
-            loaded.model.check(length, loaded.compute)
+            check_length(loaded.model, length, loaded.compute)
         for data in data_sets:
             began = time.perf_counter()
             try:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from lmlib.compute import Compute
 from lmlib.hf.peft import holds_adapters
-from lmlib.models.model import check_is_model
+from lmlib.models.model import check_is_model, longest_sequence
 from lmlib.parallel.axes import LayoutError
 from lmlib.parallel.check import check_model
 from lmlib.parallel.mesh import make_mesh
@@ -66,7 +66,7 @@ def load(
             step=source.step,
             generation_settings=source.generation_settings,
             cfg=source.cfg,
-            **texts._asdict(),
+            **texts._asdict() | {"longest": texts.longest or longest_sequence(source.shapes)},
         )
 
     with agreed(), user_errors():

@@ -12,6 +12,7 @@ from lmlib.data.text import HasText, TextCodec
 from lmlib.experiment import Experiment
 from lmlib.generate import Generator, Sampling
 from lmlib.metrics.log import MetricsLog
+from lmlib.models.model import padded_length
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.errors import ConfigError, WorkdirLost, in_words, user_errors
 from runner.processes.agreement import agreed
@@ -84,7 +85,7 @@ def continued(experiment: Experiment, model: Any) -> tuple[str, ...]:
         # What suits training's sequences may not suit prompts: any kernel.
         Compute(dtype=experiment.compute.dtype),
         rows=len(prompts),
-        length=-(-longest // _LENGTHS) * _LENGTHS,
+        length=padded_length(model, longest, _LENGTHS),
         whole=False,
     )
     made = generator(prompts, TOKENS, SAMPLING, seed=experiment.seed, stop_ids=stop_ids)

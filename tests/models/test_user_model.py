@@ -8,20 +8,26 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from jaxtyping import Array, Float
 from user_model import Learned
 
 from lmlib import Compute, Experiment, batch_loss, describe, make_mesh, whole_rows
 from lmlib.checkpoint import Checkpoints
 from lmlib.data.batch import place
 from lmlib.data.synthetic import Synthetic
-from lmlib.generate import generate
+from lmlib.experiment import DataStage
+from lmlib.generate import Generator, generate
+from lmlib.inspect import Inspector
 from lmlib.inspect.layer_statistics import first_offender, layer_statistics, table
 from lmlib.inspect.saved_activations import saved_activations
+from lmlib.losses.token_losses import token_losses
 from lmlib.models.families.llama import llama
-from lmlib.models.model import Model
+from lmlib.models.model import Model, padded_length
+from lmlib.models.part import NO_REPORTS, Part
 from lmlib.models.parts.attention import Attention
 from lmlib.models.parts.mlp import GatedMLP, relu_squared
 from lmlib.models.parts.norms import RMSNorm
+from lmlib.models.weights import initial_values, weight, zeros
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.layout import sharding, shardings
 from lmlib.plan.planner import plan
@@ -199,6 +205,50 @@ def test_a_model_that_lacks_a_part_is_told_which(model, message):
     run = dataclasses.replace(experiment({}), model=lambda key: model())
     with pytest.raises(ValueError, match=message):
         run.check()
+
+
+LONGER = Synthetic(vocab_size=64, batch_size=16, sequence_length=33)
+TOO_LONG = "sequences of 33 tokens, but positions.table_PE has 32 positions"
+
+
+class BiasedByPosition(Part):
+    """An mlp with a bias for each position, in every layer a table of its own."""
+
+    bias_PE: Float[Array, "position embed"] = weight(zeros, rules={"position": None})
+
+    def __init__(self, embed, *sizes, key, **more):
+        self.bias_PE = initial_values(self, "bias_PE", key, position=32, embed=embed)
+
+    def __call__(self, x_BSE, context):
+        return x_BSE + self.bias_PE[context.positions_BS], NO_REPORTS
+
+
+def test_longer_sequences_than_there_are_positions_are_refused():
+    """What does not ask the model's own check also asks here: `make` has no limit in its check."""
+    run = experiment({"fsdp": 1})
+    model = jax.eval_shape(make, key=jax.random.key(0))
+    biased = functools.partial(llama_of_any_length, feed_forward=BiasedByPosition)
+    loss = functools.partial(token_losses, compute=run.compute)
+    for refused in (
+        dataclasses.replace(run, data=LONGER).check,
+        dataclasses.replace(run, later_stages=[DataStage(2, LONGER)]).check,
+        dataclasses.replace(run, validation=LONGER).check,
+        functools.partial(plan, dataclasses.replace(run, data=LONGER), parse("cpu:1")),
+        functools.partial(Generator, model, length=33),
+        functools.partial(Inspector(model).logits, [1] * 33),
+        functools.partial(jax.eval_shape, loss, model, LONGER.batch(0)),
+    ):
+        with pytest.raises(ValueError, match=TOO_LONG):
+            refused()
+    with pytest.raises(ValueError, match=r"but stack\.0\.0\.mlp\.bias_PE has 32 positions"):
+        dataclasses.replace(run, model=lambda key: biased(), data=LONGER).check()
+    dataclasses.replace(run, model=lambda key: biased()).check()
+    assert [padded_length(model, tokens, 20) for tokens in (19, 21, 32, 33)] == [20, 32, 32, 33]
+    assert padded_length(jax.eval_shape(llama_of_any_length), 21, 20) == 40
+
+
+def llama_of_any_length(**parts):
+    return llama(vocab=64, embed=32, layers=3, heads=4, mlp=48, key=jax.random.key(0), **parts)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ Shapes: B batch, S sequence, P position, E embed.
 
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from lmlib.compute import Compute
 from lmlib.models.context import Context
 from lmlib.models.part import Part
 from lmlib.models.weights import initial_values, normal, weight
@@ -31,11 +30,3 @@ class Positions(Part):
         """Of the context's positions, laid out as `context.compute.residual` names."""
         rows_BSE = self.table.at[context.positions_BS].get(out_sharding=spec("batch seq embed"))
         return reshard(rows_BSE, context.compute.residual)
-
-    def check(self, sequence_length: int, compute: Compute) -> None:
-        """Raises ValueError if sequences are longer than the table."""
-        if sequence_length > self.table.shape[0]:
-            raise ValueError(
-                f"sequences of {sequence_length} tokens, but the model learns "
-                f"{self.table.shape[0]} positions"
-            )
