@@ -229,6 +229,17 @@ class Checkpoints:
         under = f"{part}."
         return {name.removeprefix(under) for name in manifest.arrays if name.startswith(under)}
 
+    def fits(self, step: int, target: PyTree) -> bool:
+        """Whether the arrays of a checkpoint have the names, shapes and dtypes of `target`, as
+        `restore` needs; reads none of them. Raises as `verify` does."""
+        folder = self._folder(step)
+        manifest = agreed(folder, lambda: read_manifest(folder))
+        try:
+            saved.check_target(manifest, saved.named_leaves(target))
+        except ValueError:
+            return False
+        return True
+
     def restore(self, step: int, target: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """The state saved at `step`, laid out as `target` says, and its `notes`; all verified.
 

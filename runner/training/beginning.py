@@ -1,7 +1,7 @@
 """What a run begins with: its newest checkpoint, weights that are there, or new ones."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,7 @@ def check_newest(beginning: Beginning, steps: Sequence[int], directory: Path) ->
 
 def check_config(
     cfg: fdl.Config[Experiment],
+    target: Callable[[], State],
     workdir: Path,
     allowed_changes: Collection[str],
     progress: Progress,
@@ -181,6 +182,7 @@ def check_config(
     """Shows how the config differs from the one that the run in `workdir` was last trained with.
 
     Compares with config.txt: of the config.json of an old run perhaps not every module is left.
+    `target()` is what a checkpoint is restored into.
 
     Raises:
       ConfigError: if the model is not the one that was trained and "model" is not allowed.
@@ -200,10 +202,18 @@ def check_config(
         progress.message("the new init_from is ignored: this run has checkpoints")
     of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
     if of_the_model and "model" not in allowed_changes:
+        with user_errors(), Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
+            newest = checkpoints.newest()
+            fits = newest is None or checkpoints.fits(newest, target())
+        remedy = ", whose shapes are others: use another workdir"
+        if fits:
+            remedy = (
+                "; use another workdir (--init_from takes them there), or give "
+                "--allow_change=model to go on all the same"
+            )
         raise ConfigError(
             f"{', '.join(of_the_model)} changed since the run in {workdir} was trained, so its "
-            "weights are those of another model; use another workdir (--init_from takes them "
-            "there), or give --allow_change=model to go on all the same"
+            f"weights are those of another model{remedy}"
         )
 
 

@@ -153,7 +153,13 @@ def _fit_in(
         if place.url is None:
             require_same_workdir(workdir)
         with agreed():
-            check_config(cfg, workdir, options.allowed_changes, progress)
+            check_config(
+                cfg,
+                lambda: experiment.abstract_state().changing,
+                workdir,
+                options.allowed_changes,
+                progress,
+            )
             start.check_jax_settings(options.allowed_changes, progress.message)
         start.tell_changes(progress.message)
         run = _Run(cfg, experiment, start, place, options, progress, phases, lock, primary)

@@ -52,7 +52,7 @@ def forked(
         run = opened(found, dataclasses.replace(access, init_from=None))
         _check_step(found.step, run, steps)
         if "model" not in allowed_changes:
-            _check_model(run, config)
+            _check_model(run, config, target)
     with reading(run.folder), Checkpoints(run.checkpoints, read_only=True) as checkpoints:
         try:
             state, notes = checkpoints.restore(run.step, target)
@@ -85,7 +85,7 @@ def _check_step(step: int | None, run: SavedRun, steps: int) -> None:
         )
 
 
-def _check_model(run: SavedRun, config: str) -> None:
+def _check_model(run: SavedRun, config: str, target: State) -> None:
     """Raises ConfigError if the model's settings in `config` are not those of `run`.
 
     Compares with config.txt, which refers to no module.
@@ -96,8 +96,10 @@ def _check_model(run: SavedRun, config: str) -> None:
     changed = changed_paths(read_text(file, _LARGEST_CONFIG), config)
     of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
     if of_the_model:
+        with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+            fits = checkpoints.fits(run.step, target)
+        remedy = "; --allow_change=model goes on all the same" if fits else " with other shapes"
         raise ConfigError(
             f"{run.name} cannot be forked: {', '.join(of_the_model)} is not what it was there, so "
-            "its weights are those of another model; --allow_change=model goes on all the same, "
-            "where they fit"
+            f"its weights are those of another model{remedy}"
         )

@@ -4,6 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import fiddle as fdl
 import jax
 import numpy as np
 import pytest
@@ -144,7 +145,7 @@ def test_other_settings_of_jax_are_told_where_they_are_allowed(trained, tmp_path
 
 def check(cfg, workdir: Path, *allowed: str) -> None:
     with Progress(1, sys.stderr) as progress:
-        check_config(cfg, workdir, allowed, progress)
+        check_config(cfg, lambda: fdl.build(cfg).abstract_state(), workdir, allowed, progress)
 
 
 def test_another_model_of_the_same_shape_is_refused_unless_allowed(tmp_path, capsys):

@@ -21,6 +21,7 @@ SMALL = ("model.layers=1", "model.embed=16", "model.mlp=16", "mesh.fsdp=1", "val
 NEW = "--workdir={run}"  # a folder that is not there
 OLD = "--workdir={old}"  # a run of two steps
 RESUMED = (*TINY, *(f"--fdl.{override}" for override in (*SMALL, "steps=3")))
+FORKED = (NEW, "--init_from={old}@2", "--continue_optimizer")
 FLAT = (*TINY, NEW, "--fdl_config={scratch}/flat.py")
 
 EXPERIMENTS = {
@@ -215,8 +216,10 @@ RUNNER = [
     ((*TINY, "--workdir={scratch}/data"), "data holds train, and no run: use another folder, or"),
     ((*TINY, "--workdir=az://bucket/run"), "remote folders are not supported here: mount"),
     ((*TINY, "--workdir=/proc/nowhere"), "/proc/nowhere"),
-    (resumed(OLD, "--fdl.model.mlp=32"), "--allow_change=model"),
+    (resumed(OLD, "--fdl.model.mlp=32"), "whose shapes are others: use another workdir"),
     (resumed(OLD, "--fdl.model.mlp=32", "--allow_change=model"), "is wanted"),
+    (resumed(OLD, "--fdl.model.rope_theta=5e5"), "or give --allow_change=model to go on all the"),
+    (resumed(*FORKED, "--fdl.model.mlp=32"), "those of another model with other shapes"),
     (resumed(OLD, "--fdl.data.seed=3"), "--allow_change=data"),
     (resumed(OLD, "--fdl.guard={'window': 3}"), "this is a whole config, of lmlib.guard.Guard"),
     (
