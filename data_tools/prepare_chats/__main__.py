@@ -67,6 +67,12 @@ def make_splits(arguments: Sequence[str]) -> int:
     source = source_flags.source(field)
     tokenizer = split_flags.tokenizer()
     template = load_template(TOKENIZER.value, _TEMPLATE.value)
+    if template is None and _TEMPLATE.value is None:
+        raise ValueError(
+            f"--tokenizer={TOKENIZER.value} has no chat template, which marks who says what: give "
+            "--template, a file or a name; --template= joins each prompt and its response as they "
+            "are"
+        )
     skipped = SkippedRows()
     for split, part, _ in split_flags.parts():
         begun = time.monotonic()

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from chat_templates import CHATS, TEMPLATES, TOKENS, TOOLS
 from folder_contents import files_of
+from forked_processes import run_forked
 from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizer import write_tokenizer_folder
@@ -371,6 +372,18 @@ def test_another_template_is_another_data_set(tmp_path: Path) -> None:
         prepare(tmp_path, {"messages": TURNS}, source=UNMARKED)
     with pytest.raises(FileExistsError, match="is finished, with source max_length None, not 9"):
         prepare(tmp_path, {"messages": TURNS}, max_length=9)
+
+
+def test_the_command_asks_for_a_template_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    rows(tmp_path, {"messages": [ASKED, answer("The bridges.")]})
+    command = ["-m", "data_tools.prepare_chats", f"--dataset={tmp_path / 'rows.jsonl'}"]
+    command += ["--tokenizer=bytes", "--workers=0", f"--out={tmp_path / 'out'}"]
+    refused = run_forked(*command)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "--tokenizer=bytes has no chat template" in refused.stderr
+    assert "give --template" in refused.stderr and not (tmp_path / "out").exists()
+    joined = run_forked(*command, "--template=")
+    assert joined.returncode == 0, joined.stderr
 
 
 @pytest.mark.slow
