@@ -154,7 +154,7 @@ def _over_blocks(
     T = _rows_of_a_block(N, X)
     starts_X = jnp.cumsum(sizes_X) - sizes_X
 
-    def visit(group: Array, first: Array, T: int, i: Array | int, made: Array) -> Array:
+    def visit(group: Array, first: Array | int, T: int, i: Array | int, made: Array) -> Array:
         """The block of T rows that begins i blocks after the group's row `first`."""
         start = starts_X[group] + first + i * T
         end = jnp.clip(starts_X[group] + sizes_X[group], start, start + T)
