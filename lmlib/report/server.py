@@ -1,6 +1,7 @@
 """The live page, on this machine alone."""
 
 import http.server
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -38,6 +39,11 @@ class PageServer(http.server.ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.server_port}/"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing of a browser that drops its connection; prints other errors."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     @property
     def hosts(self) -> set[str]:

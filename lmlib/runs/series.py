@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -16,6 +16,7 @@ from lmlib.storage.stored_json import parse_json
 from lmlib.storage.unlinked import check_no_link
 
 _AT_ONCE = 1000  # lines
+_Columns: TypeAlias = dict[str, tuple["array.array[int]", "array.array[float]"]]
 
 
 class Series(NamedTuple):
@@ -28,8 +29,9 @@ class Series(NamedTuple):
 class Measurements:
     """Keeps up with `workdir/metrics.jsonl`, also while a run writes it; empty if it is absent.
 
-    `update` reads what is new. The last line is read again, for a run adds to it; a file that a
-    resumed run has written anew is read from its beginning. A line that is damaged is left out.
+    `update` reads the new lines. It reads the last line again, for a run adds to it; until that is
+    whole again, its former content counts. A file that a resumed run has written anew is read from
+    its beginning. A line that is damaged is left out.
     """
 
     def __init__(self, workdir: str | os.PathLike[str]):
@@ -37,9 +39,11 @@ class Measurements:
         self._forget()
 
     def _forget(self) -> None:
-        self._columns: dict[str, tuple[array.array[int], array.array[float]]] = {}
+        self._columns: _Columns = {}
         self._file: tuple[int, int] | None = None
+        # The last whole line: where it begins, its bytes, and its entry, which no column has yet.
         self._last_begins, self._last = 0, b""
+        self._newest: list[dict[str, Any]] = []
 
     def update(self) -> None:
         """Raises OSError, naming the file, if it cannot be read, or is a link."""
@@ -57,43 +61,36 @@ class Measurements:
         if (found.st_dev, found.st_ino) != self._file or file.read(len(known)) != known:
             self._forget()
             self._file = found.st_dev, found.st_ino
-        end = file.seek(self._last_begins)
-        self._take_back(self._last)
-        whole = (line for line in file if line.endswith(b"\n"))  # not what a run is writing
+        begins = file.seek(self._last_begins)
+        line = file.readline()
+        if not line.endswith(b"\n"):  # a run is writing it
+            return
+        newest = _parsed([line]) or self._newest
+        whole = (each for each in file if each.endswith(b"\n"))
         while lines := list(itertools.islice(whole, _AT_ONCE)):
-            self._take(lines)
-            end += sum(map(len, lines))
-            self._last = lines[-1]
-            self._last_begins = end - len(self._last)
-
-    def _take(self, lines: list[bytes]) -> None:
-        entries = _parsed(lines)
-        for name in dict.fromkeys(name for entry in entries for name in entry):
-            measured = [
-                (entry["step"], value)
-                for entry in entries
-                if (value := _number(entry.get(name))) is not None
-            ]
-            steps, values = self._columns.setdefault(name, (array.array("q"), array.array("d")))
-            steps.extend(step for step, _ in measured)
-            values.extend(value for _, value in measured)
-
-    def _take_back(self, line: bytes) -> None:
-        """Undoes what `_take` made of the last line."""
-        for entry in _parsed([line] if line else []):
-            for name, value in entry.items():
-                if _number(value) is not None:
-                    for column in self._columns[name]:
-                        column.pop()
+            _add(self._columns, [*newest, *_parsed(lines[:-1])])
+            begins += len(line) + sum(map(len, lines[:-1]))
+            line, newest = lines[-1], _parsed(lines[-1:])
+        self._last_begins, self._last, self._newest = begins, line, newest
 
     @property
     def series(self) -> Mapping[str, Series]:
         """What the last `update` had read, by the name of the metric; "step" is one."""
+        columns = {name: (steps[:], values[:]) for name, (steps, values) in self._columns.items()}
+        _add(columns, self._newest)
         return {
-            name: Series(np.array(steps, np.int64), np.array(values, np.float64))
-            for name, (steps, values) in self._columns.items()
-            if steps
+            name: Series(np.asarray(steps), np.asarray(values))
+            for name, (steps, values) in columns.items()
         }
+
+
+def _add(columns: _Columns, entries: list[dict[str, Any]]) -> None:
+    for entry in entries:
+        for name, each in entry.items():
+            if (value := _number(each)) is not None:
+                steps, values = columns.setdefault(name, (array.array("q"), array.array("d")))
+                steps.append(entry["step"])
+                values.append(value)
 
 
 def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:

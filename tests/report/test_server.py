@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import socket
+import struct
 import threading
 
 import pytest
@@ -89,6 +90,51 @@ def test_a_damaged_file_is_shown_and_the_next_request_is_answered():
     with serving(page) as server:
         assert ask(server)[:2] == (500, "result.json is damaged")
         assert ask(server)[0] == 200
+
+
+def test_a_dropped_connection_prints_nothing(capsys):
+    """Closed with a reset while the page is made, and before the request is whole."""
+    handlers, asked, dropped = [], threading.Event(), threading.Event()
+
+    def page():
+        handlers.append(threading.current_thread())
+        asked.set()
+        assert dropped.wait(60)
+        return "x" * 10_000_000  # more than the kernel keeps for a connection
+
+    def drop(connection):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
+    with serving(page) as server:
+        address = ("127.0.0.1", server.server_port)
+        own = f"GET / HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n"
+        half = socket.create_connection(address, timeout=60)
+        half.sendall(own.encode())
+        whole = socket.create_connection(address, timeout=60)
+        whole.sendall(f"{own}\r\n".encode())
+        assert asked.wait(60)
+        drop(half)
+        drop(whole)
+        dropped.set()
+        handlers[0].join(60)
+        assert ask(server)[0] == 200
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "")
+
+
+def test_other_errors_of_a_page_are_printed(capsys):
+    handlers = []
+
+    def page():
+        handlers.append(threading.current_thread())
+        raise KeyError("a mistake in the page")
+
+    with serving(page) as server:
+        with pytest.raises(http.client.RemoteDisconnected):
+            ask(server)
+        handlers[0].join(60)
+    assert "a mistake in the page" in capsys.readouterr().err
 
 
 def test_only_this_machine_can_reach_it():

@@ -1,11 +1,12 @@
 """Columns of metrics.jsonl say what its lines say, however the file came to be as it is."""
 
+import itertools
 import json
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmlib.metrics.log import MetricsLog, read_metrics
@@ -61,6 +62,35 @@ def test_columns_keep_up_with_a_run(tmp_path_factory, first, added, then):
         log.write(len(first) + 1, {"loss": 1.0})
     kept.update()
     assert as_lists(kept) == from_lines(workdir)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.booleans(), min_size=6, max_size=60))
+def test_no_measurement_is_taken_back_while_a_line_is_half_written(tmp_path_factory, looks):
+    """The file is written byte by byte, as `MetricsLog` writes it: a line, then more of its metrics
+    over its end. Of the bytes some are followed by a look."""
+    workdir = tmp_path_factory.mktemp("run")
+    reader, before = Measurements(workdir), {}
+    looks = itertools.cycle(looks)
+    with open(workdir / "metrics.jsonl", "w+b", buffering=0) as file:
+        for step in (1, 2, 3):
+            added = f', "validation_loss": {step / 4}}}\n'
+            for content, over in ((f'{{"step": {step}, "loss": {step / 2}}}\n', 0), (added, 2)):
+                file.seek(-over, 2)
+                for byte in content.encode():
+                    file.write(bytes([byte]))
+                    if next(looks):
+                        reader.update()
+                        found = as_lists(reader)
+                        for name, columns in before.items():
+                            assert all(
+                                now[: len(then)] == then
+                                for now, then in zip(found[name], columns, strict=True)
+                            )
+                        before = found
+    reader.update()
+    assert as_lists(reader) == from_lines(workdir)
+    assert as_lists(reader)["validation_loss"] == ([1, 2, 3], [0.25, 0.5, 0.75])
 
 
 def test_what_is_not_finite_is_there(tmp_path):
