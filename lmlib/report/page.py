@@ -52,6 +52,7 @@ def page(
         status=tables.status(runs),
         tiles=tables.tiles(runs[0]) if len(runs) == 1 else [],
         tables=tables.comparison(runs) if len(runs) > 1 else [],
+        judged=baseline is not None,
         verdicts=tables.verdicts(runs, baseline, margin) if len(runs) > 1 else "",
         axes=AXES.items(),
         has_seeds=len({each.group for each in runs}) < len(runs),

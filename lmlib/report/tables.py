@@ -87,7 +87,8 @@ def comparison(runs: Sequence[Seen]) -> list[Table]:
 
 
 def verdicts(runs: Sequence[Seen], baseline: str | None, margin: float) -> str:
-    """The table of `lmlib.verdicts`; nothing if it cannot be made, and no baseline was asked for.
+    """The table of `lmlib.verdicts`. Without a baseline it has means over seeds: nothing if each
+    setting has one, or if it cannot be made.
 
     Raises:
       ValueError: which says why it cannot be made.
@@ -97,6 +98,8 @@ def verdicts(runs: Sequence[Seen], baseline: str | None, margin: float) -> str:
 
     try:
         found = compare([each.run for each in runs], baseline=baseline, margin=margin)
+        if baseline is None and all(len(row.group.runs) == 1 for row in found.rows):
+            return ""
         return shown(comparison_text(found))
     except ValueError:
         if baseline is None:

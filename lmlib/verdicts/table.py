@@ -27,9 +27,23 @@ def comparison_text(comparison: Comparison) -> str:
         lines += ["", *_rules(comparison, len(judged))]
         lines += ["", *_notes(comparison)]
         lines += _about_speedups(judged)
+    elif any(row.is_baseline for row in comparison.rows):
+        lines += ["", _no_verdict(comparison)]
     if comparison.left_out:
         lines += ["", *comparison.left_out]
     return "\n".join(lines)
+
+
+def _no_verdict(comparison: Comparison) -> str:
+    if len(comparison.rows) == 1:
+        return (
+            "no verdict: all of these runs have the baseline's settings; name runs of another "
+            "setting too"
+        )
+    return (
+        "no verdict: each of the others differs from the baseline in more than what --baseline "
+        "names; name one run as the baseline of all, or give runs that differ in nothing else"
+    )
 
 
 def _cells(comparison: Comparison, row: Row, judged: bool, sped: bool) -> list[str]:

@@ -91,7 +91,11 @@ def test_finished_runs_are_compared(tmp_path):
     runs = seen([tmp_path])
     (told,) = [text for text in Parsed(page(runs)).texts["pre"] if "±" in text]
     assert "2.6100" in told and "2.7100" in told and "verdict" not in told
+    assert "Verdicts" not in Parsed(page(runs)).texts["h2"]
     judged = page(runs, baseline="optimizer.peak_lr=0.1", margin=0.01)
+    assert "Verdicts" in Parsed(judged).texts["h2"]
+    alone = page(seen([tmp_path / "0.1/0", tmp_path / "0.2/0"]))
+    assert "±" not in alone and not {"Verdicts", "Means over seeds"} & {*Parsed(alone).texts["h2"]}
     assert [text for text in Parsed(judged).texts["pre"] if "minus baseline" in text]
     with pytest.raises(ValueError, match="peak_lr"):
         page(runs, baseline="optimizer.peak_lr=7")

@@ -108,6 +108,19 @@ def test_the_baselines_of_a_sweep_of_two_settings_have_the_other_one_alike(tmp_p
     assert [row.judged is None for row in of_run.rows] == [True, False, False, False]
 
 
+def test_a_baseline_without_a_verdict_says_why(tmp_path):
+    sweep(tmp_path / "one", {0.001: (3.0, 3.1)})
+    runs = find_runs([tmp_path / "one"])
+    assert "no verdict" not in comparison_text(compare(runs))
+    alone = comparison_text(compare(runs, baseline="0.001_0"))
+    assert "no verdict: all of these runs have the baseline's settings" in alone
+    sweep(tmp_path / "two", {0.003: (2.9,)}, **{"model.embed": 128})
+    runs = find_runs([tmp_path])
+    told = comparison_text(compare(runs, baseline=BASELINE))
+    assert "no verdict: each of the others differs from the baseline in more than" in told
+    assert "no verdict" not in comparison_text(compare(runs, baseline="0.001_0"))
+
+
 def test_other_seeds_are_compared_unpaired_and_common_ones_alone_if_they_are_enough(tmp_path):
     sweep(tmp_path, {0.001: (3.0, 3.1, 3.2, 3.3)})
     for seed in (3, 4, 5):
