@@ -43,7 +43,7 @@ from lmlib.terminal.quantities import count_text, duration_text
 from runner.config.references import Saved, located
 
 _PART = "model"
-_CONFIGS = ("config.json", "config.txt")
+_CONFIGS = ("config.json", "settings.json", "config.txt")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lmlib.runs.run import Run, difference, find_runs
 from lmlib.runs.series import Measurements
+from lmlib.runs.settings import last_name
 from lmlib.terminal.text import shown
 
 
@@ -70,9 +71,7 @@ def names(paths: Sequence[Path]) -> list[str]:
 def groups(runs: Sequence[Run]) -> list[str]:
     """For each run the settings in which it differs from others, seeds aside."""
     differing = {
-        path: values
-        for path, values in difference(runs).items()
-        if path.rpartition(".")[2] != "seed"
+        path: values for path, values in difference(runs).items() if last_name(path) != "seed"
     }
     texts = [
         ", ".join(
@@ -86,5 +85,5 @@ def groups(runs: Sequence[Run]) -> list[str]:
 
 def _short(path: str, paths: Iterable[str]) -> str:
     """The last part of a path, if no other path ends alike."""
-    last = path.rpartition(".")[2]
-    return last if sum(each.rpartition(".")[2] == last for each in paths) == 1 else path
+    last = last_name(path)
+    return last if sum(last_name(each) == last for each in paths) == 1 else path

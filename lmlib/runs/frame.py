@@ -1,9 +1,11 @@
 """Runs as a table of pandas, for plots and statistics of one's own."""
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
 from lmlib.runs.run import Run, difference, find_runs
+from lmlib.runs.settings import value_of
 
 if TYPE_CHECKING:
     import pandas
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
 def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFrame":
     """A row for each run in `places`: workdirs, or folders that hold some, such as a sweep's.
 
-    Columns are `run` (its workdir), the settings in which the runs differ, whether it has
+    Columns are `run` (its workdir), the settings in which the runs differ (`None` where that is the
+    setting, NaN where a run has none), whether it has
     `finished`, and each metric's last value. With `steps`, a row for each step of each run, and
     that step's metrics.
 
@@ -26,26 +29,23 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
     differing = difference(found)
     rows: list[dict[str, Any]] = []
     for number, run in enumerate(found):
-        settings = {path: _value(values[number]) for path, values in differing.items()}
+        settings = {
+            path: value_of(text)
+            for path, values in differing.items()
+            if (text := values[number]) is not None
+        }
         begin = {"run": str(run.path), **settings}
         if steps:
             rows += [{**begin, **line} for line in run.metrics]
         else:
             rows.append({**begin, "finished": run.finished, **_last_values(run)})
-    return pandas.DataFrame(rows)
+    table = pandas.DataFrame(rows)
+    for path in differing:
+        values = [row.get(path, math.nan) for row in rows]
+        if None in values:  # which pandas would take for a missing number
+            table[path] = pandas.Series(values, dtype=object)
+    return table
 
 
 def _last_values(run: Run) -> dict[str, Any]:
     return {name: value for line in run.metrics for name, value in line.items()}
-
-
-def _value(text: str | None) -> Any:
-    """A number or a truth value where the text is one."""
-    if text in ("True", "False"):
-        return text == "True"
-    for kind in (int, float):
-        try:
-            return kind(text)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            continue
-    return text

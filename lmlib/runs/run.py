@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ from typing import Any
 from lmlib.metrics.log import FILE_NAME as METRICS
 from lmlib.metrics.log import read_metrics
 from lmlib.runs.result import read_result
+from lmlib.runs.settings import FILE_NAME as SETTINGS
+from lmlib.runs.settings import read_settings
 from lmlib.runs.sweep import point_of
 from lmlib.runs.validation import StoredValidation, read_validation
 from lmlib.storage.stored_json import read_text
 from lmlib.storage.unlinked import unlinked
 
-SETTINGS = "config.txt"
 SAMPLES = "samples"
-_SETTING = re.compile(r"(?P<path>[^ =:]+)(?: = |: )(?P<value>.*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +37,12 @@ class Run:
 
     @functools.cached_property
     def settings(self) -> Mapping[str, str]:
-        """Every parameter of its config by path, `{"optimizer.peak_lr": "0.003"}`, as text; of
-        what is a callable, its name."""
-        text = read_text(unlinked(self.path, SETTINGS))
-        lines = text.splitlines()[1:]  # the first names the root
-        found = (_SETTING.fullmatch(line) for line in lines)
-        return {match["path"]: match["value"] for match in found if match}
+        """Every parameter of its config by path, as `lmlib.runs.settings` has them; empty if
+        settings.json is absent.
+
+        Raises ValueError, naming the file, if it is damaged.
+        """
+        return read_settings(self.path) or {}
 
     @functools.cached_property
     def metrics(self) -> list[dict[str, Any]]:

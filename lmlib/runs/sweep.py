@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lmlib.runs.settings import checked_settings
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
 
@@ -42,12 +43,7 @@ def points_in(content: Any) -> list[tuple[str, Mapping[str, str]]]:
     found: list[tuple[str, Mapping[str, str]]] = []
     for point in points:
         name, settings = map(point.get, ("name", "settings")) if isinstance(point, dict) else (0, 0)
-        if not isinstance(name, str) or not isinstance(settings, dict):
+        if not isinstance(name, str):
             raise ValueError(f"{point!r:.80} is no point with a name and settings")
-        for path, text in settings.items():
-            if not isinstance(text, str):
-                raise ValueError(
-                    f"the setting {path!r:.80} of {name!r:.80} is {text!r:.40}, no text"
-                )
-        found.append((name, settings))
+        found.append((name, checked_settings(settings)))
     return found

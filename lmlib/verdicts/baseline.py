@@ -1,8 +1,9 @@
 """Which group is the baseline of which other one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from lmlib.runs.settings import is_below, split, value_of
 from lmlib.verdicts.groups import Group, Settings, shown
 
 LENGTH = "steps"  # the setting in which runs of one ladder of lengths differ
@@ -37,10 +38,10 @@ def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
         raise ValueError(f"no finished run has the baseline's settings, {named}")
     found = {}
     for number, group in enumerate(groups):
-        rest = {path: text for path, text in group.settings.items() if not _is_of(path, wanted)}
+        rest = {path: text for path, text in group.settings.items() if not is_below(path, wanted)}
         alike = [i for i in chosen if rest.items() <= dict(groups[i].settings).items()]
         if len(alike) > 1:
-            differing = [path for path in group.settings if _is_of(path, wanted)]
+            differing = [path for path in group.settings if is_below(path, wanted)]
             raise ValueError(
                 f"the baseline {named} is {len(alike)} settings: name one more of "
                 f"{', '.join(path for path in differing if path not in wanted)}"
@@ -48,10 +49,6 @@ def baselines(groups: Sequence[Group], named: str) -> dict[int, int]:
         if alike:
             found[number] = alike[0]
     return found
-
-
-def _is_of(path: str, wanted: Iterable[str]) -> bool:
-    return any(path == name or path.startswith(f"{name}.") for name in wanted)
 
 
 def ladder(groups: Sequence[Group], baseline: Group) -> list[Group]:
@@ -62,15 +59,15 @@ def ladder(groups: Sequence[Group], baseline: Group) -> list[Group]:
 
 def _settings(named: str, groups: Sequence[Group]) -> dict[str, str]:
     wanted = {}
-    for part in named.split(","):
-        path, equals, text = part.partition("=")
-        if not equals:
+    for part in split(named, ","):
+        path, *texts = split(part, "=")
+        if not texts:
             names = sorted(each.run.name for group in groups for each in group.runs.values())
             raise ValueError(
                 f"the baseline {named!r} is none of the finished runs ({', '.join(names[:5])}"
                 f"{', …' * (len(names) > 5)}), and no setting such as optimizer.peak_lr=0.001"
             )
-        wanted[_whole_path(path, list(groups[0].settings))] = text
+        wanted[_whole_path(path, list(groups[0].settings))] = "=".join(texts)
     return wanted
 
 
@@ -92,11 +89,9 @@ def _has(settings: Settings, wanted: dict[str, str]) -> bool:
 
 def _same(text: str | None, wanted: str) -> bool:
     """1e-3 is 0.001, quotes may be left out, and a callable is named as in a table."""
-    if text is None:
-        return wanted == "None"
-    if wanted in (text, text.strip("'"), shown(text)):
+    if wanted in (shown(text), text, str(value_of(text or ""))):
         return True
     try:
-        return float(text) == float(wanted)
+        return float(text or "") == float(wanted)
     except ValueError:
         return False

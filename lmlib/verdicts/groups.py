@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from lmlib.runs.run import difference
+from lmlib.runs.settings import is_below, last_name
 from lmlib.verdicts.finished import FinishedRun
 
 SEED = "seed"  # the last name of the path of every seed
@@ -33,7 +34,7 @@ WITHOUT_EFFECT = (
     "prefetch_batches",
 )
 
-_CALLABLE = re.compile(r"[A-Za-z_][\w.]*\.(\w+)(?: \(partial\))?")  # in config.txt
+_CALLABLE = re.compile(r"[A-Za-z_][\w.]*\.(\w+)(?: \(partial\))?")
 
 Seed = tuple[tuple[str, str], ...]  # every seed's path and value
 Settings = Mapping[str, str | None]
@@ -83,7 +84,7 @@ def differing_settings(
     return {
         path: values
         for path, values in difference(each.run for each in runs).items()
-        if not _is_seed(path) and not _is_below(path, passed_over)
+        if not _is_seed(path) and not is_below(path, passed_over)
     }
 
 
@@ -97,7 +98,7 @@ def grouped(
       ValueError: if no run has a setting that is ignored.
     """
     for name in ignored:
-        if not any(_is_below(path, [name]) for each in runs for path in each.run.settings):
+        if not any(is_below(path, [name]) for each in runs for path in each.run.settings):
             raise ValueError(f"no run has the setting {name!r}, which is to be ignored")
     differing = differing_settings(runs, ignored)
     members: dict[tuple[str | None, ...], dict[Seed, FinishedRun]] = {}
@@ -134,13 +135,9 @@ def shown(setting: str | None) -> str:
 
 
 def _seed(settings: Mapping[str, str]) -> Seed:
-    seeds = (path for path in settings if _is_seed(path) and not _is_below(path, WITHOUT_EFFECT))
+    seeds = (path for path in settings if _is_seed(path) and not is_below(path, WITHOUT_EFFECT))
     return tuple((path, settings[path]) for path in sorted(seeds))
 
 
 def _is_seed(path: str) -> bool:
-    return path.rpartition(".")[2] == SEED
-
-
-def _is_below(path: str, names: Iterable[str]) -> bool:
-    return any(path == name or path.startswith(f"{name}.") for name in names)
+    return last_name(path) == SEED

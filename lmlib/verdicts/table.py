@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from lmlib.runs.settings import last_name
 from lmlib.terminal.table import columns
 from lmlib.verdicts.comparison import Comparison, Judged, Row
 from lmlib.verdicts.groups import shown
@@ -82,7 +83,7 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     for row in comparison.rows:
         if row.judged is not None:
             name = ", ".join(
-                f"{path.rpartition('.')[2]} = {shown(row.group.settings[path])}"
+                f"{last_name(path)} = {shown(row.group.settings[path])}"
                 for path in comparison.settings
             )
             yield f"{name}: {'; '.join(_said(comparison, row.judged))}"

@@ -12,8 +12,8 @@ _OF_A_RUN = {"config.txt", "checkpoints", "lock", "logs", "run.log"}
 
 # What a run reads there, which may not lead elsewhere.
 _NO_LINKS = (
-    "checkpoints", "config.json", "config.txt", "metrics.jsonl", "result.json", "validation.json",
-    "goodput.json", "samples", "starts", "captures",
+    "checkpoints", "config.json", "config.txt", "settings.json", "metrics.jsonl", "result.json",
+    "validation.json", "goodput.json", "samples", "starts", "captures",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import traceback
@@ -28,12 +29,13 @@ from typing import Any
 import fiddle as fdl
 from fiddle.experimental import serialization
 
+from lmlib.runs.settings import FILE_NAME as SETTINGS
 from lmlib.storage.bucket.url import BucketUrl
 from lmlib.storage.local_folder import folder_to_read
 from lmlib.storage.whole_file import make_folder, write_whole
 from runner.config.overrides import BAD_LITERAL, apply_override
 from runner.config.saved_config import read_config
-from runner.config.text import flattened, parameters, text_of, with_defaults
+from runner.config.text import flattened, parameters, settings, text_of, with_defaults
 from runner.config.values import check_values
 from runner.errors import ConfigError, did_you_mean, in_words, user_errors
 
@@ -95,7 +97,8 @@ def save(cfg: fdl.Config, workdir: str | os.PathLike[str]) -> None:
 
 
 def saved_files(cfg: fdl.Config) -> dict[str, str]:
-    """The content of config.json (for `load`) and config.txt (`flattened`).
+    """The content of config.json (for `load`), settings.json (`settings`) and config.txt
+    (`flattened`, for people).
 
     Defaults are written out: a later run repeats this one even if they have changed since.
 
@@ -109,7 +112,11 @@ def saved_files(cfg: fdl.Config) -> dict[str, str]:
             "this config cannot be saved: it may hold only literals, and functions and classes at "
             f"the top of an importable module. {error}"
         ) from error
-    return {"config.json": text + "\n", "config.txt": flattened(cfg)}
+    return {
+        "config.json": text + "\n",
+        SETTINGS: json.dumps(settings(cfg), indent=0) + "\n",
+        "config.txt": flattened(cfg),
+    }
 
 
 def experiments() -> dict[str, Path]:

@@ -1,20 +1,17 @@
 """The parameters of a config, defaults included: as values, as text, and what has changed.
 
-Changes are found in the texts, since modules that an old run's config names may be gone.
+Changes are found in texts, since modules that an old run's config names may be gone.
 """
 
 import copy
 import dataclasses
-import difflib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import fiddle as fdl
 from fiddle import daglish
-
-_PATH = re.compile(r"([^ =:]+)(?: =|:) ")  # at the start of a line of `flattened`
 
 
 def flattened(cfg: fdl.Config) -> str:
@@ -23,12 +20,14 @@ def flattened(cfg: fdl.Config) -> str:
     A line `path: module.name` names the callable of each config; the first line, the root's. Only
     dataclass fields that a default factory fills are left out, until they are set.
     """
-    return "\n".join(_lines(with_defaults(cfg), "", {})) + "\n"
+    found = _parameters(with_defaults(cfg), "", {})
+    lines = (f"{path}{between}{text}" for path, between, text in found)
+    return "".join(f"{line.removeprefix(': ')}\n" for line in lines)
 
 
-def by_path(cfg: fdl.Config) -> dict[str, str]:
-    """The lines of `flattened`, values by their paths."""
-    return dict(line.partition(" = ")[::2] for line in flattened(cfg).splitlines())
+def settings(cfg: fdl.Config) -> dict[str, str]:
+    """The texts of `flattened` by their paths, without the root's."""
+    return {path: text for path, _, text in _parameters(with_defaults(cfg), "", {}) if path}
 
 
 def nodes(value: Any) -> list[fdl.Buildable]:
@@ -99,41 +98,43 @@ def text_of(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def difference(before: str, after: str) -> str:
-    """The lines that differ, `- old` and `+ new`; empty where there is none."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
-    changed = [line for line in list(lines)[2:] if not line.startswith("@@")]
-    return "".join(f"{line[0]} {printable(line[1:])}\n" for line in changed)
+def difference(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Two lines for each of `settings` that differs, `- old` and `+ new`; empty if none does."""
+    return "".join(
+        f"{sign} {printable(f'{path} = {settings[path]}')}\n"
+        for path in changed_paths(before, after)
+        for sign, settings in (("-", before), ("+", after))
+        if path in settings
+    )
 
 
-def changed_paths(before: str, after: str) -> list[str]:
+def changed_paths(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """The parameters that differ, in order: `["model.rope_theta", "steps"]`."""
-    lines = [line[2:] for line in difference(before, after).splitlines()]
-    return list(dict.fromkeys(found[1] for line in lines if (found := _PATH.match(line))))
+    return [path for path in {**before, **after} if before.get(path) != after.get(path)]
 
 
-def _lines(value: Any, path: str, seen: dict[int, str]) -> Iterator[str]:
-    """Lines of `flattened`; `seen` maps each config already written to its path."""
+def _parameters(value: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[str, str, str]]:
+    """Each path, what `flattened` has after it, and the text; `seen` maps each config already
+    written to its path."""
     if not nodes(value):
-        yield f"{path} = {text_of(value)}"
+        yield path, " = ", text_of(value)
         return
     if isinstance(value, fdl.Buildable):
-        prefix = f"{path}: " if path else ""
         if id(value) in seen:
-            yield f"{prefix}same as {seen[id(value)]}"
+            yield path, ": ", f"same as {seen[id(value)]}"
             return
         seen[id(value)] = path
         kind = "" if isinstance(value, fdl.Config) else f" ({type(value).__name__.lower()})"
-        yield f"{prefix}{text_of(fdl.get_callable(value))}{kind}"
+        yield path, ": ", f"{text_of(fdl.get_callable(value))}{kind}"
     traverser = daglish.find_node_traverser(type(value))
     assert traverser
     parts, _ = traverser.flatten(value)
     for element, part in zip(traverser.path_elements(value), parts, strict=True):
-        yield from _lines(part, f"{path}{element.code}".removeprefix("."), seen)
+        yield from _parameters(part, f"{path}{element.code}".removeprefix("."), seen)
 
 
 def printable(line: str) -> str:
-    """`line` without control characters: a stranger's config.txt must not steer the terminal."""
+    """`line` without control characters: a stranger's settings must not steer the terminal."""
     return "".join(
         character if character.isprintable() else f"\\x{ord(character):02x}" for character in line
     )

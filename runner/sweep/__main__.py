@@ -68,7 +68,7 @@ import jax
 from lmlib.plan.cost import Cost
 from lmlib.terminal.python_command import python_command
 from runner.absent_hardware.cost import cost_of
-from runner.config.text import flattened
+from runner.config.text import settings as settings_of
 from runner.jax_settings.allocator import keep_freed_memory
 from runner.jax_settings.devices import check_devices, choose_devices, on_cpus_alone
 from runner.jax_settings.xla_flags import keep_cpus_in_order, set_gpu_flags
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     for each in settings:  # before anything is trained
         _config_of(each)
     sweep = planned(
-        folder, reference, settings, lambda each: flattened(_config_of(each)), _ADD_POINTS.value
+        folder, reference, settings, lambda each: settings_of(_config_of(each)), _ADD_POINTS.value
     )
     if _DRY_RUN.value:
         print(costs_text(sweep.points, [_cost_of(each) for each in sweep.points]))

@@ -1,10 +1,10 @@
 """A sweep's folder: `sweep.json` says what it is, and each point is a run in a folder below.
 
-{"format": 1, "experiment": "experiments/quickstart", "config": "…",
+{"format": 2, "experiment": "experiments/quickstart", "config": {"steps": "100", …},
  "points": [{"name": "peak_lr=0.001,seed=0", "settings": {"optimizer.peak_lr": "0.001", …}}, …]}
 
-`config` is the text of the first point's, from which another experiment is known; `experiment` is
-for readers.
+`config` has all settings of the first point, which tell another experiment; `experiment` is for
+readers.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lmlib.runs.run import Run
+from lmlib.runs.settings import checked_settings
 from lmlib.runs.sweep import FILE_NAME, points_in
 from lmlib.storage.local_folder import local_folder
 from lmlib.storage.stored_json import read_json
@@ -24,7 +25,7 @@ from runner.errors import ConfigError, user_errors
 from runner.sweep.names import Settings, is_safe, names_of
 
 OUTPUT = "output"  # the folder of what the points' processes wrote
-_FORMAT = 1
+_FORMAT = 2
 _SHOWN = 3  # names in a sentence
 
 
@@ -62,12 +63,12 @@ class Sweep:
 
     Args:
       experiment: as --fdl_config has it.
-      config: of the first point, as text.
+      config: the settings of the first point, all of them.
     """
 
     folder: Path
     experiment: str
-    config: str
+    config: Settings
     points: tuple[Point, ...]
 
     def write(self) -> None:
@@ -75,7 +76,7 @@ class Sweep:
         content = {
             "format": _FORMAT,
             "experiment": self.experiment,
-            "config": self.config,
+            "config": dict(self.config),
             "points": points,
         }
         make_folder(self.folder)
@@ -106,13 +107,13 @@ def planned(
     folder: Path,
     experiment: str,
     points: Sequence[Settings],
-    config_of: Callable[[Settings], str],
+    config_of: Callable[[Settings], Settings],
     add: bool,
 ) -> Sweep:
     """The sweep of `points` in `folder`, with the names that are there already. Writes nothing.
 
     Args:
-      config_of: the text of a point's config.
+      config_of: all settings of a point.
       add: whether a sweep that is there takes new points, and keeps those that are left out now.
 
     Raises:
@@ -123,7 +124,7 @@ def planned(
         return Sweep(folder, experiment, config_of(points[0]), tuple(_named(folder, points, ())))
     config = config_of(before.points[0].settings)
     if config != before.config:
-        changed = changed_paths(before.config, config) or ["what it is made of"]
+        changed = changed_paths(before.config, config)
         raise ConfigError(
             f"{folder} has the runs of another sweep, whose experiment ({before.experiment}) "
             f"differs in {', '.join(changed)}: give another --workdir, or the same settings"
@@ -152,7 +153,8 @@ def read_sweep(folder: Path) -> Sweep:
         points = [Point(folder / _safe(name), texts) for name, texts in points_in(content)]
         if not points:
             raise ValueError("it has no points")
-        return Sweep(folder, str(content["experiment"]), str(content["config"]), tuple(points))
+        config = checked_settings(content["config"])
+        return Sweep(folder, str(content["experiment"]), config, tuple(points))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read, or is damaged: {error!r:.200}") from error
 

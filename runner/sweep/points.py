@@ -1,17 +1,17 @@
 """The points of a sweep, from an experiment's own function and from `--axis` flags."""
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lmlib import sweeps
+from lmlib.runs.settings import split
 from runner.config import configs
 from runner.config.overrides import BAD_LITERAL
 from runner.errors import ConfigError
 from runner.sweep.names import Settings
 
 FUNCTION = "sweep"  # of an experiment's file, unless another is named
-_OPENS, _CLOSES, _QUOTES = "([{", ")]}", "'\""
 
 
 def points_of(reference: str, function: str | None, axes: Sequence[str]) -> list[Settings]:
@@ -67,10 +67,10 @@ def _literal(value: Any, where: str) -> str:
 
 
 def _axis(text: str) -> sweeps.Points:
-    path, equals, values = text.partition("=")
+    path, *values = split(text, "=")
     path = path.strip().removeprefix("fdl.").removeprefix("--fdl.")
-    found = [_normal(value) for value in _split(values)]
-    if not (path and equals) or not all(found):
+    found = [_normal(value) for value in split("=".join(values), ",")]
+    if not (path and values) or not all(found):
         raise ConfigError(f"--axis={text}: write it as --axis=optimizer.peak_lr=1e-3,3e-3")
     return sweeps.chain(sweeps.axis(path, *found))
 
@@ -82,24 +82,6 @@ def _normal(text: str) -> str:
         return repr(ast.literal_eval(text))
     except BAD_LITERAL:
         return text
-
-
-def _split(text: str) -> Iterator[str]:
-    """The parts between commas that lie in no brackets and no quotes."""
-    part, depth, quote = "", 0, ""
-    for character in text:
-        if character == "," and not depth and not quote:
-            yield part
-            part = ""
-            continue
-        part += character
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in _QUOTES:
-            quote = character
-        else:
-            depth += (character in _OPENS) - (character in _CLOSES)
-    yield part
 
 
 def overrides_of(settings: Settings) -> list[str]:

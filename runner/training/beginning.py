@@ -1,7 +1,7 @@
 """What a run begins with: its newest checkpoint, weights that are there, or new ones."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ from lmlib.checkpoint import Checkpoints, DamagedCheckpointError, Restored
 from lmlib.checkpoint.folders import steps_in
 from lmlib.data.resumable import Resumable
 from lmlib.experiment import Experiment
+from lmlib.runs.settings import read_settings
 from lmlib.state import State
-from lmlib.storage.stored_json import read_text
-from lmlib.storage.unlinked import unlinked
-from runner.config.text import changed_paths, difference, flattened
+from runner.config.text import changed_paths, difference, settings
 from runner.errors import ConfigError, TrainingStopped, user_errors
 from runner.monitoring.phases import Phase, Phases
 from runner.monitoring.progress import Progress
@@ -27,8 +26,6 @@ from runner.weights.reading import completed, weights_of
 from runner.weights.reference_model import check_reference_model, reference_model_of
 from runner.weights.saved_run import Access
 from runner.weights.wanted import Wanted
-
-_LARGEST_CONFIG = 10_000_000  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Beginning:
 
 def begin(
     experiment: Experiment,
-    config: str,
+    config: Mapping[str, str],
     directory: Path,
     options: Options,
     progress: Progress,
@@ -74,7 +71,7 @@ def begin(
     """Restores, forks, warm-starts or initialises; changes nothing on disk.
 
     Args:
-      config: what `experiment` was built of, flattened.
+      config: the settings of what `experiment` was built of.
       directory: of the run's checkpoints; it may be absent.
       phases: is left in what this was: a restore or an initialisation.
 
@@ -181,23 +178,18 @@ def check_config(
 ) -> None:
     """Shows how the config differs from the one that the run in `workdir` was last trained with.
 
-    Compares with config.txt: of the config.json of an old run perhaps not every module is left.
+    Compares with settings.json: of the config.json of an old run perhaps not every module is left.
     `target()` is what a checkpoint is restored into.
 
     Raises:
       ConfigError: if the model is not the one that was trained and "model" is not allowed.
     """
     with user_errors():
-        file = unlinked(workdir, "config.txt")
-    if not file.exists():
-        return
-    with user_errors():
-        before = read_text(file, _LARGEST_CONFIG)
-    changes = difference(before, flattened(cfg))
-    if not changes:
+        before, now = read_settings(workdir), settings(cfg)
+    if before is None or not (changes := difference(before, now)):
         return
     progress.message(f"the config has changed since this run was last trained:\n{changes}")
-    changed = changed_paths(before, flattened(cfg))
+    changed = changed_paths(before, now)
     if "init_from" in changed and steps_in(workdir / "checkpoints"):
         progress.message("the new init_from is ignored: this run has checkpoints")
     of_the_model = [path for path in changed if path.partition(".")[0] == "model"]

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,7 +31,7 @@ from lmlib.parallel.axes import PartError
 from lmlib.storage.stored_json import parse_json
 from lmlib.storage.whole_file import write_whole
 from lmlib.terminal.quantities import bytes_text, duration_text
-from runner.config.text import changed_paths, flattened
+from runner.config.text import changed_paths, settings
 from runner.errors import ConfigError, user_errors
 from runner.monitoring.program_dump import dump_program
 from runner.monitoring.progress import Progress
@@ -85,10 +85,10 @@ class StepProgram:
         if self.options.compiled is not None:
             if self.options.save_compiled is not None:
                 raise ConfigError("give --compiled or --save_compiled, not both")
-            check_compiled(self.file(self.options.compiled), self.identity, flattened(self.cfg))
+            check_compiled(self.file(self.options.compiled), self.identity, settings(self.cfg))
 
     def compiled(self) -> jax.stages.Compiled:
-        options, config = self.options, flattened(self.cfg)
+        options, config = self.options, settings(self.cfg)
         began = time.perf_counter()
         if options.compiled is None:
             self.progress.message(f"compiling {self.title}")
@@ -202,12 +202,15 @@ def compiled_anew() -> Iterator[None]:
 
 
 def save_compiled(
-    compiled: jax.stages.Compiled, path: str | os.PathLike[str], identity: Identity, config: str
+    compiled: jax.stages.Compiled,
+    path: str | os.PathLike[str],
+    identity: Identity,
+    config: Mapping[str, str],
 ) -> None:
     """Writes a step, whole or not at all. It must have been compiled in `compiled_anew`.
 
     Args:
-      config: as text, for the sentence that refuses it to another run.
+      config: for the sentence that refuses it to another run.
 
     Raises:
       ConfigError: if JAX or the disk refuses.
@@ -227,14 +230,19 @@ def save_compiled(
         raise ConfigError(f"--save_compiled={path}: {error}") from error
 
 
-def check_compiled(path: str | os.PathLike[str], identity: Identity, config: str) -> None:
+def check_compiled(
+    path: str | os.PathLike[str], identity: Identity, config: Mapping[str, str]
+) -> None:
     """Raises ConfigError unless `path` was saved with `identity`; none of its code is run."""
     with _opened(path) as file:
         _read_header(file, path, identity, config)
 
 
 def load_compiled(
-    path: str | os.PathLike[str], step: jax.stages.Lowered, identity: Identity, config: str
+    path: str | os.PathLike[str],
+    step: jax.stages.Lowered,
+    identity: Identity,
+    config: Mapping[str, str],
 ) -> jax.stages.Compiled:
     """What `save_compiled` wrote, which may be code; see this module.
 
@@ -268,13 +276,13 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _read_header(
-    file: BinaryIO, path: str | os.PathLike[str], identity: Identity, config: str
+    file: BinaryIO, path: str | os.PathLike[str], identity: Identity, config: Mapping[str, str]
 ) -> dict[str, Any]:
     if file.readline(len(_FORMAT)) != _FORMAT:
         raise _refused(path, "is no compiled step, or of another version")
     try:
         header = parse_json(file.readline(_LONGEST_HEADER))
-        saved, saved_config = dict(header["identity"]), str(header["config"])
+        saved, saved_config = dict(header["identity"]), dict(header["config"])
     except (ValueError, TypeError, KeyError) as error:
         raise _refused(path, "is damaged") from error
     if differing := _differences(saved, identity):

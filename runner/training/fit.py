@@ -30,7 +30,7 @@ from lmlib.state import State
 from lmlib.terminal.quantities import bytes_text
 from lmlib.train import Metrics
 from runner.command_line.paths import check_can_be_made
-from runner.config.text import by_path, flattened
+from runner.config.text import settings
 from runner.config.values import check_values
 from runner.errors import ConfigError, chosen_sizes, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
@@ -102,8 +102,8 @@ def fit(
 
     Args:
       cfg: builds to an `Experiment`; stays as it is.
-      workdir: a folder, or the URL of one in a bucket; receives config.json, config.txt, starts/,
-        metrics.jsonl, tensorboard/, checkpoints/, run.log, goodput.json, result.json,
+      workdir: a folder, or the URL of one in a bucket; receives config.json, settings.json,
+        starts/, metrics.jsonl, tensorboard/, checkpoints/, run.log, goodput.json, result.json,
         validation.json, report.html and, where an update was skipped, captures/.
       options: settings that change nothing about what it trains; `None`: `Options()`.
 
@@ -143,7 +143,7 @@ def _fit_in(
         check_determinism(experiment)
         experiment.check_memory()
         check_first_rows(experiment)
-    require_same({"the config": by_path(cfg), "the command": options.of_the_command()})
+    require_same({"the config": settings(cfg), "the command": options.of_the_command()})
     require_same_reads(lambda: read_by_this_process(experiment))
     shown = primary if options.reports is None else options.reports
     with agreed():
@@ -166,7 +166,7 @@ def _fit_in(
         with agreed(), user_errors((PartError,)):
             run.announce()
         beginning = begin(
-            experiment, flattened(cfg), workdir / "checkpoints", options, progress, phases
+            experiment, settings(cfg), workdir / "checkpoints", options, progress, phases
         )
         with agreed():
             run.programs.check()

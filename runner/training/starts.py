@@ -1,8 +1,9 @@
 """What a run was trained with: the config and the code of every start that made a step.
 
-    workdir/starts/00000/config.json, config.txt   of that start, to read or launch again
-                         start.json          when, from which step, by which code and settings,
-                                             and the token of its lock
+    workdir/starts/00000/config.json     of that start, to launch again; so are settings.json and
+                         config.txt      config.txt, to read
+                         start.json      when, from which step, by which code and settings, and the
+                                         token of its lock
 
 The files of the config directly in the workdir are those of the newest of these starts.
 """

@@ -1,14 +1,13 @@
 """A step of another run as the beginning of a run: weights, moments and counts, all that it was."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from lmlib.checkpoint import Checkpoints, Restored
 from lmlib.checkpoint.removal import reading
+from lmlib.runs.settings import read_settings
 from lmlib.state import State
 from lmlib.storage.bucket.copies import shown
-from lmlib.storage.stored_json import read_text
-from lmlib.storage.unlinked import unlinked
 from runner.config.references import HuggingFace, located
 from runner.config.text import changed_paths
 from runner.errors import ConfigError, in_words
@@ -16,14 +15,12 @@ from runner.processes.agreement import agreed
 from runner.weights.notes import WEIGHTS_ALONE, Fork, check_notes
 from runner.weights.saved_run import Access, SavedRun, opened
 
-_LARGEST_CONFIG = 10_000_000  # bytes
-
 
 def forked(
     reference: str | None,
     steps: int,
     target: State,
-    config: str,
+    config: Mapping[str, str],
     allowed_changes: Collection[str],
     access: Access,
 ) -> tuple[Restored, Fork]:
@@ -33,7 +30,7 @@ def forked(
       reference: `RUN@STEP`, as in `located`.
       steps: those of the fork.
       target: as in `Checkpoints.restore`, of the fork.
-      config: the fork's, flattened.
+      config: the fork's settings.
       allowed_changes: "model": settings of the model may be others, where its arrays fit.
 
     Raises:
@@ -85,15 +82,10 @@ def _check_step(step: int | None, run: SavedRun, steps: int) -> None:
         )
 
 
-def _check_model(run: SavedRun, config: str, target: State) -> None:
-    """Raises ConfigError if the model's settings in `config` are not those of `run`.
-
-    Compares with config.txt, which refers to no module.
-    """
-    file = unlinked(run.workdir, "config.txt")
-    if not file.exists():
-        return
-    changed = changed_paths(read_text(file, _LARGEST_CONFIG), config)
+def _check_model(run: SavedRun, config: Mapping[str, str], target: State) -> None:
+    """Raises ConfigError if the model's settings in `config` are not those of `run`."""
+    before = read_settings(run.workdir)
+    changed = [] if before is None else changed_paths(before, config)
     of_the_model = [path for path in changed if path.partition(".")[0] == "model"]
     if of_the_model:
         with Checkpoints(run.checkpoints, read_only=True) as checkpoints:

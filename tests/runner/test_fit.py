@@ -83,6 +83,7 @@ def test_a_run_describes_itself(undisturbed):
         "report.html",
         "result.json",
         "run.log",
+        "settings.json",
         "starts",
         "tensorboard",
         "validation.json",

@@ -129,6 +129,7 @@ def test_only_process_0_writes_and_prints(four, alone):
         "report.html",
         "result.json",
         "run.log",
+        "settings.json",
         "stacks",
         "starts",
         "tensorboard",

@@ -12,16 +12,19 @@ import jax
 import pytest
 from documented_blocks import PAGES, blocks
 from fiddle.experimental import serialization
+from hypothesis import given
+from hypothesis import strategies as st
 from written_experiment import LIBRARY
 
 import lmlib.trackers  # noqa: F401, defines those that there are
 from lmlib.inspect.layer_norms import LayerNorms
 from lmlib.models.parts.attention import Attention
+from lmlib.runs import Run
 from lmlib.trackers.tracker import Tracker
 from runner.config import configs
 from runner.config.configs import load, save
 from runner.config.saved_config import FIDDLE_NAMES, JAX_NN, TRUSTED
-from runner.config.text import changed_paths, difference, flattened
+from runner.config.text import changed_paths, difference, flattened, settings
 from runner.config.trusted_names import full_name, is_trusted
 from runner.errors import ConfigError
 
@@ -79,7 +82,7 @@ def test_flattening_and_saving_leave_the_config_alone(experiment, tmp_path):
 
 
 def changes(old, new):
-    return difference(flattened(old), flattened(new))
+    return difference(settings(old), settings(new))
 
 
 def test_difference_shows_each_changed_line(experiment):
@@ -89,11 +92,11 @@ def test_difference_shows_each_changed_line(experiment):
         + optimizer.peak_lr = 0.001
         + extra.two = 2
         """)
-    assert changed_paths(flattened(old), flattened(new)) == ["optimizer.peak_lr", "extra.two"]
+    assert changed_paths(settings(old), settings(new)) == ["optimizer.peak_lr", "extra.two"]
 
 
 def test_a_difference_does_not_steer_the_terminal():
-    assert difference("a = 1\n", "a = \x1b[2J1\n") == "- a = 1\n+ a = \\x1b[2J1\n"
+    assert difference({"a": "1"}, {"a": "\x1b[2J1"}) == "- a = 1\n+ a = \\x1b[2J1\n"
 
 
 def test_there_is_no_difference_to_defaults_written_out(experiment):
@@ -135,6 +138,21 @@ def test_a_saved_config_does_not_follow_later_defaults(experiment, write, tmp_pa
     assert load(str(tmp_path), trusted=["library"]).model.layers == 2
 
 
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_each_setting_is_read_back_by_its_path(tmp_path_factory, key, value):
+    """Of a dictionary with any names; the paths differ where names do."""
+    workdir = tmp_path_factory.mktemp("run")
+    part = {"given": value, "none": None, "text": "None", "number": 0.1}
+    saved = fdl.Config(dict, sources={key: fdl.Config(dict, **part), f"{key}.": 1}, steps=2)
+    save(saved, workdir)
+    found = Run(workdir).settings
+    at = f"sources[{key!r}]"
+    assert found == {
+        at: "builtins.dict", f"{at}.given": repr(value), f"{at}.none": "None",
+        f"{at}.text": "'None'", f"{at}.number": "0.1", f"sources[{key + '.'!r}]": "1", "steps": "2",
+    }  # fmt: skip
+
+
 def test_the_readable_text_is_saved_and_nothing_unfinished_is_left(experiment, tmp_path):
     workdir = tmp_path / "workdir"
     save(load(experiment), workdir)
@@ -143,6 +161,7 @@ def test_the_readable_text_is_saved_and_nothing_unfinished_is_left(experiment, t
     assert sorted(path.name for path in workdir.iterdir()) == [
         "config.json",
         "config.txt",
+        "settings.json",
     ]
 
 

@@ -8,21 +8,19 @@ import pytest
 from lmlib.runs import find_runs, read_run, runs
 from lmlib.runs.run import difference
 
-CONFIG = """lmlib.experiment.Experiment
-model: lmlib.models.families.llama.llama (partial)
-model.embed = 64
-optimizer.peak_lr = {rate}
-steps = 2
-"""
 
-
-def leave_run(folder, rate, losses=(3.5, 2.5), result=None):
+def leave_run(folder, rate, losses=(3.5, 2.5), result=None, **settings):
     folder.mkdir(parents=True)
-    (folder / "config.txt").write_text(CONFIG.format(rate=rate))
+    leave_settings(folder, {"optimizer.peak_lr": str(rate), "steps": "2"} | settings)
     lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     if result is not None:
         (folder / "result.json").write_text(result)
+
+
+def leave_settings(folder, settings):
+    model = {"model": "lmlib.models.families.llama.llama (partial)", "model.embed": "64"}
+    (folder / "settings.json").write_text(json.dumps(model | settings))
 
 
 def test_a_run_says_what_was_set_and_measured(tmp_path):
@@ -35,8 +33,7 @@ def test_a_run_says_what_was_set_and_measured(tmp_path):
     assert run.last("validation_loss") is None
     assert run.finished and run.result == {"steps": 2}
     # It was made longer since, and has the result of its earlier end.
-    with (tmp_path / "a" / "config.txt").open("a") as config:
-        config.write("steps = 5\n")
+    leave_settings(tmp_path / "a", {"steps": "5"})
     assert not read_run(tmp_path / "a").finished
 
 
@@ -79,6 +76,32 @@ def test_damage_is_named(tmp_path):
     leave_run(tmp_path / "a", 0.001, result="[1]")
     with pytest.raises(ValueError, match=r"result.json is damaged: it holds no object"):
         _ = read_run(tmp_path / "a").result
+
+
+@pytest.mark.parametrize("damage", ["[]", '{"steps": 2}', '{"a": "1", "a": "2"}', "steps = 2"])
+def test_damaged_settings_are_named(tmp_path, damage):
+    leave_run(tmp_path / "a", 0.001)
+    (tmp_path / "a/settings.json").write_text(damage)
+    with pytest.raises(ValueError, match=r"a/settings\.json is damaged: "):
+        _ = read_run(tmp_path / "a").settings
+
+
+def test_settings_keep_their_kinds_in_a_table(tmp_path):
+    """Beside numbers `None` is neither a text nor a missing number; a setting may be absent."""
+    texts = {"clip": ("None", "0.5"), "name": ("'None'", '"it\'s"'), "on": ("True", "False"),
+             "size": ("(1, 2)", "nan"), "data.sources['web text'].weight": ("1", "2")}  # fmt: skip
+    values = {"clip": [None, 0.5], "name": ["None", "it's"], "on": [True, False],
+              "data.sources['web text'].weight": [1, 2]}  # fmt: skip
+    for number in (0, 1):
+        settings = {path: each[number] for path, each in texts.items()}
+        leave_run(tmp_path / f"{number}", 0.001, **settings)
+    table = runs(tmp_path)
+    for path, expected in values.items():
+        assert table[path].tolist() == table[path].to_numpy().tolist() == expected
+    assert table["size"][0] == "(1, 2)" and math.isnan(table["size"][1])
+    leave_run(tmp_path / "2", 0.001)
+    assert runs(tmp_path)["clip"].tolist()[:2] == [None, 0.5]
+    assert math.isnan(runs(tmp_path)["clip"][2])
 
 
 def test_a_table_has_what_differs_and_the_last_values(tmp_path):

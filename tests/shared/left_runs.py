@@ -16,8 +16,8 @@ def leave_run(
 ) -> Path:
     """`lines` of metrics.jsonl, each with its step; `goodput`: the seconds of one start."""
     folder.mkdir(parents=True)
-    config = [f"{path} = {value}" for path, value in settings.items()]
-    (folder / "config.txt").write_text("\n".join(["lmlib.experiment.Experiment", *config, ""]))
+    texts = {path: str(value) for path, value in settings.items()}
+    (folder / "settings.json").write_text(json.dumps(texts))
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     if result is not None:
         (folder / "result.json").write_text(json.dumps(result))

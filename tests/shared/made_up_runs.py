@@ -33,8 +33,8 @@ def leave_run(
     """
     folder.mkdir(parents=True)
     lines = {"steps": steps, "seed": 0, "data.seed": 0, **(settings or {})}
-    text = "".join(f"{path} = {value}\n" for path, value in lines.items())
-    (folder / "config.txt").write_text(f"lmlib.experiment.Experiment\n{text}")
+    texts = {path: str(value) for path, value in lines.items()}
+    (folder / "settings.json").write_text(json.dumps(texts))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             line = {"step": step, "step_seconds": 0.5, "tokens": tokens * step // steps}

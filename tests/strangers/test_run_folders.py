@@ -128,7 +128,7 @@ def test_lines_of_metrics_that_are_odd_are_left_out(sweep):
 )  # fmt: skip
 def test_an_odd_sweep_says_nothing_of_its_points(sweep, points):
     (sweep / "sweep.json").write_text(
-        json.dumps({"format": 1, "experiment": "e", "config": "c", "points": points})
+        json.dumps({"format": 2, "experiment": "e", "config": {}, "points": points})
     )
     if not (isinstance(points, list) and points and points[0] == {**POINT, "name": "text"}):
         frame = runs(sweep)
@@ -158,7 +158,7 @@ def test_a_page_shows_no_sample_that_is_a_link(linked):
 
 
 @pytest.mark.parametrize(
-    "name", ["config.txt", "metrics.jsonl", "result.json", "validation.json", "goodput.json"]
+    "name", ["settings.json", "metrics.jsonl", "result.json", "validation.json", "goodput.json"]
 )
 def test_no_file_of_a_run_is_read_through_a_link(linked, name):
     (linked / name).unlink(missing_ok=True)

@@ -29,8 +29,7 @@ def make_steps(workdir, sink, steps, resume_step=None, offset=0.0):
     """What a start of a run gives to its sinks; the config is there once the first step is made."""
     told = []
     with MetricsLog(workdir, resume_step, sinks=[sink], tell=told.append) as log:
-        lines = "".join(f"{path} = {value}\n" for path, value in SETTINGS.items())
-        (workdir / "config.txt").write_text(f"root\n{lines}")
+        (workdir / "settings.json").write_text(json.dumps(SETTINGS))
         for step in steps:
             log.write(step, {"loss": step + offset, "skew": math.nan})
         log.write_text(steps[-1], "samples", "def <b>f")
@@ -218,7 +217,7 @@ def test_a_start_sends_what_the_tracker_lacks_and_nothing_twice(tmp_path):
 
 def test_a_run_that_begins_anew_with_other_settings_is_another(tmp_path):
     def run_id(first_step, seed):
-        (tmp_path / "config.txt").write_text(f"root\nseed = {seed}\n")
+        (tmp_path / "settings.json").write_text(json.dumps({"seed": str(seed)}))
         tracker = Remembering(tmp_path, first_step)
         tracker.write(first_step, {})
         return tracker.run_id

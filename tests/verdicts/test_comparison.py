@@ -66,11 +66,22 @@ def test_what_has_no_effect_makes_no_other_group_and_what_varies_along_is_not_sh
         compare(find_runs([tmp_path]), ignored=["yours"])
 
 
+NAMES = ["web text", "it's", 'a "b"', "v2.seed", "x[0]", "[", "a = b: c", "a,b", "line\n", "Ω", ""]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_that_differ_in_a_setting_of_any_name_are_two_settings(tmp_path, name):
+    path = f"data.sources[{name!r}].weight"
+    for weight, loss in (("0.5", 3.0), ("None", 2.0)):
+        leave_run(tmp_path / weight, loss, {path: weight, f"sinks[{name!r}].project": f"'{loss}'"})
+    found = compare(find_runs([tmp_path]), baseline=f"{path}=0.5", margin=0.1)
+    assert [row.group.settings for row in found.rows] == [{path: "None"}, {path: "0.5"}]
+    assert [row.judged is None for row in found.rows] == [False, True] and not found.left_out
+
+
 def leave_run_with(optimizer, rate, workdir, loss):
-    leave_run(workdir, loss)
-    with (workdir / "config.txt").open("a") as file:
-        print(f"optimizer: lmlib.optim.{optimizer}.{optimizer} (partial)", file=file)
-        print(f"optimizer.rate = {rate}", file=file)
+    name = f"lmlib.optim.{optimizer}.{optimizer} (partial)"
+    leave_run(workdir, loss, {"optimizer": name, "optimizer.rate": rate})
 
 
 def test_a_callable_is_shown_and_named_by_its_name(tmp_path):
@@ -168,8 +179,8 @@ def test_what_cannot_be_compared_is_left_out_by_name(tmp_path):
     sweep(tmp_path, {0.001: (3.0,), 0.003: (2.9,)})
     leave_run(tmp_path / "unfinished", 3.0, finished=False)
     leave_run(tmp_path / "longer", 3.0)
-    config = tmp_path / "longer/config.txt"
-    config.write_text(config.read_text().replace("steps = 100", "steps = 200"))
+    config = tmp_path / "longer/settings.json"
+    config.write_text(config.read_text().replace('"steps": "100"', '"steps": "200"'))
     leave_run(tmp_path / "cut", 3.0)
     (tmp_path / "cut/result.json").write_text('{"steps"')
     leave_run(tmp_path / "odd", 3.0)

@@ -10,7 +10,7 @@ ONE, TWO, THREE = ({"seed": str(seed)} for seed in (1, 2, 3))
 
 def plan(folder, points, add=False, steps=100):
     def config_of(point):
-        return f"<experiment>\nsteps = {steps}\nseed = {point['seed']}\n"
+        return {"steps": str(steps), **point}
 
     return planned(folder, "experiments/quickstart", points, config_of, add)
 
@@ -50,7 +50,7 @@ def test_another_experiment_is_refused_with_what_differs(folder):
         plan(folder, [ONE, TWO], add=True, steps=200)
 
 
-_BEGIN = '{"format": 1, "experiment": "e", "config": "c", "points": '
+_BEGIN = '{"format": 2, "experiment": "e", "config": {"steps": "9"}, "points": '
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,8 @@ _BEGIN = '{"format": 1, "experiment": "e", "config": "c", "points": '
         "",
         "{}",
         "[]",
-        '{"format": 2}',
+        '{"format": 1}',
+        _BEGIN.replace('"9"', "9") + '[{"name": "x", "settings": {}}]}',
         _BEGIN + "[]}",
         _BEGIN + '[{"name": "../x", "settings": {}}]}',
         _BEGIN + '[{"name": "x", "settings": 1}]}',

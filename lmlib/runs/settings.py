@@ -1,0 +1,82 @@
+"""`settings.json`: every parameter of a run's config by path, `{"optimizer.peak_lr": "0.003"}`.
+
+A value is text as Python's `repr` writes it, a callable is its name.
+"""
+
+import ast
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lmlib.storage.stored_json import read_json
+from lmlib.storage.unlinked import unlinked
+
+FILE_NAME = "settings.json"
+_OPENS, _CLOSES, _QUOTES = "([{", ")]}", "'\""
+
+
+def read_settings(workdir: str | os.PathLike[str]) -> Mapping[str, str] | None:
+    """The settings that the run in `workdir` was last trained with; `None` without the file.
+
+    Raises:
+      ValueError: naming the file, if it is damaged.
+      OSError: if it cannot be read.
+    """
+    file = unlinked(workdir, FILE_NAME)
+    if not file.exists():
+        return None
+    try:
+        return checked_settings(read_json(file))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def checked_settings(content: object) -> dict[str, str]:
+    """Raises ValueError unless `content` is an object of texts."""
+    if not isinstance(content, dict):
+        raise ValueError("it holds no object")
+    for path, text in content.items():
+        if not isinstance(text, str):
+            raise ValueError(f"the setting {path!r:.80} is {text!r:.40}, no text")
+    return content
+
+
+def is_below(path: str, names: Iterable[str]) -> bool:
+    """Whether `path` is one of `names`, or a part of it, as `data.files[0].path` is of `data`."""
+    return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in names)
+
+
+def last_name(path: str) -> str:
+    """`peak_lr` of `optimizer.peak_lr`, `weights['a.b']` of `data.weights['a.b']`."""
+    before, bracket, key = path.partition("[") if path.endswith("]") else (path, "", "")
+    return before.rpartition(".")[2] + bracket + key
+
+
+def value_of(text: str) -> Any:
+    """The number, string, truth value or `None` that `text` is; all else as text."""
+    if text in (constants := {"None": None, "True": True, "False": False}):
+        return constants[text]
+    for kind in (int, float, ast.literal_eval if text[:1] in ("'", '"') else str):
+        try:
+            return kind(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return text
+
+
+def split(text: str, at: str) -> Iterator[str]:
+    """The parts between the characters `at` that are in no brackets and no quotes."""
+    part, depth, quote = "", 0, ""
+    for character in text:
+        if character == at and not depth and not quote:
+            yield part
+            part = ""
+            continue
+        part += character
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        else:
+            depth += (character in _OPENS) - (character in _CLOSES)
+    yield part
