@@ -23,9 +23,9 @@ def test_no_metric_is_explained_twice():
     ("name", "unit"),
     [
         ("loss", "nats per target token"),
-        ("validation_loss/NAME", "nats per target token"),
-        ("validation_loss/code", "nats per target token"),
-        ("validation_tokens_per_second", "1/s"),
+        ("evaluation_loss/NAME", "nats per target token"),
+        ("evaluation_loss/code", "nats per target token"),
+        ("evaluation_tokens_per_second", "1/s"),
         ("grad_norm/layer 3", ""),
         ("step_flops", "FLOPs"),
     ],
@@ -35,5 +35,5 @@ def test_units(name, unit):
 
 
 def test_what_is_not_ours_has_no_meaning():
-    assert meaning("accuracy") is None and meaning("validation_accuracy") is None
+    assert meaning("accuracy") is None and meaning("evaluation_accuracy") is None
     assert meaning("loss/3") is None

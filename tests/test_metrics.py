@@ -63,14 +63,14 @@ def test_what_is_known_later_is_added_to_the_newest_line(tmp_path):
     with MetricsLog(tmp_path, resume_step=None, sinks=[TensorBoard]) as log:
         log.write(1, {"loss": 3.25})
         log.write(2, {"loss": 3.0})
-        log.add(2, {"validation_loss": math.nan, "bits": 1.5, "mfu": None})
+        log.add(2, {"evaluation_loss": math.nan, "bits": 1.5, "mfu": None})
         log.write(3, {"loss": 2.5})
     with MetricsLog(tmp_path, resume_step=3) as log:
-        log.add(3, {"validation_loss": 2.0})
+        log.add(3, {"evaluation_loss": 2.0})
     assert strict_lines(tmp_path) == [
         {"step": 1, "loss": 3.25},
-        {"step": 2, "loss": 3.0, "validation_loss": "NaN", "bits": 1.5},
-        {"step": 3, "loss": 2.5, "validation_loss": 2.0},
+        {"step": 2, "loss": 3.0, "evaluation_loss": "NaN", "bits": 1.5},
+        {"step": 3, "loss": 2.5, "evaluation_loss": 2.0},
     ]
     assert (2, "bits", 1.5) in scalars(tmp_path)
 
@@ -127,12 +127,12 @@ def test_a_file_that_was_deleted_or_exchanged_is_put_back_with_all_lines(tmp_pat
                 path.write_text("of an editor\n")
             log.write(step, {"loss": 4.0})
         path.unlink()
-        log.add(4, {"validation_loss": 3.0})
+        log.add(4, {"evaluation_loss": 3.0})
         log.sync()
         path.unlink()
     lines = strict_lines(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[-1]["validation_loss"] == 3.0
+    assert lines[-1]["evaluation_loss"] == 3.0
     assert other.exists() == exchanged
     what = "exchanged for another file" if exchanged else "deleted"
     assert told[0] == f"{path} was {what}"

@@ -121,11 +121,12 @@ def bits_per_byte(nats_per_target: float, bytes_per_target: float) -> float:
 
 
 def validation_metrics(
-    objective: Objective, sets: Mapping[str, Source], named: bool
+    objective: Objective, sets: Mapping[str, Source], named: bool, begin: str
 ) -> dict[str, str]:
-    """The names of what validation on `sets` measures, each with its unit.
+    """The names of what is measured on validation `sets`, each with its unit.
 
-    They are `validation_loss` and so on, the total over all sets, and if sets are `named`
+    `begin` is "validation" of the whole sets, "evaluation" of the part that is seen in training.
+    The names are `validation_loss` and so on, the total over all sets, and if sets are `named`
     `validation_loss/NAME` of each. Sets of text have bits per byte too, and so has their total if
     all sets are text.
     """
@@ -134,10 +135,10 @@ def validation_metrics(
     if not sets:
         return found
     for metric, (unit, _) in objective.metrics.items():
-        found |= {f"validation_{metric}{at}": unit for at in ("", *(f"/{each}" for each in names))}
+        found |= {f"{begin}_{metric}{at}": unit for at in ("", *(f"/{each}" for each in names))}
     if objective.cross_entropy is not None:
         are_text = [name for name, each in sets.items() if each.bytes_per_target is not None]
         total = ("",) if len(are_text) == len(sets) else ()
         each = (f"/{name}" for name in names if name in are_text)
-        found |= {f"validation_bits_per_byte{at}": "bits per byte" for at in (*total, *each)}
+        found |= {f"{begin}_bits_per_byte{at}": "bits per byte" for at in (*total, *each)}
     return found

@@ -209,7 +209,8 @@ class Experiment:
         named = isinstance(self.validation, Mapping)
         suite = self.evaluation.suite
         names = suite.metrics(self.suite_length, self.text_codec) if suite else ()
-        return (*validation_metrics(self.objective, self.validation_sets, named), *names)
+        sets = self.validation_sets
+        return (*validation_metrics(self.objective, sets, named, "evaluation"), *names)
 
     @property
     def step_tokens(self) -> int:

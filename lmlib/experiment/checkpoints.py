@@ -22,6 +22,6 @@ class CheckpointSettings:
     keep: int = 3
     keep_every: int | None = None
     keep_best: int = 0
-    best_by: str = "validation_loss"
+    best_by: str = "evaluation_loss"
     best_is_highest: bool = False
     tolerated_failures: int = 2

@@ -79,7 +79,8 @@ class Objective(abc.ABC):
     def metrics(self) -> Mapping[str, Metric]:
         """The metrics that `sums` reports, by name, "loss" first.
 
-        Validation measures the same ones, under the names `validation_loss` and so on.
+        Evaluations measure the same ones, under the names `evaluation_loss` and so on, and the
+        validation at the end of a run under `validation_loss` and so on.
         """
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-VALIDATION = "validation_"
+EVALUATION, VALIDATION = "evaluation_", "validation_"  # of a part of the split, of all of it
 
 
 class Meaning(NamedTuple):
@@ -54,13 +54,14 @@ MEANINGS = (
     Meaning("skipped_in_a_row", "", "updates that were not made since the last that was"),
     Meaning("empty_batches", "", "batches without a target, and so without an update, in all"),
     Meaning(
-        "validation_loss",
+        "evaluation_loss",
         "nats per target token",
-        "the loss over the first evaluation.batches batches of the validation split",
+        "the loss over the first evaluation.batches batches of the validation split; over all of "
+        "it, at the end of a run, the loss is validation_loss",
     ),
-    Meaning("validation_loss/NAME", "nats per target token", "the same over one of several sets"),
+    Meaning("evaluation_loss/NAME", "nats per target token", "the same over one of several sets"),
     Meaning(
-        "validation_bits_per_byte",
+        "evaluation_bits_per_byte",
         "bits per byte",
         "the same for each byte of text, so that tokenizers can be compared",
     ),
@@ -76,13 +77,13 @@ _BY_NAME = {each.name.partition("/")[0] + "/" * ("/" in each.name): each for eac
 def meaning(name: str) -> Meaning | None:
     """That of the metric `name`; `None` if it is not one of lmlib's own.
 
-    Another metric that has "validation_" before a known one is that one on the validation split.
+    Another metric that has "evaluation_" before a known one is that one on the validation split.
     """
     whole, slash, _ = name.partition("/")
     if (found := _BY_NAME.get(whole + slash)) is not None:
         return found
-    base = _BY_NAME.get(whole.removeprefix(VALIDATION))
-    if not whole.startswith(VALIDATION) or base is None:
+    base = _BY_NAME.get(whole.removeprefix(EVALUATION))
+    if not whole.startswith(EVALUATION) or base is None:
         return None
     return Meaning(name, base.unit, f"{base.name} on the validation split")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lmlib.metrics.meanings import VALIDATION, meaning
+from lmlib.metrics.meanings import EVALUATION, meaning
 from lmlib.report.axes import AXES, at, axes
 from lmlib.report.thinning import stretch, thinned
 from lmlib.runs.series import Series
@@ -29,8 +29,8 @@ _DIGITS = 6
 _NOT_DRAWN = {"step", "tokens", "step_flops"}
 _FIRST = (
     "loss",
-    "validation_loss",
-    "validation_bits_per_byte",
+    "evaluation_loss",
+    "evaluation_bits_per_byte",
 )
 _LAST = ("learning_rate", "grad_norm", "update_norm", "parameter_norm")
 _OF_SPEED = (
@@ -158,7 +158,7 @@ def _order(name: str) -> tuple[int, int, str]:
     """Losses, what else is validated, what others report, the update, speed."""
     if name in _FIRST:
         return 0, _FIRST.index(name), name
-    if name.startswith(VALIDATION):
+    if name.startswith(EVALUATION):
         return 1, 0, name
     if name in _LAST:
         return 3, _LAST.index(name), name

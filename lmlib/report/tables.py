@@ -4,16 +4,30 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lmlib.metrics.meanings import EVALUATION, VALIDATION
 from lmlib.report import curves
 from lmlib.report.curves import Measured
 from lmlib.report.seen import Seen
 from lmlib.runs.goodput import read_starts, total
+from lmlib.runs.result import final_numbers
 from lmlib.runs.run import difference
 from lmlib.terminal.quantities import bytes_text, count_text, duration_text
 from lmlib.terminal.text import shown
 
 _SAMPLES = 12  # steps
 _LONGEST = 4000  # characters of a text
+_FINAL = (
+    "training_loss",
+    "validation_loss",
+    "validation_bits_per_byte",
+    "mean_tokens_per_second",
+    "mean_mfu",
+)
+_OF_STEPS = ("loss", "evaluation_loss", "evaluation_bits_per_byte", "tokens_per_second", "mfu")
+_TEXTS: Mapping[str, Callable[[float], str]] = {
+    "tokens_per_second": count_text,
+    "mfu": "{:.1%}".format,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,45 +56,44 @@ def status(runs: Sequence[Seen]) -> str:
 
 
 def tiles(each: Seen) -> list[tuple[str, str, str]]:
-    """The numbers at the head of one run's page, with units."""
-    result, found = each.run.result or {}, []
+    """The numbers at the head of one run's page, with their units and what they are over: those of
+    the whole run once it has finished, until then those of a step."""
+    found = []
+    for name in _shown_numbers([each]):
+        if (number := each.run.final.get(name)) is not None:
+            value, about = number.value, [number.unit, number.over]
+        else:
+            series = each.measurements.series[name]
+            value, about = float(series.values_N[-1]), [f"step {series.steps_N[-1]:,}"]
+        text = _TEXTS.get(name.removeprefix("mean_"), "{:.4f}".format)(value)
+        found.append((name.replace("_", " "), text, shown(", ".join(filter(None, about)))))
+    parameters = (each.run.result or {}).get("parameters")
     numbers: dict[str, tuple[Any, Callable[[Any], str]]] = {
-        "parameters": (result.get("parameters"), count_text),
+        "parameters": (parameters, count_text),
         "tokens seen": (_last(each, "tokens"), count_text),
-        "tokens per second": (final(each, "tokens_per_second")[0], count_text),
-        "MFU": (_last(each, "mfu"), "{:.1%}".format),
         "goodput": (_last(each, "goodput"), "{:.1%}".format),
         "memory in use, at most": (_last(each, "peak_memory_bytes"), bytes_text),
     }
-    for name in ("loss", "validation_loss", "validation_bits_per_byte"):
-        value, unit = final(each, name)
-        if value is not None:
-            found.append((name.replace("_", " "), f"{value:.4f}", shown(unit)))
-    for name, (value, text) in numbers.items():
-        if _is_number(value):
-            found.append((name, text(value), ""))
-    return found
+    return found + [
+        (name, text(value), "") for name, (value, text) in numbers.items() if value is not None
+    ]
 
 
 def comparison(runs: Sequence[Seen]) -> list[Table]:
     """What the runs differ in, and what came of each."""
     differing = difference(each.run for each in runs)
-    metrics = [
-        name
-        for name in ("loss", "validation_loss", "validation_bits_per_byte", "tokens_per_second")
-        if any(final(each, name)[0] is not None for each in runs)
-    ]
+    metrics = _shown_numbers(runs)
     header = ["run", *differing, "step", *metrics]
     rows = [
         [
             each.name,
             *("—" if values[i] is None else values[i] for values in differing.values()),
             f"{_last(each, 'step') or 0:,.0f}{'' if each.run.finished else ' …'}",
-            *(number(final(each, name)[0]) for name in metrics),
+            *(number(_value(each, name)) for name in metrics),
         ]
         for i, each in enumerate(runs)
     ]
-    text = "the settings that differ, and the last numbers; … : not finished"
+    text = "the settings that differ, and the numbers of each run; … : not finished"
     shown_rows = [[shown(str(cell)) for cell in row] for row in rows]
     numbers = range(len(differing) + 1, len(header))
     return [Table("Runs", [shown(name) for name in header], shown_rows, text, numbers)]
@@ -107,18 +120,16 @@ def verdicts(runs: Sequence[Seen], baseline: str | None, margin: float) -> str:
         raise
 
 
-def final(each: Seen, name: str) -> tuple[float | None, str]:
-    """A number of the finished run with its unit, else the last that was measured."""
-    result = each.run.result or {}
-    if name == "loss" and _is_number(result.get("training_loss")):
-        return float(result["training_loss"]), str(result.get("loss_unit", ""))
-    if name == "tokens_per_second" and _is_number(result.get(name)):
-        return float(result[name]), ""
-    validation = result.get("validation")
-    measured = validation.get(name) if isinstance(validation, dict) else None
-    if isinstance(measured, dict) and _is_number(measured.get("value")):
-        return float(measured["value"]), str(measured.get("unit", ""))
-    return _last(each, name), ""
+def _shown_numbers(runs: Sequence[Seen]) -> list[str]:
+    """Names of `Run.final`, and, of runs that have not finished, of what their last steps have."""
+    made = {name for each in runs for name in each.run.final}
+    made |= {name for each in runs if not each.run.finished for name in each.measurements.series}
+    return [name for name in (*_FINAL, *_OF_STEPS) if name in made]
+
+
+def _value(each: Seen, name: str) -> float | None:
+    found = each.run.final.get(name)
+    return _last(each, name) if found is None else found.value
 
 
 def constants(runs: Sequence[Seen]) -> str:
@@ -178,9 +189,11 @@ def _units(runs: Sequence[Seen]) -> dict[str, str]:
     """The units that objectives say, in which results have them."""
     found = {}
     for each in runs:
+        finals = final_numbers(each.run.result or {})
         for name in each.measurements.series:
-            if unit := final(each, name)[1]:
-                found[shown(name)] = shown(unit)
+            of = "training_loss" if name == "loss" else name.replace(EVALUATION, VALIDATION, 1)
+            if of in finals:
+                found[shown(name)] = shown(finals[of].unit)
     return found
 
 
@@ -208,10 +221,6 @@ def number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.5g}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _cut(text: str) -> str:

@@ -19,10 +19,12 @@ _OF_SEVERAL = 3  # metrics of each run, the first
 
 def view(runs: Sequence[Seen], width: int) -> str:
     """Lines of at most about `width` characters."""
-    return "\n\n".join(
-        "\n".join([f"{each.name}  {tables.status([each])}", columns([*_rows(each, width, runs)])])
-        for each in runs
-    )
+    return "\n\n".join(f"{_head(each)}\n{columns([*_rows(each, width, runs)])}" for each in runs)
+
+
+def _head(each: Seen) -> str:
+    finals = (f"{name} {tables.number(of.value)}" for name, of in each.run.final.items())
+    return "  ".join([each.name, tables.status([each]), *map(shown, finals)])
 
 
 def _rows(each: Seen, width: int, runs: Sequence[Seen]) -> Iterator[tuple[str, ...]]:

@@ -15,9 +15,9 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
     """A row for each run in `places`: workdirs, or folders that hold some, such as a sweep's.
 
     Columns are `run` (its workdir), the settings in which the runs differ (`None` where that is the
-    setting, NaN where a run has none), whether it has
-    `finished`, and each metric's last value. With `steps`, a row for each step of each run, and
-    that step's metrics.
+    setting, NaN where a run has none), whether it has `finished`, the last value of each metric,
+    such as `loss` and `evaluation_loss`, and what `Run.final` has, such as `training_loss` and
+    `validation_loss`. With `steps`, a row for each step of each run, and that step's metrics.
 
     Raises:
       ValueError: naming a place that has no run.
@@ -38,7 +38,7 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
         if steps:
             rows += [{**begin, **line} for line in run.metrics]
         else:
-            rows.append({**begin, "finished": run.finished, **_last_values(run)})
+            rows.append({**begin, "finished": run.finished, **_numbers(run)})
     table = pandas.DataFrame(rows)
     for path in differing:
         values = [row.get(path, math.nan) for row in rows]
@@ -47,5 +47,6 @@ def runs(*places: str | os.PathLike[str], steps: bool = False) -> "pandas.DataFr
     return table
 
 
-def _last_values(run: Run) -> dict[str, Any]:
-    return {name: value for line in run.metrics for name, value in line.items()}
+def _numbers(run: Run) -> dict[str, Any]:
+    last = {name: value for line in run.metrics for name, value in line.items()}
+    return {**last, **{name: each.value for name, each in run.final.items()}}

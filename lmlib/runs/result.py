@@ -3,12 +3,21 @@
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmlib.storage.stored_json import read_json
 from lmlib.storage.unlinked import unlinked
 
 FILE_NAME = "result.json"
+LOSS_STEPS = 50  # whose mean is `training_loss`
+
+
+class Final(NamedTuple):
+    """A number of a finished run; `over` says in words what it is measured on."""
+
+    value: float
+    unit: str
+    over: str
 
 
 def read_result(workdir: Path) -> dict[str, Any] | None:
@@ -31,6 +40,21 @@ def read_result(workdir: Path) -> dict[str, Any] | None:
                 raise ValueError(f"{key} is {found[key]!r:.80}")
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+    return found
+
+
+def final_numbers(result: Mapping[str, Any]) -> dict[str, Final]:
+    """The numbers in result.json by name, losses first."""
+    found = {}
+    if "training_loss" in result:
+        over = f"mean of the last {min(LOSS_STEPS, result.get('steps', LOSS_STEPS))} steps"
+        loss, unit = result["training_loss"], result.get("loss_unit", "")
+        found["training_loss"] = Final(float(loss), unit, over)
+    for name, each in result.get("validation", {}).items():
+        found[name] = Final(float(each["value"]), each["unit"], result.get("validated_on") or "")
+    for name in ("mean_tokens_per_second", "mean_mfu"):
+        if result.get(name) is not None:
+            found[name] = Final(float(result[name]), "", "all steps")
     return found
 
 
@@ -82,8 +106,8 @@ _KEYS: Mapping[str, Callable[[Any], bool]] = {
     "steps": _is_count,
     "parameters": _is_count,
     "tokens": _is_count,
-    "tokens_per_second": _is_rate,
-    "mfu": _or_none(_is_rate),
+    "mean_tokens_per_second": _is_rate,
+    "mean_mfu": _or_none(_is_rate),
     "training_loss": is_number,
     "loss_name": _is_text,
     "loss_unit": _is_text,

@@ -10,7 +10,7 @@ from typing import Any
 
 from lmlib.metrics.log import FILE_NAME as METRICS
 from lmlib.metrics.log import read_metrics
-from lmlib.runs.result import read_result
+from lmlib.runs.result import Final, final_numbers, read_result
 from lmlib.runs.settings import FILE_NAME as SETTINGS
 from lmlib.runs.settings import read_settings
 from lmlib.runs.sweep import point_of
@@ -84,6 +84,12 @@ class Run:
             return False
         made = self.result.get("steps")
         return made is None or self.settings.get("steps") in (None, str(made))
+
+    @functools.cached_property
+    def final(self) -> Mapping[str, Final]:
+        """The numbers of the whole run by name, as result.json has them; none before it has
+        finished. The last that a step measured of a metric has another name."""
+        return final_numbers(self.result or {}) if self.finished else {}
 
     def series(self, metric: str) -> tuple[list[int], list[float]]:
         """The steps that measured `metric`, and what they measured."""

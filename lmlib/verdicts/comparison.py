@@ -195,12 +195,12 @@ def _curve(groups: Sequence[Group], baseline: Group, metric: str) -> Curve | Non
     if whole.problem is None:
         return whole
     # Seeds may differ in a few targets; at one step they are at one place of the curve.
-    tokens = _tokens(baseline)
+    tokens, measured = _tokens(baseline), metric.replace("validation_", "evaluation_", 1)
     points = [
-        (line["step"] / run.steps * tokens, float(line[metric]))
+        (line["step"] / run.steps * tokens, float(line[measured]))
         for run in baseline.runs.values()
         for line in run.run.metrics
-        if metric in line and line["step"] > _WARM * run.steps
+        if measured in line and line["step"] > _WARM * run.steps
     ]
     return joined(points, False) if points else None
 

@@ -150,7 +150,7 @@ def _finished(
 ) -> FinishedRun:
     value, unit = measured[metric]
     seconds = math.fsum(line["step_seconds"] for line in lines if "step_seconds" in line)
-    positions = float(result["tokens_per_second"]) * seconds
+    positions = float(result["mean_tokens_per_second"]) * seconds
     flops_per_token = result.get("flops_per_token")
     name = metric.removeprefix("validation_").partition("/")[0]
     return FinishedRun(

@@ -16,7 +16,7 @@ _COSTS = ("steps", "FLOPs", "seconds")
 
 def comparison_text(comparison: Comparison) -> str:
     """The table, the best first, and what there is to say about its verdicts."""
-    measured = f"{comparison.measured}, {comparison.unit}"
+    measured = f"{comparison.metric}, {comparison.unit}"
     judged = [row.judged for row in comparison.rows if row.judged is not None]
     sped = any(each.speedup is not None for each in judged)
     titles = [*comparison.settings, "seeds", measured]

@@ -59,7 +59,7 @@ def results_text(points: Sequence[Point], failures: Mapping[str, str]) -> str:
     tables = []
     if finished:
         unit = next((str(each.get("loss_unit")) for each in results.values()), "")
-        rows = [("point", f"validation, {unit}", f"training, {unit}", "tokens/s")]
+        rows = [("point", f"validation_loss, {unit}", f"training_loss, {unit}", "mean tokens/s")]
         rows += [(name, *_numbers(results[name])) for name in finished]
         tables.append(columns(rows))
     others = [each for each in points if each.name not in results]
@@ -78,7 +78,7 @@ def result_text(point: Point) -> str:
 def _speed(points: Sequence[Point]) -> float | None:
     """Tokens per second, on average over the points that have finished."""
     found = [
-        _number((each.run.result or {}).get("tokens_per_second"))
+        _number((each.run.result or {}).get("mean_tokens_per_second"))
         for each in points
         if each.finished
     ]
@@ -113,7 +113,7 @@ def _order(result: Mapping[str, Any]) -> tuple[bool, float]:
 
 def _numbers(result: Mapping[str, Any]) -> tuple[str, str, str]:
     validation, training = _validation_loss(result), _number(result.get("training_loss"))
-    speed = _number(result.get("tokens_per_second"))
+    speed = _number(result.get("mean_tokens_per_second"))
     return (
         _NOTHING if validation is None else f"{validation:.4f}",
         _NOTHING if training is None else f"{training:.4f}",

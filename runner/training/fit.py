@@ -357,7 +357,7 @@ class _Run:
             return False
         lines = read_metrics(self.workdir) if self.primary else []
         return from_first(
-            any(line["step"] == step and "validation_loss" not in line for line in lines)
+            any(line["step"] == step and "evaluation_loss" not in line for line in lines)
         )
 
     def earlier_summary(self) -> Summary | None:

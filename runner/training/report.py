@@ -13,7 +13,7 @@ from lmlib.experiment import Experiment
 from lmlib.metrics.log import mfu
 from lmlib.report.page import FILE_NAME as PAGE
 from lmlib.runs.goodput import Goodput
-from lmlib.runs.result import FILE_NAME, read_result
+from lmlib.runs.result import FILE_NAME, LOSS_STEPS, read_result
 from lmlib.runs.validation import StoredValidation
 from lmlib.state import State
 from lmlib.storage.bucket.copies import shown
@@ -22,7 +22,6 @@ from lmlib.terminal.quantities import count_text
 from lmlib.terminal.table import columns
 from runner.training.validation import Validation
 
-LOSS_STEPS = 50
 _SUMMED = {"loss", "step_seconds", "tokens"}
 
 
@@ -39,19 +38,19 @@ class Summary:
     """The numbers of a finished run; `None` where there is nothing to measure.
 
     `training_loss` is the mean over the last 50 steps, each token or pair counting once, of what
-    the objective calls `loss_name` and gives in `loss_unit`. `validation` has the metrics of
-    `Experiment.evaluation_metrics` by name, without the suite's, over `validated_on`: the whole of
-    each finite validation set. `compressed_bits_per_byte` is what compressors need for the
-    validation texts, by their names in `lmlib.data.compressors`. `goodput` tells where the wall
-    time went. `flops_per_token` is analytic, of a position of a training step, on average over the
-    steps, without the causal saving.
+    the objective calls `loss_name` and gives in `loss_unit`; means of speed are over all steps.
+    `validation` has what evaluations measure, without the suite, over `validated_on`: the whole of
+    each finite set; its names begin with "validation_". `compressed_bits_per_byte` is what
+    compressors need for the validation texts, by their names in `lmlib.data.compressors`. `goodput`
+    tells where the wall time went. `flops_per_token` is analytic, of a position of a training step,
+    on average over the steps, without the causal saving.
     """
 
     steps: int
     parameters: int
     tokens: int
-    tokens_per_second: float
-    mfu: float | None
+    mean_tokens_per_second: float
+    mean_mfu: float | None
     training_loss: float
     loss_name: str
     loss_unit: str
@@ -78,12 +77,12 @@ class Summary:
         rows = [
             ("parameters", count_text(self.parameters)),
             ("tokens seen", count_text(self.tokens)),
-            ("tokens per second", count_text(self.tokens_per_second)),
+            ("mean tokens per second", count_text(self.mean_tokens_per_second)),
             (
                 f"training {self.loss_name}",
                 f"{self.training_loss:.4f} {self.loss_unit}, last {LOSS_STEPS} steps",
             ),
-            *([("MFU", f"{self.mfu:.1%}")] if self.mfu else []),
+            *([("mean MFU", f"{self.mean_mfu:.1%}")] if self.mean_mfu else []),
             *self._validation_rows(),
             *self._compressed_rows(),
             ("the run's files", shown(workdir)),
@@ -179,8 +178,8 @@ def summarise(
         steps=experiment.steps,
         parameters=sum(weight.size for weight in jax.tree.leaves(state.whole_model)),
         tokens=totals["tokens"],
-        tokens_per_second=tokens_per_second,
-        mfu=mfu(flops, tokens_per_second, list(experiment.mesh.devices.flat)),
+        mean_tokens_per_second=tokens_per_second,
+        mean_mfu=mfu(flops, tokens_per_second, list(experiment.mesh.devices.flat)),
         training_loss=totals["training_loss"],
         loss_name=experiment.objective.loss_name,
         loss_unit=experiment.objective.metrics["loss"].unit,

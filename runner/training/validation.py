@@ -27,25 +27,26 @@ class Validation:
 
     @property
     def units(self) -> Mapping[str, str]:
-        """The unit of each metric by its name, without those of the suite."""
-        return validation_metrics(self._objective, self._sets, self._named)
+        """The unit of each metric of `whole` by its name."""
+        return validation_metrics(self._objective, self._sets, self._named, "validation")
 
     def metrics(self, state: State) -> dict[str, float]:
         """`Experiment.evaluation_metrics`, over the first `evaluation.batches` batches of each set,
         the same ones each time."""
-        metrics = self._metrics(self._measured(state, whole=False))
+        metrics = self._metrics(self._measured(state, whole=False), "evaluation")
         return metrics if self._suite is None else {**metrics, **self._suite(state.whole_model)}
 
     def whole(self, state: State) -> tuple[dict[str, float], StoredValidation]:
-        """The same metrics over all batches of each set, without the suite's, and what they are
-        made of. A set that never ends is seen up to `evaluation.batches`."""
+        """`validation_loss` and so on: the same metrics over all batches of each set, without the
+        suite's; and what they are made of. One that never ends is seen up to `evaluation.batches`.
+        """
         found = self._measured(state, whole=True)
         stored = StoredValidation(
             step=self._last,
             cross_entropy=self._objective.cross_entropy,
             sets={name: self._stored(name, each) for name, each in found.items()},
         )
-        return self._metrics(found), stored
+        return self._metrics(found, "validation"), stored
 
     def text(self, metrics: Mapping[str, float]) -> str:
         """One line for what `metrics` found: the loss, the metrics shown beside it, bits per byte,
@@ -54,18 +55,18 @@ class Validation:
         shown = [name for name, metric in objective.metrics.items() if metric.shown]
         names = {"loss": objective.loss_name, **{name: name.replace("_", " ") for name in shown}}
         parts = [
-            f"{words} {metrics[f'validation_{name}']:.4f} {objective.metrics[name].unit}"
+            f"{words} {metrics[f'evaluation_{name}']:.4f} {objective.metrics[name].unit}"
             f"{self._each(metrics, name)}"
             for name, words in names.items()
         ]
-        if (bits := metrics.get("validation_bits_per_byte")) is not None:
+        if (bits := metrics.get("evaluation_bits_per_byte")) is not None:
             parts.append(f"{bits:.3f} bits per byte")
-        return f"validation {'  '.join(parts)}  over {self.seen(whole=False)}"
+        return f"evaluation {'  '.join(parts)}  over {self.seen(whole=False)}"
 
     def _each(self, metrics: Mapping[str, float], metric: str) -> str:
         if not self._named:
             return ""
-        each = (f"{name} {metrics[f'validation_{metric}/{name}']:.4f}" for name in self._sets)
+        each = (f"{name} {metrics[f'evaluation_{metric}/{name}']:.4f}" for name in self._sets)
         return f" ({', '.join(each)})"
 
     def seen(self, whole: bool) -> str:
@@ -105,16 +106,16 @@ class Validation:
             found.digest, self._sets[name].bytes_per_target, weight, found.counts, found.sums
         )
 
-    def _metrics(self, found: Mapping[str, Evaluation]) -> dict[str, float]:
+    def _metrics(self, found: Mapping[str, Evaluation], begin: str) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for metric in self._objective.metrics:
             values = {name: each.metrics[metric] for name, each in found.items()}
             counts = {name: float(each.count) for name, each in found.items()}
-            metrics |= self._lines(f"validation_{metric}", values, counts)
-        return metrics | self._bits_per_byte(found)
+            metrics |= self._lines(f"{begin}_{metric}", values, counts)
+        return metrics | self._bits_per_byte(found, begin)
 
-    def _bits_per_byte(self, found: Mapping[str, Evaluation]) -> dict[str, float]:
-        nats, name = self._objective.cross_entropy, "validation_bits_per_byte"
+    def _bits_per_byte(self, found: Mapping[str, Evaluation], begin: str) -> dict[str, float]:
+        nats, name = self._objective.cross_entropy, f"{begin}_bits_per_byte"
         in_text = {
             name: source.bytes_per_target
             for name, source in self._sets.items()

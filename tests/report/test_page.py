@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from left_runs import leave_run, losses
 
 from lmlib.report import page, seen, write_page, write_pictures
+from lmlib.runs import read_run, runs
 from lmlib.terminal.text import shown
 
 FINISHED = {
-    "steps": 2, "parameters": 1000, "tokens": 64, "tokens_per_second": 100.0, "training_loss": 2.5,
-    "loss_unit": "nats per token",
+    "steps": 2, "parameters": 1000, "tokens": 64, "mean_tokens_per_second": 100.0, "training_loss": 2.5,
+    "loss_unit": "nats per token", "validated_on": "the whole split",
     "validation": {"validation_loss": {"value": 2.25, "unit": "nats per token"}},
 }  # fmt: skip
 
@@ -52,13 +53,16 @@ def test_a_page_of_one_run(tmp_path):
     lines = losses(3.5, "NaN", 2.5)
     lines[0]["mine"], lines[2]["mine"] = 1, 2
     run = leave_run(
-        tmp_path / "first", {"steps": 3, "seed": 0}, lines, FINISHED, {3: "def f"}, {"steps": 3.0}
+        tmp_path / "first", {"steps": 3}, lines, FINISHED | {"steps": 3}, {3: "def f"}, {"steps": 3}
     )
     text = page(seen([run]))
     assert len(text.encode()) < 2e6
     parsed = Parsed(text)
     assert parsed.texts["h1"] == ["first"] and "def f" in parsed.texts["pre"]
-    assert "2.2500" in " ".join(parsed.texts["dd"])
+    tiles = dict(zip(parsed.texts["dt"], parsed.texts["dd"], strict=True))
+    assert tiles["validation loss"].split() == ["2.2500"] and "loss" not in tiles
+    over = ["nats per token, mean of the last 3 steps", "nats per token, the whole split"]
+    assert parsed.texts["small"][:2] == over
     loss, mine = data_of(text)["charts"]
     assert loss["metric"] == "loss" and loss["unit"] == "nats per token"
     (series,) = loss["series"]
@@ -66,6 +70,19 @@ def test_a_page_of_one_run(tmp_path):
     assert series["not_finite"] == [0, 1, 0]
     assert mine["metric"] == "mine" and mine["series"][0]["step"] == [1, 3]
     assert data_of(text)["goodput"][0]["share"] == 1.0
+
+
+def test_a_run_that_goes_on_has_the_numbers_of_its_last_step(tmp_path):
+    """Also one that was made longer, whose result.json is that of its earlier end."""
+    lines = losses(3.5, 2.75)
+    lines[0]["evaluation_loss"] = 3.25
+    run = leave_run(tmp_path / "longer", {"steps": 9}, lines, FINISHED)
+    parsed = Parsed(page(seen([run])))
+    tiles = dict(zip(parsed.texts["dt"], parsed.texts["dd"], strict=True))
+    assert [tiles[name].split()[0] for name in ("loss", "evaluation loss")] == ["2.7500", "3.2500"]
+    assert parsed.texts["small"][:2] == ["step 2", "step 1"]
+    assert not {"training loss", "validation loss", "mean tokens per second"} & tiles.keys()
+    assert read_run(run).final == {} and "validation_loss" not in runs(run)
 
 
 def test_a_page_of_several_runs_says_what_differs(tmp_path):

@@ -67,7 +67,7 @@ def test_a_run_describes_itself(undisturbed):
         "empty_batches",
     }
     for line in lines:
-        evaluated = {"validation_loss"} if line["step"] in (10, 20) else set()
+        evaluated = {"evaluation_loss"} if line["step"] in (10, 20) else set()
         assert set(line) == always | evaluated
         assert line["tokens_per_second"] == pytest.approx(8 * 64 / line["step_seconds"])
     assert [line["tokens"] for line in lines] == np.cumsum(
@@ -92,7 +92,7 @@ def test_a_run_describes_itself(undisturbed):
     assert list((workdir / "tensorboard").glob("events.*"))
     log = (workdir / "run.log").read_text()
     for line in (lines[9], lines[19]):
-        assert f"step {line['step']}/20  validation loss {line['validation_loss']:.4f}" in log
+        assert f"step {line['step']}/20  evaluation loss {line['evaluation_loss']:.4f}" in log
     assert " s initialisation, " in log and "restore" not in log
 
 

@@ -75,11 +75,11 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit_and_refuses_another(mesh, tmp_
     row = f"{whole.summary.training_loss:.4f} {unit}, last 50 steps"
     assert any(re.fullmatch(f"training distillation loss +{re.escape(row)}", each) for each in rows)
     last = whole.metrics[-1]
-    half = (last["validation_cross_entropy"] + last["validation_divergence"]) / 2
-    assert last["validation_loss"] == pytest.approx(half, rel=1e-6)
-    assert f"validation distillation loss {last['validation_loss']:.4f} {unit}  cross" in log
-    assert f"divergence {last['validation_divergence']:.4f} nats per token  over the first" in log
-    row = f"validation distillation loss  {last['validation_loss']:.4f} {unit}, over the first 1 "
+    half = (last["evaluation_cross_entropy"] + last["evaluation_divergence"]) / 2
+    assert last["evaluation_loss"] == pytest.approx(half, rel=1e-6)
+    assert f"evaluation distillation loss {last['evaluation_loss']:.4f} {unit}  cross" in log
+    assert f"divergence {last['evaluation_divergence']:.4f} nats per token  over the first" in log
+    row = f"validation distillation loss  {last['evaluation_loss']:.4f} {unit}, over the first 1 "
     assert any(each.startswith(row) for each in rows)
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert not any("reference_model" in name for name in checkpoints.verify(2).arrays)

@@ -255,15 +255,15 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_made_by_the_next_start(tm
     evaluated = 2 * fails  # the step
     assert saved_steps(tmp_path / "checkpoints")[-1] == evaluated
     (line,) = read_metrics(tmp_path)[evaluated - 1 :]
-    assert line["step"] == evaluated and "validation_loss" not in line
+    assert line["step"] == evaluated and "evaluation_loss" not in line
 
     cfg.validation.fails = 0
     lines = fit(cfg, tmp_path).metrics
     assert lines[evaluated - 1].items() >= line.items()
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert ["validation_loss" in line for line in lines] == [False, True, False, True]
+    assert ["evaluation_loss" in line for line in lines] == [False, True, False, True]
     for step in (2, 4):
         manifest = read_manifest(tmp_path / "checkpoints" / str(step))
         assert (
-            np.isfinite(manifest.metric) and manifest.metric == lines[step - 1]["validation_loss"]
+            np.isfinite(manifest.metric) and manifest.metric == lines[step - 1]["evaluation_loss"]
         )

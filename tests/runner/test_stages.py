@@ -85,7 +85,7 @@ def test_each_step_is_one_of_a_run_with_batches_of_that_size(whole):
 def test_the_summary_counts_each_step_by_its_size(whole):
     positions = sum(rows * length for rows, length in SIZES)
     seconds = sum(line["step_seconds"] for line in whole.metrics)
-    assert whole.summary.tokens_per_second == pytest.approx(positions / seconds)
+    assert whole.summary.mean_tokens_per_second == pytest.approx(positions / seconds)
     assert whole.summary.tokens == whole.metrics[-1]["tokens"]
     assert whole.summary.flops_per_token == 6 * 512 * 16
 

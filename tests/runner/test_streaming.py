@@ -96,7 +96,7 @@ def test_a_run_waits_for_its_data_and_says_so(undisturbed: tuple[Any, Path]) -> 
 @pytest.mark.slow
 def test_validation_restarts_the_stream_each_time(undisturbed: tuple[Any, Path]) -> None:
     result, _ = undisturbed
-    losses = [line["validation_loss"] for line in result.metrics if "validation_loss" in line]
+    losses = [line["evaluation_loss"] for line in result.metrics if "evaluation_loss" in line]
     assert len(losses) == 2
     assert losses[1] < losses[0]
 

@@ -87,20 +87,20 @@ def test_each_set_has_its_metrics_and_all_have_a_total(experiment, evaluated, we
     assert set(found) == set(experiment.evaluation_metrics)
     in_bytes = {"web": 4.0, "code.py": 2.5}
     for name, one in alone.items():
-        assert found[f"validation_loss/{name}"] == one.loss
+        assert found[f"evaluation_loss/{name}"] == one.loss
         bits = one.loss / math.log(2) / in_bytes[name]
-        assert found[f"validation_bits_per_byte/{name}"] == pytest.approx(bits)
+        assert found[f"evaluation_bits_per_byte/{name}"] == pytest.approx(bits)
     losses = [alone[name].loss for name in in_bytes]
     tokens = np.array([alone[name].count for name in in_bytes])
     sizes = tokens * np.array(list(in_bytes.values()))
-    bits = [found[f"validation_bits_per_byte/{name}"] for name in in_bytes]
+    bits = [found[f"evaluation_bits_per_byte/{name}"] for name in in_bytes]
     by_tokens, by_bytes = (tokens, sizes) if weights is None else ([3, 1], [3, 1])
     assert tokens[0] != tokens[1]  # or the weights of tokens would not show
-    assert found["validation_loss"] == pytest.approx(np.average(losses, weights=by_tokens))
-    assert found["validation_bits_per_byte"] == pytest.approx(np.average(bits, weights=by_bytes))
+    assert found["evaluation_loss"] == pytest.approx(np.average(losses, weights=by_tokens))
+    assert found["evaluation_bits_per_byte"] == pytest.approx(np.average(bits, weights=by_bytes))
     if weights is None:  # as if all were one text
-        nats = found["validation_loss"] * tokens.sum()
-        assert found["validation_bits_per_byte"] == pytest.approx(nats / math.log(2) / sizes.sum())
+        nats = found["evaluation_loss"] * tokens.sum()
+        assert found["evaluation_bits_per_byte"] == pytest.approx(nats / math.log(2) / sizes.sum())
 
 
 def test_sets_without_text_have_no_bits_and_nor_has_their_total(experiment, evaluated):
@@ -108,9 +108,9 @@ def test_sets_without_text_have_no_bits_and_nor_has_their_total(experiment, eval
     experiment = dataclasses.replace(experiment, validation=sets)
     found = Validation(experiment).metrics(evaluated[0])
     assert set(found) == set(experiment.evaluation_metrics)
-    assert "validation_bits_per_byte" not in found and "validation_loss/ids" in found
+    assert "evaluation_bits_per_byte" not in found and "evaluation_loss/ids" in found
     one = dataclasses.replace(experiment, validation=Text(None))
-    assert one.evaluation_metrics == ("validation_loss",)
+    assert one.evaluation_metrics == ("evaluation_loss",)
 
 
 def weighted(**weights):
@@ -126,28 +126,28 @@ def test_preferences_are_validated_and_ranked_as_what_they_are(experiment):
     experiment = dataclasses.replace(
         experiment,
         objective=DPO(reference_from="a run", beta=10.0),
-        checkpoints=CheckpointSettings(best_by="validation_reward_accuracy", best_is_highest=True),
+        checkpoints=CheckpointSettings(best_by="evaluation_reward_accuracy", best_is_highest=True),
     )
     experiment.check()
     recipe = experiment.reference_recipe
     state = experiment.initial_state(reference_model=recipe.new_model(experiment.mesh))
     validation = Validation(experiment)
     found = validation.metrics(state)
-    assert set(found) == set(experiment.evaluation_metrics) == set(validation.units)
+    assert set(found) == set(experiment.evaluation_metrics)
     pairs, losses = [], []
     for name, source in experiment.validation_sets.items():
         batches = [source.batch(step) for step in range(2)]
         pairs.append(sum(int(experiment.objective.count(batch)) for batch in batches))
-        losses.append(found[f"validation_loss/{name}"])
-    assert found["validation_loss"] == pytest.approx(np.average(losses, weights=pairs))
+        losses.append(found[f"evaluation_loss/{name}"])
+    assert found["evaluation_loss"] == pytest.approx(np.average(losses, weights=pairs))
     text = validation.text(found)
     web, code = (f"{loss:.4f}" for loss in losses)
     each = f" nats per pair (web {web}, code.py {code})  reward margin "
-    assert text.startswith(f"validation DPO loss {found['validation_loss']:.4f}{each}")
-    assert f"reward accuracy {found['validation_reward_accuracy']:.4f} of pairs (web " in text
-    told = "there are validation_loss, validation_loss/web, .*validation_reward_accuracy"
+    assert text.startswith(f"evaluation DPO loss {found['evaluation_loss']:.4f}{each}")
+    assert f"reward accuracy {found['evaluation_reward_accuracy']:.4f} of pairs (web " in text
+    told = "there are evaluation_loss, evaluation_loss/web, .*evaluation_reward_accuracy"
     with pytest.raises(ValueError, match=told):
-        dataclasses.replace(experiment, **ranked_by("validation_bits_per_byte")).check()
+        dataclasses.replace(experiment, **ranked_by("evaluation_bits_per_byte")).check()
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_preferences_are_validated_and_ranked_as_what_they_are(experiment):
         (weighted(web=1.0), "are of 'web', but validation has 'web', 'code.py'"),
         (weighted(**{"web": 0.0, "code.py": 0.0}), "must be positive numbers"),
         ({"validation": Text(None), **weighted(web=1.0)}, "has no names"),
-        (ranked_by("validation_los"), r"checkpoints.best_by='validation_los' is no metric of this"),
-        (ranked_by("validation_loss/books"), "there are validation_loss, validation_loss/web"),
+        (ranked_by("evaluation_los"), r"checkpoints.best_by='evaluation_los' is no metric of this"),
+        (ranked_by("evaluation_loss/books"), "there are evaluation_loss, evaluation_loss/web"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_trained(experiment, changes, told):
@@ -189,13 +189,13 @@ def test_the_best_checkpoint_by_one_set(tmp_path, highest):
     cfg = config()
     cfg.steps, cfg.evaluation.every, cfg.checkpoints.every = 6, 1, 1
     cfg.checkpoints.keep, cfg.checkpoints.keep_best = 1, 1
-    cfg.checkpoints.best_by, cfg.checkpoints.best_is_highest = "validation_loss/code.py", highest
+    cfg.checkpoints.best_by, cfg.checkpoints.best_is_highest = "evaluation_loss/code.py", highest
     cfg.validation = {
         name: fdl.Config(Synthetic, vocab_size=512, batch_size=2, sequence_length=16, seed=seed)
         for name, seed in (("web", 1), ("code.py", 2))
     }
     result = fit(cfg, tmp_path)
-    ranks = {line["step"]: line["validation_loss/code.py"] for line in result.metrics}
+    ranks = {line["step"]: line["evaluation_loss/code.py"] for line in result.metrics}
     # When the last save began, its own rank was not known.
     best = (max if highest else min)(range(1, 6), key=ranks.__getitem__)
     kept = {int(folder.name) for folder in (tmp_path / "checkpoints").iterdir()}
@@ -211,5 +211,5 @@ def test_the_best_checkpoint_by_one_set(tmp_path, highest):
     assert "validation loss, code.py" in summary.text(tmp_path, "")
     content = json.loads((tmp_path / "result.json").read_text())["validation"]
     for name in names:
-        value = result.metrics[-1][name]
+        value = result.metrics[-1][name.replace("validation", "evaluation")]
         assert content[name] == {"value": value, "unit": "nats per token"}

@@ -50,8 +50,8 @@ def test_the_time_of_a_step_holds_its_own_wait_for_data(starts):
 def test_validation_is_shown_where_it_comes(starts):
     metrics, logs = starts
     for line, log in ((metrics[3], logs[0]), (metrics[5], logs[1])):
-        loss, bits = line["validation_loss"], line["validation_bits_per_byte"]
-        found = f"validation loss {loss:.4f} nats per token  {bits:.3f} bits per byte"
+        loss, bits = line["evaluation_loss"], line["evaluation_bits_per_byte"]
+        found = f"evaluation loss {loss:.4f} nats per token  {bits:.3f} bits per byte"
         assert f"{found}  over the first " in log
 
 

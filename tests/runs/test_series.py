@@ -50,7 +50,7 @@ def test_columns_keep_up_with_a_run(tmp_path_factory, first, added, then):
             log.write(step, metrics)
         kept.update()
         if first:
-            log.add(len(first), {f"validation_{name}": value for name, value in added.items()})
+            log.add(len(first), {f"evaluation_{name}": value for name, value in added.items()})
         kept.update()
         for step, metrics in enumerate(then, len(first) + 1):
             log.write(step, metrics)
@@ -74,7 +74,7 @@ def test_no_measurement_is_taken_back_while_a_line_is_half_written(tmp_path_fact
     looks = itertools.cycle(looks)
     with open(workdir / "metrics.jsonl", "w+b", buffering=0) as file:
         for step in (1, 2, 3):
-            added = f', "validation_loss": {step / 4}}}\n'
+            added = f', "evaluation_loss": {step / 4}}}\n'
             for content, over in ((f'{{"step": {step}, "loss": {step / 2}}}\n', 0), (added, 2)):
                 file.seek(-over, 2)
                 for byte in content.encode():
@@ -90,7 +90,7 @@ def test_no_measurement_is_taken_back_while_a_line_is_half_written(tmp_path_fact
                         before = found
     reader.update()
     assert as_lists(reader) == from_lines(workdir)
-    assert as_lists(reader)["validation_loss"] == ([1, 2, 3], [0.25, 0.5, 0.75])
+    assert as_lists(reader)["evaluation_loss"] == ([1, 2, 3], [0.25, 0.5, 0.75])
 
 
 def test_what_is_not_finite_is_there(tmp_path):

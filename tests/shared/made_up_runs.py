@@ -29,7 +29,7 @@ def leave_run(
       losses: of each validation batch, of 100 tokens each; by the name of the set, if there are
         several.
       settings: by path; a text is written as it is.
-      curve: `validation_loss` by step.
+      curve: `evaluation_loss` by step.
     """
     folder.mkdir(parents=True)
     lines = {"steps": steps, "seed": 0, "data.seed": 0, **(settings or {})}
@@ -39,7 +39,7 @@ def leave_run(
         for step in range(1, steps + 1):
             line = {"step": step, "step_seconds": 0.5, "tokens": tokens * step // steps}
             if curve and step in curve:
-                line["validation_loss"] = curve[step]
+                line["evaluation_loss"] = curve[step]
             print(json.dumps(line), file=file)
     if not finished:
         return
@@ -65,7 +65,7 @@ def leave_run(
         "steps": steps,
         "parameters": parameters,
         "tokens": tokens,
-        "tokens_per_second": tokens / (0.5 * steps),
+        "mean_tokens_per_second": tokens / (0.5 * steps),
         "training_loss": total,
         "loss_name": "loss",
         "loss_unit": UNITS["loss"],

@@ -44,7 +44,7 @@ def sweep(tmp_path: Path) -> Path:
         result = tmp_path / "sweep" / name / "result.json"
         result.write_text(
             json.dumps(
-                json.loads(result.read_text()) | {"mfu": None, "goodput": None, "samples": []}
+                json.loads(result.read_text()) | {"mean_mfu": None, "goodput": None, "samples": []}
             )
         )
     return tmp_path / "sweep"
