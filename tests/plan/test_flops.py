@@ -14,10 +14,12 @@ from lmlib.compute import Compute
 from lmlib.models.attend import attend
 from lmlib.models.attend.fused import splash
 from lmlib.models.attend.kernel import Options, whole_row
+from lmlib.models.experts.grouped import grouped_product
 from lmlib.models.families.llama import llama
 from lmlib.optim.adamw import adamw
 from lmlib.parallel.mesh import make_mesh
 from lmlib.plan.flops import count_flops
+from lmlib.plan.program import read_program
 from lmlib.state import Training, abstract_batch, abstract_state
 
 SCOPES = ("embed", "projections", "attention", "mlp", "loss", "optimizer")
@@ -54,6 +56,22 @@ def test_scans_count_as_often_as_they_turn():
     (one,) = counted(outer, *shapes((M, K), (K, K))).matmuls
     assert one.count == 5 * (3 + 1)
     assert one.flops == one.count * 2 * M * K * K
+
+
+@pytest.mark.parametrize("rows", [96, 80])  # 48 are whole blocks, 40 end with smaller ones
+def test_products_by_group_count_as_in_even_routing(rows):
+    def function(x, w, sizes):
+        return grouped_product(x, w, sizes)
+
+    given = shapes((rows, K), (2, K, N)) + shapes((2,), dtype=jnp.int32)
+    assert counted(function, *given).total == 2 * rows * K * N
+    text = jax.jit(function).lower(*given).compile().as_text()
+    trips = {
+        place.loops[-1].trips
+        for one, place in read_program(text).instructions()
+        if one.op_name.endswith("dot_general") and place.loops
+    }
+    assert trips == ({3, 0} if rows == 96 else {2})
 
 
 def test_of_a_conditional_the_dearer_branch_counts():
