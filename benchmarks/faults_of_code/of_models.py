@@ -215,9 +215,9 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters are not scaled",
-        "lmlib/models/product.py",
-        "return w.scale * _product(up, h, w_up, None, out_sharding)",
-        "return _product(up, h, w_up, None, out_sharding)",
+        "lmlib/models/matrices/adapted.py",
+        "return w.scale * product_of_arrays(up, h, w_up, None, out_sharding)",
+        "return product_of_arrays(up, h, w_up, None, out_sharding)",
         "tests/test_adapters.py",
     ),
     Mutation(

@@ -71,7 +71,7 @@ MUTATIONS = (
     Mutation(
         "a scan's matmuls are counted once",
         "lmlib/plan/flops.py",
-        "times=place.times * _turns(equation)",
+        "times=place.times * (_turns(equation) if even is None else even)",
         "times=place.times",
         "tests/plan/test_flops.py",
     ),

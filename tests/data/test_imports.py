@@ -9,7 +9,10 @@ ROOT = Path(__file__).parents[2]
 
 ALL_OF_DATA = """
 import sys
-from lmlib.data import *
+from lmlib.data.flat_tokens import FlatTokens
+import importlib, pkgutil, lmlib.data
+for module in pkgutil.iter_modules(lmlib.data.__path__, "lmlib.data."):
+    importlib.import_module(module.name)
 slow = {"datasets", "tokenizers"} & set(sys.modules)
 ours = ("lmlib.data", "lmlib.storage", "lmlib.row_order")
 others = [name for name in sys.modules if name.startswith("lmlib.") and not name.startswith(ours)]

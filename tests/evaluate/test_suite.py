@@ -3,7 +3,6 @@
 import functools
 import math
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +19,7 @@ from lmlib.evaluate.suite.suite import Suite, SuiteEvaluator, in_context_slope
 from lmlib.evaluate.suite.texts import TEXTS
 from lmlib.models.context import whole_rows
 from lmlib.models.families.llama import llama
-from lmlib.models.model import Trunk
+from lmlib.models.model import Model, Trunk
 from lmlib.models.part import Names
 from lmlib.parallel.creation import creator
 from lmlib.parallel.mesh import make_mesh
@@ -30,7 +29,7 @@ BEGIN, V = 256, 258
 CODEC = codec_of_bytes(BEGIN)
 
 
-class Copier(eqx.Module):
+class Copier(Model):
     """Says what followed the last time that its document had this token; `sure` of it or not."""
 
     sure: float
@@ -59,11 +58,8 @@ class Copier(eqx.Module):
     def flops_per_token(self, sequence_length, causal):
         return 0.0
 
-    def parts(self):
+    def weight_groups(self):
         return ()
-
-    def check(self, sequence_length, compute):
-        pass
 
 
 def scores(model, mesh=None, codec=CODEC, **suite):
