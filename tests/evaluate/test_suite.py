@@ -32,7 +32,7 @@ CODEC = codec_of_bytes(BEGIN)
 class Copier(Model):
     """Says what followed the last time that its document had this token; `sure` of it or not."""
 
-    sure: float
+    sure: float = eqx.field(static=True)
     vocab = V
     logit_cap = None
     names = Names()
