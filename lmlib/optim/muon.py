@@ -27,6 +27,7 @@ from lmlib.optim.optimizer import (
 from lmlib.optim.orthogonalization import POLAR_EXPRESS, Polynomial, orthogonalized
 from lmlib.optim.schedules import MakeSchedule, warmup_cosine
 from lmlib.optim.whole_matrices import (
+    APART,
     Matrices,
     is_matrix,
     layout_of,
@@ -60,7 +61,7 @@ def muon(
     nesterov: bool = True,
     polynomials: Sequence[Polynomial] = POLAR_EXPRESS,
     dtype: str = "bfloat16",
-    apart: Collection[str] = ("expert", "choice"),
+    apart: Collection[str] = APART,
     neuron_decay: float | None = None,
     adamw_learning_rate: float = 1.0,
     b1: float = 0.9,

@@ -30,6 +30,7 @@ from lmlib.parallel.collectives import (
 from lmlib.parallel.layout import mesh_axes_of
 from lmlib.parallel.mesh_axes import MeshAxes
 
+APART = ("expert", "choice")  # names of axes along which each index is a matrix by itself
 _BUSY = 2**22  # elements that keep an accelerator busy
 _MOST_AT_ONCE = 32
 

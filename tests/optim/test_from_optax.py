@@ -1,6 +1,7 @@
 """Optimizers of optax's: as optax makes them, their state split as the weights are."""
 
 import functools
+import inspect
 
 import equinox as eqx
 import fiddle as fdl
@@ -15,49 +16,129 @@ from optax import contrib
 from sentinels import sentinels
 from small_experiment import small
 
+from lmlib.optim.from_optax import from_optax
+from lmlib.optim.optimizer import as_declared
 from lmlib.models.weights import fan_in, ones, weight
 from lmlib.optim.from_optax import from_optax
 from lmlib.optim.optimizer import as_declared
 from lmlib.parallel.layout import STORED, partition
+from lmlib.parallel.axes import LAYER, map_weights
+from lmlib.parallel.layout import stored
 from lmlib.parallel.mesh import make_mesh
 from runner import Options, fit
 from runner.errors import ConfigError, StoppedEarly
 
-MAKERS = {
-    "lion": functools.partial(optax.lion, b1=0.8, weight_decay=0.1),
-    "momentum": functools.partial(optax.sgd, momentum=0.9, nesterov=True),
-    "adafactor": functools.partial(
-        optax.adafactor, min_dim_size_to_factor=16, weight_decay_rate=0.1
-    ),
-    "adopt": contrib.adopt,
-    "lamb": functools.partial(optax.lamb, weight_decay=0.1),
+LAYERS = 3
+# Arguments that an optimizer needs, or that make it look at arrays as small as these.
+SETTINGS = {
+    "adafactor": {"min_dim_size_to_factor": 2, "weight_decay_rate": 0.1},
+    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 1.0, "seed": 1},
+    "lamb": {"weight_decay": 0.1},
+    "lars": {"weight_decay": 0.1, "momentum": 0.9},
+    "lion": {"b1": 0.8, "weight_decay": 0.1},
+    "muon": {"adaptive": True, "weight_decay": 0.1},
+    "noisy_sgd": {"key": 1},
+    "schedule_free": {"base_optimizer": optax.sgd(0.1)},
+    "sgd": {"momentum": 0.9, "nesterov": True},
 }
+REFUSED = {
+    "dpsgd": "dpsgd cannot be used here: its updates have other shapes than weights",
+    "galore": "to make its state of a small model fails",
+    "lbfgs": "to update of a small model by gradients, .* fails: .*value_fn",
+    "momo": "to update of a small model by gradients, .* fails: .*value",
+    "momo_adam": "to update of a small model by gradients, .* fails: .*value",
+    "optimistic_adam": "does not support learning rate schedules",
+    "rprop": "to make its state of a small model fails",
+    "sm3": "sm3 cannot be made of a schedule",
+    "sophia": "to update of a small model by gradients, .* fails: obj_fn",
+}
+RANDOM = {"noisy_sgd"}
+MATRICES = {"matrix": (0, 1), "heads": (0, (1, 2)), "experts": (1, 2)}  # of Muon: summed and kept
 
 
-class Model(eqx.Module):
+def of_optax():
+    """Every optimizer of optax's that takes a learning rate."""
+    return {
+        name: function
+        for module in (optax, contrib)
+        for name, function in vars(module).items()
+        if inspect.isfunction(function)
+        and not name.startswith(("_", "scale_by_"))
+        and "learning_rate" in inspect.signature(function).parameters
+    }
+
+
+MAKERS = {
+    name: functools.partial(make, **SETTINGS.get(name, {})) for name, make in of_optax().items()
+}
+TRAINING = sorted(MAKERS.keys() - REFUSED - RANDOM)
+
+
+class Layer(eqx.Module):
     matrix: Float[Array, "embed mlp"] = weight(fan_in("embed"))
+    heads: Float[Array, "embed heads head_dim"] = weight(fan_in("embed"))
+    experts: Float[Array, "expert embed mlp"] = weight(fan_in("embed"))
     scale: Float[Array, "embed"] = weight(ones)
 
 
-def gradients_of(step):
+class Stacked(eqx.Module):
+    """As a model's weights are: three layers in one array each, and what is around them."""
+
+    layers: Layer
+    scale: Float[Array, "embed"] = weight(ones)
+    head: Float[Array, "embed vocab"] = weight(fan_in("embed"))
+    absent: Float[Array, "embed"] | None = weight(ones)
+
+
+SHAPES = Layer((16, 8), (16, 4, 2), (2, 16, 8), (16,))
+
+
+def random_model(step):
+    """Weights, or gradients, of which the first layer's are much larger."""
     random = np.random.default_rng(step)
-    return random.normal(size=(64, 48)).astype("f"), random.normal(size=64).astype("f")
+
+    def layers(shape):
+        factors = np.reshape([30.0, 1.0, 0.1], (LAYERS, *[1] * len(shape)))
+        return (factors * random.normal(size=(LAYERS, *shape))).astype("f")
+
+    stacked = jax.tree.map(layers, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+    others = (random.normal(size=size).astype("f") for size in ((16,), (16, 8)))
+    return Stacked(stacked, *others, None)
+
+
+def apart(model):
+    """Each layer's arrays by themselves, by name."""
+    named = {"scale": model.scale, "head": model.head}
+    for name in ("matrix", "heads", "experts", "scale"):
+        stack = getattr(model.layers, name)
+        named |= {f"{name}_of_{i}": stack[i] for i in range(LAYERS)}
+    return named
 
 
 def by_optax(make):
-    """Three updates on one device, without anything of lmlib's."""
-    masks = {name: {"matrix": True, "scale": False} for name in ("mask", "weight_decay_mask")}
-    known = make.func if isinstance(make, functools.partial) else make
-    masks = {name: mask for name, mask in masks.items() if name in known.__code__.co_varnames}
+    """Three updates of layers that are apart, without anything of lmlib's."""
+    known = inspect.signature(make).parameters
+    first = apart(random_model(0))
+    masks = {name: not name.startswith("scale") for name in first}
+    numbers = {
+        name: contrib.MuonDimensionNumbers(*MATRICES[kind]) if kind in MATRICES else None
+        for name, kind in ((name, name.partition("_")[0]) for name in first)
+    }
+    given = {name: masks for name in ("mask", "weight_decay_mask") if name in known}
+    if "muon_weight_dimension_numbers" in known:
+        given["muon_weight_dimension_numbers"] = numbers
     made = optax.chain(
-        optax.clip_by_global_norm(2.0), make(learning_rate=lambda n: 0.1 / (n + 1.0), **masks)
+        optax.clip_by_global_norm(2.0), make(learning_rate=lambda n: 0.1 / (n + 1.0), **given)
     )
-    weights = dict(zip(("matrix", "scale"), gradients_of(0), strict=True))
-    state = made.init(weights)
-    for step in range(3):
-        gradients = dict(zip(("matrix", "scale"), gradients_of(step + 1), strict=True))
+
+    @jax.jit
+    def step(gradients, state, weights):
         updates, state = made.update(gradients, state, weights)
-        weights = optax.apply_updates(weights, updates)
+        return optax.apply_updates(weights, updates), state
+
+    weights, state = first, jax.jit(made.init)(first)
+    for number in range(3):
+        weights, state = step(apart(random_model(number + 1)), state, weights)
     return weights
 
 
@@ -66,49 +147,96 @@ def ours(make, **settings):
     return from_optax(9, 0.1, make, schedule, clip_norm=2.0, **settings)
 
 
-def laid_out(mesh, arrays):
-    layouts = [partition(axes, STORED) for axes in ("embed mlp", "embed")]
-    return Model(
-        *(
-            jax.device_put(array, NamedSharding(mesh, layout))
-            for array, layout in zip(arrays, layouts, strict=True)
+def by_ours(make, lay_out=lambda model: model):
+    """The same with lmlib: the weights and the state."""
+    transformation = ours(make).transformation
+
+    @jax.jit
+    def step(gradients, state, model):
+        updates, state = transformation.update(gradients, state, model)
+        return optax.apply_updates(model, updates), state
+
+    model = lay_out(random_model(0))
+    state = jax.jit(transformation.init)(model)
+    for number in range(3):
+        model, state = step(lay_out(random_model(number + 1)), state, model)
+    return model, state
+
+
+def assert_same(model, expected):
+    for name, found in apart(model).items():
+        size = np.abs(expected[name]).max()
+        np.testing.assert_allclose(found, expected[name], 2e-5, 2e-6 * size, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "name", sentinels(TRAINING, landing={"adafactor", "lamb", "muon", "prodigy"}.__contains__)
+)
+def test_updates_are_those_of_layers_apart(name):
+    model, _ = by_ours(MAKERS[name])
+    assert_same(model, by_optax(MAKERS[name]))
+
+
+def laid_out(mesh):
+    def placed(model):
+        layouts = map_weights(lambda weight, x: stored(weight, x.shape, mesh), model)
+        return jax.tree.map(
+            lambda x, layout: jax.device_put(x, NamedSharding(mesh, layout)), model, layouts
         )
-    )
+
+    return placed
 
 
 @pytest.mark.landing
 @pytest.mark.several_devices
-@pytest.mark.parametrize("name", sentinels(MAKERS, "adafactor".__eq__))
+@pytest.mark.parametrize(
+    "name", sentinels(["adafactor", "adopt", "lamb", "lion", "muon", "prodigy"], "muon".__eq__)
+)
 def test_updates_on_a_mesh_are_those_of_optax_on_one_device(name):
-    expected = by_optax(MAKERS[name])
-    optimizer, mesh = ours(MAKERS[name]), make_mesh(data=2, fsdp=2, tensor=2)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
     with jax.set_mesh(mesh):
-        model = laid_out(mesh, gradients_of(0))
-        state = jax.jit(optimizer.transformation.init)(model)
-        update = jax.jit(optimizer.transformation.update)
-        for step in range(3):
-            updates, state = update(laid_out(mesh, gradients_of(step + 1)), state, model)
-            model = optax.apply_updates(model, updates)
-    for found, of_optax in zip((model.matrix, model.scale), expected.values(), strict=True):
-        np.testing.assert_allclose(found, of_optax, rtol=2e-5, atol=2e-6)
-    parts = {leaf.shape: leaf.sharding.spec for leaf in jax.tree.leaves(state) if leaf.size > 8}
-    assert parts.get((64, 48), model.matrix.sharding.spec) == model.matrix.sharding.spec
-    assert parts.get((64,), model.scale.sharding.spec) == model.scale.sharding.spec
-    if name == "adafactor":
-        assert set(parts) == {(64,), (48,)}
-        assert parts[(48,)] == PartitionSpec("tensor")
+        model, state = by_ours(MAKERS[name], laid_out(mesh))
+    assert_same(model, by_optax(MAKERS[name]))
+    expected = laid_out(mesh)(random_model(0))
+    assert jax.tree.map(jax.typeof, model) == jax.tree.map(jax.typeof, expected)
+    parts = {}
+    for leaf in jax.tree.leaves(state):
+        parts.setdefault(leaf.shape, set()).add(leaf.sharding.spec)
+    if name == "adafactor":  # rows and columns of the matrices in each layer
+        assert parts[LAYERS, 16] == {PartitionSpec(None, ("fsdp", "expert"))}
+        assert parts[LAYERS, 8] == {PartitionSpec(None, "tensor")}
+    else:
+        assert parts[LAYERS, 16, 8] == {model.layers.matrix.sharding.spec}
+        assert parts[LAYERS, 2, 16, 8] == {model.layers.experts.sharding.spec}
 
 
 def test_decay_follows_what_is_declared_where_optax_takes_a_mask():
+<<<<<<< HEAD
     assert ours(optax.lion).decays is as_declared
     assert not ours(optax.novograd).decays(None)
     model = Model(jnp.ones((2, 3)), jnp.ones(2))
+=======
+    assert ours(optax.lion).decays is as_declared
+    assert not ours(optax.sgd).decays(None)
+    model, name = random_model(0), LAYER + " embed"
+>>>>>>> d2e9242 (Optimizers of optax update each stacked layer as if its arrays were by themselves)
     still = jax.tree.map(jnp.zeros_like, model)
-    optimizer = ours(MAKERS["lion"], decays=lambda weight: weight.axes == ("embed",))
-    state = optimizer.transformation.init(model)
-    updates, _ = optimizer.transformation.update(still, state, model)
-    np.testing.assert_allclose(updates.scale, -0.1 * 0.1)
-    np.testing.assert_array_equal(updates.matrix, 0.0)
+    optimizer = ours(MAKERS["lion"], decays=lambda weight: " ".join(weight.axes) == name)
+    state = jax.jit(optimizer.transformation.init)(model)
+    updates, _ = jax.jit(optimizer.transformation.update)(still, state, model)
+    np.testing.assert_allclose(updates.layers.scale, -0.1 * 0.1 * model.layers.scale, 1e-6)
+    np.testing.assert_array_equal(updates.scale, 0.0)
+    np.testing.assert_array_equal(updates.layers.matrix, 0.0)
+
+
+@pytest.mark.landing
+def test_noise_of_layers_is_independent():
+    """By itself each layer would have the noise of the others."""
+    model, _ = by_ours(functools.partial(optax.noisy_sgd, eta=1e4, gamma=0.0, key=1))
+    moved = (model.layers.experts - random_model(0).layers.experts).reshape(LAYERS, -1)
+    expected = 1e2 * np.linalg.norm([0.1, 0.1 / 2, 0.1 / 3])
+    np.testing.assert_allclose(moved.std(axis=1), expected, rtol=0.2)
+    assert np.abs(np.corrcoef(moved) - np.eye(LAYERS)).max() < 0.25
 
 
 def growing(learning_rate):
@@ -126,22 +254,37 @@ def longer(learning_rate):
     )
 
 
+def hidden(learning_rate):
+    return optax.chain(optax.clip(1.0), contrib.muon(learning_rate))
+
+
+def clipped_lamb(learning_rate):
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(learning_rate))
+
+
+def shorter(learning_rate):
+    return optax.stateless(lambda g, model: jax.tree.map(lambda x: x[:1], g))
+
+
+OWN = [
+    (optax.clip, "clip takes no learning_rate"),
+    (longer, "longer cannot be used here: an update changes the shapes or dtypes"),
+    (shorter, "shorter cannot be used here: its updates have other shapes than weights"),
+    (hidden, "hidden has Muon in it, .* take muon_weight_dimension_numbers=None and give it"),
+    pytest.param(
+        clipped_lamb,
+        "clipped_lamb cannot be used here: its updates of stacked layers differ",
+        marks=pytest.mark.landing,
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (optax.clip, "clip takes no learning_rate"),
-        (optax.sm3, "sm3 cannot be made of a schedule"),
-        (
-            optax.lbfgs,
-            r"lbfgs cannot be used here: to update by .* fails: .*value_fn",
-        ),
-        (contrib.galore, "galore cannot be used here: to make its state fails"),
-        (longer, "longer cannot be used here: an update changes the shapes or dtypes"),
-    ],
+    ("make", "message"), [*((MAKERS[name], REFUSED[name]) for name in sorted(REFUSED)), *OWN]
 )
 def test_what_cannot_train_here_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
-        ours(make).transformation.init(Model(jnp.ones((2, 3)), None))
+        ours(make)
 
 
 @pytest.mark.several_devices
@@ -179,8 +322,13 @@ def test_a_run_resumes_to_the_same_bits(tmp_path):
 def test_another_rate_is_the_same_program_and_another_setting_is_not():
     def program(**settings):
         cfg = small()
+<<<<<<< HEAD
         make = fdl.Partial(optax.lion, b1=settings.pop("b1", 0.9))
         cfg.optimizer = fdl.Partial(from_optax, make=make, **{"peak_lr": 1.0} | settings)
+=======
+        make = fdl.Partial(optax.sgd, momentum=settings.pop("momentum", 0.9))
+        cfg.optimizer = fdl.Partial(from_optax, make=make, **{"peak_lr": 1.0} | settings)
+>>>>>>> d2e9242 (Optimizers of optax update each stacked layer as if its arrays were by themselves)
         return fdl.build(cfg).trace_step().lower().as_text()
 
-    assert program() == program(peak_lr=0.1) != program(b1=0.8)
+    assert program() == program(peak_lr=0.1) != program(momentum=0.8)
