@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -62,11 +61,6 @@ def as_declared(weight: Weight) -> bool:
     """Whether a weight decays, as its module declares: matrices and tables do; scales and biases,
     whatever their shape, do not."""
     return weight.declaration.decays
-
-
-def decay_mask(model: eqx.Module, decays: Decays = as_declared) -> eqx.Module:
-    """The model's tree with `decays(weight)` in place of each array."""
-    return map_weights(lambda weight, array: decays(weight), model)
 
 
 def with_decoupled_decay(

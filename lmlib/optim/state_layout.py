@@ -1,5 +1,6 @@
 """How the state of an optimizer lies over the mesh: each array is split as its weight is."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ def state_layout(state: Any, model: Any, mesh: AbstractMesh) -> Any:
 
     An array is a weight's if the weight's path is a part of its own. It lies as the weight does if
     it has the weight's shape, and along those axes of the weight that it has if it has some of them
-    alone, as factored moments do, or others in front. All else is whole on each device.
+    alone, as factored moments do, or others besides. All else is whole on each device.
 
     Args:
       state: of shapes and dtypes.
@@ -63,27 +64,15 @@ def _own_weight(keys: _Keys, weights: Mapping[_Keys, Any]) -> _Keys | None:
 def _along(
     shape: Sequence[int], of_weight: Sequence[int], layout: PartitionSpec
 ) -> PartitionSpec | None:
-    """The partition of an array whose axes are some of a weight's, in their order, axes of size 1
-    apart; or all of them, after others. `None` if it is no such array."""
+    """The partition of an array whose axes are some of a weight's, in their order, or all of them
+    among others; one may have size 1 instead. `None` if it is no such array."""
     if math.prod(shape) == 1:
         return PartitionSpec()
-    places = (*layout, *[None] * (len(of_weight) - len(layout)))
-    more = len(shape) - len(of_weight)
-    if more > 0:
-        if tuple(shape[more:]) != tuple(of_weight):
-            return None
-        return PartitionSpec(*[None] * more, *places)
-    if more == 0:
-        if any(size not in (1, whole) for size, whole in zip(shape, of_weight, strict=True)):
-            return None
-        pairs = zip(shape, of_weight, places, strict=True)
-        return PartitionSpec(*(place if size == whole else None for size, whole, place in pairs))
-    found, axis = [], 0
-    for size in shape:
-        while axis < len(of_weight) and of_weight[axis] != size:
-            axis += 1
-        if axis == len(of_weight):
-            return None
-        found.append(places[axis])
-        axis += 1
-    return PartitionSpec(*found)
+    places, common = dict(enumerate(layout)), min(len(shape), len(of_weight))
+    own = [*itertools.combinations(range(len(shape)), common)][::-1]  # others are rather in front
+    for axes in itertools.product(own, itertools.combinations(range(len(of_weight)), common)):
+        pairs = list(zip(*axes, strict=True))
+        if all(shape[i] in (1, of_weight[j]) for i, j in pairs):
+            split = {i: places.get(j) for i, j in pairs if shape[i] == of_weight[j]}
+            return PartitionSpec(*map(split.get, range(len(shape))))
+    return None

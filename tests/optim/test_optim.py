@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from lmlib.models.weights import fan_in, ones, weight
 from lmlib.optim.adamw import adamw
-from lmlib.optim.optimizer import decay_mask
 from lmlib.optim.schedules import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 
 
@@ -63,9 +62,13 @@ def test_updates_follow_the_equations():
 
 def test_decay_follows_the_rule_given():
     model = Model(jnp.ones((2, 3)), jnp.ones(2))
-    assert decay_mask(model) == Model(True, False)
-    mask = decay_mask(model, lambda weight: weight.axes == ("embed",))
-    assert (mask.matrix, mask.scale) == (False, True)
+    still, constant = jax.tree.map(jnp.zeros_like, model), lambda peak_lr, steps: lambda step: 0.5
+    rules = {(-0.1, 0.0): as_declared, (0.0, -0.1): lambda weight: weight.axes == ("embed",)}
+    for (matrix, scale), decays in rules.items():
+        made = adamw(9, 1.0, constant, weight_decay=0.2, decays=decays).transformation
+        updates, _ = made.update(still, made.init(model), model)
+        np.testing.assert_allclose(updates.matrix, matrix)
+        np.testing.assert_allclose(updates.scale, scale)
 
 
 @settings(max_examples=60)
