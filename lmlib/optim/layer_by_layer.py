@@ -18,7 +18,6 @@ from lmlib.parallel.axes import map_weights
 _SHAPE = (2, 4, 3)  # of what is tried: layers, rows, columns
 # Of the first layer's gradients, step by step: NaN shows what moves between layers.
 _FACTORS = (1.0, 1.0, 1e4, 1e-3, np.nan, 1.0)
-_ROUNDING = 1e-3  # of a layer's largest number
 
 
 def layer_by_layer(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -44,10 +43,11 @@ def _groups(model: Any) -> list[tuple[int, Any]]:
     """The number of stacked axes of each group, and the mask of its weights."""
     sizes: dict[str, tuple[int, ...]] = {}
     map_weights(lambda one, array: sizes.update({one.path: array.shape[: one.stacked]}), model)
-    return [
-        (len(of), map_weights(lambda one, _, of=of: sizes[one.path] == of, model))
-        for of in sorted({*sizes.values()})
-    ]
+
+    def mask(of: tuple[int, ...]) -> Any:
+        return map_weights(lambda one, _: sizes[one.path] == of, model)
+
+    return [(len(of), mask(of)) for of in sorted({*sizes.values()})]
 
 
 def _mapped(function: Any, times: int) -> Any:
@@ -111,4 +111,4 @@ def _shapes(tree: Any) -> Any:
 def _agree(some: np.ndarray, others: np.ndarray) -> bool:
     """True if arrays are equal up to rounding, with NaN in the same places."""
     size = np.nanmax(np.abs(others), axis=(-2, -1), keepdims=True, initial=0)
-    return np.allclose(some, others, rtol=0, atol=_ROUNDING * size, equal_nan=True)
+    return np.allclose(some, others, rtol=0, atol=1e-3 * size, equal_nan=True)
