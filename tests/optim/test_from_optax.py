@@ -312,17 +312,10 @@ def test_a_state_that_would_be_whole_on_every_device_is_refused(tmp_path):
         fit(cfg, tmp_path)
 
 
-<<<<<<< HEAD
-def adafactor(*overrides):
-    cfg = small("steps=4", "checkpoints.every=1", "mesh.fsdp=2")
-    make = fdl.Partial(optax.adafactor, min_dim_size_to_factor=8)
-    cfg.optimizer = fdl.Partial(from_optax, make=make, peak_lr=1e-2)
-=======
 def muon():
     flags = ["validation=None", "steps=4", "checkpoints.every=1", "mesh.fsdp=2"]
     cfg = configs.load("experiments/llama_84m", ["tiny"], flags)
-    cfg.optimizer = fdl.Partial(optim.from_optax, make=fdl.Partial(contrib.muon), peak_lr=1e-2)
->>>>>>> 380539d (A run with optax's Muon resumes to the same bits is tried on stacked layers)
+    cfg.optimizer = fdl.Partial(from_optax, make=fdl.Partial(contrib.muon), peak_lr=1e-2)
     return cfg
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from lmlib.models.weights import fan_in, ones, weight
 from lmlib.optim.adamw import adamw
+from lmlib.optim.optimizer import as_declared
 from lmlib.optim.schedules import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 
 
