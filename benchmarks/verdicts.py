@@ -79,7 +79,7 @@ def _coverage(ladders: int) -> list[list[str]]:
         inside = []
         for seed in range(ladders):
             errors = noise * np.random.default_rng(seed).standard_normal(len(LADDER))
-            law = fit_scaling_law(*LADDER.T, TRUTH.loss(LADDER) * np.exp(errors), 60)
+            law = fit_scaling_law(*LADDER.T, TRUTH.loss(LADDER) * np.exp(errors))
             numbers = zip(law.numbers.values(), TRUTH.numbers, strict=True)
             inside.append([each.low <= value <= each.high for each, value in numbers])
         rows.append([f"{noise:.1%}", *(f"{each:.0%}" for each in np.mean(inside, axis=0))])

@@ -18,6 +18,7 @@ N counts all parameters, those of embeddings too; D the targets that a run has s
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ from lmlib.storage.whole_file import write_whole
 from lmlib.verdicts.compute_law import ComputeLaw, compute_of, compute_text, fit_compute_law
 from lmlib.verdicts.finished import USUAL_METRIC
 from lmlib.verdicts.ladder import Ladder, ladder_of, ladder_text
-from lmlib.verdicts.scaling_law import ScalingLaw
+from lmlib.verdicts.scaling_law import Number, ScalingLaw
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,10 +67,10 @@ def _as_json(ladder: Ladder, law: ScalingLaw) -> dict[str, Any]:
     return {
         "law": str(law),
         **_runs_as_json(ladder),
-        "numbers": {name: dataclasses.asdict(each) for name, each in law.numbers.items()},
-        "error": law.error,
+        "numbers": {name: _number(each) for name, each in law.numbers.items()},
+        "error": law.fit.error,
         "optima": {
-            f"{flops:g}": {name: dataclasses.asdict(n) for name, n in law.optimum(flops).items()}
+            f"{flops:g}": {name: _number(each) for name, each in law.optimum(flops).items()}
             for flops in _BUDGET.value
         },
     }
@@ -79,10 +80,16 @@ def _compute_as_json(ladder: Ladder, law: ComputeLaw) -> dict[str, Any]:
     return {
         "law": "L = E + A/C^γ",
         **_runs_as_json(ladder),
-        "numbers": dict(zip(("E", "A", "γ"), law.law.numbers.tolist(), strict=True)),
-        "error": law.error,
-        "losses": {f"{flops:g}": dataclasses.asdict(law.loss(flops)) for flops in _BUDGET.value},
+        "numbers": dict(zip(("E", "A", "γ"), law.fit.law.numbers.tolist(), strict=True)),
+        "error": law.fit.error,
+        "losses": {f"{flops:g}": _number(law.loss(flops)) for flops in _BUDGET.value},
     }
+
+
+def _number(number: Number) -> dict[str, float | None]:
+    """JSON has no infinity: an end on which the runs set no bound is null."""
+    fields = dataclasses.asdict(number)
+    return {name: each if math.isfinite(each) else None for name, each in fields.items()}
 
 
 def _runs_as_json(ladder: Ladder) -> dict[str, Any]:

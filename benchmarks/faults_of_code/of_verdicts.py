@@ -57,22 +57,22 @@ MUTATIONS = (
     Mutation(
         "the speedup is upside down",
         "lmlib/verdicts/speedup.py",
-        "np.log(excess / goal)",
-        "np.log(goal / excess)",
+        "-math.log(goal)",
+        "math.log(goal)",
         "tests/verdicts/test_speedup.py",
     ),
     Mutation(
         "a budget goes to parameters and tokens the wrong way round",
         "lmlib/verdicts/scaling_law.py",
-        "parameters = (alpha * a / (beta * b))",
-        "parameters = (beta * b / (alpha * a))",
+        "math.log(alpha / beta) + a - b",
+        "math.log(beta / alpha) + b - a",
         "tests/verdicts/test_scaling_law.py",
     ),
     Mutation(
         "intervals of a law forget the numbers that were fitted",
         "lmlib/verdicts/power_law.py",
-        "freedom = len(errors_R) - len(law.numbers)",
-        "freedom = 100 * len(errors_R)",
+        "freedom = len(self.losses_R) - len(least)",
+        "freedom = 100 * len(self.losses_R)",
         "tests/verdicts/test_scaling_law.py",
     ),
 )

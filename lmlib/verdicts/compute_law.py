@@ -6,6 +6,7 @@ nothing of other shares of parameters and tokens.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,8 +14,8 @@ from jaxtyping import Float
 
 from lmlib.terminal.table import columns
 from lmlib.verdicts.ladder import Ladder
-from lmlib.verdicts.power_law import PowerLaw, fit_power_law, resampled_fits
-from lmlib.verdicts.scaling_law import FLOPS, RESAMPLES, Number, interval
+from lmlib.verdicts.power_law import Fit
+from lmlib.verdicts.scaling_law import FLOPS, Number, number
 
 _UNKNOWN = 3  # E, A and γ
 _LEAST_RANGE = 4.0  # the largest compute over the smallest
@@ -22,26 +23,17 @@ _LEAST_RANGE = 4.0  # the largest compute over the smallest
 
 @dataclasses.dataclass(frozen=True)
 class ComputeLaw:
-    """A fit.
+    """A fit, whose `law` is one of FLOPs."""
 
-    Args:
-      law: of FLOPs.
-      resampled: fits to resampled losses.
-      error: root mean square of the difference in the logarithm of the loss.
-    """
-
-    law: PowerLaw
-    resampled: tuple[PowerLaw, ...]
-    error: float
+    fit: Fit
 
     def loss(self, flops: float) -> Number:
         """At this compute, with the 90 % interval of the law; a run's own noise is not in it."""
-        values = [float(each.loss(np.array([[flops]]))[0]) for each in (self.law, *self.resampled)]
-        return Number(values[0], *interval(np.array(values[1:])))
+        return number(self.fit, lambda law: math.log(law.loss(np.array([[flops]]))[0]))
 
 
 def fit_compute_law(
-    flops_R: Float[np.ndarray, "R"], losses_R: Float[np.ndarray, "R"], resamples: int = RESAMPLES
+    flops_R: Float[np.ndarray, "R"], losses_R: Float[np.ndarray, "R"]
 ) -> ComputeLaw:
     """Raises ValueError if there are fewer than four runs, of three computes that span a factor of
     four, or a loss is not positive."""
@@ -55,10 +47,7 @@ def fit_compute_law(
     if not (np.isfinite(losses_R).all() and (losses_R > 0).all()):
         raise ValueError(f"a law is of positive losses, and these go from {losses_R.min():.6g}")
     x_R1 = flops_R[:, None]
-    law = fit_power_law(x_R1, losses_R)
-    errors_R = np.log(law.loss(x_R1)) - np.log(losses_R)
-    resampled = tuple(resampled_fits(x_R1, losses_R, law, resamples))
-    return ComputeLaw(law, resampled, float(np.sqrt(np.mean(errors_R**2))))
+    return ComputeLaw(Fit(x_R1, losses_R))
 
 
 def compute_of(ladder: Ladder) -> Float[np.ndarray, "R"]:
@@ -73,15 +62,15 @@ def compute_text(ladder: Ladder, law: ComputeLaw, budgets: Sequence[float]) -> s
 
 def _lines(ladder: Ladder, law: ComputeLaw, budgets: Sequence[float]) -> Iterator[str]:
     rows = [("run", "C, FLOPs", f"loss, {ladder.unit}", "fitted")]
-    for each, flops in zip(ladder.runs, compute_of(ladder), strict=True):
-        fitted = law.loss(float(flops)).value
+    fitted_R = law.fit.law.loss(law.fit.x_RK)
+    for each, flops, fitted in zip(ladder.runs, compute_of(ladder), fitted_R, strict=True):
         rows.append((each.run.name, f"{flops:.3g}", f"{each.value:.4f}", f"{fitted:.4f}"))
     yield columns(rows)
     yield ""
-    floor, scale, exponent = law.law.numbers
+    floor, scale, exponent = law.fit.law.numbers
     yield (
         f"L = E + A/C^γ with E = {floor:.4g}, A = {scale:.4g}, γ = {exponent:.4g}, fitted to "
-        f"{len(ladder.runs)} runs, off by {law.error:.2%} (root mean square)"
+        f"{len(ladder.runs)} runs, off by {law.fit.error:.2%} (root mean square)"
     )
     yield "C is 6·N·D, of all parameters and of the targets seen"
     for flops in budgets:

@@ -75,7 +75,7 @@ def _lines(ladder: Ladder, law: ScalingLaw, budgets: Sequence[float]) -> Iterato
         )
     yield columns(rows)
     yield ""
-    yield f"{law}, fitted to {law.runs} runs, off by {law.error:.2%} (root mean square)"
+    yield f"{law}, fitted to {len(ladder.runs)} runs, off by {law.fit.error:.2%} (root mean square)"
     for quantity, value in law.fixed.items():
         yield f"all runs have {count_text(value)} {quantity}, whose share is part of E"
     yield ""

@@ -5,17 +5,17 @@ refused: see `fit_scaling_law`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from jaxtyping import Float, Num
 
 from lmlib.terminal.quantities import count_text
-from lmlib.verdicts.power_law import PowerLaw, fit_power_law, resampled_fits
+from lmlib.verdicts.power_law import Fit, PowerLaw
 
 FLOPS = 6.0  # for each parameter and token
-INTERVAL = 0.9  # of what is given as an interval
-RESAMPLES = 200
 LEAST_VALUES = 3  # of a quantity, for its floor, its scale and its exponent
 LEAST_RANGE = 2.0  # the largest over the smallest
 _LEAST_SPREAD = 0.1  # of the logarithm of tokens, at one number of parameters
@@ -27,7 +27,7 @@ _LETTERS = {"parameters": "N", "tokens": "D"}
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A fitted number, and its 90 % bootstrap interval."""
+    """A fitted number, and its 90 % interval, which may end at 0 and at infinity."""
 
     value: float
     low: float
@@ -41,36 +41,31 @@ class ScalingLaw:
     Args:
       quantities: "parameters", "tokens" or both, in this order.
       fixed: the value of the one that all runs share, if there is one.
-      law: of these quantities.
-      resampled: fits to resampled losses.
-      error: root mean square of the difference in the logarithm of the loss.
-      runs: how many it is fitted to.
+      fit: the law of these quantities, and the losses that it is fitted to.
     """
 
     quantities: tuple[str, ...]
     fixed: Mapping[str, float]
-    law: PowerLaw
-    resampled: tuple[PowerLaw, ...]
-    error: float
-    runs: int
+    fit: Fit
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the numbers of `law`: E, then A and B, then α and β."""
+        """Of the numbers of its law: E, then A and B, then α and β."""
         symbols = [_SYMBOLS[quantity] for quantity in self.quantities]
         return ("E", *(scale for scale, _ in symbols), *(exponent for _, exponent in symbols))
 
-    @property
+    @functools.cached_property
     def numbers(self) -> dict[str, Number]:
-        resampled = np.stack([each.numbers for each in self.resampled])
-        found = zip(self.names, self.law.numbers, resampled.T, strict=True)
-        return {name: _number(value, values) for name, value, values in found}
+        return {
+            name: number(self.fit, lambda law, i=i: math.log(law.numbers[i]))
+            for i, name in enumerate(self.names)
+        }
 
     def loss(self, parameters: float, tokens: float) -> float:
         """What the law says of such a run; a quantity without a term does not count."""
         place = {"parameters": parameters, "tokens": tokens}
         x_K = [place[quantity] for quantity in self.quantities]
-        return float(self.law.loss(np.array([x_K], float))[0])
+        return float(self.fit.law.loss(np.array([x_K], float))[0])
 
     def optimum(self, flops: float) -> dict[str, Number]:
         """The parameters, tokens and loss that are best for a budget of 6·N·D FLOPs.
@@ -84,10 +79,11 @@ class ScalingLaw:
                 f"the best share of a budget needs runs of several {_other(only)}: all of these "
                 f"have {count_text(self.fixed[_other(only)])}"
             )
-        best = np.array(_best(self.law, flops))
-        resampled = np.array([_best(each, flops) for each in self.resampled])
         names = ("parameters", "tokens", "loss")
-        return {name: _number(best[i], resampled[:, i]) for i, name in enumerate(names)}
+        return {
+            name: number(self.fit, lambda law, i=i: _best(law, flops)[i])
+            for i, name in enumerate(names)
+        }
 
     def __str__(self) -> str:
         """`L = E + A/N^α + B/D^β`, of the terms that it has."""
@@ -101,7 +97,6 @@ def fit_scaling_law(
     parameters_R: Num[np.ndarray, "R"],
     tokens_R: Num[np.ndarray, "R"],
     losses_R: Float[np.ndarray, "R"],
-    resamples: int = RESAMPLES,
 ) -> ScalingLaw:
     """The law of runs with these parameters, tokens seen and final losses.
 
@@ -134,14 +129,9 @@ def fit_scaling_law(
         )
     if not (np.isfinite(losses_R).all() and (losses_R > 0).all()):
         raise ValueError(f"a law is of positive losses, and these go from {losses_R.min():.6g}")
-    law = fit_power_law(x_RK, losses_R)
-    errors_R = np.log(law.loss(x_RK)) - np.log(losses_R)
-    made = ScalingLaw(
-        quantities, fixed, law, (), float(np.sqrt(np.mean(errors_R**2))), len(losses_R)
-    )
+    made = ScalingLaw(quantities, fixed, Fit(x_RK, losses_R))
     _check_identified(made, x_RK)
-    resampled = tuple(resampled_fits(x_RK, losses_R, law, resamples))
-    return dataclasses.replace(made, resampled=resampled)
+    return made
 
 
 def _check_values(name: str, x_R: np.ndarray) -> None:
@@ -171,7 +161,7 @@ def _check_told_apart(logs_RK: np.ndarray) -> None:
 
 def _check_identified(made: ScalingLaw, x_RK: np.ndarray) -> None:
     """Each number must change the losses in a way of its own."""
-    law = made.law
+    law = made.fit.law
     terms_RK = law.scales_K * x_RK**-law.exponents_K
     by_exponent_RK = terms_RK * law.exponents_K * (np.log(x_RK) - np.log(x_RK).mean(0))
     floors = np.full((len(x_RK), 1), law.floor)
@@ -186,25 +176,19 @@ def _check_identified(made: ScalingLaw, x_RK: np.ndarray) -> None:
 
 
 def _best(law: PowerLaw, flops: float) -> tuple[float, float, float]:
-    """Equation 4 of Hoffmann et al., and the loss there."""
-    (a, b), (alpha, beta) = law.scales_K, law.exponents_K
-    product = flops / FLOPS  # N·D
-    parameters = (alpha * a / (beta * b)) ** (1 / (alpha + beta)) * product ** (
-        beta / (alpha + beta)
-    )
-    tokens = product / parameters
-    return parameters, tokens, float(law.loss(np.array([[parameters, tokens]]))[0])
+    """Equation 4 of Hoffmann et al., and the loss there, all as logarithms."""
+    (a, b), (alpha, beta) = np.log(law.scales_K), law.exponents_K
+    product = math.log(flops / FLOPS)  # N·D
+    parameters = (math.log(alpha / beta) + a - b + beta * product) / (alpha + beta)
+    tokens = product - parameters
+    terms = [math.log(law.floor), a - alpha * parameters, b - beta * tokens]
+    return parameters, tokens, float(np.logaddexp.reduce(terms))
 
 
-def _number(value: float, resampled: np.ndarray) -> Number:
-    return Number(float(value), *interval(resampled))
-
-
-def interval(resampled: Float[np.ndarray, "resamples"]) -> tuple[float, float]:
-    """The ends of 90 %; however few are resampled, as many lie beyond them as are meant to."""
-    ends = [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2]
-    low, high = np.quantile(resampled, ends, method="weibull")
-    return float(low), float(high)
+def number(fit: Fit, logarithm: Callable[[PowerLaw], float]) -> Number:
+    """A positive quantity of the law."""
+    with np.errstate(over="ignore"):
+        return Number(*np.exp([logarithm(fit.law), *fit.interval(logarithm)]).tolist())
 
 
 def _other(quantity: str) -> str:

@@ -16,19 +16,18 @@ A factor is read between half the least and twice the most tokens of the curve, 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
-from scipy import special
 
-from lmlib.verdicts.power_law import PowerLaw, fit_power_law, resampled_fits
-from lmlib.verdicts.scaling_law import interval
+from lmlib.verdicts.power_law import INTERVAL, Fit, PowerLaw
 from lmlib.verdicts.seeds import Difference
 
 FARTHEST = 2.0  # times the most tokens of a curve, and a part of its least
 LEAST_POINTS = 4  # of a curve, at different numbers of tokens
-RESAMPLES = 200
+_LEAST_GOAL = 1e-300  # of the excess over the floor, for a goal below it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,42 +70,38 @@ class Speedup:
     whole_schedules: bool
 
 
-def speedup(
-    curve: Curve, tokens: float, difference: Difference, resamples: int = RESAMPLES
-) -> Speedup:
+def speedup(curve: Curve, tokens: float, difference: Difference) -> Speedup:
     """Of a setting whose loss differs from the baseline's by `difference`.
 
     Args:
       curve: without a `problem`.
       tokens: that the baseline has seen.
 
-    The interval is of a bootstrap over the curve's errors, and over the difference's as its t
-    distribution has them.
+    The curve alone would give one interval, and the difference alone another. The distances of
+    their ends from the factor, in logarithms, are added as independent errors are: by their squares
+    (Zou and Donner 2008, Statistics in Medicine 27, 1693).
     """
-    x_RK = curve.tokens_R[:, None]
-    law = fit_power_law(x_RK, curve.losses_R)
+    fit = Fit(curve.tokens_R[:, None], curve.losses_R)
     least = min(curve.tokens_R) / FARTHEST / tokens
     most = FARTHEST * max(curve.tokens_R) / tokens
 
-    def factor(law: PowerLaw, difference: float) -> float:
-        # Of the loss that the law itself has there, so that no difference is no speedup.
-        here = float(law.loss(np.array([[tokens]]))[0])
-        excess, goal = here - law.floor, here + difference - law.floor
-        if goal <= 0:
-            return most
-        log_factor = np.log(excess / goal) / law.exponents_K[0]
-        return float(np.exp(np.clip(log_factor, np.log(least), np.log(most))))
+    def logarithm(law: PowerLaw, difference: float) -> float:
+        # Beside the loss that the law itself has there, so that no difference is no speedup.
+        excess = law.scales_K[0] * tokens ** -law.exponents_K[0]
+        goal = max(1 + difference / excess, _LEAST_GOAL)
+        return float(-math.log(goal) / law.exponents_K[0])
 
-    middle = factor(law, difference.mean)
-    low = high = middle
-    if difference.standard_error is not None:
-        laws = resampled_fits(x_RK, curve.losses_R, law, resamples)
-        quantiles = (np.arange(resamples) + 0.5) / resamples
-        order = np.random.default_rng(0).permutation(resamples)
-        errors = difference.standard_error * special.stdtrit(difference.freedom, quantiles)[order]
-        drawn = [factor(law, difference.mean + e) for law, e in zip(laws, errors, strict=True)]
-        low, high = interval(np.array(drawn))
-    return Speedup(middle, low, high, least, most, curve.whole_schedules)
+    def read(logarithm: float) -> float:
+        return float(np.exp(np.clip(logarithm, np.log(least), np.log(most))))
+
+    middle = low = high = logarithm(fit.law, difference.mean)
+    ends = difference.interval((1 - INTERVAL) / 2)
+    if ends is not None:
+        by_curve = fit.interval(lambda law: logarithm(law, difference.mean))
+        by_difference = [logarithm(fit.law, end) for end in reversed(ends)]
+        down, up = np.hypot(np.subtract(by_curve, middle), np.subtract(by_difference, middle))
+        low, high = middle - down, middle + up
+    return Speedup(read(middle), read(low), read(high), least, most, curve.whole_schedules)
 
 
 def joined(points: Sequence[tuple[float, float]], whole_schedules: bool) -> Curve:

@@ -51,6 +51,17 @@ def test_a_ladder_is_fitted_in_a_table_and_as_json(places):
     assert found == pytest.approx(expected, rel=1e-2)
 
 
+def test_an_end_on_which_the_runs_set_no_bound_is_null(places, tmp_path):
+    """The loss falls once, and wavers: any greater scale would do with a greater exponent."""
+    for number, loss in enumerate([4, 3.1, 3.0, 3.05, 2.97, 3.02]):
+        sizes = {"parameters": 10**7, "tokens": 10**8 * 2**number, "steps": 10}
+        leave_run(tmp_path / f"{number}", loss, {"data.batch_size": 2**number}, **sizes)
+    ended = run_forked("-m", "runner.ladder", tmp_path, "--json=law.json", cwd=places)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search("^B .* to inf$", ended.stdout, re.MULTILINE), ended.stdout
+    assert json.loads((places / "law.json").read_text())["numbers"]["B"]["high"] is None
+
+
 @pytest.mark.parametrize(
     ("command", "told"),
     sentinels(

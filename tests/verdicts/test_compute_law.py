@@ -13,20 +13,20 @@ def loss(flops):
 
 
 def test_losses_without_noise_give_the_very_law_and_the_next_rung():
-    found = fit_compute_law(FLOPS, loss(FLOPS), 20)
-    assert found.law.numbers == pytest.approx([1.7, 30.0, 0.1], rel=1e-3)
-    assert found.error < 1e-6
+    found = fit_compute_law(FLOPS, loss(FLOPS))
+    assert found.fit.law.numbers == pytest.approx([1.7, 30.0, 0.1], rel=1e-3)
+    assert found.fit.error < 1e-6
     assert found.loss(1e15).value == pytest.approx(loss(1e15), rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.landing
 def test_an_interval_holds_the_truth_about_as_often_as_it_says():
     inside = []
-    for seed in range(20):
+    for seed in range(100):
         noise = np.exp(2e-3 * np.random.default_rng(seed).standard_normal(len(FLOPS)))
-        at = fit_compute_law(FLOPS, loss(FLOPS) * noise, 40).loss(1e14)
+        at = fit_compute_law(FLOPS, loss(FLOPS) * noise).loss(1e14)
         inside.append(at.low <= loss(1e14) <= at.high)
-    assert np.mean(inside) > 0.7
+    assert 0.82 <= np.mean(inside) <= 0.98
 
 
 @pytest.mark.parametrize(
