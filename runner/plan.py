@@ -51,7 +51,6 @@ import jax
 
 from lmlib.experiment import Experiment
 from lmlib.hardware.specifications import ACCELERATORS
-from lmlib.parallel.axes import PartError
 from lmlib.parallel.other_meshes import check_axes
 from lmlib.plan import targets
 from lmlib.plan.planner import Report, plan, section, stderr_kept, versions
@@ -143,8 +142,7 @@ def _of_stage(
     experiment: Experiment, target: Target, tell: Callable[[str], None]
 ) -> tuple[Report, dict[str, Any]]:
     """The plan of a step, and its `text` and `json` with what was asked for besides."""
-    with user_errors((PartError,)):
-        report = plan(experiment, target, tell)
+    report = plan(experiment, target, tell)
     text, fields = str(report), report.as_json()
     if _SEARCH.value:
         found = search(experiment, target, tell, known=report)

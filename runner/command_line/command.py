@@ -33,7 +33,7 @@ from runner.errors import (
 DEBUG = flags.DEFINE_bool("debug", False, "show the traceback of an error, a mistake's too")
 
 # Their messages say all that a user needs: what, where, and what to do.
-_TOLD = (ConfigError, TrainingStopped, WorkdirLost, OSError, DamagedDataError)
+_TOLD = (TrainingStopped, WorkdirLost, OSError, DamagedDataError)
 _THREADS_SECONDS = 5.0  # for threads that end by themselves
 _HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
 _taken: list[str] | None = None  # what `take_flags` has found: the arguments that are no flags
@@ -110,20 +110,26 @@ def _end_threads(status: int) -> None:
 def exit_code(error: BaseException) -> int:
     if isinstance(error, StoppedEarly):
         return STOPPED
-    return MISTAKE if isinstance(error, ConfigError) else FAILED
+    return MISTAKE if _is_mistake(error) else FAILED
+
+
+def _is_mistake(error: BaseException) -> bool:
+    axes = sys.modules.get("lmlib.parallel.axes")  # to import it is to import JAX
+    return isinstance(error, (ConfigError, getattr(axes, "PartError", ConfigError)))
 
 
 def tell(error: BaseException, debug: bool) -> None:
     """Writes `error` to stderr: its message if that says all, else, or if `debug`, a traceback."""
     sys.stdout.flush()
     lacking = lack(error)
-    if debug or not (lacking or isinstance(error, (*_TOLD, StoppedEarly))):
+    mistake = _is_mistake(error)
+    if debug or not (lacking or mistake or isinstance(error, (*_TOLD, StoppedEarly))):
         traceback.print_exception(error)
     elif isinstance(error, StoppedEarly):
         print(error, file=sys.stderr)
     else:
         text = in_words(error)
-        if isinstance(error, ConfigError):
+        if mistake:
             text = " ".join(text.split())  # others may end with a table
         elif lacking:
             text = f"{lacking} (--debug shows where)"

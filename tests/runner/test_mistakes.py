@@ -1,5 +1,6 @@
 """What users get wrong: told in one line, with exit code 2, and nothing on disk is changed."""
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from byte_texts import write_texts
 from folder_contents import files_of
 from forked_processes import run_forked
+from run_on_bytes import write_run_on_bytes
 from sentinels import sentinels
 
 from runner import fit
@@ -401,6 +403,20 @@ ALL = [
     *OTHERS,
     *(("runner", setting(override), message) for override, message in PARTS[:2]),
 ]
+
+
+@pytest.mark.landing
+def test_a_part_of_a_saved_model_is_named_too(scratch, tmp_path, monkeypatch):
+    """Whatever the user has changed in it since the model was trained."""
+    monkeypatch.syspath_prepend(scratch)
+    mixer = importlib.import_module("own_mixer").OneArray
+    workdir, _ = write_run_on_bytes(tmp_path, attention=mixer)
+    flags = (f"--from={workdir}", "--trust_module=own_mixer", "--tokens=1,2")
+    ended = run_forked("-m", "runner.generate", *flags, cwd=scratch)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = (line for line in ended.stderr.splitlines() if "own_mixer" in line)
+    assert line.startswith("error: own_mixer.OneArray must return a tuple (y_BSE, cache)")
+    assert "Traceback" not in ended.stderr
 
 
 def test_there_are_many_of_them():
