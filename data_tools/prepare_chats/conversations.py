@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_tools.rows.block import Field, Row
+from data_tools.rows.block import Field
 from lmlib.data.chats.chat import Message, check_messages
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
@@ -59,20 +59,12 @@ class ConversationField(Field):
         """See `Field.load`."""
         return self._text
 
-    def row(
-        self,
-        row: object,
-        text: Callable[[Mapping[str, Any]], Any],
-        where: str,
-        filled_up: bool = False,
-    ) -> Row:
-        """See `Field.row`."""
-        if not isinstance(row, Mapping):
-            return Row(where, None, f"is no JSON object but {type(row).__name__}")
+    def found(self, row: Any, text: Callable[..., Any], filled_up: bool) -> tuple[str | None, str]:
+        """See `Field.found`."""
         try:
-            return Row(where, text(_without_nulls(row) if filled_up else row))
+            return text(_without_nulls(row) if filled_up else row), ""
         except (ValueError, TypeError, RecursionError) as error:
-            return Row(where, None, f"holds no conversation: {error}")
+            return None, f"holds no conversation: {error}"
 
     def _text(self, row: Mapping[str, Any]) -> str:
         row = {name: value for name, value in row.items() if value is not None}

@@ -39,7 +39,6 @@ class Field(ABC):
     def load(self) -> Callable[[Mapping[str, Any]], Any]:
         """The function from a row to its text; raises ValueError if it cannot be had."""
 
-    @abstractmethod
     def row(
         self,
         row: object,
@@ -51,6 +50,13 @@ class Field(ABC):
 
         `filled_up`: a null may stand for an entry that the row lacks, as in Arrow's structs.
         """
+        if not isinstance(row, Mapping):
+            return Row(where, None, f"is no JSON object but {type(row).__name__}")
+        return Row(where, *self.found(row, text, filled_up))
+
+    @abstractmethod
+    def found(self, row: Any, text: Callable[..., Any], filled_up: bool) -> tuple[str | None, str]:
+        """The text of the row, or None and what is wrong with it; see `row`."""
 
 
 @dataclass(frozen=True)
@@ -86,26 +92,18 @@ class TextField(Field):
             raise ValueError(f"the text function {self.function!r} is {loaded!r}, no function")
         return loaded
 
-    def row(
-        self,
-        row: object,
-        text: Callable[[Mapping[str, Any]], Any],
-        where: str,
-        filled_up: bool = False,
-    ) -> Row:
-        """See `Field.row`."""
-        if not isinstance(row, Mapping):
-            return Row(where, None, f"is no JSON object but {type(row).__name__}")
+    def found(self, row: Any, text: Callable[..., Any], filled_up: bool) -> tuple[str | None, str]:
+        """See `Field.found`."""
         try:
             found = text(row)
         except _NoColumnError as error:
-            return Row(where, None, str(error))
+            return None, str(error)
         except Exception as error:  # whatever the user's function raises is about this row
-            return Row(where, None, f"makes {self.function} raise {error!r}")
+            return None, f"makes {self.function} raise {error!r}"
         if not isinstance(found, str):
             what = f"column {self.column!r}" if self.function is None else self.function
-            return Row(where, None, f"has no string in {what} but {found!r:.40}")
-        return Row(where, found)
+            return None, f"has no string in {what} but {found!r:.40}"
+        return found, ""
 
     def _of_column(self, row: Mapping[str, Any]) -> Any:
         try:
