@@ -18,7 +18,7 @@ from runner.errors import user_errors
 from runner.monitoring.transfer import told
 from runner.processes.agreement import agreed
 from runner.weights.texts import FILE, KnownTexts, tokenizer_of
-from runner.weights.wanted import Wanted
+from runner.weights.wanted import Keeping, Wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +106,8 @@ class ModelFolder:
             wanted.check_tokenizer(problem)
         names = self.described.family.names
         tell = told(f"reading {self.base.name}:", show)
-        arrays = load_weights(self.base.folder, recipe.bare, names, wanted.mesh, tell, recipe.kept)
+        keeping = Keeping(recipe)
+        arrays = load_weights(self.base.folder, recipe.bare, names, wanted.mesh, tell, keeping)
+        keeping.tell(self.base.name, show)
         model = recipe.completed(arrays, wanted.mesh)
         return model if adapters is None else adapters.into(model)

@@ -46,7 +46,7 @@ from runner.weights.notes import (
     tokenizer_changed,
 )
 from runner.weights.saved_run import PLAIN, Access, SavedRun, in_float32, opened
-from runner.weights.wanted import Wanted
+from runner.weights.wanted import Keeping, Wanted
 
 _BUFFERS = "buffers"  # the part of the state with the weights that have no gradient
 
@@ -146,8 +146,10 @@ def _of_run(run: SavedRun, wanted: Wanted) -> tuple[Any, str]:
         if "model" not in wanted.allowed_changes and run.has_config:
             wanted.check_adapters(run.recipe.shapes)  # weights do not tell alpha
         return jax.tree.map(lambda x, kept: x.astype(kept.dtype), model, recipe.made), name
-    model = merged_into_bases(model)
-    return recipe.completed(_kept(model, recipe), mesh), name
+    keeping = Keeping(recipe)
+    kept = _kept(merged_into_bases(model), recipe, keeping)
+    keeping.tell(name, run.access.show)
+    return recipe.completed(kept, mesh), name
 
 
 def _restored(
@@ -210,7 +212,7 @@ def _merged(base: jax.Array, rest: Any) -> Any:
     return merged(dataclasses.replace(rest, base=base))
 
 
-def _kept(model: Any, recipe: Recipe) -> Any:
+def _kept(model: Any, recipe: Recipe, keeping: Keeping) -> Any:
     """The weights of `model` as `recipe` keeps them, one made after the other; it takes their
     buffers."""
     arrays: dict[str, jax.Array] = {}
@@ -218,7 +220,7 @@ def _kept(model: Any, recipe: Recipe) -> Any:
 
     def keep(weight: Weight, _: Any) -> Any:
         array = arrays.pop(weight.path)
-        made = jax.block_until_ready(recipe.kept(weight, array.astype(jnp.float32)))
+        made = jax.block_until_ready(keeping(weight, array.astype(jnp.float32)))
         if jax.tree.leaves(made)[0].dtype != array.dtype:
             array.delete()
         return made

@@ -1,14 +1,16 @@
 """The model that weights are read for, and how far what is there may differ from it."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from lmlib.data.batch import Source
 from lmlib.models.differences import differences
 from lmlib.models.matrices.adapted import Adapted, map_adapted
+from lmlib.parallel.axes import Weight
 from lmlib.recipe import Recipe
 from runner.errors import ConfigError
 
@@ -68,6 +70,33 @@ class Wanted:
                 f"it was trained on other data: {problem}, so its ids mean other texts; to go on "
                 "all the same give --allow_change=data"
             )
+
+
+class Keeping:
+    """`Recipe.kept`, which notes whether it rounds values; int8, which is asked for, is no news."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._rounds = recipe, False
+
+    def __call__(self, weight: Weight, array: jax.Array) -> Any:
+        made = self._recipe.kept(weight, array)
+        by_dtype = self._recipe.frozen_dtype != "int8" and weight.declaration.dtype is None
+        if by_dtype and made.dtype != array.dtype and not self._rounds:
+            self._rounds = not _same(made, array)
+        return made
+
+    def tell(self, name: str, show: Callable[[str], None]) -> None:
+        """Shows a line if values were rounded."""
+        if self._rounds:
+            show(
+                f"the frozen weights of {name} are rounded to {self._recipe.frozen_dtype}: "
+                "--fdl.compute.dtype=float32 keeps them, and computes, in float32"
+            )
+
+
+@jax.jit
+def _same(one: jax.Array, other: jax.Array) -> jax.Array:
+    return (one.astype(other.dtype) == other).all()
 
 
 def _sizes(model: Any) -> dict[str, str]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cut_short import cut_short
+from safetensors.numpy import load_file, save_file
 
 from experiments import from_hf
 from lmlib import hf
@@ -19,9 +20,12 @@ from lmlib.optim.trainable import Group, adapters
 from lmlib.parallel.mesh import make_mesh
 from runner import Options, convert, fit
 from runner.config import configs
-from runner.config.references import HuggingFace, Saved
+from runner.config.references import HuggingFace, Saved, located
 from runner.errors import ConfigError, StoppedEarly
 from runner.inference.loading import load
+from runner.weights.reading import weights_of
+from runner.weights.saved_run import Access
+from runner.weights.wanted import Wanted
 
 GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 SMALL = ("validation=None", "mesh.fsdp=1", "steps=4", "checkpoints.every=2")
@@ -87,6 +91,33 @@ def test_adapters_go_on_bit_for_bit_and_checkpoints_hold_them_alone(
     if dtype == "float32":
         gained = merged(loaded).stack.patterns[0][0].mlp.up - base.stack.patterns[0][0].mlp.up
         assert 0 < np.max(np.abs(gained)) < 0.1
+
+
+@pytest.mark.landing
+def test_frozen_weights_that_are_rounded_are_told_of(folder, tmp_path):
+    """Not those that bfloat16 holds as they are, and not where nothing is rounded."""
+
+    def told(base, *overrides):
+        lines, experiment = [], fdl.build(adapted(folder, *overrides))
+        wanted = Wanted(experiment.recipe, experiment.mesh)
+        model, _ = weights_of(str(base), wanted, Access(show=lines.append))
+        exact = jax.tree.leaves(hf.load(folder))[0]
+        kept = without_adapters(model).embedding
+        assert any("are rounded to" in line for line in lines) == bool(np.any(kept != exact))
+        return [line for line in lines if "rounded" in line]
+
+    advice = "are rounded to bfloat16: --fdl.compute.dtype=float32 keeps them, and computes, in"
+    (line,) = told(folder)
+    assert line.startswith(f"the frozen weights of {folder} {advice}")
+    convert.bring_in(located(str(folder)), tmp_path / "run")
+    (line,) = told(tmp_path / "run")
+    assert "/run/checkpoints@0 are rounded" in line
+    assert not told(folder, "compute.dtype=float32")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        exact = {name: jnp.bfloat16(x).astype("float32") for name, x in tensors.items()}
+        save_file({name: np.asarray(x) for name, x in exact.items()}, file)
+    assert not told(folder)
 
 
 @pytest.mark.parametrize("rate", [1.0, 16.0])
