@@ -21,6 +21,10 @@ class TrainingStopped(RuntimeError):
     """Training cannot go on, as a message to print; all processes find the same."""
 
 
+class Diverged(TrainingStopped):
+    """Updates were skipped one after the other."""
+
+
 class StoppedEarly(RuntimeError):
     """A signal asked the run to stop, and its checkpoint is whole; all processes find the same."""
 
@@ -53,6 +57,13 @@ def in_words(error: BaseException) -> str:
     numbered = isinstance(error, OSError) and error.filename is None and error.strerror
     text = " ".join([numbered or str(error), *notes])
     return _FROM_FIDDLE.sub(lambda found: f" (in {found[1]})" if found[1] else "", text)
+
+
+def how_ended(error: BaseException) -> str:
+    """The state of a run that `error` has ended, in a word."""
+    if isinstance(error, Diverged):
+        return "diverged"
+    return "interrupted" if isinstance(error, (StoppedEarly, KeyboardInterrupt)) else "failed"
 
 
 def lack(error: BaseException) -> str | None:

@@ -1,14 +1,21 @@
 """Runs as a page shows them: with names that tell them apart, those of one kind together."""
 
+import contextlib
 import dataclasses
+import functools
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from lmlib.runs.goodput import read_starts
 from lmlib.runs.run import Run, difference, find_runs
 from lmlib.runs.series import Measurements
 from lmlib.runs.settings import last_name
 from lmlib.terminal.text import shown
+
+_SILENT_SECONDS = 60.0  # a lock is renewed every ten
+_KILLED = "its process ended without a word, killed say; the same command goes on"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +33,20 @@ class Seen:
     name: str
     group: str
     measurements: Measurements
+
+    @functools.cached_property
+    def state(self) -> tuple[str, str]:
+        """How the run stands, in a word, and the reason, or nothing. A run whose last start left no
+        word of its end is "running" as long as its lock is renewed."""
+        if self.run.finished:
+            return "finished", ""
+        starts, _ = read_starts(self.run.path)
+        if starts and starts[-1].ended:
+            return shown(starts[-1].ended), shown(starts[-1].reason)
+        with contextlib.suppress(OSError):
+            if time.time() - (self.run.path / "lock").stat().st_mtime < _SILENT_SECONDS:
+                return "running", ""
+        return "not running", _KILLED if starts else ""
 
 
 class Watched:

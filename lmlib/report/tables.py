@@ -1,5 +1,6 @@
 """The text of a page: what its runs are, and what came of them."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,13 +47,24 @@ def title(runs: Sequence[Seen]) -> str:
 
 
 def status(runs: Sequence[Seen]) -> str:
+    """How many are in which state, and the step of a single one."""
     if len(runs) > 1:
-        return f"{sum(each.run.finished for each in runs)} of {len(runs)} finished"
+        counts = collections.Counter(each.state[0] for each in runs)
+        others = (f", {count} {state}" for state, count in counts.items() if state != "finished")
+        return f"{counts['finished']} of {len(runs)} finished{''.join(others)}"
     (each,) = runs
     if each.run.finished:
         return "finished"
     step, of = _last(each, "step"), each.run.settings.get("steps")
-    return "no step yet" if step is None else f"step {step:,.0f}" + (f" of {of}" if of else "")
+    at = "no step yet" if step is None else f"step {step:,.0f}" + (f" of {of}" if of else "")
+    return f"{each.state[0]}, {at}"
+
+
+def reasons(runs: Sequence[Seen]) -> list[tuple[str, str]]:
+    """Why runs are not finished, where they say it."""
+    return [
+        (f"{each.name}: {status([each])}", _cut(each.state[1])) for each in runs if each.state[1]
+    ]
 
 
 def tiles(each: Seen) -> list[tuple[str, str, str]]:
@@ -83,19 +95,20 @@ def comparison(runs: Sequence[Seen]) -> list[Table]:
     """What the runs differ in, and what came of each."""
     differing = difference(each.run for each in runs)
     metrics = _shown_numbers(runs)
-    header = ["run", *differing, "step", *metrics]
+    header = ["run", *differing, "state", "step", *metrics]
     rows = [
         [
             each.name,
             *("—" if values[i] is None else values[i] for values in differing.values()),
-            f"{_last(each, 'step') or 0:,.0f}{'' if each.run.finished else ' …'}",
+            each.state[0],
+            f"{_last(each, 'step') or 0:,.0f}",
             *(number(_value(each, name)) for name in metrics),
         ]
         for i, each in enumerate(runs)
     ]
-    text = "the settings that differ, and the numbers of each run; … : not finished"
+    text = "the settings that differ, and the numbers of each run"
     shown_rows = [[shown(str(cell)) for cell in row] for row in rows]
-    numbers = range(len(differing) + 1, len(header))
+    numbers = range(len(differing) + 2, len(header))
     return [Table("Runs", [shown(name) for name in header], shown_rows, text, numbers)]
 
 

@@ -19,7 +19,12 @@ _OF_SEVERAL = 3  # metrics of each run, the first
 
 def view(runs: Sequence[Seen], width: int) -> str:
     """Lines of at most about `width` characters."""
-    return "\n\n".join(f"{_head(each)}\n{columns([*_rows(each, width, runs)])}" for each in runs)
+    return "\n\n".join(
+        "\n".join(
+            [_head(each), *each.state[1].splitlines()[:1], columns([*_rows(each, width, runs)])]
+        )
+        for each in runs
+    )
 
 
 def _head(each: Seen) -> str:

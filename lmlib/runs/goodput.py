@@ -26,13 +26,16 @@ class Start:
     """One process's share of a run (process 0's, where there are many).
 
     `seconds` are those of each phase, by a clock that nobody can set. `began` and `until` are
-    seconds since the epoch, as the clock on the wall had it when the process began.
+    seconds since the epoch, as the clock on the wall had it when the process began. `ended`: how,
+    if it was not by the last step, "diverged" say; empty while it lasts. `reason`: in words.
     """
 
     began: float
     until: float
     last_step: int
     seconds: Mapping[str, float]
+    ended: str = ""
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +100,7 @@ def _parsed(entry: Any) -> Start | None:
             _seconds(entry["until"]),
             entry["last_step"],
             {str(name): _seconds(value) for name, value in entry["seconds"].items()},
+            *(str(entry.get(name, "")) for name in ("ended", "reason")),
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lmlib.runs.goodput import FILE_NAME, Goodput, Start, read_starts, total
 from lmlib.storage.whole_file import write_whole
+from runner.errors import how_ended, in_words
 from runner.monitoring.phases import Phases
 
 WRITE_SECONDS = 10.0
@@ -40,6 +41,7 @@ class GoodputLog:
         self._began = time.time() - sum(phases.seconds().values())
         self._last_step = 0
         self._written_at = 0.0
+        self._ended = self._reason = ""
 
     @property
     def furthest(self) -> int:
@@ -66,11 +68,17 @@ class GoodputLog:
             write_whole(self._file, json.dumps({"starts": starts}, indent=1) + "\n", self._check)
 
     def __enter__(self) -> "GoodputLog":
+        """Writes, so that this start is known before its first step."""
+        self.write()
+        self._written_at = 0.0
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._ended, self._reason = how_ended(error), in_words(error) or type(error).__name__
         self.write()
 
     def _start(self) -> Start:
         seconds = {str(phase): value for phase, value in self._phases.seconds().items()}
-        return Start(self._began, self._began + sum(seconds.values()), self._last_step, seconds)
+        until = self._began + sum(seconds.values())
+        return Start(self._began, until, self._last_step, seconds, self._ended, self._reason)

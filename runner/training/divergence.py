@@ -9,7 +9,7 @@ from lmlib.inspect.layer_statistics import (
     table,
 )
 from lmlib.state import State
-from runner.errors import TrainingStopped
+from runner.errors import Diverged
 from runner.training.recorder import Line
 from runner.training.saving import Saver
 
@@ -17,7 +17,7 @@ from runner.training.saving import Saver
 def stop_if_diverged(
     experiment: Experiment, line: Line, state: State, batch: Batch, saver: Saver
 ) -> None:
-    """Raises TrainingStopped if `line` has too many skipped updates in a row.
+    """Raises Diverged if `line` has too many skipped updates in a row.
 
     Every process must call it. `state` and `batch` are the newest: a skipped update leaves the
     weights unchanged, so that they are those of the skipped updates.
@@ -41,7 +41,7 @@ def stop_if_diverged(
         else f"The newest checkpoint from before them is step {saver.before_skipped:,}: go on from "
         "it"
     )
-    raise TrainingStopped(
+    raise Diverged(
         f"{in_a_row} updates in a row were skipped, up to step {line['step']:,} "
         f"({experiment.objective.loss_name} {line['loss']:.4g}, gradient norm "
         f"{line['grad_norm']:.4g}): {found}. {newest} "

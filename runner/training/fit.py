@@ -32,7 +32,7 @@ from lmlib.train import Metrics
 from runner.command_line.paths import check_can_be_made
 from runner.config.text import settings
 from runner.config.values import check_values
-from runner.errors import ConfigError, chosen_sizes, user_errors
+from runner.errors import ConfigError, WorkdirLost, chosen_sizes, user_errors
 from runner.jax_settings.compilation_cache import keep_compiled_programs
 from runner.jax_settings.determinism import check_determinism
 from runner.jax_settings.xla_flags import IN_ORDER_ON_CPU, may_wait_for_ever
@@ -186,13 +186,18 @@ def _fit_in(
             if summary is None:
                 if primary:
                     progress.keep(workdir)
-                with GoodputLog(workdir, phases, lock.check, enabled=primary) as goodput:
-                    if goodput.problem is not None:
-                        progress.message(f"WARNING: {goodput.problem}")
-                    if beginning.step < experiment.steps or run.unevaluated(beginning.step):
-                        state = run.make_steps(beginning, checkpoints, goodput)
-                    phases.enter(Phase.EVALUATION)
-                    summary = run.summarise(state, goodput)
+                try:
+                    with GoodputLog(workdir, phases, lock.check, enabled=primary) as goodput:
+                        if goodput.problem is not None:
+                            progress.message(f"WARNING: {goodput.problem}")
+                        if beginning.step < experiment.steps or run.unevaluated(beginning.step):
+                            state = run.make_steps(beginning, checkpoints, goodput)
+                        phases.enter(Phase.EVALUATION)
+                        summary = run.summarise(state, goodput)
+                except Exception as error:
+                    if primary and not isinstance(error, WorkdirLost):
+                        leave_page(workdir, progress.message, lock.check)
+                    raise
             lock.check()
             if primary and (made_now or not (workdir / REPORT).exists()):
                 leave_page(workdir, progress.message, lock.check)
