@@ -12,6 +12,7 @@ no network.
 --metrics    whose curves, by commas; unless said, of all that change
 --against    step, tokens, flops or seconds
 --log_x, --log_y   logarithmic axes
+--full_range with values far from all others, in place of triangles for them
 --smoothing  each value is the mean of so many percent of the points, around its own
 docs/pictures.md says what is shown.
 """
@@ -38,6 +39,7 @@ _METRICS = flags.DEFINE_list("metrics", [], "whose curves; unless said, of all t
 _AGAINST = flags.DEFINE_enum("against", "step", list(AXES), "the horizontal axis")
 _LOG_X = flags.DEFINE_bool("log_x", False, "a logarithmic horizontal axis")
 _LOG_Y = flags.DEFINE_bool("log_y", False, "a logarithmic vertical axis")
+_FULL_RANGE = flags.DEFINE_bool("full_range", False, "with values far from all others")
 _SMOOTHING = flags.DEFINE_float("smoothing", 0.0, "percent of the points", 0, 100)
 
 
@@ -60,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
                 _LOG_X.value,
                 _LOG_Y.value,
                 _SMOOTHING.value / 100,
+                _FULL_RANGE.value,
                 tell=print,
             )
             return FINISHED

@@ -1,12 +1,14 @@
 """The curves of a page: for each metric those of each run, thinned, as JSON.
 
     {"runs": [{"name", "group"}],
-     "charts": [{"metric", "unit", "text", "stretch", "series": [{"run", "step", "tokens", …,
-                 "value", "least", "greatest", "not_finite"}]}],
+     "charts": [{"metric", "unit", "text", "stretch", "limits",
+                 "series": [{"run", "step", "tokens", …,
+                             "value", "least", "greatest", "not_finite"}]}],
      "layers": …}
 
 Lists of a series are of its points; `null` is no finite number. "least", "greatest" and
-"not_finite" are left out where they say nothing.
+"not_finite" are left out where they say nothing. "limits" are the least and the greatest value that
+is shown unless all are asked for; `null` where all are.
 """
 
 import dataclasses
@@ -24,7 +26,11 @@ from lmlib.runs.series import Series
 POINTS = 4000  # of a chart, all runs together
 FEWEST, MOST = 100, 1000  # of a run
 PER_PART = ("grad_norm", "weight_norm", "output_rms")
-_DIGITS = 6
+_DIGITS = 6  # of a value that is drawn
+_DIGITS_OF_AXES = 12  # of what is no integer: steps that follow each other must stay apart
+# A value that is drawn is at most so many times as far from the middle half of all values as that
+# half is wide, or so many times as far as that is large.
+_FAR, _LARGE = 20, 10
 # Numbers that are axes, or that others say better.
 _NOT_DRAWN = {"step", "tokens", "step_flops"}
 _FIRST = (
@@ -118,6 +124,7 @@ def _chart(
         "unit": units.get(name, known.unit if known else ""),
         "text": known.text if known else "",
         "stretch": steps,
+        "limits": [_json(limit) for limit in limits([each.values_N for each in found.values()])],
         "series": [
             {"run": number, **_points(series, steps, against[number])}
             for number, series in found.items()
@@ -128,7 +135,10 @@ def _chart(
 def _points(series: Series, steps: int, against: Mapping[str, Series]) -> dict[str, list[Any]]:
     points = thinned(series, steps)
     found = {
-        axis: [_json(value) for value in points.mean_of(at(against[axis], series.steps_N))]
+        axis: [
+            _json(value, _DIGITS_OF_AXES)
+            for value in points.mean_of(at(against[axis], series.steps_N))
+        ]
         for axis in AXES
         if axis in against
     }
@@ -141,17 +151,39 @@ def _points(series: Series, steps: int, against: Mapping[str, Series]) -> dict[s
     return found
 
 
-def _json(value: float) -> float | int | None:
+def limits(values: Sequence[np.ndarray]) -> tuple[float, float]:
+    """The least and the greatest of `values` that is drawn, so that few that are far from the rest
+    do not make a flat line of it; NaN where none is that far."""
+    found_N = np.concatenate(values)
+    found_N = np.sort(found_N[np.isfinite(found_N)])
+    count = len(found_N)
+    if count < 3:
+        return np.nan, np.nan
+    low, high = found_N[(count + 2) // 4], found_N[3 * (count - 1) // 4]  # the middle half
+    with np.errstate(over="ignore"):
+        reach = max(_FAR * (high - low), _LARGE * max(abs(low), abs(high)))
+        below, above = np.sum(found_N < low - reach), np.sum(found_N > high + reach)
+    least, greatest = found_N[below], found_N[count - 1 - above]
+    if max(below, above) > max(1, count // 8) or least == greatest:
+        return np.nan, np.nan
+    return least if below else np.nan, greatest if above else np.nan
+
+
+def _json(value: float, digits: int = _DIGITS) -> float | int | None:
     if not np.isfinite(value):
         return None
-    short = float(f"{value:.{_DIGITS}g}")
+    if digits > _DIGITS and float(value).is_integer() and abs(value) < 1e15:
+        return int(value)
+    short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
 def _constant(name: str, runs: Sequence[Measured]) -> bool:
+    """Whether a metric was measured again, and never changed."""
     values = [run.series[name].values_N for run in runs if name in run.series]
     firsts = {float(each[0]) for each in values}
-    return len(firsts) == 1 and all(np.all(each == each[0]) for each in values)
+    again = max(map(len, values)) > 1
+    return again and len(firsts) == 1 and all(np.all(each == each[0]) for each in values)
 
 
 def _order(name: str) -> tuple[int, int, str]:

@@ -1,7 +1,7 @@
 """Curves as PNG and SVG files, for papers."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from lmlib.report.axes import AXES
 from lmlib.report.seen import Seen
 from lmlib.storage.whole_file import make_folder, write_whole
 
+_FIELDS = ("step", "x", "value", "least", "greatest", "not_finite")
 SCALE = 3.0  # of PNG: about 300 dots per inch where a chart is 12 cm wide
 
 
@@ -21,6 +22,7 @@ def write_pictures(
     log_x: bool = False,
     log_y: bool = False,
     smoothing: float = 0.0,
+    full_range: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Path]:
     """Writes METRIC.svg and METRIC.png for each metric; returns the files.
@@ -32,6 +34,7 @@ def write_pictures(
       metrics: by name; unless said, all that change.
       axis: one of `AXES`.
       smoothing: the part of its points, 0.05 for 5 %, around each whose mean it is.
+      full_range: with values that are far from all others, for which a triangle stands else.
       tell: is told of each file.
 
     Raises:
@@ -50,24 +53,37 @@ def write_pictures(
     make_folder(folder)
     written = []
     names = list(dict.fromkeys(run["group"] for run in data["runs"]))
+    files = _files(charts)
     for name in metrics or charts:
         chart = charts[name]
         rows = [row for row in _rows(chart, data["runs"], axis) if row["x"] > 0 or not log_x]
         if not rows:
             tell(f"{name} has nothing to show on these axes")
             continue
+        limits = () if full_range else chart["limits"]
         specification = specifications.for_paper(
-            name, chart["unit"], rows, names, AXES[axis].title, log_x, log_y, smoothing
+            name, chart["unit"], rows, names, AXES[axis].title, log_x, log_y, smoothing, limits
         )
-        file = Path(folder) / "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
         version = specifications.VERSION
         svg = vl_convert.vegalite_to_svg(specification, version, allowed_base_urls=[])
         png = vl_convert.vegalite_to_png(specification, version, scale=SCALE, allowed_base_urls=[])
         for ending, content in (("svg", svg), ("png", png)):
-            written.append(file.with_name(f"{file.name}.{ending}"))
+            written.append(Path(folder, f"{files[name]}.{ending}"))
             write_whole(written[-1], content)
             tell(str(written[-1]))
     return written
+
+
+def _files(names: Iterable[str]) -> dict[str, str]:
+    """A file for each metric, without an ending; no two are alike, in small letters too."""
+    safe = {n: "".join(c if c.isalnum() or c in "-_." else "_" for c in n)[:100] for n in names}
+    found: dict[str, str] = {}
+    for name in sorted(safe, key=lambda name: safe[name] != name):  # a safe name stays
+        file, taken = safe[name], {each.lower() for each in found.values()}
+        while file.lower() in taken:
+            file += "_"
+        found[name] = file
+    return found
 
 
 def _rows(
@@ -75,25 +91,10 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """The rows of `specifications.curves`, as page.js makes them."""
     for series in chart["series"]:
-        if axis not in series:
-            continue
-        values = series["value"]
-        nothing = [0] * len(values)
-        for step, x, value, least, greatest, not_finite in zip(
-            series["step"],
-            series[axis],
-            values,
-            series.get("least", values),
-            series.get("greatest", values),
-            series.get("not_finite", nothing),
-            strict=True,
-        ):
-            yield {
-                "curve": runs[series["run"]]["group"],
-                "step": step,
-                "x": x,
-                "value": value,
-                "least": least,
-                "greatest": greatest,
-                "not_finite": not_finite,
-            }
+        curve, values = runs[series["run"]]["group"], series["value"]
+        every = {"least": values, "greatest": values, "not_finite": [0] * len(values)} | series
+        if axis in series:
+            every["x"] = series[axis]
+            for i, step in enumerate(series["step"]):
+                row = {name: every[name][i] for name in _FIELDS}
+                yield {"curve": curve, "stretch": (step - 1) // chart["stretch"], **row}

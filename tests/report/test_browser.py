@@ -3,6 +3,7 @@
 Needs `chromium` or `google-chrome` on the PATH: apt-get install chromium.
 """
 
+import html
 import json
 import re
 import shutil
@@ -23,15 +24,43 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on the PATH"),
 ]
-# Added to a page: says in its title which marks each chart has, when all are drawn.
-COUNT = """<script>
-const marks = (item, found) => {
-  if (item.marktype) found[item.marktype] = (found[item.marktype] ?? 0) + item.items.length;
-  for (const each of item.items ?? []) marks(each, found);
+# Added to a page: puts into its title, as JSON, what `expression` gives once all is drawn. `charts`
+# has for each chart, by its metric: `marks`, how many there are to be seen of each kind; `labels`
+# of each axis; `heights`, from the top, of the points of its last line, over the chart's.
+LOOK = """<script>
+const look = (item, found) => {
+  if (item.role === "axis-label")
+    found.labels.push(item.items.filter((each) => each.opacity !== 0).map((each) => each.text));
+  else if (item.marktype && item.marktype !== "group") {
+    const seen = item.items.filter((each) => each.opacity !== 0);
+    const kind = item.marktype === "symbol" ? seen[0]?.shape ?? "circle" : item.marktype;
+    found.marks[kind] = (found.marks[kind] ?? 0) + seen.length;
+    const drawn = seen.filter((each) => each.defined !== false && Number.isFinite(each.y));
+    if (kind === "line") found.heights.push(...drawn.map((each) => each.y / 230));
+    if (kind === "line") found.dashed += seen.filter((each) => each.strokeDash?.[1]).length;
+  }
+  for (const each of item.items ?? []) look(each, found);
   return found;
 };
-setTimeout(() => {
-  document.title = JSON.stringify(views.map((view) => marks(view.scenegraph().root, {})));
+const place = (view, x, y) => { // from the corner of the canvas
+  const [left, top] = view.origin(), padding = view.padding();
+  return [left + padding.left + view.scale("x")(x), top + padding.top + view.scale("y")(y)];
+};
+const point = (view, ...at) => {
+  const canvas = view.container().querySelector("canvas");
+  const box = canvas.getBoundingClientRect(), [x, y] = place(view, ...at);
+  const event = { clientX: box.left + x + 3, clientY: box.top + y + 3, bubbles: true };
+  canvas.dispatchEvent(new PointerEvent("pointermove", event));
+  return [...document.querySelectorAll(".vg-tooltip td")].map((each) => each.innerText);
+};
+setTimeout(async () => {
+  const charts = {};
+  data.charts.forEach(({ metric }, i) => {
+    const view = views[i];
+    const empty = { marks: {}, labels: [], heights: [], dashed: 0 };
+    charts[metric] = look(view.scenegraph().root, empty);
+  });
+  document.title = JSON.stringify(EXPRESSION);
 }, 15000);
 </script>"""
 
@@ -51,14 +80,19 @@ def with_at_end(text, added):
     return f"{before}{added}{end}{after}"
 
 
-def marks_of(file, folder):
-    """The numbers of marks of each chart, by their kind, of a copy of the page that counts them."""
+def look(file, folder, expression="charts", address=""):
+    """What `expression` gives, of a copy of the page that looks at its charts."""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", file.read_text("utf-8"))
-    copy = file.with_name("counted.html")
-    copy.write_text(with_at_end(text, COUNT), "utf-8")
-    dom, console = opened(copy.as_uri(), folder)
+    copy = file.with_name("looked_at.html")
+    copy.write_text(with_at_end(text, LOOK.replace("EXPRESSION", expression)), "utf-8")
+    dom, console = opened(f"{copy.as_uri()}#{address}", folder)
     assert not console
-    return json.loads(re.search(r"<title>(.*?)</title>", dom)[1])
+    return json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom)[1]))
+
+
+def page_of(tmp_path, lines):
+    write_page(seen([leave_run(tmp_path / "a", {"steps": 9}, lines)]), tmp_path / "page.html")
+    return tmp_path / "page.html"
 
 
 def test_the_page_that_a_finished_run_leaves(tmp_path):
@@ -67,8 +101,8 @@ def test_the_page_that_a_finished_run_leaves(tmp_path):
     dom, console = opened(file.as_uri(), tmp_path / "profile")
     assert not console
     assert 'data-drawn="1"' in dom and "<canvas" in dom
-    loss, *_ = marks_of(file, tmp_path / "profile")
-    assert loss["line"] >= 2 * 12  # the curve's points, raw and smoothed
+    charts = look(file, tmp_path / "profile")
+    assert charts["loss"]["marks"]["line"] >= 2 * 12  # the curve's points, raw and smoothed
 
 
 def test_seeds_are_one_curve_and_what_is_not_finite_is_marked(tmp_path):
@@ -79,9 +113,89 @@ def test_seeds_are_one_curve_and_what_is_not_finite_is_marked(tmp_path):
     write_page(seen([tmp_path / "runs"]), tmp_path / "page.html")
     dom, console = opened((tmp_path / "page.html").as_uri(), tmp_path / "profile")
     assert not console and "<b>" not in dom
-    (loss,) = marks_of(tmp_path / "page.html", tmp_path / "profile")
-    assert loss["line"] == 2 * 4 and loss["area"] == 4  # of one curve, not of three
-    assert loss["symbol"] >= 1 + 4  # a cross, and a point for each to be pointed at
+    marks = look(tmp_path / "page.html", tmp_path / "profile")["loss"]["marks"]
+    assert marks["line"] == 2 * 4 and marks["area"] == 4  # of one curve, not of three
+    assert marks["cross"] == 1
+
+
+def test_the_mean_of_seeds_breaks_where_one_ends(tmp_path):
+    for seed in (0, 1, 2):
+        lines = losses(*[3.0 + seed] * (4 if seed == 2 else 8))
+        leave_run(tmp_path / f"runs/{seed}", {"seed": seed, "steps": 8}, lines)
+    write_page(seen([tmp_path / "runs"]), tmp_path / "page.html")
+    told = """[charts.loss.dashed, point(views[0], 6, 3.5),
+        document.querySelector("figcaption").innerText]"""
+    dashed, tooltip, caption = look(tmp_path / "page.html", tmp_path / "profile", told)
+    assert dashed == 2 * 4 and "dashed: the mean of fewer runs" in caption
+    assert tooltip[:6] == ["run", "all runs", "step", "6", "value", "3.5"]
+    assert tooltip[6:] == ["least", "3", "greatest", "4", "runs", "2 of 3"]
+
+
+def test_one_cursor_moves_over_all_charts_and_says_run_step_and_value(tmp_path):
+    lines = [{"step": step, "loss": 4.0 - step, "mine": step} for step in (1, 2, 3)]
+    told = """[point(views[0], 2, 2), await Promise.all(views.map((view) => view.runAsync())) &&
+         views.map((view) => {
+           const found = [];
+           const rules = (item) => {
+             if (item.marktype === "rule" && !item.role.startsWith("axis"))
+               found.push(...item.items.map((each) => each.x - view.scale("x")(2)));
+             (item.items ?? []).forEach(rules);
+           };
+           rules(view.scenegraph().root);
+           return found;
+         })]"""
+    tooltip, rules = look(page_of(tmp_path, lines), tmp_path / "profile", told)
+    assert tooltip == ["run", "a", "step", "2", "value", "2"]
+    assert rules == [[0], [0]]
+
+
+ODD = [
+    {
+        "step": 1_000_000 + i,
+        "tokens": i * 10**9,
+        "loss": 1e30 if i == 30 else 3.0 + i / 100,
+        "zero": 0 if i == 30 else 3.0 + i / 100,
+        "lonely": "NaN" if i % 2 else 3.0 + i / 100,
+    }
+    for i in range(1, 61)
+]
+
+
+def test_odd_values_hide_no_others(tmp_path):
+    charts = look(page_of(tmp_path, ODD), tmp_path / "profile")
+    for chart in charts.values():
+        assert all(len(set(labels)) == len(labels) > 1 for labels in chart["labels"])
+        assert max(chart["heights"]) - min(filter(lambda y: y >= 0, chart["heights"])) > 0.8
+    assert charts["loss"]["marks"]["triangle"] == 1 and charts["loss"]["marks"]["line"] == 2 * 60
+    assert "1,000,030" in charts["loss"]["labels"][0]
+    assert charts["lonely"]["marks"]["cross"] == 30 and charts["lonely"]["marks"]["circle"] == 30
+
+
+def test_a_zero_spoils_no_logarithmic_axis_and_the_full_range_is_there(tmp_path):
+    address = "log_y=1&full_range=1&axis=tokens"
+    charts = look(page_of(tmp_path, ODD), tmp_path / "profile", address=address)
+    heights = charts["zero"]["heights"]
+    assert max(heights) - min(heights) > 0.9 and len(charts["zero"]["labels"][1]) > 1
+    assert "1e+30" in charts["loss"]["labels"][1]
+    assert {"20B", "40B"} < set(charts["loss"]["labels"][0])
+    assert "triangle" not in charts["loss"]["marks"]
+
+
+def test_a_run_of_one_step_has_points(tmp_path):
+    charts = look(page_of(tmp_path, [{"step": 1, "loss": 3.0, "mine": 1}]), tmp_path / "profile")
+    assert [chart["marks"]["circle"] for chart in charts.values()] == [1, 1]
+
+
+def test_a_thinned_spike_can_be_seen(tmp_path):
+    lines = losses(*(25.0 if step == 11_111 else 3.0 + step % 7 / 10 for step in range(1, 20_000)))
+    darkest = """(() => {
+        const canvas = views[0].container().querySelector("canvas");
+        const ratio = canvas.width / canvas.clientWidth, [x, y] = place(views[0], 11111, 19);
+        const box = [x - 4, y, 8, 1].map((each) => Math.round(each * ratio));
+        const pixels = canvas.getContext("2d").getImageData(...box).data;
+        return Math.max(...pixels.filter((_, i) => i % 4 === 3));
+    })()"""
+    assert look(page_of(tmp_path, lines), tmp_path / "profile", darkest) > 80  # of 255
 
 
 def test_no_script_of_a_run_would_run(tmp_path):
@@ -95,14 +209,18 @@ def test_no_script_of_a_run_would_run(tmp_path):
     assert len(console) == 2 and all("Content Security Policy" in line for line in console)
 
 
-def test_the_live_page_takes_over_new_lines(tmp_path):
-    run = leave_run(tmp_path / "a", {"steps": 9999}, losses(3.0, 2.0))
-    watched, served = Watched([run]), []
+def test_the_live_page_takes_over_new_lines_and_forgets_a_deleted_run(tmp_path):
+    run, other = (
+        leave_run(tmp_path / f"runs/{name}", {"steps": 9999}, losses(3.0, 2.0)) for name in "ab"
+    )
+    watched, served = Watched([tmp_path / "runs"]), []
 
     def live():
         served.append(2 + len(served))
         with (run / "metrics.jsonl").open("a") as file:
             file.write(f'{{"step": {1 + served[-1]}, "loss": 1.5}}\n')
+        if len(served) == 2:
+            shutil.rmtree(other)
         return page(watched.now(), refresh_seconds=1)
 
     with PageServer(0, live) as server:
@@ -114,3 +232,4 @@ def test_the_live_page_takes_over_new_lines(tmp_path):
     assert not console and len(served) > 2
     assert int(re.search(r'data-drawn="(\d+)"', dom)[1]) > 1
     assert "step 3 of 9999" not in dom and re.search(r"step \d+ of 9999", dom)
+    assert "2 runs" not in dom and "<title>a</title>" in dom

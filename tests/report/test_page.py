@@ -3,15 +3,19 @@
 import html.parser
 import json
 import math
+import os
 import re
 
 import made_up_runs
 import pytest
+import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from left_runs import leave_run, losses
 
 from lmlib.report import page, seen, write_page, write_pictures
+from lmlib.report.specifications import VERSION, for_paper
+from lmlib.report.terminal import view
 from lmlib.runs import read_run, runs
 from lmlib.terminal.text import shown
 
@@ -96,8 +100,8 @@ def test_a_page_of_several_runs_says_what_differs(tmp_path):
         "peak_lr=0.2"
     ] * 2
     cells = Parsed(text).texts["td"]
-    assert cells[:4] == ["0.1/0", "0.1", "0", "2 …"]
-    assert "0 of 4 finished" in text
+    assert cells[:5] == ["0.1/0", "0.1", "0", "not running", "2"]
+    assert "0 of 4 finished, 4 not running" in text
 
 
 def test_finished_runs_are_compared(tmp_path):
@@ -185,6 +189,65 @@ def test_a_strange_result_is_named(tmp_path, result):
             page(seen([run]))
 
 
+@pytest.mark.parametrize("lock", [None, "fresh", "old"])
+@pytest.mark.parametrize("ended", ["", "diverged"])
+def test_a_page_says_how_a_run_ended(tmp_path, lock, ended):
+    run = leave_run(tmp_path / "a", {"steps": 9}, losses(3.0, 2.0), goodput={"steps": 2.0})
+    kept = json.loads((run / "goodput.json").read_text())
+    kept["starts"][-1] |= {"ended": ended, "reason": "64 updates <b>" if ended else ""}
+    (run / "goodput.json").write_text(json.dumps(kept))
+    if lock:
+        (run / "lock").write_text("")
+        os.utime(run / "lock", None if lock == "fresh" else (1e9, 1e9))
+    state = ended or ("running" if lock == "fresh" else "not running")
+    text = page(seen([run]))
+    assert f"{state}, step 2 of 9" in text
+    told = Parsed(text).texts.get("pre", [])
+    assert told == (["64 updates <b>"] if ended else told)
+    assert (state == "running") == (not told)
+    assert f"{state}, step 2 of 9" in view(seen([run]), 80)
+    leave_run(tmp_path / "b", {"steps": 2}, losses(3.0, 2.0), FINISHED)
+    assert f"1 of 2 finished, 1 {state}<" in page(seen([tmp_path]))
+
+
+def test_what_was_measured_once_is_drawn(tmp_path):
+    lines = [{"step": 1, "same": 1.0, "once": 2.0}, {"step": 2, "same": 1.0}]
+    text = page(seen([leave_run(tmp_path / "a", {"steps": 2}, lines)]))
+    assert [chart["metric"] for chart in data_of(text)["charts"]] == ["once"]
+    assert "The same in all steps: same 1." in text
+
+
+def test_axes_are_not_rounded(tmp_path):
+    lines = [
+        {"step": step, "tokens": step * 4_194_304 + 1, "step_seconds": 0.1234567, "loss": step}
+        for step in range(12_345_601, 12_345_661)
+    ]
+    (chart, *_) = data_of(page(seen([leave_run(tmp_path / "a", {"steps": 2}, lines)])))["charts"]
+    (series,) = chart["series"]
+    assert series["step"] == [line["step"] for line in lines]
+    assert series["tokens"] == [line["tokens"] for line in lines]
+    seconds = [0.1234567 * (i + 1) for i in range(60)]
+    assert series["seconds"] == pytest.approx(seconds, rel=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([3.0, 2.5, 2.0, 1e30], [None, 3.0]),
+        ([3.0, -1e30, 2.5, 2.0, 2.2, math.nan], [2.0, None]),
+        ([11.0, 3.0, 2.6, 2.5, 2.4, 2.3], [None, None]),  # as a loss falls
+        ([0.0] * 9 + [5.0], [None, None]),  # nothing would be left to see
+        ([1.0] * 3 + [1.1, 1e6, 1e6, 1e6], [None, None]),  # many are no exception
+        ([3.0, 1e30], [None, None]),
+        ([math.inf, math.nan], [None, None]),
+    ],
+)
+def test_few_values_that_are_far_from_the_rest_are_outside(tmp_path, values, expected):
+    lines = json.loads(re.sub("NaN|Infinity", r'"\g<0>"', json.dumps(losses(*values))))
+    (chart,) = data_of(page(seen([leave_run(tmp_path / "a", {"steps": 2}, lines)])))["charts"]
+    assert chart["limits"] == expected
+
+
 def test_layers_are_in_the_order_of_the_model(tmp_path):
     parts = ["norm", "layer 10", "layer 2", "embedding"]
     lines = [{"step": step, **{f"grad_norm/{part}": step for part in parts}} for step in (10, 20)]
@@ -208,3 +271,36 @@ def test_pictures_for_papers(tmp_path):
     assert files[1].read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no curve of 'lss'; there are loss"):
         write_pictures(runs, tmp_path / "out", ["lss"])
+
+
+def labels(svg, axis):
+    """The ticks of an axis, X or Y."""
+    part = svg.partition(f'aria-label="{axis}-axis')[2].partition("role-axis-title")[0]
+    return re.findall(r"<text[^>]*>([^<]*)</text>", part.partition("role-axis-label")[2])
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize(
+    ("first", "last", "shown_among"),
+    [(1_000_001, 1_000_060, "1,000,030"), (10**9, 6 * 10**9, "2B"), (1e12, 7e12, "2T"),
+     (1e20, 7e20, "2e+20"), (1e-7, 7e-7, "2e-7"), (0.30001, 0.30007, "0.30002"), (0, 60, "20")],
+)  # fmt: skip
+def test_ticks_differ_from_each_other(first, last, shown_among):
+    rows = [
+        {"curve": "a", "stretch": i, "step": i, "x": x, "value": x, "least": x, "greatest": x,
+         "not_finite": 0}
+        for i, x in enumerate((first, last))
+    ]  # fmt: skip
+    svg = vl_convert.vegalite_to_svg(for_paper("loss", "", rows, ["a"], "step"), VERSION)
+    for axis in "XY":
+        found = labels(svg, axis)
+        assert len(set(found)) == len(found) > 2 and shown_among in found
+
+
+def test_pictures_of_names_that_are_alike_as_files(tmp_path):
+    lines = [{"step": step, "a b": step, "a_b": -step, "A b": 2 * step} for step in (1, 2)]
+    runs = seen([leave_run(tmp_path / "run", {"steps": 2}, lines)])
+    files = [file.name for file in write_pictures(runs, tmp_path, ["a b", "a_b", "A b"])]
+    assert files[2] == "a_b.svg" and len({file.lower() for file in files}) == 6
+    for name, file in zip(["a b", "a_b", "A b"], files[::2], strict=True):
+        assert f">{name}<" in (tmp_path / file).read_text()

@@ -35,5 +35,5 @@ def test_a_view_keeps_up_with_a_run(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 1.5}\n')
     lines = view(watched.now(), 80).splitlines()
-    assert lines[0] == "a\\x1b[2J  step 3 of 9"
+    assert lines[0] == "a\\x1b[2J  not running, step 3 of 9"
     assert lines[2].split() == ["loss", "1.5", "1.5", "3", "█▃▁"]

@@ -8,7 +8,8 @@ let data = read("data");
 let views = [];
 let drawing = 0;
 
-const bySeed = () => control("seeds").checked;
+const hasSeeds = () => new Set(data.runs.map((run) => run.group)).size < data.runs.length;
+const bySeed = () => hasSeeds() && control("seeds").checked;
 const curveOf = (run) => (bySeed() ? run.group : run.name);
 const curves = () => [...new Set(data.runs.map(curveOf))];
 const colours = specifications.curves.encoding.color.scale.range;
@@ -43,7 +44,8 @@ function rows(chart, axis, logX, logY) {
       if ((logX && x <= 0) || (logY && value !== null && value <= 0)) left += 1;
       if (logX && x <= 0) return;
       found.push({
-        curve, x, value, step: series.step[i], not_finite: series.not_finite?.[i] ?? 0,
+        curve, x, value, step: series.step[i], stretch: Math.floor((series.step[i] - 1) / chart.stretch),
+        not_finite: series.not_finite?.[i] ?? 0,
         least: series.least ? series.least[i] : value,
         greatest: series.greatest ? series.greatest[i] : value,
       });
@@ -60,14 +62,39 @@ function curveSpecification(chart) {
   spec.data.values = found;
   const points = Math.max(...chart.series.map((series) => series.value.length));
   const around = Math.floor((Number(control("smoothing").value) / 100) * points / 2);
-  spec.transform[1].frame = [-around, around];
-  spec.encoding.color.scale.domain = curves();
-  spec.encoding.x.title = control("axis").selectedOptions[0].textContent;
-  if (logX) spec.encoding.x.scale = specifications.logarithmic.scale;
+  spec.transform[2].frame = [-around, around];
+  const { x, y, color } = spec.encoding;
+  color.scale.domain = curves();
+  x.title = control("axis").selectedOptions[0].textContent;
+  if (logX) x.scale = specifications.logarithmic.scale;
+  if (logY) y.scale = structuredClone(specifications.logarithmic.scale);
   if (logY) spec.transform.splice(1, 0, ...specifications.logarithmic.transform);
-  for (const layer of spec.layer)
-    if (logY && layer.encoding.y.field) layer.encoding.y.scale = specifications.logarithmic.scale;
-  return [spec, found.some((row) => row.value > 0 || !logY), left];
+  if (chart.unit === "B") y.axis.labelExpr = y.axis.labelExpr.replace("'B'", "'G'"); // bytes
+  const limits = control("full_range").checked ? [] : chart.limits;
+  limits.forEach((limit, i) => {
+    if (limit !== null && (limit > 0 || !logY))
+      spec.params[i].value = y.scale[["domainMin", "domainMax"][i]] = limit;
+  });
+  const ends = chart.series.map(({ run, step }) => JSON.stringify([curveOf(data.runs[run]), step.at(-1)]));
+  const fewer = bySeed() && new Set(ends).size > curves().length;
+  const several = bySeed() || chart.stretch > 1;
+  spec.layer.at(-1).encoding.tooltip = said({
+    run: "point.curve",
+    step: number("step", 12),
+    value: number("value", 6),
+    ...(axis !== "step" && { [x.title]: number("x", 12) }),
+    ...(around > 0 && { smoothed: number("smooth", 6) }),
+    ...(several && { least: number("least", 6), greatest: number("greatest", 6) }),
+    ...(bySeed() && { runs: "point.runs + ' of ' + point.most" }),
+  });
+  return [spec, found.some((row) => row.value > 0 || !logY), left, fewer];
+}
+
+// A tooltip: titles, and expressions of a point or of the cell around it.
+const number = (field, digits) => `format(point.${field}, ',.${digits}~g')`;
+function said(rows) {
+  const text = Object.entries(rows).map(([title, each]) => `${JSON.stringify(title)}: ${each}`);
+  return { value: { expr: `{${text}}`.replaceAll("point.", "(datum.datum || datum).") } };
 }
 
 function barSpecification() {
@@ -108,6 +135,15 @@ async function draw(place, spec) {
                     logLevel: 1, tooltip: { theme: isDark() ? "dark" : "light" } };
   const { view } = await vegaEmbed(place, spec, options);
   views.push(view);
+  view.hasCurves = Boolean(spec.params);
+  if (view.hasCurves) view.addSignalListener("hover", (_, { x }) => moveCursor(x?.[0] ?? null));
+}
+
+// One cursor for all charts of curves.
+function moveCursor(x) {
+  for (const view of views)
+    if (view.getState({ signals: (name) => name === "cursor" }).signals.cursor !== undefined)
+      view.signal("pointed_at", x).runAsync();
 }
 
 function legend() {
@@ -127,6 +163,9 @@ function legend() {
     place.append(label);
   });
   place.hidden = curves().length < 2;
+  control("seeds").parentElement.hidden = !hasSeeds();
+  control("full_range").parentElement.hidden =
+    !data.charts.some((chart) => chart.limits.some((limit) => limit !== null));
 }
 
 async function drawAll() {
@@ -136,9 +175,10 @@ async function drawAll() {
   const made = { charts: document.createDocumentFragment(), layers: document.createDocumentFragment() };
   const todo = [];
   for (const chart of data.charts) {
-    const [spec, shown, left] = curveSpecification(chart);
+    const [spec, shown, left, fewer] = curveSpecification(chart);
     const notes = [chart.text];
     if (chart.stretch > 1) notes.push(`each point: ${chart.stretch.toLocaleString("en")} steps, their mean; the band: least to greatest`);
+    if (fewer) notes.push("dashed: the mean of fewer runs");
     if (left) notes.push(`${left} points that are not positive have no place on a logarithmic axis`);
     const [whole, place] = figure(chart.metric, chart.unit, notes.filter(Boolean).join(" · "));
     made.charts.append(whole);
@@ -169,7 +209,7 @@ async function drawAll() {
 }
 
 // The state of the controls is in the address after "#", to be kept or given to others.
-const CONTROLS = ["axis", "smoothing", "log_x", "log_y", "seeds"];
+const CONTROLS = ["axis", "smoothing", "log_x", "log_y", "full_range", "seeds"];
 
 function fromAddress() {
   const state = new URLSearchParams(location.hash.slice(1));
@@ -218,8 +258,11 @@ async function refresh(seconds) {
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     document.body.classList.remove("lost");
     const text = page.getElementById("data").textContent;
-    for (const part of document.querySelectorAll("[data-live]"))
-      part.replaceWith(document.adoptNode(page.getElementById(part.id)));
+    document.title = page.title;
+    for (const part of document.querySelectorAll("[data-live]")) {
+      const next = page.getElementById(part.id); // what has not changed stays, open or closed
+      if (next.textContent !== part.textContent) part.replaceWith(document.adoptNode(next));
+    }
     if (text !== control("data").textContent) {
       control("data").textContent = text;
       data = JSON.parse(text);
