@@ -73,7 +73,7 @@ class InTurn:
 
         options = Options(
             limits=Limits(),
-            compile=self._programs,
+            programs=self._programs,
             stop=stop,
             experiment_file=self._experiment_file,
         )

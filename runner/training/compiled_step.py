@@ -90,9 +90,14 @@ class StepProgram:
     def compiled(self) -> jax.stages.Compiled:
         options, config = self.options, settings(self.cfg)
         began = time.perf_counter()
-        if options.compiled is None:
+        done = f"reused an earlier run's program for {self.title}"
+
+        def compile() -> jax.stages.Compiled:
+            nonlocal done
             self.progress.message(f"compiling {self.title}")
-        done = f"compiled {self.title}"
+            done = f"compiled {self.title}"
+            return self.lowered.compile()
+
         if options.compiled is not None:
             with agreed():
                 file = self.file(options.compiled)
@@ -100,9 +105,9 @@ class StepProgram:
             done = f"took the compiled step out of {file}"
         elif options.save_compiled is not None:
             with compiled_anew():
-                compiled = self.lowered.compile()
+                compiled = compile()
         else:
-            compiled = options.compile(self.lowered, self.experiment.mesh)
+            compiled = options.programs(self.lowered, self.experiment.mesh, compile)
         self.progress.message(f"{done} in {duration_text(time.perf_counter() - began)}")
         memory = compiled.memory_analysis()
         if memory is not None:  # not every platform says

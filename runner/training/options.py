@@ -19,8 +19,10 @@ def never(step: int) -> bool:
     return False
 
 
-def compiled_for_this_run(step: "Lowered", mesh: "Mesh") -> "Compiled":
-    return step.compile()
+def compiled_for_this_run(
+    step: "Lowered", mesh: "Mesh", compile: Callable[[], "Compiled"]
+) -> "Compiled":
+    return compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Options:
         stopped.
       save_compiled: a file to write the compiled step to.
       compiled: a file to take it from instead of compiling; loading it can run any code.
-      compile: compiles the step for a mesh; a caller that makes several runs may keep programs.
+      programs: gets the step, its mesh and a function that compiles it, and returns the compiled
+        step; a caller that makes several runs may keep some.
       actions: as in `Experiment`, after its own; the same on all processes.
       sinks: as in `Experiment`, besides its own.
       limits: this process ends if something takes longer; `None`: it never does.
@@ -59,7 +62,9 @@ class Options:
     allowed_changes: Collection[str] = ()
     save_compiled: Path | None = None
     compiled: Path | None = None
-    compile: Callable[["Lowered", "Mesh"], "Compiled"] = compiled_for_this_run
+    programs: Callable[["Lowered", "Mesh", Callable[[], "Compiled"]], "Compiled"] = (
+        compiled_for_this_run
+    )
     actions: Sequence["Every"] = ()
     sinks: Sequence["MakeSink"] = ()
     limits: Limits | None = None

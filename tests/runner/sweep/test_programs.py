@@ -13,7 +13,8 @@ def test_equal_programs_are_compiled_once_and_the_oldest_forgotten():
 
     def compiled(*overrides):
         experiment = fdl.build(small(*overrides))
-        return programs(experiment.trace_step().lower(), experiment.mesh)
+        step = experiment.trace_step().lower()
+        return programs(step, experiment.mesh, step.compile)
 
     first = compiled("optimizer.peak_lr=1e-3", "steps=10")
     assert compiled("optimizer.peak_lr=1e-2", "steps=20", "seed=4") is first
